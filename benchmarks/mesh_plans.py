@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import tpkernels
-from tpkernels.bench.tune import measure_machine, profile_of, rates_text
+from tpkernels.bench.probes import measure_machine, profile_of, rates_text
 from tpkernels.launch import Ranks
-from tpkernels.mesh.cost import ranked
+from tpkernels.mesh.estimates import ranked
 from tpkernels.mesh.layout import local_shape, text_of
 from tpkernels.mesh.planner import MatmulProblem
-from tpkernels.planning.machines import Profile
+from tpkernels.planning.cost import Profile
 from tpkernels.timing import Samples, Variant, measure, summary
 
 R = Replicate()

@@ -17,8 +17,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tpkernels.integrations.transformers.completions import Completions, prompt_tokens
-from tpkernels.integrations.transformers.generator import Generator, Sampling
+from tpkernels.integrations.transformers.generator import (
+    Completions,
+    Generator,
+    Sampling,
+    prompt_tokens,
+)
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
 from tpkernels.launch import Ranks
 

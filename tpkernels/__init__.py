@@ -15,7 +15,7 @@ from tpkernels.errors import (
     ProductMismatchError,
     TpkernelsError,
 )
-from tpkernels.groups import autotune, check, empty, finalize, init
+from tpkernels.groups import check, empty, finalize, init
 from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack
 from tpkernels.local.product import LocalProduct
@@ -23,6 +23,7 @@ from tpkernels.ops import *  # noqa: F403
 from tpkernels.parallel import from_pretrained, parallelize
 from tpkernels.shards import shard_sizes
 from tpkernels.timing import benchmark
+from tpkernels.tuning.tuner import autotune
 from tpkernels.version import VERSION
 
 __version__ = VERSION

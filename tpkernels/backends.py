@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from tpkernels import _C, cuda, kernels
+from tpkernels import _C, cuda, defaults, kernels
 from tpkernels.algorithms import fused, ring, unfused
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
@@ -26,7 +26,7 @@ from tpkernels.planning.problem import Problem
 from tpkernels.transport.point_to_point import hang_up
 
 
-def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]]:
+def _table(**algorithms: Any) -> dict[tuple[str, str], Callable[..., Any]]:
     return {
         (op, name): getattr(module, spec.runs_as)
         for name, module in algorithms.items()
@@ -38,19 +38,19 @@ def _table(**algorithms: ModuleType) -> dict[tuple[str, str], Callable[..., Any]
 TABLES = {
     "cpu": _table(
         unfused=unfused,
-        ring=ring,
+        ring=ring.OPS,
         direct=direct,
         pipelined=pipelined,
         fused=fused,
-        hierarchical=hierarchical,
+        hierarchical=hierarchical.OPS,
     ),
     "cuda": _table(
         unfused=unfused,
-        ring=ring,
+        ring=ring.OPS,
         direct=direct_cuda,
         pipelined=pipelined_cuda,
         fused=fused,
-        hierarchical=hierarchical_cuda,
+        hierarchical=hierarchical_cuda.OPS,
     ),
 }
 
@@ -72,20 +72,20 @@ def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
 
 
 def bind(
-    op: str,
     call: Call,
     given: Any,
     arguments: _C.calls.Arguments,
     execute: Callable[[Call, Any], Any],
+    in_place: bool,
 ) -> _C.calls.Bound | None:
-    """Return what runs the calls of an op with these arguments in the extension, where something
-    does. On CUDA tensors it is what `run` does before and after ``execute(call, arguments)``."""
+    """Return what runs calls with these arguments in the extension, where something does. On CUDA
+    tensors it is what `run` does before and after ``execute(call, arguments)``."""
     problem, group = call.problem, call.group
-    function = TABLES[problem.device][problem.op, call.plan.algorithm]
-    if call.function is not function:  # of a trial
-        return None
+    if defaults.python_calls() or call.function is not implementation(problem, call.plan):
+        return None  # as the user wants, or of a trial
     if problem.device == "cpu":
-        return direct.bind(op, call, given) if call.plan.algorithm == "direct" else None
+        by_itself = call.plan.algorithm == "direct"
+        return direct.bind(call, given, arguments, in_place) if by_itself else None
     if group.workspace is None:
         return None
     follows = group.cuda_sums.follows if problem.spec.reduces else None
@@ -116,20 +116,15 @@ def run(
                 group.forget_stale_calls(call.problem, given.x.device)
             if call.generation != group.generation:
                 call = plan()
-            try:
-                group.in_call = True
-                if call.problem.device == "cuda":
-                    group.check_kernels(call.plan.text)
-                if profiling():
-                    with recorded_waits(group.nearby):
+            with group.turn():
+                try:
+                    if call.problem.device == "cuda":
+                        group.check_kernels(call.plan.text)
+                    with recorded_waits(group.nearby) if profiling() else nullcontext():
                         result = execute(call, given)
-                else:
-                    result = execute(call, given)
-            except BaseException as error:
-                failed(call, error)
-                raise
-            finally:
-                group.in_call = False
+                except BaseException as error:
+                    failed(call, error)
+                    raise
     except (TpkernelsError, CaptureError):
         raise
     except BaseException as error:  # also of a signal handler, in the wait for the turn

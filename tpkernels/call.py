@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from tpkernels import _C
 from tpkernels.groups.group import Group
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
@@ -40,17 +39,6 @@ class Call:
     def node(self) -> Node | None:
         """Return the ranks of this host, if the call's algorithm goes through their memory."""
         return self.group.node if ALGORITHMS[self.plan.algorithm].needs_nodes else None
-
-    @functools.cached_property
-    def collective(self) -> _C.calls.Collective:
-        """The call's collective on shared memory."""
-        workspace, plan = self.workspace, self.plan
-        return _C.calls.Collective(workspace.channel, workspace.segments, plan.signature, plan.text)
-
-    @functools.cached_property
-    def layout(self) -> _C.host.ShardLayout:
-        """Return the gathered or scattered tensor, as the extension sees it."""
-        return _C.host.ShardLayout(self.problem.outer, self.problem.inner, self.problem.sizes)
 
     @functools.cached_property
     def peers_in_ring_order(self) -> tuple[int, ...]:

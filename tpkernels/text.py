@@ -13,42 +13,41 @@ _repr.maxstring = _repr.maxlong = _repr.maxother = _MOST
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters, and others that a terminal would interpret or cannot show,
-    escaped."""
+    """Escape control characters, and others that a terminal would interpret or cannot show."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def all_printable(value: Any) -> Any:
-    """A JSON value with every text in it made `printable`."""
+    """Make every text in a JSON value `printable`."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [all_printable(each) for each in value]
+        return [all_printable(item) for item in value]
     if isinstance(value, dict):
-        return {printable(name): all_printable(each) for name, each in value.items()}
+        return {printable(name): all_printable(item) for name, item in value.items()}
     return value
 
 
 def short(text: str, most: int) -> str:
-    """``text`` with its middle cut out if it is longer than ``most``."""
+    """Cut the middle out of ``text`` if it is longer than ``most``."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def of_error(error: BaseException) -> str:
-    """An exception's kind and text, which any encoding takes: a path in it may have none."""
+    """Return an exception's kind and text, which any encoding takes: a path in it may have none."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     return text.encode(errors="backslashreplace").decode()
 
 
 def named_values(values: Mapping[str, object]) -> str:
-    """Options as a user gives them: "timeout=20.0, autotune=True"."""
+    """Return options as a user gives them: "timeout=20.0, autotune=True"."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def shown(value: object) -> str:
-    """A value from a file in ASCII, shortened if it is long."""
+    """Return a value from a file in ASCII, shortened if it is long."""
     try:
         text = _repr.repr(value)
     except ValueError:  # an integer with more digits than Python converts

@@ -6,19 +6,20 @@ calls are timed several in a row.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from tpkernels import groups
 from tpkernels.groups import GroupLike
+from tpkernels.interleaved import interleaved
 
 _SECONDS = 0.5  # of timed calls by `benchmark`, by default
 _LEAST_MS = 1e-4  # less than any Python call; a coarse clock may measure 0
@@ -125,10 +126,11 @@ def benchmark(
         _check_alike(pg, warmup=warmup, iterations=iterations or 0, calls=calls, seconds=seconds)
     run = functools.partial(fn, *args)
     prepare = _preparation(pg, clock, flush_l2)
-    clocked = functools.partial(_on_cuda, clock) if clock.type == "cuda" else _on_host
+    take = _on_cuda if clock.type == "cuda" else _on_host
 
     def samples(count: int, calls: int) -> list[float]:
-        times = clocked(run, prepare, count, calls)
+        with torch.cuda.device(clock) if clock.type == "cuda" else contextlib.nullcontext():
+            times = take(run, prepare, count, calls)
         return times if pg is None or not times else slowest(times, pg)
 
     warm = samples(warmup, 1)
@@ -222,24 +224,19 @@ def _on_host(
 
 
 def _on_cuda(
-    device: torch.device,
-    run: Callable[[], object],
-    prepare: Callable[[], None],
-    count: int,
-    calls: int,
+    run: Callable[[], object], prepare: Callable[[], None], count: int, calls: int
 ) -> list[float]:
-    """Time by events on the current stream of ``device``, synchronised at the end."""
+    """Time by events on the current stream, synchronised at the end."""
     events = []
-    with torch.cuda.device(device):
-        for _ in range(count):
-            prepare()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(calls):
-                run()
-            end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize()
+    for _ in range(count):
+        prepare()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
     return [begin.elapsed_time(end) / calls for begin, end in events]
 
 
@@ -277,28 +274,24 @@ def measure(
     """
     if not variants:
         return {}
-    finish = synchronize or _nothing
+    finish = synchronize or (lambda: None)
     started = time.perf_counter()
     warmed = {name: _warm(variant, finish) for name, variant in variants.items()}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    if budget < math.inf and all(warm.slowest >= _LONG_SECONDS for warm in warmed.values()):
+    counted = budget < math.inf and all(warm.slowest >= _LONG_SECONDS for warm in warmed.values())
+    if counted:
         seconds = {name: [warm.seconds] for name, warm in warmed.items()}
-        warmed = {name: replace(warm, calls=0) for name, warm in warmed.items()}
     else:
         started = time.perf_counter()
-    names = list(variants)
-    begin = len(seconds[names[0]])
-    for repetition in range(begin, repeat):
-        # In a new order each time, the same on all ranks: a variant is affected by the caches and
-        # the busy gloo threads that its predecessor leaves behind.
-        for name in random.Random(repetition).sample(names, len(names)):
+    for repetition in range(int(counted), repeat):
+        for name in interleaved(variants, 1, seed=repetition):
             seconds[name].append(_region(variants[name], warmed[name].per_region, finish))
         (elapsed,) = slowest([time.perf_counter() - started])
         if elapsed > budget and repetition >= 2:
             break
     return {
-        name: Samples(tuple(seconds[name]), warmed[name].per_region, warmed[name].calls)
-        for name in names
+        name: Samples(tuple(seconds[name]), warm.per_region, 0 if counted else warm.calls)
+        for name, warm in warmed.items()
     }
 
 
@@ -306,10 +299,6 @@ def summary(ranks: Sequence[Samples]) -> Timing:
     """Compute the statistics over all ranks: a repetition counts with its slowest rank's time."""
     samples = [1e3 * max(each) for each in zip(*(s.seconds for s in ranks), strict=True)]
     return Timing.of(samples, warmup=ranks[0].warmup, calls=ranks[0].calls)
-
-
-def _nothing() -> None:
-    """Synchronise a CPU, which queues nothing."""
 
 
 def _region(variant: Variant, calls: int, finish: Callable[[], object]) -> float:
@@ -341,10 +330,9 @@ class _Warmed:
 
 
 def _warm(variant: Variant, finish: Callable[[], object]) -> _Warmed:
-    seconds = longest = 0.0
-    for calls in (1, 2):
+    calls, longest = 0, 0.0
+    while calls < 2 and longest < _WARM_SECONDS:
         seconds = _region(variant, 1, finish)
         (longest,) = slowest([seconds])
-        if longest >= _WARM_SECONDS:
-            return _Warmed(seconds, longest, calls)
-    return _Warmed(seconds, longest, 2)
+        calls += 1
+    return _Warmed(seconds, longest, calls)

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 import tpkernels
-from benchmarks.gpu.stage import Result, Setting, over_ranks
+from benchmarks.gpu.stage import Result, Setting, median_ms, over_ranks, random
 from tpkernels import groups
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -34,11 +34,7 @@ def _bring_job(device: str, rows: int, n: int, k: int, ways: int) -> list[tuple[
 
     made = Calls(device, "fused")
     own, group = groups.get(made.group.group_name), made.group
-    x, w = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((rows, k), (k, n)))
-    choose = fused._config
-    timed = functools.partial(
-        tpkernels.benchmark, warmup=3, iterations=20, group=group, device=device
-    )
+    x, w, choose = random(device, rows, k), random(device, k, n), fused._config
 
     def time(algorithm: str, fields: dict[str, Any], engines_from: int, chunk: int) -> float:
         own.forget_calls()  # which are bound to their block sizes
@@ -48,7 +44,7 @@ def _bring_job(device: str, rows: int, n: int, k: int, ways: int) -> list[tuple[
             mock.patch.object(fused, "COPY_ENGINE_BYTES", engines_from),
             mock.patch.object(kernel, "_CHUNK_BYTES", chunk),
         ):
-            return timed(call).median
+            return median_ms(group, device, call)
 
     never = 1 << 62
     found = [("unfused", time("unfused", {}, never, MIB))]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from benchmarks.gpu.stage import integers, synchronize, times_ms
+from benchmarks.gpu.stage import integers, random, synchronize, times_ms
 from tpkernels import groups
 from tpkernels.kernels import matmul_all_reduce as reduce
 from tpkernels.kernels.matmul import matmul
@@ -99,8 +99,7 @@ class Calls:
 
     def compare_with_plain(self, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
         """(op, ms, ms of the plain kernel) at world size 1, bf16."""
-        x = torch.randn(m, k, device=self.device).to(torch.bfloat16)
-        w = torch.randn(n, k, device=self.device).to(torch.bfloat16).t()
+        x, w = random(self.device, m, k), random(self.device, n, k).t()
         results = []
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot"):
             jobs = [lambda op=op: self.run(op, x, w, (m,)), lambda: matmul(x, w)]

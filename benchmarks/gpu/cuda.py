@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.stage import Result, Setting, over_ranks, right_on_all, synchronize, times_ms
+from benchmarks.gpu.stage import (
+    Result,
+    Setting,
+    checks,
+    delayed,
+    on_gpus,
+    synchronize,
+    times_ms,
+)
 from tpkernels import _C, cuda, groups
 from tpkernels.algorithms import fused
 from tpkernels.dtypes import CODES
@@ -19,7 +27,7 @@ COUNTS = (1, 1000, 65_537, 3_000_001)
 ROWS = ((1, 512), (5, 2056), (3, 8192), (70, 64))
 RATES = (50.0, 150.0, 300.0, 450.0)  # GB/s
 PACED_BYTES = 64 << 20
-_NEEDS = "needs a GPU: csrc/cuda has no interpreter"
+WAYS = ("two_shot", "ll", "ll_two_shot", "ll128")
 
 
 def _values(seed: int, device: str, dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -96,8 +104,10 @@ class CudaCalls:
         own = slice(begin, begin + sizes[self.rank])
         xs = [_values(r, self.device, dtype, rows * row).view(rows, row) for r in range(self.world)]
         whole, part = torch.empty_like(xs[0]), torch.empty_like(xs[0][own])
-        cuda.all_gather(self.space, self.next(), xs[0][own].contiguous(), whole, sizes, way)
-        cuda.reduce_scatter(self.space, self.next(), xs[self.rank], part, sizes, way=way)
+        gather = cuda.prepare_all_gather(xs[0][own].contiguous(), whole, sizes, way)
+        scatter = cuda.prepare_reduce_scatter(xs[self.rank], part, sizes, way=way)
+        for launch in (gather, scatter):
+            launch.run(self.space, self.next())
         synchronize(self.device)
         summed = _host_sum([x[own].contiguous() for x in xs])
         return torch.equal(whole, xs[0]) and torch.equal(part.cpu(), summed)
@@ -134,7 +144,7 @@ class CudaCalls:
 
         def calls() -> None:
             cuda.all_reduce(self.space, self.next(), x, total, way="two_shot")
-            cuda.all_reduce(self.space, self.next(), x, again, way="low_latency")
+            cuda.all_reduce(self.space, self.next(), x, again, way="ll")
             normed = cuda.prepare_normed_all_reduce(
                 self.world, x, summed, torch.empty_like(x), torch.ones_like(x), 0.0
             )
@@ -164,43 +174,33 @@ def check_job(device: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
     """The calls on one rank, and whether each was right."""
     made = CudaCalls(device)
     made.space.set_chaos(seed=made.rank, max_delay_us=delay_us)
-    ways = ["one_shot", "two_shot", "low_latency", "low_latency_two_shot", "whole_lines"]
-    checks: dict[str, Callable[[], bool]] = {
-        f"{way} all-reduce": lambda way=way: all(  # type: ignore[misc]
-            made.reduce(way, dtype, count) for dtype in DTYPES for count in COUNTS[:calls]
-        )
-        for way in ways
-    }
-    for way in ("one_shot", "low_latency"):
-        checks[f"{way} shards"] = lambda way=way: all(  # type: ignore[misc]
-            made.shards(way, dtype, row) for dtype in DTYPES for row in (1, 40, 513)
-        )
-    for way in ways[:4]:
-        checks[f"{way} all-reduce of normalised rows"] = (
-            lambda way=way: all(  # type: ignore[misc]
-                made.normed(way, dtype, *shape) for dtype in DTYPES for shape in ROWS[:calls]
-            )
-        )
-    checks["peer copies"] = lambda: made.copies(calls)
+    results = []
+    for way in WAYS:
+        sums = [made.reduce(way, dtype, n) for dtype in DTYPES for n in COUNTS[:calls]]
+        results.append((f"{way} all-reduce", all(sums)))
+    for way in ("one_shot", "ll"):
+        shards = [made.shards(way, dtype, row) for dtype in DTYPES for row in (1, 40, 513)]
+        results.append((f"{way} shards", all(shards)))
+    for way in WAYS[:3]:
+        rows = [made.normed(way, dtype, *shape) for dtype in DTYPES for shape in ROWS[:calls]]
+        results.append((f"{way} all-reduce of normalised rows", all(rows)))
+    results.append(("peer copies", made.copies(calls)))
     if device == "cuda":
-        checks["graph replays"] = lambda: made.replays(20 * calls)
-    results = [(what, check()) for what, check in checks.items()]
+        results.append(("graph replays", made.replays(20 * calls)))
     cuda.barrier(made.space, made.next())
     synchronize(device)
     return [*results, ("no failed wait", made.space.failure() is None)]
 
 
+@on_gpus()
 def cuda_check(setting: Setting) -> Iterator[Result]:
     """All-reduces, copies and replays of ``csrc/cuda``, with and without delays."""
-    if setting.rehearsal:
-        yield Result("cuda_check", "csrc/cuda", _NEEDS, ok=None)
-        return
     for world in (1, 2, 4):
         for delay_us in (0, 200):
-            ranks = over_ranks(setting, world, check_job, len(COUNTS), delay_us)
-            for what, right in right_on_all(ranks):
-                name = f"{what}, {world} ranks, delays up to {delay_us} us"
-                yield Result("cuda_check", name, cuda.image_status(), right)
+            given = {"by": delayed(delay_us), "value": cuda.image_status()}
+            yield from checks(
+                "cuda_check", setting, world, check_job, len(COUNTS), delay_us, **given
+            )
 
 
 def _queued_job(device: str, algorithm: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
@@ -223,24 +223,20 @@ def _queued_job(device: str, algorithm: str, calls: int, delay_us: int) -> list[
     return results
 
 
+@on_gpus()
 def queued_check(setting: Setting) -> Iterator[Result]:
     """The ops by `direct`, by `pipelined`, and by `fused` with copy engines."""
-    if setting.rehearsal:
-        yield Result("queued_check", "csrc/cuda", _NEEDS, ok=None)
-        return
     for algorithm in ("direct", "pipelined", "copied"):
         for world, delay_us in ((1, 0), (2, 0), (4, 0), (2, 200), (4, 200)):
-            ranks = over_ranks(setting, world, _queued_job, algorithm, 5, delay_us)
-            for what, right in right_on_all(ranks):
-                name = f"{what} by {algorithm}, {world} ranks, delays up to {delay_us} us"
-                yield Result("queued_check", name, "5 calls", right)
+            given = {"by": f" by {algorithm}{delayed(delay_us)}", "value": "5 calls"}
+            yield from checks(
+                "queued_check", setting, world, _queued_job, algorithm, 5, delay_us, **given
+            )
 
 
+@on_gpus()
 def paced_copy(setting: Setting) -> Iterator[Result]:
     """Whether a paced copy keeps its rate, and the time of a plain copy of the same size."""
-    if setting.rehearsal:
-        yield Result("paced_copy", "csrc/cuda", _NEEDS, ok=None)
-        return
     src = torch.randint(0, 255, (PACED_BYTES,), dtype=torch.uint8, device=setting.device)
     dst = torch.empty_like(src)
     for rate in RATES:

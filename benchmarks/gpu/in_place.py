@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -14,11 +13,20 @@ import torch.distributed as dist
 
 import tpkernels
 from benchmarks.gpu.calls import Calls
-from benchmarks.gpu.stage import Result, Setting, integers, over_ranks, right_on_all, synchronize
+from benchmarks.gpu.stage import (
+    Result,
+    Setting,
+    checks,
+    delayed,
+    integers,
+    median_ms,
+    on_gpus,
+    over_ranks,
+    synchronize,
+)
 from tpkernels import cuda, groups
 from tpkernels.algorithms import fused
 
-NEEDS = "needs a GPU: csrc/cuda has no interpreter"
 BF16 = torch.bfloat16
 ALGORITHMS = ("pipelined", "copied")  # the latter: `fused` with copy engines
 
@@ -90,17 +98,15 @@ def check_job(device: str, algorithm: str, calls: int, delay_us: int) -> list[tu
     return results
 
 
+@on_gpus()
 def in_place_check(setting: Setting) -> Iterator[Result]:
     """`all_gather_matmul` of symmetric tensors that are overwritten once the call is queued."""
-    if setting.rehearsal:
-        yield Result("in_place_check", "csrc/cuda", NEEDS, ok=None)
-        return
     for algorithm in ALGORITHMS:
         for world, delay_us in ((2, 0), (4, 0), (4, 200)):
-            ranks = over_ranks(setting, world, check_job, algorithm, 5, delay_us)
-            for what, right in right_on_all(ranks):
-                name = f"{what} by {algorithm}, {world} ranks, delays up to {delay_us} us"
-                yield Result("in_place_check", name, "5 calls", right)
+            given = {"by": f" by {algorithm}{delayed(delay_us)}", "value": "5 calls"}
+            yield from checks(
+                "in_place_check", setting, world, check_job, algorithm, 5, delay_us, **given
+            )
 
 
 def speed_job(device: str, algorithm: str, rows: int, n: int, k: int) -> tuple[float, float]:
@@ -108,18 +114,14 @@ def speed_job(device: str, algorithm: str, rows: int, n: int, k: int) -> tuple[f
     made = InPlace(device, algorithm, rows, n, k)
     made.fill(1)
     plain = made.x.clone()
-    time: Any = functools.partial(
-        tpkernels.benchmark, warmup=3, iterations=20, group=made.made.group, device=device
-    )
-    in_place, copied = (time(functools.partial(made.call, x)).median for x in (made.x, plain))
+    calls = (functools.partial(made.call, x) for x in (made.x, plain))
+    in_place, copied = (median_ms(made.made.group, device, call) for call in calls)
     return in_place, copied
 
 
+@on_gpus()
 def in_place_speed(setting: Setting) -> Iterator[Result]:
     """What the copy to the workspace costs: one pass over x, beside the first product."""
-    if setting.rehearsal:
-        yield Result("in_place_speed", "csrc/cuda", NEEDS, ok=None)
-        return
     for world in (world for world in (2, 4, 8) if world <= torch.cuda.device_count()):
         for m, n, k in ((2048, 8192, 8192), (8192, 8192, 8192), (16384, 28672, 8192)):
             for algorithm in ALGORITHMS:

@@ -16,11 +16,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.runner import read_results
-from benchmarks.gpu.stage import Job, Result, Setting, over_ranks, right_on_all, times_ms
-
-
-def _random(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=device).to(dtype)
+from benchmarks.gpu.stage import (
+    Job,
+    Result,
+    Setting,
+    checks,
+    delayed,
+    on_gpus,
+    over_ranks,
+    random,
+    times_ms,
+)
 
 
 def matmul_check(setting: Setting) -> Iterator[Result]:
@@ -33,8 +39,8 @@ def matmul_check(setting: Setting) -> Iterator[Result]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for m, n, k in sizes:
             for major in ("k", "n"):
-                a = _random(setting.device, dtype, m, k)
-                b = _random(setting.device, dtype, *((n, k) if major == "k" else (k, n)))
+                a = random(setting.device, m, k, dtype=dtype)
+                b = random(setting.device, *((n, k) if major == "k" else (k, n)), dtype=dtype)
                 b = b.t() if major == "k" else b
                 exact, terms = a.double() @ b.double(), a.double().abs() @ b.double().abs()
                 unit = torch.finfo(torch.float32).eps
@@ -60,8 +66,7 @@ def matmul_speed(setting: Setting) -> Iterator[Result]:
         shapes = [(64, 64, 64)]
     ratios = []
     for m, n, k in shapes:
-        a = _random(setting.device, torch.bfloat16, m, k)
-        b = _random(setting.device, torch.bfloat16, n, k).t()
+        a, b = random(setting.device, m, k), random(setting.device, n, k).t()
         jobs: list[Job] = [lambda a=a, b=b: matmul(a, b), lambda a=a, b=b: torch.matmul(a, b)]
         ours, torchs = times_ms(setting.device, jobs)
         ratios.append(torchs / ours)
@@ -102,11 +107,11 @@ def fused_check(setting: Setting) -> Iterator[Result]:
         jobs = [(world, 1, delay_us, 40, 72, 40) for world in (1, 2) for delay_us in (0, 200)]
         jobs += [(2, 1, 0, 150, 70, 200)]
     for world, calls, delay_us, *shape in jobs:
-        ranks = over_ranks(setting, world, _fused_job, calls, delay_us, *shape)
-        delays = f", delays up to {delay_us} us" if delay_us else ""
-        for op, right in right_on_all(ranks):
-            what = f"{op} {'x'.join(map(str, shape))}, {world} ranks{delays}"
-            yield Result("fused_check", what, f"{calls} calls", right)
+        given = {"by": f" {'x'.join(map(str, shape))}{delayed(delay_us)}"}
+        given["value"] = f"{calls} calls"
+        yield from checks(
+            "fused_check", setting, world, _fused_job, calls, delay_us, *shape, **given
+        )
 
 
 def _overhead_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
@@ -130,11 +135,9 @@ def _graph_job(device: str, replays: int) -> int:
     return Calls(device, "fused").replay(replays)
 
 
+@on_gpus()
 def graph(setting: Setting) -> Iterator[Result]:
     """A captured CUDA graph of the fused all-gather and reduce-scatter, replayed with new input."""
-    if setting.rehearsal:
-        yield Result("graph", "CUDA graphs need a GPU", ok=None)
-        return
     for world in (1, 2):
         for rank, wrong in enumerate(over_ranks(setting, world, _graph_job, 100)):
             what = f"100 replays, rank {rank} of {world}"

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.gpu.stage import Result, Setting, times_ms
+from benchmarks.gpu.stage import Result, Setting, on_gpus, random, times_ms
 from tpkernels import cuda
 from tpkernels.algorithms import fused
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.cuda.copies import CopyCall
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm.streams import SideStream
 
 RATES = (50.0, 150.0, 300.0, 450.0)  # GB/s into a rank
 LATENCY_US, COPY_SMS = 2.0, 16
@@ -122,8 +122,8 @@ class Gather:
     def __init__(self, device: str, world: int, m: int, n: int, k: int) -> None:
         self.sizes = (m // world,) * world
         self.ranks = EmulatedRanks(device, world, m // world * k)  # 2 bytes each, 2 buffers
-        self.rows = torch.randn(m // world, k, device=device).to(torch.bfloat16)
-        self.w = torch.randn(n // world, k, device=device).to(torch.bfloat16).t()
+        self.rows = random(device, m // world, k)
+        self.w = random(device, n // world, k).t()
         for space in self.ranks.spaces[1:]:
             space.view(torch.bfloat16, tuple(self.rows.shape)).normal_()
         self.whole = torch.empty(m, k, dtype=torch.bfloat16, device=device)
@@ -177,8 +177,8 @@ class Scatter:
     def __init__(self, device: str, world: int, m: int, n: int, k: int) -> None:
         self.sizes = [m // world] * world
         self.ranks = EmulatedRanks(device, world, m * n)
-        self.x = torch.randn(m, k // world, device=device).to(torch.bfloat16)
-        self.w = torch.randn(n, k // world, device=device).to(torch.bfloat16).t()
+        self.x = random(device, m, k // world)
+        self.w = random(device, n, k // world).t()
         for space in self.ranks.spaces[1:]:
             space.view(torch.bfloat16, (m, n)).normal_()
         self.whole = torch.empty(m, n, dtype=torch.bfloat16, device=device)
@@ -218,11 +218,9 @@ def check(case: Gather | Scatter, name: str) -> bool:
     return right and case.ranks.spaces[0].failure() is None
 
 
+@on_gpus()
 def paced_link(setting: Setting) -> Iterator[Result]:
     """`pipelined` and `fused` compared with the serial transfer and matmul, at several rates."""
-    if setting.rehearsal:
-        yield Result("paced_link", "csrc/cuda", "needs a GPU", ok=None)
-        return
     for m, n, k in [(256, 1024, 512)] if setting.small else SHAPES:
         gather, scatter = (make(setting.device, WORLD, m, n, k) for make in (Gather, Scatter))
         variants: list[tuple[str, Gather | Scatter, str]] = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.stage import Result, Setting, integers, nccl_worlds, over_ranks, right_on_all
+from benchmarks.gpu.stage import Result, Setting, checks, integers, nccl_worlds, on_gpus
 from tpkernels import nccl
 
 
@@ -21,37 +21,31 @@ def _nccl_job(device: str, count: int) -> list[tuple[str, bool]]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     group = dist.new_group()
     assert group is not None
-    exact: list[tuple[str, bool]] = []
+    exact = []
     for dtype in (torch.float32, torch.bfloat16):
         every = [integers(r, device, dtype, world * count, 3) for r in range(world)]
         total, mine = torch.stack(every).sum(0), slice(rank * count, (rank + 1) * count)
         with nccl.Communicator(group, timeout=30.0) as comm:
-            results = {
-                "all_gather": (comm.all_gather(every[rank]), torch.cat(every)),
-                "all_reduce": (comm.all_reduce(every[rank]), total),
-                "reduce_scatter": (comm.reduce_scatter(every[rank]), total[mine]),
-                "all_to_all": (
-                    comm.all_to_all(every[rank]),
-                    torch.cat([each[mine] for each in every]),
-                ),
+            wanted = {
+                "all_gather": torch.cat(every),
+                "all_reduce": total,
+                "reduce_scatter": total[mine],
+                "all_to_all": torch.cat([each[mine] for each in every]),
             }
+            results = [getattr(comm, name)(every[rank]) for name in wanted]
             comm.wait()
-            exact += [
-                (f"{what} {dtype}", torch.equal(got, want)) for what, (got, want) in results.items()
-            ]
+            for (name, want), got in zip(wanted.items(), results, strict=True):
+                exact.append((f"{name} {dtype}", torch.equal(got, want)))
     return exact
 
 
+@on_gpus()
 def nccl_check(setting: Setting) -> Iterator[Result]:
     """Every collective on one rank, and on two that share a GPU where NCCL allows it."""
-    if setting.rehearsal:
-        yield Result("nccl_check", "NCCL needs a GPU", ok=None)
-        return
     worlds, why = nccl_worlds(setting)
     for world in worlds:
-        ranks = over_ranks(setting, world, _nccl_job, 100 if setting.small else 100_000)
-        for what, right in right_on_all(ranks):
-            yield Result("nccl_check", f"{what}, {world} ranks", nccl.load().version, right)
+        count, version = 100 if setting.small else 100_000, nccl.load().version
+        yield from checks("nccl_check", setting, world, _nccl_job, count, value=version)
     yield Result("nccl_check", "numbers of ranks", why, ok=None)
 
 
@@ -60,15 +54,8 @@ def gpu_tests(setting: Setting) -> Iterator[Result]:
     if setting.rehearsal or importlib.util.find_spec("hypothesis") is None:
         yield Result("gpu_tests", "need a GPU and tpkernels[test]", ok=None)
         return
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "--ignore=tests/benchmarks/test_gpu_suite.py",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
+    command += ["--ignore=tests/benchmarks/test_gpu_suite.py"]
     root = Path(__file__).resolve().parents[2]
     try:
         ended = subprocess.run(

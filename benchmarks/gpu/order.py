@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.stage import Result, Setting, over_ranks, right_on_all, synchronize
+from benchmarks.gpu.stage import Result, Setting, checks, integers, on_gpus, synchronize
 
 
 def _streams_job(device: str, algorithm: str, rounds: int) -> list[tuple[str, bool]]:
@@ -24,7 +24,10 @@ def _streams_job(device: str, algorithm: str, rounds: int) -> list[tuple[str, bo
     w = torch.ones(64, 48, device=device)
     want = torch.cat([torch.full((40, 48), 64.0 * (r + 1)) for r in range(world)])
     results = []
-    for what, count in (("a stream for each group", 2), ("a new stream for each call", 0)):
+    for what, count in (
+        ("two groups, a stream for each", 2),
+        ("two groups, a new stream for each call", 0),
+    ):
         made = [torch.cuda.Stream() for _ in range(count)] if device == "cuda" else []
         outs = []
         for i in range(rounds):
@@ -54,23 +57,20 @@ def streams_check(setting: Setting) -> Iterator[Result]:
         if setting.rehearsal and algorithm == "fused":
             continue  # `fused_check` runs the interpreter
         for world in (2, 4):
-            ranks = over_ranks(setting, world, _streams_job, algorithm, rounds)
-            for what, right in right_on_all(ranks):
-                name = f"two groups, {what}, by {algorithm}, {world} ranks"
-                yield Result("streams_check", name, f"{rounds} calls of each", right)
+            given = {"by": f" by {algorithm}", "value": f"{rounds} calls of each"}
+            yield from checks(
+                "streams_check", setting, world, _streams_job, algorithm, rounds, **given
+            )
 
 
-def _multimem_job(device: str, counts: tuple[int, ...]) -> list[tuple[str, bool]] | None:
-    """Whether sums by the switch are exact on integers; None: there is no multicast memory."""
-    from benchmarks.gpu.cuda import CudaCalls
-    from benchmarks.gpu.stage import integers
+def _multimem_job(device: str, counts: tuple[int, ...]) -> list[tuple[str, bool]]:
+    """Whether sums by the switch are exact on integers; nothing without multicast memory."""
+    from benchmarks.gpu.cuda import DTYPES, CudaCalls
     from tpkernels import cuda
 
     made = CudaCalls(device)
-    if not made.space.multicast:
-        return None
     results = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in DTYPES if made.space.multicast else ():
         right = True
         for count in counts:
             xs = [integers(r, device, dtype, count) for r in range(made.world)]
@@ -78,20 +78,14 @@ def _multimem_job(device: str, counts: tuple[int, ...]) -> list[tuple[str, bool]
             cuda.all_reduce(made.space, made.next(), xs[made.rank], out, way="multimem")
             synchronize(device)
             right = right and torch.equal(out, torch.stack(xs).sum(0).to(dtype))
-        results.append((str(dtype), right))
+        results.append((f"multimem all-reduce {dtype}", right))
     dist.barrier()
     return results
 
 
+@on_gpus(2)
 def multimem_check(setting: Setting) -> Iterator[Result]:
     """All-reduces that the switch sums, where there is one."""
-    if setting.rehearsal or torch.cuda.device_count() < 2:
-        yield Result("multimem_check", "multicast memory", "needs two GPUs or more", ok=None)
-        return
-    world = min(8, torch.cuda.device_count())
-    ranks = over_ranks(setting, world, _multimem_job, (8, 65_536, 3_000_000))
-    if ranks[0] is None:
-        yield Result("multimem_check", "multicast memory", "there is none", ok=None)
-        return
-    for what, right in right_on_all(ranks):
-        yield Result("multimem_check", f"multimem all-reduce {what}, {world} ranks", "", right)
+    world, counts = min(8, torch.cuda.device_count()), (8, 65_536, 3_000_000)
+    found = list(checks("multimem_check", setting, world, _multimem_job, counts))
+    yield from found or [Result("multimem_check", "multicast memory", "there is none", ok=None)]

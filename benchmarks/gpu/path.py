@@ -3,7 +3,6 @@ and timed against the two calls that a user of torch would write."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +14,13 @@ import tpkernels
 from benchmarks.gpu.stage import (
     Result,
     Setting,
+    checks,
+    compared,
     integers,
+    median_ms,
     nccl_worlds,
     over_ranks,
-    right_on_all,
+    random,
     synchronize,
 )
 from tpkernels import groups
@@ -49,9 +51,8 @@ def path_check(setting: Setting) -> Iterator[Result]:
     worlds, why = nccl_worlds(setting)
     for world in worlds:
         for algorithm in ALGORITHMS:
-            ranks = over_ranks(setting, world, _path_job, algorithm, 6, backend="nccl")
-            for op, right in right_on_all(ranks):
-                yield Result("path_check", f"{op} by {algorithm}, {world} ranks", "6 calls", right)
+            given = {"by": f" by {algorithm}", "value": "6 calls", "backend": "nccl"}
+            yield from checks("path_check", setting, world, _path_job, algorithm, 6, **given)
     yield Result("path_check", "numbers of ranks", why, ok=None)
 
 
@@ -85,7 +86,7 @@ def _grad_job(device: str) -> list[tuple[str, bool]]:
         torch.equal(mine.double(), one)
         for mine, one in zip(got, wanted, strict=True)  # type: ignore[union-attr, arg-type]
     )
-    results.append(("all_gather_matmul, matmul_reduce_scatter", right))
+    results.append(("gradients of all_gather_matmul, matmul_reduce_scatter", right))
     up, down = (each.clone().requires_grad_() for each in (ups[rank], downs[rank]))
     y = tpkernels.matmul_all_reduce(xs @ up, down, made.group)
     y.backward(dy)
@@ -94,15 +95,13 @@ def _grad_job(device: str) -> list[tuple[str, bool]]:
         torch.equal(mine.grad.double(), one.grad)  # type: ignore[union-attr, arg-type]
         for mine, one in ((up, up64[rank]), (down, down64[rank]))
     )
-    return [*results, ("matmul_all_reduce", right)]
+    return [*results, ("gradients of matmul_all_reduce", right)]
 
 
 def grad_check(setting: Setting) -> Iterator[Result]:
     """Gradients through the ops over NCCL, on exact integers."""
     for world in nccl_worlds(setting)[0]:
-        ranks = over_ranks(setting, world, _grad_job, backend="nccl")
-        for what, right in right_on_all(ranks):
-            yield Result("grad_check", f"gradients of {what}, {world} ranks", "", right)
+        yield from checks("grad_check", setting, world, _grad_job, backend="nccl")
 
 
 def _by_ops(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, name: str) -> torch.Tensor:
@@ -161,12 +160,8 @@ def _speed_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float, fl
 
     made = Calls(device, "auto")
     world, group = made.world, made.group
-    shard, whole, w, part, v = (
-        torch.randn(*shape, device=device).to(torch.bfloat16)
-        for shape in (
-            (m // world, k), (m, k), (k, n // world), (m, k // world), (k // world, n),
-        )
-    )  # fmt: skip
+    shard, whole, w = (random(device, *s) for s in ((m // world, k), (m, k), (k, n // world)))
+    part, v = random(device, m, k // world), random(device, k // world, n)
     y, y_own = part @ v, torch.empty(m // world, n, dtype=torch.bfloat16, device=device)
 
     def gather_and_multiply() -> torch.Tensor:
@@ -192,10 +187,7 @@ def _speed_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float, fl
             lambda: tpkernels.matmul_all_reduce(part, v, group), multiply_and_reduce,
         ),
     }  # fmt: skip
-    time = functools.partial(
-        tpkernels.benchmark, warmup=3, iterations=20, group=group, device=device
-    )
-    return [(op, time(ours).median, time(other).median) for op, (ours, other) in pairs.items()]
+    return [(op, *(median_ms(group, device, job) for job in pair)) for op, pair in pairs.items()]
 
 
 def path_speed(setting: Setting) -> Iterator[Result]:
@@ -207,8 +199,8 @@ def path_speed(setting: Setting) -> Iterator[Result]:
             for op, ours, theirs in over_ranks(
                 setting, world, _speed_job, rows, n, k, backend="nccl"
             )[0]:
-                value = f"{ours:.4f} ms, torch {theirs:.4f} ms: {theirs / ours:.2f}x"
-                yield Result("path_speed", f"{op} {rows}x{n}x{k}, {world} ranks", value, ok=None)
+                what, value = f"{op} {rows}x{n}x{k}, {world} ranks", compared(ours, "torch", theirs)
+                yield Result("path_speed", what, value, ok=None)
 
 
 def _autotune_job(device: str, rows: int, n: int, k: int) -> list[tuple[str, str, bool]]:

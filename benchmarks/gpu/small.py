@@ -1,5 +1,5 @@
-"""All-reduces of few bytes for the GPU suite: low-latency, one-shot with words, and NCCL's; and
-with the rows of the sum normalised, in one launch and in two."""
+"""All-reduces of few bytes for the GPU suite: by LL and LL128, two-shot, and NCCL's; and with the
+rows of the sum normalised, in one launch and in two."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.cuda import CudaCalls
-from benchmarks.gpu.stage import Result, Setting, nccl_worlds, over_ranks
+from benchmarks.gpu.cuda import WAYS, CudaCalls
+from benchmarks.gpu.stage import Result, Setting, nccl_worlds, on_gpus, over_ranks, random
 from tpkernels import cuda
 
 SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20)  # bytes
-OURS = ("low_latency", "low_latency_two_shot", "whole_lines", "one_shot", "two_shot")
 ROWS_BYTES, COLUMNS = (16 << 10, 128 << 10, 256 << 10, 1 << 20), 8192
 CALLS, REPLAYS = 20, 30
 
@@ -38,12 +37,11 @@ def _call_us(call: Callable[[], object]) -> float:
 
 def _times_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
     """Of each way, and whether ours agree to the bit."""
-    generator = torch.Generator(made.device).manual_seed(made.rank)
-    x = torch.randn(nbytes // 2, generator=generator, device=made.device).to(torch.bfloat16)
-    outs = [torch.empty_like(x) for _ in OURS]
+    x = random(made.device, nbytes // 2)
+    outs = [torch.empty_like(x) for _ in WAYS]
     times = [
         _call_us(lambda way=way, out=out: cuda.all_reduce(made.space, 1, x, out, way=way))  # type: ignore[misc]
-        for way, out in zip(OURS, outs, strict=True)
+        for way, out in zip(WAYS, outs, strict=True)
     ]
     theirs = x.clone()
     times.append(_call_us(lambda: dist.all_reduce(theirs)))
@@ -53,9 +51,7 @@ def _times_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
 def _normed_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
     """Of rows of COLUMNS with a residual: in one launch, with torch's norm behind our sum, behind
     NCCL's; and whether the first two have the same sum."""
-    generator = torch.Generator(made.device).manual_seed(made.rank)
-    x = torch.randn(nbytes // 2, generator=generator, device=made.device).to(torch.bfloat16)
-    x = x.view(-1, COLUMNS)
+    x = random(made.device, nbytes // 2).view(-1, COLUMNS)
     weight, residual = torch.ones_like(x[0]), torch.ones_like(x)
     normed, total, behind, theirs = (torch.empty_like(x) for _ in range(4))
     fused = cuda.prepare_normed_all_reduce(
@@ -77,10 +73,8 @@ def _normed_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
 def _behind_product_us(made: CudaCalls, nbytes: int) -> tuple[list[float], bool]:
     """Of a product of COLUMNS / world x COLUMNS and the sum of its rows: by a kernel that starts
     while the product runs, by one that does not, by NCCL; and whether the first two agree."""
-    generator = torch.Generator(made.device).manual_seed(made.rank)
     rows, k = nbytes // 2 // COLUMNS, COLUMNS // made.world
-    x = torch.randn(rows, k, generator=generator, device=made.device).to(torch.bfloat16)
-    w = torch.randn(COLUMNS, k, generator=generator, device=made.device).to(torch.bfloat16).t()
+    x, w = random(made.device, rows, k), random(made.device, COLUMNS, k).t()
     partial, early, late = (x.new_empty(rows, COLUMNS) for _ in range(3))
 
     def behind(out: torch.Tensor, starts_early: bool) -> None:
@@ -101,18 +95,14 @@ def _small_job(device: str) -> list[tuple[list[float], bool]]:
     return [*plain, *normed, *(_behind_product_us(made, nbytes) for nbytes in ROWS_BYTES)]
 
 
-_PLAIN = ("all_reduce", (*OURS, "NCCL"))
+_PLAIN = ("all_reduce", (*WAYS, "NCCL"))
 _NORMED = ("all_reduce, residual and norm", ("one launch", "two launches", "NCCL and torch"))
 _BEHIND_PRODUCT = ("product and all_reduce", ("started early", "not early", "NCCL"))
 
 
+@on_gpus()
 def small_speed(setting: Setting) -> Iterator[Result]:
     """The slowest rank's time of an all-reduce, in a CUDA graph."""
-    if setting.rehearsal:
-        yield Result(
-            "small_speed", "csrc/cuda", "needs a GPU: times of a rehearsal say nothing", None
-        )
-        return
     for world in nccl_worlds(setting)[0]:
         if world == 1:
             continue

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+import tpkernels
 from tpkernels import nccl
 from tpkernels.launch import Ranks
 
@@ -45,6 +47,26 @@ class Result:
         return f"{'WRONG ' if self.ok is False else ''}{self.what}: {self.value}"
 
 
+Stage = Callable[[Setting], Iterator[Result]]
+
+
+def on_gpus(count: int = 1) -> Callable[[Stage], Stage]:
+    """Decorate a stage that needs that many GPUs: elsewhere its only result says so."""
+
+    def decorate(stage: Stage) -> Stage:
+        @functools.wraps(stage)
+        def run(setting: Setting) -> Iterator[Result]:
+            if setting.rehearsal or torch.cuda.device_count() < count:
+                needs = "needs a GPU" if count == 1 else f"needs {count} GPUs"
+                yield Result(stage.__name__, "nothing was run", needs, ok=None)
+                return
+            yield from stage(setting)
+
+        return run
+
+    return decorate
+
+
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -64,6 +86,21 @@ def times_ms(device: str, jobs: list[Job], rounds: int = 5) -> list[float]:
                 job()
                 times.append((time.perf_counter() - begin) * 1e3)
     return [statistics.median(times) for times in samples]
+
+
+def random(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def median_ms(group: Any, device: str, job: Job, warmup: int = 3) -> float:
+    """The median time of a call that all ranks of a group make together."""
+    timed = tpkernels.benchmark(job, warmup=warmup, iterations=20, group=group, device=device)
+    return timed.median
+
+
+def compared(ours: float, name: str, theirs: float) -> str:
+    """Our time next to another in milliseconds, and the speed-up."""
+    return f"{ours:.4f} ms, {name} {theirs:.4f} ms: {theirs / ours:.2f}x"
 
 
 def integers(seed: int, device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -92,9 +129,25 @@ def over_ranks(
         return ranks.run(job, setting.device, *args, timeout=setting.budget_s)
 
 
-def right_on_all(ranks: list[list[tuple[str, bool]]]) -> list[tuple[str, bool]]:
-    """What each rank checked, and whether it was right on all of them."""
-    return [(what, all(dict(rank)[what] for rank in ranks)) for what in dict(ranks[0])]
+def checks(
+    stage: str,
+    setting: Setting,
+    world: int,
+    job: Callable[..., list[tuple[str, bool]]],
+    *args: object,
+    by: str = "",
+    value: str = "",
+    backend: str = "gloo",
+) -> Iterator[Result]:
+    """Runs a job on ranks. Yields what each rank checked, and whether it was right on all."""
+    ranks = over_ranks(setting, world, job, *args, backend=backend)
+    for what in dict(ranks[0]):
+        right = all(dict(rank)[what] for rank in ranks)
+        yield Result(stage, f"{what}{by}, {world} ranks", value, right)
+
+
+def delayed(delay_us: int) -> str:
+    return f", delays up to {delay_us} us" if delay_us else ""
 
 
 def nccl_worlds(setting: Setting) -> tuple[list[int], str]:

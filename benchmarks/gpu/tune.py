@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -11,8 +10,16 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-import tpkernels
-from benchmarks.gpu.stage import Result, Setting, over_ranks, times_ms
+from benchmarks.gpu.stage import (
+    Result,
+    Setting,
+    compared,
+    median_ms,
+    on_gpus,
+    over_ranks,
+    random,
+    times_ms,
+)
 
 SHAPES = {
     True: [(16, 3584, 8192), (64, 3584, 8192), (64, 8192, 3584)],
@@ -36,8 +43,7 @@ def tune(setting: Setting) -> Iterator[Result]:
             for group_m in GROUPS[:1] if few or setting.small else GROUPS:
                 ratios = []
                 for m, n, k in shapes:
-                    a = torch.randn(m, k, device=setting.device).to(torch.bfloat16)
-                    b = torch.randn(n, k, device=setting.device).to(torch.bfloat16).t()
+                    a, b = random(setting.device, m, k), random(setting.device, n, k).t()
                     config = choose(a.device, a.dtype, m, fields)
                     config = replace(config, group_m=group_m)
                     jobs: list[Callable[[], object]] = [
@@ -71,9 +77,8 @@ def _symm_mem_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float,
     calls = Calls(device, "fused")
     symmetric.enable_symm_mem_for_group(group.group_name)
     world, sizes = calls.world, (m // calls.world,) * calls.world
-    shard = torch.randn(m // world, k, device=device).to(torch.bfloat16)
-    whole = torch.randn(m, k, device=device).to(torch.bfloat16)
-    w = torch.randn(n, k, device=device).to(torch.bfloat16).t()
+    shard, whole = random(device, m // world, k), random(device, m, k)
+    w = random(device, n, k).t()
     theirs = torch.ops.symm_mem
     name = group.group_name
     pairs = {
@@ -86,20 +91,18 @@ def _symm_mem_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float,
             lambda: theirs.fused_matmul_reduce_scatter(whole, w, "sum", 0, name),
         ),
     }
-    time = functools.partial(
-        tpkernels.benchmark, warmup=1, iterations=20, group=group, device=device
-    )
-    return [(op, time(ours).median, time(other).median) for op, (ours, other) in pairs.items()]
+    return [
+        (op, median_ms(group, device, ours, 1), median_ms(group, device, other, 1))
+        for op, (ours, other) in pairs.items()
+    ]
 
 
+@on_gpus(2)
 def symm_mem(setting: Setting) -> Iterator[Result]:
     """The fused kernels compared with torch.ops.symm_mem.fused_*, two ranks with a GPU each: ranks
     that share one would measure its time slices."""
-    if setting.rehearsal or torch.cuda.device_count() < 2:
-        yield Result("symm_mem", "torch.ops.symm_mem", "needs two GPUs", ok=None)
-        return
     for m, n, k in [(512, 4096, 4096), (2048, 4096, 4096), (8192, 4096, 4096)]:
         ranks = over_ranks(setting, 2, _symm_mem_job, m, n, k)
         for op, ours, theirs in ranks[0]:
-            value = f"{ours:.4f} ms, symm_mem {theirs:.4f} ms: {theirs / ours:.2f}x"
-            yield Result("symm_mem", f"{op} {m}x{n}x{k}, 2 ranks", value, ok=None)
+            what, value = f"{op} {m}x{n}x{k}, 2 ranks", compared(ours, "symm_mem", theirs)
+            yield Result("symm_mem", what, value, ok=None)

@@ -7,8 +7,6 @@
 namespace tpkernels::calls {
 namespace {
 
-namespace py = pybind11;
-
 bool is_dtype(PyObject* value) {
   static PyObject* const type = lasting("torch", "dtype");
   return Py_IS_TYPE(value, reinterpret_cast<PyTypeObject*>(type));
@@ -100,14 +98,22 @@ bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
 
 }  // namespace
 
-Arguments::Arguments(std::string op, std::vector<Argument> arguments, py::object cls)
-    : op_(std::move(op)), arguments_(std::move(arguments)), cls_(std::move(cls)) {
-  for (std::size_t i = 0; i < arguments_.size(); ++i) {
-    if (!arguments_[i].by_keyword) ++positional_;
-    const std::string name = arguments_[i].name;
-    if (name == "group") group_ = static_cast<int>(i);
-    arguments_[i].weight = name == "w" || name == "weights";
+Arguments::Arguments(std::string op, const Described& described, py::object cls)
+    : op_(std::move(op)), cls_(std::move(cls)) {
+  for (const auto& [name, has_standard, standard, by_keyword] : described) {
+    const std::string text = name;
+    const bool weight = text == "w" || text == "weights";
+    arguments_.push_back({name, has_standard ? standard : py::object(), by_keyword, weight});
+    if (!by_keyword) ++positional_;
   }
+  group_ = index("group");
+}
+
+int Arguments::index(const char* name) const {
+  for (std::size_t i = 0; i < arguments_.size(); ++i) {
+    if (std::string(arguments_[i].name) == name) return static_cast<int>(i);
+  }
+  return -1;
 }
 
 Slots Arguments::parse(PyObject* args, PyObject* kwargs) const {

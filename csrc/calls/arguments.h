@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "calls/tensor.h"
@@ -18,15 +19,18 @@ struct Argument {
   pybind11::str name;
   pybind11::object standard;  // its default; null: it has none
   bool by_keyword;            // only
-  bool weight = false;        // one or several weights, which may be no dense tensors
+  bool weight;                // one or several weights, which may be no dense tensors
 };
 
 class Arguments {
  public:
-  // The first argument is a tensor. `cls` is the named tuple of the arguments.
-  Arguments(std::string op, std::vector<Argument> arguments, pybind11::object cls);
+  // (name, has a default, default, by keyword only) of each argument, of which the first is a
+  // tensor. `cls` is the named tuple of the arguments.
+  using Described = std::vector<std::tuple<pybind11::str, bool, pybind11::object, bool>>;
+  Arguments(std::string op, const Described& described, pybind11::object cls);
 
-  // Where "group" is among the arguments; -1: nowhere.
+  // Where an argument is; -1: nowhere.
+  int index(const char* name) const;
   int group() const { return group_; }
 
   // The arguments of a call with a tuple and a dict, which may be null.

@@ -7,79 +7,26 @@
 #include <string>
 #include <utility>
 
-#include "calls/callable.h"
-#include "calls/errors.h"
-#include "calls/key_sets.h"
 #include "calls/python.h"
-#include "calls/turns.h"
 
 namespace tpkernels::calls {
 namespace {
-
-namespace py = pybind11;
 
 struct KernelState {
   std::shared_ptr<const Arguments> arguments;
   KernelFunctions functions;
 };
 
-struct AboveState {
-  py::object kernel;
-  py::object otherwise;
-  PlainKeys keys;
-  bool overwrites;
-};
-
-// Whether a dual tensor may be among the arguments.
-bool forward_mode() {
-  static const Global level("torch.autograd.forward_ad", "_current_level");
-  return !level.value() || PyLong_AsLong(level.value()) >= 0;
+bool deterministic_now() {
+  static PyObject* const flag = lasting("torch._C", "_get_deterministic_algorithms");
+  return checked(PyObject_CallNoArgs(flag)).is(py::bool_(true));
 }
-
-bool grad_enabled() {
-  static PyObject* const enabled = lasting("torch", "is_grad_enabled");
-  return checked(PyObject_CallNoArgs(enabled)).is(py::bool_(true));
-}
-
-bool requires_grad(PyObject* value) {
-  if (PyList_Check(value) || PyTuple_Check(value)) {
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
-      if (requires_grad(PySequence_Fast_GET_ITEM(value, i))) return true;
-    }
-    return false;
-  }
-  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
-  if (!is_tensor(value)) return false;
-  return checked(PyObject_GetAttr(value, name)).is(py::bool_(true));
-}
-
-// Has the group's turn as long as it lives, where `taken`.
-class Turn {
- public:
-  explicit Turn(Turns& turns) : turns_(turns), lock_(turns.lock()) {
-    lock_->acquire();
-    taken = turns.open && !turns.in_call;
-    if (taken) turns.in_call = true;
-  }
-  ~Turn() {
-    if (taken) turns_.in_call = false;
-    lock_->release();
-  }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-
-  bool taken;
-
- private:
-  Turns& turns_;
-  std::shared_ptr<Lock> lock_;  // that was taken: a fork has another
-};
 
 // Runs a planned call in the extension. Null without a Python error: Python is to run it, because
 // the group cannot be used, and Python says why, or the call is to be planned anew.
 py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& planned,
                      const Slots& slots, const Tensor& x) {
-  std::optional<Turn> turn;
+  std::optional<Turns::Turn> turn;
   try {
     turn.emplace(turns);
   } catch (const py::error_already_set& error) {  // of a signal handler: the call is not made
@@ -166,47 +113,15 @@ py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
   return kernel.functions.run(planned->call, given);
 }
 
-bool is_plain(const AboveState& above, PyObject* args) {
-  const std::uint64_t rest = bits_of(PyTuple_GET_ITEM(args, 0)) & above.keys.below;
-  const auto& plain = above.keys.plain;
-  if (std::find(plain.begin(), plain.end(), rest) == plain.end()) return false;
-  // The ops have no tensors that are given by keyword only.
-  const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(args));
-  return !needs_gradient(&PyTuple_GET_ITEM(args, 0) + 1, count - 1);
-}
-
 PyObject* call_kernel(PyObject* self, PyObject* args, PyObject* kwargs) {
   return raising([&] { return call(state_of<KernelState>(self), args, kwargs); });
 }
 
-PyObject* call_above(PyObject* self, PyObject* args, PyObject* kwargs) {
-  const auto& above = state_of<AboveState>(self);
-  return raising([&] {
-    if (!is_plain(above, args)) {
-      return checked(PyObject_Call(above.otherwise.ptr(), args, kwargs));
-    }
-    if (above.overwrites) increment_version(PyTuple_GET_ITEM(args, 1));
-    const auto rest = checked(PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args)));
-    return checked(PyObject_Call(above.kernel.ptr(), rest.ptr(), kwargs));
-  });
-}
-
 }  // namespace
-
-bool needs_gradient(PyObject* const* values, std::size_t count) {
-  if (forward_mode()) return true;
-  return grad_enabled() && std::any_of(values, values + count, requires_grad);
-}
 
 bool profiling() {
   static const Global enabled("torch.autograd.profiler", "_is_profiler_enabled");
   return enabled.value() != Py_False;
-}
-
-void increment_version(PyObject* x) {
-  static PyObject* const increment = lasting("torch._C", "_increment_version");
-  const auto one = checked(PyTuple_Pack(1, x));
-  checked(PyObject_CallOneArg(increment, one.ptr()));
 }
 
 py::object run_warm(const py::object& kernel, const Slots& slots) {
@@ -227,11 +142,33 @@ py::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelFunctio
       std::make_unique<KernelState>(KernelState{std::move(arguments), std::move(functions)}));
 }
 
-py::object make_above(py::object kernel, py::object otherwise, PlainKeys keys, bool overwrites) {
-  return Callable<AboveState>::make(
-      "tpkernels._C.calls.Above", &call_above,
-      std::make_unique<AboveState>(
-          AboveState{std::move(kernel), std::move(otherwise), std::move(keys), overwrites}));
+void Alarm::unwatch(std::uint64_t word) {
+  words_.erase(std::remove(words_.begin(), words_.end(), word), words_.end());
+}
+
+bool Alarm::rings() const {
+  return raised || std::any_of(words_.begin(), words_.end(), [](std::uint64_t word) {
+           return *reinterpret_cast<const volatile std::int64_t*>(word) != 0;
+         });
+}
+
+Queued::Queued(std::shared_ptr<const Arguments> arguments, py::object execute, py::object call,
+               std::shared_ptr<const Alarm> alarm, std::optional<bool> deterministic)
+    : arguments_(std::move(arguments)),
+      execute_(std::move(execute)),
+      call_(std::move(call)),
+      alarm_(std::move(alarm)),
+      deterministic_(deterministic) {}
+
+// It may ring after this, too: kernels fail at any time, and the next call finds it.
+bool Queued::takes(const Slots&, const Tensor&) const {
+  return !alarm_->rings() && (!deterministic_ || *deterministic_ == deterministic_now());
+}
+
+py::object Queued::run(const Slots& slots, const Tensor&) const {
+  const py::object given = arguments_->named(slots);
+  PyObject* const both[] = {call_.ptr(), given.ptr()};
+  return checked(PyObject_Vectorcall(execute_.ptr(), both, 2, nullptr));
 }
 
 }  // namespace tpkernels::calls

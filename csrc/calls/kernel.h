@@ -14,9 +14,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "calls/arguments.h"
+#include "calls/turns.h"
 
 namespace tpkernels::calls {
 
@@ -35,26 +37,45 @@ pybind11::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelF
 // the call; null without a Python error otherwise, with nothing done.
 pybind11::object run_warm(const pybind11::object& kernel, const Slots& slots);
 
-// Whether one of the values, or of the elements of a list, needs a gradient, or may be a dual
-// tensor.
-bool needs_gradient(PyObject* const* values, std::size_t count);
-
 // Whether a profiler runs, for which Python records ranges.
 bool profiling();
 
-// Tells autograd that x is overwritten.
-void increment_version(PyObject* x);
+// Planned calls on CUDA tensors. Python queues their work, and the extension does what comes before
+// each call and takes the same in all: whose turn it is, and whether anything has failed.
 
-// What of a dispatch key set, of `below`, is left where nothing else is to be done: one of `plain`.
-struct PlainKeys {
-  std::uint64_t below;
-  std::vector<std::uint64_t> plain;
+// Says that something may have failed on the GPUs of a group, so that Python has to look before
+// the next call. All of it under the GIL.
+class Alarm {
+ public:
+  // A word in host memory that a kernel sets to nonzero. It must stay there until `unwatch`.
+  void watch(std::uint64_t word) { words_.push_back(word); }
+  void unwatch(std::uint64_t word);
+
+  bool rings() const;
+
+  bool raised = false;  // by the host
+
+ private:
+  std::vector<std::uint64_t> words_;
 };
 
-// A kernel for the Autograd keys, callable with a key set and the op's arguments: `kernel` where
-// no gradient is needed and nothing traces or wraps, otherwise `otherwise`, with the same
-// arguments. `overwrites`: the op changes x, and its version counter is increased.
-pybind11::object make_above(pybind11::object kernel, pybind11::object otherwise, PlainKeys keys,
-                            bool overwrites);
+// Runs `execute(call, arguments)`. `deterministic` is the value of torch's flag for deterministic
+// algorithms that the call was planned with; none: it does not matter.
+class Queued : public Bound {
+ public:
+  Queued(std::shared_ptr<const Arguments> arguments, pybind11::object execute,
+         pybind11::object call, std::shared_ptr<const Alarm> alarm,
+         std::optional<bool> deterministic);
+
+  bool takes(const Slots& slots, const Tensor& x) const override;
+  pybind11::object run(const Slots& slots, const Tensor& x) const override;
+
+ private:
+  std::shared_ptr<const Arguments> arguments_;
+  pybind11::object execute_;
+  pybind11::object call_;
+  std::shared_ptr<const Alarm> alarm_;
+  std::optional<bool> deterministic_;
+};
 
 }  // namespace tpkernels::calls

@@ -1,5 +1,5 @@
 // The local product of a call in the extension: csrc/host/product.h on tensors, with torch's
-// threads.
+// threads; for calls that run without Python and for tpkernels/local/matmul.py.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -58,5 +58,13 @@ bool takes_result(const Tensor& out);
 // another shape or dtype.
 void multiply(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias,
               const host::Way& way);
+
+// x [rows, K] @ w. `packed`: w is what tpkernels/local/packed.py makes of a weight, not [K, N].
+pybind11::object matmul(const pybind11::object& x, PyObject* w, bool packed);
+
+// out = x @ w + bias, where the extension has the fastest way; otherwise false, and nothing is
+// computed. bias [N] in fp32, or None.
+bool multiply(const pybind11::object& x, PyObject* w, PyObject* out, PyObject* bias, bool packed,
+              const Whole& whole);
 
 }  // namespace tpkernels::calls

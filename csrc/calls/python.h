@@ -3,17 +3,22 @@
 
 #include <pybind11/pybind11.h>
 
+#include <exception>
+#include <memory>
+
 namespace tpkernels::calls {
 
+namespace py = pybind11;
+
 // A new reference as an object; throws where there is none and Python has an error.
-inline pybind11::object checked(PyObject* result) {
-  if (!result) throw pybind11::error_already_set();
-  return pybind11::reinterpret_steal<pybind11::object>(result);
+inline py::object checked(PyObject* result) {
+  if (!result) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
 }
 
 // An attribute of a module, kept for ever: for static variables.
 inline PyObject* lasting(const char* module, const char* name) {
-  return pybind11::object(pybind11::module_::import(module).attr(name)).release().ptr();
+  return py::object(py::module_::import(module).attr(name)).release().ptr();
 }
 
 // A name of a module, which may be given another value. The module is never unloaded.
@@ -27,5 +32,51 @@ class Global {
   PyObject* names_;
   PyObject* name_;
 };
+
+// Sets Python's error to a C++ exception, for the functions that pybind11 does not wrap.
+void set_python_error(const std::exception_ptr& error);
+
+// What f() returns, as a new reference; null with a Python error set where it throws.
+template <class F>
+PyObject* raising(F&& f) {
+  try {
+    return f().release().ptr();
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+}
+
+// A Python callable that is written in C++, without pybind11's dispatch: an object around a State,
+// which lives as long.
+template <class State>
+struct Callable {
+  PyObject_HEAD State* state;
+
+  static void deallocate(PyObject* self) {
+    PyTypeObject* const type = Py_TYPE(self);
+    delete reinterpret_cast<Callable*>(self)->state;
+    type->tp_free(self);
+    Py_DECREF(type);
+  }
+
+  static py::object make(const char* name, ternaryfunc call, std::unique_ptr<State> state) {
+    PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&deallocate)},
+                           {Py_tp_call, reinterpret_cast<void*>(call)},
+                           {0, nullptr}};
+    PyType_Spec spec{name, sizeof(Callable), 0, Py_TPFLAGS_DEFAULT, slots};
+    const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
+    if (!type) throw py::error_already_set();
+    auto* const made = PyObject_New(Callable, reinterpret_cast<PyTypeObject*>(type.ptr()));
+    if (!made) throw py::error_already_set();
+    made->state = state.release();
+    return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(made));
+  }
+};
+
+template <class State>
+const State& state_of(PyObject* object) {
+  return *reinterpret_cast<Callable<State>*>(object)->state;
+}
 
 }  // namespace tpkernels::calls

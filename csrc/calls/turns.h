@@ -10,10 +10,47 @@
 #include <unordered_map>
 #include <utility>
 
-#include "calls/bound.h"
-#include "calls/lock.h"
+#include "calls/arguments.h"
+#include "host/wait.h"
 
 namespace tpkernels::calls {
+
+// A lock that its thread may take again, as threading.RLock, but without a Python call where it is
+// free. Its state changes under the GIL only; those who wait without it sleep on a word.
+class Lock {
+ public:
+  // False: another thread has it, and the caller does not want to wait. Throws error_already_set
+  // where a signal handler raises during the wait.
+  bool acquire(bool blocking = true);
+  // Throws std::runtime_error where this thread does not have it.
+  void release();
+
+ private:
+  void wait();
+
+  unsigned long owner_ = 0;
+  int depth_ = 0;
+  int waiting_ = 0;
+  host::Signal released_{};  // counts the releases that somebody waited for
+};
+
+// A planned call that the extension runs by itself: with everything that does not change from call
+// to call.
+class Bound {
+ public:
+  Bound() = default;
+  virtual ~Bound() = default;
+  Bound(const Bound&) = delete;
+  Bound& operator=(const Bound&) = delete;
+
+  // Whether it can run a call with these arguments. It sees what the key of the call does not
+  // tell, such as strides; the other calls go through Python.
+  virtual bool takes(const Slots&, const Tensor& x) const { return is_contiguous(x); }
+
+  // Runs it, with the group's turn: the op's result. Throws what the collective throws, and
+  // error_already_set.
+  virtual pybind11::object run(const Slots& slots, const Tensor& x) const = 0;
+};
 
 // A planned call: Python's `Call`, and, where the extension can run it by itself, how.
 struct Planned {
@@ -51,6 +88,28 @@ class Turns {
   // Who has it has the turn.
   std::shared_ptr<Lock> lock() const { return lock_; }
   void renew_lock() { lock_ = std::make_shared<Lock>(); }
+
+  // A call's turn: waits for the lock. Not `taken` where the group cannot be used.
+  class Turn {
+   public:
+    explicit Turn(Turns& turns) : turns_(turns), lock_(turns.lock()) {
+      lock_->acquire();
+      taken = turns.open && !turns.in_call;
+      if (taken) turns.in_call = true;
+    }
+    ~Turn() {
+      if (taken) turns_.in_call = false;
+      lock_->release();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    bool taken;
+
+   private:
+    Turns& turns_;
+    std::shared_ptr<Lock> lock_;  // that was taken: a fork has another
+  };
 
   bool in_call = false;  // on the thread that has the lock
   bool open = true;      // calls can run: nothing has failed, nobody closed it, no fork

@@ -2,10 +2,9 @@
 //
 // Problem: out = round(sum_r(x_r) + bias + residual) on every rank.
 //
-// Algorithm: the elements are split into segments, and each segment into one part per block.
-// One-shot: one segment, pushed to all ranks and summed by all. Two-shot: a segment per rank,
-// pushed to its owner and summed there; the owner pushes the result to all. Both sum in rank order,
-// so all ranks get the same bits. Multimem: every rank copies x into its own buffer; the owner of a
+// Algorithm: the elements are split into a segment per rank, and each segment into one part per
+// block. Two-shot: a segment is pushed to its owner and summed there, in rank order; the owner
+// pushes the result to all. Multimem: every rank copies x into its own buffer; the owner of a
 // segment has the switch sum it and stores the result in all ranks' memory at once. The switch adds
 // in an order of its own and rounds to the dtype of x. The numerics contract (fixed rank order)
 // does NOT hold, so multimem is never chosen by default.
@@ -58,19 +57,6 @@ TPK_DEVICE void sum_part(const Peers& peers, const AllReduce& call, Range segmen
   sum_range<D>(partials, peers.space.world, address_of(call.out) + segment.first * out,
                call.begin + segment.first, part.first - segment.first, part.last - segment.first,
                epilogue, thread(), threads());
-}
-
-template <int D>
-TPK_DEVICE void one_shot(const Peers& peers, const AllReduce& call) {
-  const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
-  const Range all = segment_of(call, 0), part = part_of(call, 0);
-  for (int i = 1; i < world; ++i) {
-    const int to = (rank + i) % world;
-    push_part(call, slot_of(peers, call, to, rank) + part.first * size_of(D), part);
-  }
-  publish_to_all(peers, word);
-  wait_for_all(peers, word);
-  sum_part<D>(peers, call, all, part);
 }
 
 // Address, in the buffer of `rank`, of the result that starts at element `first`.

@@ -43,7 +43,7 @@ struct AllReduce {
   u64 begin;  // index of x[0] and out[0] in the whole output, for the bias
   int wire;   // dtype of x
   Epilogue epilogue;
-  u64 segment;     // elements that a rank reduces; `count` in one-shot
+  u64 segment;     // elements that a rank reduces; `count` in one hop
   u64 slot_bytes;  // buffer space for the partials from one rank
   u64 results_at;  // byte offset within a buffer
   u64 multicast;   // multicast address of all ranks' regions
@@ -123,7 +123,7 @@ struct PacedCopy {
 };
 
 constexpr int kReduceThreads = 512;
-constexpr int kLowLatencyThreads = 256;
+constexpr int kLLThreads = 256;
 constexpr int kRowThreads = 256;
 constexpr int kSumThreads = 256;
 constexpr int kSignalThreads = 32;

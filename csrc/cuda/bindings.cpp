@@ -4,13 +4,14 @@
 
 #include <pybind11/stl.h>
 
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "binding_errors.h"
-#include "cuda/copies.h"
 #include "cuda/kernels.h"
 
 namespace py = pybind11;
@@ -20,37 +21,9 @@ namespace {
 
 using ReleaseGil = py::call_guard<GilReleased>;
 
-template <class T>
+template <class T = void>
 T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
-}
-
-// The parameters are the keys of DeviceWorkspace.arguments().
-Space make_space(Address regions, Address state, Address control, int rank, std::int64_t signature,
-                 std::uint64_t timeout_ns, int words, std::uint64_t buffers_at,
-                 std::uint64_t buffer_stride, int world, std::uint64_t seed, std::uint64_t chaos) {
-  return {pointer<const u64>(regions),
-          pointer<u64>(state),
-          pointer<u64>(control),
-          rank,
-          world,
-          static_cast<unsigned>(signature),
-          words,
-          timeout_ns,
-          buffers_at,
-          buffer_stride,
-          seed,
-          chaos};
-}
-
-Epilogue make_epilogue(int out_dtype, Address bias, std::uint64_t cols, int bias_dtype,
-                       Address residual, int residual_dtype) {
-  return {pointer<const void>(bias),
-          cols,
-          pointer<const void>(residual),
-          bias_dtype,
-          residual_dtype,
-          out_dtype};
 }
 
 std::unique_ptr<Kernels> make_kernels(int device, const std::optional<std::string>& image) {
@@ -60,157 +33,104 @@ std::unique_ptr<Kernels> make_kernels(int device, const std::optional<std::strin
   return std::make_unique<Kernels>(device, embedded.bytes);
 }
 
-void bind_calls(py::class_<Kernels>& kernels) {
-  kernels
-      .def(
-          "all_reduce",
-          [](Kernels& k, Stream stream, const Space& space, int way, int blocks, bool early,
-             Address x, Address out, std::uint64_t count, std::uint64_t begin, int wire,
-             const Epilogue& epilogue, std::uint64_t segment, std::uint64_t slot_bytes,
-             std::uint64_t results_at, Address multicast) {
-            k.all_reduce(stream, space, static_cast<Way>(way), {blocks, 1, early},
-                         {pointer<const void>(x), pointer<void>(out), count, begin, wire, epilogue,
-                          segment, slot_bytes, results_at, multicast});
-          },
-          py::arg("stream"), py::arg("space"), py::arg("way"), py::arg("blocks"), py::arg("early"),
-          py::arg("x"), py::arg("out"), py::arg("count"), py::arg("begin"), py::arg("wire"),
-          py::arg("epilogue"), py::arg("segment"), py::arg("slot_bytes"), py::arg("results_at"),
-          py::arg("multicast"), ReleaseGil())
-      .def(
-          "sum_partials",
-          [](Kernels& k, Stream stream, int blocks, Address out,
-             const std::vector<Address>& partials, int wire, std::uint64_t begin,
-             std::uint64_t count, const Epilogue& epilogue) {
-            SumPartials call{};
-            if (partials.size() > std::size(call.partials)) {
-              throw py::value_error(std::to_string(partials.size()) + " partials; at most " +
-                                    std::to_string(kMaxWorld));
-            }
-            for (std::size_t r = 0; r < partials.size(); ++r) {
-              call.partials[r] = pointer<const void>(partials[r]);
-            }
-            call.world = static_cast<int>(partials.size());
-            call.wire = wire;
-            call.out = pointer<void>(out);
-            call.begin = begin;
-            call.count = count;
-            call.epilogue = epilogue;
-            k.sum_partials(stream, blocks, call);
-          },
-          py::arg("stream"), py::arg("blocks"), py::arg("out"), py::arg("partials"),
-          py::arg("wire"), py::arg("begin"), py::arg("count"), py::arg("epilogue"), ReleaseGil())
-      .def(
-          "paced_copy",
-          [](Kernels& k, Stream stream, int blocks, Address dst, Address src, std::uint64_t bytes,
-             std::uint64_t latency_ns, double ns_per_byte) {
-            k.paced_copy(
-                stream, blocks,
-                {pointer<void>(dst), pointer<const void>(src), bytes, latency_ns, ns_per_byte});
-          },
-          py::arg("stream"), py::arg("blocks"), py::arg("dst"), py::arg("src"), py::arg("nbytes"),
-          py::arg("latency_ns"), py::arg("ns_per_byte"), ReleaseGil());
-}
-
-RmsNorm make_norm(Address normed, Address weight, std::uint64_t cols, int weight_dtype, float eps) {
-  return {pointer<void>(normed), pointer<const void>(weight), cols, weight_dtype, eps};
-}
-
-void bind_norms(py::class_<Kernels>& kernels) {
-  kernels
-      .def(
-          "normed_all_reduce",
-          [](Kernels& k, Stream stream, const Space& space, int way, int blocks, int cluster,
-             bool early, Address x, Address out, std::uint64_t count, int wire,
-             const Epilogue& epilogue, std::uint64_t segment, std::uint64_t slot_bytes,
-             std::uint64_t results_at, const RmsNorm& norm) {
-            k.normed_all_reduce(stream, space, static_cast<Way>(way), {blocks, cluster, early},
-                                {pointer<const void>(x), pointer<void>(out), count, 0, wire,
-                                 epilogue, segment, slot_bytes, results_at, 0},
-                                norm);
-          },
-          py::arg("stream"), py::arg("space"), py::arg("way"), py::arg("blocks"),
-          py::arg("cluster"), py::arg("early"), py::arg("x"), py::arg("out"), py::arg("count"),
-          py::arg("wire"), py::arg("epilogue"), py::arg("segment"), py::arg("slot_bytes"),
-          py::arg("results_at"), py::arg("norm"), ReleaseGil())
-      .def(
-          "rms_norm",
-          [](Kernels& k, Stream stream, int blocks, int cluster, Address x, std::uint64_t count,
-             int dtype, const RmsNorm& norm) {
-            k.rms_norm(stream, {blocks, cluster, false}, {pointer<const void>(x), count, dtype},
-                       norm);
-          },
-          py::arg("stream"), py::arg("blocks"), py::arg("cluster"), py::arg("x"), py::arg("count"),
-          py::arg("dtype"), py::arg("norm"), ReleaseGil());
-}
-
-// `starts` is the address of world + 1 ints in device memory.
-void bind_shards(py::class_<Kernels>& kernels) {
-  using Function = void (Kernels::*)(Stream, const Space&, int, const Shards&);
-  const auto bind = [&](const char* name, Function function) {
-    kernels.def(
-        name,
-        [function](Kernels& k, Stream stream, const Space& space, int blocks, Address x,
-                   Address out, Address starts, std::uint64_t row, int wire,
-                   std::uint64_t slot_bytes, const Epilogue& epilogue) {
-          (k.*function)(stream, space, blocks,
-                        {pointer<const void>(x), pointer<void>(out), pointer<const int>(starts),
-                         row, wire, slot_bytes, epilogue});
-        },
-        py::arg("stream"), py::arg("space"), py::arg("blocks"), py::arg("x"), py::arg("out"),
-        py::arg("starts"), py::arg("row"), py::arg("wire"), py::arg("slot_bytes"),
-        py::arg("epilogue"), ReleaseGil());
-  };
-  bind("gather", &Kernels::gather);
-  bind("scatter", &Kernels::scatter);
-  bind("low_latency_gather", &Kernels::low_latency_gather);
-  bind("low_latency_scatter", &Kernels::low_latency_scatter);
+SumPartials make_sum(Address out, const std::vector<Address>& partials, int wire, u64 begin,
+                     u64 count, const Epilogue& epilogue) {
+  SumPartials call{};
+  if (partials.size() > std::size(call.partials)) {
+    throw py::value_error(std::to_string(partials.size()) + " partials; at most " +
+                          std::to_string(kMaxWorld));
+  }
+  for (Address partial : partials) call.partials[call.world++] = pointer(partial);
+  call.wire = wire;
+  call.out = pointer(out);
+  call.begin = begin;
+  call.count = count;
+  call.epilogue = epilogue;
+  return call;
 }
 
 // Of (address, bytes) pairs.
-Results make_results(const std::vector<std::pair<Address, std::uint64_t>>& given) {
+Results make_results(const std::vector<std::pair<Address, u64>>& outputs) {
   Results results{};
-  if (given.size() > std::size(results.outputs)) {
-    throw py::value_error(std::to_string(given.size()) + " results; at most " +
+  if (outputs.size() > std::size(results.outputs)) {
+    throw py::value_error(std::to_string(outputs.size()) + " results; at most " +
                           std::to_string(kMostResults));
   }
-  for (const auto& [out, bytes] : given) {
-    results.outputs[results.count++] = {pointer<void>(out), bytes};
-  }
+  for (const auto& [out, bytes] : outputs) results.outputs[results.count++] = {pointer(out), bytes};
   return results;
 }
 
-void bind_signals(py::class_<Kernels>& kernels) {
-  kernels.def("barrier", &Kernels::barrier, py::arg("stream"), py::arg("space"), ReleaseGil())
-      .def("begin", &Kernels::begin, py::arg("stream"), py::arg("space"), py::arg("flags"),
-           ReleaseGil())
-      .def(
-          "end",
-          [](Kernels& k, Stream stream, const Space& space,
-             const std::vector<std::pair<Address, std::uint64_t>>& results) {
-            k.end(stream, space, make_results(results));
-          },
-          py::arg("stream"), py::arg("space"), py::arg("results"), ReleaseGil())
-      .def(
-          "publish",
-          [](Kernels& k, Stream stream, const Space& space, int to, int index) {
-            k.publish(stream, space, {to, index});
-          },
-          py::arg("stream"), py::arg("space"), py::arg("to"), py::arg("index"), ReleaseGil())
-      .def("raise_flag", &raise_flag, py::arg("stream"), py::arg("space"), py::arg("index"),
-           py::arg("captured"), ReleaseGil())
-      .def("streams_write", &Kernels::streams_write, py::arg("captured"))
-      .def(
-          "copy",
-          [](const Kernels& k, Stream stream, Address dst, Address src, std::size_t bytes) {
-            copy(k, stream, dst, src, bytes);
-          },
-          py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("nbytes"), ReleaseGil())
-      .def(
-          "wait",
-          [](Kernels& k, Stream stream, const Space& space, int source, int index) {
-            k.wait(stream, space, {source, index});
-          },
-          py::arg("stream"), py::arg("space"), py::arg("source"), py::arg("index"), ReleaseGil());
+// The arguments of kernels.
+void bind_arguments(py::module_& m) {
+  // The keys are those of DeviceWorkspace.arguments().
+  py::class_<Space>(m, "Space")
+      .def(py::init([](Address regions, Address state, Address control, int rank,
+                       std::int64_t signature, u64 timeout_ns, int words, u64 buffers_at,
+                       u64 buffer_stride, int world, u64 seed, u64 chaos) {
+             return Space{pointer<const u64>(regions),
+                          pointer<u64>(state),
+                          pointer<u64>(control),
+                          rank,
+                          world,
+                          static_cast<unsigned>(signature),
+                          words,
+                          timeout_ns,
+                          buffers_at,
+                          buffer_stride,
+                          seed,
+                          chaos};
+           }),
+           py::arg("regions"), py::arg("state"), py::arg("control"), py::arg("rank"),
+           py::arg("signature"), py::arg("timeout_ns"), py::arg("words"), py::arg("buffers_at"),
+           py::arg("buffer_stride"), py::arg("WORLD"), py::arg("seed"), py::arg("CHAOS"));
+  py::class_<Epilogue>(m, "Epilogue")
+      .def(py::init([](int out_dtype, Address bias, u64 cols, int bias_dtype, Address residual,
+                       int residual_dtype) {
+             return Epilogue{pointer(bias), cols,           pointer(residual),
+                             bias_dtype,    residual_dtype, out_dtype};
+           }),
+           py::arg("out_dtype"), py::arg("bias") = 0, py::arg("cols") = 1,
+           py::arg("bias_dtype") = 0, py::arg("residual") = 0, py::arg("residual_dtype") = 0);
+  py::class_<AllReduce>(m, "AllReduce")
+      .def(py::init([](Address x, Address out, u64 count, u64 begin, int wire,
+                       const Epilogue& epilogue, u64 segment, u64 slot_bytes, u64 results_at,
+                       Address multicast) {
+        return AllReduce{pointer(x), pointer(out), count,      begin,      wire,
+                         epilogue,   segment,      slot_bytes, results_at, multicast};
+      }));
+  py::class_<RmsNorm>(m, "RmsNorm")
+      .def(py::init([](Address normed, Address weight, u64 cols, int weight_dtype, float eps) {
+        return RmsNorm{pointer(normed), pointer(weight), cols, weight_dtype, eps};
+      }));
+  py::class_<Rows>(m, "Rows").def(
+      py::init([](Address x, u64 count, int dtype) { return Rows{pointer(x), count, dtype}; }));
+  // `starts` is the address of world + 1 ints in device memory.
+  py::class_<Shards>(m, "Shards")
+      .def(py::init([](Address x, Address out, Address starts, u64 row, int wire, u64 slot_bytes,
+                       const Epilogue& epilogue) {
+        return Shards{pointer(x), pointer(out), pointer<const int>(starts), row, wire,
+                      slot_bytes, epilogue};
+      }));
+  py::class_<SumPartials>(m, "SumPartials").def(py::init(&make_sum));
+  py::class_<PacedCopy>(m, "PacedCopy")
+      .def(py::init([](Address dst, Address src, u64 bytes, u64 latency_ns, double ns_per_byte) {
+        return PacedCopy{pointer(dst), pointer(src), bytes, latency_ns, ns_per_byte};
+      }));
+  py::class_<Signal>(m, "Signal").def(py::init([](int rank, int index) {
+    return Signal{rank, index};
+  }));
+  py::class_<Results>(m, "Results").def(py::init(&make_results));
+}
+
+// A method that queues one kernel of the table.
+template <class... Arguments>
+void bind_kernel(py::class_<Kernels>& kernels, const char* name) {
+  kernels.def(
+      name,
+      [name](Kernels& k, Stream stream, const Arguments&... arguments, int blocks, int cluster,
+             bool early) { k.launch(name, stream, {blocks, cluster, early}, arguments...); },
+      py::arg("stream"), (static_cast<void>(sizeof(Arguments)), py::arg())...,
+      py::arg("blocks") = 1, py::arg("cluster") = 1, py::arg("early") = false, ReleaseGil());
 }
 
 }  // namespace
@@ -223,23 +143,17 @@ void bind(py::module_& m) {
       PyErr_SetString(PyExc_NotImplementedError, unsupported.what());
     }
   });
-  py::class_<Space>(m, "Space")
-      .def(py::init(&make_space), py::arg("regions"), py::arg("state"), py::arg("control"),
-           py::arg("rank"), py::arg("signature"), py::arg("timeout_ns"), py::arg("words"),
-           py::arg("buffers_at"), py::arg("buffer_stride"), py::arg("WORLD"), py::arg("seed"),
-           py::arg("CHAOS"));
-  py::class_<Epilogue>(m, "Epilogue")
-      .def(py::init(&make_epilogue), py::arg("out_dtype"), py::arg("bias") = 0, py::arg("cols") = 1,
-           py::arg("bias_dtype") = 0, py::arg("residual") = 0, py::arg("residual_dtype") = 0);
-  py::class_<RmsNorm>(m, "RmsNorm")
-      .def(py::init(&make_norm), py::arg("normed"), py::arg("weight"), py::arg("cols"),
-           py::arg("weight_dtype"), py::arg("eps"));
+  bind_arguments(m);
   py::class_<Kernels> kernels(m, "Kernels");
-  kernels.def(py::init(&make_kernels), py::arg("device"), py::arg("image"));
-  bind_calls(kernels);
-  bind_norms(kernels);
-  bind_shards(kernels);
-  bind_signals(kernels);
+  kernels.def(py::init(&make_kernels), py::arg("device"), py::arg("image"))
+      .def("copy", &Kernels::copy, py::arg("stream"), py::arg("dst"), py::arg("src"),
+           py::arg("nbytes"), ReleaseGil())
+      .def("raise_flag", &Kernels::raise_flag, py::arg("stream"), py::arg("space"),
+           py::arg("index"), py::arg("captured"), ReleaseGil())
+      .def("streams_write", &Kernels::streams_write, py::arg("captured"));
+#define TPK_BIND(name, threads, ...) bind_kernel<__VA_ARGS__>(kernels, #name);
+  TPK_KERNELS(TPK_BIND)
+#undef TPK_BIND
   m.attr("MAX_WORLD") = kMaxWorld;
   m.attr("MOST_RESULTS") = kMostResults;
   m.def("architectures", [] { return std::string(embedded_image().architectures); });

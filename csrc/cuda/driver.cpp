@@ -27,32 +27,9 @@ Driver load() {
     throw Unsupported(std::string("no NVIDIA driver on this machine: ") + dlerror());
   }
   Driver d;
-  find(library, "cuInit", d.init);
-  find(library, "cuDriverGetVersion", d.driver_version);
-  find(library, "cuGetErrorName", d.error_name);
-  find(library, "cuGetErrorString", d.error_string);
-  find(library, "cuDeviceGetCount", d.device_count);
-  find(library, "cuDeviceGet", d.device);
-  find(library, "cuDeviceGetAttribute", d.attribute);
-  find(library, "cuDevicePrimaryCtxRetain", d.retain_context);
-  find(library, "cuCtxGetCurrent", d.current_context);
-  find(library, "cuCtxPushCurrent_v2", d.push_context);
-  find(library, "cuCtxPopCurrent_v2", d.pop_context);
-  find(library, "cuModuleLoadData", d.load_module);
-  find(library, "cuModuleUnload", d.unload_module);
-  find(library, "cuModuleGetFunction", d.function);
-  find(library, "cuLaunchKernel", d.launch);
-  find(library, "cuLaunchKernelEx", d.launch_with);
-  find(library, "cuMemcpyAsync", d.copy_async);
-  find(library, "cuStreamWriteValue64_v2", d.write_value);
-  find(library, "cuStreamCreate", d.create_stream);
-  find(library, "cuStreamDestroy_v2", d.destroy_stream);
-  find(library, "cuThreadExchangeStreamCaptureMode", d.exchange_capture_mode);
-  find(library, "cuStreamBeginCapture_v2", d.begin_capture);
-  find(library, "cuStreamEndCapture", d.end_capture);
-  find(library, "cuGraphInstantiateWithFlags", d.instantiate);
-  find(library, "cuGraphExecDestroy", d.destroy_executable);
-  find(library, "cuGraphDestroy", d.destroy_graph);
+#define TPK_FIND(name, symbol, parameters) find(library, #symbol, d.name);
+  TPK_DRIVER(TPK_FIND)
+#undef TPK_FIND
   if (const int code = d.init(0); code != 0) {
     const char* text = nullptr;
     d.error_string(code, &text);

@@ -40,35 +40,48 @@ struct LaunchConfig {
   unsigned attribute_count;
 };
 
+// Every function: its name here and in the driver, and its parameters.
+#define TPK_DRIVER(each)                                                                           \
+  each(init, cuInit, (unsigned flags)) each(driver_version, cuDriverGetVersion, (int* version))    \
+      each(error_name, cuGetErrorName, (int code, const char** name)) each(                        \
+          error_string, cuGetErrorString,                                                          \
+          (int code, const char** text)) each(device_count, cuDeviceGetCount, (int* count))        \
+          each(device, cuDeviceGet, (int* device, int ordinal)) each(                              \
+              attribute, cuDeviceGetAttribute, (int* value, int attribute, int device))            \
+              each(retain_context, cuDevicePrimaryCtxRetain, (Handle * context, int device)) each( \
+                  current_context, cuCtxGetCurrent,                                                \
+                  (Handle * context)) each(push_context, cuCtxPushCurrent_v2, (Handle context))    \
+                  each(pop_context, cuCtxPopCurrent_v2, (Handle * context)) each(                  \
+                      load_module, cuModuleLoadData, (Handle * module, const void* image))         \
+                      each(unload_module, cuModuleUnload, (Handle module)) each(                   \
+                          function, cuModuleGetFunction,                                           \
+                          (Handle * function, Handle module, const char* name))                    \
+                          each(launch, cuLaunchKernelEx,                                           \
+                               (const LaunchConfig* config, Handle function, void** parameters,    \
+                                void** extra)) each(copy_async, cuMemcpyAsync,                     \
+                                                    (Address dst, Address src, std::size_t bytes,  \
+                                                     Handle stream))                               \
+                              each(write_value, cuStreamWriteValue64_v2,                           \
+                                   (Handle stream, Address to, std::uint64_t value,                \
+                                    unsigned flags)) each(create_stream, cuStreamCreate,           \
+                                                          (Handle * stream, unsigned flags))       \
+                                  each(destroy_stream, cuStreamDestroy_v2, (Handle stream)) each(  \
+                                      exchange_capture_mode, cuThreadExchangeStreamCaptureMode,    \
+                                      (int* mode)) each(begin_capture, cuStreamBeginCapture_v2,    \
+                                                        (Handle stream, int mode))                 \
+                                      each(end_capture, cuStreamEndCapture,                        \
+                                           (Handle stream, Handle * graph))                        \
+                                          each(instantiate, cuGraphInstantiateWithFlags,           \
+                                               (Handle * executable, Handle graph,                 \
+                                                std::uint64_t flags)) each(destroy_executable,     \
+                                                                           cuGraphExecDestroy,     \
+                                                                           (Handle executable))    \
+                                              each(destroy_graph, cuGraphDestroy, (Handle graph))
+
 struct Driver {
-  int (*init)(unsigned flags);
-  int (*driver_version)(int* version);
-  int (*error_name)(int code, const char** name);
-  int (*error_string)(int code, const char** text);
-  int (*device_count)(int* count);
-  int (*device)(int* device, int ordinal);
-  int (*attribute)(int* value, int attribute, int device);
-  int (*retain_context)(Handle* context, int device);
-  int (*current_context)(Handle* context);
-  int (*push_context)(Handle context);
-  int (*pop_context)(Handle* context);
-  int (*load_module)(Handle* module, const void* image);
-  int (*unload_module)(Handle module);
-  int (*function)(Handle* function, Handle module, const char* name);
-  int (*launch)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                Handle stream, void** parameters, void** extra);
-  int (*launch_with)(const LaunchConfig* config, Handle function, void** parameters, void** extra);
-  int (*copy_async)(Address dst, Address src, std::size_t bytes, Handle stream);
-  int (*write_value)(Handle stream, Address to, std::uint64_t value, unsigned flags);
-  int (*create_stream)(Handle* stream, unsigned flags);
-  int (*destroy_stream)(Handle stream);
-  int (*exchange_capture_mode)(int* mode);
-  int (*begin_capture)(Handle stream, int mode);
-  int (*end_capture)(Handle stream, Handle* graph);
-  int (*instantiate)(Handle* executable, Handle graph, std::uint64_t flags);
-  int (*destroy_executable)(Handle executable);
-  int (*destroy_graph)(Handle graph);
+#define TPK_DECLARE(name, symbol, parameters) int(*name) parameters;
+  TPK_DRIVER(TPK_DECLARE)
+#undef TPK_DECLARE
 
   // Unless `code` is 0, throws std::runtime_error with the name of the call and the driver's text.
   void check(int code, const char* call) const;

@@ -1,5 +1,7 @@
 #include "cuda/kernels.h"
 
+#include <string_view>
+
 namespace tpkernels::cuda {
 namespace {
 
@@ -7,7 +9,37 @@ constexpr int kMultimemCapability = 90;
 // Early launches; captured into graphs since CUDA 12.3.
 constexpr int kEarlyCapability = 90, kEarlyDriver = 12030;
 
+constexpr int kNotSupported = 801;      // CUDA_ERROR_NOT_SUPPORTED
+constexpr int kRelaxed = 2;             // CU_STREAM_CAPTURE_MODE_RELAXED
+constexpr unsigned kNonBlocking = 0x1;  // CU_STREAM_NON_BLOCKING
+
 Handle stream_handle(Stream stream) { return reinterpret_cast<Handle>(stream); }
+
+// Whether a write to `to`, captured on the stream, makes a graph that could run. It does not run.
+bool records_write(Handle stream, Address to) {
+  const Driver& d = driver();
+  if (d.begin_capture(stream, kRelaxed) != 0) return false;
+  const bool taken = d.write_value(stream, to, kRaised, 0) == 0;
+  Handle graph = nullptr, executable = nullptr;
+  const bool ended = d.end_capture(stream, &graph) == 0 && graph != nullptr;
+  const bool runs = ended && taken && d.instantiate(&executable, graph, 0) == 0;
+  if (runs) d.destroy_executable(executable);
+  if (ended) d.destroy_graph(graph);
+  return runs;
+}
+
+// The same on a stream of its own. Relaxed, so that it does not disturb other threads' captures.
+bool captures_write(Address to) {
+  const Driver& d = driver();
+  int mode = kRelaxed;
+  if (d.exchange_capture_mode(&mode) != 0) return false;
+  Handle stream = nullptr;
+  const bool made = d.create_stream(&stream, kNonBlocking) == 0;
+  const bool taken = made && records_write(stream, to);
+  if (made) d.destroy_stream(stream);
+  d.exchange_capture_mode(&mode);
+  return taken;
+}
 
 }  // namespace
 
@@ -27,30 +59,15 @@ Kernels::Kernels(int device, const void* image) {
   }
   streams_write_ = device_attribute(handle, kStreamWrites) != 0;
   launches_early_ = capability >= kEarlyCapability && driver_version() >= kEarlyDriver;
+#define TPK_ENTRY(name, threads, ...) {#name, threads, nullptr},
+  kernels_ = {TPK_KERNELS(TPK_ENTRY)};
+#undef TPK_ENTRY
   // Load all functions now: loading one at its first launch would invalidate a stream capture.
-  all_reduce_[0] = function("one_shot_all_reduce");
-  all_reduce_[1] = function("two_shot_all_reduce");
-  if (capability >= kMultimemCapability) all_reduce_[2] = function("multimem_all_reduce");
-  all_reduce_[3] = function("low_latency_all_reduce");
-  all_reduce_[4] = function("low_latency_two_shot_all_reduce");
-  all_reduce_[5] = function("whole_lines_all_reduce");
-  normed_[0] = function("one_shot_normed_all_reduce");
-  normed_[1] = function("two_shot_normed_all_reduce");
-  normed_[3] = function("low_latency_normed_all_reduce");
-  normed_[4] = function("low_latency_two_shot_normed_all_reduce");
-  norm_ = function("rms_norm_of_rows");
-  low_latency_gather_ = function("low_latency_all_gather");
-  low_latency_scatter_ = function("low_latency_reduce_scatter");
-  gather_ = function("one_shot_gather");
-  scatter_ = function("one_shot_scatter");
-  sum_ = function("sum_of_partials");
-  barrier_ = function("call_barrier");
-  paced_ = function("paced_copy");
-  begin_ = function("call_begin");
-  publish_ = function("call_publish");
-  flag_ = function("call_flag");
-  wait_ = function("call_wait");
-  end_ = function("call_end");
+  for (Kernel& kernel : kernels_) {
+    if (kernel.name == std::string_view("multimem_all_reduce") && capability < kMultimemCapability)
+      continue;
+    d.check(d.function(&kernel.function, module_, kernel.name), kernel.name);
+  }
 }
 
 // The primary context stays retained, because torch's tensors live in it.
@@ -62,121 +79,54 @@ Kernels::~Kernels() {
   }
 }
 
-Handle Kernels::function(const char* name) const {
-  Handle found = nullptr;
-  driver().check(driver().function(&found, module_, name), name);
-  return found;
-}
-
-template <class... Arguments>
-void Kernels::launch(Handle function, int blocks, int threads, Stream stream,
-                     const Arguments&... arguments) {
-  const Driver& d = driver();
-  const ContextGuard guard(context_);
-  void* parameters[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-  d.check(d.launch(function, blocks, 1, 1, threads, 1, 1, 0, stream_handle(stream), parameters,
-                   nullptr),
-          "cuLaunchKernel");
-}
-
-template <class... Arguments>
-void Kernels::launch_as(Handle function, Shape shape, int threads, Stream stream,
-                        const Arguments&... arguments) {
+void Kernels::launch_with(const char* name, Stream stream, Shape shape, void** parameters) {
+  const Kernel* kernel = kernels_.data();
+  while (kernel->name != std::string_view(name)) ++kernel;
+  if (kernel->function == nullptr) {
+    throw Unsupported("a multimem all-reduce needs a GPU of compute capability 9.0 or higher");
+  }
   LaunchAttribute attributes[2] = {};
-  unsigned count = 0;
+  LaunchConfig config{};
   if (shape.cluster > 1) {
-    LaunchAttribute& cluster = attributes[count++];
+    LaunchAttribute& cluster = attributes[config.attribute_count++];
     cluster.id = kClusterDimension;
     cluster.value.cluster[0] = shape.cluster;
     cluster.value.cluster[1] = cluster.value.cluster[2] = 1;
   }
   if (shape.early && launches_early_) {
-    LaunchAttribute& early = attributes[count++];
+    LaunchAttribute& early = attributes[config.attribute_count++];
     early.id = kProgrammaticSerialization;
     early.value.early = 1;
   }
-  if (count == 0) return launch(function, shape.blocks, threads, stream, arguments...);
+  config.grid[0] = shape.blocks;
+  config.block[0] = kernel->threads;
+  config.grid[1] = config.grid[2] = config.block[1] = config.block[2] = 1;
+  config.stream = stream_handle(stream);
+  config.attributes = attributes;
   const Driver& d = driver();
   const ContextGuard guard(context_);
-  void* parameters[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-  const LaunchConfig config{{static_cast<unsigned>(shape.blocks), 1, 1},
-                            {static_cast<unsigned>(threads), 1, 1},
-                            0,
-                            stream_handle(stream),
-                            attributes,
-                            count};
-  d.check(d.launch_with(&config, function, parameters, nullptr), "cuLaunchKernelEx");
+  d.check(d.launch(&config, kernel->function, parameters, nullptr), "cuLaunchKernelEx");
 }
 
-void Kernels::all_reduce(Stream stream, const Space& space, Way way, Shape shape,
-                         const AllReduce& call) {
-  const Handle kernel = all_reduce_[static_cast<int>(way)];
-  if (kernel == nullptr) {
-    throw Unsupported("a multimem all-reduce needs a GPU of compute capability 9.0 or higher");
+void Kernels::copy(Stream stream, Address dst, Address src, std::size_t bytes) const {
+  if (bytes == 0) return;
+  const ContextGuard guard(context_);
+  driver().check(driver().copy_async(dst, src, bytes, stream_handle(stream)), "cuMemcpyAsync");
+}
+
+void Kernels::raise_flag(Stream stream, const Space& space, int index, bool captured) {
+  if (!streams_write(captured)) return launch("call_flag", stream, {}, space, index);
+  const ContextGuard guard(context_);
+  const auto to = reinterpret_cast<Address>(space.state + kStateFlags + index);
+  const int code = driver().write_value(stream_handle(stream), to, kRaised, 0);
+  if (code == kNotSupported && !captured) {
+    streams_write_ = false;
+    return launch("call_flag", stream, {}, space, index);
   }
-  const int threads = way >= Way::kLowLatency ? kLowLatencyThreads : kReduceThreads;
-  launch_as(kernel, shape, threads, stream, space, call);
-}
-
-void Kernels::gather(Stream stream, const Space& space, int blocks, const Shards& shards) {
-  launch(gather_, blocks, kReduceThreads, stream, space, shards);
-}
-
-void Kernels::scatter(Stream stream, const Space& space, int blocks, const Shards& shards) {
-  launch(scatter_, blocks, kReduceThreads, stream, space, shards);
-}
-
-void Kernels::low_latency_gather(Stream stream, const Space& space, int blocks,
-                                 const Shards& shards) {
-  launch(low_latency_gather_, blocks, kLowLatencyThreads, stream, space, shards);
-}
-
-void Kernels::low_latency_scatter(Stream stream, const Space& space, int blocks,
-                                  const Shards& shards) {
-  launch(low_latency_scatter_, blocks, kLowLatencyThreads, stream, space, shards);
-}
-
-void Kernels::sum_partials(Stream stream, int blocks, const SumPartials& call) {
-  launch(sum_, blocks, kSumThreads, stream, call);
-}
-
-void Kernels::normed_all_reduce(Stream stream, const Space& space, Way way, Shape shape,
-                                const AllReduce& call, const RmsNorm& norm) {
-  const Handle kernel = normed_[static_cast<int>(way)];
-  if (kernel == nullptr) throw Unsupported("the switch sums, and no kernel normalises its rows");
-  launch_as(kernel, shape, kRowThreads, stream, space, call, norm);
-}
-
-void Kernels::rms_norm(Stream stream, Shape shape, const Rows& rows, const RmsNorm& norm) {
-  launch_as(norm_, shape, kRowThreads, stream, rows, norm);
-}
-
-void Kernels::barrier(Stream stream, const Space& space) {
-  launch(barrier_, 1, kSignalThreads, stream, space);
-}
-
-void Kernels::paced_copy(Stream stream, int blocks, const PacedCopy& call) {
-  launch(paced_, blocks, kPacedThreads, stream, call);
-}
-
-void Kernels::begin(Stream stream, const Space& space, int flags) {
-  launch(begin_, 1, kSignalThreads, stream, space, flags);
-}
-
-void Kernels::publish(Stream stream, const Space& space, const Signal& signal) {
-  launch(publish_, 1, kSignalThreads, stream, space, signal);
-}
-
-void Kernels::flag(Stream stream, const Space& space, int index) {
-  launch(flag_, 1, kSignalThreads, stream, space, index);
-}
-
-void Kernels::wait(Stream stream, const Space& space, const Signal& signal) {
-  launch(wait_, 1, kSignalThreads, stream, space, signal);
-}
-
-void Kernels::end(Stream stream, const Space& space, const Results& results) {
-  launch(end_, 1, kEndThreads, stream, space, results);
+  driver().check(code, "cuStreamWriteValue64");
+  if (!captured && captured_writes_ == CapturedWrites::kUntried) {
+    captured_writes_ = captures_write(to) ? CapturedWrites::kTaken : CapturedWrites::kRefused;
+  }
 }
 
 }  // namespace tpkernels::cuda

@@ -22,14 +22,36 @@ struct Image {
 };
 const Image& embedded_image();
 
-enum class Way { kOneShot, kTwoShot, kMultimem, kLowLatency, kLowLatencyTwoShot, kWholeLines };
+// Every kernel: its name, the threads of a block, its arguments.
+#define TPK_KERNELS(each)                                                                          \
+  each(two_shot_all_reduce, kReduceThreads, Space, AllReduce)                                      \
+      each(multimem_all_reduce, kReduceThreads, Space, AllReduce)                                  \
+          each(ll_all_reduce, kLLThreads, Space, AllReduce)                                        \
+              each(ll_two_shot_all_reduce, kLLThreads, Space, AllReduce)                           \
+                  each(ll128_all_reduce, kLLThreads, Space, AllReduce) each(                       \
+                      two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm)        \
+                      each(ll_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm) each(   \
+                          ll_two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm) \
+                          each(rms_norm_of_rows, kRowThreads, Rows, RmsNorm) each(                 \
+                              one_shot_all_gather, kReduceThreads, Space, Shards)                  \
+                              each(one_shot_reduce_scatter, kReduceThreads, Space, Shards) each(   \
+                                  ll_all_gather, kLLThreads, Space, Shards)                        \
+                                  each(ll_reduce_scatter, kLLThreads, Space, Shards) each(         \
+                                      sum_of_partials, kSumThreads, SumPartials)                   \
+                                      each(paced_copy, kPacedThreads, PacedCopy) each(             \
+                                          call_barrier, kSignalThreads, Space)                     \
+                                          each(call_begin, kSignalThreads, Space, int) each(       \
+                                              call_publish, kSignalThreads, Space, Signal)         \
+                                              each(call_flag, kSignalThreads, Space, int)          \
+                                                  each(call_wait, kSignalThreads, Space, Signal)   \
+                                                      each(call_end, kEndThreads, Space, Results)
 
 // Of a launch. An early one may start while the kernel queued before it still runs, where the GPU
 // and the driver can do that; see cuda/sync.cuh for what it needs.
 struct Shape {
-  int blocks;
-  int cluster;  // 1 below compute capability 9.0
-  bool early;
+  int blocks = 1;
+  int cluster = 1;  // divides `blocks`; 1 below compute capability 9.0
+  bool early = false;
 };
 
 class Kernels {
@@ -40,59 +62,46 @@ class Kernels {
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
 
-  // Calls that are a single launch.
-  void all_reduce(Stream stream, const Space& space, Way way, Shape shape, const AllReduce& call);
-  void gather(Stream stream, const Space& space, int blocks, const Shards& shards);
-  void scatter(Stream stream, const Space& space, int blocks, const Shards& shards);
-  void low_latency_gather(Stream stream, const Space& space, int blocks, const Shards& shards);
-  void low_latency_scatter(Stream stream, const Space& space, int blocks, const Shards& shards);
-  void sum_partials(Stream stream, int blocks, const SumPartials& call);
-  // `call.segment` is whole rows in two-shot. Blocks come in clusters, whose size divides `blocks`.
-  // Everything is aligned to 16 bytes.
-  void normed_all_reduce(Stream stream, const Space& space, Way way, Shape shape,
-                         const AllReduce& call, const RmsNorm& norm);
-  void rms_norm(Stream stream, Shape shape, const Rows& rows, const RmsNorm& norm);
-  void barrier(Stream stream, const Space& space);
-  void paced_copy(Stream stream, int blocks, const PacedCopy& call);
+  // Queues a kernel of the table with its arguments. Throws Unsupported if the GPU lacks it.
+  template <class... Arguments>
+  void launch(const char* name, Stream stream, Shape shape, const Arguments&... arguments) {
+    void* parameters[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+    launch_with(name, stream, shape, parameters);
+  }
 
-  // The launches that make up longer calls; see copies.h.
-  void begin(Stream stream, const Space& space, int flags);
-  void publish(Stream stream, const Space& space, const Signal& signal);
-  void flag(Stream stream, const Space& space, int index);
-  void wait(Stream stream, const Space& space, const Signal& signal);
-  void end(Stream stream, const Space& space, const Results& results);
+  // Copies with a copy engine; within one device the driver chooses how. The devices of both
+  // addresses must have access to each other.
+  void copy(Stream stream, Address dst, Address src, std::size_t bytes) const;
 
-  Handle context() const { return context_; }
-  // Whether streams write words of 8 bytes without a kernel, now or in a capture. Eager writes: the
-  // attribute of the device says so; where one is refused all the same, nobody tries again. In
-  // captures: only once a trial has shown it.
+  // Raises a flag behind the stream's earlier work (cuda/sync.cuh). The stream writes it where it
+  // can. A kernel does where the device cannot, and in captures where the driver does not record
+  // the write. A call that fails may spoil the capture that it is made in, so nothing is tried
+  // there: the first write outside captures tries it in a capture of its own. NCCL too records such
+  // writes, for its collectives by copy engines.
+  void raise_flag(Stream stream, const Space& space, int index, bool captured);
+
+  // Whether streams write flags without a kernel, now or in a capture. Eager writes: the attribute
+  // of the device says so; where one is refused all the same, nobody tries again. In captures: only
+  // once a trial has shown it.
   bool streams_write(bool captured) const {
     return streams_write_ && (!captured || captured_writes_ == CapturedWrites::kTaken);
   }
-  void no_stream_writes() { streams_write_ = false; }
-  bool tried_captured_writes() const { return captured_writes_ != CapturedWrites::kUntried; }
-  void captured_writes(bool taken) {
-    captured_writes_ = taken ? CapturedWrites::kTaken : CapturedWrites::kRefused;
-  }
 
  private:
-  Handle function(const char* name) const;
-  template <class... Arguments>
-  void launch(Handle function, int blocks, int threads, Stream stream,
-              const Arguments&... arguments);
-  template <class... Arguments>
-  void launch_as(Handle function, Shape shape, int threads, Stream stream,
-                 const Arguments&... arguments);
+  struct Kernel {
+    const char* name;
+    int threads;
+    Handle function;  // null if the GPU lacks it
+  };
+  void launch_with(const char* name, Stream stream, Shape shape, void** parameters);
 
   Handle context_ = nullptr;
   Handle module_ = nullptr;
   bool launches_early_ = false;
+  std::vector<Kernel> kernels_;
   std::atomic<bool> streams_write_{false};
   enum class CapturedWrites { kUntried, kRefused, kTaken };
   std::atomic<CapturedWrites> captured_writes_{CapturedWrites::kUntried};
-  Handle all_reduce_[6] = {}, normed_[5] = {};
-  Handle gather_, scatter_, low_latency_gather_, low_latency_scatter_, sum_, barrier_, paced_,
-      begin_, publish_, flag_, wait_, end_, norm_;
 };
 
 }  // namespace tpkernels::cuda

@@ -3,10 +3,10 @@
 // Problem: total = round(sum_r(x_r) + bias + residual) and, for each row of it,
 // normed = round(total / sqrt(mean(total^2) + eps) * weight), on every rank.
 //
-// Algorithm: sums as in cuda/low_latency.cuh, or one-shot and two-shot as in cuda/all_reduce.cuh,
-// but a cluster of blocks has whole rows, which it normalises at once (cuda/rms_norm.cuh). In
-// two hops the owner pushes the sum of its rows, as there, and every rank normalises all rows: so
-// no more bytes cross the links.
+// Algorithm: sums by LL in one hop or two (cuda/ll.cuh), or two-shot (cuda/all_reduce.cuh), but a
+// cluster of blocks has whole rows, which it normalises at once (cuda/rms_norm.cuh). In two hops
+// the owner pushes the sum of its rows, as there, and every rank normalises all rows: so no more
+// bytes cross the links.
 //
 // Sync: that of those files. Blocks wait only for blocks of the same number on other ranks, and for
 // those of their cluster, which run at the same time. A thread pushes the same elements that it
@@ -16,8 +16,7 @@
 // barriers of its clusters: their other blocks may have started before it.
 #pragma once
 
-#include "cuda/all_reduce.cuh"
-#include "cuda/low_latency.cuh"
+#include "cuda/ll.cuh"
 #include "cuda/rms_norm.cuh"
 
 namespace tpkernels::cuda {
@@ -44,7 +43,7 @@ TPK_DEVICE void prefetch_operands(const AllReduce& call, const RmsNorm& norm) {
 }
 
 template <int D>
-TPK_DEVICE void low_latency_normed(const Peers& peers, const AllReduce& call, const RmsNorm& norm) {
+TPK_DEVICE void rows_by_ll(const Peers& peers, const AllReduce& call, const RmsNorm& norm) {
   constexpr int kPacks = kVectorPacks<D>;
   const Piece own{address_of(call.x), call.count * size_of(D)};
   const u64 cols = norm.cols, rows = call.count / cols, out = address_of(call.out);
@@ -85,23 +84,6 @@ TPK_DEVICE void store_packs(u64 to, const Pack (&from)[kVectorPacks<D>]) {
   for (int p = 0; p < kVectorPacks<D>; ++p) {
     store_pack(reinterpret_cast<void*>(to + p * sizeof(Pack)), from[p]);
   }
-}
-
-// Pushes this cluster's rows to all peers.
-template <int D>
-TPK_DEVICE void push_rows(const Peers& peers, const AllReduce& call, u64 cols) {
-  const int rank = peers.space.rank, world = peers.space.world;
-  for_rows(call.count / cols, [&](u64 row) {
-    for_vectors(cols, [&](u64 v) {
-      const u64 at = (row * cols + v * kVector) * size_of(D);
-      Pack held[kVectorPacks<D>];
-      load_packs<D>(held, address_of(call.x) + at);
-#pragma unroll 4
-      for (int i = 1; i < world; ++i) {
-        store_packs<D>(slot_of(peers, call, (rank + i) % world, rank) + at, held);
-      }
-    });
-  });
 }
 
 // Pushes this cluster's rows of each peer's segment to that peer.
@@ -149,26 +131,6 @@ TPK_DEVICE void sum_vector(const Peers& peers, const AllReduce& call, Range segm
   round_to<D>(x);
 }
 
-template <int D>
-TPK_DEVICE void one_shot_normed(const Peers& peers, const AllReduce& call, const RmsNorm& norm) {
-  const int word = kTiles + block();
-  const Range all = segment_of(call, 0);
-  const u64 cols = norm.cols, out = address_of(call.out);
-  if (peers.usable) push_rows<D>(peers, call, cols);
-  publish_to_all(peers, word);
-  sync_cluster();  // its blocks run now, so their scratch is there
-  wait_for_all(peers, word);
-  unsigned turn = 0;
-  for_rows(call.count / cols, [&](u64 row) {
-    const auto value = [&](u64 v, float (&x)[kVector]) {
-      const u64 i = row * cols + v * kVector;
-      sum_vector<D>(peers, call, all, i, x);
-      store<D>(out + i * size_of(D), x);
-    };
-    normalise<D>(norm, row, turn++, out + row * cols * size_of(D), value);
-  });
-}
-
 // Sums this cluster's rows of this rank's segment, and pushes them to all peers.
 template <int D>
 TPK_DEVICE void sum_own_rows(const Peers& peers, const AllReduce& call, u64 cols) {
@@ -189,7 +151,7 @@ TPK_DEVICE void sum_own_rows(const Peers& peers, const AllReduce& call, u64 cols
 
 // `call.segment` is whole rows.
 template <int D>
-TPK_DEVICE void two_shot_normed(const Peers& peers, const AllReduce& call, const RmsNorm& norm) {
+TPK_DEVICE void two_shot_rows(const Peers& peers, const AllReduce& call, const RmsNorm& norm) {
   const int rank = peers.space.rank, world = peers.space.world;
   const int word = kTiles + block(), result = word + blocks();
   const u64 cols = norm.cols;
@@ -220,8 +182,8 @@ TPK_DEVICE void two_shot_normed(const Peers& peers, const AllReduce& call, const
 // In two hops: `call.segment` is whole rows, and a row has the same cluster on all ranks. A thread
 // has the same vectors of a row in every step.
 template <int D>
-TPK_DEVICE void low_latency_two_shot_normed(const Peers& peers, const AllReduce& call,
-                                            const RmsNorm& norm) {
+TPK_DEVICE void rows_by_ll_in_two_hops(const Peers& peers, const AllReduce& call,
+                                       const RmsNorm& norm) {
   constexpr int kPacks = kVectorPacks<D>;
   const int rank = peers.space.rank;
   const u64 cols = norm.cols, rows = call.count / cols;

@@ -31,6 +31,18 @@ TPK_DEVICE Range part_in(Range segment, u64 length) {
   return {first, least(first + part, segment.last)};
 }
 
+// Calls `run` with a dtype that is known at compile time: as `dtype.value`.
+template <int D>
+struct Dtype {
+  static constexpr int value = D;
+};
+template <class Run>
+TPK_DEVICE void for_dtype(int dtype, const Run& run) {
+  if (dtype == kF32) return run(Dtype<kF32>{});
+  if (dtype == kF16) return run(Dtype<kF16>{});
+  run(Dtype<kBF16>{});
+}
+
 template <int D>
 constexpr int kLanes = D == kF32 ? 4 : 8;  // elements of a pack
 
@@ -100,16 +112,12 @@ TPK_DEVICE void store(u64 to, const float (&from)[N]) {
 // `dtype` must be the same for all threads.
 template <int N>
 TPK_DEVICE void load_any(float (&to)[N], u64 from, int dtype) {
-  if (dtype == kF32) return load<kF32>(to, from);
-  if (dtype == kF16) return load<kF16>(to, from);
-  load<kBF16>(to, from);
+  for_dtype(dtype, [&](auto known) { load<known.value>(to, from); });
 }
 
 template <int N>
 TPK_DEVICE void store_any(u64 to, const float (&from)[N], int dtype) {
-  if (dtype == kF32) return store<kF32>(to, from);
-  if (dtype == kF16) return store<kF16>(to, from);
-  store<kBF16>(to, from);
+  for_dtype(dtype, [&](auto known) { store<known.value>(to, from); });
 }
 
 template <int N>
@@ -224,6 +232,27 @@ TPK_DEVICE void copy_block(u64 dst, u64 src, u64 bytes) {
   done += copy_units<unsigned>(dst + done, src + done, bytes - done);
   done += copy_units<unsigned short>(dst + done, src + done, bytes - done);
   copy_units<unsigned char>(dst + done, src + done, bytes - done);
+}
+
+constexpr u64 kPacedPiece = 64 << 10;  // bytes: 4 packs per thread
+
+// Copies at the pace of a link: a model of NVLink on one GPU. The blocks take the pieces
+// round-robin. A piece is copied no earlier than the link would have delivered its last byte.
+// Deadlines are absolute, so neither the resolution of globaltimer (up to 1 us) nor the duration of
+// each copy accumulates. A block that has to wait for a free SM starts, and ends, later. The waits
+// are bounded by the length of the copy, which tpkernels/cuda/calls.py limits.
+TPK_DEVICE void copy_at_pace(const PacedCopy& call) {
+  const u64 begin = clock_ns() + call.latency_ns;
+  const u64 stride = blocks() * kPacedPiece;
+  for (u64 at = block() * kPacedPiece; at < call.bytes; at += stride) {
+    const u64 end = least(at + kPacedPiece, call.bytes);
+    const u64 due = begin + static_cast<u64>(end * call.ns_per_byte);
+    if (thread() == 0) {
+      while (static_cast<i64>(due - clock_ns()) > 0) pause();
+    }
+    sync_block();
+    copy_block(address_of(call.dst) + at, address_of(call.src) + at, end - at);
+  }
 }
 
 }  // namespace tpkernels::cuda

@@ -11,8 +11,8 @@
 // writes of all its threads. A wait acquires at system scope in one thread, then passes a barrier
 // of the block, so all its threads may read. The last block of a grid to end advances the epoch.
 //
-// Calls of several launches (`begin_call`, `end_call` below; csrc/cuda/copies.h) keep one epoch
-// from the first launch to the last. The addresses of a copy engine are fixed when a graph is
+// Calls of several launches (`begin_call`, `end_call` below; tpkernels/cuda/copies.py) keep one
+// epoch from the first launch to the last. The addresses of a copy engine are fixed when a graph is
 // captured, so they cannot follow the parity. Such a call therefore waits on both sides. After
 // `begin_call` every peer has ended its previous call, so nobody reads any buffer. `end_call`
 // returns when every peer has published DONE, so nobody reads what this call wrote. The calls

@@ -9,9 +9,6 @@ namespace tpkernels::host {
 // Fills the submodule _C.host.
 void bind(pybind11::module_& m);
 
-// Its part for the mailbox.
-void bind_mailbox(pybind11::module_& m);
-
 // Sets Python's error for an exception of this folder; false: it is another's.
 bool set_python_error(const std::exception_ptr& error);
 

@@ -1,16 +1,78 @@
+// The layout of a region, what a call does, how a rank waits, and how it detects and reports that a
+// call cannot complete.
 #include "host/channel.h"
 
+#include <poll.h>
 #include <unistd.h>
 
-#include <chrono>
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
 #include <numeric>
 #include <thread>
 
-#include "host/fork.h"
-#include "host/futex.h"
-#include "host/region.h"
+#include "host/wait.h"
 
 namespace tpkernels::host {
+
+constexpr std::size_t kTextBytes = 448;
+constexpr int kPhases = 3;
+
+constexpr std::uint64_t word_of(std::uint32_t signature, std::uint32_t epoch) {
+  return std::uint64_t{signature} << 32 | epoch;
+}
+constexpr std::uint32_t epoch_of(std::uint64_t word) { return static_cast<std::uint32_t>(word); }
+constexpr std::uint32_t signature_of(std::uint64_t word) {
+  return static_cast<std::uint32_t>(word >> 32);
+}
+
+// Text that peers may read. It is bounded, and readers only ever print it.
+struct Text {
+  std::atomic<std::uint32_t> length;
+  char bytes[kTextBytes];
+
+  void write(std::string_view text) {
+    const std::size_t n = std::min(text.size(), kTextBytes);
+    std::memcpy(bytes, text.data(), n);
+    length.store(static_cast<std::uint32_t>(n), std::memory_order_release);
+  }
+  std::string read() const {
+    const std::size_t n = length.load(std::memory_order_acquire);
+    return std::string(bytes, std::min(n, kTextBytes));
+  }
+};
+
+// What a rank publishes about a call. There is one slot per parity of the epoch.
+struct CallSlot {
+  Signal entered;
+  std::atomic<std::uint64_t> segment;  // holds the data of this call; 0: the data buffer does
+  std::atomic<std::uint64_t> offset;
+  Text text;
+};
+
+// The start of a region. The signals of the phases follow: [parity][phase][rank].
+struct alignas(64) Header {
+  CallSlot calls[2];
+  std::atomic<std::uint32_t> fault;  // FailureKind, or 0 if there is none; written last
+  std::atomic<std::int32_t> culprit;
+  Text fault_text;
+};
+
+// A rank that leaves a call may overwrite what peers read in place. The peer reads first, then
+// looks for a fault; the rank stores the fault first, then overwrites. So a peer that finds no
+// fault has read nothing of what was written later. Acquire and release would not do: a load may
+// move before an acquire, as a store may move after a release. ThreadSanitizer knows no fences, and
+// reports such a race of the user's data as one, although nobody uses what was read.
+#ifdef __SANITIZE_THREAD__
+inline void fence_before_overwrites() {}
+inline void fence_after_reads() {}
+#else
+inline void fence_before_overwrites() { std::atomic_thread_fence(std::memory_order_release); }
+inline void fence_after_reads() { std::atomic_thread_fence(std::memory_order_acquire); }
+#endif
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "processes share the words");
+
 namespace {
 
 constexpr std::size_t kPage = 4096;
@@ -126,7 +188,7 @@ void Channel::publish(Phase phase, int index) {
   if (chaos_) delay();
   Signal& own = signal(rank_, phase, index);
   own.word.store(word_of(signature_, epoch_), std::memory_order_seq_cst);
-  if (own.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&own.word);
+  own.wake();
 }
 
 void Channel::add_segment(std::uint64_t id, std::weak_ptr<Arena> segment) {
@@ -177,6 +239,222 @@ void Channel::delay() const {
   if (state % 4 == 0) {
     std::this_thread::sleep_for(std::chrono::microseconds(state / 4 % chaos_->max_delay_us));
   }
+}
+
+// Waits.
+
+namespace {
+
+constexpr double kSlice = 0.02;  // s between checks of the peers while asleep
+// s between checks of words that the waiter cannot sleep on: at first, and after backing off.
+constexpr double kBlindSlice = 5e-4, kLongestBlindSlice = 5e-3;
+
+// Reports a wait to the callback of set_on_wait.
+class WaitReport {
+ public:
+  explicit WaitReport(const std::function<void(bool)>& on_wait) : on_wait_(on_wait) {
+    if (on_wait_) on_wait_(true);
+  }
+  ~WaitReport() {
+    if (on_wait_) on_wait_(false);
+  }
+  WaitReport(const WaitReport&) = delete;
+  WaitReport& operator=(const WaitReport&) = delete;
+
+ private:
+  const std::function<void(bool)>& on_wait_;
+};
+
+}  // namespace
+
+bool Channel::arrived(int peer, const Signal& signal) const {
+  const std::uint64_t word = signal.word.load(std::memory_order_acquire);
+  if (word == word_of(signature_, epoch_)) return true;
+  if (epoch_of(word) == epoch_ && word != 0) check_mismatch(peer);
+  return false;
+}
+
+void Channel::wait(int peer, Phase phase, int index) {
+  if (chaos_) {
+    delay();
+    if (chaos_->skip_waits) return;
+  }
+  if (peer != rank_ && !arrived(peer, signal(peer, phase, index))) block(&peer, 1, phase, index);
+}
+
+int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
+  if (peers.empty()) throw std::invalid_argument("wait_any needs a peer to wait for");
+  if (chaos_) {
+    delay();
+    if (chaos_->skip_waits) return peers.front();
+  }
+  for (const int peer : peers) {
+    if (peer == rank_ || arrived(peer, signal(peer, phase, index))) return peer;
+  }
+  return block(peers.data(), peers.size(), phase, index);
+}
+
+int Channel::block(const int* peers, std::size_t count, Phase phase, int index) {
+  int here = peers[0];
+  const auto look = [&] {
+    const int* const found = std::find_if(
+        peers, peers + count, [&](int peer) { return arrived(peer, signal(peer, phase, index)); });
+    if (found != peers + count) here = *found;
+    return found != peers + count;
+  };
+  const WaitReport report(on_wait_);
+  double blind_s = kBlindSlice;
+  wait_until(patience_, options_.yield_us, look, [&](double start_us) {
+    std::vector<Signal*> signals;
+    for (std::size_t i = 0; i < count; ++i) signals.push_back(&signal(peers[i], phase, index));
+    sleep_on(signals, std::min(kSlice, options_.timeout_s), blind_s,
+             [&](std::uint64_t word) { return word == word_of(signature_, epoch_); });
+    blind_s = std::min(2 * blind_s, kLongestBlindSlice);
+    if (look()) return true;
+    const double waited_s = (now_us() - start_us) / 1e6;
+    for (std::size_t i = 0; i < count; ++i) check(peers[i], *signals[i], waited_s);
+    if (const auto poll = std::atomic_load(&poll_)) (*poll)();
+    return true;
+  });
+  return here;
+}
+
+void Channel::barrier() {
+  publish(Phase::kData);
+  for (int peer = 0; peer < world(); ++peer) wait(peer, Phase::kData);
+}
+
+// Failure. The channel is broken from then on.
+
+// What a waiter checks while the word has not arrived: whether the peer is in the same call,
+// whether it has failed, whether it is alive, and whether time is left.
+void Channel::check(int peer, const Signal& awaited, double waited_s) const {
+  if (forked()) fail_forked();
+  check_mismatch(peer);
+  const Header& theirs = header(peer);
+  if (const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
+      kind != FailureKind{}) {
+    if (arrived(peer, awaited)) return;  // published before it failed or left
+    const int culprit = theirs.culprit.load(std::memory_order_relaxed);
+    if (kind == FailureKind::kMismatch && culprit != name(rank_)) {
+      const auto& names = options_.names;
+      const auto found = std::find(names.begin(), names.end(), culprit);
+      if (found != names.end()) check_mismatch(static_cast<int>(found - names.begin()));
+    }
+    fail(kind, peer, culprit,
+         "waited for " + peer_name(peer) + ", which failed: " + theirs.fault_text.read());
+  }
+  if (ended(peer)) {
+    if (arrived(peer, awaited)) return;  // published before it exited
+    fail(FailureKind::kPeerLost, peer, name(peer),
+         "waited for " + peer_name(peer) + ", whose process has ended; " + progress(peer));
+  }
+  if (waited_s >= options_.timeout_s) {
+    char waited[32];
+    std::snprintf(waited, sizeof(waited), "%.2f s", waited_s);
+    fail(FailureKind::kTimeout, peer, name(peer),
+         std::string("waited ") + waited + " for " + peer_name(peer) + ", which is alive; " +
+             progress(peer));
+  }
+}
+
+void Channel::end_read(int peer) {
+  held_[static_cast<std::size_t>(peer)] = nullptr;
+  fence_after_reads();
+  check_fault(peer, "has read the memory of ");
+  publish(Phase::kRead, peer);
+}
+
+void Channel::check_fault(int peer, const char* what) const {
+  const Header& theirs = header(peer);
+  const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
+  if (kind == FailureKind{}) return;
+  fail(kind, peer, theirs.culprit.load(std::memory_order_relaxed),
+       what + peer_name(peer) + ", which has failed: " + theirs.fault_text.read());
+}
+
+bool Channel::ended(int peer) const {
+  pollfd life{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
+  return life.fd >= 0 && ::poll(&life, 1, 0) == 1 && (life.revents & POLLIN) != 0;
+}
+
+void Channel::watch(Phase phase, double waited_s) const {
+  for (int peer = 0; peer < world(); ++peer) {
+    const Signal& theirs = signal(peer, phase, 0);
+    if (peer != rank_ && !arrived(peer, theirs)) check(peer, theirs, waited_s);
+  }
+}
+
+void Channel::check_peers() const {
+  if (forked()) fail_forked();
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank_) continue;
+    check_fault(peer, "looked at ");
+    if (ended(peer)) {
+      fail(FailureKind::kPeerLost, peer, name(peer),
+           "found that the process of " + peer_name(peer) + " has ended");
+    }
+  }
+}
+
+void Channel::check_mismatch(int peer) const {
+  const std::uint64_t entered =
+      header(peer).calls[parity()].entered.word.load(std::memory_order_acquire);
+  if (epoch_of(entered) != epoch_ || entered == 0 || signature_of(entered) == signature_) return;
+  fail(FailureKind::kMismatch, peer, name(peer),
+       "is in " + call_text(rank_) + ", but " + peer_name(peer) + " is in " + call_text(peer) +
+           ", both as call #" + std::to_string(epoch_) + " of the group");
+}
+
+void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what) const {
+  std::string message = "rank " + std::to_string(name(rank_)) + " ";
+  const std::string call = call_text(rank_);  // empty before the first one
+  if (kind != FailureKind::kMismatch && !call.empty()) message = call + ": " + message;
+  message += what;
+  set_fault(kind, culprit, message);
+  throw Failure(kind, kind == FailureKind::kMismatch ? name(peer) : culprit,
+                message + ". The group is broken: make a new one.");
+}
+
+void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) const {
+  broken_ = true;
+  broken_by_ = what;
+  if (forked()) return;  // the region belongs to the parent
+  Header& own = header(rank_);
+  own.fault_text.write(what);
+  own.culprit.store(culprit, std::memory_order_relaxed);
+  own.fault.store(static_cast<std::uint32_t>(kind), std::memory_order_release);
+  fence_before_overwrites();  // by the user, of what peers may still read in place
+}
+
+void Channel::abandon(const std::string& why, FailureKind kind, int culprit) {
+  if (broken_) return;
+  set_fault(kind, culprit < 0 ? name(rank_) : culprit, "it left the call with " + why);
+}
+
+bool Channel::forked() const { return fork_generation() != fork_generation_; }
+
+void Channel::fail_forked() const {
+  throw Failure(
+      FailureKind::kBroken, -1,
+      "process " + std::to_string(getpid()) + " is a fork of " + peer_name(rank_) +
+          " and cannot take its place in a call; create a new process group in the child");
+}
+
+std::string Channel::call_text(int rank) const { return header(rank).calls[parity()].text.read(); }
+
+std::string Channel::peer_name(int rank) const {
+  return "rank " + std::to_string(name(rank)) + " (pid " +
+         std::to_string(pids_[static_cast<std::size_t>(rank)]) + ")";
+}
+
+std::string Channel::progress(int peer) const {
+  const Header& theirs = header(peer);
+  const std::uint32_t here = epoch_of(theirs.calls[parity()].entered.word.load());
+  const std::uint32_t before = epoch_of(theirs.calls[parity() ^ 1].entered.word.load());
+  const std::string expected = "expected call #" + std::to_string(epoch_) + ", ";
+  if (here == epoch_) return expected + "which it had begun but not completed";
+  return expected + "seen #" + std::to_string(before == epoch_ - 1 ? before : here);
 }
 
 }  // namespace tpkernels::host

@@ -16,9 +16,7 @@
 // For the same reason a word can never be two epochs ahead of a waiter. Words are therefore
 // compared for equality, which survives wrap-around and cannot mistake a word from 2^31 epochs ago
 // for an arrival.
-//
-// Wake-up: a publisher stores the word, then checks for sleepers. A waiter counts itself as a
-// sleeper, then checks the word. Both are sequentially consistent, so at least one sees the other.
+// Wake-up: wait.h.
 #pragma once
 
 #include <atomic>
@@ -34,8 +32,8 @@
 #include <vector>
 
 #include "host/arena.h"
-#include "host/patience.h"
 #include "host/sharing.h"
+#include "host/wait.h"
 
 namespace tpkernels::host {
 
@@ -57,7 +55,7 @@ enum class Phase : int { kData = 0, kResult = 1, kRead = 2 };
 
 struct ChannelOptions {
   double timeout_s = 30.0;  // limit of one wait
-  double spin_us = 100.0;   // poll at most this long before going to sleep (patience.h)
+  double spin_us = 100.0;   // poll at most this long before going to sleep (wait.h)
   double yield_us = 5.0;    // after this, yield the core between polls
   // The ranks' numbers in errors, where they are part of a larger group; empty: 0, 1, ...
   std::vector<int> names = {};
@@ -71,8 +69,7 @@ struct Chaos {
   bool skip_waits = false;
 };
 
-struct Signal;  // region.h
-struct Header;
+struct Header;  // the start of a region
 
 class Channel {
  public:
@@ -161,9 +158,7 @@ class Channel {
   Header& header(int rank) const;
   Signal& signal(int rank, Phase phase, int index) const;
   bool arrived(int peer, const Signal& signal) const;
-  bool spin(int peer, const Signal& theirs, double start_us, double limit_us) const;
-  void sleep(Signal& signal, double seconds);
-  void sleep_any(const std::vector<int>& peers, Phase phase, int index, double blind_seconds);
+  int block(const int* peers, std::size_t count, Phase phase, int index);
   bool forked() const;
   [[noreturn]] void fail_forked() const;
   void check(int peer, const Signal& awaited, double waited_s) const;

@@ -1,12 +1,67 @@
 #include "host/collectives.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
-#include "host/chunks.h"
+#include "host/vector.h"
 
 namespace tpkernels::host {
 namespace {
+
+// Larger results leave the caches before anyone reads them: use streaming stores.
+constexpr std::size_t kStreamBytes = 8 << 20;
+constexpr std::size_t kStreamRun = 1024;  // bytes in a row; lines stored in part are slow
+
+std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+std::size_t align_down(std::size_t bytes) { return bytes / 64 * 64; }
+
+void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool stream) {
+  if (bytes == 0 || to == from) return;
+  if (stream && bytes >= kStreamRun) {
+    vector_unit().stream(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+// Copies to where peers read it.
+void share(Channel& channel, std::byte* to, const std::byte* from, std::size_t bytes) {
+  Sharing& sharing = channel.sharing();
+  sharing.timed([&] { copy(to, from, bytes, sharing.past_caches()); });
+}
+
+// How much of [0, total) the chunk [begin, begin + step) covers.
+std::size_t within(std::size_t total, std::size_t begin, std::size_t step) {
+  return begin >= total ? 0 : std::min(step, total - begin);
+}
+
+// Makes a call for each chunk of `bytes`, of which a rank stores up to `step` at a time. Calls
+// f(begin, whether it is the last).
+template <class F>
+void in_chunks(Channel& channel, const CallId& call, std::size_t bytes, std::size_t step, F&& f) {
+  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(bytes, step));
+  for (std::size_t c = 0; c < chunks; ++c) {
+    channel.begin(call.signature, call.text);
+    channel.sharing().begin(within(bytes, c * step, step));
+    f(c * step, c + 1 == chunks);
+  }
+}
+
+// Starts with the next rank, so that the ranks do not all read the same peer at once.
+template <class F>
+void for_each_peer(const Channel& channel, F&& f) {
+  for (int i = 1; i < channel.world(); ++i) f((channel.rank() + i) % channel.world());
+}
+
+// Ends the last chunk: a peer that read a symmetric tensor in place tells its owner so.
+void release_sources(Channel& channel, const Source& in) {
+  for_each_peer(channel, [&](int peer) {
+    if (channel.in_segment(peer)) channel.end_read(peer);
+  });
+  if (in.segment == 0) return;
+  for_each_peer(channel, [&](int peer) { channel.wait(peer, Phase::kRead, channel.rank()); });
+}
 
 // `outer` runs of `width` bytes, `pitch` apart: one rank's shard of a larger tensor.
 struct Strided {
@@ -65,7 +120,7 @@ std::size_t largest_shard(const ShardLayout& layout, std::size_t element) {
 // Bytes of each piece in a chunk, if a rank's buffer holds one for each rank.
 std::size_t step_of_pieces(const Channel& channel) {
   const std::size_t room = channel.capacity() / static_cast<unsigned>(channel.world());
-  return std::max<std::size_t>(64, align_down(std::min(kLimits.chunk_bytes, room)));
+  return std::max<std::size_t>(64, align_down(std::min(kChunkBytes, room)));
 }
 
 // Writes the chunk [begin, begin + step) of the piece for `to_rank` to where that rank reads it.
@@ -79,9 +134,31 @@ void pack(Channel& channel, std::byte* tensor, const ShardLayout& layout, int to
       });
 }
 
-}  // namespace
+// Bytes of the sum that are normalised at a time: they are still in the L1 cache.
+constexpr std::size_t kNormBlockBytes = 8 << 10;
 
-ChunkLimits chunk_limits() { return kLimits; }
+// Normalises the rows of a sum as they become complete.
+class Rows {
+ public:
+  Rows(const RmsNorm& norm, const std::byte* sum, DType dtype)
+      : norm_(norm), sum_(sum), dtype_(dtype) {}
+
+  // The first `count` elements of the sum are there.
+  void complete(std::size_t count) {
+    if (!norm_.out) return;
+    const std::size_t rows = count / norm_.cols;
+    normalise_rows(norm_, sum_, dtype_, done_, rows);
+    done_ = rows;
+  }
+
+ private:
+  const RmsNorm& norm_;
+  const std::byte* sum_;
+  DType dtype_;
+  std::size_t done_ = 0;
+};
+
+}  // namespace
 
 void all_gather(Channel& channel, const CallId& call, const Source& in, std::byte* out,
                 const ShardLayout& layout, DType dtype) {
@@ -89,14 +166,10 @@ void all_gather(Channel& channel, const CallId& call, const Source& in, std::byt
   const int rank = channel.rank();
   const std::size_t mine = shard_bytes(layout, rank, element);
   const std::size_t largest = largest_shard(layout, element);
-  const std::size_t step = align_down(std::min(kLimits.chunk_bytes, channel.capacity()));
+  const std::size_t step = align_down(std::min(kChunkBytes, channel.capacity()));
   const bool stream = largest * layout.sizes.size() >= kStreamBytes;
-  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest, step));
-  for (std::size_t c = 0; c < chunks; ++c) {
-    const std::size_t begin = c * step;
+  in_chunks(channel, call, largest, step, [&](std::size_t begin, bool last) {
     const std::size_t n = within(mine, begin, step);
-    channel.begin(call.signature, call.text);
-    channel.sharing().begin(within(largest, begin, step));
     if (in.segment != 0) {
       channel.locate(in.segment, in.offset + begin);
     } else if (channel.world() > 1) {
@@ -120,8 +193,8 @@ void all_gather(Channel& channel, const CallId& call, const Source& in, std::byt
             });
       });
     });
-    if (c + 1 == chunks) release_sources(channel, in);
-  }
+    if (last) release_sources(channel, in);
+  });
 }
 
 void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std::byte* out,
@@ -135,11 +208,7 @@ void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std:
   // Peers read a symmetric tensor in place if its shards are contiguous.
   const bool in_place = in.segment != 0 && layout.outer == 1;
   auto* input = const_cast<std::byte*>(in.data);
-  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest, step));
-  for (std::size_t c = 0; c < chunks; ++c) {
-    const std::size_t begin = c * step;
-    channel.begin(call.signature, call.text);
-    channel.sharing().begin(within(largest, begin, step));
+  in_chunks(channel, call, largest, step, [&](std::size_t begin, bool last) {
     if (in_place) channel.locate(in.segment, in.offset);
     for_each_peer(channel, [&](int peer) {
       if (!in_place) pack(channel, input, layout, peer, begin, step, element);
@@ -174,8 +243,8 @@ void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std:
     channel.sharing().timed([&] {
       sum_partials(out + first * size_of(here.out_dtype), partials, wire, first, n / element, here);
     });
-    if (c + 1 == chunks) release_sources(channel, in_place ? in : Source{in.data});
-  }
+    if (last) release_sources(channel, in_place ? in : Source{in.data});
+  });
 }
 
 void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::byte* out,
@@ -187,9 +256,7 @@ void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::
   auto* input = const_cast<std::byte*>(in);
   const std::size_t result = taken.outer * rows(taken, 0, channel.world()) * taken.inner;
   const bool stream = result * element >= kStreamBytes;
-  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest * element, step));
-  for (std::size_t c = 0; c < chunks; ++c) {
-    const std::size_t begin = c * step;
+  in_chunks(channel, call, largest * element, step, [&](std::size_t begin, bool) {
     // Copies a run of the piece from `peer`, from byte `at` of the piece on, to its places.
     const auto place = [&](int peer, const std::byte* from, std::size_t at, std::size_t bytes) {
       shard(out, taken, peer, element)
@@ -197,8 +264,6 @@ void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::
             copy(to, from + done, m, stream);
           });
     };
-    channel.begin(call.signature, call.text);
-    channel.sharing().begin(within(largest * element, begin, step));
     for_each_peer(channel, [&](int peer) {
       pack(channel, input, given, peer, begin, step, element);
       channel.publish(Phase::kData, peer);
@@ -215,7 +280,87 @@ void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::
       channel.count_read(n);
       channel.sharing().timed([&] { place(peer, piece, begin, n); });
     });
-  }
+  });
+}
+
+void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
+                std::size_t count, DType wire, const Epilogue& epilogue, const RmsNorm& norm) {
+  const std::size_t element = size_of(wire);
+  const std::size_t out_element = size_of(epilogue.out_dtype);
+  const auto world = static_cast<std::size_t>(channel.world());
+  const auto rank = static_cast<std::size_t>(channel.rank());
+  // Two ranks move no more data in one step than in two, and one moves none.
+  const bool one_shot = count * element <= kOneShotBytes || world <= 2;
+  // A buffer holds a chunk of the input, followed by this rank's part of the result.
+  const std::size_t room = channel.capacity() * element / (element + out_element) - 128;
+  const std::size_t step = align_down(std::min(kChunkBytes * world, room)) / element;
+  const bool stream = count * out_element >= kStreamBytes && !norm.out;
+  std::vector<const std::byte*> partials(world);
+  Rows rows(norm, out, epilogue.out_dtype);
+  in_chunks(channel, call, count * element, step * element, [&](std::size_t begin, bool last) {
+    begin /= element;  // from here on in elements
+    const std::size_t n = within(count, begin, step);
+    // Parts are whole cache lines in either dtype.
+    const std::size_t part = one_shot ? n : ceil_div(ceil_div(n, world), 64) * 64;
+    const auto part_begin = [&](std::size_t r) { return std::min(n, r * part); };
+    const auto part_count = [&](std::size_t r) { return part_begin(r + 1) - part_begin(r); };
+    const std::byte* source = in.data + begin * element;
+    std::byte* buffer = channel.buffer(channel.rank());
+    const std::size_t result_at = ceil_div(step * element, 64) * 64;
+    if (in.segment != 0) {
+      channel.locate(in.segment, in.offset + begin * element);
+    } else if (world == 1) {  // nobody reads it
+    } else if (one_shot) {
+      share(channel, buffer, source, n * element);
+    } else {  // all but the part that only this rank reads
+      const std::size_t after = part_begin(rank + 1);
+      share(channel, buffer, source, part_begin(rank) * element);
+      share(channel, buffer + after * element, source + after * element, (n - after) * element);
+    }
+    channel.publish(Phase::kData);
+
+    const std::size_t first = one_shot ? 0 : part_begin(rank);
+    const std::size_t length = one_shot ? n : part_count(rank);
+    for_each_peer(channel, [&](int peer) {
+      channel.wait(peer, Phase::kData);
+      partials[static_cast<std::size_t>(peer)] = channel.data(peer, n * element) + first * element;
+      channel.count_read(length * element);
+    });
+    partials[rank] = source + first * element;
+    Epilogue here = epilogue;
+    if (here.residual) {
+      here.residual = static_cast<const std::byte*>(here.residual) +
+                      (begin + first) * size_of(here.residual_dtype);
+    }
+    std::byte* to = out + begin * out_element;
+    std::byte* own = to + first * out_element;
+    const std::size_t block = one_shot && norm.out ? kNormBlockBytes / out_element : length;
+    for (std::size_t at = 0; at < length; at += block) {
+      const std::size_t m = std::min(block, length - at);
+      channel.sharing().timed([&] {
+        sum_partials(own + at * out_element, partials, wire, begin + first + at, m, here);
+      });
+      for (const std::byte*& partial : partials) partial += m * element;
+      if (here.residual) {
+        here.residual =
+            static_cast<const std::byte*>(here.residual) + m * size_of(here.residual_dtype);
+      }
+      if (one_shot) rows.complete(begin + at + m);
+    }
+    if (!one_shot) {
+      share(channel, buffer + result_at, own, length * out_element);
+      channel.publish(Phase::kResult);
+      for_each_peer(channel, [&](int peer) {
+        channel.wait(peer, Phase::kResult);
+        const auto theirs = static_cast<std::size_t>(peer);
+        channel.count_read(part_count(theirs) * out_element);
+        copy(to + part_begin(theirs) * out_element, channel.buffer(peer) + result_at,
+             part_count(theirs) * out_element, stream);
+      });
+      rows.complete(begin + n);
+    }
+    if (last) release_sources(channel, in);
+  });
 }
 
 }  // namespace tpkernels::host

@@ -17,11 +17,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "host/channel.h"
-#include "host/rms_norm.h"
 #include "host/vector.h"
 
 namespace tpkernels::host {
@@ -40,6 +41,46 @@ struct Source {
   std::size_t offset = 0;
 };
 
+// Which memory of this process lies in symmetric tensors that users made. Under the GIL.
+class Segments {
+ public:
+  // The identity of a new segment, the same on all ranks, with this rank's region of it.
+  std::uint64_t add(std::uintptr_t address, std::size_t bytes) {
+    living_[address] = {++made_, bytes};
+    return made_;
+  }
+
+  void forget(std::uint64_t identity) {
+    for (auto it = living_.begin(); it != living_.end(); ++it) {
+      if (it->second.identity == identity) {
+        living_.erase(it);
+        return;
+      }
+    }
+  }
+
+  void clear() { living_.clear(); }
+  std::size_t size() const { return living_.size(); }
+
+  // (identity, offset in bytes) of memory that lies in a segment; identity 0 where it does not.
+  std::pair<std::uint64_t, std::size_t> locate(std::uintptr_t address, std::size_t bytes) const {
+    auto it = living_.upper_bound(address);
+    if (it == living_.begin()) return {0, 0};
+    --it;
+    const std::size_t offset = address - it->first;
+    if (bytes > it->second.bytes || offset > it->second.bytes - bytes) return {0, 0};
+    return {it->second.identity, offset};
+  }
+
+ private:
+  struct Segment {
+    std::uint64_t identity;
+    std::size_t bytes;
+  };
+  std::uint64_t made_ = 0;
+  std::map<std::uintptr_t, Segment> living_;  // by address
+};
+
 // A tensor viewed along the dim that is gathered or scattered: `outer` blocks of `sum(sizes)` rows
 // of `inner` elements each. Rank r's shard is `sizes[r]` rows of every block.
 struct ShardLayout {
@@ -48,12 +89,10 @@ struct ShardLayout {
   std::vector<std::size_t> sizes;
 };
 
-// Measured limits of one chunk; see chunks.h.
-struct ChunkLimits {
-  std::size_t one_shot_bytes;
-  std::size_t chunk_bytes;
-};
-ChunkLimits chunk_limits();
+// AMD EPYC (Zen 3, 512 KiB L2, 32 MiB L3), 2 ranks x 1 thread, 2026-11-21; see
+// benchmarks/results/cpu-2core-zen3.md for the sweep.
+inline constexpr std::size_t kOneShotBytes = 16 << 10;
+inline constexpr std::size_t kChunkBytes = 512 << 10;
 
 // in: [outer, sizes[rank], inner]; out: [outer, sum(sizes), inner].
 void all_gather(Channel& channel, const CallId& call, const Source& in, std::byte* out,

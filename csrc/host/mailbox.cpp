@@ -1,16 +1,11 @@
 #include "host/mailbox.h"
 
-#include <sched.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
-#include "host/clock.h"
-#include "host/fork.h"
-#include "host/futex.h"
+#include "host/wait.h"
 
 namespace tpkernels::host {
 namespace {
@@ -19,21 +14,8 @@ constexpr std::size_t kParts = 4;  // of a full ring: a reader copies one while 
 constexpr double kYieldUs = 5;     // after this, yield the core between polls
 
 void ring(Bell& bell) {
-  bell.rings.fetch_add(1, std::memory_order_seq_cst);
-  if (bell.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&bell.rings);
-}
-
-// Sleeps for at most `seconds` unless the bell was rung after it had the value `seen`. False if a
-// signal has interrupted it.
-bool sleep(Bell& bell, std::uint64_t seen, double seconds) {
-  bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  errno = 0;
-  if (bell.rings.load(std::memory_order_seq_cst) == seen) {
-    futex_wait(&bell.rings, static_cast<std::uint32_t>(seen), seconds);
-  }
-  const bool interrupted = errno == EINTR;
-  bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-  return !interrupted;
+  bell.word.fetch_add(1, std::memory_order_seq_cst);
+  bell.wake();
 }
 
 }  // namespace
@@ -120,29 +102,16 @@ template <class Amount>
 std::size_t Mailbox::wait(Bell& bell, double until_us, Amount amount) {
   std::size_t found = amount();
   if (found != 0) return found;
-  const double start_us = now_us();
-  const double limit_us = patience_.begin(start_us);
-  double waited_us = 0;
-  while (waited_us < limit_us) {
-    for (int i = 0; i < 32 && found == 0; ++i) {
-      cpu_relax();
-      found = amount();
-    }
-    waited_us = now_us() - start_us;
-    if (found != 0) break;
-    if (waited_us >= kYieldUs) sched_yield();  // the peer may need this core
-  }
-  while (found == 0) {
-    const std::uint64_t seen = bell.rings.load(std::memory_order_seq_cst);
+  const auto look = [&] { return (found = amount()) != 0; };
+  wait_until(patience_, kYieldUs, look, [&](double) {
+    const std::uint64_t seen = bell.word.load(std::memory_order_seq_cst);
     delay();
-    found = amount();
-    if (found != 0) break;
+    if (look()) return true;
     delay();
     const double left_us = until_us - now_us();
-    if (left_us <= 0 || !sleep(bell, seen, left_us / 1e6)) break;
-  }
-  waited_us = now_us() - start_us;
-  patience_.end(waited_us, std::min(waited_us, limit_us));
+    const auto rung = [&](std::uint64_t word) { return word != seen; };
+    return left_us > 0 && sleep_on({&bell}, left_us / 1e6, 0, rung);
+  });
   return found;
 }
 

@@ -36,16 +36,13 @@
 #include <vector>
 
 #include "host/arena.h"
-#include "host/patience.h"
+#include "host/wait.h"
 
 namespace tpkernels::host {
 
-// On a cache line of its own, as are the counts.
-struct alignas(64) Bell {
-  std::atomic<std::uint64_t> rings;
-  std::atomic<std::uint32_t> sleepers;
-};
+using Bell = Signal;  // its word counts the rings
 
+// On a cache line of its own.
 struct alignas(64) Count {
   std::atomic<std::uint64_t> bytes;
 };

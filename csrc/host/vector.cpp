@@ -1,12 +1,61 @@
 #include "host/vector.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
+#include "host/vector_scalar.h"
+
 namespace tpkernels::host {
+
+// The fallback for any processor: scalar conversions, vectorised where the compiler can.
+namespace plain {
+
+constexpr std::size_t kLanes = 1;
+using Vec = float;
+
+template <DType D>
+Vec load_vec(const void* from) {
+  return scalar::to_float<D>(from);
+}
+template <DType D>
+void store_vec(void* to, Vec value) {
+  scalar::from_float<D>(to, value);
+}
+struct Pair {
+  Vec first;
+  Vec second;
+};
+
+template <DType D>
+Pair load_pair(const std::byte* from) {
+  return {load_vec<D>(from), load_vec<D>(from + size_of(D))};
+}
+template <DType D>
+void store_pair(std::byte* to, Pair pair) {
+  store_vec<D>(to, pair.first);
+  store_vec<D>(to + size_of(D), pair.second);
+}
+inline Vec add_vec(Vec a, Vec b) { return a + b; }
+inline Vec mul_vec(Vec a, Vec b) { return a * b; }
+inline Vec set_vec(float value) { return value; }
+inline Vec load_acc(const float* from) { return *from; }
+inline void store_acc(float* to, Vec value) { *to = value; }
+
+#include "host/vector_loops.inc"
+
+void stream(void* dst, const void* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
+
+constexpr VectorUnit kUnit = make_unit("plain", stream);
+
+}  // namespace plain
+
+const VectorUnit& plain_unit() { return plain::kUnit; }
+
 namespace {
 
 std::atomic<const VectorUnit*> chosen{nullptr};
@@ -38,6 +87,15 @@ void sum_double(void* out, const std::vector<const std::byte*>& partials, std::s
     if (epilogue.residual) sum += at(epilogue.residual, i);
     to[i] = sum;
   }
+}
+
+// The same for normalisation.
+void normalise_double(const RmsNorm& norm, double* out, const double* row) {
+  const auto* weight = reinterpret_cast<const double*>(norm.weight);
+  double sum = 0;
+  for (std::size_t i = 0; i < norm.cols; ++i) sum += row[i] * row[i];
+  const double factor = 1 / std::sqrt(sum / static_cast<double>(norm.cols) + norm.eps);
+  for (std::size_t i = 0; i < norm.cols; ++i) out[i] = row[i] * factor * weight[i];
 }
 
 }  // namespace
@@ -121,6 +179,24 @@ void sum_partials(void* out, const std::vector<const std::byte*>& partials, DTyp
           acc, residual + i * size_of(epilogue.residual_dtype), n);
     }
     store(to + i * size_of(epilogue.out_dtype), acc, n);
+  }
+}
+
+void normalise_rows(const RmsNorm& norm, const std::byte* rows, DType dtype, std::size_t first,
+                    std::size_t last) {
+  const std::size_t row_bytes = norm.cols * size_of(dtype);
+  const VectorUnit& unit = vector_unit();
+  for (std::size_t row = first; row < last; ++row) {
+    const std::byte* from = rows + row * row_bytes;
+    std::byte* to = norm.out + row * row_bytes;
+    if (dtype == DType::kF64) {
+      normalise_double(norm, reinterpret_cast<double*>(to), reinterpret_cast<const double*>(from));
+      continue;
+    }
+    const auto d = static_cast<int>(dtype);
+    const float mean = unit.squares[d](from, norm.cols) / static_cast<float>(norm.cols);
+    const float factor = 1.0f / std::sqrt(mean + static_cast<float>(norm.eps));
+    unit.scale[d][norm.weight_dtype != dtype](to, from, norm.weight, factor, norm.cols);
   }
 }
 

@@ -139,21 +139,11 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
 #include "host/few_rows.inc"
 
 void stream(void* dst, const void* src, std::size_t bytes) {
-  auto* to = static_cast<char*>(dst);
-  const auto* from = static_cast<const char*>(src);
-  const std::size_t head = (32 - reinterpret_cast<std::uintptr_t>(to) % 32) % 32;
-  if (bytes < head + 32) {
-    std::memcpy(to, from, bytes);
-    return;
-  }
-  std::memcpy(to, from, head);
-  std::size_t i = head;
-  for (; i + 32 <= bytes; i += 32) {
-    const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), value);
-  }
+  stream_lines(dst, src, bytes, 32, [](std::byte* to, const std::byte* from) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  });
   _mm_sfence();
-  std::memcpy(to + i, from + i, bytes - i);
 }
 
 constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,

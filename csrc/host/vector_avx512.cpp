@@ -105,29 +105,185 @@ inline Vec set_vec(float value) { return _mm512_set1_ps(value); }
 inline Vec load_acc(const float* from) { return _mm512_loadu_ps(from); }
 inline void store_acc(float* to, Vec value) { _mm512_storeu_ps(to, value); }
 
-// clang-format off: each needs those before it
 #include "host/vector_loops.inc"
-#include "host/product_avx512.inc"
+
+// What few_rows.inc and panels.inc ask for, of all dtypes without dot products.
+template <DType D>
+struct FactorOf {
+  using Type = Pair;
+};
+
+template <>
+struct FactorOf<DType::kF32> {
+  using Type = Vec;
+};
+
+template <DType D>
+using Factor = typename FactorOf<D>::Type;
+
+template <DType D>
+constexpr std::size_t kStep = sizeof(Factor<D>) / sizeof(float);
+
+// 24 sums and 7 factors, or 16 sums and 5 pairs of factors, of 32 registers.
+template <DType D>
+constexpr std::size_t kTileRows = D == DType::kF32 ? 6 : 4;
+
+template <DType D>
+inline Factor<D> load_factor(const std::byte* from) {
+  if constexpr (D == DType::kF32) {
+    return load_vec<D>(from);
+  } else {
+    return load_pair<D>(from);
+  }
+}
+
+template <DType D>
+inline Vec multiply_add(Vec sum, Factor<D> x, Factor<D> w) {
+  if constexpr (D == DType::kF32) {
+    return _mm512_fmadd_ps(x, w, sum);
+  } else {
+    sum = _mm512_fmadd_ps(x.first, w.first, sum);
+    return _mm512_fmadd_ps(x.second, w.second, sum);
+  }
+}
+
+inline __m128 quarter(Vec value) {
+  const __m256 half =
+      _mm256_add_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps(value, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
+  __m128 first = quarter(a), second = quarter(b), third = quarter(c), fourth = quarter(d);
+  _MM_TRANSPOSE4_PS(first, second, third, fourth);
+  _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(first, second), _mm_add_ps(third, fourth)));
+}
+
+inline Vec broadcast(const std::byte* from) {
+  float value;
+  std::memcpy(&value, from, sizeof(value));
+  return set_vec(value);
+}
+
+template <DType D>
+inline void store_sum(void* to, Vec sum) {
+  store_vec<D>(to, sum);
+}
+
+// clang-format off: the second needs the first
 #include "host/few_rows.inc"
 #include "host/panels.inc"
-#include "host/packing_avx512.inc"
 // clang-format on
 
+// Panels made of plain weights: two sources of panels.inc. A group is 4 bytes of K whatever the
+// dtype.
+
+// The first `count` of 16 lanes, or none.
+inline __mmask16 first_lanes(std::size_t count) {
+  return static_cast<__mmask16>(count >= 16 ? 0xffffu : (1u << count) - 1);
+}
+
+inline std::size_t beyond(std::size_t total, std::size_t begin) {
+  return total > begin ? total - begin : 0;
+}
+
+// How far ahead a plain weight is prefetched: lines of each column, or rows.
+constexpr std::size_t kLinesAhead = 4;
+constexpr std::size_t kRowsAhead = 8;
+
+inline void transpose(__m512i (&lines)[16]) {
+  __m512i pairs[16], fours[16], eights[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(lines[i], lines[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(lines[i], lines[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+    fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  }
+  for (int i = 0; i < 16; i += 8) {
+    for (int j = i; j < i + 4; ++j) {
+      eights[j] = _mm512_shuffle_i32x4(fours[j], fours[j + 4], 0x88);
+      eights[j + 4] = _mm512_shuffle_i32x4(fours[j], fours[j + 4], 0xdd);
+    }
+  }
+  for (int i = 0; i < 8; ++i) {
+    lines[i] = _mm512_shuffle_i32x4(eights[i], eights[i + 8], 0x88);
+    lines[i + 8] = _mm512_shuffle_i32x4(eights[i], eights[i + 8], 0xdd);
+  }
+}
+
+template <DType D>
+struct FromColumns {
+  static const std::byte* groups(const Product& product, std::size_t first, std::size_t at,
+                                 std::size_t count, std::byte* groups) {
+    constexpr std::size_t kSquare = 16;
+    const std::size_t columns = beyond(product.columns, first);
+    const std::size_t bytes = product.k * size_of(D);
+    const auto* const w = static_cast<const std::byte*>(product.w) + first * product.w_pitch;
+    for (std::size_t group = 0; group < count; group += kSquare) {
+      const std::size_t begin = (at + group) * kGroupBytes;
+      const std::size_t existing = std::min<std::size_t>(beyond(bytes, begin), 64);
+      const __mmask64 of_column = existing == 64 ? ~0ull : (1ull << existing) - 1;
+      for (std::size_t column = 0; column < Product::kPanel; column += kSquare) {
+        __m512i lines[kSquare];
+        for (std::size_t i = 0; i < kSquare; ++i) {
+          const std::byte* const from = w + (column + i) * product.w_pitch + begin;
+          _mm_prefetch(reinterpret_cast<const char*>(from + kLinesAhead * 64), _MM_HINT_T0);
+          lines[i] = _mm512_maskz_loadu_epi8(column + i < columns ? of_column : 0, from);
+        }
+        transpose(lines);
+        for (std::size_t i = 0; i < std::min(kSquare, count - group); ++i) {
+          _mm512_store_si512(groups + (group + i) * kPanelGroup + column * kGroupBytes, lines[i]);
+        }
+      }
+    }
+    return groups;
+  }
+};
+
+template <DType D>
+struct FromRows {
+  static const std::byte* groups(const Product& product, std::size_t first, std::size_t at,
+                                 std::size_t count, std::byte* groups) {
+    const std::size_t columns = beyond(product.columns, first);
+    const auto* const w = static_cast<const std::byte*>(product.w) + first * size_of(D);
+    constexpr std::size_t kRows = kGroupBytes / size_of(D);  // of a group
+    for (std::size_t group = 0; group < count; ++group) {
+      const std::size_t row = (at + group) * kRows;
+      const std::byte* const from = w + row * product.w_pitch;
+      for (std::size_t column = 0; column < Product::kPanel; column += kLanes) {
+        const std::byte* const lanes = from + column * size_of(D);
+        const __mmask16 existing = first_lanes(beyond(columns, column));
+        for (std::size_t i = 0; i < kRows; ++i) {
+          _mm_prefetch(
+              reinterpret_cast<const char*>(lanes + (kRowsAhead * kRows + i) * product.w_pitch),
+              _MM_HINT_T0);
+        }
+        __m512i made;
+        if constexpr (D == DType::kF32) {
+          made = _mm512_maskz_loadu_epi32(existing, lanes);
+        } else {
+          const __mmask16 second = row + 1 < product.k ? existing : 0;
+          const __m256i low = _mm256_maskz_loadu_epi16(existing, lanes);
+          const __m256i high = _mm256_maskz_loadu_epi16(second, lanes + product.w_pitch);
+          made = _mm512_or_si512(_mm512_cvtepu16_epi32(low),
+                                 _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+        }
+        _mm512_store_si512(groups + group * kPanelGroup + column * kGroupBytes, made);
+      }
+    }
+    return groups;
+  }
+};
+
 void stream(void* dst, const void* src, std::size_t bytes) {
-  auto* to = static_cast<char*>(dst);
-  const auto* from = static_cast<const char*>(src);
-  const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(to) % 64) % 64;
-  if (bytes < head + 64) {
-    std::memcpy(to, from, bytes);
-    return;
-  }
-  std::memcpy(to, from, head);
-  std::size_t i = head;
-  for (; i + 64 <= bytes; i += 64) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
-  }
+  stream_lines(dst, src, bytes, 64, [](std::byte* to, const std::byte* from) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+  });
   _mm_sfence();
-  std::memcpy(to + i, from + i, bytes - i);
 }
 
 constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,

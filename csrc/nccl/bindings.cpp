@@ -4,7 +4,10 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <string>
 
 #include "binding_errors.h"
 #include "nccl/communicator.h"
@@ -67,10 +70,17 @@ CommunicatorPtr make_communicator(std::shared_ptr<Library> library, const std::s
       new Communicator(std::move(library), unique, rank, world, name, timeout, &poll_signals));
 }
 
-Operation make_operation(OperationKind kind, Address send, Address recv, std::size_t count,
+Operation make_operation(const std::string& name, Address send, Address recv, std::size_t count,
                          int dtype, int peer, Address stream) {
-  return {kind, pointer(send),  pointer(recv), count, static_cast<host::DType>(dtype),
-          peer, pointer(stream)};
+  const auto* found = std::find(std::begin(kOperations), std::end(kOperations), name);
+  if (found == std::end(kOperations)) throw py::value_error("no operation '" + name + "'");
+  return {static_cast<OperationKind>(found - std::begin(kOperations)),
+          pointer(send),
+          pointer(recv),
+          count,
+          static_cast<host::DType>(dtype),
+          peer,
+          pointer(stream)};
 }
 
 }  // namespace
@@ -91,14 +101,6 @@ void bind(py::module_& m) {
       .def(
           "mem_free", [](const Library& l, Address memory) { l.mem_free(pointer(memory)); },
           py::arg("address"), ReleaseGil());
-
-  py::enum_<OperationKind>(m, "OperationKind")
-      .value("ALL_GATHER", OperationKind::kAllGather)
-      .value("REDUCE_SCATTER", OperationKind::kReduceScatter)
-      .value("ALL_REDUCE", OperationKind::kAllReduce)
-      .value("BROADCAST", OperationKind::kBroadcast)
-      .value("SEND", OperationKind::kSend)
-      .value("RECV", OperationKind::kRecv);
 
   py::class_<Operation>(m, "Operation")
       .def(py::init(&make_operation), py::arg("kind"), py::arg("send"), py::arg("recv"),

@@ -28,11 +28,7 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-const char* name_of(OperationKind kind) {
-  constexpr const char* kNames[] = {"all_gather", "reduce_scatter", "all_reduce",
-                                    "broadcast",  "send",           "recv"};
-  return kNames[static_cast<int>(kind)];
-}
+const char* name_of(OperationKind kind) { return kOperations[static_cast<int>(kind)]; }
 
 std::string describe(const std::vector<Operation>& operations) {
   const Operation& first = operations.front();
@@ -43,19 +39,12 @@ std::string describe(const std::vector<Operation>& operations) {
   return std::string(name_of(first.kind)) + " of " + std::to_string(first.count) + " elements";
 }
 
-// Returns the ncclDataType_t of a dtype.
+// ncclDataType_t, by host::DType.
 int data_type(host::DType dtype) {
-  switch (dtype) {
-    case host::DType::kF16:
-      return 6;
-    case host::DType::kF64:
-      return 8;
-    case host::DType::kBF16:
-      return 9;
-    case host::DType::kF32:
-      break;
-  }
-  return 7;
+  return dtype == host::DType::kF16    ? 6
+         : dtype == host::DType::kF64  ? 8
+         : dtype == host::DType::kBF16 ? 9
+                                       : 7;
 }
 
 Result async_error(const Library& library, Comm* comm) {

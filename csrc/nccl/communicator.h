@@ -30,6 +30,8 @@
 namespace tpkernels::nccl {
 
 enum class OperationKind { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kSend, kRecv };
+constexpr const char* kOperations[] = {"all_gather", "reduce_scatter", "all_reduce",
+                                       "broadcast",  "send",           "recv"};
 
 // An operation to enqueue on a stream. `count` is as in NCCL: elements sent, or received for
 // kReduceScatter. `peer` is the root of a broadcast.

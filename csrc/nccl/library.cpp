@@ -6,6 +6,8 @@
 namespace tpkernels::nccl {
 namespace {
 
+constexpr int kOldest = 21400;  // its functions are required
+
 std::string real_path(void* handle, const std::string& name) {
   link_map* map = nullptr;
   if (dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0 || map == nullptr || *map->l_name == '\0') {
@@ -23,17 +25,6 @@ std::string version_text(int version) {
 
 }  // namespace
 
-template <typename F>
-void Library::look_up(void* handle, F*& slot, const char* symbol, int since, bool required) {
-  slot = reinterpret_cast<F*>(dlsym(handle, symbol));
-  if (required && slot == nullptr) {
-    throw Unsupported(describe() + " is too old: it has no " + symbol +
-                      ", which was added in NCCL " + version_text(since) +
-                      "; tpkernels needs NCCL 2.14.0 or newer");
-  }
-  if (!required) features_.push_back({symbol, since, slot != nullptr});
-}
-
 Library::Library(const std::string& name) {
   void* handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
@@ -41,31 +32,24 @@ Library::Library(const std::string& name) {
     throw Unsupported("cannot load '" + name + "': " + (why == nullptr ? "no reason given" : why));
   }
   path_ = real_path(handle, name);
-  Functions& f = functions_;
-  f.GetVersion = reinterpret_cast<Result (*)(int*)>(dlsym(handle, "ncclGetVersion"));
-  if (f.GetVersion == nullptr || f.GetVersion(&version_) != kSuccess) {
+  const auto version = reinterpret_cast<Result (*)(int*)>(dlsym(handle, "ncclGetVersion"));
+  if (version == nullptr || version(&version_) != kSuccess) {
     throw Unsupported("'" + path_ + "' is not NCCL: ncclGetVersion is missing or fails");
   }
-  look_up(handle, f.GetUniqueId, "ncclGetUniqueId", 20000);
-  look_up(handle, f.GetErrorString, "ncclGetErrorString", 20000);
-  look_up(handle, f.CommDestroy, "ncclCommDestroy", 20000);
-  look_up(handle, f.AllGather, "ncclAllGather", 20000);
-  look_up(handle, f.ReduceScatter, "ncclReduceScatter", 20000);
-  look_up(handle, f.AllReduce, "ncclAllReduce", 20000);
-  look_up(handle, f.Broadcast, "ncclBroadcast", 20202);
-  look_up(handle, f.GroupStart, "ncclGroupStart", 20000);
-  look_up(handle, f.GroupEnd, "ncclGroupEnd", 20000);
-  look_up(handle, f.CommGetAsyncError, "ncclCommGetAsyncError", 2402);
-  look_up(handle, f.CommAbort, "ncclCommAbort", 2402);
-  look_up(handle, f.Send, "ncclSend", 2703);
-  look_up(handle, f.Recv, "ncclRecv", 2703);
-  look_up(handle, f.GetLastError, "ncclGetLastError", 21304);
-  look_up(handle, f.CommInitRankConfig, "ncclCommInitRankConfig", 21400);
-  look_up(handle, f.CommFinalize, "ncclCommFinalize", 21400);
-  look_up(handle, f.MemAlloc, "ncclMemAlloc", 21901, false);
-  look_up(handle, f.MemFree, "ncclMemFree", 21901, false);
-  look_up(handle, f.CommWindowRegister, "ncclCommWindowRegister", 22703, false);
-  look_up(handle, f.CommWindowDeregister, "ncclCommWindowDeregister", 22703, false);
+  const auto find = [&](const char* symbol, int since) {
+    void* found = dlsym(handle, symbol);
+    if (since > kOldest) features_.push_back({symbol, since, found != nullptr});
+    if (since <= kOldest && found == nullptr) {
+      throw Unsupported(describe() + " is too old: it has no " + symbol +
+                        ", which was added in NCCL " + version_text(since) +
+                        "; tpkernels needs NCCL 2.14.0 or newer");
+    }
+    return found;
+  };
+#define TPK_FIND(type, name, since, parameters) \
+  functions_.name = reinterpret_cast<type(*) parameters>(find("nccl" #name, since));
+  TPK_NCCL(TPK_FIND)
+#undef TPK_FIND
 }
 
 std::string Library::version() const { return version_text(version_); }

@@ -65,35 +65,51 @@ struct Error : std::runtime_error {
   const char* type;
 };
 
-// Named as in NCCL, without the prefix. Streams are cudaStream_t, windows ncclWindow_t.
+// Every function: what it returns, its name without NCCL's prefix, the first version that has it
+// (as ncclGetVersion numbers it), and its parameters. Streams are cudaStream_t, windows
+// ncclWindow_t. Those newer than 2.14 are null if the library lacks them: call them through
+// `Library::need`.
+#define TPK_NCCL(each)                                                                             \
+  each(Result, GetUniqueId, 20000, (UniqueId*)) each(const char*, GetErrorString, 20000, (Result)) \
+      each(Result, CommDestroy, 20000, (Comm*)) each(                                              \
+          Result, AllGather, 20000,                                                                \
+          (const void*, void*, std::size_t, int dtype, Comm*, void* stream))                       \
+          each(Result, ReduceScatter, 20000,                                                       \
+               (const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream))          \
+              each(Result, AllReduce, 20000,                                                       \
+                   (const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream))      \
+                  each(                                                                            \
+                      Result, Broadcast, 20202,                                                    \
+                      (const void*, void*, std::size_t, int dtype, int root, Comm*, void* stream)) \
+                      each(Result, GroupStart, 20000, ()) each(Result, GroupEnd, 20000, ()) each(  \
+                          Result, CommGetAsyncError, 2402, (Comm*, Result*))                       \
+                          each(Result, CommAbort, 2402, (Comm*)) each(                             \
+                              Result, Send, 2703,                                                  \
+                              (const void*, std::size_t, int dtype, int peer, Comm*,               \
+                               void* stream))                                                      \
+                              each(Result, Recv, 2703,                                             \
+                                   (void*, std::size_t, int dtype, int peer, Comm*, void* stream)) \
+                                  each(const char*, GetLastError, 21304, (Comm*))                  \
+                                      each(Result, CommInitRankConfig, 21400,                      \
+                                           (Comm**, int world, UniqueId, int rank, Config*))       \
+                                          each(Result, CommFinalize, 21400, (Comm*))               \
+                                              each(Result, MemAlloc, 21901, (void**, std::size_t)) \
+                                                  each(Result, MemFree, 21901, (void*))            \
+                                                      each(Result, CommWindowRegister, 22703,      \
+                                                           (Comm*, void*, std::size_t,             \
+                                                            void** window, int flags))             \
+                                                          each(Result, CommWindowDeregister,       \
+                                                               22703, (Comm*, void* window))
+
 struct Functions {
-  Result (*GetVersion)(int*);
-  Result (*GetUniqueId)(UniqueId*);
-  Result (*CommInitRankConfig)(Comm**, int world, UniqueId, int rank, Config*);
-  Result (*CommGetAsyncError)(Comm*, Result*);
-  Result (*CommAbort)(Comm*);
-  Result (*CommFinalize)(Comm*);
-  Result (*CommDestroy)(Comm*);
-  const char* (*GetErrorString)(Result);
-  const char* (*GetLastError)(Comm*);
-  Result (*AllGather)(const void*, void*, std::size_t, int dtype, Comm*, void* stream);
-  Result (*ReduceScatter)(const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream);
-  Result (*AllReduce)(const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream);
-  Result (*Broadcast)(const void*, void*, std::size_t, int dtype, int root, Comm*, void* stream);
-  Result (*Send)(const void*, std::size_t, int dtype, int peer, Comm*, void* stream);
-  Result (*Recv)(void*, std::size_t, int dtype, int peer, Comm*, void* stream);
-  Result (*GroupStart)();
-  Result (*GroupEnd)();
-  // Those below are null if the library lacks them: call them through `Library::need`.
-  Result (*MemAlloc)(void**, std::size_t);
-  Result (*MemFree)(void*);
-  Result (*CommWindowRegister)(Comm*, void*, std::size_t, void** window, int flags);
-  Result (*CommWindowDeregister)(Comm*, void* window);
+#define TPK_DECLARE(type, name, since, parameters) type(*name) parameters;
+  TPK_NCCL(TPK_DECLARE)
+#undef TPK_DECLARE
 };
 
 struct Feature {
   const char* symbol;
-  int since;  // the first version that has it, as ncclGetVersion numbers it
+  int since;
   bool present;
 };
 
@@ -116,17 +132,13 @@ class Library {
     if (function == nullptr) missing(symbol);
     return function;
   }
-  // Makes the id of a new communicator, on rank 0 for all ranks. Opens a socket.
-  UniqueId unique_id() const;
-  // Allocates memory of the current device that can be registered as a window.
-  void* mem_alloc(std::size_t bytes) const;
+  UniqueId unique_id() const;                // of a new communicator; opens a socket
+  void* mem_alloc(std::size_t bytes) const;  // can be registered as a window
   void mem_free(void* memory) const;
   // Returns NCCL's text for an error code, with its last message if there is one.
   std::string error_text(Result code) const;
 
  private:
-  template <typename F>
-  void look_up(void* handle, F*& slot, const char* symbol, int since, bool required = true);
   [[noreturn]] void missing(const char* symbol) const;
   void require(Result code, const std::string& call) const;
   std::string describe() const;

@@ -90,18 +90,12 @@ ADDED = Case(
 
 @pytest.mark.thorough
 def test_what_comes_with_the_product(interpreting: RanksFixture) -> None:
-    """Several weights, biases, residuals, dtypes of the result and on the wire, strides."""
+    """Several weights, biases, residuals, dtypes of the result and the wire, strides, batches."""
     whole = replace(ADDED, op="matmul_all_reduce", sizes=None, wire_dtype=None, out_dtype=F32)
-    cases = [replace(case, dtype=BF16, algorithm="fused") for case in (SEVERAL, ADDED, whole)]
-    run_cases(interpreting, 2, cases)
-
-
-@pytest.mark.thorough
-def test_batches(interpreting: RanksFixture) -> None:
-    batched = replace(SEVERAL, shape=(6, 5, 20), layout="plain")
-    run_cases(interpreting, 2, each(batched, dtypes=(F32,), algorithms=FUSED))
     split = replace(ADDED, shape=(2, 17, 40), dim=1, layout="plain", weight_layout="plain")
-    run_cases(interpreting, 2, each(split, dtypes=(BF16,), algorithms=FUSED))
+    cases = [replace(case, dtype=BF16) for case in (SEVERAL, ADDED, whole, split)]
+    cases.append(replace(SEVERAL, shape=(6, 5, 20), layout="plain", dtype=F32))
+    run_cases(interpreting, 2, [replace(case, algorithm="fused") for case in cases])
 
 
 def tuned_job() -> list[str]:
@@ -133,11 +127,6 @@ def test_tuned_block_sizes(interpreting: RanksFixture) -> None:
         assert not found, found
 
 
-@pytest.fixture(params=sweep(["two-shot", "one-shot"]))
-def shots(request: pytest.FixtureRequest) -> int:
-    return 1 << 30 if request.param == "one-shot" else 0
-
-
 def shots_job(cases: list[Case], one_shot_bytes: int) -> list[str]:
     from tpkernels.kernels import matmul_all_reduce
 
@@ -151,24 +140,19 @@ def shots_job(cases: list[Case], one_shot_bytes: int) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_both_ways_to_reduce_everywhere(interpreting: RanksFixture, world: int, shots: int) -> None:
-    """Also where there are fewer rows of tiles than ranks."""
-    cases = [reduce(rows, 40, 33, world) for rows in (33, 100)]
+@pytest.mark.parametrize("shots", sweep([0, 1 << 30]))  # two-shot, one-shot
+@pytest.mark.parametrize("world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (3, 4))])
+def test_both_ways_to_reduce_and_shards_of_one_size(
+    interpreting: RanksFixture, world: int, shots: int
+) -> None:
+    """Also where there are fewer rows of tiles than ranks. Where shards of one size begin, kernels
+    compute; others they look up."""
+    split = [replace(make(42 * world, 40, 33, world), sizes=None) for make in (gather, scatter)]
+    cases = [reduce(rows, 40, 33, world) for rows in (33, 100, 64 * world)]
     wanted = each(*cases, dtypes=(F32,), algorithms=FUSED)
+    if shots == 0:
+        wanted += each(*split, dtypes=(F16,), algorithms=FUSED)
     for found in interpreting(world).run(shots_job, wanted, shots):
-        assert not found, found
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_shards_of_one_size(interpreting: RanksFixture, world: int) -> None:
-    """Kernels compute where they begin; others they look up. The last is two-shot."""
-    cases = [replace(make(42 * world, 40, 33, world), sizes=None) for make in (gather, scatter)]
-    cases.append(reduce(64 * world, 40, 33, world))
-    for found in interpreting(world).run(
-        shots_job, each(*cases, dtypes=(F16,), algorithms=FUSED), 0
-    ):
         assert not found, found
 
 

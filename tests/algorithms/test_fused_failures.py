@@ -17,7 +17,7 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, Report
 from tests.support.tiers import sweep
 from tpkernels import groups
-from tpkernels.symm import device, watch
+from tpkernels.symm import cuda, device
 
 WORLD = 3
 VICTIM = 1
@@ -76,7 +76,7 @@ def woken_job(delay_at: int) -> list[Ending]:
     from tpkernels.kernels import matmul_all_reduce, sync
 
     matmul_all_reduce.ONE_SHOT_BYTES = 0
-    watch.LOOK_S = faults.COLLECT_SECONDS  # the kernels alone
+    cuda.LOOK_S = faults.COLLECT_SECONDS  # the kernels alone
     group = faults.new_group(timeout=1.0)
     call = functools.partial(faults.run_op, "matmul_all_reduce", group, "fused", 100)
     call()
@@ -113,7 +113,7 @@ def mismatched_job(watched: bool) -> tuple[Ending, tuple[int, ...] | None]:
     group, rank = faults.new_group(), dist.get_rank()
     faults.run_op("matmul_all_reduce", group, "fused", 40)
     if not watched:
-        watch.LOOK_S = faults.COLLECT_SECONDS
+        cuda.LOOK_S = faults.COLLECT_SECONDS
     x, w = torch.ones(40, 8), torch.ones(8, 32 + 8 * (rank == 1))
     call = functools.partial(tpkernels.matmul_all_reduce, x, w, group, algorithm="fused")
     ending = faults.ending_of(call)
@@ -142,7 +142,7 @@ def late_job() -> tuple[Ending, tuple[int, ...] | None] | None:
     """Rank 1 does not come; the kernel of rank 0 must give up by itself."""
     group = faults.new_group(timeout=1.0)
     faults.run_op("all_gather_matmul", group, "fused", 12)
-    watch.LOOK_S = faults.COLLECT_SECONDS
+    cuda.LOOK_S = faults.COLLECT_SECONDS
     if group.rank() == 1:
         dist.barrier()  # the other one has given up
         return None

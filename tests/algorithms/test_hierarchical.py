@@ -1,19 +1,19 @@
 """``hierarchical`` on groups that span hosts: exact results, the bits, what travels between hosts,
 and what is refused. The hosts share a machine: `on_hosts` keeps their ranks apart. Namespaces are
-in transport/test_hosts.py, faults in failures/test_apart.py."""
+in transport/test_hosts.py, faults in failures/test_faults.py."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each, uneven_splits
+from tests.algorithms.test_ring import uneven_cases
+from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
     call,
@@ -58,30 +58,7 @@ def test_every_op_and_dtype(ranks: RanksFixture, hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", sweep(LAYOUTS))
 def test_uneven_and_empty_shards(ranks: RanksFixture, hosts: str) -> None:
-    world, cases = len(hosts), []
-    for sizes in [*uneven_splits(23, world), (0,) * world]:
-        rows = sum(sizes)
-        for shape, dim in [((rows, 9), 0), ((2, rows, 9), 1), ((2, rows, 3, 5), 1)]:
-            split: dict[str, Any] = {"sizes": sizes, "shape": shape, "dim": dim}
-            cases += [
-                Case(op="all_gather", **split),
-                Case(op="reduce_scatter", **split),
-                Case(op="all_gather_matmul", n=(8, 3), return_gathered=dim > 0, **split),
-                Case(op="matmul_reduce_scatter", k=(7, 9), **split),
-            ]
-        if rows:
-            last: dict[str, Any] = {"sizes": sizes, "shape": (6, rows), "dim": 1}
-            cases += [
-                Case(op="all_gather", **last),
-                Case(op="reduce_scatter", **last),
-                Case(op="matmul_reduce_scatter", k=(7,), biases=(F32,), **last),
-            ]
-    cases += [
-        Case(op=op, shape=shape, k=(5,) * ("matmul" in op))
-        for op in ("all_reduce", "all_reduce_", "matmul_all_reduce")
-        for shape in [(1, 3), (world - 1, 2), (world + 1, 7)]
-    ]
-    run(ranks, hosts, [replace(case, integers=True) for case in cases])
+    run(ranks, hosts, uneven_cases(len(hosts), "hierarchical"))
 
 
 STEPPED = [

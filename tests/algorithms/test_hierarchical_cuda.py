@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.algorithms.test_hierarchical import BITS
-from tests.algorithms.test_hierarchical_batches import hosts
+from tests.algorithms.test_hierarchical_routes import hosts
 from tests.algorithms.test_unfused_cuda import DEFAULTS, F32, factors, fake
 from tests.cuda.test_numerics import cases
-from tests.planning.test_plan import TWO_LEVELS, problem
+from tests.planning.test_choose import TWO_LEVELS, problem
 from tests.support import faults
 from tests.support.cases import DTYPES, Case, RanksFixture
 from tests.support.cuda_rehearsal import pretending
@@ -31,6 +31,7 @@ from tests.support.ranked import call, check_cases, fresh_group, on_hosts, repor
 from tests.support.tiers import sweep
 from tpkernels.algorithms.hierarchical import cuda as hierarchical
 from tpkernels.call import Call
+from tpkernels.ops.problems import problem_of
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.problem import ORDERED
 from tpkernels.transport.point_to_point import PeerLinks
@@ -172,9 +173,9 @@ def queue_of(
         patch.setattr(hierarchical, "SideStream", lambda device: Side(queue))
         group.node = SimpleNamespace(hosts=on, ranks=ours, usable_bytes=1 << 20)
         given = SimpleNamespace(**DEFAULTS | make())
-        problem = module._problem(group, given)
+        problem = problem_of(op, group, given)
         plan = choose(problem, Means(shared_memory=False), requested="hierarchical")
-        call = Call(group, problem, plan, getattr(hierarchical, op), 0)
+        call = Call(group, problem, plan, getattr(hierarchical.OPS, op), 0)
         queue.launches.clear()
         queue.touched = 0
         module._execute(call, given)

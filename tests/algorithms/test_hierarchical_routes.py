@@ -1,8 +1,10 @@
-"""What ``hierarchical`` sends between hosts: the routes, and the bytes of each op."""
+"""What ``hierarchical`` sends between hosts: the routes, the bytes of each op, and on CUDA tensors
+the batches, carried out by name."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,11 +17,26 @@ import torch.distributed as dist
 from tests.support.cases import Case, RanksFixture
 from tests.support.ranked import call, fresh_group, on_hosts
 from tests.support.tiers import sweep
-from tpkernels.algorithms.hierarchical.cpu import Route, delegate, in_order, rounds, routes
+from tpkernels.algorithms.hierarchical.cpu import Route, delegate, rounds, routes
+from tpkernels.algorithms.hierarchical.cuda import Transfer, gathering, summing
+from tpkernels.symm.node import hosts_of
 from tpkernels.transport import point_to_point as links
 from tpkernels.transport.point_to_point import PeerLinks
 
 F32, BF16 = torch.float32, torch.bfloat16
+
+
+SIZES = [(2, 2), (2, 1), (1, 3), (3, 2, 1), (1, 2, 4), (8, 8), (5, 2, 3, 1)]
+WIRES = [(2, 4), (4, 4), (8, 8)]
+
+
+def hosts(sizes: Sequence[int]) -> tuple[range, ...]:
+    starts = [sum(sizes[:host]) for host in range(len(sizes))]
+    found = hosts_of(
+        [start for start, size in zip(starts, sizes, strict=True) for _ in range(size)]
+    )
+    assert not isinstance(found, str)
+    return found
 
 
 def _bytes(sizes: tuple[int, ...], route: Route, partial: int, total: int) -> int:
@@ -28,34 +45,33 @@ def _bytes(sizes: tuple[int, ...], route: Route, partial: int, total: int) -> in
     return raw * partial + route.hops * total
 
 
-@pytest.mark.parametrize(("partial", "total"), [(2, 4), (4, 4), (8, 8)])
+@pytest.mark.parametrize(("partial", "total"), WIRES)
 def test_a_route_moves_the_fewest_bytes(partial: int, total: int) -> None:
     for count in (1, 2, 3, 4):
         for sizes in itertools.product((1, 2, 3, 5, 9), repeat=count):
-            for home, route in enumerate(routes(sizes, partial, total)):
+            for route in routes(sizes, partial, total):
                 every = [
-                    _bytes(sizes, Route(start, home, turn), partial, total)
-                    for start in range(home + 1)
-                    for turn in range(home, count)
+                    _bytes(sizes, Route(start, route.home, turn), partial, total)
+                    for start in range(route.home + 1)
+                    for turn in range(route.home, count)
                 ]
                 assert _bytes(sizes, route, partial, total) == min(every), (sizes, route)
 
 
 def test_routes_of_known_hosts() -> None:
-    assert routes((2, 2), 2, 4) == (Route(0, 0, 0), Route(1, 1, 1))  # as many bytes, fewer hops
-    assert routes((2, 2), 4, 4) == (Route(0, 0, 0), Route(0, 1, 1))
+    """The longest first."""
+    assert routes((2, 2), 2, 4) == (Route(1, 1, 1), Route(0, 0, 0))  # as many bytes, fewer hops
+    assert routes((2, 2), 4, 4) == (Route(0, 1, 1), Route(0, 0, 0))
     assert routes((8, 8), 2, 4) == (Route(0, 0, 1), Route(0, 1, 1))
-    assert routes((1, 8, 8), 2, 4)[2] == Route(1, 2, 2)  # one partial is less than a sum
-    assert [route.home for route in in_order(routes((8, 8), 2, 4))] == [0, 1]
+    assert Route(1, 2, 2) in routes((1, 8, 8), 2, 4)  # one partial is less than a sum
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 3), (5, 2, 3)])
+@pytest.mark.parametrize("sizes", SIZES)
 def test_each_rank_of_a_host_has_its_share(sizes: tuple[int, ...]) -> None:
     """On every host, each rank is dealt with once, by its delegate."""
-    edges = [0, *itertools.accumulate(sizes)]
-    hosts = [range(a, b) for a, b in itertools.pairwise(edges)]
-    for here, ours in enumerate(hosts):
-        for theirs in hosts:
+    on = hosts(sizes)
+    for here, ours in enumerate(on):
+        for theirs in on:
             dealt = [
                 (rank, ours[place])
                 for each_round in rounds(theirs, ours)
@@ -63,33 +79,33 @@ def test_each_rank_of_a_host_has_its_share(sizes: tuple[int, ...]) -> None:
                 if rank is not None
             ]
             assert sorted(rank for rank, _ in dealt) == list(theirs)
-            assert all(delegate(hosts, rank, here) == by for rank, by in dealt)
+            assert all(delegate(on, rank, here) == by for rank, by in dealt)
             shares = [sum(1 for _, by in dealt if by == rank) for rank in ours]
             assert max(shares) - min(shares) <= 1
 
 
-def traffic_job(hosts: str, cases: list[Case]) -> list[int]:
+def traffic_job(layout: str, cases: list[Case]) -> list[int]:
     """Bytes that this rank sends to other hosts in each call, greetings aside."""
     sent, begin = [], PeerLinks._start
 
     def count(link: PeerLinks, sends: Any, receives: Any, tag: int) -> Any:
         if tag != links._GREETING_TAG:
-            sent[-1] += sum(t.nbytes for t, to in sends if hosts[to] != hosts[dist.get_rank()])
+            sent[-1] += sum(t.nbytes for t, to in sends if layout[to] != layout[dist.get_rank()])
         return begin(link, sends, receives, tag)
 
-    with on_hosts(hosts), fresh_group() as group, mock.patch.object(PeerLinks, "_start", count):
+    with on_hosts(layout), fresh_group() as group, mock.patch.object(PeerLinks, "_start", count):
         for case in cases:
             sent.append(0)
             call(case, group)
     return sent
 
 
-@pytest.mark.parametrize("hosts", sweep(["0011", "000111"]))
-def test_what_crosses_the_link(ranks: RanksFixture, hosts: str) -> None:
+@pytest.mark.parametrize("layout", sweep(["0011", "000111"]))
+def test_what_crosses_the_link(ranks: RanksFixture, layout: str) -> None:
     """A shard crosses once for each other host. A sum crosses instead of the partials of a host,
     where it is smaller. By `ring` shards pass each boundary between hosts, and partials cross one
     by one."""
-    world, each_host = len(hosts), len(hosts) // 2
+    world, each_host = len(layout), len(layout) // 2
     cases = [
         Case(op="all_gather", shape=(12 * world, 10), dtype=BF16),
         Case(op="all_gather_matmul", shape=(12 * world, 10), n=(8,), dtype=BF16),
@@ -100,7 +116,7 @@ def test_what_crosses_the_link(ranks: RanksFixture, hosts: str) -> None:
         Case(op="matmul_all_reduce", shape=(12 * world, 10), k=(8,), dtype=F32),
     ]
     both = [replace(case, algorithm=way) for case in cases for way in ("hierarchical", "ring")]
-    told = ranks(world).run(traffic_job, hosts, both)
+    told = ranks(world).run(traffic_job, layout, both)
     sent = dict(zip(both, map(sum, zip(*told, strict=True)), strict=True))
     for case in cases:
         size = case.dtype.itemsize
@@ -117,3 +133,67 @@ def test_what_crosses_the_link(ranks: RanksFixture, hosts: str) -> None:
         for way, count in expected.items():
             assert sent[replace(case, algorithm=way)] == count * elements, (case, way)
         assert expected["hierarchical"] <= expected["ring"]
+
+
+def crosses(on: tuple[range, ...], transfer: Transfer) -> bool:
+    return not any(transfer.source in ranks and transfer.to in ranks for ranks in on)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_rank_gets_every_shard(sizes: tuple[int, ...]) -> None:
+    """A rank sends on only what it has had before; a shard goes to each other host once."""
+    on, world, sent = hosts(sizes), sum(sizes), 0
+    has = [{rank} for rank in range(world)]
+    for batch in gathering(on):
+        before = [set(each) for each in has]
+        for transfer in batch:
+            assert transfer.owner in before[transfer.source], transfer
+            assert transfer.owner not in has[transfer.to], transfer
+            has[transfer.to].add(transfer.owner)
+            sent += crosses(on, transfer)
+    assert has == [set(range(world))] * world
+    assert sent == world * (len(sizes) - 1)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("partial", "total"), WIRES)
+def test_every_sum_is_in_the_order_of_the_ranks(
+    sizes: tuple[int, ...], partial: int, total: int
+) -> None:
+    """Adds names in place of numbers, as `Batches.reduce` does, and counts what crosses links."""
+    on, world = hosts(sizes), sum(sizes)
+    ordered = routes(sizes, partial, total)
+    partials = {(rank, owner): {rank} for rank in range(world) for owner in range(world)}
+    sums: dict[tuple[int, int], list[int]] = {}
+
+    def added(rank: int, owner: int, end: int) -> list[int]:
+        mine = {source for source in partials[rank, owner] if source < end}
+        partials[rank, owner] -= mine
+        return sums.pop((rank, owner), []) + sorted(mine)
+
+    crossed = 0
+    for batch in summing(on, ordered):
+        moved = []
+        for transfer in batch:
+            owner, rank, to, is_sum = transfer
+            crossed += crosses(on, transfer) * (total if is_sum else partial)
+            if is_sum:
+                end = next(ranks.stop for ranks in on if rank in ranks)
+                moved.append((to, owner, added(rank, owner, end)))
+            else:
+                partials[rank, owner].remove(rank)
+                moved.append((to, owner, {rank}))
+        for to, owner, what in moved:
+            if isinstance(what, set):
+                partials[to, owner] |= what
+            else:
+                sums[to, owner] = what
+    for rank in range(world):
+        assert added(rank, rank, world) == list(range(world))
+    raw = sum(
+        size * partial * sizes[route.home]
+        for route in ordered
+        for host, size in enumerate(sizes)
+        if not route.visits(host)
+    )
+    assert crossed == raw + sum(r.hops * total * sizes[r.home] for r in ordered)

@@ -46,13 +46,13 @@ def test_every_op_and_dtype(ranks: RanksFixture, world: int) -> None:
     run(ranks, world, ways(*{replace(c, integers=False, algorithm="auto") for c in plain}))
 
 
-@pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
-def test_uneven_and_empty_shards(ranks: RanksFixture, world: int) -> None:
+def uneven_cases(world: int, algorithm: str) -> list[Case]:
+    """Shards of several dims, uneven and empty ones, exact."""
     cases = []
     for sizes in [*uneven_splits(23, world), (0,) * world]:
-        rows, options = sum(sizes), {"sizes": sizes, "algorithm": "ring"}
+        rows = sum(sizes)
         for shape, dim in [((rows, 9), 0), ((2, rows, 9), 1), ((2, rows, 3, 5), 1)]:
-            split: dict[str, Any] = {**options, "shape": shape, "dim": dim}
+            split: dict[str, Any] = {"sizes": sizes, "shape": shape, "dim": dim}
             cases += [
                 Case(op="all_gather", **split),
                 Case(op="reduce_scatter", **split),
@@ -60,18 +60,23 @@ def test_uneven_and_empty_shards(ranks: RanksFixture, world: int) -> None:
                 Case(op="matmul_reduce_scatter", k=(7, 9), **split),
             ]
         if rows:
-            last: dict[str, Any] = {**options, "shape": (6, rows), "dim": 1}
+            last: dict[str, Any] = {"sizes": sizes, "shape": (6, rows), "dim": 1}
             cases += [
                 Case(op="all_gather", **last),
                 Case(op="reduce_scatter", **last),
                 Case(op="matmul_reduce_scatter", k=(7,), biases=(F32,), **last),
             ]
     cases += [
-        Case(op=op, shape=shape, k=(5,) * ("matmul" in op), algorithm="ring")
+        Case(op=op, shape=shape, k=(5,) * ("matmul" in op))
         for op in ("all_reduce", "all_reduce_", "matmul_all_reduce")
         for shape in [(1, 3), (world - 1, 2), (world + 1, 7)]
     ]
-    run(ranks, world, [replace(case, integers=True) for case in cases])
+    return [replace(case, algorithm=algorithm, integers=True) for case in cases]
+
+
+@pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
+def test_uneven_and_empty_shards(ranks: RanksFixture, world: int) -> None:
+    run(ranks, world, uneven_cases(world, "ring"))
 
 
 @pytest.mark.parametrize("world", sweep([3, 2]))

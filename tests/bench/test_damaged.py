@@ -1,8 +1,9 @@
-"""Damaged files end `compare` and `bench --resume` with exit code 2 and one line."""
+"""Damaged files: results for `compare` and `bench --resume`, YAML for `bench --config`, measured
+times. Each is refused, or ignored, in one line."""
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import html
 import itertools
 import json
@@ -10,16 +11,22 @@ import os
 import random
 import subprocess
 import sys
-from functools import cache
+import warnings
+from collections.abc import Callable
+from functools import cache as cached
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.testing
+import yaml
 from typer.main import get_command
 
+from tests.planning.test_store import MACHINE, TABLE, cache
+from tests.planning.test_table import spec
 from tests.support.damage import (
     ESCAPES,
+    SEED,
     altered,
     faults,
     good_report,
@@ -29,26 +36,29 @@ from tests.support.damage import (
 )
 from tpkernels.cli import bench as command
 from tpkernels.launch import session
+from tpkernels.planning import store
+from tpkernels.planning.choose import Means, choose
 
-SEED = 20261122
+__all__ = ["cache"]  # a fixture
 
 
 @pytest.fixture(scope="module")
-def report() -> Any:
-    return json.loads(json.dumps(good_report()))
+def text() -> str:
+    """A report without faults."""
+    return json.dumps(dataclasses.asdict(good_report()))
 
 
 @pytest.fixture
-def good(tmp_path: Path, report: Any) -> Path:
+def good(tmp_path: Path, text: str) -> Path:
     file = tmp_path / "good.json"
-    file.write_text(json.dumps(report))
+    file.write_text(text)
     return file
 
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """No ranks run. The command line is built once: that takes longer than the commands."""
-    monkeypatch.setattr(typer.testing, "_get_command", cache(get_command), raising=False)
+    monkeypatch.setattr(typer.testing, "_get_command", cached(get_command), raising=False)
     monkeypatch.delattr(session, "Ranks")
     monkeypatch.setattr(command, "run_sweep", lambda *_, **__: None)
 
@@ -62,14 +72,11 @@ def each_way(good: Path, bad: Path) -> list[list[str]]:
     ]
 
 
-def test_the_good_report_is_good(good: Path, nothing_runs: None) -> None:
+def test_what_is_unusable_is_refused(good: Path, text: str, nothing_runs: None) -> None:
     for args in each_way(good, good):
         assert not faults(invoke(*args), (0,))
-
-
-def test_what_is_unusable_is_refused(good: Path, report: Any, nothing_runs: None) -> None:
     bad, failures = good.with_name("bad.json"), []
-    kinds = list(unusable(report, random.Random(SEED)))[::2]
+    kinds = list(unusable(json.loads(text), random.Random(SEED)))
     assert len(kinds) > 40
     for (what, content), args in zip(kinds, itertools.cycle(each_way(good, bad))):
         bad.write_bytes(content)
@@ -80,9 +87,9 @@ def test_what_is_unusable_is_refused(good: Path, report: Any, nothing_runs: None
 
 
 @pytest.mark.slow
-def test_no_damage_ends_in_a_traceback(good: Path, report: Any, nothing_runs: None) -> None:
+def test_no_damage_ends_in_a_traceback(good: Path, text: str, nothing_runs: None) -> None:
     bad, failures, codes = good.with_name("bad.json"), [], set()
-    kinds = list(altered(report, random.Random(SEED)))[::3]
+    kinds = list(altered(json.loads(text), random.Random(SEED)))[::3]
     assert len(kinds) > 80
     for (what, content), args in zip(kinds, itertools.cycle(each_way(good, bad))):
         bad.write_bytes(content)
@@ -94,42 +101,44 @@ def test_no_damage_ends_in_a_traceback(good: Path, report: Any, nothing_runs: No
     assert {0, 2} <= codes
 
 
+def first(report: Any) -> Any:
+    return report["results"][0]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda r: r.pop("environment"), "$ has no 'environment'"),
+        (lambda r: r["results"].append({}), "$.results[2] has no"),
+        (lambda r: first(r).update(op=None), "$.results[0].op is None, not of type str"),
+        (lambda r: first(r).update(other=1), "$.results[0] has an unknown 'other'"),
+        (lambda r: first(r)["times"]["torch"].update(median="1"), "'1', not of type float"),
         (lambda r: r["sweep"]["algorithms"].append("ring"), "has no entry for algorithm ring"),
-        (lambda r: r["results"][0]["times"].pop("direct"), "has no time for direct"),
+        (lambda r: first(r)["times"].pop("direct"), "has no time for direct"),
+        (lambda r: first(r)["algorithms"]["direct"].update(right=False), "has a time for direct"),
         (
-            lambda r: r["results"][0]["algorithms"]["direct"].update(right=False),
-            "has a time for direct",
-        ),
-        (
-            lambda r: times(r)["torch"]["samples"].pop(),
+            lambda r: first(r)["times"]["torch"]["samples"].pop(),
             "has unequal numbers of samples: {'auto': 6",
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(
-    good: Path, report: Any, nothing_runs: None, change: Any, message: str
+def test_where_a_report_is_damaged(
+    good: Path, text: str, nothing_runs: None, change: Callable[[Any], object], message: str
 ) -> None:
-    report = copy.deepcopy(report)
+    report = json.loads(text)
     change(report)
     bad = good.with_name("bad.json")
     bad.write_text(json.dumps(report))
     for args in each_way(good, bad):
         ended = invoke(*args)
         assert not faults(ended, (2,))
-        assert f"'{bad}' is damaged: case '" in ended.output and message in ended.output
-
-
-def times(report: Any) -> Any:
-    return report["results"][0]["times"]
+        assert f"'{bad}' is damaged: " in ended.output and message in ended.output
 
 
 @pytest.mark.slow
-def test_output_may_be_ascii(good: Path, report: Any) -> None:
+def test_output_may_be_ascii(good: Path, text: str) -> None:
     """As in a script that sets LC_ALL=C."""
-    report = copy.deepcopy(report)
+    report = json.loads(text)
     report["environment"]["cpu"] = "Prozeßor"
     bad = good.with_name("bad.json")
     bad.write_text(json.dumps(report))
@@ -146,9 +155,9 @@ def test_output_may_be_ascii(good: Path, report: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_texts_of_a_file_are_shown_as_they_are(good: Path, report: Any, nothing_runs: None) -> None:
+def test_texts_of_a_file_are_shown_as_they_are(good: Path, text: str, nothing_runs: None) -> None:
     """Neither the terminal, nor rich, nor matplotlib interprets them."""
-    report = copy.deepcopy(report)
+    report = json.loads(text)
     written = r"[bold]x[/no]\x1b[2J\x07\x9b\u202e\ud800\n$\nope$"
     for result in report["results"]:
         result["labels"] = [ESCAPES]
@@ -160,20 +169,105 @@ def test_texts_of_a_file_are_shown_as_they_are(good: Path, report: Any, nothing_
     (out / "bench.json").write_text(json.dumps(report))
     ended = invoke("bench", *options(), "--out", str(out), "--resume")
     assert not faults(ended, (0,))
-    for text in (f"\n  {written[:16]}", f"Left out, {written}: all_gather"):
-        assert text in ended.output
+    for shown in (f"\n  {written[:16]}", f"Left out, {written}: all_gather"):
+        assert shown in ended.output
     for file in ("bench.csv", "report.html"):
         texts = (out / file).read_text()
         assert written in html.unescape(texts)
         assert all(char == "\n" or char.isprintable() for char in texts)
 
     report["environment"]["cpu"] = ESCAPES
+    first(report)["case"] = report["cases"][0] = ESCAPES
     good.write_text(json.dumps(report))
     ended = invoke("compare", str(out), str(good))
     assert not faults(ended, (0,)) and f" and {written}\n" in ended.output
-    for part in (report["cases"], *report["results"]):
-        key = "case" if isinstance(part, dict) else 0
-        part[key] = ESCAPES if part is not report["results"][1] else part[key]
-    good.write_text(json.dumps(report))
     ended = invoke("compare", str(good), str(good))
     assert not faults(ended, (0,)) and f"  {written}  " in ended.output
+
+
+# YAML.
+
+YAML = {
+    "op": ["all_gather_matmul", "all_reduce"],
+    "shape": [[8, 16, 32], "16,32,64"],
+    "bytes": "4K,1M",
+    "tp": [2],
+    "dtype": "fp32",
+    "algorithm": ["auto"],
+    "repeat": 6,
+    "seconds": 1.5,
+    "quick": True,
+    "model": "llama3-8b",
+    "m": [16],
+}
+_LAUGHS = "a0: &a0 [x]" + "".join(f"\na{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))
+_MERGED = "a0: &a0 {x: 1}" + "".join(
+    f"\na{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 18)
+)
+REFUSED = {
+    "": "has no mapping", "- op": "has no mapping", "op: [": "is not YAML", "\0": "is not YAML",
+    "op: \x1b[2J": "is not YAML", "? [op]\n: 1": "", "op: &a [*a]": "is not YAML",
+    "op: !!python/object/apply:os.getcwd []": "is not YAML", "tp: !!int ''": "is not YAML",
+    "tp: &ranks [2]\nm: *ranks": "is not YAML: aliases (*name) are not supported",
+    "m: 2001-99-99": "", "tp: " + "9" * 5000: "", "shape: '" + "9" * 5000 + ",2,2'": "",
+    "bytes: '" + "9" * 5000 + "'": "", "repeat: " + "9" * 5000: "", "seconds: .inf": "",
+    "seconds: .nan": "", "{op: all_reduce, tp: 5000}": "", "tp: ²": "", "shape: 1_0,2,2": "",
+    "tp: [[[2]]]": "is no value of it", "tp: {a: 1}": "tp: {'a': 1} is no value of it",
+    "tp: true": "", "warm: yes please": "", "[" * 100_000: "is not YAML",
+    "tp: " + "[" * 900 + "]" * 900: "", "op: " + "x" * 100_000: "unknown op",
+    _LAUGHS: "aliases", _MERGED: "aliases", "\x1b[31m: 1": "is not YAML",
+    "op: 'a\\x1b[31mb'": "unknown op", "? " + "x" * 5000 + "\n: 1": "unknown key",
+    "shapes: [1]": "unknown key 'shapes'; choose from op, model, projection, m, shape,",
+    "repeat: many": "Invalid value for '--repeat'", "repeat: true": "Invalid value for '--repeat'",
+    "quick: maybe": "Invalid value for '--quick'", "seconds: [1, 2]": "takes one value, not 2",
+}  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+def test_yaml_that_cannot_be_used_is_refused(tmp_path: Path, nothing_runs: None) -> None:
+    path = tmp_path / "sweep.yaml"
+    for content, message in REFUSED.items():
+        path.write_text(content, encoding="utf-8")
+        ended = invoke("bench", "--config", str(path))
+        assert not faults(ended, (2,)), ascii(content[:25])
+        assert message in ended.output, ascii(content[:25])
+    for path in (tmp_path, Path("/dev/zero"), tmp_path / "nowhere"):
+        assert not faults(invoke("bench", "--config", str(path)), (2,))
+
+
+@pytest.mark.slow
+def test_no_yaml_ends_in_a_traceback(tmp_path: Path, nothing_runs: None) -> None:
+    """JSON is YAML too."""
+    path, pick, codes = tmp_path / "sweep.yaml", random.Random(SEED), list[int]()
+    kinds = [*altered(YAML, pick), *unusable(YAML, pick)]
+    content = yaml.safe_dump(YAML).encode()
+    kinds += [(f"cut at {at}", content[:at]) for at in range(0, len(content), 5)]
+    for what, damaged in kinds[::3]:
+        path.write_bytes(damaged)
+        ended = invoke("bench", "--config", str(path))
+        assert not faults(ended, (0, 2)), what
+        codes.append(ended.exit_code)
+    assert codes.count(0) > 6 and codes.count(2) > 30
+
+
+# Measured times.
+
+
+@pytest.mark.thorough
+def test_no_tuning_file_ends_in_a_traceback(cache: Path) -> None:
+    """A file is used, or ignored with one printable warning."""
+    store.update(MACHINE, *TABLE.measurements)
+    tree, pick = json.loads(cache.read_bytes()), random.Random(SEED)
+    used = 0
+    for what, content in itertools.chain(altered(tree, pick), unusable(tree, pick)):
+        cache.write_bytes(content)
+        with warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("always")
+            table = store.load_or_warn(MACHINE)
+        messages = [str(one.message) for one in raised]
+        assert all(message.isprintable() and len(message) < 1000 for message in messages), what
+        assert len(raised) == 1 or (not raised and table.measurements is not None), what
+        used += not raised
+        plan = choose(spec(64).problem(2), Means(shared_memory=True), tuned=table)
+        assert plan.reason.isprintable()
+    assert used > 5

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,18 +16,17 @@ import torch
 from rich.console import Console
 
 from tests.support.damage import RATES, good_report
-from tests.support.tiers import sweep
-from tpkernels.bench import inputs, roofline
+from tpkernels.bench import inputs, probes
 from tpkernels.bench import report as output
 from tpkernels.bench.cases import random_case
 from tpkernels.bench.inputs import COLD, Inputs, copies, warm_cases
 from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import result
-from tpkernels.bench.roofline import Rates
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Effort, Item
 from tpkernels.cli.compare import differences
 from tpkernels.launch import Ranks
+from tpkernels.planning.cost import Rates
 from tpkernels.planning.machine import last_level_cache_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -33,24 +34,19 @@ CACHES = [MIB, 32 * MIB, 2 * GIB]
 MATMUL = Spec("all_gather_matmul", (64, 1024, 1024), torch.float32)  # 2.1 MiB on each of 2 ranks
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("nbytes", [1, 2 * MIB])
-@pytest.mark.parametrize("room", [0, 3 * MIB, 1 << 50])
-def test_copies_are_as_many_as_it_takes_and_memory_allows(
-    cache: int, nbytes: int, room: int
-) -> None:
-    count = copies(nbytes, footprint=2 * nbytes, cache=cache, room=room)
-    assert 1 <= count <= inputs._MOST_COPIES
-    assert count == 1 or count * 2 * nbytes <= room
-    assert (count - 1) * nbytes < COLD * cache
-    if count * nbytes < COLD * cache:  # memory or the maximum number prevents more
-        assert count == inputs._MOST_COPIES or (count + 1) * 2 * nbytes > room
+def test_copies_are_as_many_as_it_takes_and_memory_allows() -> None:
+    for cache, nbytes, room in itertools.product(CACHES, [1, 2 * MIB], [0, 3 * MIB, 1 << 50]):
+        count = copies(nbytes, footprint=2 * nbytes, cache=cache, room=room)
+        assert 1 <= count <= inputs._MOST_COPIES
+        assert count == 1 or count * 2 * nbytes <= room
+        assert (count - 1) * nbytes < COLD * cache
+        if count * nbytes < COLD * cache:  # memory or the maximum number prevents more
+            assert count == inputs._MOST_COPIES or (count + 1) * 2 * nbytes > room
 
 
-def turns(spec: Spec, cache: int | None, available: int) -> tuple[bool, float, float, int]:
+def turns(spec: Spec, size: int, available: int) -> tuple[bool, float, float, int]:
     """On a rank: whether all copies have the right data; their size relative to the cache, counted
     and as reported; and the memory that they and the gathered copies occupy."""
-    size = cache or last_level_cache_bytes("cpu")
     with mock.patch.multiple(
         inputs, last_level_cache_bytes=lambda _: size, available_bytes=lambda: available
     ):
@@ -69,31 +65,28 @@ def turns(spec: Spec, cache: int | None, available: int) -> tuple[bool, float, f
     return right, used / size, made.over_cache, used + sum(whole.values())
 
 
-@pytest.mark.parametrize("cache", sweep([None, *CACHES[:2]], 2))
-@pytest.mark.parametrize("elements", sweep([64 * 1024, 1024, None]))
-def test_cold_inputs_exceed_the_cache(
-    ranks: Callable[[int], Ranks], elements: int | None, cache: int | None
-) -> None:
+def test_cold_inputs_exceed_the_cache(ranks: Callable[[int], Ranks]) -> None:
     """Or the report lists them, if too many copies would be needed."""
-    spec = MATMUL if elements is None else Spec("all_reduce", (elements,), torch.float32)
-    for right, over_cache, reported, _ in ranks(2).run(turns, spec, cache, 16 * GIB):
-        assert right
-        assert reported == pytest.approx(over_cache)
-        few = elements == 1024 and (cache or last_level_cache_bytes("cpu")) > 32 * MIB
-        assert (reported >= COLD) == (not few) == (not warm_cases({"case": reported}))
+    few, more = (Spec("all_reduce", (elements,), torch.float32) for elements in (128, 1024))
+    for spec, cache, cold in [
+        (MATMUL, 32 * MIB, True),
+        (more, 32 * MIB, True),
+        (few, MIB, True),
+        (few, 32 * MIB, False),
+    ]:
+        for right, over_cache, reported, _ in ranks(2).run(turns, spec, cache, 16 * GIB):
+            assert right and reported == pytest.approx(over_cache)
+            assert (reported >= COLD) == cold == (not warm_cases({"case": reported}))
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("available", [0, 512 * MIB])
-def test_where_memory_does_not_suffice_it_is_said(
-    ranks: Callable[[int], Ranks], cache: int, available: int
-) -> None:
+def test_where_memory_does_not_suffice_it_is_said(ranks: Callable[[int], Ranks]) -> None:
     one_copy = 3 * MIB
-    for right, over_cache, reported, used in ranks(2).run(turns, MATMUL, cache, available):
-        assert right
-        assert reported == pytest.approx(over_cache)
-        assert used <= max(one_copy, available / 4)  # two ranks share half of it
-        assert (reported >= COLD) == (cache == MIB or (cache, available) == (32 * MIB, 512 * MIB))
+    for cache, available in itertools.product(CACHES, [0, 512 * MIB]):
+        for right, over_cache, reported, used in ranks(2).run(turns, MATMUL, cache, available):
+            assert right and reported == pytest.approx(over_cache)
+            assert used <= max(one_copy, available / 4)  # two ranks share half of it
+            enough = cache == MIB or (cache, available) == (32 * MIB, 512 * MIB)
+            assert (reported >= COLD) == enough
 
 
 def a_case(spec: Spec) -> CaseReport:
@@ -105,10 +98,10 @@ def test_a_result_has_that_of_the_rank_with_the_fewest(ranks: Callable[[int], Ra
     """Ranks without inputs do not count."""
     spec, cache = Spec("all_gather", (1,), torch.float32), last_level_cache_bytes("cpu")
     case = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
-    assert case["inputs_over_cache"] == pytest.approx(4 / cache)
+    assert case.inputs_over_cache == pytest.approx(4 / cache)
     spec = Spec("all_gather", (3 * 1024,), torch.float32)
     case = result(Item(spec, 2), RATES, ranks(2).run(a_case, spec))
-    assert case["inputs_over_cache"] == pytest.approx(4 * 1536 / cache)
+    assert case.inputs_over_cache == pytest.approx(4 * 1536 / cache)
 
 
 def rates_of(cache: int, available: int) -> tuple[Rates, int]:
@@ -121,24 +114,24 @@ def rates_of(cache: int, available: int) -> tuple[Rates, int]:
         return made
 
     with (
-        mock.patch.object(roofline, "last_level_cache_bytes", lambda _: cache),
+        mock.patch.object(probes, "last_level_cache_bytes", lambda _: cache),
         mock.patch.object(inputs, "available_bytes", lambda: available),
         mock.patch.object(torch, "randint", counted),
-        mock.patch.dict(roofline._SIZE, {"cpu": 64}),
+        mock.patch.dict(probes._SIZE, {"cpu": 64}),
     ):
-        return roofline.measure_rates(torch.float32, "cpu"), largest[0]
+        return probes.measure_rates(torch.float32, "cpu"), largest[0]
 
 
-@pytest.mark.parametrize(
-    ("cache", "available", "over_cache"),
-    [(MIB, GIB, 8.0), (32 * MIB, 128 * MIB, 1.0), (2 * GIB, 64 * MIB, 1 / 128), (MIB, 0, 2.0)],
-)
-def test_the_rooflines_copy_is_bounded_too(
-    ranks: Callable[[int], Ranks], cache: int, available: int, over_cache: float
-) -> None:
-    for rates, largest in ranks(2).run(rates_of, cache, available):
-        assert rates.copy_over_cache == over_cache == 2 * largest / cache
-        assert 2 * largest <= max(2 * MIB, available / 4)
+def test_the_rooflines_copy_is_bounded_too(ranks: Callable[[int], Ranks]) -> None:
+    for cache, available, over_cache in [
+        (MIB, GIB, 8.0),
+        (32 * MIB, 128 * MIB, 1.0),
+        (2 * GIB, 64 * MIB, 1 / 128),
+        (MIB, 0, 2.0),
+    ]:
+        for rates, largest in ranks(2).run(rates_of, cache, available):
+            assert rates.copy_over_cache == over_cache == 2 * largest / cache
+            assert 2 * largest <= max(2 * MIB, available / 4)
 
 
 def shown(report: Any) -> str:
@@ -149,20 +142,19 @@ def shown(report: Any) -> str:
 
 def test_what_was_in_the_cache_is_shown_everywhere() -> None:
     report = good_report()
-    small = report["results"][1]
     assert "inputs not in the cache.\n" in shown(report) and "2.5x" in shown(report)
-    small["inputs_over_cache"] = 0.125
+    small = report.results[1] = replace(report.results[1], inputs_over_cache=0.125)
     text = shown(report)
     assert "inputs not in the cache except as listed below.\n" in text
     assert "may be partly or fully in the cache" in text
-    assert f"(cold from 2x): {small['case']} (0.12x)." in text
+    assert f"(cold from 2x): {small.case} (0.12x)." in text
     assert re.search(r"all_reduce .* 6x2 +0\.12x ", text)
-    written = " ".join(output.as_html(report, []).split())
-    assert f"{small['case']} (0.12x)" in written and "0.12x" in written
+    written = " ".join(output.as_html(report, {}).split())
+    assert f"{small.case} (0.12x)" in written and "0.12x" in written
     rows = list(csv.DictReader(io.StringIO(output.as_csv(report))))
     assert {row["inputs_over_cache"] for row in rows} == {"2.5", "0.125"}
     assert list(differences(good_report(), report)) == [
-        f"the inputs of {small['case']} differ: 2.5x and 0.12x the last-level cache (cold from 2x)"
+        f"the inputs of {small.case} differ: 2.5x and 0.12x the last-level cache (cold from 2x)"
     ]
-    report["sweep"]["cold"] = False
+    report.sweep = replace(report.sweep, cold=False)
     assert "inputs the same in each call, possibly in the cache.\n" in shown(report)

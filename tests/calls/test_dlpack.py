@@ -14,7 +14,7 @@ import torch
 
 import tpkernels
 from tests.support.paths import ROOT
-from tpkernels.ops._arguments import PLAIN_KEYS
+from tpkernels.ops.shortcut import PLAIN_KEYS
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "dlpack.h"
 MEMBERS = {  # of a struct of the header: ours, and the names that ours has for its members

@@ -272,7 +272,7 @@ def test_a_warm_call_after_finalize(ranks: RanksFixture) -> None:
 def arguments_job() -> list[str]:
     """What the extension says of arguments that the schema does not have."""
     overload = torch.ops.tpkernels.all_reduce.default
-    kernel = tpkernels.ops._library._KERNELS["all_reduce"]
+    kernel = tpkernels.ops.registration._KERNELS["all_reduce"]
     failures = []
     with fresh_group() as group:
         x, name = torch.ones(3), group.group_name

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 import tpkernels
-from tpkernels.bench import roofline
+from tpkernels.bench import probes
 from tpkernels.bench.cases import Outputs, random_case, run_torch, run_tpkernels
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.verification import verify
-from tpkernels.cli import app
+from tpkernels.cli import app, demo
 from tpkernels.launch import session
 from tpkernels.op_spec import OPS
 from tpkernels.timing import Samples, summary
@@ -30,12 +30,8 @@ TINY_DEMO = ["demo", "--m", "18", "--hidden", "64", "--ffn", "66", "--repeat", "
 TINY_BENCH = ["--shape", "9,32,64", "--bytes", "4K", "--repeat", "2"]
 
 
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args))
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, args)))
 
 
 @pytest.fixture
@@ -51,7 +47,8 @@ def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_demo_passes_with_uneven_shards() -> None:
-    result = run(*MODULE, *TINY_DEMO, "--nproc", "3")
+    command = [*MODULE, *TINY_DEMO, "--nproc", "3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.rstrip().endswith("PASS: every result is right")
     for row in ("QKV", "attention out", "gate, up", "down, decoding", "18, 3x64, 64", "8, 64, 66"):
@@ -76,28 +73,21 @@ def one_element_off(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def test_demo_fails_when_an_op_is_wrong(only_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = tpkernels.matmul_reduce_scatter
-    monkeypatch.setattr(
-        tpkernels, "matmul_reduce_scatter", lambda *a, **k: one_element_off(right(*a, **k))
-    )
-    result = invoke(*TINY_DEMO)
-    assert result.exit_code == 1, result.output
-    assert "FAIL: wrong: attention out, down" in result.output
-    assert "WRONG" in result.output
-    assert "PASS" not in result.output
-
-
-def test_demo_fails_when_the_layer_is_wrong(
-    only_rank: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wrong", ["attention out, down", "the layer as a whole"])
+def test_demo_fails_when_something_is_wrong(
+    only_rank: None, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    from tpkernels.cli import demo
-
-    right, calls = demo._norm, iter(range(100))
-    monkeypatch.setattr(demo, "_norm", lambda x: right(x) * (2 if next(calls) == 0 else 1))
+    right, norm, calls = tpkernels.matmul_reduce_scatter, demo._norm, iter(range(100))
+    if wrong == "the layer as a whole":
+        monkeypatch.setattr(demo, "_norm", lambda x: norm(x) * (2 if next(calls) == 0 else 1))
+    else:
+        monkeypatch.setattr(
+            tpkernels, "matmul_reduce_scatter", lambda *a, **k: one_element_off(right(*a, **k))
+        )
     result = invoke(*TINY_DEMO)
     assert result.exit_code == 1, result.output
-    assert "FAIL: wrong: the layer as a whole" in result.output
+    assert f"FAIL: wrong: {wrong}" in result.output and "PASS" not in result.output
+    assert ("WRONG" in result.output) is (wrong != "the layer as a whole")
 
 
 def corruptions(op: str, outputs: Outputs) -> dict[str, Outputs]:
@@ -164,8 +154,8 @@ def test_bench_does_not_time_what_is_wrong(
     monkeypatch.setattr(
         tpkernels, "matmul_all_reduce", lambda *a, **k: one_element_off(right(*a, **k))
     )
-    monkeypatch.setitem(roofline._SIZE, "cpu", 64)
-    monkeypatch.setattr(roofline, "last_level_cache_bytes", lambda _: 1 << 20)
+    monkeypatch.setitem(probes._SIZE, "cpu", 64)
+    monkeypatch.setattr(probes, "last_level_cache_bytes", lambda _: 1 << 20)
     result = invoke("bench", "--op", "matmul_all_reduce", *TINY_BENCH, "--out", str(tmp_path))
     assert result.exit_code == 1, result.output
     assert "WRONG" in result.output
@@ -173,6 +163,10 @@ def test_bench_does_not_time_what_is_wrong(
     assert not case["algorithms"]["auto"]["right"]
     assert set(case["times"]) == {"torch", "matmul", "local_matmul"}
     assert "WRONG" in (tmp_path / "report.html").read_text()
+
+
+PRODUCT = "plan --m 8192 --k 8192 --n 28672 --mesh 2x4 --x S0 --w S1 --out R --machine h200"
+LAYERS = "plan --model llama3-70b --tp 1..64 --machine h200"
 
 
 @pytest.mark.parametrize(
@@ -188,15 +182,8 @@ def test_bench_does_not_time_what_is_wrong(
         ("bench --op all_reduce --algorithm pipelined", "overlaps a matmul, and this op has none"),
         ("bench --nproc 0", "--tp: '0' is not a positive number"),
         ("bench --threads 5000", "--threads is 5000; it must be at most 1024"),
-        ("demo --nproc 5000 --ffn 5000", "--nproc is 5000; it must be at most 1024"),
-        (
-            "bench --repeat 9999999999999",
-            "--repeat is 9999999999999; it must be at most",
-        ),
-        (
-            "bench --op all_gather_matmul --shape 9,32,64",
-            "M of 9,32,64 is 9, which is not",
-        ),
+        ("bench --repeat 9999999999999", "--repeat is 9999999999999; it must be at most"),
+        ("bench --op all_gather_matmul --shape 9,32,64", "M of 9,32,64 is 9, which is not"),
         ("bench --model llama9", "unknown model 'llama9'; choose from gemma2-9b,"),
         ("bench --model smollm2-135m --m 16 --tp 5", "N of 16,1216,576 smollm2-135m qkv is 1216"),
         ("bench --m 16", "--m needs --model; a --shape already contains M"),
@@ -208,11 +195,46 @@ def test_bench_does_not_time_what_is_wrong(
         ("bench --json /nowhere/x.json", "cannot write '/nowhere/x.json': No such file"),
         ("demo --m 0", "--m is 0; it must be at least 1"),
         ("demo --nproc 4 --ffn 3", "--ffn is 3: 4 ranks need at least 4"),
+        ("demo --nproc 5000 --ffn 5000", "--nproc is 5000; it must be at most 1024"),
+        ("profile", "give either --op or a script"),
+        ("profile --op all_reduce x.py", "give either --op or a script"),
+        ("profile /nowhere/x.py", "no script '/nowhere/x.py'"),
+        ("profile --op all_reduce --calls 0", "--calls is 0"),
+        ("profile --op all_reduce --bytes 4,8", "--bytes 4,8 gives 2 sizes"),
+        ("profile --op all_gather_matmul --algorithm fused", "TRITON_INTERPRET=1"),
+        ("profile --op all_reduce --out /proc", "cannot write '/proc/trace.json'"),
+        ("tune --op gather", "unknown op 'gather'; choose from all_gather_matmul,"),
+        ("tune --op all_gather_matmul --shape 8,33,16", "N of 8,33,16 is 33"),
+        ("tune --tp 1", "one rank has nothing to choose"),
+        ("explain --op all_reduce --m 4", "all_reduce takes --bytes, not --m"),
+        ("explain --op matmul_all_reduce --m 4", "takes --m, --n and --k, not --bytes"),
+        ("explain --op matmul_all_reduce --m 4 --n 4 --k 5", "K of 4,4,5 is 5"),
+        ("explain --op all_reduce --bytes 4K,1M", "--bytes 4K,1M gives 2 sizes; give one"),
+        ("explain --op all_reduce --bytes 4 --device tpu", "unknown device 'tpu'"),
+        ("explain --op all_reduce --bytes 4 --device cuda --gpu zen4-core", "which is no GPU"),
+        ("explain --op all_reduce --bytes 4 --device cuda --gpu h9", "unknown machine 'h9'"),
+        (f"{PRODUCT} --wire-dtype fp16", "wire_dtype is float16; it must be x's bfloat16 or"),
+        (f"{LAYERS} --wire-dtype fp32", "--wire-dtype is for a product; leave out --model"),
+        ("plan --m 8 --k 8 --n 8", "pass --m, --k, --n and --mesh, or --model"),
+        (PRODUCT.replace("h200", "tpu"), "unknown machine 'tpu'; choose from this, a100-pcie"),
+        (PRODUCT.replace("h200", "this"), "with 8 ranks of 1 thread; run tpkernels tune --machine"),
+        (PRODUCT.replace("2x4", "2x2x2"), "--mesh is '2x2x2'; pass one or two numbers"),
+        (PRODUCT.replace("--x S0", "--x S2"), "unknown placement 'S2' in --x; choose from S0, S1"),
+        (PRODUCT.replace("--w S1", "--w R,R,R"), "--w is 'R,R,R' with 3 placements"),
+        (f"{PRODUCT} --plot x.png", "--plot needs --model"),
+        (f"{PRODUCT} --model llama3-70b", "not both"),
+        (LAYERS.replace("1..64", "64..1"), "--tp is '64..1'; pass numbers from 1 to 1024"),
+        (LAYERS.replace("1..64", "128"), "--tp 128: llama3-70b has 64 heads"),
+        (f"{LAYERS} --nodes 2", "--tp 32: 2 nodes of 8 have 16 devices; pass more --nodes"),
+        (f"{LAYERS} --plot x.txt", "--plot is 'x.txt'; it must end in .png, .svg, .pdf"),
     ],
 )
 def test_bad_input_is_one_line_before_any_rank_starts(
-    args: str, message: str, monkeypatch: pytest.MonkeyPatch
+    args: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # with nothing tuned
+    if "--plot x.txt" in args:
+        pytest.importorskip("matplotlib")
     check_refused(args, message, monkeypatch)
 
 

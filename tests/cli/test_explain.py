@@ -7,8 +7,7 @@ import torch
 
 from tests.cli.test_cli import invoke
 from tpkernels.bench.specs import Spec
-from tpkernels.planning.gpu_model import predicted
-from tpkernels.planning.machines import machine_named
+from tpkernels.planning.cost import machine_named, predicted
 from tpkernels.terminal import milliseconds
 
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]
@@ -35,9 +34,9 @@ def test_explain_predicts_the_times_of_gpus_of_one_node(world: int, there: bool)
 @pytest.mark.parametrize(
     ("nbytes", "world", "said"),
     [
-        ("16K", 8, "direct sums by low_latency, for these bytes and ranks by the model"),
-        ("256K", 8, "by whole_lines where NVLink connects all GPUs, else by low_latency_two_shot"),
-        ("1M", 8, "by whole_lines where NVLink connects all GPUs, else by two_shot"),
+        ("16K", 8, "direct sums by ll, for these bytes and ranks by the model"),
+        ("256K", 8, "by ll128 where NVLink connects all GPUs, else by ll_two_shot"),
+        ("1M", 8, "by ll128 where NVLink connects all GPUs, else by two_shot"),
         ("4M", 8, "direct sums by two_shot"),
     ],
 )

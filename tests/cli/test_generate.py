@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from tests.support import hf_text
-from tpkernels.cli import app
+from tests.cli import test_cli
+from tests.support import served
 
 transformers = pytest.importorskip("transformers")
 
@@ -22,19 +22,17 @@ PROMPT = "the cat sat on"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    hf_text.save(path)
-    return path
+    return served.folder(tmp_path_factory.mktemp("model"), length=64)
 
 
 @pytest.fixture(scope="module")
-def words(folder: Path) -> list[str]:
+def text(folder: Path) -> str:
     """What follows the prompt, by transformers in one process."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = served.tokenizer()
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     tokens = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
-    return tokenizer.decode(tokens, skip_special_tokens=True).split()
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 @pytest.mark.thorough
@@ -48,8 +46,7 @@ def test_no_benchmark_is_imported_to_generate_text() -> None:
 
 
 def invoke(folder: Path, *args: object) -> Result:
-    command = ["generate", "--model", str(folder), *map(str, args)]
-    return CliRunner().invoke(app, command)
+    return test_cli.invoke("generate", "--model", folder, *args)
 
 
 def done(result: Result) -> Any:
@@ -58,21 +55,21 @@ def done(result: Result) -> Any:
 
 
 @pytest.mark.thorough
-def test_the_text_is_that_of_one_process(folder: Path, words: list[str]) -> None:
+def test_the_text_is_that_of_one_process(folder: Path, text: str) -> None:
     """With a second prompt beside it."""
     prompts = ("--prompt", PROMPT, "--prompt", "it was")
     whole = done(invoke(folder, *prompts, "--max-new-tokens", 8, "--tp", 2, "--json"))
-    assert len(words) > 5 and whole["completions"][0]["text"].split() == words
+    assert len(text) > 5 and whole["completions"][0]["text"] == text
     assert whole["completions"][0]["finish_reason"] == "length"
     assert whole["ranks"] == 2 and whole["dtype"] == "float32"
     assert 0 < whole["seconds_to_first_token"] <= whole["seconds"]
 
 
 @pytest.mark.slow
-def test_a_stream(folder: Path, words: list[str]) -> None:
+def test_a_stream(folder: Path, text: str) -> None:
     result = invoke(folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 1, "--stream")
     assert result.exit_code == 0, result.output
-    assert result.stdout.split() == words
+    assert result.stdout == f"{text}\n"
     assert "8 tokens on 1 ranks" in result.stderr
 
 
@@ -88,25 +85,18 @@ def test_samples_depend_on_the_seed_alone(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_under_torchrun(folder: Path, words: list[str]) -> None:
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    command = [*launch, "-m", "tpkernels", "generate", "--model", str(folder), "--prompt", PROMPT]
+def test_under_torchrun(folder: Path) -> None:
+    """All ranks draw by the seed of rank 0, which is shown, and rank 0 alone prints."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--prompt", PROMPT, "--max-new-tokens", "8", "--temperature", "1", "--json"]
+    command = [sys.executable, "-m", *torchrun, "-m", "tpkernels", "generate", "--model"]
     result = subprocess.run(
-        [*command, "--max-new-tokens", "8", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [*command, str(folder), *options], capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["completions"][0]["text"].split() == words
+    there = json.loads(result.stdout)
+    here = done(invoke(folder, *options, "--seed", there["seed"], "--tp", 2))
+    assert there["completions"] == here["completions"]
 
 
 @pytest.mark.parametrize(
@@ -133,21 +123,22 @@ def test_refused_before_ranks_start(
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        pytest.param("", ("--prompt", "the " * 60), "64 in all", marks=pytest.mark.slow),
-        pytest.param("", ("--prompt", ""), "has no tokens", marks=pytest.mark.slow),
-        pytest.param("tokenizer", ("--prompt", PROMPT), "no tokenizer", marks=pytest.mark.slow),
-        pytest.param("chat", ("--prompt", "a", "--chat"), "template", marks=pytest.mark.slow),
-        pytest.param("weights", ("--prompt", PROMPT), "safetensors", marks=pytest.mark.slow),
+        ("", ("--prompt", "the " * 60), "64 in all"),
+        ("", ("--prompt", ""), "has no tokens"),
+        ("tokenizer", ("--prompt", PROMPT), "no tokenizer"),
+        ("chat", ("--prompt", "a", "--chat"), "template"),
+        ("weights", ("--prompt", PROMPT), "safetensors"),
     ],
 )
 def test_refused_by_what_the_model_is(
     tmp_path: Path, change: str, options: tuple[object, ...], message: str
 ) -> None:
-    hf_text.save(tmp_path, chat=change != "chat")
+    template = None if change == "chat" else served.TEMPLATE
+    folder = served.folder(tmp_path, length=64, template=template)
     for file in {"tokenizer": "tokenizer*.json", "weights": "*.safetensors"}.get(change, "-"), "-":
-        for path in tmp_path.glob(file):
+        for path in folder.glob(file):
             path.unlink()
-    result = invoke(tmp_path, "--max-new-tokens", 8, "--tp", 1, *options)
+    result = invoke(folder, "--max-new-tokens", 8, "--tp", 1, *options)
     assert result.exit_code in (1, 2), result.output
     assert message in result.stderr
 

@@ -1,4 +1,4 @@
-"""``tpkernels serve``: what is refused before a rank starts."""
+"""``tpkernels serve``: what is refused before a rank starts, and the memory of ranks."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import torch
 
-from tpkernels.cli import app
+import tpkernels
+from tests.cli.test_cli import invoke
+from tpkernels.launch import Ranks
+from tpkernels.local.packed import packed_product
 
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from tpkernels.integrations.transformers.serving import server
+from tpkernels.integrations.transformers.serving.server import limits
+
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that starts would make a test of refusals slow, and pass."""
-    from tpkernels.integrations.transformers.serving import host
 
     def start(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(host, "Ranks", start)
-    monkeypatch.setattr(host, "fork_server", lambda *_: None)
+    monkeypatch.setattr(server, "Ranks", start)
+    monkeypatch.setattr(server, "fork_server", lambda *_: None)
 
 
 def refused(*args: object) -> str:
-    result = CliRunner().invoke(app, ["serve", *map(str, args)])
+    result = invoke("serve", *args)
     assert result.exit_code == 2, result.output or result.exception
     return " ".join(result.output.split())
 
@@ -48,9 +53,6 @@ def refused(*args: object) -> str:
 )
 def test_bad_options(tmp_path: Path, args: tuple[object, ...], message: str) -> None:
     assert message in refused("--model", tmp_path, "--port", 0, *args)
-
-
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "there is no" in refused("--model", tmp_path / "nothing")
 
 
@@ -76,3 +78,41 @@ def test_a_key_that_cannot_be_used(tmp_path: Path, key: bytes, message: str) -> 
     path = tmp_path / "key"
     path.write_bytes(key)
     assert message in refused("--model", tmp_path, "--api-key-file", path)
+
+
+def growth_job() -> tuple[float, float]:
+    """MiB by which a rank grows in products of 300 numbers of rows, by four weights; and in the
+    same again, with as many rows."""
+    weights = [tpkernels.pack(torch.ones(32, n)) for n in (48, 64, 96, 128)]
+    sizes = [_resident()]
+    for _ in range(2):
+        for rows in range(1, 301):
+            for w in weights:
+                packed_product(torch.ones(rows, 32), w)
+        sizes.append(_resident())
+    return sizes[1] - sizes[0], sizes[2] - sizes[1]
+
+
+def _resident() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+def test_batches_of_all_sizes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in limits():
+        monkeypatch.delenv(name, raising=False)
+    grown = {}
+    for what, env in (("unbounded", {}), ("bounded", limits())):
+        with Ranks(1, env=env) as ranks:
+            grown[what], again = ranks.run(growth_job, timeout=120)[0]
+            assert again < 0.2 * grown[what] + 4, (what, grown, again)
+    if grown["unbounded"] < 50:
+        pytest.skip(f"this oneDNN keeps little: {grown}")
+    assert grown["bounded"] < 0.5 * grown["unbounded"], grown
+
+
+def test_the_user_sets_other_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    assert limits()["LRU_CACHE_CAPACITY"] == "7"

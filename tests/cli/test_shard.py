@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from tests.cli import test_cli
 from tests.support import hf_folders
-from tpkernels.cli import app
 from tpkernels.parallel import shard_files
 from tpkernels.parallel.checkpoints import INDEX
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-
-def invoke(*args: object) -> Result:
-    return CliRunner().invoke(app, ["shard", *map(str, args)])
+invoke = partial(test_cli.invoke, "shard")
 
 
 def lines(result: Result) -> list[str]:

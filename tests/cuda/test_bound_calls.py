@@ -24,7 +24,7 @@ from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import backends, groups
 from tpkernels.call import Call
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 from tpkernels.tuning import planned_calls
 
 # Functions of Python in a warm call, those of Triton's launcher included.
@@ -126,7 +126,7 @@ def captured_job() -> list[str]:
         call(w.t().contiguous().t())
         found = []
         for captured in (True, False, True):
-            patch.setattr(capture, "is_captured", lambda _, captured=captured: captured)
+            patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
             launches.clear()
             found.append(f"{faults.ending_of(lambda: call(w)).error} {len(launches)}")
         return found

@@ -18,7 +18,7 @@ from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import groups
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 from tpkernels.symm.device import FAILED, PEER, STATUS, TIMEOUT, DeviceWorkspace
 
 OPS = [("all_gather", "direct"), ("all_reduce", "direct"), ("matmul_reduce_scatter", "direct"),
@@ -35,7 +35,7 @@ def advised_job(driver: str, op: str, way: str) -> list[Ending]:
         for rows in (12, 900):
             call = functools.partial(faults.run_op, op, group, way, rows)
             for captured in (True, False, True):
-                patch.setattr(capture, "is_captured", lambda _, captured=captured: captured)
+                patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
                 endings.append(faults.ending_of(call))
         return endings
 
@@ -57,14 +57,14 @@ def gathers_job(driver: str) -> list[str]:
         gather = functools.partial(tpkernels.all_gather, group=group, algorithm="direct")
         gather(torch.ones(8, 4))
         tpkernels.reduce_scatter(torch.ones(16, 4), group, algorithm="direct")
-        patch.setattr(capture, "is_captured", lambda _: True)
+        patch.setattr(streams, "is_captured", lambda _: True)
         x = torch.ones(3, 4, requires_grad=True)
         endings = [faults.ending_of(lambda: gather(x))]
-        patch.setattr(capture, "is_captured", lambda _: False)
+        patch.setattr(streams, "is_captured", lambda _: False)
         out = gather(x)
-        patch.setattr(capture, "is_captured", lambda _: True)
+        patch.setattr(streams, "is_captured", lambda _: True)
         endings.append(faults.ending_of(lambda: gather(torch.ones(2, 4)).sum()))
-        patch.setattr(capture, "is_captured", lambda _: False)
+        patch.setattr(streams, "is_captured", lambda _: False)
         out.sum().backward()
         assert x.grad is not None
         return [*(each.text for each in endings), str(x.grad.unique().tolist())]
@@ -89,7 +89,7 @@ def failed_job(driver: str) -> list[Ending]:
         space.state[STATUS], space.state[PEER] = TIMEOUT, 1 - dist.get_rank()
         space.control[FAILED] = 1
         with pytest.MonkeyPatch.context() as capturing:
-            capturing.setattr(capture, "is_captured", lambda _: True)
+            capturing.setattr(streams, "is_captured", lambda _: True)
             capturing.setattr(DeviceWorkspace, "failure", None)  # it cannot be read there
             within = faults.ending_of(call)
         return [within, faults.ending_of(call)]
@@ -110,9 +110,9 @@ def kept_job(driver: str, captured: bool, broken: bool) -> bool:
         group = faults.new_group()
         call = functools.partial(faults.run_op, "all_gather", group, "direct")
         call()
-        patch.setattr(capture, "is_captured", lambda _: captured)
+        patch.setattr(streams, "is_captured", lambda _: captured)
         call()
-        patch.setattr(capture, "is_captured", lambda _: False)
+        patch.setattr(streams, "is_captured", lambda _: False)
         memory = weakref.ref(space_of(group).current)
         dist.barrier()
         if broken:

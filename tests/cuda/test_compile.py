@@ -20,14 +20,13 @@ from tpkernels import _C
 from tpkernels.kernels import all_gather_matmul, sync
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-REDUCES = ("one_shot_all_reduce", "two_shot_all_reduce", "multimem_all_reduce")
-REDUCES += ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce")
-LOW_LATENCY_NORMED = ("low_latency_normed_all_reduce", "low_latency_two_shot_normed_all_reduce")
-NORMS = ("one_shot_normed_all_reduce", "two_shot_normed_all_reduce", *LOW_LATENCY_NORMED)
-NORMS += ("rms_norm_of_rows",)
-SHARES = ("one_shot_gather", "one_shot_scatter")
-LOW_LATENCY = ("low_latency_all_reduce", "low_latency_all_gather", "low_latency_reduce_scatter")
-LOW_LATENCY += (*LOW_LATENCY_NORMED, "low_latency_two_shot_all_reduce", "whole_lines_all_reduce")
+FENCED = ("two_shot_all_reduce", "multimem_all_reduce", "two_shot_all_reduce_rms_norm")
+SHARDS = ("one_shot_all_gather", "one_shot_reduce_scatter")
+LL_ROWS = ("ll_all_reduce_rms_norm", "ll_two_shot_all_reduce_rms_norm")
+LL = ("ll_all_reduce", "ll_two_shot_all_reduce", "ll128_all_reduce", *LL_ROWS)
+LL += ("ll_all_gather", "ll_reduce_scatter")
+ROWS = ("two_shot_all_reduce_rms_norm", *LL_ROWS, "rms_norm_of_rows")
+LOCAL = ("sum_of_partials", "paced_copy", "rms_norm_of_rows")  # of one rank alone
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
 
@@ -39,6 +38,15 @@ def embedded() -> bytes:
     return _C.cuda.image()
 
 
+def ptx_of_kernels() -> dict[str, str]:
+    return cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
+
+
+def ptx_of_calls() -> dict[str, str]:
+    """Without the records of failures."""
+    return cuda_builds.calls_of(cuda_builds.ptx_of(embedded()))
+
+
 def entries() -> set[str]:
     """The kernels that the source has."""
     return set(
@@ -46,28 +54,20 @@ def entries() -> set[str]:
     )
 
 
-def test_there_is_code_for_every_architecture() -> None:
+def test_there_is_code_for_every_architecture_without_spills() -> None:
+    """A kernel that waits beside a matmul has one warp. With 32 registers a thread it takes 1024 of
+    the 65536 of a multiprocessor, which a block of 384 threads with 168 registers each leaves."""
     found = cuda_builds.usage(embedded())
     assert sorted(found) == sorted(ARCHITECTURES)
     for arch, kernels in found.items():
         missing = entries() - set(kernels)
         assert missing == ({"multimem_all_reduce"} if arch == "sm_80" else set()), arch
-    assert ".target sm_100" in cuda_builds.ptx_of(embedded())
-    assert _C.cuda.architectures().startswith("sm_80 sm_90 sm_100 compute_100, nvcc")
-
-
-def test_nothing_is_spilled() -> None:
-    for arch, kernels in cuda_builds.usage(embedded()).items():
         for kernel, used in kernels.items():
             assert used.stack == 0 and used.local == 0, f"{kernel} on {arch}: {used}"
-
-
-def test_a_signal_leaves_its_multiprocessor_to_a_matmul() -> None:
-    """A kernel that waits beside a matmul has one warp. With 32 registers a thread it takes 1024 of
-    the 65536 of a multiprocessor, which a block of 384 threads with 168 registers each leaves."""
-    for arch, kernels in cuda_builds.usage(embedded()).items():
         for name in ("call_wait", "call_publish", "call_flag"):
             assert kernels[name].registers <= 32, f"{name} on {arch}: {kernels[name]}"
+    assert ".target sm_100" in cuda_builds.ptx_of(embedded())
+    assert _C.cuda.architectures().startswith("sm_80 sm_90 sm_100 compute_100, nvcc")
 
 
 @pytest.mark.slow
@@ -80,11 +80,10 @@ def test_spills_would_be_seen() -> None:
 
 
 def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
-    kernels = cuda_builds.calls_of(cuda_builds.ptx_of(embedded()))
+    kernels = ptx_of_calls()
     assert set(kernels) == entries()
-    others = {"sum_of_partials", "paced_copy", "rms_norm_of_rows", *LOW_LATENCY}
-    waits = entries() - others - {"call_publish", "call_flag"}
-    tells = entries() - others - {"call_wait"}
+    waits = entries() - {*LOCAL, *LL, "call_publish", "call_flag"}
+    tells = entries() - {*LOCAL, *LL, "call_wait"}
     assert {name for name, ptx in kernels.items() if re.search(ACQUIRE, ptx)} == waits
     assert {name for name, ptx in kernels.items() if re.search(RELEASE, ptx)} == tells
     for name, ptx in kernels.items():
@@ -93,58 +92,56 @@ def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
         assert all(word.endswith(".sys") for word in words), name
 
 
-@pytest.mark.parametrize("kernel", [*REDUCES, *SHARES, "call_publish", "call_flag"])
-def test_a_word_follows_the_data_of_all_threads(kernel: str) -> None:
+def test_a_word_follows_the_data_of_all_threads() -> None:
     """Before each release there is a barrier, and between the two no store of data."""
-    lines = cuda_builds.calls_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
-    releases = [at for at, line in enumerate(lines) if re.search(RELEASE, line)]
     stores = rf"{BARRIER}|st\.global\.v4|st\.(?:global\.)?[ufb]\d+|multimem\.st"
-    for at in releases:
-        before = (line for line in reversed(lines[:at]) if re.search(stores, line))
-        assert re.search(BARRIER, next(before)), "\n".join(lines[at - 30 : at + 1])
-    assert releases
+    for kernel in (*FENCED, *SHARDS, "call_publish", "call_flag"):
+        lines = ptx_of_calls()[kernel].splitlines()
+        releases = [at for at, line in enumerate(lines) if re.search(RELEASE, line)]
+        for at in releases:
+            before = (line for line in reversed(lines[:at]) if re.search(stores, line))
+            assert re.search(BARRIER, next(before)), "\n".join([kernel, *lines[at - 30 : at + 1]])
+        assert releases, kernel
+
+
+def test_data_follows_a_wait_behind_a_barrier() -> None:
+    """After each acquire there is a barrier before the next load of data."""
+    loads = rf"{BARRIER}|ld\.global\.v4|multimem\.ld|ret;"
+    for kernel in (*FENCED, *SHARDS, "call_wait", "call_begin", "call_end"):
+        lines = ptx_of_kernels()[kernel].splitlines()
+        acquires = [at for at, line in enumerate(lines) if re.search(ACQUIRE, line)]
+        for at in acquires:
+            after = (line for line in lines[at + 1 :] if re.search(loads, line))
+            assert re.search(rf"{BARRIER}|ret;", next(after)), "\n".join([kernel, *lines[at:][:30]])
+        assert acquires, kernel
 
 
 def test_the_host_is_told_of_a_failure_that_it_can_read() -> None:
     """It may copy the record while the kernel still runs, on another stream."""
-    kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
-    for name, ptx in kernels.items():
+    for name, ptx in ptx_of_kernels().items():
         records = len(re.findall(cuda_builds.RECORD, ptx))
         assert records == len(re.findall(r"atom\S*\.cas", ptx)), name
-        local = ("sum_of_partials", "paced_copy", "rms_norm_of_rows", "call_publish", "call_flag")
-        assert (records > 0) == (name not in local), name
+        assert (records > 0) == (name not in (*LOCAL, "call_publish", "call_flag")), name
 
 
-@pytest.mark.parametrize("kernel", [*REDUCES, *SHARES, "call_wait", "call_begin", "call_end"])
-def test_data_follows_a_wait_behind_a_barrier(kernel: str) -> None:
-    """After each acquire there is a barrier before the next load of data."""
-    lines = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
-    acquires = [at for at, line in enumerate(lines) if re.search(ACQUIRE, line)]
-    loads = rf"{BARRIER}|ld\.global\.v4|multimem\.ld|ret;"
-    for at in acquires:
-        after = (line for line in lines[at + 1 :] if re.search(loads, line))
-        assert re.search(rf"{BARRIER}|ret;", next(after)), "\n".join(lines[at : at + 30])
-    assert acquires
-
-
-@pytest.mark.parametrize("kernel", LOW_LATENCY)
-def test_a_low_latency_call_has_no_fence(kernel: str) -> None:
+def test_a_call_by_ll_has_no_fence() -> None:
     """Data go and come by strong accesses to two words of 8 bytes, never by others. What orders
     memory is the count of blocks that have ended and the record of a failure."""
-    ptx = cuda_builds.calls_of(cuda_builds.ptx_of(embedded()))[kernel]
-    assert re.search(r"st\.relaxed\.sys\.global\.v2\.u64", ptx)
-    assert re.search(r"ld\.relaxed\.sys\.global\.v2\.u64", ptx)
-    assert not re.search(r"fence|membar|(?<!bar\.)\bred\.|\.(?:acquire|release)\.", ptx)
-    assert len(re.findall(r"atom\.acq_rel\.gpu\.global\.add", ptx)) == 1
     ends = BARRIER.replace("|barrier", r"|barrier(?!\.cluster)")
-    rows = 3 if kernel in NORMS else 0  # one of the block for each of the dtypes
-    assert len(re.findall(ends, ptx)) == 2 + rows  # two at the end
+    for kernel in LL:
+        ptx = ptx_of_calls()[kernel]
+        assert re.search(r"st\.relaxed\.sys\.global\.v2\.u64", ptx), kernel
+        assert re.search(r"ld\.relaxed\.sys\.global\.v2\.u64", ptx), kernel
+        others = r"fence|membar|(?<!bar\.)\bred\.|\.(?:acquire|release)\."
+        assert not re.search(others, ptx), kernel
+        assert len(re.findall(r"atom\.acq_rel\.gpu\.global\.add", ptx)) == 1, kernel
+        rows = 3 if kernel in ROWS else 0  # one of the block for each of the dtypes
+        assert len(re.findall(ends, ptx)) == 2 + rows, kernel  # two at the end
 
 
 def test_the_threads_of_a_line_access_it_together() -> None:
     """They meet right before each store and load of a line, and take their votes together."""
-    kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
-    lines = kernels["whole_lines_all_reduce"].splitlines()
+    lines = ptx_of_kernels()["ll128_all_reduce"].splitlines()
     access = r"(?:ld|st)\.relaxed\.sys\.global\.v2\.u64"
     accesses = [at for at, line in enumerate(lines) if re.search(access, line)]
     meeting = rf"bar\.warp|{access}|bra|^\$"
@@ -154,62 +151,56 @@ def test_the_threads_of_a_line_access_it_together() -> None:
     assert accesses and any("vote.sync.all" in line for line in lines)
 
 
-@pytest.mark.parametrize("kernel", NORMS)
-def test_a_clusters_blocks_store_before_their_barrier_and_read_after_it(kernel: str) -> None:
+def test_a_clusters_blocks_store_before_their_barrier_and_read_after_it() -> None:
     """On sm_80 there are no clusters: a row has one block."""
-    lines = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel].splitlines()
     shared = r"barrier\.cluster\.(arrive|wait)|(st)\.shared::cluster|(ld)\.shared\.(?:f32|v4)"
-    found = [match[0] for line in lines if (match := re.search(shared, line))]
-    stores = [at for at, what in enumerate(found) if what.startswith("st.")]
-    assert len(stores) == 3 and found[0] == "barrier.cluster.arrive"  # the dtypes
-    for at in stores:
-        assert found[at + 1 : at + 3] == ["barrier.cluster.arrive", "barrier.cluster.wait"], found
-        assert found[at + 3].startswith("ld.shared"), found
+    for kernel in ROWS:
+        lines = ptx_of_kernels()[kernel].splitlines()
+        found = [match[0] for line in lines if (match := re.search(shared, line))]
+        stores = [at for at, what in enumerate(found) if what.startswith("st.")]
+        assert len(stores) == 3 and found[0] == "barrier.cluster.arrive", kernel  # the dtypes
+        for at in stores:
+            assert found[at + 1 : at + 3] == ["barrier.cluster.arrive", "barrier.cluster.wait"]
+            assert found[at + 3].startswith("ld.shared"), (kernel, found)
 
 
-@pytest.mark.parametrize(
-    "kernel", [*REDUCES, *(name for name in LOW_LATENCY if "all_reduce" in name)]
-)
-def test_no_data_is_touched_before_the_previous_kernel_has_ended(kernel: str) -> None:
+def test_no_data_is_touched_before_the_previous_kernel_has_ended() -> None:
     """An early launch announces itself, and looks at the state of its group; no more."""
-    ptx = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))[kernel]
-    before, after = ptx.split("griddepcontrol.wait;")  # which comes once
     data = r"(?:ld|st)\.global\.v4|\.v2\.u64|multimem\.|(?:ld|st)\.global\.[fbu](?:8|16|32)\b"
-    assert not re.search(data, before), re.search(data, before)
-    assert re.search(data, after)
-    assert re.search(r"st\.(?:relaxed|release)\.sys\.global\.u64", before)
+    for kernel in (*FENCED, *(name for name in LL if "all_reduce" in name)):
+        before, after = ptx_of_kernels()[kernel].split("griddepcontrol.wait;")  # which comes once
+        assert not re.search(data, before), (kernel, re.search(data, before))
+        assert re.search(data, after), kernel
+        assert re.search(r"st\.(?:relaxed|release)\.sys\.global\.u64", before), kernel
 
 
 def test_the_epoch_is_read_past_the_first_cache() -> None:
     """An early launch may begin before a kernel boundary has emptied it."""
-    kernels = cuda_builds.kernels_of(cuda_builds.ptx_of(embedded()))
     last = int(sync.LAST_EPOCH.value)
-    for name in entries() - {"sum_of_partials", "paced_copy", "rms_norm_of_rows"}:
-        (epoch,) = set(re.findall(rf"setp\.eq\.s64 %p\d+, (%rd\d+), {last};", kernels[name]))
-        assert f"ld.relaxed.gpu.global.u64 {epoch}," in kernels[name], name
+    for name in entries() - set(LOCAL):
+        ptx = ptx_of_kernels()[name]
+        (epoch,) = set(re.findall(rf"setp\.eq\.s64 %p\d+, (%rd\d+), {last};", ptx))
+        assert f"ld.relaxed.gpu.global.u64 {epoch}," in ptx, name
 
 
 @pytest.mark.parametrize("arch", sweep(ARCHITECTURES))
 def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
     kernels = cuda_builds.sass_of(embedded(), arch)
-    local = ("sum_of_partials", "paced_copy", "rms_norm_of_rows")  # of one rank alone
-    quiet = ("call_wait", *local, *LOW_LATENCY)
+    quiet = ("call_wait", *LOCAL, *LL)
     for name in entries() & set(kernels):
-        moves = name in (*REDUCES, *SHARES, *LOW_LATENCY, *local)
-        assert ("LDG.E.128.STRONG.SYS" in kernels[name]) == (name in LOW_LATENCY), name
-        assert "STG.E.128.STRONG.SYS" in kernels[name] or name not in LOW_LATENCY, name
-        assert ("LDG.E.128" in kernels[name]) == moves, name
-        assert ("STG.E.128" in kernels[name]) == moves, name
-        assert ".CONSTANT" not in kernels[name], name
-        assert not re.search(r"\b(LDL|STL)\b", kernels[name]), name
-        assert ("UCGABAR_WAIT" in kernels[name]) == (name in NORMS and arch != "sm_80"), name
-        early = name in (*REDUCES, *SHARES, *LOW_LATENCY) and arch != "sm_80"
-        assert ("ACQBULK" in kernels[name]) == early, name
+        code, moves = kernels[name], name in (*FENCED, *SHARDS, *LL, *LOCAL)
+        assert ("LDG.E.128.STRONG.SYS" in code) == (name in LL), name
+        assert "STG.E.128.STRONG.SYS" in code or name not in LL, name
+        assert ("LDG.E.128" in code) == ("STG.E.128" in code) == moves, name
+        assert ".CONSTANT" not in code and not re.search(r"\b(LDL|STL)\b", code), name
+        assert ("UCGABAR_WAIT" in code) == (name in ROWS and arch != "sm_80"), name
+        early = name in (*FENCED, *SHARDS, *LL) and arch != "sm_80"
+        assert ("ACQBULK" in code) == early, name
         fences, records = (
-            len(re.findall(what, kernels[name])) for what in (r"MEMBAR\.\w+\.SYS", r"ATOM\S*\.CAS")
+            len(re.findall(what, code)) for what in (r"MEMBAR\.\w+\.SYS", r"ATOM\S*\.CAS")
         )
         assert fences >= records and (fences > records) == (name not in quiet), name
-        assert (re.search(r"LDGMC\.", kernels[name]) is not None) == ("multimem" in name), name
+        assert (re.search(r"LDGMC\.", code) is not None) == ("multimem" in name), name
 
 
 def setup_values() -> dict[str, object]:

@@ -14,20 +14,19 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.cuda.test_emulated import BF16, F32, bits, host_sum, random
 from tests.cuda.test_failures import failing
 from tests.cuda.test_rms_norm import launch as normed_all_reduce
 from tests.support import emulated
 from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import pretending
+from tests.support.emulated import BF16, F32, host_sum, random, same_bits
 from tests.support.ranked import fresh_group
 from tpkernels import cuda
 from tpkernels.algorithms.direct import cuda as direct
 from tpkernels.symm.device import DeviceWorkspace
 
-WAYS = ("low_latency", "one_shot", "two_shot")
-TWO_HOPS = ("low_latency_two_shot", "whole_lines")
-CASES = [(way, False) for way in (*WAYS, *TWO_HOPS)] + [(way, True) for way in (*WAYS, TWO_HOPS[0])]
+WAYS = ("ll", "two_shot", "ll_two_shot", "ll128")
+CASES = [(way, norm) for way in WAYS for norm in (False, True) if not (norm and way == "ll128")]
 SHAPE = (3, 264)
 
 
@@ -62,7 +61,7 @@ def early_job(driver: str, awaited: bool) -> tuple[int, int]:
         x = xs[space.rank].clone().view(SHAPE)
         with hidden(library, x, awaited):
             got = reduced(space, number + 1, x, way, norm)
-        wrong += not torch.equal(bits(got.view(-1)), bits(host_sum(xs, BF16)))
+        wrong += not same_bits(got.view(-1), host_sum(xs, BF16))
         wrong += space.failure() is not None
         dist.barrier()
     return wrong, library.emulated_early_launches() - begin
@@ -85,7 +84,7 @@ def gated_job(driver: str, capability: int, version: int) -> tuple[bool, int]:
     library.emulated_driver_version(version)
     try:
         with failing(driver, "", 0, capability):
-            got = reduced(space, 1, torch.ones(SHAPE), "low_latency", False)
+            got = reduced(space, 1, torch.ones(SHAPE), "ll", False)
     finally:
         library.emulated_driver_version(13000)
     return bool((got == space.world).all()), library.emulated_early_launches() - begin

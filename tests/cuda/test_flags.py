@@ -3,6 +3,7 @@ that has failed. Run on the CPU (support/emulated.py), the product under Triton'
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 import time
@@ -17,8 +18,8 @@ from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import pretending
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
-from tpkernels import cuda
-from tpkernels.symm import capture
+from tpkernels import _C, cuda
+from tpkernels.symm import streams
 from tpkernels.symm.device import FLAGS, FLAGS_AT
 
 F32 = torch.float32
@@ -36,7 +37,9 @@ def raised_job(driver: str) -> list[list[int]]:
             look()
             copies.raise_flag(1)
             if gives_up:
-                copies._kernels.end(0, copies._words, [])  # so that the peer goes on
+                copies._kernels.call_end(
+                    0, copies._words, _C.cuda.Results([])
+                )  # so that the peer goes on
                 raise KeyError("given up")
             copies.raise_flag(0)
         look()
@@ -110,7 +113,7 @@ def launches_job(driver: str, way: str) -> tuple[int, int]:
         call = functools.partial(tpkernels.all_gather_matmul, x, ws, group, algorithm="fused")
         call()
         dist.barrier()
-        patch.setattr(capture, "is_captured", lambda _: way == "captured")
+        patch.setattr(streams, "is_captured", lambda _: way == "captured")
         launches, writes = library.emulated_launches(), library.emulated_writes()
         for out in call():
             assert bool((out == 8).all())
@@ -188,20 +191,134 @@ def test_refusals(ranks: RanksFixture, cuda_driver: str) -> None:
         assert (above, below) == ("ValueError: flag 2 of 2", "ValueError: flag -1 of 2")
 
 
-def numbers_job() -> list[tuple[int, bool]]:
-    """Flags of calls with more rows than there are flags, and whether they cover the rows."""
+def numbers_job() -> list[tuple[int, int, bool]]:
+    """(a rank's flags, all ranks' flags, whether they cover the rows): of 8 ranks with shards of
+    32 MiB, raised by streams and by kernels, then of calls with more rows than there are flags."""
     from tpkernels.kernels import all_gather_matmul as kernel
     from tpkernels.kernels.configs import INTERPRETER
 
     found = []
-    for world in (2, 3, 72):
-        sizes = (1 << 22, *[5] * (world - 1))
-        x, w = torch.empty(8, 1 << 18), torch.empty(1 << 18, 1)
-        _, rows, chunks = kernel.prepare_arriving(INTERPRETER, w, x, F32, sizes)
-        found.append((world * chunks, rows * chunks >= 1 << 22))
+    x, w = torch.empty(16384, 8192, dtype=torch.bfloat16), torch.empty(8192, 1)
+    cases = [((2048,) * 8, x, w, by_kernels) for by_kernels in (False, True)]
+    x, w = torch.empty(8, 1 << 18), torch.empty(1 << 18, 1)
+    cases += [((1 << 22, *[5] * (world - 1)), x, w, False) for world in (2, 3, 72)]
+    for sizes, x, w, by_kernels in cases:
+        args = INTERPRETER, w, x, x.dtype, sizes, by_kernels
+        _, rows, chunks = kernel.prepare_arriving(*args)
+        found.append((chunks, len(sizes) * chunks, rows * chunks >= max(sizes)))
     return found
 
 
-def test_large_shards_come_in_larger_chunks(interpreting: RanksFixture) -> None:
-    for flags, covered in interpreting(1).run(numbers_job)[0]:
-        assert FLAGS // 2 < flags <= FLAGS and covered
+def test_chunks_have_flags_enough(interpreting: RanksFixture) -> None:
+    """Large shards come in larger chunks. So do chunks whose flags take kernels; others of such a
+    call are begin, publish and end, and a wait for each peer."""
+    by_streams, by_kernels, *large = interpreting(1).run(numbers_job)[0]
+    assert (by_streams[0], by_kernels[0], 3 + 7 * (1 + by_kernels[0])) == (8, 4, 38)
+    assert all(FLAGS // 2 < flags <= FLAGS for _, flags, _ in large)
+    assert all(covered for *_, covered in (by_streams, by_kernels, *large))
+
+
+# Captured graphs: streams write flags where a capture records that, which is tried in a capture of
+# its own, in these steps.
+
+STEPS = ["cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuStreamBeginCapture",
+         "cuStreamEndCapture", "cuGraphInstantiate"]  # fmt: skip
+
+
+def replayed_job(driver: str) -> list[tuple[list[int], ...]]:
+    """What four replays of a call fetch, and its flags behind its begin and before its end."""
+    space = emulated.space_of(driver)
+    library, found = ctypes.CDLL(driver), []
+    x, got = torch.empty(50, dtype=torch.int64), torch.empty(50, dtype=torch.int64)
+    flags = space.state[FLAGS_AT:][:3]
+    begun, ended = torch.empty(2, 3, dtype=torch.int64).unbind()
+
+    def call() -> None:
+        with cuda.CopyCall(space, 5, flags=2) as copies:
+            keep = functools.partial(copies._kernels.copy, 0, src=flags.data_ptr(), nbytes=24)
+            keep(dst=begun.data_ptr())
+            copies.put(x, 0)
+            copies.publish(1)
+            copies.fetch(1 - space.rank, 1, got, 0)
+            copies.raise_flag(1)
+            copies.raise_flag(0)
+            keep(dst=ended.data_ptr())
+
+    call()
+    graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+    launches = library.emulated_launches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "is_captured", lambda _: True)
+        library.cuStreamBeginCapture_v2(None, 0)
+        call()
+        library.cuStreamEndCapture(None, ctypes.byref(graph))
+    found.append(([library.emulated_launches() - launches],))
+    library.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_uint64(0))
+    for i in range(4):
+        x.fill_(10 * i + space.rank)
+        library.cuGraphLaunch(executable, None)
+        found.append((got.unique().tolist(), begun.tolist(), ended.tolist()))
+    library.cuGraphExecDestroy(executable)
+    library.cuGraphDestroy(graph)
+    return found
+
+
+def test_replays_clear_and_raise_flags(ranks: RanksFixture, cuda_driver: str) -> None:
+    """With as many kernels as the eager call: begin, publish, wait, end."""
+    for rank, found in enumerate(ranks(2).run(replayed_job, cuda_driver)):
+        wanted = [([10 * i + 1 - rank], [0, 0, 0], [1, 1, 0]) for i in range(4)]
+        assert found == [([4],), *wanted]
+
+
+def spoilt_job(driver: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Launches and writes, eager and captured, where a write spoils the capture it is made in."""
+    with emulated.new_kernels(driver) as library:
+        library.emulated_captures_writes(False)
+        return launches_job(driver, "eager"), launches_job(driver, "captured")
+
+
+@pytest.mark.thorough
+def test_kernels_raise_flags_where_captures_have_no_writes(
+    interpreting: RanksFixture, cuda_driver: str
+) -> None:
+    for eager, captured in interpreting(2).run(spoilt_job, cuda_driver):
+        assert (eager, captured) == ((4, 5), (4 + 5, 0))
+
+
+def tried_job(driver: str) -> list[tuple[bool, bool, bool, int]]:
+    """Whether captures have writes before the first eager call and behind it, whether streams write
+    outside captures, and what was left behind: with no refusal, a write that spoils its capture,
+    and a refusal at each step of the trial."""
+    space, found = emulated.space_of(driver), []
+    for step in ("", "write", *STEPS):
+        with emulated.new_kernels(driver) as library:
+            library.emulated_captures_writes(step != "write")
+            library.emulated_fail(step.encode(), 900)
+            kernels = cuda.image.kernels(0)
+            before = kernels.streams_write(True)
+            with cuda.CopyCall(space, 7, flags=1) as copies:
+                copies.raise_flag(0)
+            eager, behind = kernels.streams_write(False), kernels.streams_write(True)
+            found.append((before, behind, eager, library.emulated_left()))
+    return found
+
+
+def test_the_first_eager_write_tries_a_captured_one(ranks: RanksFixture, cuda_driver: str) -> None:
+    refused = [(False, False, True, 0)] * (1 + len(STEPS))
+    for found in ranks(2).run(tried_job, cuda_driver):
+        assert found == [(False, True, True, 0), *refused]
+
+
+def spoiling_job(driver: str) -> str:
+    with emulated.new_kernels(driver) as library:
+        space, kernels = emulated.space_of(driver), cuda.image.kernels(0)
+        with cuda.CopyCall(space, 7, flags=1) as copies:
+            copies.raise_flag(0)
+        library.emulated_fail(b"cuStreamWriteValue64", 801)
+        return faults.ending_of(lambda: kernels.raise_flag(0, copies._words, 0, True)).text
+
+
+def test_a_refusal_within_a_capture_is_an_error(ranks: RanksFixture, cuda_driver: str) -> None:
+    """The capture may be spoilt, so no kernel takes the write's place."""
+    for text in ranks(2).run(spoiling_job, cuda_driver):
+        assert text.startswith("cuStreamWriteValue64: ")

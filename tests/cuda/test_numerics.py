@@ -137,11 +137,11 @@ def test_one_kernel_sums_and_adds(ranks: RanksFixture, cuda_driver: str) -> None
         assert found == {"vendor False": 0, "vendor True": 1, "ordered False": 1, "ordered True": 1}
 
 
-def plans_job(driver: str) -> list[tuple[str, str, str]]:
-    """Numerics, reason and text of the plans as torch's flag changes between calls."""
+def plans_job(driver: str, numerics: str | None) -> list[tuple[str, str, str]]:
+    """Numerics, reason and text of the plans of a group as torch's flag changes between calls."""
     found = []
     x = torch.ones(4, 8)
-    with over_nccl(driver), fresh_group() as group:
+    with over_nccl(driver), fresh_group(numerics=numerics) as group:
         for deterministic in (False, True, True, False):
             torch.use_deterministic_algorithms(deterministic)
             try:
@@ -159,8 +159,11 @@ def plans_job(driver: str) -> list[tuple[str, str, str]]:
 
 
 def test_the_policy_follows_torch(ranks: RanksFixture, cuda_driver: str) -> None:
-    """Between calls of the same arguments, and it is part of what identifies a call."""
-    for found in ranks(2).run(plans_job, cuda_driver):
+    """Between calls of the same arguments, and it is part of what identifies a call. A group may
+    ask for one."""
+    for found in ranks(2).run(plans_job, cuda_driver, "vendor"):
+        assert [numerics for numerics, *_ in found] == ["vendor"] * 4
+    for found in ranks(2).run(plans_job, cuda_driver, None):
         numerics, reasons, texts = zip(*found, strict=True)
         assert numerics == ("vendor", "ordered", "ordered", "vendor")
         assert all(f"numerics '{name}'" in r for name, r in zip(numerics, reasons, strict=True))
@@ -170,26 +173,6 @@ def test_the_policy_follows_torch(ranks: RanksFixture, cuda_driver: str) -> None
             "unfused, ordered]",
             "unfused, vendor]",
         ]
-
-
-def given_job(driver: str, numerics: str | None) -> list[str]:
-    """What a group's own policy gives under torch's flag, and what other algorithms do."""
-    x, found = torch.ones(4, 8), []
-    with over_nccl(driver), fresh_group(numerics=numerics) as group:
-        torch.use_deterministic_algorithms(True)
-        try:
-            tpkernels.all_reduce_(x, group)
-            tpkernels.reduce_scatter(x, group, algorithm="unfused")
-        finally:
-            torch.use_deterministic_algorithms(False)
-        for planned in groups.get(group.group_name).planned_calls():
-            found.append(planned.plan.numerics)
-    return found
-
-
-def test_a_group_may_ask_for_it(ranks: RanksFixture, cuda_driver: str) -> None:
-    for found in ranks(2).run(given_job, cuda_driver, "vendor"):
-        assert found == ["vendor", "vendor"]
 
 
 def unlike_job(driver: str, how: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whole lines are taken where NVLink connects all GPUs, and all ranks take the same way: an NVML
+"""LL128 is taken where NVLink connects all GPUs, and all ranks take the same way: an NVML
 made for the tests, and the kernels of csrc/cuda on the CPU."""
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def ways_job(driver: str, library: str, found: dict[int, dict[str, str]]) -> lis
             )
             wrong = check_cases(cases, group)
         space = space_of(group)
-        same = {each.whole_lines for each in space.spaces} == {space.current.whole_lines}
+        same = {each.ll128 for each in space.spaces} == {space.current.ll128}
     return [ways, wrong, same and len(space.spaces) > 1, said]
 
 
-def test_whole_lines_over_nvlink(ranks: RanksFixture, cuda_driver: str, nvml: str) -> None:
+def test_ll128_over_nvlink(ranks: RanksFixture, cuda_driver: str, nvml: str) -> None:
     """In every workspace of the group, however it grows; with the bits of the other algorithms."""
-    ways = ["low_latency", "whole_lines", "whole_lines"]
-    said = "are sent in whole lines, by NVLink"
+    ways = ["ll", "ll128", "ll128"]
+    said = "are sent by LL128, over NVLink"
     for rank, told in enumerate(ranks(4).run(ways_job, cuda_driver, nvml, {})):
         assert told[:3] == [ways, [], True]
         assert [said in each for each in told[3]] == [True] * (rank == 0)
@@ -102,7 +102,7 @@ def test_a_doubt_of_one_rank_is_a_no_for_all(
     ranks: RanksFixture, cuda_driver: str, nvml: str, doubt: str
 ) -> None:
     found, _ = DOUBTS[doubt]
-    ways = ["low_latency", "low_latency", "low_latency"]  # 75 KiB: by words one hop, on 4 ranks
+    ways = ["ll", "ll", "ll"]  # 75 KiB: by words one hop, on 4 ranks
     for told in ranks(4).run(ways_job, cuda_driver, nvml, found):
         assert told[:3] == [ways, [], True]
 

@@ -63,51 +63,43 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return made
 
 
-def test_one_compilation_per_architecture(cache: Path, compiler: Compiler) -> None:
+def test_one_compilation_per_architecture_compiler_and_source(
+    cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert image.nvrtc_image(90) == image.nvrtc_image(90) == b"cubin 1\0"
     assert image.nvrtc_image(80) == b"cubin 2\0"
     assert compiler.compiled == ["--gpu-architecture=sm_90", "--gpu-architecture=sm_80"]
-    assert compiler.destroyed == 2
-    assert len(list(cache.iterdir())) == 2
-
-
-def test_another_compiler_or_source_is_another_image(
-    cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image.nvrtc_image(90)
+    assert compiler.destroyed == len(list(cache.iterdir())) == 2
     compiler.version = (13, 1)
-    assert image.nvrtc_image(90) == b"cubin 2\0"
+    assert image.nvrtc_image(90) == b"cubin 3\0"
     sources = _C.cuda.sources()
     changed = [*sources[:-1], (sources[-1][0], sources[-1][1] + "\n")]
     monkeypatch.setattr(_C.cuda, "sources", lambda: changed)
-    assert image.nvrtc_image(90) == b"cubin 3\0"
+    assert image.nvrtc_image(90) == b"cubin 4\0"
 
 
-@pytest.mark.parametrize("damage", [b"", b"short", b"x" * 100, None])
-def test_a_damaged_file_is_not_used(cache: Path, compiler: Compiler, damage: bytes | None) -> None:
-    image.nvrtc_image(90)
-    (file,) = cache.iterdir()
-    file.write_bytes(file.read_bytes()[:-1] + b"!" if damage is None else damage)
-    assert image.nvrtc_image(90) == b"cubin 2\0"
-    assert image.nvrtc_image(90) == b"cubin 2\0"  # it was put right
-    assert len(list(cache.iterdir())) == 1
+DISTRUST: dict[str, Callable[[Path], object]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "short": lambda file: file.write_bytes(b"short"),
+    "no checksum": lambda file: file.write_bytes(b"x" * 100),
+    "another byte": lambda file: file.write_bytes(file.read_bytes()[:-1] + b"!"),
+    "others can write it": lambda file: file.chmod(0o666),
+    "others can write its folder": lambda file: file.parent.chmod(0o777),
+}
 
 
-@pytest.mark.parametrize("what", ["a file others can write", "a folder others can write"])
-def test_an_image_that_another_user_can_have_written_is_not_used(
-    cache: Path, compiler: Compiler, what: str
+@pytest.mark.parametrize("how", DISTRUST)
+def test_a_file_that_is_damaged_or_may_be_anothers_is_not_used(
+    cache: Path, compiler: Compiler, how: str
 ) -> None:
-    """Its checksum is right: whoever writes the image writes that too."""
+    """Whoever writes the image writes its checksum too."""
     image.nvrtc_image(90)
     (file,) = cache.iterdir()
-    assert image.nvrtc_image(90) == b"cubin 1\0"
-    if what == "a file others can write":
-        file.chmod(0o666)
-    else:
-        cache.chmod(0o777)
+    DISTRUST[how](file)
     assert image.nvrtc_image(90) == b"cubin 2\0"
     cache.chmod(0o700)
     assert image.nvrtc_image(90) == b"cubin 2\0"  # it was put right
+    assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize("part", ["file", "folder"])

@@ -3,8 +3,10 @@ Kernels run under their interpreter, and shared memory stands in for torch's sym
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.cuda.test_queued import check_killed, check_late, late_job
 from tests.support import faults
 from tests.support.cases import Case, RanksFixture, each, one_of_each
-from tests.support.cuda_rehearsal import FUSED_OPS, Handle, SharedMemory, pretending
+from tests.support.cuda_rehearsal import FUSED_OPS, Handle, SharedMemory, pretending, space_of
 from tests.support.faults import Ending
 from tests.support.ranked import check_cases, fresh_group, report
 from tests.support.tiers import sweep
@@ -26,6 +29,7 @@ from tpkernels import dtypes, groups
 from tpkernels.algorithms import reduction as summing
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.symm import gpu_memory
+from tpkernels.symm.cuda import CudaWorkspace
 
 
 def cases_job(cases: Sequence[Case]) -> list[str]:
@@ -189,3 +193,100 @@ def test_a_gpu_has_a_name_only_under_mps(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "control").touch()
     assert gpu_memory._gpu_under_mps(torch.device("cuda", 0)) == "5f1c"
     assert gpu_memory._gpu_under_mps(torch.device("cpu")) is None
+
+
+# Failures: a call only queues its kernel.
+
+QUICK_OPS = [FUSED_OPS[0], *(pytest.param(op, marks=pytest.mark.slow) for op in FUSED_OPS[1:])]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("op", QUICK_OPS)
+def test_a_kernel_that_gave_up_leaves_nan(
+    interpreting: RanksFixture, cuda_driver: str, op: str
+) -> None:
+    check_late(interpreting(2).run(late_job, cuda_driver, op, "fused")[0], op)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("op", QUICK_OPS)
+def test_a_killed_rank_is_reported_by_the_next_call(cuda_driver: str, op: str) -> None:
+    check_killed(cuda_driver, op, "fused", world=3, TRITON_INTERPRET="1")
+
+
+def all_nan(call: functools.partial[torch.Tensor]) -> bool:
+    return bool(call().isnan().all())
+
+
+def mismatched_job() -> tuple[bool, Ending]:
+    with pretending():
+        group = faults.new_group()
+        faults.run_op("matmul_all_reduce", group, "fused", 40)
+        x, w = torch.ones(40, 8), torch.ones(8, 32 + 8 * (group.rank() == 1))
+        call = functools.partial(tpkernels.matmul_all_reduce, x, w, group, algorithm="fused")
+        return all_nan(call), faults.ending_of(call)
+
+
+def test_a_mismatch_is_found_by_the_kernels(interpreting: RanksFixture) -> None:
+    for rank, (spoilt, after) in enumerate(interpreting(2).run(mismatched_job)):
+        assert spoilt
+        assert after.error == "CollectiveMismatchError", after
+        assert after.peer == 1 - rank, after
+
+
+def closed_job() -> Ending:
+    """Rank 1 gives its workspaces back; the others' next call says so."""
+    with pretending():
+        group = faults.new_group()
+        faults.run_op("matmul_all_reduce", group, "fused", 12)
+        space_of(group).check("a test")
+        dist.barrier()
+        if group.rank() == 1:
+            tpkernels.finalize()
+        time.sleep(0.3)
+        dist.barrier()
+        if group.rank() == 1:
+            return Ending("", "", None, 0.0, 0.0)
+        return faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group, "fused", 12))
+
+
+def test_a_rank_that_left_is_reported() -> None:
+    with faults.watched_ranks(2, TRITON_INTERPRET="1") as ranks:
+        first = faults.values(faults.collect(ranks, closed_job))[0]
+        assert first.error == "PeerLostError" and "tpkernels.finalize" in first.text, first
+
+
+def queued_job(op: str) -> tuple[int, int]:
+    """(bytes that calls behind a failed one changed in this rank's buffers, the same at the end of
+    a call that is in order). Rank 1 stays away; rank 0 goes on as if it had not looked."""
+    with pretending() as patch:
+        group = faults.new_group(timeout=1.5)
+        x, w = torch.ones(12, 48), torch.ones(48, 40)
+        call = functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
+        call()
+        space = space_of(group).current
+        address, nbytes = space.buffers(group.rank()), 2 * space.buffer_bytes
+        buffers = torch.frombuffer(
+            (ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8
+        )
+        buffers.fill_(0xA5)
+        dist.barrier()
+        call()
+        in_order = int((buffers != 0xA5).sum())
+        patch.setattr(CudaWorkspace, "check", lambda *_: None)
+        if group.rank() == 0:
+            call()  # fails
+        dist.barrier()
+        buffers.fill_(0xA5)
+        dist.barrier()
+        if group.rank() == 0:
+            assert all(all_nan(call) for _ in range(2))
+        dist.barrier()
+        return int((buffers != 0xA5).sum()), in_order
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("op", QUICK_OPS)
+def test_calls_behind_a_failed_one_touch_no_buffer(interpreting: RanksFixture, op: str) -> None:
+    for behind, in_order in interpreting(2).run(queued_job, op):
+        assert behind == 0 and in_order > 0

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -30,12 +31,12 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def cases_job(
-    driver: str, cases: Sequence[Case], max_delay_us: int = 0, low_latency: bool = True
+    driver: str, cases: Sequence[Case], max_delay_us: int = 0, ll: bool = True
 ) -> list[str]:
     emulated.load(driver)
     with pretending() as patch, fresh_group() as group:
-        if not low_latency:
-            patch.setattr("tpkernels.cuda.low_latency.LOW_LATENCY_BYTES", -1)
+        if not ll:
+            patch.setattr("tpkernels.cuda.gather_scatter.LL_BYTES", -1)
             patch.setattr("tpkernels.cuda.calls.all_reduce_way", lambda *_: "two_shot")
         workspace = groups.get(group.group_name).workspace
         assert workspace is not None
@@ -76,9 +77,9 @@ def test_products(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "low_latency"), [(4, True), (2, False), thorough(1, True), thorough(4, False)]
+    ("world", "ll"), [(4, True), (2, False), thorough(1, True), thorough(4, False)]
 )
-def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int, low_latency: bool) -> None:
+def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int, ll: bool) -> None:
     found = [Case(op="all_reduce", shape=(300, 40)), Case(op="all_reduce_", shape=(7, 5))]
     for total in (1, 50):
         for sizes in uneven_splits(total, world):
@@ -88,7 +89,7 @@ def test_collectives(ranks: RanksFixture, cuda_driver: str, world: int, low_late
                 for shape in ((total, 13), (total,))
             ]
     cases = each(*found, algorithms=("direct",))
-    told = ranks(world).run(cases_job, cuda_driver, cases, 0, low_latency)
+    told = ranks(world).run(cases_job, cuda_driver, cases, 0, ll)
     report(failure for rank in told for failure in rank)
 
 
@@ -122,7 +123,7 @@ def test_calls_that_do_not_wait_are_wrong(ranks: RanksFixture, cuda_driver: str,
     assert any(ranks(3).run(careless_job, cuda_driver, way))
 
 
-def mixed_job(driver: str, low_latency: bool) -> list[str]:
+def mixed_job(driver: str, ll: bool) -> list[str]:
     cases = [
         Case(op=op, shape=(12, 6), sizes=None if "all_reduce" in op else (5, 7), algorithm=way)
         for op in ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -133,15 +134,15 @@ def mixed_job(driver: str, low_latency: bool) -> list[str]:
         Case(op="all_gather_matmul", shape=(12, 6), sizes=(5, 7), n=(4,), algorithm=way)
         for way in ("fused", *WAYS)
     ]
-    return cases_job(driver, [*cases, *gathers, *cases], 200, low_latency)
+    return cases_job(driver, [*cases, *gathers, *cases], 200, ll)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("low_latency", [True, False])
+@pytest.mark.parametrize("ll", [True, False])
 def test_all_algorithms_share_a_workspace(
-    interpreting: RanksFixture, cuda_driver: str, low_latency: bool
+    interpreting: RanksFixture, cuda_driver: str, ll: bool
 ) -> None:
-    told = interpreting(2).run(mixed_job, cuda_driver, low_latency)
+    told = interpreting(2).run(mixed_job, cuda_driver, ll)
     report(failure for rank in told for failure in rank)
 
 
@@ -169,6 +170,42 @@ def test_copy_engines_gather_for_fused(
     cases = each(*cases, dtypes=(BF16,), algorithms=("fused",), integers=(False,))
     told = interpreting(world).run(copied_job, cuda_driver, cases, max_delay_us, timeout=240)
     report(failure for rank in told for failure in rank)
+
+
+def batches_of(world: int) -> list[Case]:
+    """Shards of an inner dim, even and uneven, empty ones too."""
+    found = []
+    for total in (2 * world, 5):
+        for sizes in uneven_splits(total, world):
+            for lead, tail in (((3,), ()), ((2, 3), ()), ((2,), (3,))):
+                split: dict[str, Any] = {"sizes": sizes, "dim": len(lead)}
+                gathered, summed = (*lead, total, *tail, 12), (*lead, total, *tail, 10)
+                more = {"biases": (F32,), "n": (4, 9), "return_gathered": True}
+                found += [
+                    Case(op="all_gather_matmul", shape=gathered, **split, n=(7,)),
+                    Case(op="all_gather_matmul", shape=gathered, **split, **more),
+                    Case(op="matmul_reduce_scatter", shape=summed, **split, k=(6,)),
+                    Case(op="matmul_reduce_scatter", shape=summed, **split, k=(6,), residual=F32,
+                         out_dtype=F32, biases=(F32,), layout="transposed"),
+                ]  # fmt: skip
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", sweep([3, 1, 2]))
+def test_shards_of_an_inner_dim(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    cases = each(*batches_of(world), algorithms=WAYS, integers=(True,))
+    told = ranks(world).run(cases_job, cuda_driver, cases, timeout=240)
+    report(failure for rank in told for failure in rank)
+
+
+@pytest.mark.slow
+def test_shards_of_an_inner_dim_by_fused(interpreting: RanksFixture, cuda_driver: str) -> None:
+    """By programs of the kernel, then by copy engines."""
+    cases = each(*batches_of(2)[::3], algorithms=("fused",), integers=(True,))
+    for job in (cases_job, copied_job):
+        told = interpreting(2).run(job, cuda_driver, cases, 0, timeout=240)
+        report(failure for rank in told for failure in rank)
 
 
 def suite_job(driver: str) -> list[bool]:
@@ -230,10 +267,10 @@ def test_what_one_rank_lacks_is_refused_by_all(ranks: RanksFixture, cuda_driver:
         assert unfused.error == "", unfused
 
 
-def operands(op: str, rank: int) -> tuple[torch.Tensor, ...]:
-    if "matmul" in op:
-        return torch.ones(12, 48), torch.ones(48, 40)
-    return (torch.ones(12, 40),)
+def call_of(op: str, way: str, group: dist.ProcessGroup) -> functools.partial[torch.Tensor]:
+    x, w = torch.ones(12, 48), torch.ones(48, 40)
+    operands = (x, w) if "matmul" in op else (w,)
+    return functools.partial(getattr(tpkernels, op), *operands, group, algorithm=way)
 
 
 def late_job(driver: str, op: str, way: str) -> tuple[bool, Ending] | None:
@@ -241,9 +278,7 @@ def late_job(driver: str, op: str, way: str) -> tuple[bool, Ending] | None:
     emulated.load(driver)
     with pretending():
         group = faults.new_group(timeout=1.0)
-        call = functools.partial(
-            getattr(tpkernels, op), *operands(op, group.rank()), group, algorithm=way
-        )
+        call = call_of(op, way, group)
         call()
         if group.rank() == 1:
             dist.barrier()  # the other one has given up
@@ -253,6 +288,14 @@ def late_job(driver: str, op: str, way: str) -> tuple[bool, Ending] | None:
         return told
 
 
+def check_late(told: tuple[bool, Ending] | None, op: str) -> None:
+    assert told is not None
+    spoilt, after = told
+    assert spoilt
+    assert after.error == "CollectiveTimeoutError" and after.peer == 1, after
+    assert f"an earlier call of the group, found by {op}" in after.text, after
+
+
 @pytest.mark.parametrize(
     ("op", "way"),
     sweep([*product(MATMULS, WAYS), *product(COLLECTIVES, ["direct"])]),
@@ -260,34 +303,40 @@ def late_job(driver: str, op: str, way: str) -> tuple[bool, Ending] | None:
 def test_a_call_that_gave_up_leaves_nan(
     ranks: RanksFixture, cuda_driver: str, op: str, way: str
 ) -> None:
-    told = ranks(2).run(late_job, cuda_driver, op, way)[0]
-    assert told is not None
-    spoilt, after = told
-    assert spoilt
-    assert after.error == "CollectiveTimeoutError" and after.peer == 1, after
+    check_late(ranks(2).run(late_job, cuda_driver, op, way)[0], op)
 
 
-def killed_job(driver: str, way: str) -> tuple[bool, Ending, float] | None:
-    """Rank 1 is killed; the thread that watches ends the wait of the others."""
+def killed_job(driver: str, op: str, way: str) -> tuple[list[bool], Ending, float] | None:
+    """Rank 1 is killed before its kernel starts; the thread that watches ends the others' waits.
+    (Where a rank is so slow that it sees it before its kernel starts, that call raises already.)"""
     emulated.load(driver)
     with pretending():
         group = faults.new_group()
-        x, w = operands("matmul_reduce_scatter", group.rank())
-        call = functools.partial(tpkernels.matmul_reduce_scatter, x, w, group, algorithm=way)
+        call = call_of(op, way, group)
         call()
         space_of(group).check("a test")
         if group.rank() == 1:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
+        spoilt: list[bool] = []
         begin = time.monotonic()
-        return bool(call().isnan().all()), faults.ending_of(call), time.monotonic() - begin
+        ending = faults.ending_of(lambda: spoilt.append(bool(call().isnan().all())))
+        if not ending.error:
+            ending = faults.ending_of(call)
+        return spoilt, ending, time.monotonic() - begin
+
+
+def check_killed(driver: str, op: str, way: str, world: int = 2, **env: str) -> None:
+    with faults.watched_ranks(world, **env) as ranks:
+        outcomes = faults.collect(ranks, killed_job, driver, op, way)
+        assert outcomes[1].exitcode == -signal.SIGKILL
+        for spoilt, after, seconds in faults.values(outcomes, 1).values():
+            assert all(spoilt)
+            assert after.error == "PeerLostError" and after.peer == 1, after
+            assert f"pid {ranks.pids[1]}" in after.text, after
+            assert seconds < faults.PATIENCE / 2, seconds
 
 
 @pytest.mark.parametrize("way", sweep(["pipelined", "direct"]))
 def test_a_killed_rank_ends_the_wait(cuda_driver: str, way: str) -> None:
-    with faults.watched_ranks(2) as ranks:
-        outcomes = faults.collect(ranks, killed_job, cuda_driver, way)
-        assert outcomes[1].exitcode == -signal.SIGKILL
-        spoilt, after, seconds = faults.values(outcomes, 1)[0]
-        assert spoilt and after.error == "PeerLostError" and after.peer == 1, after
-        assert seconds < faults.PATIENCE / 2, seconds
+    check_killed(cuda_driver, "matmul_reduce_scatter", way)

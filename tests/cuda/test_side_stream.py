@@ -1,5 +1,7 @@
-"""What the copies of a call wait for on its side streams, and what they do not: streams and events
-that only note what comes before what."""
+"""What the copies of a call wait for on its side streams, and the order in which the host queues
+them: streams and events that only note what comes before what. Where all streams share one hardware
+queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a copy that waits for a peer holds up what is queued behind
+it, on whatever stream."""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch
 import tpkernels
 from tpkernels.algorithms import fused
 from tpkernels.algorithms.pipelined import cuda as pipelined
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm import streams
+from tpkernels.symm.streams import SideStream
 
 
 class Stream:
@@ -148,3 +151,39 @@ def test_what_came_before_a_call_comes_before_its_second_stream(device: Any) -> 
     assert names[1] in before[2] and names[1] not in before[3] and names[3] not in before[4]
     assert all({"allocated'", *names[:5]} <= each for each in before[5:])
     assert set(names) <= device.main.before
+
+
+def names_in(device: Any) -> list[str]:
+    """What has been queued, in order, without the waits."""
+    return [name.rstrip("'") for name in device.before if not name.startswith("wait")]
+
+
+def test_the_order_in_which_the_host_queues(device: Any) -> None:
+    """No product of a gather is behind a later fetch; a scatter fetches one product late."""
+    rows, whole, w, out = (torch.empty(size, 2) for size in (1, 3, 2, 3))
+    factors = [(w, None, out), (w, None, out)]
+    pipelined.gather_and_multiply(device, device.side, (1, 2), [1, 1, 1], rows, whole, factors)
+    assert names_in(device) == [
+        *("put", "publish", "product", "product"),
+        *("copy of 1", "product", "product"),
+        *("copy of 2", "product", "product"),
+    ]
+    device.before.clear()
+    x, w = torch.empty(4, 2), torch.empty(2, 2)
+    pipelined.multiply_and_scatter(device, device.side, (1, 2, 3), [1] * 4, x, w, torch.float32)
+    assert names_in(device) == [
+        *("product", "publish to 1"),
+        *("product", "publish to 2", "copy of 3"),
+        *("product", "publish to 3", "copy of 2"),
+        *("product", "copy of 1"),
+    ]
+
+
+def test_the_side_stream_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels of one warp do not wait behind the blocks of a product."""
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *given: made.append(given))
+    SideStream(torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    assert made == [(device, streams._PRIORITY)] * 2 + [(device,)]  # products take the last
+    assert streams._PRIORITY < 0  # lower numbers go first

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda.test_emulated import BF16, DTYPES, F16, F32, bits, host_sum, random
 from tests.support import emulated
 from tests.support.cases import RanksFixture
+from tests.support.emulated import BF16, DTYPES, F16, F32, host_sum, random, same_bits
 from tpkernels import cuda
 from tpkernels.cuda import image
 from tpkernels.errors import CaptureError
@@ -38,7 +38,7 @@ def sums_job(driver: str, world: int) -> list[str]:
             at = 1 - offset if offset < 2 else offset  # aligned where the partials are not
             out = around[at : at + count]
             cuda.sum_partials(out, partials, bias, residual)
-            right = torch.equal(bits(out), bits(host_sum(partials, out_dtype, bias, residual)))
+            right = same_bits(out, host_sum(partials, out_dtype, bias, residual))
             beyond = (around[:at] == 77).all() and (around[at + count :] == 77).all()
             if not (right and beyond):
                 wrong.append(f"{count} {offset} {wire} {out_dtype} {residual_dtype}")
@@ -59,12 +59,12 @@ def places_job(driver: str) -> list[str]:
     for begin, end in ((0, 40), (40, 477), (477, 1300)):
         out = torch.empty(end - begin, dtype=BF16)
         cuda.sum_partials(out, [x[begin:end].clone() for x in whole], bias, begin=begin)
-        if not torch.equal(bits(out), bits(want[begin:end])):
+        if not same_bits(out, want[begin:end]):
             wrong.append(f"from {begin}")
     for own in range(3):
         given = [x.clone() for x in whole]
         cuda.sum_partials(given[own], given)
-        if not torch.equal(bits(given[own]), bits(host_sum(whole, BF16))):
+        if not same_bits(given[own], host_sum(whole, BF16)):
             wrong.append(f"in place of {own}")
     many = [random(100, F16, r) for r in range(72)]
     out = torch.empty(100)
@@ -141,7 +141,7 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
     (reduce, {"bias": torch.ones(5)}, ValueError, r"bias has shape \[5\]; it must be \[6\]"),
     (reduce, {"bias": torch.ones(6).double()}, NotImplementedError, "bias is float64"),
     (reduce, {"x": torch.ones(4, 6, device="meta")}, ValueError, "x is on meta"),
-    (reduce, {"way": "ring"}, ValueError, "way is 'ring'; it must be auto or one of one_shot"),
+    (reduce, {"way": "ring"}, ValueError, "way is 'ring'; it must be auto or one of two_shot"),
     (reduce, {"way": "multimem"}, NotImplementedError, "needs multicast memory"),
     (add, {"partials": []}, ValueError, "0 partials; there must be 1 to 72"),
     (add, {"partials": [torch.ones(6)] * 73}, ValueError, "73 partials"),

@@ -21,7 +21,7 @@ from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import cuda, groups
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 
 ROWS, K, N = 6, 8, 5
 
@@ -183,11 +183,11 @@ def recorded_job(driver: str) -> list[bool]:
         known = [segments.find(x) for x in (before, read)]
         memory = [weakref.ref(each.memory) for each in known if each is not None]
         del known, before
-        patch.setattr(capture, "is_captured", lambda _: True)
+        patch.setattr(streams, "is_captured", lambda _: True)
         ending = faults.ending_of(functools.partial(symmetric, group, ROWS, K))
         call(read)
         found += [each() is not None for each in memory]
-        patch.setattr(capture, "is_captured", lambda _: False)
+        patch.setattr(streams, "is_captured", lambda _: False)
         del read
         call(symmetric(group, ROWS, K))
         found += [each() is not None for each in memory]

@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 import tpkernels
-from tests.nccl.test_nccl import NO_GPU, pretending
+from tests.nccl.test_communicator import NO_GPU, pretending
 from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import Build
 from tests.support.paths import ROOT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import hf_text
+from tests.support import served
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -43,8 +43,8 @@ def test_eager_ops(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_speak(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    hf_text.save(tmp_path)
-    command = [sys.executable, "examples/speak.py", "the cat", "--model", str(tmp_path)]
+    folder = served.folder(tmp_path)
+    command = [sys.executable, "examples/speak.py", "the cat", "--model", str(folder)]
     result = subprocess.run(
         [*command, "--ranks", "1", "2", "--tokens", "6"],
         cwd=ROOT,

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tpkernels
 from tests.support import fake_vllm
 from tests.support.cases import RanksFixture
-from tests.support.ranked import apart, report
+from tests.support.ranked import apart, recorded_calls, report
 from tests.support.refusals import packable
 from tpkernels import _C
 from tpkernels.dtypes import CODES
@@ -189,25 +188,18 @@ def test_row_parallel_layers(ranks: RanksFixture) -> None:
 
 
 def calls_job() -> list[str]:
-    """The layer is one op, not a product and an all-reduce."""
+    """Return the ops that a layer calls."""
     with fake_vllm.installed(), new_group(), torch.inference_mode():
         parts: Any = importlib.import_module(fake_vllm.PARTS)
         layer = parts.FusedRowParallelLinear(8, 6)
         layer.quant_method.process_weights_after_loading(layer)
-        seen, run = [], tpkernels.matmul_all_reduce
-        parts.tpkernels.matmul_all_reduce = lambda *args, **options: (
-            seen.append(args[0].shape),
-            run(*args, **options),
-        )[1]
-        try:
+        with recorded_calls() as calls:
             layer(torch.ones(3, 4))
-        finally:
-            parts.tpkernels.matmul_all_reduce = run
-    return [] if seen == [(3, 4)] else [f"the op was called with {seen}"]
+    return calls
 
 
 def test_a_fused_layer_is_one_op(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(calls_job) for f in rank)
+    assert ranks(WORLD).run(calls_job) == [["matmul_all_reduce"]] * WORLD
 
 
 @pytest.mark.parametrize("dtype", packable(), ids=str)

@@ -23,7 +23,7 @@ from tpkernels.kernels import (
 )
 from tpkernels.kernels.bound import BoundKernel, WithScratch
 from tpkernels.kernels.configs import Descriptor, MatmulConfig
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
 BF16 = torch.bfloat16
@@ -110,13 +110,13 @@ def test_a_capture_launches_only_what_is_compiled(
     launches, compiled = gpu
     prepared, (x, w, bias, residual, out) = scatter(CONFIG, *operands())
     run = prepared.bind(workspace(), 77)
-    monkeypatch.setattr(capture, "is_captured", lambda _: True)
+    monkeypatch.setattr(streams, "is_captured", lambda _: True)
     with pytest.raises(CaptureError, match="matmul_reduce_scatter_kernel is not compiled for"):
         run(x, w, bias, residual, out)
     assert not launches and not compiled
-    monkeypatch.setattr(capture, "is_captured", lambda _: False)
+    monkeypatch.setattr(streams, "is_captured", lambda _: False)
     run(x, w, bias, residual, out)
-    monkeypatch.setattr(capture, "is_captured", lambda _: True)
+    monkeypatch.setattr(streams, "is_captured", lambda _: True)
     prepared.bind(workspace(), 77)(x, w, bias, residual, out)  # bound anew, but Triton knows it
     run(x, w, bias, residual, torch.empty_like(out))
     with pytest.raises(CaptureError, match="alignments"):

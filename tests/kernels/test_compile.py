@@ -1,4 +1,5 @@
-"""The Triton kernels compiled for GPUs that need not be here: tensor cores, registers, ordering."""
+"""The Triton kernels compiled for GPUs that need not be here: tensor cores, registers, ordering;
+how the tile loop stores tiles and publishes them; and warps with parts of their own on sm_100."""
 
 from __future__ import annotations
 
@@ -18,12 +19,11 @@ import torch
 import triton.language as tl
 
 from tests.support import kernel_builds
-from tests.support.kernel_builds import KERNELS, build
-from tests.support.tiers import sweep
+from tests.support.kernel_builds import COMMUNICATING, KERNELS, UNSPECIALIZED, Build, build
+from tests.support.tiers import sweep, thorough
 from tpkernels.kernels import all_gather_matmul, configs
 from tpkernels.kernels.configs import CANDIDATES, TABLE, MatmulConfig
-from tpkernels.symm import device
-from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.symm.device import SCRATCH_BYTES, DeviceWorkspace
 
 DTYPES = {2: (tl.bfloat16, tl.float16), 4: (tl.float32,)}
 THOROUGH = {(80, tl.bfloat16, False), (100, tl.bfloat16, False)}
@@ -74,7 +74,7 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
     assert found.stack == 0 and found.local == 0, found
     assert found.shared <= SHARED_BYTES[arch]
     assert found.registers * found.threads <= REGISTERS
-    assert 512 * found.scratch <= device.SCRATCH_BYTES  # more programs than GPUs run at a time
+    assert 512 * found.scratch <= SCRATCH_BYTES  # more programs than GPUs run at a time
     assert (found.count(TENSOR_CORES[arch]) > 0) == (dtype is not tl.float32 and name != "shard")
     communicates = name not in ("matmul", "shard")
     assert (found.count(ACQUIRE) > 0) == communicates
@@ -103,6 +103,7 @@ def test_less_shared_memory(name: str, arch: int, dtype: Any, config: MatmulConf
         assert (each.count(TENSOR_CORES[80]) > 0) == (dtype is not tl.float32 and name != "shard")
 
 
+@pytest.mark.thorough
 def test_too_much_shared_memory_would_be_seen() -> None:
     """Negative control: more loads in flight."""
     config = replace(TABLE[80, 2, False], num_stages=7)
@@ -126,12 +127,12 @@ def test_what_tuning_tries_compiles(name: str, few: bool) -> None:
         found = build(name, tl.bfloat16, 90, config)
         assert found.stack == 0 and found.count(TENSOR_CORES[90]) > 0, candidate
         assert found.shared <= SHARED_BYTES[90], candidate
-        assert 512 * found.scratch <= device.SCRATCH_BYTES, candidate
+        assert 512 * found.scratch <= SCRATCH_BYTES, candidate
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 8))])
-@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
+@pytest.mark.parametrize("name", COMMUNICATING)
 def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
     """Odd sizes exclude tensor descriptors; fewer arguments must not break what needs them."""
     config = replace(TABLE[90, 2, False], tma=False)
@@ -139,26 +140,20 @@ def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
     assert found.count(TENSOR_CORES[90]) > 0
 
 
-@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
+@pytest.mark.parametrize("name", COMMUNICATING)
 @pytest.mark.parametrize("arch", sweep([90, 80, 100]))
-def test_a_word_follows_the_data_of_all_threads(name: str, arch: int) -> None:
-    """Before each release there is a barrier, and between the two no store of data."""
+def test_a_word_follows_the_data_and_one_thread_polls_and_tells(name: str, arch: int) -> None:
+    """Before each release there is a barrier, and between the two no store of data. A word is
+    stored and polled, and the host's memory is read, by one thread; nothing at system scope that
+    stores into a peer's memory is an atomic, which PCIe may not have."""
     stores = r"st\.global|cp\.async\.bulk\.tensor\S*global\.shared"
-    lines = build(name, tl.bfloat16, arch, TABLE[arch, 2, False]).ptx.splitlines()
+    found = build(name, tl.bfloat16, arch, TABLE[arch, 2, False])
+    lines = found.ptx.splitlines()
     releases = [at for at, line in enumerate(lines) if re.search(RELEASE, line)]
     for at in releases:
         before = (line for line in reversed(lines[:at]) if re.search(rf"bar\.sync|{stores}", line))
         assert "bar.sync" in next(before), "\n".join(lines[at - 20 : at + 1])
     assert releases
-
-
-@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
-@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
-def test_one_thread_polls_and_tells(name: str, arch: int) -> None:
-    """A word is stored and polled, and the host's memory is read, by one thread; nothing at system
-    scope that stores into a peer's memory is an atomic, which PCIe may not have."""
-    found = build(name, tl.bfloat16, arch, TABLE[arch, 2, False])
-    lines = found.ptx.splitlines()
     assert found.count(r"ld\.volatile") == 0
     assert found.count(POLL) == found.count(r"nanosleep\.u32") > 0
     assert found.count(r"atom\.\S*sys\S*\.release|atom\.\S*release\S*\.sys") == 0
@@ -201,7 +196,7 @@ def test_loads_of_the_next_tile_wait_for_a_hook_only(arch: int) -> None:
     same = plain.count(instructions) == hooked.count(instructions)
     assert plain.count(instructions) > 0 and (same or plain.specialized)
     assert (plain.depth(instructions), hooked.depth(instructions)) == (1, 2)
-    for name in set(KERNELS) - {"matmul", "shard"}:
+    for name in COMMUNICATING:
         pushes = name in ("matmul_reduce_scatter", "two_shot")
         found = build(name, tl.bfloat16, arch, config)
         assert found.depth(instructions) == (1 if pushes else 2), name
@@ -210,7 +205,7 @@ def test_loads_of_the_next_tile_wait_for_a_hook_only(arch: int) -> None:
 @pytest.mark.parametrize("name", ["matmul_reduce_scatter", "one_shot"])
 def test_words_of_all_ranks_are_looked_at_together(name: str) -> None:
     """Once for a tile that is summed, once for ENTERED; before data are read there is a barrier."""
-    lines = build(name, tl.bfloat16, 90, TABLE[90, 2, False], world=8).ptx.splitlines()
+    lines = build(name, tl.bfloat16, 90, TABLE[90, 2, False]).ptx.splitlines()
     looks = [at for at, line in enumerate(lines) if re.search(r"@p ld\.acquire\.sys", line)]
     assert len(looks) == 2
     for at in looks:
@@ -218,7 +213,7 @@ def test_words_of_all_ranks_are_looked_at_together(name: str) -> None:
         assert "bar.sync" in next(after), "\n".join(lines[at : at + 20])
 
 
-@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"matmul", "shard"}))
+@pytest.mark.parametrize("name", sweep(["two_shot", *sorted({*COMMUNICATING} - {"two_shot"})]))
 @pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_even_segments_and_descriptors_are_not_read_by_kernels(name: str, arch: int) -> None:
     """The table of rows is what all threads read as 32-bit numbers. Kernels make the descriptors of
@@ -285,3 +280,182 @@ def test_a_product_leaves_room_for_the_kernels_that_bring_its_rows(
     arriving = all_gather_matmul.prepare_arriving(config, w, gathered, out.dtype, sizes_of_ranks)
     arriving.prepared.launch(gathered, w, None, out).run(space, 1)
     assert grids == [(132 - all_gather_matmul._ROOM, 1, 1)] and all_gather_matmul._ROOM >= 1
+
+
+# How tiles are stored, when they are published, and how sums load them.
+
+PUSHES = ("matmul_reduce_scatter", "two_shot")
+EVENTS = {
+    "product": r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
+    "bulk store": r"cp\.async\.bulk\.tensor\S*global\.shared",
+    "store": r"st\.global\.v4",
+    "complete": r"cp\.async\.bulk\.wait_group 0",
+    "read": r"cp\.async\.bulk\.wait_group\.read",
+    "release": r"st\.release\.sys",
+    "branch": r"\n\$L__BB",
+}
+SUMS = r"@p ld\.acquire\.sys"  # which follow the loop over tiles
+
+
+def events_of(found: Build) -> list[str]:
+    """What the loop over tiles does, in the order of the PTX, repetitions left out."""
+    loop = re.split(SUMS, found.ptx)[0]
+    kinds = (re.compile(pattern) for pattern in EVENTS.values())
+    named = "|".join(f"({kind.pattern})" for kind in kinds)
+    names = list(EVENTS)
+    found_events = (names[match.lastindex - 1] for match in re.finditer(named, loop))
+    return [event for event, _ in itertools.groupby(found_events)]
+
+
+@pytest.mark.parametrize("name", PUSHES)
+@pytest.mark.parametrize("arch", sweep([90, 100]))
+def test_bulk_stores_are_complete_before_the_word(name: str, arch: int) -> None:
+    """Complete, not only read from shared memory. Once in the loop, once for the last tile."""
+    events = events_of(build(name, tl.bfloat16, arch, TABLE[arch, 2, False]))
+    assert "bulk store" in events and "store" not in events
+    _entered, *tiles = (at for at, event in enumerate(events) if event == "release")
+    assert len(tiles) >= 2 and all(events[at - 1] == "complete" for at in tiles), events
+
+
+@pytest.mark.parametrize("name", [*PUSHES, pytest.param("one_shot", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wire", [tl.bfloat16, thorough(tl.float32)])
+@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
+def test_a_tile_is_published_within_the_product_of_the_next(
+    name: str, wire: tl.dtype, arch: int
+) -> None:
+    """Under a condition of its own, in the loop over K. A release right behind the stores would
+    wait for all of them to arrive."""
+    found = build(name, tl.bfloat16, arch, TABLE[arch, 2, False], WIRE=wire)
+    events = [event for event in events_of(found) if event not in ("complete", "read")]
+    assert ("bulk store" in events) == (arch >= 90 and wire == tl.bfloat16 and name in PUSHES)
+    pairs = set(itertools.pairwise(events))
+    assert not pairs & {("store", "release"), ("bulk store", "release")}, events
+    if name in PUSHES:  # one loop over tiles and K
+        entered, tile, *_ = re.split(EVENTS["release"], found.ptx)
+        assert int(re.findall(r"Depth=(\d)", entered + tile)[-1]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PUSHES, "one_shot"])
+@pytest.mark.parametrize("arch", sweep([100, 90, 80]))
+def test_wide_partials_do_not_spill(name: str, arch: int) -> None:
+    """An accumulator that is converted at once takes 192 to 328 bytes of stack on sm_100. Loads of
+    the next tile still have room in shared memory."""
+    found = build(name, tl.bfloat16, arch, TABLE[arch, 2, False], WIRE=tl.float32)
+    assert found.stack == found.local == 0 and found.shared <= SHARED_BYTES[arch], found
+    assert found.depth(TENSOR_CORES[arch]) == (1 if name in PUSHES else 2)
+
+
+def test_tma_stores_where_a_whole_tile_has_room() -> None:
+    config = TABLE[90, 2, False]
+    assert config.stores_by_tma(16, 16, 64)
+    assert not config.stores_by_tma(16, 16, 63)  # rows that are not aligned
+    assert not config.stores_by_tma(16, 32, 64)
+    assert not replace(config, num_stages=4).stores_by_tma(16, 16, 64)
+    assert not TABLE[80, 2, False].stores_by_tma(16, 16, 64)
+    assert TABLE[90, 2, True].stores_by_tma(16, 32, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "in_flight"), [(8, 16), pytest.param(2, 4, marks=pytest.mark.slow), thorough(16, 12)]
+)
+def test_partials_of_all_ranks_are_loaded_before_they_are_added(world: int, in_flight: int) -> None:
+    """16 elements in a thread, 8 in a load, in the order of ptxas. Of 16 ranks it interleaves the
+    rest with the additions, for want of registers."""
+    config = TABLE[90, 2, False]
+    found = build("matmul_reduce_scatter", tl.bfloat16, 90, config, world=world, residual=None)
+    opcode = r"\*/\s+(?:@!?U?P\w+ )?(?:(LDG\.E\.128)|FADD|FFMA)"
+    first, *_ = [
+        len(list(run)) if loads else 0
+        for loads, run in itertools.groupby(re.findall(opcode, found.sass), bool)
+    ]
+    assert first >= in_flight and found.stack == 0
+
+
+# Warps with parts of their own.
+
+CONFIG = TABLE[100, 2, False]
+STORING, WORKING = 256, 128  # threads
+SPECIALIZED = ["matmul_reduce_scatter", "matmul", "two_shot", "one_shot"]
+SIDE_EFFECTS = r"inline_asm|atomic_|tt\.store|gpu\.barrier"
+
+
+@pytest.mark.parametrize("name", sweep(SPECIALIZED, count=2))
+@pytest.mark.parametrize("wire", [tl.bfloat16, thorough(tl.float32)])
+def test_registers_are_divided_and_suffice(name: str, wire: tl.dtype) -> None:
+    found = build(name, tl.bfloat16, 100, CONFIG, WIRE=wire)
+    assert found.threads == STORING + WORKING
+    storing, working = sorted(set(map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", found.ptx))))[::-1]
+    assert storing * STORING + working * WORKING <= REGISTERS and storing > found.registers
+    assert found.registers * found.threads <= REGISTERS
+    assert found.stack == found.local == 0 and found.shared <= SHARED_BYTES[100], found
+    assert 512 * found.scratch <= SCRATCH_BYTES  # more programs than GPUs run at a time
+    assert found.count(r"tcgen05\.mma") > 0
+
+
+@pytest.mark.parametrize("name", sweep(SPECIALIZED, count=2))
+@pytest.mark.parametrize("delays", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_hooks_run_in_the_warps_that_store(name: str, delays: bool) -> None:
+    """They signal from thread 0, and pass barriers that the other warps never reach: a barrier that
+    does not say how many threads it is for would wait for those too."""
+    found = build(name, tl.bfloat16, 100, CONFIG, delays=delays)
+    begin, end = found.ttgir.index("partition0("), found.ttgir.rindex("ttg.warp_return")
+    parts = found.ttgir[begin:end]
+    assert "tc_gen5_mma" in parts and "async_tma_copy_global_to_local" in parts
+    assert not re.findall(SIDE_EFFECTS, parts)
+    assert found.count(r"bar\.sync\s+0, 256;") > 0
+    assert found.count(r"bar(rier)?\.sync\s+\d+;") == found.count(r"barrier\.sync\s+1;")
+
+
+@pytest.mark.parametrize("name", sweep(SPECIALIZED))
+def test_the_next_tile_has_an_accumulator_of_its_own(name: str) -> None:
+    """So it is multiplied while a tile is stored."""
+    found = build(name, tl.bfloat16, 100, CONFIG)
+    assert re.search(r"tmem_alloc.*memdesc<2x128x256xf32", found.ttgir)
+
+
+@pytest.mark.parametrize("arch", sweep([90, 80]))
+def test_no_other_architecture_has_them(arch: int) -> None:
+    for few in (False, True):
+        config = TABLE[arch, 2, few]
+        found = build("matmul_reduce_scatter", tl.bfloat16, arch, config)
+        assert not found.specialized and found.threads == 32 * config.num_warps
+
+
+def test_where_the_tile_loop_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where tiles wait for their rows, where threads load operands, or for four warps."""
+    x, w = (torch.empty(256, 64, dtype=torch.bfloat16) for _ in range(2))
+    odd = torch.empty(256, 65, dtype=torch.bfloat16)
+
+    def found(config: configs.MatmulConfig, *given: torch.Tensor, waits: bool = False) -> bool:
+        operands = config.operands(*given, torch.bfloat16, waits=waits)
+        assert ("maxnreg" in operands.launch) != operands.tiling.specialized
+        return operands.tiling.specialized
+
+    assert found(CONFIG, x, w.t()) and not found(CONFIG, x, w.t(), waits=True)
+    assert not found(CONFIG, odd[:, :64], w.t()) and not found(CONFIG, x, odd[:, :64].t())
+    assert not found(replace(CONFIG, num_warps=4), x, w.t())
+    assert [key for key, each in TABLE.items() if each.specialize] == [(100, 2, False)]
+    assert {*SPECIALIZED, *UNSPECIALIZED} == set(KERNELS)
+    monkeypatch.setattr(configs, "_TRITON", (3, 6))
+    assert not found(CONFIG, x, w.t())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECIALIZED)
+def test_what_tuning_tries_compiles_where_warps_have_parts(name: str) -> None:
+    for candidate in CANDIDATES[False]:
+        config = replace(CONFIG, **dict(candidate))
+        found = build(name, tl.bfloat16, 100, config)
+        assert found.stack == 0 and found.shared <= SHARED_BYTES[100], candidate
+        assert 512 * found.scratch <= SCRATCH_BYTES, candidate
+        assert found.specialized == (config.num_warps == 8), candidate
+
+
+@pytest.mark.slow
+def test_spills_of_loads_by_threads_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why only what TMA loads is specialised."""
+    monkeypatch.setattr(configs.MatmulConfig, "specializes", lambda *_: True)
+    config = replace(CONFIG, tma=False)
+    assert build("matmul_reduce_scatter", tl.bfloat16, 100, config, divisible=False).stack > 0

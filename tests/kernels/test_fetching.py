@@ -30,7 +30,7 @@ def in_flight(found: Build, blocks: int, threads: int) -> int:
     return sum(int(size, 16) for size in loads) * threads
 
 
-@pytest.mark.parametrize("divisible", [True, False])
+@pytest.mark.parametrize("divisible", sweep([True, False], later=1))
 @pytest.mark.parametrize(("arch", "dtype"), sweep([(90, tl.bfloat16), (80, tl.float32)]))
 def test_a_ring_is_in_flight(arch: int, dtype: Any, divisible: bool) -> None:
     """Also where rows are not a multiple of 16 bytes. Its memory is also the tile loop's."""

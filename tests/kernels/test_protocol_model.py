@@ -20,7 +20,7 @@ KINDS = {kind: (kind,) * 3 for kind in ALL_CALLS} | {
     "push-then-pull": ("push", "two-shot", "pull"),
     "pull-then-push": ("pull", "push-empty", "two-shot"),
 }
-LOW_LATENCY = [("low-latency",) * 4] + [(kind, "low-latency", kind) for kind in ("push", "pull")]
+LL = [("ll",) * 4] + [(kind, "ll", kind) for kind in ("push", "pull")]
 BAD, STUCK = "bad read", "deadlock"
 
 
@@ -48,8 +48,8 @@ def test_right_for_five_epochs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("world", (2, 3))
-@pytest.mark.parametrize("calls", LOW_LATENCY)
-def test_low_latency(calls: Sequence[str], world: int) -> None:
+@pytest.mark.parametrize("calls", LL)
+def test_ll(calls: Sequence[str], world: int) -> None:
     """Its words are doubled like others, or one would be lost. Data of the calls around it are in
     buffers, so it counts as a call of theirs: its ENTERED words say that theirs have been read."""
     expect("", calls, world)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.support.held import Held, make
-from tpkernels.launch import RankError, Ranks, executor, worker
+from tpkernels.launch import RankError, Ranks, worker
+from tpkernels.launch import ranks as pool_module
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +27,14 @@ def two() -> Iterator[Ranks]:
 # Calls.
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_results_come_by_rank(world: int) -> None:
-    with Ranks(world, "tests.support.held:Held", start=1, timeout=60) as ranks:
-        total = sum(rank + 1.0 for rank in range(world))
+def test_results_come_by_rank() -> None:
+    with Ranks(3, "tests.support.held:Held", start=1, timeout=60) as ranks:
         for added in ranks.call("add", torch.zeros(2, 3)):
-            assert torch.equal(added, torch.full((2, 3), total))
-        assert ranks.call("rank") == ranks.run(torch.distributed.get_rank) == list(range(world))
-        assert ranks.call("rank", rank=world - 1) == world - 1
-        assert len(ranks.pids) == world and ranks.healthy
-    assert ranks.exitcodes == [0] * world and not ranks.healthy
+            assert torch.equal(added, torch.full((2, 3), 6.0))
+        assert ranks.call("rank") == ranks.run(torch.distributed.get_rank) == [0, 1, 2]
+        assert ranks.call("rank", rank=2) == 2
+        assert len(ranks.pids) == 3 and ranks.healthy
+    assert ranks.exitcodes == [0] * 3 and not ranks.healthy
 
 
 def test_arguments_and_results_of_every_kind(two: Ranks) -> None:
@@ -48,8 +47,8 @@ def test_arguments_and_results_of_every_kind(two: Ranks) -> None:
     assert torch.equal(x.flatten(), torch.arange(6).bfloat16())  # ranks change copies
 
 
-@pytest.mark.parametrize("nbytes", [worker.RING_BYTES - 8, worker.RING_BYTES * 5 + 12345])
-def test_messages_larger_than_the_ring_go_in_parts(two: Ranks, nbytes: int) -> None:
+def test_messages_larger_than_the_ring_go_in_parts(two: Ranks) -> None:
+    nbytes = worker.RING_BYTES * 5 + 12345
     x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     text = "ü" * (nbytes // 2)
     for (got, got_text), kwargs in two.call("echo", x, text, more=[x[:7], x]):
@@ -81,10 +80,10 @@ def test_waiting_costs_nothing(two: Ranks) -> None:
 
     two.call("nothing")
     before, begin = cpu_seconds(), time.thread_time()
-    two.call("sleep", 0.3)
+    two.call("sleep", 0.2)
     assert time.thread_time() - begin < 0.1  # the driver looks after the ranks
-    time.sleep(0.3)
-    assert cpu_seconds() - before < 0.25  # gloo's own threads poll
+    time.sleep(0.2)
+    assert cpu_seconds() - before < 0.2  # gloo's own threads poll
 
 
 def test_calls_of_several_threads_take_turns(two: Ranks) -> None:
@@ -200,30 +199,26 @@ def test_a_stream_yields_what_a_rank_yields(two: Ranks) -> None:
     assert list(two.stream("count", 0)) == []
 
 
-@pytest.mark.parametrize("taken", [0, 1, 4, 30])
+@pytest.mark.parametrize("taken", [0, 1, 30])
 def test_closing_a_stream_ends_all_ranks_after_the_same_step(two: Ranks, taken: int) -> None:
     two.call("progress")
     items = two.stream("count", 10_000)
     for step in range(taken):
         assert next(items) == 2.0 * step
-    time.sleep(0.1)  # ranks do not run away from a slow consumer
+    time.sleep(0.05)  # ranks do not run away from a slow consumer
     items.close()
     (steps, ended), other = two.call("progress")
     assert other == (steps, ended)
     if taken:
-        assert ended == "closed" and taken <= steps <= taken + executor.STREAM_AHEAD
-    for _ in two.stream("count", 10_000):
-        break  # an abandoned stream is closed
-    assert two.call("progress", rank=0)[1] == "closed"
+        assert ended == "closed" and taken <= steps <= taken + pool_module.STREAM_AHEAD
 
 
 def test_items_larger_than_the_ring(two: Ranks) -> None:
     pad = worker.RING_BYTES // 2
     received = [(value, len(rest)) for value, rest in two.stream("count", 5, pad)]
     assert received == [(2.0 * step, pad) for step in range(5)]
-    items = two.stream("count", 10_000, pad)  # rank 0 is in the middle of an item
-    next(items)
-    items.close()
+    for _ in two.stream("count", 10_000, pad):
+        break  # an abandoned stream is closed, here with rank 0 in the middle of an item
     assert two.call("progress")[1][1] == "closed"
 
 

@@ -69,8 +69,7 @@ def pause(source: random.Random) -> None:
         time.sleep(source.random() * 2e-3)
 
 
-@pytest.mark.parametrize("spin", [0.0, 50.0])
-@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize(("readers", "spin"), [(1, 50.0), (3, 0.0)])
 def test_bytes_arrive_in_order_whatever_the_sizes_and_delays(readers: int, spin: float) -> None:
     """The ring is smaller than most messages, and a lost wake-up would take the whole time."""
     capacity, total = 5000, 400_000
@@ -97,9 +96,8 @@ def test_bytes_arrive_in_order_whatever_the_sizes_and_delays(readers: int, spin:
     assert time.monotonic() - begin < SLICE_S
 
 
-@pytest.mark.parametrize("spin", [0.0, 20.0])
-def test_ping_pong_loses_no_wake_up(spin: float) -> None:
-    rounds, arena = 1500, arena_of(64, regions=2)
+def test_ping_pong_loses_no_wake_up() -> None:
+    rounds, arena, spin = 1500, arena_of(64, regions=2), 20.0
 
     def answer() -> None:
         there, back = box_of(arena, spin=spin), box_of(arena, 1, bell=1, spin=spin)
@@ -158,14 +156,6 @@ def test_waits_end_when_time_is_up() -> None:
     assert box.write(b"", 0.0) == 0 and box.read(0, bytearray(), 0.0) == 0
 
 
-def test_sleeping_takes_no_time_of_a_core() -> None:
-    box = box_of(arena_of(100), spin=50.0)
-    before = time.thread_time()
-    for _ in range(5):
-        assert box.read(0, bytearray(1), 0.1) == 0
-    assert time.thread_time() - before < 0.05
-
-
 def test_a_fork_is_refused() -> None:
     box = box_of(arena_of(100))
 
@@ -184,16 +174,7 @@ def test_a_fork_is_refused() -> None:
 
 def test_damage_is_reported() -> None:
     arena = arena_of(100)
-    writer, reader = box_of(arena), box_of(arena)
-    memory = memoryview(arena.region(0))
-    for cell in range(0, 64 * 8, 64):  # one of them is the count of bytes written
-        memory[cell : cell + 8] = struct.pack("<Q", 1 << 40)
-    for act in (lambda: reader.read(0, bytearray(1), 0.0), lambda: writer.write(b"x", 0.0)):
-        # Reader and writer counts are equal or far apart.
-        try:
-            act()
-        except RuntimeError as error:
-            assert "the mailbox is damaged" in str(error)
+    reader, memory = box_of(arena), memoryview(arena.region(0))
     memory[64 * 2 : 64 * 2 + 8] = struct.pack("<Q", 1 << 30)
     with pytest.raises(RuntimeError, match=r"the mailbox is damaged: \d+ written, \d+ read"):
         reader.read(0, bytearray(1), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import pickle
 import random
 import struct
@@ -17,13 +18,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tpkernels.launch.messages import DTYPES, decode, encode
+from tpkernels.launch.messages import DTYPES, Bytes, encode, receive
 
 SENT = (type(None), bool, int, float, str, bytes, list, tuple, dict, torch.Tensor)
 
 
+def decode(data: bytes) -> Any:
+    """The value of a message, all of which is there."""
+    rest = io.BytesIO(data)
+
+    def fill(out: Bytes) -> None:
+        if rest.readinto(out) < len(out):
+            raise ValueError("malformed message: it ends early")
+
+    return receive(fill)
+
+
 def sent(value: Any) -> Any:
-    return decode(bytes(encode(value)))
+    return decode(b"".join(encode(value)))
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -99,17 +111,14 @@ def test_every_plain_dtype_of_torch_is_known() -> None:
 def test_tensors_are_copies_without_gradients() -> None:
     x = torch.ones(4, requires_grad=True)
     z = torch.tensor([1 + 2j, 3 - 1j]).conj()
-    got = sent({"x": x * 2, "p": nn.Parameter(torch.zeros(2)), "z": z, "neg": z.imag})
+    got = sent(
+        {"x": x * 2, "p": nn.Parameter(torch.zeros(2)), "z": z, "neg": z.imag, (1, "k"): (x, [x])}
+    )
     assert type(got["p"]) is torch.Tensor and not got["x"].requires_grad
     assert torch.equal(got["z"], z) and torch.equal(got["neg"], z.imag)
+    assert torch.equal(got[1, "k"][0], x) and torch.equal(got[1, "k"][1][0], x)
     got["x"].fill_(7)
     assert x.sum() == 4
-
-
-def test_a_tensor_that_occurs_twice_and_in_a_key() -> None:
-    x = torch.arange(3)
-    a, b = sent((x, [x]))[0], sent({(1, "k"): (x,)})[1, "k"][0]
-    assert torch.equal(a, x) and torch.equal(b, x)
 
 
 class Colour(enum.IntEnum):
@@ -169,7 +178,6 @@ def tensor_of(dtype: Any, shape: Any) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
         b"\0" * 16,
         framed(b"\xc0\xc0"),
         framed(b"\xc1"),
@@ -177,7 +185,6 @@ def tensor_of(dtype: Any, shape: Any) -> bytes:
         framed(b"\xa1\xff"),  # no UTF-8
         framed(b"\x91" * 5000 + b"\xc0"),
         framed(b"\xdd\xff\xff\xff\xff"),  # a list of 2^32 items
-        framed(b"\xc0") + b"\0",
         framed(b"\xc0", b"1234"),
         struct.pack("<QQ", 1 << 62, 0),
         struct.pack("<QQ", 1, 1 << 62) + b"\xc0",
@@ -192,7 +199,6 @@ def tensor_of(dtype: Any, shape: Any) -> bytes:
         framed(tensor_of("float32", [True]), b"1234"),
         framed(tensor_of("float32", 1), b"1234"),
         framed(tensor_of("float32", [1 << 62, 1 << 62, 0])),
-        framed(tensor_of("float32", [1] * 1000), b"1234") + b"1",
         framed(tensor_of("Tensor", [1]), b"1234"),
         framed(tensor_of("__class__", [1]), b"1234"),
         framed(tensor_of(["float32"], [1]), b"1234"),
@@ -216,10 +222,7 @@ def check(value: Any) -> None:
 
 def test_damaged_messages_are_refused_or_hold_plain_values() -> None:
     value = [("call", {"x": torch.arange(5), 2: (True, None)}), 2.5, b"bytes", "text", -7]
-    whole = bytes(encode(value))
-    for end in range(len(whole)):
-        with pytest.raises(ValueError, match="malformed"):
-            decode(whole[:end])
+    whole = b"".join(encode(value))
     source, refused = random.Random(1), 0
     for _ in range(1500):
         damaged = bytearray(whole)

@@ -87,14 +87,6 @@ def test_an_error_comes_with_the_traceback_of_its_rank() -> None:
         tpkernels.spmd(work, 2)
 
 
-@pytest.mark.thorough
-def test_a_dead_rank_and_one_that_takes_too_long() -> None:
-    with pytest.raises(RankError, match="SIGKILL"):
-        tpkernels.spmd(lambda mesh: os.kill(os.getpid(), 9), 1)
-    with pytest.raises(RankError, match="still running"):
-        tpkernels.spmd(lambda mesh: threading.Event().wait(), 1, timeout=1)
-
-
 def test_a_result_that_cannot_be_copied() -> None:
     with pytest.raises(RankError, match="cannot pickle"):
         tpkernels.spmd(lambda mesh: threading.Lock(), 1)

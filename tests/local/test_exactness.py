@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -10,12 +11,9 @@ import torch
 
 import tpkernels
 from tpkernels.local import exactness
-from tpkernels.local.exactness import (
-    layout_of,
-    multiplies_parts_exactly,
-    parts_are_exact,
-)
-from tpkernels.local.packed import is_packed, pack
+from tpkernels.local.exactness import multiplies_parts_exactly, parts_are_exact
+from tpkernels.local.matmul import layout_of
+from tpkernels.local.packed import pack
 from tpkernels.local.product import Product
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -82,64 +80,39 @@ def test_what_is_not_tried() -> None:
             assert multiplies_parts_exactly(w, frozenset([part]), (7, 5, 3), F32, F32) is exact
 
 
-def test_the_operands_have_the_asked_shape_and_layout() -> None:
+def test_operands_are_as_the_algorithms_have_them() -> None:
+    """Of the shape, layout and dtypes of the call; parts know the whole that they belong to."""
     seen: list[tuple[Any, ...]] = []
 
     def product(
         x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *_: Any, **whole: int
     ) -> torch.Tensor:
-        seen.append((tuple(x.shape), tuple(w.shape), w.stride(), x.dtype, out.dtype))
-        return out.zero_()
-
-    with mock.patch.object(exactness, "local_matmul", product), torch.device("meta"):
-        assert tried([(7, 130), (100, 130)], (200, 33, 130), "columns", BF16, F32)
-        assert tried([(1, 1)], (2, 1, 1), "rows", F32, F32)
-    assert seen[:3] == [((rows, 33), (33, 130), (1, 33), BF16, F32) for rows in (200, 7, 100)]
-    assert seen[3:] == [((rows, 1), (1, 1), (1, 1), F32, F32) for rows in (2, 1)]
-
-
-@pytest.mark.parametrize("k", [64, 96, 1000])
-def test_it_agrees_with_products_of_random_numbers(k: int) -> None:
-    """What is found exact is exact for other numbers, too."""
-    numbers = torch.Generator().manual_seed(k)
-    for rows, part in [(4, 2), (32, 16), (128, 64)]:
-        for dtype in (F32, BF16):
-            if not tried([(part, 96)], (rows, k, 96), "columns", dtype, dtype):
-                continue
-            x = torch.randn(rows, k, generator=numbers).to(dtype)
-            w = torch.randn(96, k, generator=numbers).to(dtype).t()
-            whole = exactness.local_matmul(x, w, torch.empty(rows, 96, dtype=dtype))
-            out = torch.empty(part, 96, dtype=dtype)
-            some = exactness.local_matmul(x[:part], w, out, whole_rows=rows)
-            assert torch.equal(some, whole[:part]), (rows, part, dtype)
-
-
-def test_a_part_is_tried_as_the_algorithms_compute_it() -> None:
-    told: list[dict[str, int]] = []
-
-    def product(
-        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *_: Any, **whole: int
-    ) -> torch.Tensor:
-        told.append(whole)
-        return out.zero_()
-
-    with mock.patch.object(exactness, "local_matmul", product):
-        tried([(16, 3), (8, 3)], (32, 5, 3), "columns", BF16, BF16)
-    whole = {"whole_rows": 32, "whole_columns": 3}
-    assert told == [{}, whole, whole]
-
-
-def test_packed_weights_are_tried_packed() -> None:
-    seen: list[bool] = []
-
-    def product(
-        x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *_: Any, **whole: int
-    ) -> torch.Tensor:
-        seen.append(is_packed(w))
+        seen.append((*x.shape, layout_of(w), x.dtype, out.dtype, *whole.values()))
         return out.zero_()
 
     w = torch.ones(5, 3)
     assert [layout_of(each) for each in (w, w.t(), pack(w))] == ["rows", "columns", "packed"]
-    with mock.patch.object(exactness, "local_matmul", product):
-        tried([(1, 3)], (2, 5, 3), "packed", F32, F32)
-    assert seen == [True, True]
+    with mock.patch.object(exactness, "local_matmul", product), torch.device("meta"):
+        for layout, dtype in [("rows", F32), ("columns", BF16), ("packed", F32)]:
+            seen.clear()
+            assert tried([(7, 130), (100, 130)], (200, 33, 130), layout, dtype, F32)
+            assert seen == [
+                (200, 33, layout, dtype, F32),
+                (7, 33, layout, dtype, F32, 200, 130),
+                (100, 33, layout, dtype, F32, 200, 130),
+            ]
+
+
+def test_it_agrees_with_products_of_random_numbers() -> None:
+    """What is found exact is exact for other numbers, too."""
+    numbers = torch.Generator().manual_seed(0)
+    shapes = itertools.product([64, 96, 1000], [(4, 2), (32, 16), (128, 64)], [F32, BF16])
+    for k, (rows, part), dtype in shapes:
+        if not tried([(part, 96)], (rows, k, 96), "columns", dtype, dtype):
+            continue
+        x = torch.randn(rows, k, generator=numbers).to(dtype)
+        w = torch.randn(96, k, generator=numbers).to(dtype).t()
+        whole = exactness.local_matmul(x, w, torch.empty(rows, 96, dtype=dtype))
+        out = torch.empty(part, 96, dtype=dtype)
+        some = exactness.local_matmul(x[:part], w, out, whole_rows=rows)
+        assert torch.equal(some, whole[:part]), (rows, part, dtype)

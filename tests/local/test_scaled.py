@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import scaled as support
 from tests.support.scaled import E4M3, E8M0, FP4, GATHER, ScaledCase, operand
-from tpkernels.local import scaled, scales
+from tpkernels.local import scaled
 
 M, K, N = 33, 160, 300
 PRODUCTS = {"panels": scaled.by_panels, "torch": scaled._by_torch}
@@ -122,7 +122,7 @@ def test_packed_bytes_begin_with_a_unit(offset: int) -> None:
     data = torch.arange(offset + 2 * 66, dtype=torch.uint8)[offset:].view(2, 66)
     for given in (data[:1, :64], data[:, :64], data.flatten()[:128].view(2, 64)):
         x = given.view(E4M3)
-        packing = scales.Packing.of(x, torch.ones([]))
+        packing = scaled.Packing.of(x, torch.ones([]))
         packed = packing.pack(x, torch.ones([]))
         assert torch.equal(packed.view(torch.uint8), x.view(torch.uint8))
         assert packed.data_ptr() % 16 == 0
@@ -133,7 +133,7 @@ def test_packed_bytes_begin_with_a_unit(offset: int) -> None:
 @pytest.mark.parametrize("kind", [torch.Tensor, OnGpu])
 def test_the_numbers_of_fp4(kind: type[torch.Tensor]) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
-    numbers = scales.unscaled(codes.view(FP4).as_subclass(kind))
+    numbers = scaled.unscaled(codes.view(FP4).as_subclass(kind))
     want = torch.stack((support._FP4[(codes & 15).int()], support._FP4[(codes >> 4).int()]), -1)
     want[want == 0] *= 1 - 2 * ((torch.stack((codes, codes >> 4), -1) >> 3) & 1)[want == 0].float()
     assert torch.equal(numbers.view(torch.int32), want.view(2, 256).view(torch.int32))
@@ -152,7 +152,7 @@ def test_fp4_copies_nothing_from_the_host() -> None:
 
     codes = torch.zeros(2, 4, dtype=torch.uint8).view(FP4)
     with Recorded():
-        numbers = scales.unscaled(codes.as_subclass(OnGpu))
+        numbers = scaled.unscaled(codes.as_subclass(OnGpu))
     assert (numbers == 0).all() and made and torch.ops.aten.lift_fresh.default not in made
 
 
@@ -160,10 +160,10 @@ def test_fp4_copies_nothing_from_the_host() -> None:
 def test_swizzled_scales(shape: tuple[int, int]) -> None:
     plain = torch.randint(0, 255, shape, dtype=torch.uint8).view(E8M0)
     wanted = support.swizzled(plain)
-    assert torch.equal(scales.swizzled(plain).view(torch.uint8), wanted.view(torch.uint8))
-    assert scales.swizzled(wanted) is wanted
-    assert wanted.numel() == scales.swizzled_numel(*shape)
-    back = scales.plain(wanted, *shape)
+    assert torch.equal(scaled.swizzled(plain).view(torch.uint8), wanted.view(torch.uint8))
+    assert scaled.swizzled(wanted) is wanted
+    assert wanted.numel() == scaled.swizzled_numel(*shape)
+    back = scaled.plain(wanted, *shape)
     assert torch.equal(back.view(torch.uint8), plain.view(torch.uint8))
 
 
@@ -171,4 +171,4 @@ def test_swizzled_scales_are_those_of_torch() -> None:
     common = pytest.importorskip("torch.testing._internal.common_quantized")
     plain = torch.randint(0, 255, (200, 9), dtype=torch.uint8).view(E8M0)
     theirs = common.to_blocked(plain).view(torch.uint8)
-    assert torch.equal(scales.swizzled(plain).view(torch.uint8), theirs)
+    assert torch.equal(scaled.swizzled(plain).view(torch.uint8), theirs)

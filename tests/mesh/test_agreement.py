@@ -118,13 +118,13 @@ def test_gradients_of_different_operands(ranks: RanksFixture) -> None:
 def counted() -> Iterator[list[str]]:
     """The exchanges of this rank."""
     found: list[str] = []
-    usual = Group.numbers_of_all
+    usual = Group.statements
 
     def count(group: Any, purpose: str, *args: Any) -> Any:
         found.append(purpose)
         return usual(group, purpose, *args)
 
-    with mock.patch.object(Group, "numbers_of_all", count):
+    with mock.patch.object(Group, "statements", count):
         yield found
 
 

@@ -1,5 +1,5 @@
 """The cost model: exact times of a machine with round rates, and the plans that follow. Published
-figures are in planning/test_gpu_model.py."""
+figures are in planning/test_cost.py."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh
 from tpkernels import mesh as tpmesh
 from tpkernels import sharded_matmul
-from tpkernels.mesh import agreement, cost, planner
-from tpkernels.mesh.cost import estimate, fused_seconds
+from tpkernels.mesh import agreement, estimates, planner
+from tpkernels.mesh.estimates import estimate
 from tpkernels.mesh.planner import MatmulProblem, plans_for
-from tpkernels.planning import machines
+from tpkernels.planning import store
+from tpkernels.planning.cost import (
+    Link,
+    Profile,
+    all_to_all_seconds,
+    collective_seconds,
+    fused_seconds,
+    machine_named,
+    machines,
+    product_seconds,
+)
 from tpkernels.planning.machine import this_machine
-from tpkernels.planning.machines import Link, Profile, machine_named
-from tpkernels.planning.rates import all_to_all_seconds, collective_seconds, product_seconds
 
 MACHINE = Profile(
     title="round numbers",
@@ -172,8 +180,8 @@ def test_peak_memory_with_wider_partials(
 def test_the_fastest_is_not_the_one_with_the_fewest_bytes() -> None:
     given = problem((S0, R), (S1, R), (R, R), mesh=(2, 4), size=8192)
     by_bytes = planner.choose(given, "auto")
-    by_time = cost.choose(given, "auto", machine_named("h200"))
-    times = {plan: each.seconds for plan, each in cost.ranked(given, machine_named("h200"))}
+    by_time = estimates.choose(given, "auto", machine_named("h200"))
+    times = {plan: each.seconds for plan, each in estimates.ranked(given, machine_named("h200"))}
     assert by_time.nbytes > by_bytes.nbytes and times[by_time] < times[by_bytes]
     assert list(times.values()) == sorted(times.values())
 
@@ -182,15 +190,15 @@ def test_bytes_decide_between_equals() -> None:
     free = Link(call=1e-30, step=0.0, bandwidth=1e30)
     machine = replace(MACHINE, flops=(1e30,) * 3, bandwidth=1e30, within=free, between=free)
     given = problem((S0, S1), (S1, S0), (R, S0), mesh=(2, 2))
-    assert [plan for plan, _ in cost.ranked(given, machine)] == list(plans_for(given))
+    assert [plan for plan, _ in estimates.ranked(given, machine)] == list(plans_for(given))
 
 
 def test_what_does_not_fit_comes_last() -> None:
     given = problem((R, R), (R, S0), (R, S0), mesh=(2, 4), size=64)
-    pairs = cost.ranked(given, MACHINE)
+    pairs = estimates.ranked(given, MACHINE)
     least = min(each.memory for _, each in pairs)
     assert pairs[0][1].memory > least
-    small = cost.ranked(given, replace(MACHINE, memory=least))
+    small = estimates.ranked(given, replace(MACHINE, memory=least))
     assert small[0][1].memory == least and set(small) == set(pairs)
     fits = [each.memory <= least for _, each in small]
     assert fits == sorted(fits, reverse=True)
@@ -198,17 +206,17 @@ def test_what_does_not_fit_comes_last() -> None:
 
 def test_an_unknown_strategy() -> None:
     with pytest.raises(ValueError, match=r"no strategy 'rows' for S0 @ R -> any"):
-        cost.choose(problem((S0,), (R,), None), "rows", MACHINE)
+        estimates.choose(problem((S0,), (R,), None), "rows", MACHINE)
 
 
-@pytest.mark.parametrize("name", machines.machines())
+@pytest.mark.parametrize("name", machines())
 def test_every_machine_is_complete(name: str) -> None:
     machine = machine_named(name)
     assert machine.source and machine.title and machine.node >= 1
     assert min(*machine.flops, machine.bandwidth) > 1e9
     for link in (machine.within, machine.between):
         assert link.call > 0 and link.bandwidth > 1e9
-    assert machines.parse(machines.to_text(machine)) == machine
+    assert store.profile_in(store.profile_text(machine)) == machine
 
 
 def test_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -219,25 +227,25 @@ def test_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ("new", "h100"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda title=title: title)
-        assert machines.own_machine("cuda", 8) == (name, machine_named(name))
-    assert machines.own_machine("cpu", 8) == ("zen4-core", machine_named("zen4-core"))
+        assert store.own_machine("cuda", 8) == (name, machine_named(name))
+    assert store.own_machine("cpu", 8) == ("zen4-core", machine_named("zen4-core"))
 
 
 def test_measured_rates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = this_machine("cpu", 2, 1, True)
-    path = machines.keep(here, MACHINE)
-    assert machines.load(here) == MACHINE
-    assert machines.own_machine("cpu", 2) == ("this", MACHINE)
-    assert machines.own_machine("cpu", 3)[0] == "zen4-core"
+    path = store.save_rates(here, MACHINE)
+    assert store.load_rates(here) == MACHINE
+    assert store.own_machine("cpu", 2) == ("this", MACHINE)
+    assert store.own_machine("cpu", 3)[0] == "zen4-core"
     kept = path.read_text()
-    for damaged in ("", "[]", kept.replace("10.0", "-1.0"), kept.replace(machines.FORMAT, "0")):
+    for damaged in ("", "[]", kept.replace("10.0", "-1.0"), kept.replace(store._RATES_FORMAT, "0")):
         assert damaged != kept
         path.write_text(damaged)
-        assert machines.load(here) is None
+        assert store.load_rates(here) is None
     path.write_text(kept)
     path.chmod(0o666)  # anybody can have written it
-    assert machines.load(here) is None
+    assert store.load_rates(here) is None
 
 
 def agreement_job() -> tuple[str, str, str]:

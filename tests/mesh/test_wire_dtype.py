@@ -18,9 +18,9 @@ from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh, take
 from tests.support.ranked import messages_of, report
 from tests.support.tiers import thorough
 from tpkernels import mesh as tpmesh
-from tpkernels.mesh.cost import estimate
+from tpkernels.mesh.estimates import estimate
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, plans_for
-from tpkernels.planning.machines import machine_named
+from tpkernels.planning.cost import machine_named
 
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -94,6 +94,8 @@ void on_processes_that_succeed(const Setup& setup, const Body& body);
 
 // The Failure that `call` throws. CHECKs that there is one, of this kind.
 host::Failure failure_of(host::FailureKind kind, const std::function<void()>& call);
+bool was_killed(int status);  // by `kill_process`; a wait status
+void kill_process(int pid);
 bool contains(const std::string& text, const std::string& part);
 // Milliseconds on a clock that all processes share.
 double now_ms();

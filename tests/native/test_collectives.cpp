@@ -1,8 +1,14 @@
-// The collectives between threads, checked against exact integers.
+// The collectives between threads and between processes, checked against exact integers: small
+// enough that every sum is exact in every dtype.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
 #include <string>
 #include <vector>
 
-#include "collective_cases.h"
+#include "check.h"
+#include "host/collectives.h"
+#include "host/vector_scalar.h"
 
 namespace tpkernels::test {
 namespace {
@@ -12,133 +18,287 @@ using host::DType;
 using host::Failure;
 using host::FailureKind;
 using host::ShardLayout;
+using Segment = std::shared_ptr<host::Arena>;
 
-constexpr DType kDTypes[] = {DType::kF32, DType::kF16, DType::kBF16, DType::kF64};
+enum class Op { kAllGather, kReduceScatter, kAllReduce };
 
-std::vector<std::size_t> rows_of(int world, std::vector<std::size_t> pattern) {
-  std::vector<std::size_t> sizes;
-  for (int rank = 0; rank < world; ++rank) {
-    sizes.push_back(pattern[static_cast<std::size_t>(rank) % pattern.size()]);
+// One call, identical on all ranks. For `kAllReduce` the layout is a flat tensor of `inner`
+// elements.
+struct Collective {
+  Op op;
+  ShardLayout layout;
+  DType wire = DType::kF32;
+  DType out = DType::kF32;
+  bool bias = false, residual = false, norm = false;
+  bool in_place = false;        // all-reduce only
+  std::uint32_t symmetric = 0;  // bit r: rank r's input lies in the segment
+  int round = 0;                // distinguishes calls
+
+  std::string text() const {
+    static const char* const kNames[] = {"all_gather", "reduce_scatter", "all_reduce"};
+    std::string text =
+        std::string(kNames[static_cast<int>(op)]) + " of " + std::to_string(layout.outer) + " x [";
+    for (const std::size_t size : layout.sizes) text += " " + std::to_string(size);
+    text += " ] x " + std::to_string(layout.inner) + ", flags";
+    for (const int flag : {static_cast<int>(wire), static_cast<int>(out), int{bias}, int{residual},
+                           int{norm}, int{in_place}, static_cast<int>(symmetric)}) {
+      text += " " + std::to_string(flag);
+    }
+    return text + ", round " + std::to_string(round);
   }
-  return sizes;
-}
+};
 
-// Every world size, with one-page buffers so that most calls take several chunks.
+constexpr std::size_t kSegmentBytes = 1 << 18;
+constexpr std::byte kUntouched{0xa5};
+constexpr std::size_t kGuard = 256;
+
 template <class F>
-void on_every_world(F&& body) {
-  for (const int world : {1, 2, 3, 4}) {
-    Setup setup;
-    setup.world = world;
-    setup.capacity = 4096;
-    on_threads(setup, body);
+void with_dtype(DType dtype, F&& f) {
+  if (dtype == DType::kF32) f(std::integral_constant<DType, DType::kF32>());
+  if (dtype == DType::kF16) f(std::integral_constant<DType, DType::kF16>());
+  if (dtype == DType::kBF16) f(std::integral_constant<DType, DType::kBF16>());
+}
+
+void put(DType dtype, std::byte* base, std::size_t i, int value) {
+  std::byte* to = base + i * size_of(dtype);
+  const double wide = value;
+  if (dtype == DType::kF64) std::memcpy(to, &wide, 8);
+  with_dtype(dtype, [&](auto d) {
+    host::scalar::from_float<decltype(d)::value>(to, static_cast<float>(value));
+  });
+}
+
+double get(DType dtype, const std::byte* base, std::size_t i) {
+  const std::byte* from = base + i * size_of(dtype);
+  double wide = 0;
+  if (dtype == DType::kF64) std::memcpy(&wide, from, 8);
+  with_dtype(dtype, [&](auto d) { wide = host::scalar::to_float<decltype(d)::value>(from); });
+  return wide;
+}
+
+// Element i of a rank's input: at most 12, so the sum over four ranks, bias and residual is < 256.
+int input_value(int rank, int round, std::size_t i) {
+  return static_cast<int>(
+      (static_cast<std::size_t>(rank) * 7 + static_cast<unsigned>(round) * 3 + i * 5) % 13);
+}
+int bias_value(std::size_t column) { return static_cast<int>(column % 5) - 2; }
+int residual_value(std::size_t i) { return static_cast<int>(i % 7) - 3; }
+
+// `expected(i)` for a result that has these rows of each block, and the elements of the input.
+struct Shape {
+  std::size_t first, rows, in_count;
+};
+
+Shape shape_of(const Collective& call, std::size_t rank) {
+  const ShardLayout& layout = call.layout;
+  if (call.op == Op::kAllReduce) return {0, 1, layout.inner};
+  const auto begin = layout.sizes.begin();
+  const std::size_t whole = std::accumulate(begin, layout.sizes.end(), std::size_t{0});
+  const std::size_t own = layout.sizes[rank], block = layout.outer * layout.inner;
+  if (call.op == Op::kAllGather) return {0, whole, own * block};
+  const auto until = begin + static_cast<std::ptrdiff_t>(rank);
+  return {std::accumulate(begin, until, std::size_t{0}), own, whole * block};
+}
+
+// Element i of the result, before bias and residual.
+int expected(const Collective& call, int world, const Shape& shape, std::size_t i) {
+  const ShardLayout& layout = call.layout;
+  const std::size_t width = shape.rows * layout.inner;
+  if (call.op == Op::kAllGather) {
+    std::size_t row = i / layout.inner % shape.rows, rank = 0;
+    while (row >= layout.sizes[rank]) row -= layout.sizes[rank++];
+    const std::size_t at = (i / width * layout.sizes[rank] + row) * layout.inner + i % layout.inner;
+    return input_value(static_cast<int>(rank), call.round, at);
+  }
+  const std::size_t whole =
+      std::max<std::size_t>(1, std::accumulate(layout.sizes.begin(), layout.sizes.end(), 0ul));
+  const std::size_t at =
+      call.op == Op::kAllReduce ? i : (i / width * whole + shape.first) * layout.inner + i % width;
+  int sum = 0;
+  for (int rank = 0; rank < world; ++rank) sum += input_value(rank, call.round, at);
+  return sum;
+}
+
+// Runs one call on this rank. CHECKs every element of the result, and that nothing around it was
+// written. `segment` may be null if no rank's input is symmetric.
+void run(Channel& channel, const Collective& call, const Segment& segment = nullptr) {
+  const std::string text = call.text();
+  const host::CallId id{static_cast<std::uint32_t>(std::hash<std::string>{}(text)) | 1u, text};
+  const auto rank = static_cast<std::size_t>(channel.rank());
+  const Shape shape = shape_of(call, rank);
+  const std::size_t count = call.layout.outer * shape.rows * call.layout.inner;
+  const std::size_t element = size_of(call.out);
+  std::vector<std::byte> around(count * element + 2 * kGuard, kUntouched);
+  std::byte* const out = around.data() + kGuard;
+  std::vector<std::byte> input(shape.in_count * size_of(call.wire) + 1);
+  std::byte* in = call.in_place ? out : input.data();
+  host::Source source{in};
+  if (segment && (call.symmetric >> rank & 1u) != 0 && !call.in_place) {
+    source.offset = 64 * (1 + static_cast<unsigned>(call.round) % 5);
+    CHECK(source.offset + input.size() <= kSegmentBytes);
+    source.segment = 1;
+    source.data = in = segment->region(channel.rank()) + source.offset;
+  }
+  for (std::size_t i = 0; i < shape.in_count; ++i) {
+    put(call.wire, in, i, input_value(channel.rank(), call.round, i));
+  }
+  // Bias and residual of a reduction.
+  const bool sums = call.op != Op::kAllGather;
+  host::Epilogue epilogue;
+  epilogue.out_dtype = epilogue.residual_dtype = call.out;
+  epilogue.cols =
+      call.op == Op::kReduceScatter ? call.layout.inner : std::min<std::size_t>(count, 10);
+  epilogue.cols = count % std::max<std::size_t>(1, epilogue.cols) == 0 ? epilogue.cols : 1;
+  epilogue.cols = std::max<std::size_t>(1, epilogue.cols);
+  std::vector<std::byte> bias(epilogue.cols * 8), residual(count * element + 1);
+  const DType bias_dtype = call.wire == DType::kF64 ? DType::kF64 : DType::kF32;
+  for (std::size_t i = 0; i < epilogue.cols; ++i) put(bias_dtype, bias.data(), i, bias_value(i));
+  for (std::size_t i = 0; i < count; ++i) put(call.out, residual.data(), i, residual_value(i));
+  if (call.bias) epilogue.bias = bias.data();
+  if (call.residual) epilogue.residual = residual.data();
+  host::RmsNorm norm;
+  std::vector<std::byte> normed(count * element), weight(count * element);
+  for (std::size_t i = 0; i < count; ++i) put(call.out, weight.data(), i, bias_value(i));
+  if (call.norm) {
+    norm = {normed.data(), weight.data(), call.out, count % 3 == 0 ? count / 3 : count, 0.5};
+  }
+  if (call.op == Op::kAllGather) all_gather(channel, id, source, out, call.layout, call.wire);
+  if (call.op == Op::kReduceScatter) {
+    reduce_scatter(channel, id, source, out, call.layout, call.wire, epilogue);
+  }
+  if (call.op == Op::kAllReduce) {
+    all_reduce(channel, id, source, out, count, call.wire, epilogue, norm);
+  }
+  if (call.norm) {
+    std::vector<std::byte> afterwards(normed.size());
+    norm.out = afterwards.data();
+    normalise_rows(norm, out, call.out, 0, count / norm.cols);
+    CHECK(normed == afterwards, text + " normalised other rows");
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const double got = get(call.out, out, i);
+    const double exact = expected(call, channel.world(), shape, i) +
+                         (sums && call.bias ? bias_value(i % epilogue.cols) : 0) +
+                         (sums && call.residual ? residual_value(i) : 0);
+    CHECK(got == exact, text + ": element " + std::to_string(i) + " is " + std::to_string(got) +
+                            ", not " + std::to_string(exact));
+  }
+  for (std::size_t i = 0; i < kGuard; ++i) {
+    CHECK(around[i] == kUntouched && around[kGuard + count * element + i] == kUntouched,
+          text + " wrote beyond its output");
   }
 }
 
-std::shared_ptr<host::Arena> add_segment(Channel& channel,
-                                         const std::shared_ptr<host::Arena>& segment) {
-  channel.add_segment(1, segment);
-  return segment;
+// `count` calls of random ops, layouts and dtypes, the same on all ranks.
+void run_random(Channel& channel, std::uint64_t seed, int count, const Segment& segment = nullptr) {
+  if (segment) channel.add_segment(1, segment);
+  std::uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
+  const auto draw = [&](std::size_t below) {  // splitmix64
+    std::uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return static_cast<std::size_t>((z ^ (z >> 31)) % below);
+  };
+  constexpr DType kDTypes[] = {DType::kF32, DType::kF16, DType::kBF16, DType::kF64};
+  const auto world = static_cast<std::size_t>(channel.world());
+  for (int round = 0; round < count; ++round) {
+    Collective call{static_cast<Op>(draw(3)), {1, 1, {}}};
+    call.round = round;
+    call.wire = kDTypes[draw(4)];
+    call.out = call.op == Op::kAllGather || call.wire == DType::kF64 ? call.wire : kDTypes[draw(3)];
+    call.bias = draw(2) == 0;
+    call.residual = draw(2) == 0;
+    if (segment && draw(2) == 0) call.symmetric = static_cast<std::uint32_t>(draw(1u << world));
+    if (call.op == Op::kAllReduce) {
+      // From one element to many chunks, and around the limit of one shot.
+      const std::size_t edge = host::kOneShotBytes / size_of(call.wire);
+      const std::size_t counts[] = {draw(99) + 1, draw(6000) + 1, edge - 1 + draw(3),
+                                    3 * edge + 17};
+      call.layout.inner = counts[draw(4)];
+      call.norm = draw(2) == 0;
+      call.in_place = call.out == call.wire && draw(3) == 0;
+      if (call.in_place) call.symmetric = 0;
+    } else {
+      call.layout = {draw(3) + 1, draw(40) + 1, std::vector<std::size_t>(world)};
+      for (std::size_t& size : call.layout.sizes) size = draw(4) == 0 ? 0 : draw(30);
+    }
+    run(channel, call, segment);
+  }
+}
+
+// Small buffers, so that most calls take several chunks, and epochs that wrap.
+Setup delayed(int world) {
+  Setup setup;
+  setup.world = world;
+  setup.capacity = 8192;
+  setup.max_delay_us = 300;
+  setup.epoch = 0xfffffff0u;
+  return setup;
 }
 
 }  // namespace
 
-TEST_CASE(all_gathers_are_exact, kThreads) {
-  on_every_world([](Channel& channel) {
-    const int world = channel.world();
-    int round = 0;
-    for (const DType dtype : kDTypes) {
-      for (const std::size_t outer : {1, 3}) {
-        for (const std::size_t inner : {1, 7, 33, 300}) {
-          for (const auto& pattern : {std::vector<std::size_t>{4}, {3, 0, 5}, {0}, {0, 0, 0, 29}}) {
-            Collective call{Op::kAllGather, {outer, inner, rows_of(world, pattern)}, dtype, dtype};
-            call.round = ++round;
-            run_collective(channel, call);
-          }
-        }
-      }
-    }
-  });
-}
-
-TEST_CASE(reduce_scatters_are_exact, kThreads) {
-  on_every_world([](Channel& channel) {
-    const int world = channel.world();
-    int round = 0;
-    for (const DType dtype : kDTypes) {
-      for (const std::size_t outer : {1, 3}) {
-        for (const std::size_t inner : {1, 7, 300}) {
-          for (const auto& pattern : {std::vector<std::size_t>{4}, {3, 0, 5}, {0}, {0, 0, 0, 29}}) {
-            Collective call{Op::kReduceScatter, {outer, inner, rows_of(world, pattern)}, dtype};
-            call.round = ++round;
-            call.out = dtype == DType::kF64 ? dtype : kDTypes[round % 3];
-            call.bias = round % 2 == 0;
-            call.residual = round % 3 == 0;
-            run_collective(channel, call);
-          }
-        }
-      }
-    }
-  });
-}
-
-TEST_CASE(all_reduces_are_exact, kThreads) {
-  on_every_world([](Channel& channel) {
-    int round = 0;
-    // Sizes from one element to many chunks, including those around the one-shot limit.
-    const std::size_t edge = host::chunk_limits().one_shot_bytes;
-    for (const DType dtype : kDTypes) {
-      const std::size_t at = edge / size_of(dtype);
-      for (const std::size_t count :
-           {std::size_t{0}, std::size_t{1}, std::size_t{63}, at - 1, at, at + 1, 3 * at + 17}) {
-        for (const bool in_place : {false, true}) {
-          Collective call{Op::kAllReduce, {1, count, {}}, dtype};
-          call.round = ++round;
-          call.in_place = in_place;
-          call.out = in_place || dtype == DType::kF64 ? dtype : kDTypes[round % 3];
-          call.bias = round % 3 == 0;
-          call.residual = round % 5 == 0;
-          run_collective(channel, call);
-        }
-      }
-    }
-  });
-}
-
-TEST_CASE(symmetric_inputs_are_read_in_place, kThreads) {
-  for (const int world : {1, 2, 3}) {
+TEST_CASE(random_collectives_under_delays, kThreads) {
+  for (const int world : {1, 2, 4}) {
     const auto segment = make_arena(world, kSegmentBytes);
-    Setup setup;
-    setup.world = world;
-    setup.capacity = 4096;
-    setup.max_delay_us = 200;
-    on_threads(setup, [&](Channel& channel) {
-      add_segment(channel, segment);
-      int round = 0;
-      for (std::uint32_t who = 1; who < 1u << world; ++who) {  // every subset of ranks
-        for (const std::size_t outer : {1, 2}) {
-          const ShardLayout layout{outer, 33, rows_of(world, {30, 0, 41})};
-          for (const Op op : {Op::kAllGather, Op::kReduceScatter, Op::kAllReduce}) {
-            Collective call{op, op == Op::kAllReduce ? ShardLayout{1, 9001, {}} : layout};
-            call.round = ++round;
-            call.symmetric = who;
-            run_collective(channel, call, segment);
-          }
-        }
-      }
+    on_threads(delayed(world), [&](Channel& channel) {
+      run_random(channel, options().seed, options().calls, segment);
     });
   }
+}
+
+TEST_CASE(random_collectives_between_processes, kFork) {
+  for (const int world : {2, 3}) {
+    const auto segment = make_arena(world, kSegmentBytes);
+    on_processes_that_succeed(delayed(world), [&](Channel& channel) {
+      run_random(channel, options().seed + 1, options().calls, segment);
+    });
+  }
+}
+
+TEST_CASE(a_process_killed_within_collectives_is_reported, kFork) {
+  Setup setup = delayed(4);
+  setup.max_delay_us = 2000;
+  setup.channel.timeout_s = 60;
+  double killed_at = 0;
+  const auto statuses = on_processes(
+      setup,
+      [&](Channel& channel) {
+        const Failure failure = failure_of(FailureKind::kPeerLost,
+                                           [&] { run_random(channel, options().seed, 1 << 30); });
+        CHECK(failure.peer == 2 && contains(failure.what(), "for rank 2 (pid "), failure.what());
+      },
+      [&](const std::vector<int>& pids) {
+        sleep_ms(150);
+        killed_at = now_ms();
+        kill_process(pids[2]);
+      });
+  CHECK(now_ms() - killed_at < 2000);
+  for (std::size_t rank = 0; rank < 4; ++rank) {
+    CHECK(rank == 2 ? was_killed(statuses[rank]) : statuses[rank] == 0);
+  }
+}
+
+TEST_CASE(every_vector_unit_agrees, kThreads) {
+  const std::string best = host::vector_unit().name;
+  for (const host::VectorUnit* unit : host::available_units()) {
+    host::use_unit(unit->name);
+    Setup setup;
+    setup.world = 3;
+    on_threads(setup, [](Channel& channel) { run_random(channel, options().seed + 1, 25); });
+  }
+  host::use_unit(best);
 }
 
 TEST_CASE(a_released_segment_is_an_error_on_all_ranks, kThreads) {
   const auto theirs = make_arena(2, kSegmentBytes);
   on_threads(Setup{}, [&](Channel& channel) {
     auto own = channel.rank() == 0 ? theirs : make_arena(2, kSegmentBytes);
-    add_segment(channel, own);
+    channel.add_segment(1, own);
     if (channel.rank() == 1) own.reset();  // rank 0 keeps its segment, rank 1 releases its own
     Collective call{Op::kAllGather, {1, 8, {4, 4}}};
     call.symmetric = 1;
-    const Failure failure =
-        failure_of(FailureKind::kMismatch, [&] { run_collective(channel, call, own); });
+    const Failure failure = failure_of(FailureKind::kMismatch, [&] { run(channel, call, own); });
     CHECK(contains(failure.what(), "passes a symmetric tensor that this rank has released"),
           failure.what());
   });
@@ -150,36 +310,9 @@ TEST_CASE(large_results_are_streamed, kThreads) {
   setup.capacity = 1 << 20;
   on_threads(setup, [](Channel& channel) {
     const std::size_t half = (4 << 20) / 4 + 7;
-    run_collective(channel, {Op::kAllGather, {1, 1, {half, half}}});
-    run_collective(channel, {Op::kAllReduce, {1, 2 * half + 3, {}}});
+    run(channel, {Op::kAllGather, {1, 1, {half, half}}});
+    run(channel, {Op::kAllReduce, {1, 2 * half + 3, {}}});
   });
-}
-
-TEST_CASE(every_vector_unit_agrees, kThreads) {
-  const std::string best = host::vector_unit().name;
-  for (const host::VectorUnit* unit : host::available_units()) {
-    host::use_unit(unit->name);
-    Setup setup;
-    setup.world = 3;
-    on_threads(setup,
-               [](Channel& channel) { run_random_collectives(channel, options().seed + 1, 25); });
-  }
-  host::use_unit(best);
-}
-
-TEST_CASE(random_collectives_under_delays, kThreads) {
-  for (const int world : {2, 4}) {
-    const auto segment = make_arena(world, kSegmentBytes);
-    Setup setup;
-    setup.world = world;
-    setup.capacity = 8192;
-    setup.max_delay_us = 300;
-    setup.epoch = 0xfffffff0u;
-    on_threads(setup, [&](Channel& channel) {
-      add_segment(channel, segment);
-      run_random_collectives(channel, options().seed, options().calls, segment);
-    });
-  }
 }
 
 }  // namespace tpkernels::test

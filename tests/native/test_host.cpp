@@ -1,5 +1,6 @@
 // Runs the C++ tests: test_host [--threads-only] [--only=NAME] [--calls=N] [--seed=N]
 // [--single-buffer] [--skip-waits]. Exit code 0 if all cases pass.
+#include <signal.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -160,6 +161,9 @@ Failure failure_of(FailureKind kind, const std::function<void()>& call) {
   }
   check_failed("the call fails", __FILE__, __LINE__, "it succeeded");
 }
+
+bool was_killed(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL; }
+void kill_process(int pid) { kill(pid, SIGKILL); }
 
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;

@@ -1,8 +1,4 @@
-// The mailbox between threads and between forked processes, one of which dies.
-#include <signal.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
+// The mailbox between threads. Processes, one of which dies, are in tests/launch/test_mailbox.py.
 #include <algorithm>
 #include <random>
 #include <thread>
@@ -136,59 +132,6 @@ TEST_CASE(mailbox_loses_no_wake_up, kThreads) {
   run(false);
   other.join();
   CHECK(wrong < 0, "at byte " + std::to_string(wrong));
-}
-
-TEST_CASE(mailbox_between_processes, kFork) {
-  const auto arena = mailboxes(1, kCapacity, kReaders);
-  std::vector<pid_t> pids;
-  for (int reader = 0; reader < kReaders; ++reader) {
-    const pid_t pid = fork();
-    CHECK(pid >= 0);
-    if (pid == 0) {
-      try {
-        End box(arena, 0, kReaders, options().seed + static_cast<unsigned>(reader));
-        read_all(box, reader, kTotal, options().seed + static_cast<unsigned>(reader));
-        _exit(0);
-      } catch (const std::exception&) {
-        _exit(1);
-      }
-    }
-    pids.push_back(pid);
-  }
-  End box(arena, 0, kReaders, options().seed + 98);
-  write_all(box, kTotal, options().seed + 99);
-  for (const pid_t pid : pids) {
-    int status = -1;
-    CHECK(waitpid(pid, &status, 0) == pid && status == 0, std::to_string(status));
-  }
-}
-
-// A reader that is killed at any moment leaves a ring on which the writer waits no longer than it
-// is asked to, and which another end can go on reading.
-TEST_CASE(mailbox_survives_a_killed_reader, kFork) {
-  Source source(options().seed);
-  for (int round = 0; round < 20; ++round) {
-    const auto arena = mailboxes(1, kCapacity, 1);
-    const pid_t pid = fork();
-    CHECK(pid >= 0);
-    if (pid == 0) {
-      Mailbox box(arena, 0, 1, 0, 0);
-      read_all(box, 0, std::size_t{1} << 40, 1);
-      _exit(0);
-    }
-    Mailbox box(arena, 0, 1, 0, 0);
-    write_all(box, 20000, options().seed + static_cast<unsigned>(round));
-    kill(pid, SIGKILL);
-    int status = 0;
-    CHECK(waitpid(pid, &status, 0) == pid && WIFSIGNALED(status));
-    const std::vector<std::byte> more(2 * box.capacity());
-    const double start = now_ms();
-    CHECK(box.write(more.data(), more.size(), 0.02) <= box.capacity());
-    CHECK(now_ms() - start < 1000);
-    std::vector<std::byte> rest(2 * box.capacity());
-    CHECK(box.read(0, rest.data(), rest.size(), 0) <= box.capacity());
-    CHECK(box.write(more.data(), box.capacity(), 0) == box.capacity());
-  }
 }
 
 }  // namespace tpkernels::test

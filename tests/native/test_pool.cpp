@@ -11,7 +11,6 @@
 
 #include "check.h"
 #include "host/pool.h"
-#include "pool_checks.h"
 
 namespace tpkernels::test {
 namespace {
@@ -19,25 +18,21 @@ namespace {
 using host::Pool;
 using host::size_class;
 
-// Blocks that one thread fills and another one checks and gives back.
-class Handover {
- public:
-  void add(Pool::Block block, int value) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    queue_.emplace_back(block, value);
-  }
-  bool take(std::pair<Pool::Block, int>* out) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (queue_.empty()) return false;
-    *out = queue_.front();
-    queue_.pop_front();
-    return true;
-  }
+constexpr std::size_t kMiB = std::size_t{1} << 20;
 
- private:
-  std::mutex mutex_;
-  std::deque<std::pair<Pool::Block, int>> queue_;
-};
+bool filled_with(const Pool::Block& block, int value) {
+  const auto expected = static_cast<std::byte>(value);
+  for (std::size_t i = 0; i < block->bytes(); i += 64) {
+    if (block->data()[i] != expected) return false;
+  }
+  return block->data()[block->bytes() - 1] == expected;
+}
+
+void check_usage(const Pool& pool, std::size_t in_use, std::size_t idle) {
+  const Pool::Usage usage = pool.usage();
+  CHECK(usage.in_use == in_use && usage.idle == idle,
+        std::to_string(usage.in_use) + " in use, " + std::to_string(usage.idle) + " idle");
+}
 
 }  // namespace
 
@@ -108,30 +103,38 @@ TEST_CASE(no_memory_is_no_block, kThreads) {
 }
 
 TEST_CASE(threads_share_a_pool, kThreads) {
-  constexpr int kThreadCount = 4;
   Pool pool;
   pool.set_limit(2 * kMiB);
-  Handover handover;
+  std::mutex mutex;
+  std::deque<std::pair<Pool::Block, int>> handed_over;  // one thread fills, another gives back
   std::atomic<int> failures{0};
-  const auto check_and_return = [&](const std::pair<Pool::Block, int>& owned) {
-    if (!filled_with(owned.first, owned.second)) ++failures;
-    pool.give_back(owned.first);
+  const auto check_and_return = [&] {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (handed_over.empty()) return false;
+    const auto [block, value] = handed_over.front();
+    handed_over.pop_front();
+    lock.unlock();
+    if (!filled_with(block, value)) ++failures;
+    pool.give_back(block);
     const Pool::Usage usage = pool.usage();
     if (usage.idle > usage.limit) ++failures;
+    return true;
   };
   std::vector<std::thread> threads;
-  for (int thread = 0; thread < kThreadCount; ++thread) {
+  for (int thread = 0; thread < 4; ++thread) {
     threads.emplace_back([&, thread] {
-      std::pair<Pool::Block, int> owned;
       for (int call = 0; call < options().calls; ++call) {
         const int value = (thread * 61 + call) % 251 + 1;
         const auto block =
             *pool.take((std::size_t{256} << 10) * static_cast<unsigned>(1 + call % 5));
         std::memset(block->data(), value, block->bytes());
-        handover.add(block, value);
-        if (call % 3 != 0 && handover.take(&owned)) check_and_return(owned);
+        {
+          const std::lock_guard<std::mutex> lock(mutex);
+          handed_over.emplace_back(block, value);
+        }
+        if (call % 3 != 0) check_and_return();
       }
-      while (handover.take(&owned)) check_and_return(owned);
+      while (check_and_return()) continue;
     });
   }
   for (std::thread& thread : threads) thread.join();

@@ -1,238 +1,425 @@
-"""The communicator of csrc/nccl, with a fake libnccl that fails on demand."""
+"""`tpkernels.nccl.Communicator`: how ranks create one, what it refuses, and what it passes to NCCL.
+The ranks have a fake libnccl, and CPU tensors in place of CUDA tensors."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+import tpkernels
 from tests.support import faults
-from tests.support.fake_nccl import (
-    IN_PROGRESS,
-    INVALID_ARGUMENT,
-    REMOTE_ERROR,
-    SUCCESS,
-    TIMEOUT,
-    Build,
-    Fake,
-)
-from tests.support.tiers import thorough
-from tpkernels import dtypes
-from tpkernels._C.nccl import Communicator, Library, Operation, OperationKind
-from tpkernels.errors import (
-    CollectiveTimeoutError,
-    PeerLostError,
-    TpkernelsError,
-)
+from tests.support.cases import RanksFixture
+from tests.support.fake_nccl import REMOTE_ERROR, Build, Fake
+from tests.support.faults import PROMPT, Ending
+from tests.support.paths import ROOT
+from tests.support.tiers import sweep
+from tpkernels.nccl import Communicator, communicator
 
-SHORT, LONG = 0.3, 30.0
-UNSET = -(2**31)
-BUFFER = torch.zeros(64, dtype=torch.float64)
+WORLD = 3
+SHORT = 0.6
+CPU = torch.device("cpu")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-@pytest.fixture
-def fake(fake_nccl: Build) -> Fake:
-    return fake_nccl()
+@contextlib.contextmanager
+def pretending() -> Iterator[None]:
+    """Makes the CPU the current CUDA device."""
+    with (
+        mock.patch.object(communicator, "_current_device", lambda: CPU),
+        mock.patch.object(communicator, "_current_stream", lambda device: 7),
+    ):
+        yield
 
 
-def make(fake: Fake, timeout: float = LONG, name: str = "tp") -> Communicator:
-    library = Library(fake.path)
-    return Communicator(library, library.unique_id(), 0, 1, name=name, timeout=timeout)
-
-
-def operation(kind: str = "ALL_REDUCE", count: int = 8, peer: int = 0) -> Operation:
-    address = BUFFER.data_ptr()
-    return Operation(getattr(OperationKind, kind), address, address, count, 0, peer, 5)
-
-
-# Every call of a communicator that NCCL may fail to complete.
-CALLS: dict[str, tuple[str, Callable[[Communicator], object]]] = {
-    "all_gather": ("ncclAllGather", lambda c: c.enqueue([operation("ALL_GATHER")])),
-    "reduce_scatter": ("ncclReduceScatter", lambda c: c.enqueue([operation("REDUCE_SCATTER")])),
-    "all_reduce": ("ncclAllReduce", lambda c: c.enqueue([operation()])),
-    "broadcast": ("ncclBroadcast", lambda c: c.enqueue([operation("BROADCAST")])),
-    "send": ("ncclSend", lambda c: c.enqueue([operation("SEND")])),
-    "recv": ("ncclRecv", lambda c: c.enqueue([operation("RECV")])),
-    "group": ("ncclGroupEnd", lambda c: c.enqueue([operation("SEND"), operation("RECV")])),
-    "in group": ("ncclRecv", lambda c: c.enqueue([operation("SEND"), operation("RECV")])),
-    "group start": ("ncclGroupStart", lambda c: c.enqueue([operation("SEND"), operation("RECV")])),
-    "window": ("ncclCommWindowRegister", lambda c: c.register_window(16, 16)),
-    "no window": ("ncclCommWindowDeregister", lambda c: c.deregister_window(16)),
-    "close": ("ncclCommFinalize", lambda c: c.close()),
-}
-
-
-def require_broken(fake: Fake, communicator: Communicator, by: str) -> None:
-    """NCCL's communicator was aborted once, and later calls report that without calling NCCL."""
-    assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse, fake.depth) == (1, 0, 0, 0)
-    asked = fake.calls("ncclCommGetAsyncError"), fake.calls("ncclAllReduce")
-    for again in (lambda: communicator.enqueue([operation()]), communicator.check):
-        ending = faults.ending_of(again)
-        assert ending.error == "GroupBrokenError" and ending.seconds < LONG / 2, ending
-        assert "is broken and can run no more calls; make a new one" in ending.text, ending
-        assert by in ending.text, ending
-    communicator.close()  # nothing is left to close
-    communicator.abort("again")
-    assert asked == (fake.calls("ncclCommGetAsyncError"), fake.calls("ncclAllReduce"))
-    assert fake.calls("ncclCommAbort") == 1
-
-
-# Calls arrive at NCCL.
-
-
-def test_the_config_and_the_id_arrive(fake: Fake) -> None:
-    library, unique_id = Library(fake.path), bytes(range(128))
-    Communicator(library, unique_id, 0, 1, name="tp", timeout=LONG)
-    config = fake.config
-    assert (config.size, config.magic, config.version) == (72, 0xCAFEBEEF, 22700)
-    assert (config.blocking, config.net_name, fake.name) == (0, None, "tp")
-    unset = ("cga_cluster_size", "min_ctas", "max_ctas", "split_share", "cta_policy", "nvls_ctas")
-    assert {getattr(config, name) for name in unset} == {UNSET}
-    assert fake.unique_id == unique_id
-    with pytest.raises(ValueError, match="a unique id has 128 bytes, not 5"):
-        Communicator(library, b"short", 0, 1, name="tp", timeout=LONG)
-
-
-@pytest.mark.parametrize("dtype", dtypes.CODES, ids=str)
-def test_operations_arrive(fake: Fake, dtype: torch.dtype) -> None:
-    nccl_type = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9, torch.float64: 8}[dtype]
-    communicator, fields = make(fake), f"count=3 dtype={nccl_type}"
-    x, out = torch.arange(3, dtype=dtype), torch.zeros(3, dtype=dtype)
-    for kind, name, peer in [
-        ("ALL_GATHER", "AllGather", -1),
-        ("REDUCE_SCATTER", "ReduceScatter", -1),
-        ("ALL_REDUCE", "AllReduce", -1),
-        ("BROADCAST", "Broadcast", 0),
-    ]:
-        out.zero_()
-        addresses = x.data_ptr(), out.data_ptr()
-        code = dtypes.CODES[dtype]
-        communicator.enqueue([Operation(getattr(OperationKind, kind), *addresses, 3, code, 0, 9)])
-        assert torch.equal(out, x)
-        assert fake.log[-1] == f"{name} {fields} peer={peer} stream=9 group=0"
-
-
-def test_empty_operations_are_left_out(fake: Fake) -> None:
-    communicator = make(fake)
-    communicator.enqueue([])
-    communicator.enqueue([operation(count=0)])
-    communicator.enqueue([operation("SEND", 0), operation("SEND", 4), operation("RECV", 0)])
-    assert fake.log == ["Send count=4 dtype=7 peer=0 stream=5 group=0"]
-
-
-# Waiting and failing.
-
-
-@pytest.mark.parametrize("code", [SUCCESS, IN_PROGRESS])
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_in_progress_is_waited_for(fake: Fake, call: str, code: int) -> None:
-    fake.progress(20)
-    function, ask = CALLS[call]
-    communicator = make(fake)
-    if function != "ncclGroupStart":
-        fake.result(function, code)
-    before = fake.calls("ncclCommGetAsyncError")
-    ask(communicator)
-    assert fake.calls("ncclCommGetAsyncError") - before >= 21
-    assert (fake.calls(function), fake.calls("ncclCommAbort"), fake.misuse) == (1, 0, 0)
-
-
-QUICK = {"all_reduce", "group", "window", "close"}  # one of each kind
-
-
-@pytest.mark.parametrize("call", [call if call in QUICK else thorough(call) for call in CALLS])
-def test_a_call_that_never_ends_is_given_up(fake: Fake, call: str) -> None:
-    communicator = make(fake, SHORT)
-    fake.progress(-1)
-    ending = faults.ending_of(lambda: CALLS[call][1](communicator))
-    assert ending.error == "CollectiveTimeoutError" and SHORT <= ending.seconds < LONG / 2, ending
-    assert "NCCL communicator 'tp', rank 0 of 1: " in ending.text, ending
-    assert "did not complete within 0.30 s: a rank did not join" in ending.text, ending
-    require_broken(fake, communicator, "did not complete within 0.30 s")
-
-
-ERRORS = {
-    REMOTE_ERROR: PeerLostError,
-    TIMEOUT: CollectiveTimeoutError,
-    INVALID_ARGUMENT: TpkernelsError,
-}
-
-
-@pytest.mark.parametrize(
-    ("call", "code"),
-    [*((call, REMOTE_ERROR) for call in CALLS), *(("all_reduce", code) for code in ERRORS)],
-)
-def test_a_call_that_fails(fake: Fake, call: str, code: int) -> None:
-    communicator = make(fake)
-    function, ask = CALLS[call]
-    fake.result(function, code)
-    with pytest.raises(TpkernelsError) as caught:
-        ask(communicator)
-    assert caught.type is ERRORS[code]
-    assert f"failed: fake error {code}; last message: {function} broke" in str(caught.value)
-    require_broken(fake, communicator, f"fake error {code}")
-
-
-@pytest.mark.parametrize("polls", [0, 20])
-def test_an_error_that_comes_later(fake: Fake, polls: int) -> None:
-    communicator, other = make(fake), make(fake)
-    communicator.enqueue([operation()])
-    communicator.check()
-    fake.asynchronous(REMOTE_ERROR)
-    fake.progress(polls)
-    with pytest.raises(PeerLostError, match=r"fake error 6; last message: a link went down"):
-        if polls:
-            communicator.enqueue([operation()])
-        else:
-            communicator.check()
-    fake.asynchronous(SUCCESS)
-    assert (fake.calls("ncclCommAbort"), fake.alive) == (1, 1)
-    other.enqueue([operation()])  # another communicator still works
-    other.close()
-    require_broken(fake, communicator, "a link went down")
-
-
-def test_check_passes_over_a_call_in_progress(fake: Fake) -> None:
-    communicator, (_, ask) = make(fake), CALLS["all_reduce"]
-    fake.progress(-1)
-    waiter = threading.Thread(target=faults.ending_of, args=[lambda: ask(communicator)])
-    waiter.start()
-    time.sleep(0.05)
-    communicator.check()
-    communicator.abort("the test is over")
-    waiter.join(5)
-    assert not waiter.is_alive()
+def group_of(group: object = None) -> dist.ProcessGroup:
+    made = dist.new_group() if group is None else group
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 # Set-up.
 
 
-@pytest.mark.parametrize("code", [SUCCESS, IN_PROGRESS])
-def test_set_up_is_waited_for(fake: Fake, code: int) -> None:
-    fake.progress(50)
-    fake.result("ncclCommInitRankConfig", code)
-    make(fake).check()
-    assert fake.calls("ncclCommGetAsyncError") == 52
+@pretending()
+def ids_job(path: str) -> list[bytes]:
+    fake, group = Fake(path), group_of()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    seen = []
+    for group_like in (group, group.group_name, mesh, (mesh, 0)):
+        with Communicator(group_like, library=path) as comm:
+            assert (comm.rank, comm.world, comm.device) == (dist.get_rank(), WORLD, CPU)
+            assert fake.name == group.group_name and fake.config.blocking == 0
+        seen.append(fake.unique_id)
+    assert fake.calls("ncclGetUniqueId") == (len(seen) if dist.get_rank() == 0 else 0)
+    assert (fake.calls("ncclCommDestroy"), fake.alive, fake.misuse) == (len(seen), 0, 0)
+    return seen
 
 
-def test_set_up_that_never_ends(fake: Fake) -> None:
-    fake.progress(-1)
-    ending = faults.ending_of(lambda: make(fake, SHORT))
-    assert ending.error == "CollectiveTimeoutError" and ending.seconds < LONG / 2, ending
-    assert "set-up did not complete within 0.30 s" in ending.text, ending
-    assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse) == (1, 0, 0)
+def test_all_ranks_get_rank_0s_id(ranks: RanksFixture, fake_nccl: Build) -> None:
+    first, *others = ranks(WORLD).run(ids_job, fake_nccl().path)
+    assert len(set(first)) == len(first) and set(map(len, first)) == {128}
+    assert all(other == first for other in others)
 
 
-def test_set_up_that_fails(fake: Fake) -> None:
+@pretending()
+def counts_job(path: str) -> None:
+    fake, rank = Fake(path), dist.get_rank()
+    comm = Communicator(group_of(), library=path)
+    x, fields = torch.arange(18.0).view(6, 3) + 100 * rank, "dtype=7 peer={} stream=7 group={}"
+    assert comm.all_gather(x).shape == (18, 3)
+    assert comm.reduce_scatter(x).shape == (2, 3)
+    assert comm.all_reduce(x).shape == (6, 3)
+    assert comm.broadcast(x, 2) is x
+    assert comm.all_to_all(x)[2 * rank : 2 * rank + 2].equal(x[2 * rank : 2 * rank + 2])
+    expected = [f"AllGather count=18 {fields.format(-1, 0)}"]
+    expected += [f"ReduceScatter count=6 {fields.format(-1, 0)}"]
+    expected += [f"AllReduce count=18 {fields.format(-1, 0)}"]
+    expected += [f"Broadcast count=18 {fields.format(2, 0)}"]
+    for peer in range(WORLD):
+        expected += [f"{kind} count=6 {fields.format(peer, 1)}" for kind in ("Send", "Recv")]
+    assert fake.log == expected
+    rows, own = [1, 2, 3], rank + 1
+    out = comm.all_to_all(x, send_rows=rows, recv_rows=[own] * WORLD)
+    first = sum(rows[:rank])
+    assert out.shape == (own * WORLD, 3)
+    assert out[own * rank : own * own].equal(x[first : first + own])  # what stays on this rank
+    for peer in range(WORLD):
+        expected += [f"Send count={3 * rows[peer]} {fields.format(peer, 1)}"]
+        expected += [f"Recv count={3 * own} {fields.format(peer, 1)}"]
+    assert fake.log == expected
+    comm.close()
+
+
+def test_counts_and_pieces(ranks: RanksFixture, fake_nccl: Build) -> None:
+    ranks(WORLD).run(counts_job, fake_nccl().path)
+
+
+def failing_job(path: str, failing: int, how: str) -> tuple[Ending, Ending]:
+    fake, group = Fake(path), group_of()
+    options: dict[str, Any] = {"library": path}
+    if dist.get_rank() == failing:
+        if how == "id":
+            fake.result("ncclGetUniqueId", 2)
+        elif how == "library":
+            options["library"] = "/nowhere/libnccl.so.2"
+        elif how == "version":
+            fake.version(22200)
+        elif how == "timeout":
+            options["timeout"] = 19
+    with contextlib.ExitStack() as pretence:
+        if dist.get_rank() != failing or how != "device":
+            pretence.enter_context(pretending())
+        first = faults.ending_of(lambda: Communicator(group, **{"timeout": 20, **options}))
+    assert fake.calls("ncclCommInitRankConfig") == 0  # no rank waits in NCCL
+    fake.result("ncclGetUniqueId", 0)
+    fake.version(23203)
+    with pretending():
+        return first, faults.ending_of(lambda: Communicator(group, library=path).close())
+
+
+@pytest.mark.parametrize(
+    ("failing", "how", "error", "text"),
+    [
+        (0, "id", "TpkernelsError", "ncclGetUniqueId failed: fake error 2; last message: nccl"),
+        (0, "library", "NotImplementedError", "cannot load '/nowhere/libnccl.so.2'"),
+        (2, "library", "NotImplementedError", "cannot load '/nowhere/libnccl.so.2'"),
+        pytest.param(1, "device", "NotImplementedError", "needs a CUDA device", marks=NO_GPU),
+    ],
+)
+def test_a_rank_that_cannot_take_part_is_an_error_on_all(
+    ranks: RanksFixture, fake_nccl: Build, failing: int, how: str, error: str, text: str
+) -> None:
+    endings = ranks(WORLD).run(failing_job, fake_nccl().path, failing, how)
+    for rank, (first, then) in enumerate(endings):
+        assert first.seconds < PROMPT, first
+        if rank == failing:
+            assert (first.error, first.peer) == (error, None) and text in first.text, first
+        else:
+            assert (first.error, first.peer) == ("TpkernelsError", failing), first
+            assert f"rank {failing} cannot take part: " in first.text, first
+            assert text in first.text, first
+        assert not then.error, then
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("timeout", "ValueError"), ("version", "TpkernelsError")]
+)
+def test_ranks_that_differ(ranks: RanksFixture, fake_nccl: Build, how: str, error: str) -> None:
+    expected = {"timeout": "19", "version": "has NCCL 2."}[how]
+    for first, then in ranks(WORLD).run(failing_job, fake_nccl().path, 1, how):
+        assert first.error == error and first.seconds < PROMPT, first
+        assert expected in first.text and "all ranks must" in first.text, first
+        assert "rank 1" in first.text, first
+        assert not then.error, then
+
+
+@pretending()
+def absent_job(path: str, absent: int) -> Ending | None:
+    group = group_of()
+    if dist.get_rank() == absent:
+        return None
+    return faults.ending_of(lambda: Communicator(group, timeout=SHORT, library=path))
+
+
+@pytest.mark.parametrize("absent", sweep([2, 0]))
+def test_a_rank_that_does_not_come(ranks: RanksFixture, fake_nccl: Build, absent: int) -> None:
+    for rank, ending in enumerate(ranks(WORLD).run(absent_job, fake_nccl().path, absent)):
+        if rank != absent:
+            assert ending.error == "CollectiveTimeoutError" and ending.peer == absent, ending
+            assert SHORT <= ending.seconds < SHORT + PROMPT, ending
+            # Its own wait, or that of the third rank, which may have given up a moment before.
+            assert f"waited 0.6 s for rank {absent}, which did not arrive" in ending.text, ending
+
+
+def no_cuda_job() -> Ending:
+    group = group_of()
+    return faults.ending_of(lambda: Communicator(group, timeout=5))
+
+
+@NO_GPU
+def test_without_a_gpu_it_says_what_is_missing(ranks: RanksFixture) -> None:
+    for ending in ranks(WORLD).run(no_cuda_job):
+        assert ending.error == "NotImplementedError" and ending.seconds < PROMPT, ending
+        assert f"needs a CUDA device, and torch {torch.__version__} sees none; " in ending.text
+
+
+# The methods, on one rank.
+
+
+def alone(ranks: RanksFixture, fake_nccl: Build, job: Any, *args: Any) -> Any:
+    return ranks(1).run(in_group_job, job, fake_nccl().path, *args)[0]
+
+
+@pretending()
+def in_group_job(job: Any, path: str, *args: Any) -> Any:
+    group = group_of()
+    try:
+        return job(Fake(path), Communicator(group, library=path, timeout=SHORT), *args)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def methods_job(fake: Fake, comm: Communicator) -> None:
+    x, peer = torch.arange(12.0).view(4, 3), "dtype=7 peer={} stream=7 group={}"
+    for name, call in [
+        ("AllGather", lambda: comm.all_gather(x)),
+        ("ReduceScatter", lambda: comm.reduce_scatter(x)),
+        ("AllReduce", lambda: comm.all_reduce(x)),
+        ("AllReduce", lambda: comm.all_reduce(x, x)),
+        ("AllGather", lambda: comm.all_gather(x, torch.zeros(12))),
+    ]:
+        assert torch.equal(call().view(4, 3), x)
+        assert fake.log[-1] == f"{name} count=12 {peer.format(-1, 0)}"
+    assert comm.broadcast(x, 0) is x
+    assert fake.log[-1] == f"Broadcast count=12 {peer.format(0, 0)}"
+    assert torch.equal(comm.all_to_all(x), x) and torch.equal(comm.all_to_all(x, None, [4], [4]), x)
+    assert fake.log[-2:] == [f"{name} count=12 {peer.format(0, 1)}" for name in ("Send", "Recv")]
+    before = len(fake.log)
+    assert comm.all_gather(x[:0]).shape == comm.all_to_all(x[:0]).shape == (0, 3)
+    assert len(fake.log) == before
+    assert comm.all_reduce(torch.tensor(2.0)).item() == 2
+    window = comm.register_window(x)
+    assert window is not None and window.handle == x.data_ptr()
+    comm.deregister_window(window)
+    assert f"rank 0 of 1 on cpu, NCCL {comm.library.version}" in repr(comm)
+    comm.close()
+    assert (fake.alive, fake.misuse, fake.calls("ncclCommAbort")) == (0, 0, 0)
+
+
+def test_what_the_methods_ask_for(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, methods_job)
+
+
+def group_job(fake: Fake, comm: Communicator) -> None:
+    x, y = torch.arange(3.0), torch.zeros(3)
+    with comm.group():
+        comm.send(torch.arange(3.0), 0)  # kept alive until the group has started
+        gc.collect()
+        assert comm.recv(y, 0) is y and not fake.log
+        other = threading.Thread(target=comm.all_reduce, args=[x])  # not in a group
+        other.start()
+        other.join()
+        assert [line.split()[0] for line in fake.log] == ["AllReduce"]
+        with (
+            pytest.raises(RuntimeError, match="this thread is already in a group"),
+            comm.group(),
+        ):
+            pass
+    assert torch.equal(x, y) and [line.split()[0] for line in fake.log[1:]] == ["Send", "Recv"]
+    with pytest.raises(ZeroDivisionError), comm.group():
+        comm.send(x, 0)
+        raise ZeroDivisionError
+    with comm.group():
+        pass
+    assert len(fake.log) == 3 and fake.calls("ncclGroupStart") == 1
+    comm.check()
+
+
+def test_a_group_starts_as_one(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, group_job)
+
+
+def endings_job(fake: Fake, comm: Communicator) -> None:
+    group = dist.group.WORLD
+    comm.abort()
+    with pytest.raises(tpkernels.GroupBrokenError, match="It broke with: it was aborted"):
+        comm.all_reduce(torch.ones(1))
+    with pytest.raises(ZeroDivisionError), Communicator(group, library=fake.path) as broken:
+        raise ZeroDivisionError("of the user's")
+    with pytest.raises(tpkernels.GroupBrokenError, match="ZeroDivisionError: of the user's"):
+        broken.check()
+    dropped = Communicator(group, library=fake.path)
+    assert fake.alive == 1
+    del dropped
+    gc.collect()
+    assert (fake.alive, fake.misuse, fake.calls("ncclCommAbort")) == (0, 0, 3)
+
+
+def test_how_communicators_end(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, endings_job)
+
+
+def destroyed_job(fake: Fake, comm: Communicator) -> None:
+    group = group_of()
+    other = Communicator(group, library=fake.path)
+    dist.destroy_process_group(group)
+    other.all_reduce(torch.ones(2))  # is independent
+    other.close()
+    with pytest.raises(ValueError, match=r"process group '.*' was destroyed on this rank"):
+        Communicator(group, library=fake.path)
+    comm.close()
+
+
+def test_a_destroyed_process_group(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, destroyed_job)
+
+
+LEAVING = """
+import atexit
+atexit.register(lambda: print(fake.calls("ncclCommAbort")))  # the first to register runs last
+import sys
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+from tests.nccl.test_communicator import Communicator, Fake, pretending
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fake = Fake({path!r})
+with pretending():
+    kept = Communicator(dist.group.WORLD, library=fake.path, timeout=0.5)
+fake.progress(-1)
+fake.delay("ncclCommAbort", 30)
+"""
+
+
+@pytest.mark.thorough
+def test_a_process_that_ends_aborts_what_is_open(fake_nccl: Build) -> None:
+    """And waits for no abort that does not come back."""
+    code, start = LEAVING.format(root=str(ROOT), path=fake_nccl().path), time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stdout + ended.stderr
+    assert time.monotonic() - start < 25
+
+
+# Waiting for the device.
+
+NEVER = 60.0  # seconds until an event comes to pass that nobody waits for to the end
+
+
+class Event:
+    """A CUDA event that completes at a given time."""
+
+    at = 0.0
+
+    def record(self, stream: object) -> None:
+        assert stream == "current stream"
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+def wait_job(fake: Fake, comm: Communicator) -> None:
+    def wait(seconds: float, timeout: float | None = None) -> faults.Ending:
+        with (
+            mock.patch.object(torch.cuda, "Event", Event),
+            mock.patch.object(torch.cuda, "current_stream", lambda device: "current stream"),
+            mock.patch.object(Event, "at", time.monotonic() + seconds),
+        ):
+            return faults.ending_of(lambda: comm.wait(timeout))
+
+    assert not wait(0.0).error
+    ending = wait(0.2)
+    assert not ending.error and 0.2 <= ending.seconds < NEVER / 2, ending
+    second = Communicator(dist.group.WORLD, library=fake.path)
+    late = wait(NEVER, timeout=0.1)
+    assert late.error == "CollectiveTimeoutError" and 0.1 <= late.seconds < NEVER / 2, late
+    assert "enqueued work was not done within 0.1 s" in late.text
+    assert (fake.calls("ncclCommAbort"), fake.alive, fake.misuse) == (1, 1, 0)
+    comm = second
     fake.asynchronous(REMOTE_ERROR)
-    with pytest.raises(PeerLostError, match=r"rank 0 of 1: set-up failed: fake error 6"):
-        make(fake)
-    assert (fake.calls("ncclCommAbort"), fake.alive) == (1, 0)
-    fake.result("ncclCommInitRankConfig", INVALID_ARGUMENT)
-    with pytest.raises(TpkernelsError, match=r"set-up failed: fake error 4"):
-        make(fake)
-    assert fake.calls("ncclCommAbort") == 1  # NCCL made nothing
-    assert fake.misuse == 0
+    lost = wait(NEVER)
+    assert lost.error == "PeerLostError" and lost.seconds < NEVER / 2, lost
+    assert "an operation in flight failed" in lost.text and fake.alive == 0
+
+
+def test_wait_is_bounded(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, wait_job)
+
+
+# Refusals.
+
+
+X = torch.arange(12.0).view(4, 3)
+REFUSED: list[tuple[Callable[[Communicator], object], type[Exception], str]] = [
+    (lambda c: c.broadcast([1.0], 0), TypeError, "x is a list, not a tensor"),
+    (lambda c: c.send(X.long(), 0), NotImplementedError, "x has dtype int64; supported"),
+    (lambda c: c.recv(X.to("meta"), 0), ValueError, "x is on meta, but the communicator"),
+    (lambda c: c.all_reduce(X.t()), ValueError, "strides [1, 3] is not contiguous"),
+    (lambda c: c.all_gather(X, X.double()), TypeError, "x is float32 but out is float64"),
+    (lambda c: c.all_reduce(X, X.t()), ValueError, "out of shape [3, 4] and strides [1, 3] is"),
+    (lambda c: c.all_gather(X, torch.zeros(11)), ValueError, "out has 11 elements; the result"),
+    (lambda c: c.reduce_scatter(X, torch.zeros(3)), ValueError, "out has 3 elements; the result"),
+    (lambda c: c.all_reduce(X, torch.zeros(13)), ValueError, "out has 13 elements; the result has"),
+    (lambda c: c.all_gather(X[0, 0]), ValueError, "x has no dims"),
+    (
+        lambda c: c.all_to_all(X, None, [3], [4]),
+        ValueError,
+        "send_rows [3] adds up to 3, not x's 4",
+    ),
+    (lambda c: c.all_to_all(X, X.clone(), [4], [3]), ValueError, "out has 12 elements; the result"),
+    (lambda c: c.all_to_all(X, None, [2, 2]), ValueError, "send_rows is [2, 2]; it must be 1"),
+    (lambda c: c.all_to_all(X, None, [4], [-4]), ValueError, "recv_rows is [-4]"),
+    (lambda c: c.broadcast(X, 1), ValueError, "root is 1; it must be one of ranks 0 to 0"),
+    (lambda c: c.send(X, -1), ValueError, "peer is -1; it must be one of ranks 0 to 0"),
+    (lambda c: c.recv(X, 4), ValueError, "peer is 4; it must be one of ranks 0 to 0"),
+    (lambda c: c.register_window(X.t()), ValueError, "is not contiguous"),
+    (lambda c: c.empty(2, dtype=torch.int8), NotImplementedError, "has dtype int8"),
+    (lambda c: c.empty(2, 0), ValueError, "shape [2, 0] has no elements"),
+]
+
+
+def refused_job(fake: Fake, comm: Communicator) -> None:
+    for call, error, text in REFUSED:
+        ending = faults.ending_of(lambda call=call: call(comm))
+        assert ending.error == error.__name__ and text in ending.text, (text, ending)
+    for timeout in (0, float("inf")):
+        ending = faults.ending_of(lambda t=timeout: Communicator("no group", timeout=t))
+        assert f"timeout must be in (0, 86400] seconds, not {timeout}" in ending.text, ending
+    assert not fake.log
+    comm.close()
+
+
+def test_refusals_reach_no_rank(ranks: RanksFixture, fake_nccl: Build) -> None:
+    alone(ranks, fake_nccl, refused_job)

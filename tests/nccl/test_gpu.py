@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.nccl.test_nccl import group_of
+from tests.nccl.test_communicator import group_of
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tpkernels.nccl import Communicator

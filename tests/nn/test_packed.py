@@ -68,13 +68,18 @@ def wrong(model: Model, drop: bool, want: torch.Tensor, state: dict[str, torch.T
     return ""
 
 
-def same_job(sequence: bool, drop: bool) -> list[str]:
+def same_job(folder: str, sequence: bool, drop: bool) -> list[str]:
     with fresh_group() as group:
         model = make(group, sequence)
         want, state = logits(model), local(model)
         assert tnn.pack_(model, drop=drop) is model
         loaded = tnn.pack_(make(group, sequence, seed=1), drop=drop)
         loaded.load_state_dict(tnn.full_state_dict(model))
+        restored = tnn.pack_(make(group, sequence, seed=1), drop=drop)
+        saved = restored.state_dict()
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+        dcp.load({"model": saved}, checkpoint_id=folder)
+        restored.load_state_dict(saved)
         assigned = tnn.pack_(make(group, sequence, seed=1), drop=drop)
         assigned.load_state_dict(tnn.full_state_dict(model), assign=True)
         layer = model.mlp.down_proj
@@ -83,6 +88,7 @@ def same_job(sequence: bool, drop: bool) -> list[str]:
             "packed twice": tnn.pack_(tnn.pack_(copied(model), drop=not drop), drop=drop),
             "copied": copied(model),
             "loaded": loaded,
+            "loaded by torch.distributed.checkpoint": restored,
             "loaded with assign": assigned,
             "moved to where it is": copied(model).to("cpu"),
         }
@@ -102,9 +108,9 @@ def same_job(sequence: bool, drop: bool) -> list[str]:
 @pytest.mark.parametrize("world", QUICK_WORLDS)
 @pytest.mark.parametrize(("sequence", "drop"), WAYS)
 def test_a_packed_model_is_the_same(
-    ranks: RanksFixture, world: int, sequence: bool, drop: bool
+    ranks: RanksFixture, tmp_path: Path, world: int, sequence: bool, drop: bool
 ) -> None:
-    results = ranks(world).run(same_job, sequence, drop, timeout=120)
+    results = ranks(world).run(same_job, str(tmp_path), sequence, drop, timeout=120)
     report(failure for rank in results for failure in rank)
 
 
@@ -136,22 +142,6 @@ def moved_job() -> list[str]:
 
 def test_a_layer_that_moves(ranks: RanksFixture) -> None:
     report(failure for rank in ranks(2).run(moved_job) for failure in rank)
-
-
-def checkpoint_job(folder: str) -> list[str]:
-    """Saved by packed layers, loaded by packed layers, through torch.distributed.checkpoint."""
-    with fresh_group() as group:
-        model = tnn.pack_(make(group, sequence=True), drop=True)
-        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-        other = tnn.pack_(make(group, sequence=True, seed=1), drop=True)
-        state = other.state_dict()
-        dcp.load({"model": state}, checkpoint_id=folder)
-        other.load_state_dict(state)
-        return ["other logits"] if not torch.equal(logits(model), logits(other)) else []
-
-
-def test_a_checkpoint(ranks: RanksFixture, tmp_path: Path) -> None:
-    report(failure for rank in ranks(2).run(checkpoint_job, str(tmp_path)) for failure in rank)
 
 
 def compiled_job(backend: str) -> list[str]:

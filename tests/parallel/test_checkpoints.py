@@ -4,6 +4,7 @@ configuration is that of transformers."""
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -39,8 +40,8 @@ def test_slices_of_one_piece_and_of_several(tmp_path: Path, rows: list[int]) -> 
     for count in rows:
         path = tmp_path / f"{begin}.safetensors"
         safetensors.save_file({"w": full[begin : begin + count].contiguous()}, path)
-        [(_, source)] = checkpoints._tensors_of(path)["w"].pieces
-        pieces.append((Box((begin, 0), (count, 8)), source))
+        [piece] = checkpoints._tensors_of(path)["w"].pieces
+        pieces.append(replace(piece, box=Box((begin, 0), (count, 8))))
         begin += count
     tensor = StoredTensor((10, 8), torch.bfloat16, tuple(pieces))
     for offsets, shape in BOXES.values():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 import tpkernels
 from tests.support import hf_folders, hf_models
@@ -65,27 +65,25 @@ def check(ranks: RanksFixture, world: int, path: Path, whole: Path, **options: A
     report(f"{path.name}: {failure}" for rank in results for failure in rank)
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
-    ("model_type", "world"),
-    [
-        ("qwen3", 2),
-        *map(slow, ("llama", "mistral", "qwen2"), (4, 1, 3)),
-    ],
+    ("model_type", "world", "options"),
+    sweep(
+        [
+            ("qwen3", 2, {}),
+            ("llama", 2, {"ffn_only": True}),
+            ("llama", 4, {}),
+            ("mistral", 1, {"sequence_parallel": False}),
+            ("qwen2", 3, {}),
+        ],
+        2,
+    ),
 )
-def test_a_folder(ranks: RanksFixture, tmp_path: Path, world: int, model_type: str) -> None:
+def test_a_folder(
+    ranks: RanksFixture, tmp_path: Path, model_type: str, world: int, options: dict[str, Any]
+) -> None:
     path = hf_folders.folder(tmp_path, model_type, tied=model_type == "qwen3", files=3)
     assert len(list(path.glob("*.safetensors"))) >= 3
-    check(ranks, world, path, path)
-
-
-@pytest.mark.parametrize("options", sweep([{"ffn_only": True}, {"sequence_parallel": False}]))
-def test_options(ranks: RanksFixture, tmp_path: Path, options: dict[str, Any]) -> None:
-    path = hf_folders.folder(tmp_path, tied=True)
-    check(ranks, 2, path, path, **options)
+    check(ranks, world, path, path, **options)
 
 
 @pytest.mark.parametrize(("made_for", "world"), sweep([(3, 2), (1, 2), (4, 3), (2, 4)]))
@@ -100,17 +98,10 @@ def test_shards_of_another_number_of_ranks(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", sweep(["Q8_0", "F16"]))
-def test_a_gguf_file(ranks: RanksFixture, tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("gguf")
-    path = hf_folders.gguf_file(tmp_path / "model.gguf", kind)
-    check(ranks, 2, path, path)
-
-
-@pytest.mark.thorough
-def test_the_shards_of_a_gguf_file(ranks: RanksFixture, tmp_path: Path) -> None:
+def test_a_gguf_file_and_its_shards(ranks: RanksFixture, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     path = hf_folders.gguf_file(tmp_path / "model.gguf", "Q4_1")
+    check(ranks, 2, path, path)
     write_shards(plan_shards(path, 3), tmp_path / "shards")
     check(ranks, 2, tmp_path / "shards", path)
 
@@ -133,11 +124,13 @@ def test_dtypes_and_packing(ranks: RanksFixture, tmp_path: Path) -> None:
     report(failure for rank in ranks(2).run(dtype_job, str(tmp_path)) for failure in rank)
 
 
-def plan_job(path: str, fused: bool) -> list[str]:
+def plan_job(path: str) -> list[str]:
     """A plan's parameters are DTensors with the values of torch's own."""
-    col, row = (FusedColwiseParallel, FusedRowwiseParallel) if fused else _TORCH
-    plan = {"model.layers.*.mlp.gate_proj": col(), "model.layers.*.mlp.up_proj": col()}
-    plan["model.layers.*.mlp.down_proj"] = row()
+    plan: dict[str, ParallelStyle] = {
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": FusedColwiseParallel(),
+        "model.layers.*.mlp.down_proj": FusedRowwiseParallel(),
+    }
     model = tpkernels.from_pretrained(path, hf_models.mesh_of_all(), plan)
     whole = transformers.AutoModelForCausalLM.from_pretrained(path)
     ids = torch.arange(12).view(1, 12)
@@ -151,13 +144,9 @@ def plan_job(path: str, fused: bool) -> list[str]:
     return failures
 
 
-_TORCH: tuple[type[ParallelStyle], type[ParallelStyle]] = (ColwiseParallel, RowwiseParallel)
-
-
-@pytest.mark.parametrize("fused", sweep([True, False]))
-def test_a_plan(ranks: RanksFixture, tmp_path: Path, fused: bool) -> None:
+def test_a_plan(ranks: RanksFixture, tmp_path: Path) -> None:
     path = hf_folders.folder(tmp_path)
-    results = ranks(2).run(plan_job, str(path), fused, timeout=120)
+    results = ranks(2).run(plan_job, str(path), timeout=120)
     report(failure for rank in results for failure in rank)
 
 

@@ -1,4 +1,9 @@
-"""A model of a real size has the logits and the tokens of transformers on any number of ranks."""
+"""A model of a real size has the logits and the tokens of transformers on any number of ranks.
+
+One process computes those of transformers, once for all numbers of ranks. If each rank did, four
+would hold four whole models, and they would come to their next collective further apart than its
+timeout.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import hf_models, hf_reference
+import tpkernels
+from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
 
@@ -19,11 +25,12 @@ pytest.importorskip("safetensors")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-#: (world, options): rows split, rows whole, and attention whole.
+#: (world, options): rows split, rows whole, and attention whole. 9 heads in 3 key-value groups:
+#: neither 2 nor 4 ranks have equally many.
 WAYS = [
     *((world, {"sequence_parallel": True}) for world in (1, 2, 3, 4)),
-    *((world, {"sequence_parallel": False}) for world in (1, 2, 3, 4)),
-    *((world, {"ffn_only": True}) for world in (2, 3, 4)),
+    *((world, {"sequence_parallel": False}) for world in (2, 3)),
+    (2, {"ffn_only": True}),
 ]
 PROMPTS = [
     "The capital of France is the city of",
@@ -38,15 +45,51 @@ PROMPTS = [
     "The mitochondrion is the part of a cell",
 ]
 TOKENS = 7  # of each prompt: equally many, so that they make a batch without padding
+NEW = 64  # tokens after each prompt
+# Allowed errors, mean and largest, in terms of transformers' own. The same sums in another order
+# and with partial sums rounded had 1.0 and 1.0 times its errors for SmolLM2 on one rank, 1.2 and
+# 1.9 on two, 1.4 and 2.2 on three, 1.2 and 1.4 on four; the largest is that of one position.
+TIMES = 2, 3
+
+
+def errors(logits: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """The root of the mean square, and the largest, relative to the largest logit."""
+    off = (logits.double() - exact) / exact.abs().max()
+    return float(off.square().mean().sqrt()), float(off.abs().max())
+
+
+def generated(model: Any, prompts: torch.Tensor, new: int = NEW) -> torch.Tensor:
+    """The prompts and the ``new`` tokens after each, greedily."""
+    return model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        min_new_tokens=new,
+        max_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+    )
 
 
 def job(path: str, expected: str, options: dict[str, Any]) -> list[str]:
-    return hf_reference.differences(path, expected, hf_models.mesh_of_all(), options)
-
-
-def check(ranks: RanksFixture, world: int, path: Path, expected: Path, **options: Any) -> None:
-    results = ranks(world).run(job, str(path), str(expected), options, timeout=500)
-    report(f"{world} ranks, {options}: {failure}" for rank in results for failure in rank)
+    """What is wrong with a model loaded in fp32: its logits at every position of two texts, or its
+    tokens after every prompt, at once and after the first prompt alone."""
+    want = torch.load(expected, mmap=True)
+    mesh = hf_models.mesh_of_all()
+    model = tpkernels.from_pretrained(path, mesh, dtype=torch.float32, **options)
+    failures = []
+    with torch.no_grad():
+        logits = model(want["tokens"][:2]).logits
+    pairs = zip(errors(logits, want["exact"]), want["errors"], TIMES, strict=True)
+    for off, single, times in pairs:
+        if not off <= times * single:
+            failures.append(f"logits are off by {off:.3g}; transformers by {single:.3g}")
+    for count, new in ((len(want["prompts"]), NEW), (1, 16)):
+        prompts = want["prompts"][:count]
+        tokens = generated(model, prompts, new)
+        wrong = (tokens != want["tokens"][:count, : TOKENS + new]).any(1).nonzero().flatten()
+        if len(wrong):
+            failures.append(f"other tokens after prompts {wrong.tolist()} of {count}")
+    return failures
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +113,14 @@ def smollm2_expected(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) ->
     place = {"pretrained_model_name_or_path": smollm2.parent, "gguf_file": smollm2.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
     prompts = torch.tensor([tokenizer(text)["input_ids"][:TOKENS] for text in PROMPTS])
-    model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).eval()
+    with torch.no_grad():
+        tokens = generated(model, prompts)
+        logits = model(tokens[:2]).logits
+        exact = model.double()(tokens[:2]).logits
+    reference = {"prompts": prompts, "tokens": tokens, "exact": exact}
     expected = tmp_path_factory.mktemp("smollm2") / "expected.pt"
-    hf_reference.write(model.eval(), prompts, expected)
+    torch.save(reference | {"errors": errors(logits, exact)}, expected)
     return expected
 
 
@@ -80,5 +128,5 @@ def smollm2_expected(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_smollm2(
     ranks: RanksFixture, smollm2: Path, smollm2_expected: Path, world: int, options: dict[str, Any]
 ) -> None:
-    """9 heads in 3 key-value groups: neither 2 nor 4 ranks have equally many."""
-    check(ranks, world, smollm2, smollm2_expected, **options)
+    results = ranks(world).run(job, str(smollm2), str(smollm2_expected), options, timeout=500)
+    report(f"{world} ranks, {options}: {failure}" for rank in results for failure in rank)

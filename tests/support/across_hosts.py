@@ -81,9 +81,9 @@ def as_on_gpus() -> dict[str, Any]:
     return {"failures": failures, "cases": len(cases), "devices": sorted(devices)}
 
 
-def cut(algorithm: str, op: str, marker: Path) -> dict[str, Any]:
+def cut(group: dist.ProcessGroup, algorithm: str, op: str, marker: Path) -> dict[str, Any]:
     """Calls an op again and again until it fails because the link is cut."""
-    group, rank = _world(), dist.get_rank()
+    rank = dist.get_rank()
     tpkernels.init(group, TIMEOUT)
     x, w = torch.ones(512, 512), torch.ones(512, 512)
     factors = (x, w) if "matmul" in op else (x,)
@@ -144,7 +144,10 @@ def main() -> None:
     elif job == "killed":
         results = killed(arguments[0], arguments[1], int(arguments[2]), Path(out))
     else:
-        results = cut(arguments[0], arguments[1], Path(out))
+        worked = works() if job == "works_and_cut" else {}
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        results = worked | cut(group, arguments[0], arguments[1], Path(out))
     Path(f"{out}.{os.environ['RANK']}.json").write_text(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)  # destroy_process_group may wait for a peer that cannot be reached

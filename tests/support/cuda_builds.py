@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ class Usage:
     local: int
 
 
+@functools.cache
 def dump(image: bytes, *options: str) -> str:
     """The output of cuobjdump for a fat binary or a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".fatbin") as file:
@@ -31,6 +33,7 @@ def dump(image: bytes, *options: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@functools.cache
 def usage(image: bytes) -> dict[str, dict[str, Usage]]:
     """By architecture (sm_90) and kernel."""
     usages: dict[str, dict[str, Usage]] = {}
@@ -51,6 +54,7 @@ def ptx_of(image: bytes) -> str:
     return text[text.index(".version") :].partition("\nFatbin")[0]
 
 
+@functools.cache
 def kernels_of(ptx: str) -> dict[str, str]:
     """The PTX of each kernel."""
     parts = re.split(r"\.visible \.entry (\w+)\(", ptx)
@@ -68,6 +72,7 @@ RECORD = _NO_ACCESS.join(
 )
 
 
+@functools.cache
 def calls_of(ptx: str) -> dict[str, str]:
     """The PTX of each kernel without the records of failures."""
     return {name: re.sub(RECORD, "record", text) for name, text in kernels_of(ptx).items()}

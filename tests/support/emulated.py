@@ -27,7 +27,9 @@ import torch.distributed as dist
 import tpkernels
 from tests.support.paths import NATIVE, ROOT
 from tpkernels import _C, groups
+from tpkernels.algorithms.reduction import Reduction
 from tpkernels.cuda import image
+from tpkernels.dtypes import CODES
 from tpkernels.symm.device import DeviceWorkspace
 
 EMULATED = NATIVE / "emulated"
@@ -35,6 +37,9 @@ FLAGS = ["-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
 FLAGS += [f"-I{EMULATED}", f"-I{ROOT / 'csrc'}"]
 SONAME = "libcuda.so.1"
 WORDS, BUFFER_BYTES = 160, 1 << 15
+F32, F16, BF16 = DTYPES = torch.float32, torch.float16, torch.bfloat16
+# How stores of several words are seen (tests/native/emulated/grid.h): as PTX allows, then wrongly.
+TEARINGS = ("between words", "one flag per line", "torn words", "torn lines", "lines that stay")
 
 
 def compiler() -> list[str]:
@@ -104,3 +109,44 @@ def space_of(
     space.timeout_ns = int(timeout * 1e9)
     space.multicast = 1 << 60  # tests/native/emulated/grid.h
     return space
+
+
+def random(count: int, dtype: torch.dtype, seed: int, offset: int = 0) -> torch.Tensor:
+    """Sizes so different that the order of a sum matters; ``offset`` elements off alignment."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count + offset, generator=generator, dtype=torch.float64)
+    size = 10.0 ** torch.randint(-2, 3, (count + offset,), generator=generator)
+    return (values * size).to(dtype)[offset:]
+
+
+def host_sum(
+    partials: list[torch.Tensor],
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What csrc/host computes."""
+    out = torch.empty(partials[0].shape, dtype=out_dtype)
+    bias = None if bias is None else bias.float()
+    epilogue = Reduction(out_dtype, bias, residual).epilogue()
+    wire, addresses = CODES[partials[0].dtype], [p.data_ptr() for p in partials]
+    _C.host.sum_partials(out.data_ptr(), addresses, wire, 0, out.numel(), epilogue)
+    return out
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    integers = torch.int32 if x.dtype == F32 else torch.int16
+    return x.dtype == y.dtype and torch.equal(x.view(integers), y.view(integers))
+
+
+def failures(space: DeviceWorkspace) -> list[str]:
+    """The failed wait, if there is one."""
+    return [] if space.failure() is None else [str(space.failure())]
+
+
+def counts(library: ctypes.CDLL) -> tuple[int, ...]:
+    """Of the last launch: barriers, releases at system scope, and ordering atomics that one thread
+    did one after the other."""
+    found = (ctypes.c_int * 3)()
+    library.emulated_counts(found)
+    return tuple(found)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tpkernels.symm import order
+from tpkernels.symm import streams
 
 
 class Event:
@@ -28,6 +28,6 @@ class Stream:
 def use_events(patch: pytest.MonkeyPatch, passed: Callable[[], bool]) -> None:
     """From here on, workspaces on CPUs take their calls to be queued."""
     stream: Any = Stream()
-    patch.setattr(order, "order_of", lambda _: order.DeviceOrder())
-    patch.setattr(order, "current_stream", lambda _: stream)
-    patch.setattr(order, "new_event", lambda _: Event(passed))
+    patch.setattr(streams, "order_of", lambda _: streams.DeviceOrder())
+    patch.setattr(streams, "current_stream", lambda _: stream)
+    patch.setattr(streams, "new_event", lambda _: Event(passed))

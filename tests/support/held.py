@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -61,18 +60,6 @@ class Held:
         if dist.get_rank() == rank:
             os.kill(os.getpid(), number)
         time.sleep(100)
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def kill_other(self, rank: int, name: str) -> None:
-        """Only that rank is disturbed."""
-        if dist.get_rank() == rank:
-            os.kill(os.getpid(), getattr(signal, name))
-
-    def kill_soon(self, rank: int, seconds: float) -> None:
-        if dist.get_rank() == rank:
-            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def sleep(self, seconds: float, note: str = "") -> str:
         begin = time.monotonic()

@@ -22,8 +22,8 @@ from tpkernels.kernels import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from tpkernels.kernels.arguments import SCALARS, Workspace
 from tpkernels.kernels.configs import MatmulConfig, Tiling
+from tpkernels.kernels.sync import SCALARS, Workspace
 
 NAMES = {tl.float32: "fp32", tl.float16: "fp16", tl.bfloat16: "bf16"}
 WORLD = 4
@@ -46,6 +46,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": True}),
     "two_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": False}),
 }
+COMMUNICATING = sorted(set(KERNELS) - {"matmul", "shard"})
 # They have no product, or tiles that wait for their rows.
 UNSPECIALIZED = ("shard", "all_gather_matmul", "multiply_arriving")
 
@@ -96,6 +97,7 @@ class Build:
         return _cuobjdump("-sass", self.cubin)
 
 
+@functools.cache
 def build(
     name: str,
     dtype: Any,
@@ -108,8 +110,8 @@ def build(
     even: bool = True,
     **changed: Any,
 ) -> Build:
-    """Compiles one kernel; addresses are multiples of 16, and so are sizes if ``divisible``.
-    ``even``: all segments have as many rows."""
+    """Compiles one kernel, once in a process. Addresses are multiples of 16, and so are sizes if
+    ``divisible``. ``even``: all segments have as many rows."""
     kernel, own = KERNELS[name]
     wire = changed.get("WIRE", dtype)
     bits = dtype.primitive_bitwidth, wire.primitive_bitwidth

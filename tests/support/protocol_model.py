@@ -110,13 +110,13 @@ class Program:
 
     def _call(self, kind: str) -> None:
         """One epoch: "pull", "push", "two-shot", or one of the last two with "-empty"; or
-        "low-latency", whose words are the data: a reader of the wrong word waits."""
+        "ll", whose words are the data: a reader of the wrong word waits."""
         self.epoch += 1
         first = len(self.steps)
         if kind == "pull":
             self._pull()
-        elif kind == "low-latency":
-            self._low_latency()
+        elif kind == "ll":
+            self._ll()
         else:
             self._push(kind.startswith("two-shot"), EMPTY if kind.endswith("-empty") else None)
         if self.broken == "silent_empty" and self.rank == EMPTY:
@@ -130,7 +130,7 @@ class Program:
             self.wait(ENTERED, peer)
             self.read(peer)
 
-    def _low_latency(self) -> None:
+    def _ll(self) -> None:
         for peer in self.peers:
             self.post(ENTERED, peer)
         for peer in self.peers:

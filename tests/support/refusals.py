@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
 import tpkernels
-from tpkernels.local.native import native
+from tpkernels.local.packed import native
 
 F32, F16, BF16, F64, INT = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64
 GATHER = tpkernels.all_gather_matmul

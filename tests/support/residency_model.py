@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from tpkernels.symm.order import DeviceOrder
+from tpkernels.symm.streams import DeviceOrder
 
 
 class Step(NamedTuple):

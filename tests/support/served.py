@@ -47,11 +47,11 @@ def tokenizer(template: str | None = TEMPLATE) -> Any:
     )
 
 
-def folder(base: Path, length: int = LENGTH) -> Path:
+def folder(base: Path, length: int = LENGTH, template: str | None = TEMPLATE) -> Path:
     """A model with its tokenizer, for prompts and answers of at most ``length`` tokens."""
     path = hf_folders.folder(base)
     hf_folders.change_config(path, max_position_embeddings=length)
-    tokenizer().save_pretrained(path)
+    tokenizer(template).save_pretrained(path)
     return path
 
 

@@ -122,7 +122,7 @@ def test_errors_of_a_host_have_the_numbers_of_the_whole_group() -> None:
     local = Participant(dist.HashStore(), "group", 0, 2, 5.0, names=(4, 5))
     with (
         pytest.raises(CollectiveTimeoutError, match="rank 4 waited for rank 5, which") as error,
-        rendezvous._bounded(local, 1, time.monotonic() - 1),
+        rendezvous._Arena(local, 0, [], time.monotonic() - 1).bounded(1),
     ):
         pass
     assert error.value.peer == 5

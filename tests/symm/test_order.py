@@ -16,8 +16,7 @@ from tests.support.residency_model import (
     one_order,
     order_per_group,
 )
-from tpkernels.symm.device import MISMATCH, TIMEOUT
-from tpkernels.symm.failures import kernel_error
+from tpkernels.symm.device import MISMATCH, TIMEOUT, kernel_error
 
 Calls = Sequence[tuple[str, str]]  # (group, stream) pairs, in the order in which a host issues them
 

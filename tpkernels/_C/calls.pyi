@@ -1,3 +1,4 @@
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -7,6 +8,12 @@ from tpkernels._C.host import Channel, Segments, ShardLayout
 
 # What needs tensors: csrc/calls. Only here does the extension import torch, when it is first used.
 
+class Kind(enum.Enum):
+    ALL_GATHER = ...
+    REDUCE_SCATTER = ...
+    ALL_TO_ALL = ...
+    ALL_REDUCE = ...
+
 class Collective:
     def __init__(
         self,
@@ -14,95 +21,36 @@ class Collective:
         segments: Segments,
         signature: int,
         text: str,
+        kind: Kind,
+        layout: ShardLayout | None = None,
+        taken: ShardLayout | None = None,
+        largest: int = 0,
     ) -> None: ...
-    def all_gather(self, x: torch.Tensor, out: torch.Tensor, layout: ShardLayout) -> None: ...
-    def reduce_scatter(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        layout: ShardLayout,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> None: ...
-    def all_to_all(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        given: ShardLayout,
-        taken: ShardLayout,
-        largest: int,
-    ) -> None: ...
-    def all_reduce(
+    def run(
         self,
         x: torch.Tensor,
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-    ) -> None: ...
-    def all_reduce_rms_norm(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        normed: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        normed: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
     ) -> None: ...
 
 class Bound: ...
 
-class AllReduceInPlace(Bound):
-    def __init__(self, collective: Collective) -> None: ...
-
-class AllReduce(Bound):
-    def __init__(self, collective: Collective, shape: Sequence[int]) -> None: ...
-
-class AllGather(Bound):
-    def __init__(
-        self, collective: Collective, layout: ShardLayout, shape: Sequence[int]
-    ) -> None: ...
-
-class ReduceScatter(Bound):
-    def __init__(
-        self, collective: Collective, layout: ShardLayout, shape: Sequence[int]
-    ) -> None: ...
-
-class AllToAll(Bound):
+class Direct(Bound):
     def __init__(
         self,
         collective: Collective,
-        given: ShardLayout,
-        taken: ShardLayout,
-        largest: int,
-        shape: Sequence[int],
-    ) -> None: ...
-
-class AllGatherMatmul(Bound):
-    def __init__(
-        self,
-        collective: Collective,
-        layout: ShardLayout,
-        shape: Sequence[int],
-        result_shapes: list[tuple[int, ...]],
+        arguments: Arguments,
+        *,
+        in_place: bool,
+        shape: tuple[int, ...],
         packed: Sequence[bool],
+        products: list[tuple[int, ...]],
         return_gathered: bool,
-    ) -> None: ...
-
-class MatmulAllReduce(Bound):
-    def __init__(self, collective: Collective, shape: Sequence[int], packed: bool) -> None: ...
-
-class MatmulReduceScatter(Bound):
-    def __init__(
-        self, collective: Collective, layout: ShardLayout, shape: Sequence[int], packed: bool
-    ) -> None: ...
-
-class AllReduceRmsNorm(Bound):
-    def __init__(self, collective: Collective, shape: Sequence[int], eps: float) -> None: ...
-
-class MatmulAllReduceRmsNorm(Bound):
-    def __init__(
-        self, collective: Collective, shape: Sequence[int], eps: float, packed: bool
+        eps: float,
     ) -> None: ...
 
 class Alarm:
@@ -187,16 +135,11 @@ def make_is_plain(
 ) -> Callable[..., bool]: ...
 def make_shortcut(
     arguments: Arguments,
-    kernel: Callable[..., Any],
+    kernel: Callable[..., Any] | None,
     op: Callable[..., Any],
     states: Sequence[tuple[int, int, bool, Sequence[int]]],
     versioned: int,
     overwrites: bool,
-) -> Callable[..., Any]: ...
-def make_matmul_shortcut(
-    arguments: Arguments,
-    op: Callable[..., Any],
-    states: Sequence[tuple[int, int, bool, Sequence[int]]],
 ) -> Callable[..., Any]: ...
 def make_above(
     kernel: Callable[..., Any],

@@ -33,20 +33,9 @@ class Epilogue:
         residual_dtype: int = 0,
     ) -> None: ...
 
-class RmsNorm:
+class AllReduce:
     def __init__(
-        self, normed: int, weight: int, cols: int, weight_dtype: int, eps: float
-    ) -> None: ...
-
-class Kernels:
-    def __init__(self, device: int, image: bytes | None) -> None: ...
-    def all_reduce(
         self,
-        stream: int,
-        space: Space,
-        way: int,
-        blocks: int,
-        early: bool,
         x: int,
         out: int,
         count: int,
@@ -57,40 +46,20 @@ class Kernels:
         slot_bytes: int,
         results_at: int,
         multicast: int,
+        /,
     ) -> None: ...
-    def normed_all_reduce(
-        self,
-        stream: int,
-        space: Space,
-        way: int,
-        blocks: int,
-        cluster: int,
-        early: bool,
-        x: int,
-        out: int,
-        count: int,
-        wire: int,
-        epilogue: Epilogue,
-        segment: int,
-        slot_bytes: int,
-        results_at: int,
-        norm: RmsNorm,
+
+class RmsNorm:
+    def __init__(
+        self, normed: int, weight: int, cols: int, weight_dtype: int, eps: float, /
     ) -> None: ...
-    def rms_norm(
+
+class Rows:
+    def __init__(self, x: int, count: int, dtype: int, /) -> None: ...
+
+class Shards:
+    def __init__(
         self,
-        stream: int,
-        blocks: int,
-        cluster: int,
-        x: int,
-        count: int,
-        dtype: int,
-        norm: RmsNorm,
-    ) -> None: ...
-    def gather(
-        self,
-        stream: int,
-        space: Space,
-        blocks: int,
         x: int,
         out: int,
         starts: int,
@@ -98,39 +67,39 @@ class Kernels:
         wire: int,
         slot_bytes: int,
         epilogue: Epilogue,
+        /,
     ) -> None: ...
-    scatter = gather
-    low_latency_gather = gather
-    low_latency_scatter = gather
-    def sum_partials(
+
+class SumPartials:
+    def __init__(
         self,
-        stream: int,
-        blocks: int,
         out: int,
         partials: Sequence[int],
         wire: int,
         begin: int,
         count: int,
         epilogue: Epilogue,
+        /,
     ) -> None: ...
-    def paced_copy(
-        self,
-        stream: int,
-        blocks: int,
-        dst: int,
-        src: int,
-        nbytes: int,
-        latency_ns: int,
-        ns_per_byte: float,
+
+class PacedCopy:
+    def __init__(
+        self, dst: int, src: int, nbytes: int, latency_ns: int, ns_per_byte: float, /
     ) -> None: ...
-    def barrier(self, stream: int, space: Space) -> None: ...
-    def begin(self, stream: int, space: Space, flags: int) -> None: ...
-    def publish(self, stream: int, space: Space, to: int, index: int) -> None: ...
+
+class Signal:
+    def __init__(self, rank: int, index: int, /) -> None: ...
+
+class Results:
+    def __init__(self, outputs: Sequence[tuple[int, int]], /) -> None: ...
+
+class Kernels:
+    # The other attributes queue the kernels of csrc/cuda/kernels.h, each with its arguments:
+    # (stream, *arguments, blocks=1, cluster=1, early=False).
+    def __init__(self, device: int, image: bytes | None) -> None: ...
+    def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None: ...
     def raise_flag(self, stream: int, space: Space, index: int, captured: bool) -> None: ...
     def streams_write(self, captured: bool) -> bool: ...
-    def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None: ...
-    def wait(self, stream: int, space: Space, source: int, index: int) -> None: ...
-    def end(self, stream: int, space: Space, results: Sequence[tuple[int, int]]) -> None: ...
 
 def architectures() -> str: ...
 def image() -> bytes: ...

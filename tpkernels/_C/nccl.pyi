@@ -1,5 +1,4 @@
 from collections.abc import Sequence
-from enum import Enum
 
 # Memory, streams and windows are passed as integers.
 
@@ -15,18 +14,10 @@ class Library:
     def mem_alloc(self, nbytes: int) -> int: ...
     def mem_free(self, address: int) -> None: ...
 
-class OperationKind(Enum):
-    ALL_GATHER = 0
-    REDUCE_SCATTER = 1
-    ALL_REDUCE = 2
-    BROADCAST = 3
-    SEND = 4
-    RECV = 5
-
 class Operation:
     def __init__(
         self,
-        kind: OperationKind,
+        kind: str,
         send: int,
         recv: int,
         count: int,

@@ -30,10 +30,9 @@ from tpkernels.algorithms.reduction import Reduction, behind_matmul_all_reduce
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue_alike, queued
 from tpkernels.local.memory import empty
-from tpkernels.symm.device import Prepared
-from tpkernels.symm.failures import kernel_error
-from tpkernels.symm.side_stream import SideStream
-from tpkernels.symm.watch import Watch
+from tpkernels.symm.cuda import Watch
+from tpkernels.symm.device import Prepared, kernel_error
+from tpkernels.symm.streams import SideStream
 
 if TYPE_CHECKING:  # this imports Triton
     from tpkernels.kernels.configs import MatmulConfig
@@ -76,7 +75,7 @@ def _run(
 
 
 def _config(call: Call, x: torch.Tensor) -> MatmulConfig:
-    """The block sizes. They follow from the rows of all ranks, so all ranks choose the same."""
+    """Return the block sizes, which follow from the rows of all ranks: all choose the same."""
     from tpkernels.kernels.configs import choose
 
     return choose(x.device, x.dtype, call.problem.rows, call.plan.config)
@@ -157,7 +156,7 @@ def bring_rows(
     step: int,
     chunks: int,
 ) -> None:
-    """Within a call, fills ``whole`` [sum(sizes), K] with ``rows`` [sizes[rank], K] and, in the
+    """Within a call, fill ``whole`` [sum(sizes), K] with ``rows`` [sizes[rank], K] and, in the
     order of ``peers``, with the peers' rows. A flag tells the kernel of each chunk, ``step`` rows;
     a rank has ``chunks`` at most. The kernel is launched later: where all streams share one
     hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1, it starts behind the last fetch, and

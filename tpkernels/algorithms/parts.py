@@ -18,8 +18,8 @@ import torch
 
 from tpkernels.call import Call
 from tpkernels.integers import ceil_div, round_up
-from tpkernels.local.exactness import layout_of, multiplies_parts_exactly
-from tpkernels.local.matmul import local_matmul
+from tpkernels.local.exactness import multiplies_parts_exactly
+from tpkernels.local.matmul import layout_of, local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
 from tpkernels.local.product import Weight
@@ -30,29 +30,29 @@ Run: TypeAlias = tuple[int, int, int]  # row in a part, row in the whole matrix,
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., K] as a matrix [rows, K]."""
+    """Return x [..., K] as a matrix [rows, K]."""
     return x.flatten(0, -2)
 
 
 def partial_for(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
-    """Memory for `matmul_partial`."""
+    """Return memory for `matmul_partial`."""
     return empty((*x.shape[:-1], columns_of(w)), call.problem.dtype, x.device)
 
 
 def matmul_partial(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
-    """``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N] -> [..., N]."""
+    """Return ``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N]."""
     partial = partial_for(call, x, w)
     local_matmul(as_rows(x), w, as_rows(partial))
     return partial
 
 
 def shard_counts(problem: Problem) -> list[int]:
-    """Elements of each rank's shard."""
+    """Return the elements of each rank's shard."""
     return [problem.outer * size * problem.inner for size in problem.sizes]
 
 
 def shard_shape(problem: Problem, owner: int) -> list[int]:
-    """Shape of ``owner``'s shard of the gathered or scattered tensor."""
+    """Return the shape of ``owner``'s shard of the gathered or scattered tensor."""
     assert problem.dim is not None  # an all-reduce has no shards
     shape = list(problem.shape)
     shape[problem.dim] = problem.sizes[owner]
@@ -129,6 +129,11 @@ class Split:
         return cls(problem, rows, widths, begins, max(1, fitting))
 
     @functools.cached_property
+    def by_columns(self) -> bool:
+        """Return whether each rank's part has its own columns."""
+        return splits_columns(self.problem)
+
+    @functools.cached_property
     def counts(self) -> list[int]:
         """Return the elements of each rank's part."""
         return [rows * columns for rows, columns in zip(self.rows, self.columns, strict=True)]
@@ -161,7 +166,7 @@ class Split:
         ``whole_parts`` there are also products of all of a part."""
         found = set()
         for owner, rows in enumerate(self.rows):
-            width = self.columns[owner] if splits_columns(self.problem) else columns
+            width = self.columns[owner] if self.by_columns else columns
             for step in {self.step, max(rows, 1) if whole_parts else self.step}:
                 for begin in range(0, rows, step):
                     end = min(begin + step, rows)
@@ -219,7 +224,8 @@ class Products:
     @property
     def factors(self) -> list[tuple[Weight, torch.Tensor | None, torch.Tensor]]:
         """Return each (weight, bias, output [rows, N])."""
-        return list(zip(self.weights, self.biases, map(as_rows, self.outs), strict=True))
+        outs = [out.flatten(0, -2) for out in self.outs]
+        return list(zip(self.weights, self.biases, outs, strict=True))
 
     def multiply(self, whole: torch.Tensor) -> None:
         """Multiply the gathered x."""
@@ -243,7 +249,7 @@ class SplitProducts:
         self._rest = [factor for factor, yes in zip(factors, exact, strict=True) if not yes]
         needed = products.gathered is not None or self._rest
         self.gathered = products.memory(call, x) if needed else None
-        self._rows = None if self.gathered is None else as_rows(self.gathered)
+        self._rows = None if self.gathered is None else self.gathered.flatten(0, -2)
 
     def use(self, owner: int, begin: int, shard: torch.Tensor, in_place: bool = False) -> None:
         """Multiply rows [n, K] of ``owner``'s shard, from ``begin`` on. Copy them to ``gathered``,
@@ -312,13 +318,13 @@ def partials_of(call: Call, x: torch.Tensor, chunk: int | None) -> Partials:
 def partials_of_product(call: Call, x: torch.Tensor, w: Weight, room: int | None) -> Partials:
     """Return the partials of ``x @ w``, which is made part by part, or at once where the parts
     would have other bits. A step takes ``room`` bytes."""
-    problem, rows = call.problem, as_rows(x)
+    problem, rows = call.problem, x.flatten(0, -2)
     split = _split_of(call, x, [w], [(problem.dtype, None)], room)
     product = None
     if not split.exact[0]:
         product = empty((problem.rows, columns_of(w)), problem.dtype, x.device)
         local_matmul(rows, w, product)
-    by_columns = splits_columns(problem)
+    by_columns = split.by_columns
     whole = problem.rows, problem.shape[-1]
 
     def fill(owner: int, begin: int, to: torch.Tensor) -> None:

@@ -3,17 +3,18 @@
 Problem: x [B, S, K] is split along S. A rank's shard [B, s, K] is contiguous, but its rows are not
 neighbours in the whole tensor.
 
-Algorithm: the rows in the order of the ranks, [W, B, s, K], are a tensor that is split along its
-first dim, with as many rows of each rank. A gather leaves its results in that order, and they are
-copied to their places; a scatter takes a copy of x in that order. That is one pass over the results
-or over x, which the copies between the GPUs do not overlap.
+Algorithm: the rows in the order of the ranks, one shard after the other, are a tensor that is split
+along its first dim, with as many rows of each rank. A gather leaves its results in that order, and
+they are copied to their places; a scatter takes a copy of x in that order. That is one pass over
+the results or over x, which the copies between the GPUs do not overlap.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -21,27 +22,28 @@ import torch
 from tpkernels.algorithms.parts import Products
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
-from tpkernels.planning.problem import Problem
 
 
-def _pairs(
-    problem: Problem, whole: torch.Tensor, rows: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of ``whole``, and of the same elements in ``rows`` [M, N], which are in the order of
-    the ranks. One pair where all shards have the same size."""
-    dim, sizes = problem.dim, problem.sizes
-    assert dim is not None  # there are shards
-    lead = whole.shape[:dim]
+def by_owner(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Return the elements of the ranks' shards along a dim, flat, one shard after the other."""
+    if prod(x.shape[:dim]) == 1:
+        return x.contiguous().view(-1)
     if len(set(sizes)) == 1:
-        blocks = (len(sizes), sizes[0])
-        parts = rows.view(len(sizes), *lead, sizes[0], *whole.shape[dim + 1 :])
-        yield whole.view(*lead, *blocks, *whole.shape[dim + 1 :]), parts.movedim(0, dim)
-        return
-    begin = row = 0
-    for size, count in zip(sizes, problem.shard_rows, strict=True):
-        part = whole.narrow(dim, begin, size)
-        yield part, rows.narrow(0, row, count).view(part.shape)
-        begin, row = begin + size, row + count
+        ordered = x.unflatten(dim, (len(sizes), sizes[0])).movedim(dim, 0)
+        return ordered.clone(memory_format=torch.contiguous_format).view(-1)
+    shards = x.split(list(sizes), dim)
+    whole = empty([x.numel()], x.dtype, x.device)
+    for to, shard in zip(whole.split([s.numel() for s in shards]), shards, strict=True):
+        to.view(shard.shape).copy_(shard)
+    return whole
+
+
+def join(flat: torch.Tensor, out: torch.Tensor, dim: int, sizes: Sequence[int]) -> None:
+    """Fill ``out`` with the ranks' shards, which lie one after the other in ``flat``."""
+    counts = [out.numel() // out.shape[dim] * size if size else 0 for size in sizes]
+    shapes = [(*out.shape[:dim], size, *out.shape[dim + 1 :]) for size in sizes]
+    shards = flat.view(-1).split(counts)
+    torch.cat([part.view(s) for part, s in zip(shards, shapes, strict=True)], dim, out=out)
 
 
 def gathers_in_rank_order(function: Callable[..., None]) -> Callable[..., None]:
@@ -53,13 +55,13 @@ def gathers_in_rank_order(function: Callable[..., None]) -> Callable[..., None]:
         if problem.outer == 1:
             function(call, x, products)
             return
+        assert problem.dim is not None  # a gather has one
         results, count = products.results, len(products.outs)
         flat = [empty((problem.rows, y.shape[-1]), y.dtype, y.device) for y in results]
-        outs, whole = flat[:count], None if products.gathered is None else flat[-1]
-        function(call, x, replace(products, outs=outs, gathered=whole))
+        whole = None if products.gathered is None else flat[-1]
+        function(call, x, replace(products, outs=flat[:count], gathered=whole))
         for result, rows in zip(results, flat, strict=True):
-            for part, source in _pairs(problem, result, rows):
-                part.copy_(source)
+            join(rows, result, problem.dim, problem.sizes)
 
     return gather
 
@@ -70,12 +72,9 @@ def scatters_in_rank_order(function: Callable[..., torch.Tensor]) -> Callable[..
     @functools.wraps(function)
     def scatter(call: Call, x: torch.Tensor, w: Any, reduction: Any) -> torch.Tensor:
         problem = call.problem
-        if problem.outer == 1:
-            return function(call, x, w, reduction)
-        x = x.contiguous()
-        rows = empty((problem.rows, x.shape[-1]), x.dtype, x.device)
-        for part, to in _pairs(problem, x, rows):
-            to.copy_(part)
-        return function(call, rows, w, reduction)
+        if problem.outer != 1:
+            assert problem.dim is not None  # a scatter has one
+            x = by_owner(x, problem.dim, problem.sizes).view(problem.rows, x.shape[-1])
+        return function(call, x, w, reduction)
 
     return scatter

@@ -36,12 +36,28 @@ class Reduction:
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
 
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> Reduction:
+        """Return the epilogue of a checked call. The kernels of GPUs read a bias of any dtype."""
+        if bias is not None:
+            wide = bias if x.is_cuda else bias.to(dtypes.accumulator(x.dtype))
+            bias = wide.contiguous()
+        if residual is not None:
+            residual = residual.contiguous()
+        return cls(out_dtype or x.dtype, bias, residual)
+
     def keeps(self, total: torch.dtype) -> bool:
         """Return whether a sum in this dtype is the result already."""
         return self.bias is None and self.residual is None and self.out_dtype == total
 
     def epilogue(self) -> _C.host.Epilogue:
-        """The extension's form. It holds addresses: keep the reduction alive while it is used."""
+        """Return the extension's form. It holds addresses: keep the reduction alive meanwhile."""
         bias, residual = self.bias, self.residual
         return _C.host.Epilogue(
             dtypes.CODES[self.out_dtype],
@@ -80,16 +96,16 @@ def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 def reduce_into(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int = 0
 ) -> None:
-    """``out = round(sum of partials in order + bias + residual)``. All are contiguous, of one size,
-    and start at element ``begin`` of the whole output. ``out`` may be one of the partials. One
-    launch on GPUs, where the kernels of ``csrc/cuda`` can be loaded and take the dtypes."""
+    """Set ``out = round(sum of partials in order + bias + residual)``. All are contiguous, of one
+    size, and start at element ``begin`` of the whole output. ``out`` may be one of the partials.
+    One launch on GPUs, where the kernels of ``csrc/cuda`` can be loaded and take the dtypes."""
     if _on_gpu(out):
         run = _reduce_by_kernel if _has_kernel(out, partials, reduction) else _reduce_by_torch
         run(out, partials, reduction, begin)
         return
     if begin and reduction.residual is not None:
         reduction = replace(reduction, residual=reduction.residual.view(-1)[begin:])
-    addresses = [partial.data_ptr() for partial in partials]
+    addresses = list(map(torch.Tensor.data_ptr, partials))
     wire = dtypes.CODES[partials[0].dtype]
     with recorded(COPY):
         _C.host.sum_partials(
@@ -127,7 +143,7 @@ def normalised(call: Call, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
 
 
 def behind_all_reduce(all_reduce: Callable[..., None]) -> Callable[..., Rows]:
-    """``all_reduce_rms_norm`` by an algorithm's ``all_reduce``."""
+    """Return ``all_reduce_rms_norm`` by an algorithm's ``all_reduce``."""
 
     def all_reduce_rms_norm(
         call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm
@@ -141,7 +157,7 @@ def behind_all_reduce(all_reduce: Callable[..., None]) -> Callable[..., Rows]:
 
 
 def behind_matmul_all_reduce(matmul_all_reduce: Callable[..., Any]) -> Callable[..., Rows]:
-    """``matmul_all_reduce_rms_norm`` by an algorithm's ``matmul_all_reduce``."""
+    """Return ``matmul_all_reduce_rms_norm`` by an algorithm's ``matmul_all_reduce``."""
 
     def matmul_all_reduce_rms_norm(
         call: Call, x: torch.Tensor, w: Weight, reduction: Reduction, norm: RmsNorm
@@ -179,37 +195,17 @@ def _reduce_by_kernel(
 def _reduce_by_torch(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int
 ) -> None:
-    """One launch for each term, the last of which rounds; the first may have to be widened."""
-    terms = [partial.view(-1) for partial in partials]
-    total = terms[0].to(dtypes.accumulator(terms[0].dtype))
-    own = total is not terms[0]  # may be overwritten
-    if reduction.bias is not None:
-        terms.append(_fitted(reduction.bias, begin, out.numel()))
-    if reduction.residual is not None:
-        terms.append(reduction.residual.view(-1).narrow(0, begin, out.numel()))
-    if len(terms) == 1:
-        out.view(-1).copy_(total)
-        return
-    for term in terms[1:-1]:
-        total = _add(total, term, total if own else torch.empty_like(total))
-        own = True
-    _add(total, terms[-1], out.view(-1))
-
-
-def _add(total: torch.Tensor, term: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out = total + term``, flat; a term of two dims is one row, added to all of its width."""
-    if term.dim() == 1:
-        return torch.add(total, term, out=out)
-    columns = term.shape[1]
-    torch.add(total.view(-1, columns), term, out=out.view(-1, columns))
-    return out
-
-
-def _fitted(bias: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-    """Return the bias for ``count`` elements from ``begin`` on: one row where these are whole
-    rows."""
-    columns = bias.numel()
-    first = begin % columns
-    if not first and not count % columns:
-        return bias.view(1, columns)
-    return bias.repeat(ceil_div(first + count, columns))[first : first + count]
+    """Add in a wide copy, one launch for each term, and round at the end."""
+    bias, residual, count = reduction.bias, reduction.residual, out.numel()
+    total = partials[0].view(-1).to(dtypes.accumulator(partials[0].dtype), copy=True)
+    for partial in partials[1:]:
+        total += partial.view(-1)
+    if bias is not None:
+        first, columns = begin % bias.numel(), bias.numel()
+        if first or count % columns:
+            total += bias.repeat(ceil_div(first + count, columns))[first : first + count]
+        else:  # whole rows
+            total.view(-1, columns).add_(bias)
+    if residual is not None:
+        total += residual.view(-1).narrow(0, begin, count)
+    out.view(-1).copy_(total)

@@ -67,7 +67,7 @@ class Hop:
 
 
 def hops(rank: int, world: int) -> Iterator[list[Hop]]:
-    """The steps of an all-gather round the ring."""
+    """Yield the steps of an all-gather round the ring."""
     right, left = (rank + 1) % world, (rank - 1) % world
     for step in range(1, world // 2 + 1):
         up = Hop(right, left, (rank - step + 1) % world, (rank - step) % world)
@@ -95,7 +95,7 @@ class Ring(Transfers):
         step: int,
         use: Callable[[int, int, torch.Tensor], None],
     ) -> None:
-        """Shards travel whole. Those that are here are used while others travel."""
+        """Move whole shards. Those that are here are used while others travel."""
         here = [self._rank]
         for hop_pair in hops(self._rank, self._world):
             with recorded(TRANSFER):
@@ -144,7 +144,7 @@ class Ring(Transfers):
 
 
 def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Each piece goes straight to its owner."""
+    """Send each piece straight to its owner."""
     ring, out, given = Ring(call), exchange.result(call, x), exchange.given(x)
     places = exchange.taken(call, out)
 
@@ -156,13 +156,4 @@ def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     return out
 
 
-(
-    all_gather,
-    all_gather_matmul,
-    reduce_scatter,
-    matmul_reduce_scatter,
-    all_reduce,
-    matmul_all_reduce,
-    all_reduce_rms_norm,
-    matmul_all_reduce_rms_norm,
-) = ops_by(Ring)
+OPS = ops_by(Ring, all_to_all=all_to_all)

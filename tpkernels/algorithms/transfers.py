@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -89,21 +90,9 @@ class Transfers(ABC):
         self.gather(shards, counts, max(1, step), place)
 
 
-class Ops(NamedTuple):
-    """The functions of an algorithm's table, by the names of the ops."""
-
-    all_gather: Callable[..., Any]
-    all_gather_matmul: Callable[..., Any]
-    reduce_scatter: Callable[..., Any]
-    matmul_reduce_scatter: Callable[..., Any]
-    all_reduce: Callable[..., Any]
-    matmul_all_reduce: Callable[..., Any]
-    all_reduce_rms_norm: Callable[..., Any]
-    matmul_all_reduce_rms_norm: Callable[..., Any]
-
-
-def ops_by(begin: Callable[[Call], Transfers]) -> Ops:
-    """Return the ops of an algorithm; ``begin`` begins a call."""
+def ops_by(begin: Callable[[Call], Transfers], **others: Callable[..., Any]) -> SimpleNamespace:
+    """Return the ops of an algorithm, by name, with the ``others`` that it has. ``begin`` begins a
+    call."""
 
     def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
         problem, counts, transfers = call.problem, shard_counts(call.problem), begin(call)
@@ -186,7 +175,7 @@ def ops_by(begin: Callable[[Call], Transfers]) -> Ops:
         reduce(transfers, partials_of_product(call, x, w, transfers.room), out, reduction)
         return out
 
-    ops = Ops(
+    ops = (
         all_gather,
         all_gather_matmul,
         reduce_scatter,
@@ -197,5 +186,5 @@ def ops_by(begin: Callable[[Call], Transfers]) -> Ops:
         behind_matmul_all_reduce(matmul_all_reduce),
     )
     for function in ops:
-        function.__module__ = begin.__module__  # where the table finds it
-    return ops
+        function.__module__ = begin.__module__  # where the reader of a trace finds the algorithm
+    return SimpleNamespace(**{function.__name__: function for function in ops}, **others)

@@ -27,7 +27,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
-from math import prod
 from typing import Any
 
 import torch
@@ -41,12 +40,12 @@ from torch._C._distributed_c10d import (
 
 from tpkernels.algorithms.parts import (
     Products,
-    edges_of,
     matmul_partial,
     shard_counts,
     shard_shape,
 )
-from tpkernels.algorithms.pieces import Exchange, counts_of, place
+from tpkernels.algorithms.pieces import Exchange, counts_of
+from tpkernels.algorithms.rank_order import by_owner, join
 from tpkernels.algorithms.reduction import (
     Reduction,
     behind_all_reduce,
@@ -65,31 +64,23 @@ from tpkernels.transport.waits import announce_done, finish
 # A reduction on the host moves in steps of this size, so that the allocator can reuse their buffers
 # instead of taking fresh pages.
 _STEP_BYTES = 4 << 20
-_PART_UNIT = 8  # elements of a rank's part of an all-reduce by NCCL: the kernel loads 8 at a time
+_PART_UNIT = 8  # elements of a rank's part of an all-reduce: the kernel on GPUs loads 8 at a time
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     enter(call).wait()
-    if _by_nccl(call) or call.group.world == 1:
-        out = empty(call.problem.shape, x.dtype, x.device)
-        _gather_by_nccl(call, x, out)
-        return out
-    return _gather(call, x)
+    out = empty(call.problem.shape, x.dtype, x.device)
+    _gather(call, x, out)
+    return out
 
 
 def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
     enter(call).wait()
-    if call.group.world == 1:
+    if call.group.world == 1 and products.gathered is None:
         whole = x if call.problem.device == "cuda" else x.contiguous()
-        if products.gathered is not None:
-            products.gathered.copy_(x)
-    elif _by_nccl(call):
-        whole = products.memory(call, x)
-        _gather_by_nccl(call, x, whole)
     else:
-        whole = _gather(call, x)
-        if products.gathered is not None:
-            products.gathered.copy_(whole)
+        whole = products.memory(call, x)
+        _gather(call, x, whole)
     products.multiply(whole)
 
 
@@ -98,18 +89,14 @@ def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     out = exchange.result(call, x)
     if call.group.world == 1:
         return out.copy_(x)
-    places = exchange.taken(call, out)
-    if _by_nccl(call):
-        even = _even(call.problem.sizes) and _even(exchange.sizes)
-        sent = _by_owner(x, exchange.dim, exchange.sizes)
-        counts = counts_of(exchange.given(x))
-        received = _exchange_by_nccl(call, sent, counts, None if even else counts_of(places))
-        pieces = [piece.view(to.shape) for piece, to in zip(received, places, strict=True)]
-        assert call.problem.dim is not None  # an all-to-all has one
-        return torch.cat(pieces, call.problem.dim, out=out)
-    place(_exchange(call, exchange.given(x), counts_of(places)), places)
+    places, counts = exchange.taken(call, out), counts_of(exchange.given(x))
+    even = _even(call.problem.sizes) and _even(exchange.sizes)
+    sent = by_owner(x, exchange.dim, exchange.sizes)
+    received = _exchange(call, sent, counts, None if even else counts_of(places))
     announce_done(call)
-    return out
+    pieces = [piece.view(to.shape) for piece, to in zip(received, places, strict=True)]
+    assert call.problem.dim is not None  # an all-to-all has one
+    return torch.cat(pieces, call.problem.dim, out=out)
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -130,7 +117,11 @@ def matmul_reduce_scatter(
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """``out`` may be ``x``."""
     enter(call).wait()
-    _all_reduce(call, x, out, reduction)
+    total = x
+    if _sums_by_nccl(call) and out is not x:
+        total = out if out.dtype == x.dtype else empty(x.shape, x.dtype, x.device)
+        total.copy_(x)
+    _all_reduce(call, total, out, reduction)
 
 
 def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
@@ -150,50 +141,75 @@ all_reduce_rms_norm = behind_all_reduce(all_reduce)
 matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)
 
 
+def _gather(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill ``out`` with x of all ranks along the problem's dim."""
+    problem = call.problem
+    if call.group.world == 1:
+        out.copy_(x)
+        return
+    flat = out.view(-1) if problem.outer == 1 else empty([out.numel()], x.dtype, x.device)
+    _all_gather(call, x.contiguous().view(-1), flat, shard_counts(problem))
+    announce_done(call)
+    if problem.outer != 1:
+        assert problem.dim is not None  # an all-gather has one
+        join(flat, out, problem.dim, problem.sizes)
+
+
 def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     problem, group = call.problem, call.group
     if group.world == 1:
         return reduced(partial, reduction)
     assert problem.dim is not None  # a reduce-scatter has one
     out = empty(shard_shape(problem, group.rank), reduction.out_dtype, partial.device)
-    flat = out.view(-1)
-    if _by_nccl(call):
-        by_owner = _by_owner(partial, problem.dim, problem.sizes)
-        _reduce_scatter_by_nccl(call, by_owner, flat, shard_counts(problem), reduction)
+    own, counts = out.view(-1), shard_counts(problem)
+    flat = by_owner(partial, problem.dim, problem.sizes)
+    if _sums_by_nccl(call):
+        total = own if out.dtype == flat.dtype else empty(own.shape, flat.dtype, own.device)
+        options = _options(ReduceScatterOptions, call)
+        if _even(counts):
+            _wait(call, _pg(call)._reduce_scatter_base(total, flat, options))
+        else:
+            _wait(call, _pg(call).reduce_scatter([total], [list(flat.split(counts))], options))
+        if not reduction.keeps(flat.dtype):
+            reduce_into(own, [total], reduction)
         return out
-    shards = [shard.reshape(-1) for shard in partial.split(list(problem.sizes), problem.dim)]
-    step = _step(call, partial)
-    for begin in range(0, max(shard.numel() for shard in shards), step):
-        received = _exchange(call, [shard[begin : begin + step] for shard in shards])
-        reduce_into(flat[begin : begin + step], received, reduction, begin)
+    step = _step(call, flat)
+    for begin in range(0, max(counts), step):
+        sent, lengths = flat, counts
+        if max(counts) > step:
+            pieces = [shard[begin : begin + step] for shard in flat.split(counts)]
+            sent, lengths = torch.cat(pieces), counts_of(pieces)
+        received = _exchange(call, sent, lengths)
+        reduce_into(own[begin : begin + step], received, reduction, begin)
     announce_done(call)
     return out
 
 
 def _all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
-    """Each rank reduces its part of every step of the flat tensor, then the parts are gathered."""
-    group = call.group
-    if _by_nccl(call) and group.world > 1:
-        _all_reduce_by_nccl(call, x, out, reduction)
-        return
-    flat, result = x.reshape(-1), out.view(-1)
+    """Sum each rank's part of every step in its place in ``out``, then gather the parts in place.
+    ``out`` may be x. NCCL overwrites x."""
+    group, flat, result = call.group, x.contiguous().view(-1), out.view(-1)
     if group.world == 1:
         if x.data_ptr() != out.data_ptr():
             result.copy_(reduced(flat, reduction))
         return
+    if _sums_by_nccl(call):
+        _wait(call, _pg(call).allreduce([x], _options(AllreduceOptions, call)))
+        if not reduction.keeps(x.dtype):
+            reduce_into(out, [x], reduction)
+        return
     step = _step(call, x) * group.world
     for first in range(0, flat.numel(), step):
         count = min(step, flat.numel() - first)
-        edges = [first + edge for edge in edges_of(count, group.world)]
-        received = _exchange(call, [flat[a:b] for a, b in itertools.pairwise(edges)])
-        own = result.new_empty(ceil_div(count, group.world))
-        begin, end = edges[group.rank], edges[group.rank + 1]
-        reduce_into(own[: end - begin], received, reduction, begin)
-        result[first : first + count].copy_(_all_gather(call, own)[:count])
+        part = round_up(ceil_div(count, group.world), _PART_UNIT)
+        edges = [first + min(count, rank * part) for rank in range(group.world + 1)]
+        counts = [end - begin for begin, end in itertools.pairwise(edges)]
+        begin = edges[group.rank]
+        own = result[begin : begin + counts[group.rank]]
+        received = _exchange(call, flat[first : first + count], counts)
+        reduce_into(own, received, reduction, begin)
+        _all_gather(call, own, result[first : first + count], counts)
     announce_done(call)
-
-
-# Through the host's memory, or between CPU tensors.
 
 
 def _step(call: Call, partial: torch.Tensor) -> int:
@@ -203,150 +219,49 @@ def _step(call: Call, partial: torch.Tensor) -> int:
     return _STEP_BYTES // partial.element_size()
 
 
-def _gather(call: Call, x: torch.Tensor) -> torch.Tensor:
-    """Return x of all ranks along the problem's dim, contiguous."""
-    group, problem = call.group, call.problem
-    dim, sizes = problem.dim, problem.sizes
-    assert dim is not None  # an all-gather has one
-    largest = max(sizes)
-    if x.shape[dim] < largest:  # the collective needs equal shards
-        padded = x.new_zeros((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
-        padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-        x = padded
-    stacked = _all_gather(call, x.reshape(-1)).view(group.world, *x.shape)
-    announce_done(call)
-    if dim == 0 and _even(sizes):
-        return stacked.flatten(0, 1)
-    shards = [stacked[r].narrow(dim, 0, size) for r, size in enumerate(sizes)]
-    return torch.cat(shards, dim, out=empty(problem.shape, x.dtype, x.device))
-
-
-def _all_gather(call: Call, own: torch.Tensor) -> torch.Tensor:
-    """Return own [N] of all ranks [world * N]."""
-    sent = own.cpu() if call.problem.device == "cuda" else own
-    received = empty([call.group.world * sent.numel()], sent.dtype, sent.device)
-    finish(call, _pg(call)._allgather_base(received, sent, _options(AllgatherOptions, call)))
-    return received.to(own.device)
+def _all_gather(call: Call, own: torch.Tensor, whole: torch.Tensor, counts: list[int]) -> None:
+    """Fill ``whole``, flat, with all ranks' ``own``, of which one may be a part of it."""
+    options, largest = _options(AllgatherOptions, call), max(counts)
+    on_host = call.problem.device == "cuda" and not _by_nccl(call)
+    if _even(counts) and not on_host:
+        _wait(call, _pg(call)._allgather_base(whole, own, options))
+    elif _by_nccl(call):
+        _wait(call, _pg(call).allgather([list(whole.split(counts))], [own], options))
+    else:  # gloo gathers as much from each
+        sent = own.new_zeros(largest, device="cpu")
+        sent[: own.numel()].copy_(own)
+        received = sent.new_empty(len(counts) * largest)
+        _wait(call, _pg(call)._allgather_base(received, sent, options))
+        for part, to in zip(received.split(largest), whole.split(counts), strict=True):
+            to.copy_(part[: to.numel()])
 
 
 def _exchange(
-    call: Call, pieces: Sequence[torch.Tensor], counts: Sequence[int] | None = None
+    call: Call, x: torch.Tensor, counts: list[int], received_counts: list[int] | None = None
 ) -> Sequence[torch.Tensor]:
-    """Send piece r to rank r. Return what the ranks sent to this one, flat and in rank order:
-    ``counts`` elements; by default as many as it keeps of its own."""
-    received_counts = list(counts or [pieces[call.group.rank].numel()] * call.group.world)
-    sent = torch.cat([piece.reshape(-1) for piece in pieces])
-    device = sent.device
-    if call.problem.device == "cuda":
-        sent = sent.cpu()
+    """Send each rank its part of x. Return what this rank got, in rank order: by default as many
+    elements from each as it keeps."""
+    even = received_counts is None and _even(counts)  # alike on all ranks
+    received_counts = received_counts or [counts[call.group.rank]] * call.group.world
+    on_host = call.problem.device == "cuda" and not _by_nccl(call)
+    sent = x.cpu() if on_host else x
     received = sent.new_empty(sum(received_counts))
-    options, splits = _options(AllToAllOptions, call), counts_of(pieces)
-    finish(call, _pg(call).alltoall_base(received, sent, received_counts, splits, options))
-    return received.to(device).split(received_counts)
+    splits: tuple[list[int], list[int]] = ([], []) if even else (received_counts, counts)
+    options = _options(AllToAllOptions, call)
+    _wait(call, _pg(call).alltoall_base(received, sent, *splits, options))
+    return received.to(x.device).split(received_counts)
 
 
-# By NCCL, on the current stream.
+def _even(counts: Sequence[int]) -> bool:
+    return len(set(counts)) == 1
 
 
 def _by_nccl(call: Call) -> bool:
     return call.problem.device == "cuda" and not call.group.by_gloo("cuda")
 
 
-def _gather_by_nccl(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill ``out`` with x of all ranks along the problem's dim."""
-    problem = call.problem
-    if call.group.world == 1:
-        out.copy_(x)
-        return
-    counts = shard_counts(problem)
-    flat = out.view(-1) if problem.outer == 1 else x.new_empty(out.numel())
-    _all_gather_by_nccl(call, x.reshape(-1), flat, counts)
-    if problem.outer != 1:
-        shards = [
-            shard.view(shard_shape(problem, rank)) for rank, shard in enumerate(flat.split(counts))
-        ]
-        assert problem.dim is not None  # an all-gather has one
-        torch.cat(shards, problem.dim, out=out)
-
-
-def _reduce_scatter_by_nccl(
-    call: Call, x: torch.Tensor, out: torch.Tensor, counts: Sequence[int], reduction: Reduction
-) -> None:
-    """x flat, one shard of ``counts`` elements after the other."""
-    if call.plan.numerics != VENDOR:
-        reduce_into(out, _exchange_by_nccl(call, x, counts), reduction)
-        return
-    total = out if out.dtype == x.dtype else empty(out.shape, x.dtype, out.device)
-    options = _options(ReduceScatterOptions, call)
-    if _even(counts):
-        _queue(_pg(call)._reduce_scatter_base(total, x, options))
-    else:
-        _queue(_pg(call).reduce_scatter([total], [list(x.split(list(counts)))], options))
-    if not reduction.keeps(x.dtype):
-        reduce_into(out, [total], reduction)
-
-
-def _all_reduce_by_nccl(
-    call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction
-) -> None:
-    """In rank order, each rank sums its part in its place in ``out``, and the parts are gathered in
-    place. A product's partial may be overwritten."""
-    if call.plan.numerics == VENDOR:
-        total = x
-        if not call.problem.spec.has_matmul and out is not x:
-            total = out if out.dtype == x.dtype else empty(x.shape, x.dtype, x.device)
-            total.copy_(x)
-        _queue(_pg(call).allreduce([total], _options(AllreduceOptions, call)))
-        if not reduction.keeps(total.dtype):
-            reduce_into(out, [total], reduction)
-        return
-    flat, result, group = x.reshape(-1), out.view(-1), call.group
-    part = round_up(ceil_div(flat.numel(), group.world), _PART_UNIT)
-    edges = [min(flat.numel(), rank * part) for rank in range(group.world + 1)]
-    counts = [end - begin for begin, end in itertools.pairwise(edges)]
-    begin = edges[group.rank]
-    own = result.narrow(0, begin, counts[group.rank])
-    reduce_into(own, _exchange_by_nccl(call, flat, counts), reduction, begin)
-    _all_gather_by_nccl(call, own, result, counts)
-
-
-def _all_gather_by_nccl(
-    call: Call, own: torch.Tensor, whole: torch.Tensor, counts: Sequence[int]
-) -> None:
-    options = _options(AllgatherOptions, call)
-    if _even(counts):
-        _queue(_pg(call)._allgather_base(whole, own, options))
-    else:
-        _queue(_pg(call).allgather([list(whole.split(list(counts)))], [own], options))
-
-
-def _exchange_by_nccl(
-    call: Call, x: torch.Tensor, counts: Sequence[int], received_counts: Sequence[int] | None = None
-) -> Sequence[torch.Tensor]:
-    """Send each rank its part of x. Return what this rank got, in rank order: by default as many
-    elements from each as it keeps."""
-    even = received_counts is None and _even(counts)  # alike on all ranks
-    received_counts = received_counts or [counts[call.group.rank]] * call.group.world
-    received = x.new_empty(sum(received_counts))
-    splits = ([], []) if even else (list(received_counts), list(counts))
-    _queue(_pg(call).alltoall_base(received, x, *splits, _options(AllToAllOptions, call)))
-    return received.split(list(received_counts))
-
-
-def _by_owner(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Return the elements of the ranks' shards along a dim, one shard after the other."""
-    if prod(x.shape[:dim]) == 1:
-        return x.reshape(-1)
-    if _even(sizes):
-        return x.unflatten(dim, (len(sizes), -1)).movedim(dim, 0).reshape(-1)
-    whole, shards = x.new_empty(x.numel()), x.split(list(sizes), dim)
-    for to, shard in zip(whole.split(counts_of(shards)), shards, strict=True):
-        to.view(shard.shape).copy_(shard)
-    return whole
-
-
-def _even(counts: Sequence[int]) -> bool:
-    return len(set(counts)) == 1
+def _sums_by_nccl(call: Call) -> bool:
+    return _by_nccl(call) and call.group.world > 1 and call.plan.numerics == VENDOR
 
 
 def _pg(call: Call) -> ProcessGroup:
@@ -361,7 +276,7 @@ def _options(cls: Any, call: Call) -> Any:
     return options
 
 
-def _queue(work: Any) -> None:
-    """Make the stream wait, where the collective is not on it anyway."""
+def _wait(call: Call, work: Any) -> None:
+    """Wait for a work, on GPUs with the stream. NCCL returns none for what is on it anyway."""
     if work is not None:
-        work.wait()
+        finish(call, work)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,12 @@ from tpkernels import groups
 from tpkernels.bench.specs import NORM_EPS, OPERANDS, Spec, matrix_of, square_of
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.scaled import scaled_matmul
-from tpkernels.op_spec import OPS
+from tpkernels.op_spec import OPS, OpSpec
 from tpkernels.planning.choose import Plan
-from tpkernels.planning.trials import MOST_CALLS
 from tpkernels.shards import shard_sizes
 from tpkernels.timing import slowest
-from tpkernels.tuning.trial import Tried
+from tpkernels.tuning.contest import MOST_CALLS
+from tpkernels.tuning.tuner import Tried
 
 Outputs = list[torch.Tensor]
 Scaled = tuple[torch.Tensor, torch.Tensor]  # an operand's elements and its scales
@@ -56,20 +56,25 @@ class Case:
     dtype: torch.dtype | None = None  #: of the results, where x has another
 
     @property
+    def spec(self) -> OpSpec:
+        """Return what the op does."""
+        return OPS[self.op]
+
+    @property
     def out_dtype(self) -> torch.dtype:
         """Return that of the results, and of partials on the wire."""
         return self.dtype or self.x.dtype
-
-    @property
-    def gathers(self) -> bool:
-        """Return whether the op gathers what it multiplies, or returns."""
-        return OPS[self.op].gathers
 
     @property
     def operands(self) -> tuple[Scaled, Scaled]:
         """Return x and the weight with their scales."""
         (w,), (scale_x, scale_w) = self.weights, self.scales
         return (self.x, scale_x), (w, scale_w)
+
+    @property
+    def columns(self) -> list[int]:
+        """Return the columns of each rank after an all-to-all."""
+        return shard_sizes(self.x.shape[1], len(self.sizes))
 
     def copy(self) -> Case:
         """Return the case with a copy of ``x``: all_reduce works in place."""
@@ -78,48 +83,37 @@ class Case:
 
 def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
     """Draw inputs of this rank, the same on every device. Weights have the layout of
-    ``linear.weight.t()``."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    ``linear.weight.t()``; products and scales have the order of 1."""
+    rank, world, op = dist.get_rank(), dist.get_world_size(), OPS[spec.op]
     generator = torch.Generator().manual_seed(1000 + rank)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(device, spec.dtype)
 
-    sizes = tuple(shard_sizes(spec.shape[0], world))
-    if spec.op == "all_reduce_rms_norm":
-        rows, columns = matrix_of(spec.shape[0])
-        x, sizes = normal(rows, columns), tuple(shard_sizes(rows, world))
-        return Case(spec.op, x, sizes, norm_weight=_norm_weight(columns, x))
-    if spec.op == "all_to_all":
-        rows, columns = square_of(spec.shape[0])
-        sizes = tuple(shard_sizes(rows, world))
-        return Case(spec.op, normal(sizes[rank], columns), sizes)
-    if not spec.has_matmul:
-        (elements,) = spec.shape
-        x = normal(sizes[rank] if spec.gathers else elements)
-        return Case(spec.op, x, sizes)
-    m, n, k = spec.shape
-    if spec.scaled:
-        rows, n, k = (sizes[rank], n // world, k) if spec.gathers else (m, n, k // world)
-        (x, scale_x), (w, scale_w) = _scaled_operands(spec, rows, k, n, normal)
-        return Case(spec.op, x, sizes, (w,), scales=(scale_x, scale_w), dtype=spec.dtype)
-    scale = 1 / math.sqrt(k)
-    if spec.op == "all_gather_matmul":
-        return Case(
-            spec.op, normal(sizes[rank], k), sizes, (normal(n // world, k, scale=scale).t(),)
-        )
-    x, w = normal(m, k // world), normal(n, k // world, scale=scale).t()
-    norm_weight = _norm_weight(n, x) if OPS[spec.op].normed else None
-    return Case(spec.op, x, sizes, (w,), norm_weight=norm_weight)
-
-
-def _scaled_operands(
-    spec: Spec, rows: int, k: int, n: int, normal: Callable[..., torch.Tensor]
-) -> tuple[Scaled, Scaled]:
-    """Draw x [rows, k] and w [k, n] of this rank, in the layout of ``linear.weight.t()``. Scales
-    vary by row and by rank; products have the order of 1."""
-    (x, scale_x), (w, scale_w) = _quantised(normal(rows, k)), _quantised(normal(n, k))
-    return (x, scale_x), (w.t(), scale_w.t() / spec.shape[2] ** 0.5)
+    rows, *columns = spec.shape  # before the split
+    if op.normed and not op.has_matmul:
+        rows, *columns = matrix_of(rows)
+    elif op.exchanges:
+        rows, *columns = square_of(rows)
+    sizes = tuple(shard_sizes(rows, world))
+    if not op.reduces:
+        rows = sizes[rank]
+    if not op.has_matmul:
+        case = Case(spec.op, normal(rows, *columns), sizes)
+    else:
+        n, k = columns
+        n, k = (n // world, k) if op.gathers else (n, k // world)
+        scale = 1 / math.sqrt(spec.shape[2])
+        x, w = normal(rows, k), normal(n, k, scale=1.0 if op.scaled else scale)
+        case = Case(spec.op, x, sizes, (w.t(),))
+        if op.scaled:
+            (x, scale_x), (w, scale_w) = _quantised(x), _quantised(w)
+            scales = scale_x, scale_w.t() * scale
+            case = Case(spec.op, x, sizes, (w.t(),), scales=scales, dtype=spec.dtype)
+    if op.normed:  # the same on all ranks
+        weight = torch.linspace(0.5, 1.5, columns[0]).to(case.x)
+        case = replace(case, norm_weight=weight)
+    return case
 
 
 def _quantised(x: torch.Tensor) -> Scaled:
@@ -129,68 +123,30 @@ def _quantised(x: torch.Tensor) -> Scaled:
     return (x / scale).to(OPERANDS), scale
 
 
-def worth(elements: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return what scaled elements stand for, exactly."""
-    return elements.double() * scale.double()
-
-
-def _run_scaled(case: Case, group: str, algorithm: str) -> torch.Tensor:
-    (x, scale_x), (w, scale_w) = case.operands
-    options = {} if "all_reduce" in case.op else {"shard_sizes": case.sizes}
-    y: torch.Tensor = getattr(tpkernels, case.op)(
-        x, w, scale_x, scale_w, group, out_dtype=case.out_dtype, algorithm=algorithm, **options
-    )
-    return y
-
-
-def _norm_weight(columns: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a weight that is the same on all ranks."""
-    return torch.linspace(0.5, 1.5, columns).to(like)
-
-
 def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
     """Run the op of this package; ``all_reduce`` works in place. Normalised rows come last."""
-    group = _world()
-    x, sizes, residual = case.x, case.sizes, case.residual
-    if case.scales:
-        return [_run_scaled(case, group, algorithm)]
-    match case.op:
-        case "all_gather_matmul":
-            return tpkernels.all_gather_matmul(
-                x, case.weights, group, shard_sizes=sizes, algorithm=algorithm
-            )
-        case "matmul_reduce_scatter":
-            (w,) = case.weights
-            y = tpkernels.matmul_reduce_scatter(
-                x, w, group, residual=residual, shard_sizes=sizes, algorithm=algorithm
-            )
-        case "matmul_all_reduce":
-            (w,) = case.weights
-            y = tpkernels.matmul_all_reduce(x, w, group, residual=residual, algorithm=algorithm)
-        case "matmul_all_reduce_rms_norm":
-            (w,), norm_weight = case.weights, case.norm_weight
-            assert norm_weight is not None  # of this op
-            normed, y = tpkernels.matmul_all_reduce_rms_norm(
-                x, w, norm_weight, group, residual=residual, eps=NORM_EPS, algorithm=algorithm
-            )
-            return [y, normed]
-        case "all_reduce_rms_norm":
-            assert case.norm_weight is not None  # of this op
-            normed, y = tpkernels.all_reduce_rms_norm(
-                x, case.norm_weight, group, residual=residual, eps=NORM_EPS, algorithm=algorithm
-            )
-            return [y, normed]
-        case "all_gather":
-            y = tpkernels.all_gather(x, group, shard_sizes=sizes, algorithm=algorithm)
-        case "reduce_scatter":
-            y = tpkernels.reduce_scatter(x, group, shard_sizes=sizes, algorithm=algorithm)
-        case "all_to_all":
-            y = tpkernels.all_to_all(
-                x, group, gather_sizes=sizes, scatter_sizes=columns_of(case), algorithm=algorithm
-            )
-        case _:
-            y = tpkernels.all_reduce_(x, group, algorithm=algorithm)
-    return [y]
+    op, operands, options = case.spec, [case.x], dict[str, Any](algorithm=algorithm)
+    if op.scaled:
+        operands += [*case.weights, *case.scales]
+        options["out_dtype"] = case.out_dtype
+    elif op.gathers and op.has_matmul:
+        operands.append(case.weights)  # type: ignore[arg-type]
+    else:
+        operands += case.weights
+    if case.norm_weight is not None:
+        operands.append(case.norm_weight)
+        options["eps"] = NORM_EPS
+    if op.exchanges:
+        options |= {"gather_sizes": case.sizes, "scatter_sizes": case.columns}
+    elif not op.keeps_sum:
+        options["shard_sizes"] = case.sizes
+    if case.residual is not None:
+        options["residual"] = case.residual
+    name = "all_reduce_" if case.op == "all_reduce" else case.op
+    result = getattr(tpkernels, name)(*operands, _world(), **options)
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return list(result)[::-1] if op.normed else list(result)
 
 
 def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
@@ -219,23 +175,18 @@ def settle(case: Case, seconds: float) -> None:
 
 def run_torch(case: Case) -> Outputs:
     """Run the same op by torch.distributed and torch.matmul; all-reduces of ``x`` work in place."""
-    x, sizes = case.x, case.sizes
-    match case.op:
-        case "all_gather_matmul" | "all_gather_scaled_matmul":
-            return run_matmul(gathered(case))
-        case "matmul_reduce_scatter" | "scaled_matmul_reduce_scatter":
-            y = _reduce_scatter(run_matmul(case)[0], sizes)
-        case "matmul_all_reduce" | "matmul_all_reduce_rms_norm" | "scaled_matmul_all_reduce":
-            (y,) = run_matmul(case)
-            dist.all_reduce(y)
-        case "all_to_all":
-            y = _all_to_all(x, sizes, columns_of(case))
-        case "all_gather":
-            y = _all_gather(x, sizes)
-        case "reduce_scatter":
-            y = _reduce_scatter(x, sizes)
-        case _:
-            y = x
+    op, x = case.spec, case.x
+    if op.gathers and op.has_matmul:
+        return run_matmul(gathered(case))
+    if op.gathers:
+        y = _all_gather(x, case.sizes)
+    elif op.exchanges:
+        y = _all_to_all(x, case.sizes, case.columns)
+    else:
+        y = run_matmul(case)[0] if op.has_matmul else x
+        if op.scatters:
+            y = _reduce_scatter(y, case.sizes)
+        else:
             dist.all_reduce(y)
     return with_norm(case, y if case.residual is None else y + case.residual)
 
@@ -257,28 +208,23 @@ def run_matmul(case: Case) -> Outputs:
 
 def run_local_matmul(case: Case) -> Outputs:
     """Run the local matmul of this package on local operands, see `gathered`."""
+    rows = case.x.shape[0]
     if case.scales:
         (x, scale_x), (w, scale_w) = case.operands
-        out = x.new_empty(x.shape[0], w.shape[1], dtype=case.out_dtype)
+        out = x.new_empty(rows, w.shape[1], dtype=case.out_dtype)
         return [scaled_matmul(x, w, scale_x, scale_w, out)]
-    rows = case.x.shape[0]
     return [local_matmul(case.x, w, case.x.new_empty(rows, w.shape[1])) for w in case.weights]
 
 
 def gathered(case: Case) -> Case:
     """Return the case with the operands of its local matmul: all rows of an all-gather."""
-    if not case.gathers or not case.weights:
+    if not (case.spec.gathers and case.weights):
         return case
     x = _all_gather(case.x.view(torch.uint8) if case.scales else case.x, case.sizes)
     if not case.scales:
         return replace(case, x=x)
     scale, of_w = case.scales
     return replace(case, x=x.view(case.x.dtype), scales=(_all_gather(scale, case.sizes), of_w))
-
-
-def columns_of(case: Case) -> list[int]:
-    """Return the columns of each rank after an all-to-all."""
-    return shard_sizes(case.x.shape[1], len(case.sizes))
 
 
 def _world() -> str:

@@ -1,25 +1,54 @@
-"""One case of `tpkernels bench` on one rank: verified first, then timed with its baselines."""
+"""One case of `tpkernels bench` on one rank: verified first, then timed with its baselines.
+
+unfused        the op with algorithm "unfused": the same local matmul, nothing overlapped
+torch          a torch.distributed collective and torch.matmul
+matmul         torch.matmul of the local sizes, no communication
+local_matmul   the local matmul that the algorithms use, no communication
+nccl           torch.matmul and NCCL through `tpkernels.nccl.Communicator` (CUDA)
+symm_mem       torch.ops.symm_mem.fused_* (CUDA)
+
+A fused op cannot be faster than the faster of `matmul` and `local_matmul`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
-from tpkernels.bench.baselines import baselines, torch_multiplies
-from tpkernels.bench.cases import Case, planned, random_case, run_torch, run_tpkernels, settle
+from tpkernels import nccl
+from tpkernels.bench.cases import (
+    Case,
+    planned,
+    random_case,
+    run_local_matmul,
+    run_matmul,
+    run_torch,
+    run_tpkernels,
+    settle,
+    with_norm,
+)
 from tpkernels.bench.inputs import Inputs
-from tpkernels.bench.roofline import Rates
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Effort
 from tpkernels.bench.verification import Verdict, verify
-from tpkernels.launch.session import rank_device, synchronizer
+from tpkernels.errors import TpkernelsError
+from tpkernels.launch.session import gather_objects, rank_device, synchronizer
+from tpkernels.local.packed import native
+from tpkernels.local.scaled import torch_takes
+from tpkernels.planning.cost import Rates
 from tpkernels.timing import Samples, Variant, measure
 
+BASELINES = ("unfused", "torch", "matmul", "local_matmul", "nccl", "symm_mem")
+LOCAL = ("matmul", "local_matmul")  # without communication
 _FEWEST = 3  # repetitions, however long they take: see `timing.measure`
+
+Runs = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +80,7 @@ class CaseReport:
 def run_case(
     spec: Spec, algorithms: Sequence[str], effort: Effort, rates: Rates, device: str
 ) -> CaseReport:
-    """Verify a case, then times whatever is right, interleaved with the baselines. `unfused` is
+    """Verify a case, then time whatever is right, interleaved with the baselines. `unfused` is
     always included. Collective.
 
     Args:
@@ -65,22 +94,27 @@ def run_case(
         settle(case, seconds)
     affordable = expected * _FEWEST <= seconds
     choices = _verified(
-        case, names, with_torch=affordable and effort.baselines and torch_multiplies(case)
+        case, names, with_torch=affordable and effort.baselines and _torch_multiplies(case)
     )
     inputs = Inputs(case, cold=effort.cold)
-    with baselines(
-        case,
-        inputs,
-        torch_matmul_seconds=expected,
-        most=seconds / _FEWEST,
-        wanted=effort.baselines,
-    ) as (runs, left_out):
+    with contextlib.ExitStack() as stack:
+        runs: Runs = {}
+        left_out: dict[str, str] = {}
+        if case.weights:
+            runs["local_matmul"] = lambda: run_local_matmul(inputs.whole())
+        if effort.baselines:
+            by_torch, left_out = _torch_baselines(case, inputs, stack)
+            if not affordable:
+                slow = "" if native(case.x.dtype) else ": no instructions for this dtype"
+                reason = f"torch.matmul would take about {expected:.2g} s a call{slow}"
+                by_torch, left_out = {}, left_out | dict.fromkeys(by_torch, reason)
+            runs |= by_torch
         for name in names:
             if choices[name].verdict.right:
-                runs[name] = functools.partial(run_next, inputs, name)
+                runs[name] = functools.partial(_run_next, inputs, name)
         # all_reduce works in place, and so does torch with what is normalised: each timed region
         # starts from the same values.
-        undo = inputs.restore if case.op.startswith("all_reduce") else None
+        undo = inputs.restore if case.spec.keeps_sum and not case.weights else None
         variants = {name: Variant(run, undo) for name, run in runs.items()}
         samples = measure(
             variants, repeat=effort.repeat, budget=seconds, synchronize=synchronizer(device)
@@ -88,8 +122,7 @@ def run_case(
     return CaseReport(choices, samples, left_out, inputs.over_cache)
 
 
-def run_next(inputs: Inputs, algorithm: str) -> object:
-    """Run the op on the next copy of a case's inputs."""
+def _run_next(inputs: Inputs, algorithm: str) -> object:
     return run_tpkernels(inputs.sharded(), algorithm)
 
 
@@ -103,3 +136,92 @@ def _verified(case: Case, algorithms: list[str], *, with_torch: bool) -> dict[st
         name: Choice(plan.algorithm, plan.reason, verdicts[name])
         for name, (_, plan) in runs.items()
     }
+
+
+def _torch_baselines(
+    case: Case, inputs: Inputs, stack: contextlib.ExitStack
+) -> tuple[Runs, dict[str, str]]:
+    """Prepare the baselines that use torch.matmul, and say why others are left out. Collective.
+    ``stack`` closes what they need."""
+    runs: Runs = {"torch": lambda: run_torch(inputs.sharded())}
+    left_out: dict[str, str] = {}
+    if case.weights:
+        runs["matmul"] = lambda: run_matmul(inputs.whole())
+    if not _torch_multiplies(case):
+        reason = "torch._scaled_mm does not take these operands on this GPU"
+        runs, left_out = {}, dict.fromkeys(runs, reason)
+    if case.x.is_cuda:
+        for name, prepare in {"nccl": _nccl, "symm_mem": _symm_mem}.items():
+            run, reason = _prepared_on_all(functools.partial(prepare, inputs.sharded(), stack))
+            if run is None:
+                left_out[name] = reason
+            else:
+                runs[name] = lambda run=run: run(inputs.sharded())  # type: ignore[misc]
+    return runs, left_out
+
+
+def _torch_multiplies(case: Case) -> bool:
+    """Return whether torch has the product of a case. On CPUs it has all that are in cases."""
+    if not (case.scales and case.x.is_cuda):
+        return True
+    (x, scale_x), (w, scale_w) = case.operands
+    return torch_takes(x, w, scale_x, scale_w, case.out_dtype)
+
+
+def _prepared_on_all(
+    prepare: Callable[[], Callable[[Case], object]],
+) -> tuple[Callable[[Case], object] | None, str]:
+    """Return the result of ``prepare`` if it succeeds on every rank; otherwise None and the first
+    reason."""
+    run, reason = None, ""
+    try:
+        run = prepare()
+    except (NotImplementedError, RuntimeError, AttributeError, TpkernelsError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reasons = [each for each in gather_objects(reason) if each]
+    return (None, reasons[0]) if reasons else (run, "")
+
+
+def _nccl(case: Case, stack: contextlib.ExitStack) -> Callable[[Case], object]:
+    """Prepare the op's collective by NCCL and torch.matmul; run it once."""
+    if case.scales or case.spec.exchanges:
+        raise NotImplementedError(f"no {case.op} is made of tpkernels.nccl here")
+    if min(case.sizes) != max(case.sizes):
+        raise NotImplementedError("NCCL needs equal shards")
+    assert dist.group.WORLD is not None
+    comm = stack.enter_context(nccl.Communicator(dist.group.WORLD))
+
+    def run(copy: Case) -> object:
+        if copy.spec.gathers:
+            whole = comm.all_gather(copy.x)
+            return [torch.matmul(whole, w) for w in copy.weights] or whole
+        y = torch.matmul(copy.x, copy.weights[0]) if copy.weights else copy.x
+        if copy.spec.scatters:
+            return comm.reduce_scatter(y)
+        return with_norm(copy, comm.all_reduce(y))
+
+    run(case)
+    comm.wait()
+    return run
+
+
+def _symm_mem(case: Case, stack: contextlib.ExitStack) -> Callable[[Case], object]:
+    """Prepare torch's own fused op; run it once."""
+    if case.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
+        raise NotImplementedError(f"torch.ops.symm_mem has no fused {case.op}")
+    if min(case.sizes) != max(case.sizes):
+        raise NotImplementedError("torch.ops.symm_mem needs equal shards")
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert dist.group.WORLD is not None
+    name, ops = dist.group.WORLD.group_name, torch.ops.symm_mem
+    symmetric.enable_symm_mem_for_group(name)
+
+    def run(copy: Case) -> object:
+        if copy.spec.gathers:
+            return ops.fused_all_gather_matmul(copy.x, list(copy.weights), 0, name)
+        return ops.fused_matmul_reduce_scatter(copy.x, copy.weights[0], "sum", 0, name)
+
+    run(case)
+    torch.cuda.synchronize()
+    return run

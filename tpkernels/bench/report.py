@@ -1,200 +1,32 @@
-"""The folder that `tpkernels bench --out` writes: CSV, plots, and one self-contained HTML page."""
+"""What `tpkernels bench` shows: the table in the terminal, and the folder that `--out` writes: CSV,
+plots, and one self-contained HTML page."""
 
 from __future__ import annotations
 
-import importlib.util
-import io
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from tpkernels.bench.results import Interval, Report, Result, gemm
-from tpkernels.integers import ceil_div
-from tpkernels.terminal import byte_size
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 import base64
 import csv
+import importlib.util
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from tpkernels.bench.inputs import warm_cases
-from tpkernels.bench.results import Algorithm, Speedup, Time
-from tpkernels.terminal import milliseconds, table, writing
+from tpkernels.bench.results import Algorithm, Report, Result, Time
+from tpkernels.bench.statistics import Estimate, Speedup
+from tpkernels.integers import ceil_div
+from tpkernels.terminal import byte_size, milliseconds, table, writing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLUMNS, _WIDTH, _HEIGHT = 2, 5.6, 3.2  # panels side by side; inches of one panel
-_DPI = 110
 _COMPUTE, _EXPOSED = "#4878a8", "#d8743c"
-
-# The panels of a figure: the cases of a panel differ only in M, or the bytes of a collective.
-Panels = dict[str, list[Result]]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A picture, as PNG."""
-
-    name: str
-    title: str
-    png: bytes
-
-
-def unsupported() -> str | None:
-    """Return why nothing can be drawn; None: it can."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is missing (pip install 'tpkernels[plots]')"
-    return None
-
-
-def figures(report: Report) -> list[Figure]:
-    """Return the pictures for which there are results."""
-    panels = _panels(report)
-    names = report["sweep"]["algorithms"]
-    matmuls = {title: cases for title, cases in panels.items() if cases[0]["shape"]}
-    drawn = [
-        _figure("speedup", "Speed-up over the baselines", panels, _speedup, names),
-        _figure("overlap", "Overlap efficiency, E_overlap", matmuls, _overlap, names),
-        _figure("split", "Compute and exposed communication", matmuls, _split, names),
-    ]
-    return [figure for figure in drawn if figure is not None]
-
-
-def _panels(report: Report) -> Panels:
-    panels: Panels = {}
-    for result in sorted(report["results"], key=_x):
-        shape = result["shape"]
-        size = f" N={shape[1]} K={shape[2]}" if shape else ""
-        labels = f"\n{', '.join(result['labels'])}" if result["labels"] else ""
-        title = f"{result['op']}{size}, {result['dtype']}, {result['tp']} ranks{labels}"
-        panels.setdefault(title, []).append(result)
-    return panels
-
-
-def _x(result: Result) -> int:
-    return result["shape"][0] if result["shape"] else result["bytes"]
-
-
-def _figure(
-    name: str,
-    title: str,
-    panels: Panels,
-    draw: Callable[[Axes, list[Result], list[str]], bool],
-    names: list[str],
-) -> Figure | None:
-    """Draw a panel for each group of cases; return None if none has anything to show."""
-    from matplotlib.figure import Figure as Canvas  # without pyplot: no display, no global state
-
-    drawn = {panel: cases for panel, cases in panels.items() if cases}
-    if not drawn:
-        return None
-    columns = min(_COLUMNS, len(drawn))
-    lines = ceil_div(len(drawn), columns)
-    canvas = Canvas(figsize=(columns * _WIDTH, lines * _HEIGHT + 0.4), layout="constrained")
-    canvas.suptitle(title)
-    grid = canvas.subplots(lines, columns, squeeze=False).flatten()
-    shown = False
-    for axes, (panel, cases) in zip(grid, drawn.items(), strict=False):
-        axes.set_title(panel, fontsize=8, parse_math=False)
-        has = draw(axes, cases, names)
-        shown = shown or has
-        if not has:
-            axes.text(0.5, 0.5, "no values", ha="center", transform=axes.transAxes)
-    for axes in grid[len(drawn) :]:
-        axes.set_axis_off()
-    if not shown:
-        return None
-    file = io.BytesIO()
-    canvas.savefig(file, format="png", dpi=_DPI)
-    return Figure(name, title, file.getvalue())
-
-
-def _intervals(
-    axes: Axes, points: Sequence[tuple[int, Interval]], name: str, scale: float = 1.0
-) -> None:
-    """Draw a line with a vertical bar for each interval."""
-    xs = [x for x, _ in points]
-    axes.plot(xs, [scale * each["value"] for _, each in points], marker="o", ms=4, label=name)
-    color = axes.lines[-1].get_color()
-    for x, each in points:
-        if each["low"] is not None and each["high"] is not None:
-            axes.vlines(x, scale * each["low"], scale * each["high"], color=color, lw=1)
-
-
-def _over_m(axes: Axes, cases: list[Result], ylabel: str, neutral: float) -> None:
-    axes.axhline(neutral, color="grey", lw=0.8, ls="--")
-    axes.set_xscale("log", base=2)
-    xs = sorted({_x(each) for each in cases})
-    labels = [str(x) if cases[0]["shape"] else byte_size(x) for x in xs]
-    axes.set_xticks(xs, labels=labels, fontsize=8)
-    axes.set_xlabel("M" if cases[0]["shape"] else "bytes", fontsize=8)
-    axes.set_ylabel(ylabel, fontsize=8)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.legend(fontsize=7)
-
-
-def _speedup(axes: Axes, cases: list[Result], names: list[str]) -> bool:
-    for name, other in _pairs(names):
-        points = [
-            (_x(each), each["algorithms"][name]["speedup"][other])
-            for each in cases
-            if other in each["algorithms"][name]["speedup"]
-        ]
-        if points:
-            _intervals(axes, points, f"{name} vs. {other}")
-    if not axes.lines:
-        return False
-    _over_m(axes, cases, "speed-up", 1.0)
-    return True
-
-
-def _pairs(names: list[str]) -> Iterator[tuple[str, str]]:
-    for name in names:
-        for other in ("unfused", "torch"):
-            if name != other:
-                yield name, other
-
-
-def _overlap(axes: Axes, cases: list[Result], names: list[str]) -> bool:
-    for name in names:
-        hidden = [(_x(each), each["algorithms"][name]["e_overlap"]) for each in cases]
-        points = [(x, each) for x, each in hidden if each is not None]
-        if points:
-            _intervals(axes, points, name, 100.0)
-    if not axes.lines:
-        return False
-    _over_m(axes, cases, "E_overlap, %", 0.0)
-    return True
-
-
-def _split(axes: Axes, cases: list[Result], names: list[str]) -> bool:
-    """Draw bars relative to the local matmul, so that every M is visible."""
-    labels, exposed = [], []
-    for each in cases:
-        local = gemm(each["times"])
-        for name in dict.fromkeys([*names, "unfused"]):
-            time = each["times"].get(name)
-            if local is not None and time is not None:
-                labels.append(f"{size_of(each).split(',')[0]} {name}")
-                exposed.append(100 * (time["median"] / local["median"] - 1))
-    if not labels:
-        return False
-    at = range(len(labels))
-    axes.barh(at, [100 + min(0.0, each) for each in exposed], color=_COMPUTE, label="compute")
-    left = [100.0] * len(labels)
-    positive = [max(0.0, each) for each in exposed]
-    axes.barh(at, positive, left=left, color=_EXPOSED, label="exposed communication")
-    axes.axvline(100, color="grey", lw=0.8, ls="--")
-    axes.set_yticks(at, labels=labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("% of the local matmul's time; left: M and algorithm", fontsize=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.legend(fontsize=7, loc="lower left")
-    return True
-
 
 _PAGE_COLUMNS = 260
 _PAGE = """\
@@ -205,22 +37,12 @@ _PAGE = """\
 <pre id="results" style="font-size: 12px">{code}</pre></body>
 </html>
 """
+_BASELINES = ("unfused", "torch", "matmul", "local_matmul")
 _NUMBERS = (
-    *(
-        "tpkernels\nms",
-        "p95",
-        "skew",
-        "runs",
-        "inputs/\ncache",
-        "TFLOP/s",
-        "GB/s",
-        "% of\nroofline",
-    ),
-    *("unfused\nms", "torch\nms", "matmul\nms", "local_\nmatmul\nms"),
+    *("tpkernels\nms", "p95", "skew", "runs", "inputs/\ncache", "TFLOP/s", "GB/s"),
+    *("% of\nroofline", "unfused\nms", "torch\nms", "matmul\nms", "local_\nmatmul\nms"),
     *("ECT\nms", "E_over-\nlap", "speed-up\nover\nunfused", "speed-up\nover\ntorch"),
 )
-COLUMNS = ("unfused", "torch", "matmul", "local_matmul")
-
 LEGEND = """\
 tpkernels: median time, each repetition counting with its slowest rank; p95: 95th percentile; skew:
 median difference between the slowest and the fastest rank; runs: repetitions x calls in each;
@@ -232,147 +54,136 @@ ECT: time minus the faster of matmul and local_matmul. E_overlap: the fraction o
 is hidden: 100 % is perfect, below 0 is slower than unfused, - means that there is nothing to hide.
 speed-up: over that baseline, with its 95 % interval (bootstrap); ~: no difference, the interval
 contains 1; ?: too few repetitions for an interval, fewer than 6."""
-
-
-def size_of(result: Result) -> str:
-    """Return M, N, K of a matmul op, the bytes of a collective."""
-    if result["shape"] is None:
-        return byte_size(result["bytes"])
-    return ", ".join(map(str, result["shape"]))
-
-
-def rows(report: Report) -> list[tuple[Result, str]]:
-    """Return the rows: every case with every requested algorithm."""
-    names = report["sweep"]["algorithms"]
-    return [(result, name) for result in report["results"] for name in names]
+_TIMES = (  # in the CSV
+    *("median", "p95", "min", "max", "mean", "stdev", "skew", "iterations", "calls", "tflops"),
+    *("gb_per_s", "roofline"),
+)
+_MARKS = {"no difference": " ~", "too few repetitions": " ?"}
 
 
 def show(report: Report, console: Console) -> None:
     """Print the table, the meaning of its columns, and notes; nothing without results."""
-    if not report["results"]:
+    if not report.results:
         return
     grid = table("op\nM, N, K", _NUMBERS, "algorithm: reason")
-    for result, name in rows(report):
-        grid.add_row(*_cells(result, name))
+    for result in report.results:
+        for name in report.sweep.algorithms:
+            grid.add_row(*_cells(result, name))
     console.print(grid)
-    for line in (LEGEND, *notes(report)):
+    for line in (LEGEND, *_notes(report)):
         console.print(line, markup=False)
 
 
-def notes(report: Report) -> list[str]:
+def _notes(report: Report) -> list[str]:
     """Describe the conditions of the run in sentences."""
-    sweep = report["sweep"]
-    lines = []
-    for rates in report["rooflines"]:
-        lines.append(
-            f"Roofline, measured in this run on all {rates['tp']} ranks at once, {rates['dtype']}: "
-            f"a local matmul at {rates['tflops']:.3g} TFLOP/s (torch.matmul "
-            f"{rates['torch_tflops']:.3g}), a copy of {rates['copy_over_cache']:.2g}x the "
-            f"last-level cache at {rates['copy_gb_per_s']:.3g} GB/s."
-        )
-    limit = "" if sweep["seconds"] is None else f", fewer after {sweep['seconds']:g} s per case"
-    over_cache = {result["case"]: result["inputs_over_cache"] for result in report["results"]}
-    warm = warm_cases(over_cache) if sweep["cold"] else ""
-    cache = "not in the cache" if sweep["cold"] else "the same in each call, possibly in the cache"
+    sweep = report.sweep
+    lines = [
+        f"Roofline, measured in this run on all {rates.tp} ranks at once, {rates.dtype}: a local "
+        f"matmul at {rates.tflops:.3g} TFLOP/s (torch.matmul {rates.torch_tflops:.3g}), a copy of "
+        f"{rates.copy_over_cache:.2g}x the last-level cache at {rates.copy_gb_per_s:.3g} GB/s."
+        for rates in report.rooflines
+    ]
+    limit = "" if sweep.seconds is None else f", fewer after {sweep.seconds:g} s per case"
+    over_cache = {result.case: result.inputs_over_cache for result in report.results}
+    warm = warm_cases(over_cache) if sweep.cold else ""
+    cache = "not in the cache" if sweep.cold else "the same in each call, possibly in the cache"
     exceptions = " except as listed below" if warm else ""
-    lines.append(f"{sweep['repeat']} repetitions{limit}; inputs {cache}{exceptions}.")
+    lines.append(f"{sweep.repeat} repetitions{limit}; inputs {cache}{exceptions}.")
     if warm:
         lines.append(warm)
     left_out: dict[str, list[str]] = {}
-    for result in report["results"]:
-        for reason in dict.fromkeys(result["left_out"].values()):
-            names = [name for name, why in result["left_out"].items() if why == reason]
-            left_out.setdefault(reason, []).append(f"{result['case']} ({', '.join(names)})")
-    for reason, cases in left_out.items():
-        lines.append(f"Left out, {reason}: {'; '.join(cases)}")
-    if not report["complete"]:
-        lines.append(
-            f"Incomplete: {len(report['results'])} of {len(report['cases'])} cases are measured."
-        )
+    for result in report.results:
+        for reason in dict.fromkeys(result.left_out.values()):
+            names = [name for name, why in result.left_out.items() if why == reason]
+            left_out.setdefault(reason, []).append(f"{result.case} ({', '.join(names)})")
+    lines += [f"Left out, {reason}: {'; '.join(cases)}" for reason, cases in left_out.items()]
+    if not report.complete:
+        measured = f"{len(report.results)} of {len(report.cases)} cases"
+        lines.append(f"Incomplete: {measured} are measured.")
     return lines
 
 
+def _size(result: Result) -> str:
+    """Return M, N, K of a matmul op, the bytes of a collective."""
+    return byte_size(result.bytes) if result.shape is None else ", ".join(map(str, result.shape))
+
+
 def _cells(result: Result, name: str) -> list[str]:
-    size = f"{size_of(result)} {result['dtype']} x{result['tp']}"
-    lines = [
-        escape(result["op"]),
-        f"[dim]{escape(size)}[/]",
-        *(f"[dim]{escape(label)}[/]" for label in result["labels"]),
-    ]
-    algorithm, times = result["algorithms"][name], result["times"]
-    others = [milliseconds(times[each]["median"]) if each in times else "" for each in COLUMNS]
-    chosen = escape(f"{algorithm['algorithm']}: {algorithm['reason']}")
-    own = times.get(name)
-    if own is None:
-        wrong = ["[bold red]WRONG[/]", *[""] * 7]
-        return ["\n".join(lines), *wrong, *others, "", "", "", "", chosen]
-    measured = _measured(own, result["inputs_over_cache"])
-    return ["\n".join(lines), *measured, *others, *_derived(algorithm), chosen]
+    case = [f"{_size(result)} {result.dtype} x{result.tp}", *result.labels]
+    first = "\n".join([escape(result.op), *(f"[dim]{escape(line)}[/]" for line in case)])
+    algorithm, times = result.algorithms[name], result.times
+    others = [milliseconds(times[one].median) if one in times else "" for one in _BASELINES]
+    chosen = escape(f"{algorithm.algorithm}: {algorithm.reason}")
+    if name not in times:
+        return [first, "[bold red]WRONG[/]", *[""] * 7, *others, "", "", "", "", chosen]
+    measured = _measured(times[name], result.inputs_over_cache)
+    return [first, *measured, *others, *_derived(algorithm), chosen]
 
 
-def _measured(own: Time, over_cache: float) -> list[str]:
-    calls = "" if own["calls"] == 1 else f"x{own['calls']}"
+def _measured(time: Time, over_cache: float) -> list[str]:
+    calls = "" if time.calls == 1 else f"x{time.calls}"
     return [
-        f"[bold]{milliseconds(own['median'])}[/]",
-        milliseconds(own["p95"]),
-        milliseconds(own["skew"]),
-        f"{own['iterations']}{calls}",
+        f"[bold]{milliseconds(time.median)}[/]",
+        milliseconds(time.p95),
+        milliseconds(time.skew),
+        f"{time.iterations}{calls}",
         f"{over_cache:.2g}x",
-        _digits(own["tflops"]),
-        _digits(own["gb_per_s"]),
-        f"{100 * own['roofline']:.0f}",
+        "" if time.tflops is None else f"{time.tflops:.3g}",
+        "" if time.gb_per_s is None else f"{time.gb_per_s:.3g}",
+        f"{100 * time.roofline:.0f}",
     ]
 
 
 def _derived(algorithm: Algorithm) -> list[str]:
-    ect, hidden, speedup = algorithm["ect"], algorithm["e_overlap"], algorithm["speedup"]
+    ect, hidden = algorithm.ect, algorithm.e_overlap
+    overlap = "" if ect is None else "-"
+    if hidden is not None:
+        overlap = _with_interval(hidden, ".0f", " %" if hidden.low is not None else " % ?", 100)
+    speedups = [algorithm.speedup.get(name) for name in ("unfused", "torch")]
     return [
         "" if ect is None else f"{ect:.3g}",
-        ("" if ect is None else "-") if hidden is None else _percent(hidden),
-        *(_speedup_text(speedup.get(name)) for name in ("unfused", "torch")),
+        overlap,
+        *("" if one is None else _speedup(one) for one in speedups),
     ]
 
 
-def _digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+def _speedup(speedup: Speedup) -> str:
+    return _with_interval(speedup, ".2f", f"x{_MARKS.get(speedup.verdict, '')}")
 
 
-def _percent(interval: Interval) -> str:
-    text = f"{100 * interval['value']:.0f} %"
-    if interval["low"] is None or interval["high"] is None:
-        return f"{text} ?"
-    return f"{text}\n[dim]{100 * interval['low']:.0f}..{100 * interval['high']:.0f}[/]"
+def _with_interval(estimate: Estimate, form: str, unit: str, scale: float = 1.0) -> str:
+    value = f"{scale * estimate.value:{form}}{unit}"
+    if estimate.low is None or estimate.high is None:
+        return value
+    return f"{value}\n[dim]{scale * estimate.low:{form}}..{scale * estimate.high:{form}}[/]"
 
 
-def _speedup_text(speedup: Speedup | None) -> str:
-    if speedup is None:
-        return ""
-    mark = {"no difference": " ~", "too few repetitions": " ?"}.get(speedup["verdict"], "")
-    text = f"{speedup['value']:.2f}x{mark}"
-    if speedup["low"] is None or speedup["high"] is None:
-        return text
-    return f"{text}\n[dim]{speedup['low']:.2f}..{speedup['high']:.2f}[/]"
+# Files.
 
 
 def write(report: Report, folder: Path) -> None:
     """Write bench.csv, report.html and, with matplotlib, the plots as PNG. ``UsageError`` if that
     fails."""
-    pictures = figures(report) if unsupported() is None else []
+    pictures = plots(report) if unsupported() is None else {}
     with writing(folder):
         (folder / "bench.csv").write_text(as_csv(report), encoding="utf-8")
-        for figure in pictures:
-            (folder / f"{figure.name}.png").write_bytes(figure.png)
+        for title, picture in pictures.items():
+            (folder / f"{_NAMES[title]}.png").write_bytes(picture)
         (folder / "report.html").write_text(as_html(report, pictures), encoding="utf-8")
 
 
 def as_csv(report: Report) -> str:
     """Write one line per variant of every case, each with the environment."""
-    lines = [line for result in report["results"] for line in _lines(result)]
-    constants: dict[str, Any] = {
-        f"environment.{name}": value for name, value in report["environment"].items()
+    lines = [line for result in report.results for line in _lines(result)]
+    constants = {
+        f"{part}.{name}": value
+        for part, values in (
+            ("environment", report.environment),
+            ("sweep", asdict(report.sweep)),
+            ("run", asdict(report.runs[-1])),
+        )
+        for name, value in values.items()
     }
-    constants |= {f"sweep.{name}": value for name, value in report["sweep"].items()}
-    constants |= {f"run.{name}": value for name, value in report["runs"][-1].items()}
     file = io.StringIO()
     writer = csv.DictWriter(file, [*(lines[0] if lines else []), *constants], lineterminator="\n")
     writer.writeheader()
@@ -381,56 +192,188 @@ def as_csv(report: Report) -> str:
     return file.getvalue()
 
 
-def as_html(report: Report, pictures: Sequence[Figure]) -> str:
+def _lines(result: Result) -> list[dict[str, Any]]:
+    """Return all variants of a case, including wrong ones and those that were left out."""
+    lines: list[dict[str, Any]] = []
+    shape: Sequence[int | None] = result.shape or [None] * 3
+    for name in dict.fromkeys([*result.algorithms, *result.times, *result.left_out]):
+        time, algorithm = result.times.get(name), result.algorithms.get(name)
+        line: dict[str, Any] = {"op": result.op, **dict(zip("MNK", shape, strict=True))}
+        line |= {one: getattr(result, one) for one in ("bytes", "dtype", "tp", "inputs_over_cache")}
+        line |= {"labels": "; ".join(result.labels), "variant": name}
+        line |= {one: getattr(algorithm, one, None) for one in ("algorithm", "right")}
+        line["left_out"] = result.left_out.get(name)
+        line |= {one: getattr(time, one, None) for one in _TIMES}
+        line["ect"] = getattr(algorithm, "ect", None)
+        estimates: dict[str, Estimate | None] = {"e_overlap": getattr(algorithm, "e_overlap", None)}
+        for other in ("unfused", "torch", "local_matmul"):
+            estimates[f"over_{other}"] = algorithm.speedup.get(other) if algorithm else None
+        for what, estimate in estimates.items():
+            line[what] = getattr(estimate, "value", None)
+            line[f"{what}_low"] = getattr(estimate, "low", None)
+            line[f"{what}_high"] = getattr(estimate, "high", None)
+        lines.append(line)
+    return lines
+
+
+def as_html(report: Report, pictures: dict[str, bytes]) -> str:
     """Return a page that loads nothing: the pictures, then the tables as a terminal shows them."""
     screen = Console(record=True, width=_PAGE_COLUMNS, file=io.StringIO(), highlight=False)
     show(report, screen)
     facts = Table.grid(padding=(0, 2))
-    for part in (report["environment"], report["sweep"]):
+    for part in (report.environment, asdict(report.sweep)):
         for name, value in part.items():
             facts.add_row(escape(name), escape(str(value)))
-    for run in report["runs"]:
-        facts.add_row(f"run {escape(run['date'])}", escape(f"{run['command']}, load {run['load']}"))
+    for run in report.runs:
+        facts.add_row(f"run {escape(run.date)}", escape(f"{run.command}, load {run.load}"))
     screen.print(facts)
     images = [
-        f'<h2>{figure.title}</h2><img id="{figure.name}" alt="{figure.title}" '
-        f'src="data:image/png;base64,{base64.b64encode(figure.png).decode()}">'
-        for figure in pictures
+        f'<h2>{title}</h2><img id="{_NAMES[title]}" alt="{title}" '
+        f'src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
+        for title, picture in pictures.items()
     ]
     page = screen.export_html(inline_styles=True, code_format=_PAGE)
     nothing = "<p>No plots: matplotlib is missing, or there is nothing to draw.</p>"
     return page.replace("<!-- pictures -->", "".join(images) or nothing)
 
 
-def _lines(result: Result) -> list[dict[str, Any]]:
-    """Return all variants of a case, including wrong ones and those that were left out."""
-    variants = dict.fromkeys([*result["algorithms"], *result["times"], *result["left_out"]])
-    shape: Sequence[int | None] = result["shape"] or [None] * 3
-    lines: list[dict[str, Any]] = []
-    for name in variants:
-        time: Any = result["times"].get(name)
-        own = result["algorithms"].get(name)
-        line: dict[str, Any] = {"op": result["op"], **dict(zip("MNK", shape, strict=True))}
-        line |= {each: result[each] for each in ("bytes", "dtype", "tp", "inputs_over_cache")}
-        line |= {"labels": "; ".join(result["labels"]), "variant": name}
-        line["algorithm"] = own and own["algorithm"]
-        line["right"] = own and own["right"]
-        line["left_out"] = result["left_out"].get(name)
-        for field in ("median", "p95", "min", "max", "mean", "stdev", "skew", "iterations"):
-            line[field] = time and time[field]
-        for field in ("calls", "tflops", "gb_per_s", "roofline"):
-            line[field] = time and time[field]
-        line["ect"] = own and own["ect"]
-        line |= _interval("e_overlap", own and own["e_overlap"])
-        for other in ("unfused", "torch", "local_matmul"):
-            line |= _interval(f"over_{other}", own and own["speedup"].get(other))
-        lines.append(line)
-    return lines
+# Plots.
+
+_NAMES = {  # of the files, by title
+    "Speed-up over the baselines": "speedup",
+    "Overlap efficiency, E_overlap": "overlap",
+    "Compute and exposed communication": "split",
+}
 
 
-def _interval(name: str, interval: Interval | None) -> dict[str, float | None]:
-    return {
-        name: interval and interval["value"],
-        f"{name}_low": interval and interval["low"],
-        f"{name}_high": interval and interval["high"],
+def unsupported() -> str | None:
+    """Return why nothing can be drawn; None: it can."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "matplotlib is missing (pip install 'tpkernels[plots]')"
+    return None
+
+
+def plots(report: Report) -> dict[str, bytes]:
+    """Draw the plots for which there are results, as PNG by title. The cases of a panel differ only
+    in M, or the bytes of a collective."""
+    panels: dict[str, list[Result]] = {}
+    for result in sorted(report.results, key=_x):
+        size = f" N={result.shape[1]} K={result.shape[2]}" if result.shape else ""
+        labels = f"\n{', '.join(result.labels)}" if result.labels else ""
+        title = f"{result.op}{size}, {result.dtype}, {result.tp} ranks{labels}"
+        panels.setdefault(title, []).append(result)
+    matmuls = {title: cases for title, cases in panels.items() if cases[0].shape}
+    names = report.sweep.algorithms
+    speedup, overlap, split = _NAMES
+    drawn = {
+        speedup: _picture(speedup, panels, lambda axes, cases: _speedups(axes, cases, names)),
+        overlap: _picture(overlap, matmuls, lambda axes, cases: _overlaps(axes, cases, names)),
+        split: _picture(split, matmuls, lambda axes, cases: _split(axes, cases, names)),
     }
+    return {title: picture for title, picture in drawn.items() if picture is not None}
+
+
+def _x(result: Result) -> int:
+    return result.shape[0] if result.shape else result.bytes
+
+
+def _picture(
+    title: str, panels: dict[str, list[Result]], draw: Callable[[Axes, list[Result]], None]
+) -> bytes | None:
+    """Draw a panel for each group of cases; return None if none has anything to show."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    if not panels:
+        return None
+    columns = min(_COLUMNS, len(panels))
+    lines = ceil_div(len(panels), columns)
+    figure = Figure(figsize=(columns * _WIDTH, lines * _HEIGHT + 0.4), layout="constrained")
+    figure.suptitle(title)
+    grid = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    shown = False
+    for axes, (panel, cases) in zip(grid, panels.items(), strict=False):
+        axes.set_title(panel, fontsize=8, parse_math=False)
+        draw(axes, cases)
+        if axes.has_data():
+            shown = True
+        else:
+            axes.text(0.5, 0.5, "no values", ha="center", transform=axes.transAxes)
+    if not shown:
+        return None
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return file.getvalue()
+
+
+def _speedups(axes: Axes, cases: list[Result], names: list[str]) -> None:
+    lines = {
+        f"{name} vs. {other}": [(one, one.algorithms[name].speedup.get(other)) for one in cases]
+        for name in names
+        for other in ("unfused", "torch")
+        if name != other
+    }
+    _over_size(axes, lines, "speed-up", neutral=1.0)
+
+
+def _overlaps(axes: Axes, cases: list[Result], names: list[str]) -> None:
+    lines = {name: [(one, one.algorithms[name].e_overlap) for one in cases] for name in names}
+    _over_size(axes, lines, "E_overlap, %", neutral=0.0, scale=100.0)
+
+
+def _over_size(
+    axes: Axes,
+    lines: dict[str, list[tuple[Result, Any]]],
+    ylabel: str,
+    neutral: float,
+    scale: float = 1.0,
+) -> None:
+    """Draw a line of estimates over M or the bytes, with a vertical bar for each interval."""
+    shown = []
+    for label, points in lines.items():
+        known = [(result, estimate) for result, estimate in points if estimate is not None]
+        if not known:
+            continue
+        shown += [result for result, _ in known]
+        xs = [_x(result) for result, _ in known]
+        (line,) = axes.plot(xs, [scale * e.value for _, e in known], marker="o", ms=4, label=label)
+        for x, (_, estimate) in zip(xs, known, strict=True):
+            if estimate.low is not None:
+                low, high = scale * estimate.low, scale * estimate.high
+                axes.vlines(x, low, high, color=line.get_color(), lw=1)
+    if not shown:
+        return
+    axes.axhline(neutral, color="grey", lw=0.8, ls="--")
+    axes.set_xscale("log", base=2)
+    xs, matmul = sorted({_x(result) for result in shown}), bool(shown[0].shape)
+    labels = [str(x) if matmul else byte_size(x) for x in xs]
+    axes.set_xticks(xs, labels=labels, fontsize=8)
+    axes.set_xlabel("M" if matmul else "bytes", fontsize=8)
+    axes.set_ylabel(ylabel, fontsize=8)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.legend(fontsize=7)
+
+
+def _split(axes: Axes, cases: list[Result], names: list[str]) -> None:
+    """Draw bars relative to the local matmul, so that every M is visible."""
+    exposed: dict[str, float] = {}
+    for result in cases:
+        local = result.gemm
+        for name in dict.fromkeys([*names, "unfused"]):
+            time = result.times.get(name)
+            if local is not None and time is not None:
+                exposed[f"{_x(result)} {name}"] = 100 * (time.median / local.median - 1)
+    if not exposed:
+        return
+    labels: Sequence[str] = list(exposed)
+    at, values = range(len(labels)), exposed.values()
+    axes.barh(at, [100 + min(0.0, one) for one in values], color=_COMPUTE, label="compute")
+    positive, left = [max(0.0, one) for one in values], [100.0] * len(labels)
+    axes.barh(at, positive, left=left, color=_EXPOSED, label="exposed communication")
+    axes.axvline(100, color="grey", lw=0.8, ls="--")
+    axes.set_yticks(at, labels=labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("% of the local matmul's time; left: M and algorithm", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.legend(fontsize=7, loc="lower left")

@@ -13,81 +13,44 @@ import platform
 import shlex
 import statistics as plain
 import sys
-import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import (
-    Any,
-    TypeAlias,
-    TypedDict,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Any
 
 import torch
 
 from tpkernels import _C, dtypes
-from tpkernels.bench.baselines import LOCAL
-from tpkernels.bench.measuring import CaseReport, Choice
-from tpkernels.bench.roofline import Rates
-from tpkernels.bench.statistics import Estimate, difference, overlap, paired, ratio
+from tpkernels.bench.measuring import LOCAL, CaseReport, Choice
+from tpkernels.bench.statistics import Estimate, Speedup, difference, overlap, paired, ratio
 from tpkernels.bench.sweep import Item, Sweep
 from tpkernels.cache import locked, replace_file
 from tpkernels.launch.session import is_leader, under_torchrun
-from tpkernels.planning.cost import Cost
+from tpkernels.planning.cost import Cost, Rates
 from tpkernels.planning.machine import last_level_cache_bytes, processor
+from tpkernels.records import from_json
 from tpkernels.symm.limits import available_bytes
 from tpkernels.terminal import UsageError, make_output_folder, read_input, writable, writing
-from tpkernels.text import all_printable, printable, short, shown
-from tpkernels.timing import Samples, summary
+from tpkernels.text import all_printable, short, shown
+from tpkernels.timing import Samples, Timing, summary
 from tpkernels.version import VERSION
 
 FORMAT = "tpkernels-bench/3"
 _MOST_BYTES = 256 << 20  # a case takes about 10 KiB
-_MOST_NUMBER = 1e30  # larger numbers were not measured
 _MOST_MESSAGE = 300  # characters
 
-Fact: TypeAlias = str | int | float | bool | list[int] | list[str] | None
 
-
-class Interval(TypedDict):
-    """A 95 % interval; None if there were too few repetitions."""
-
-    value: float
-    low: float | None
-    high: float | None
-
-
-class Speedup(Interval):
-    """How many times as fast as a baseline; ``verdict`` says it in words."""
-
-    verdict: str
-
-
-class Time(TypedDict):
-    """The times of one variant: the fields of `benchmark.Timing`, all samples, and derived values.
+@dataclass(frozen=True)
+class Time(Timing):
+    """The times of one variant, all samples, and derived values.
 
     ``skew``: median difference between the slowest and the fastest rank. ``tflops`` and
     ``gb_per_s`` (of the bytes from peers): at the median, None without a matmul or without
     communication. ``roofline``: the roofline's time over the median.
     """
 
-    mean: float
-    median: float
-    stdev: float
-    min: float
-    max: float
-    p95: float
-    p99: float
-    iterations: int
-    warmup: int
-    calls: int
     skew: float
     samples: list[float]
     tflops: float | None
@@ -95,7 +58,8 @@ class Time(TypedDict):
     roofline: float
 
 
-class Algorithm(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
     """One requested algorithm and, if its result was right, what its times say.
 
     ``ect``: effective communication time in ms, the median minus that of the faster local matmul.
@@ -108,11 +72,12 @@ class Algorithm(TypedDict):
     right: bool
     error_over_bound: float | None
     ect: float | None
-    e_overlap: Interval | None
+    e_overlap: Estimate | None
     speedup: dict[str, Speedup]
 
 
-class Result(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class Result:
     """One case.
 
     ``shape``: M, N, K before the split, None for a collective. ``bytes``: size of the whole tensor
@@ -138,9 +103,20 @@ class Result(TypedDict):
     times: dict[str, Time]
     left_out: dict[str, str]
 
+    @property
+    def is_right(self) -> bool:
+        """Return whether every requested algorithm's result is right."""
+        return all(algorithm.right for algorithm in self.algorithms.values())
 
-class Roofline(TypedDict):
-    """The rates that every rank reaches while all ranks run the probes: see `roofline.Rates`."""
+    @property
+    def gemm(self) -> Time | None:
+        """Return the times of the faster local matmul, which no fused op can beat."""
+        return gemm(self.times)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """The rates that every rank reaches while all ranks run the probes: see `Rates`."""
 
     tp: int
     dtype: str
@@ -149,8 +125,31 @@ class Roofline(TypedDict):
     copy_gb_per_s: float
     copy_over_cache: float
 
+    @classmethod
+    def of(cls, world: int, dtype: str, rates: Rates) -> Roofline:
+        """Return the entry for the rates of ``world`` ranks."""
+        return cls(
+            tp=world,
+            dtype=dtype,
+            tflops=rates.flops / 1e12,
+            torch_tflops=rates.torch_flops / 1e12,
+            copy_gb_per_s=rates.copy_bytes / 1e9,
+            copy_over_cache=rates.copy_over_cache,
+        )
 
-class SweepFacts(TypedDict):
+    @property
+    def rates(self) -> Rates:
+        """Return the rates in the entry."""
+        return Rates(
+            flops=self.tflops * 1e12,
+            torch_flops=self.torch_tflops * 1e12,
+            copy_bytes=self.copy_gb_per_s * 1e9,
+            copy_over_cache=self.copy_over_cache,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFacts:
     """What runs must have in common, besides the cases, to share a file."""
 
     algorithms: list[str]
@@ -162,7 +161,8 @@ class SweepFacts(TypedDict):
     baselines: bool
 
 
-class Run(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class Run:
     """One run that contributed, with the system's load when it began."""
 
     date: str
@@ -170,14 +170,15 @@ class Run(TypedDict):
     load: list[float]
 
 
-class Report(TypedDict):
+@dataclass(kw_only=True)
+class Report:
     """The content of a file. ``cases``: all cases of the sweep, measured or not."""
 
     format: str
     complete: bool
     sweep: SweepFacts
     cases: list[str]
-    environment: dict[str, Fact]
+    environment: dict[str, str | int | float | bool | list[int] | list[str] | None]
     runs: list[Run]
     rooflines: list[Roofline]
     results: list[Result]
@@ -192,65 +193,37 @@ def key(item: Item) -> str:
 
 def result(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> Result:
     """Compute the result of a case from the reports of all ranks."""
-    spec = item.spec
+    spec, first = item.spec, reports[0]
     cost = spec.cost(item.world)
-    first = reports[0]
     ranks = {name: [report.samples[name] for report in reports] for name in first.samples}
     # The machine may have been slower during the probe than during the case.
     fastest = [summary(ranks[name]).min for name in LOCAL if name in ranks]
     least = min([1e3 * rates.least_seconds(cost), *fastest])
     times = {name: _time(name, cost, least, samples) for name, samples in ranks.items()}
-    return {
-        "case": key(item),
-        "op": spec.op,
-        "shape": list(spec.shape) if spec.has_matmul else None,
-        "bytes": spec.problem(item.world).nbytes,
-        "dtype": dtypes.name(spec.dtype),
-        "tp": item.world,
-        "labels": list(item.labels),
-        "flops": cost.flops,
-        "traffic": cost.traffic,
-        "inputs_over_cache": min(report.inputs_over_cache for report in reports),
-        "roofline": least,
-        "algorithms": {
+    return Result(
+        case=key(item),
+        op=spec.op,
+        shape=list(spec.shape) if spec.op_spec.has_matmul else None,
+        bytes=spec.problem(item.world).nbytes,
+        dtype=dtypes.name(spec.dtype),
+        tp=item.world,
+        labels=list(item.labels),
+        flops=cost.flops,
+        traffic=cost.traffic,
+        inputs_over_cache=min(report.inputs_over_cache for report in reports),
+        roofline=least,
+        algorithms={
             name: _algorithm(name, choice, times) for name, choice in first.choices.items()
         },
-        "times": times,
-        "left_out": first.left_out,
-    }
-
-
-def roofline(world: int, dtype: str, rates: Rates) -> Roofline:
-    """Return the entry for the rates of ``world`` ranks."""
-    return {
-        "tp": world,
-        "dtype": dtype,
-        "tflops": rates.flops / 1e12,
-        "torch_tflops": rates.torch_flops / 1e12,
-        "copy_gb_per_s": rates.copy_bytes / 1e9,
-        "copy_over_cache": rates.copy_over_cache,
-    }
-
-
-def rates_of(entry: Roofline) -> Rates:
-    """Return the rates in an entry."""
-    return Rates(
-        flops=entry["tflops"] * 1e12,
-        torch_flops=entry["torch_tflops"] * 1e12,
-        copy_bytes=entry["copy_gb_per_s"] * 1e9,
-        copy_over_cache=entry["copy_over_cache"],
+        times=times,
+        left_out=first.left_out,
     )
 
 
 def gemm(times: Mapping[str, Time]) -> Time | None:
-    """Return the faster local matmul, which no fused op can beat."""
+    """Return the faster local matmul."""
     local = (times[name] for name in LOCAL if name in times)
-    return min(local, key=lambda time: time["median"], default=None)
-
-
-def is_right(case: Result) -> bool:
-    """Return whether every requested algorithm's result is right."""
-    return all(algorithm["right"] for algorithm in case["algorithms"].values())
+    return min(local, key=lambda time: time.median, default=None)
 
 
 def _time(name: str, cost: Cost, least: float, ranks: Sequence[Samples]) -> Time:
@@ -259,50 +232,39 @@ def _time(name: str, cost: Cost, least: float, ranks: Sequence[Samples]) -> Time
     repetitions = list(zip(*(rank.seconds for rank in ranks), strict=True))
     median = timing.median / 1e3
     moves = name not in LOCAL and cost.traffic > 0
-    values: dict[str, Any] = {
+    return Time(
         **asdict(timing),
-        "skew": 1e3 * plain.median(max(seconds) - min(seconds) for seconds in repetitions),
-        "samples": [1e3 * max(seconds) for seconds in repetitions],
-        "tflops": cost.flops / median / 1e12 if cost.flops else None,
-        "gb_per_s": cost.traffic / median / 1e9 if moves else None,
-        "roofline": least / timing.median,
-    }
-    return cast(Time, values)
+        skew=1e3 * plain.median(max(seconds) - min(seconds) for seconds in repetitions),
+        samples=[1e3 * max(seconds) for seconds in repetitions],
+        tflops=cost.flops / median / 1e12 if cost.flops else None,
+        gb_per_s=cost.traffic / median / 1e9 if moves else None,
+        roofline=least / timing.median,
+    )
 
 
 def _algorithm(name: str, choice: Choice, times: Mapping[str, Time]) -> Algorithm:
+    ect, hidden, speedup = None, None, {}
+    if name in times:
+        samples, local = times[name].samples, gemm(times)
+        speedup = {
+            other: Speedup.of(paired(ratio, time.samples, samples))
+            for other, time in times.items()
+            if other != name
+        }
+        if local is not None:
+            ect = paired(difference, samples, local.samples).value
+            if "unfused" in times:
+                hidden = overlap(samples, times["unfused"].samples, local.samples)
     error = choice.verdict.ratio
-    entry: Algorithm = {
-        "algorithm": choice.algorithm,
-        "reason": choice.reason,
-        "right": choice.verdict.right,
-        "error_over_bound": error if math.isfinite(error) else None,
-        "ect": None,
-        "e_overlap": None,
-        "speedup": {},
-    }
-    if name not in times:
-        return entry
-    samples, local = times[name]["samples"], gemm(times)
-    entry["speedup"] = {
-        other: _speedup(paired(ratio, time["samples"], samples))
-        for other, time in times.items()
-        if other != name
-    }
-    if local is not None:
-        entry["ect"] = paired(difference, samples, local["samples"]).value
-        if "unfused" in times:
-            hidden = overlap(samples, times["unfused"]["samples"], local["samples"])
-            entry["e_overlap"] = None if hidden is None else _interval(hidden)
-    return entry
-
-
-def _interval(estimate: Estimate) -> Interval:
-    return {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-
-
-def _speedup(estimate: Estimate) -> Speedup:
-    return {**_interval(estimate), "verdict": estimate.verdict}
+    return Algorithm(
+        algorithm=choice.algorithm,
+        reason=choice.reason,
+        right=choice.verdict.right,
+        error_over_bound=error if math.isfinite(error) else None,
+        ect=ect,
+        e_overlap=hidden,
+        speedup=speedup,
+    )
 
 
 @contextmanager
@@ -327,24 +289,27 @@ def result_file(out: Path | None, json_file: Path | None, *, resume: bool) -> It
 
 def new_report(sweep: Sweep) -> Report:
     """Return a report without results."""
-    return {
-        "format": FORMAT,
-        "complete": False,
-        "sweep": {
-            "algorithms": list(sweep.algorithms),
-            "threads": sweep.threads,
-            "device": sweep.device,
-            "repeat": sweep.effort.repeat,
-            "seconds": sweep.effort.seconds,
-            "cold": sweep.effort.cold,
-            "baselines": sweep.effort.baselines,
-        },
-        "cases": [key(item) for item in sweep.items],
-        "environment": all_printable(environment(sweep.device)),
-        "runs": [_run()],
-        "rooflines": [],
-        "results": [],
-    }
+    return Report(
+        format=FORMAT,
+        complete=False,
+        sweep=SweepFacts(
+            algorithms=list(sweep.algorithms),
+            threads=sweep.threads,
+            device=sweep.device,
+            **asdict(sweep.effort),
+        ),
+        cases=[key(item) for item in sweep.items],
+        environment=all_printable(environment(sweep.device)),
+        runs=[
+            Run(
+                date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                command=shlex.join(["tpkernels", *sys.argv[1:]]),
+                load=list(os.getloadavg()),
+            )
+        ],
+        rooflines=[],
+        results=[],
+    )
 
 
 def resumed(path: Path, fresh: Report) -> Report:
@@ -356,28 +321,29 @@ def resumed(path: Path, fresh: Report) -> Report:
     if not path.exists():
         return fresh
     report = load(path)
-    pairs = (report["environment"], fresh["environment"]), (report["sweep"], fresh["sweep"])
-    old: Mapping[str, object]
-    new: Mapping[str, object]
-    for old, new in pairs:
+    for old, new in (
+        (report.environment, fresh.environment),
+        (asdict(report.sweep), asdict(fresh.sweep)),
+    ):
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
                 raise UsageError(
                     f"cannot resume '{path}': its {name} is {shown(old.get(name))}, here it is "
                     f"{shown(new.get(name))}; choose another --out or omit --resume"
                 )
-    different = sorted(set(report["cases"]) ^ set(fresh["cases"]))
+    different = sorted(set(report.cases) ^ set(fresh.cases))
     if different:
         raise UsageError(
             f"cannot resume '{path}': {len(different)} cases differ, such as "
             f"{short(different[0], 100)}; choose another --out or omit --resume"
         )
-    report["runs"] = [*report["runs"], *fresh["runs"]]
+    report.runs += fresh.runs
     return report
 
 
 def load(path: Path) -> Report:
-    """Read a report. ``UsageError`` if it is invalid."""
+    """Read a report; control characters in its texts are escaped. ``UsageError`` if it is
+    invalid."""
     content = read_input(path, most=_MOST_BYTES)
     try:
         return _parse(content)
@@ -387,81 +353,44 @@ def load(path: Path) -> Report:
 
 def save(report: Report, path: Path) -> None:
     """Write the file atomically. ``UsageError`` if that fails."""
-    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(asdict(report), indent=1, allow_nan=False) + "\n"
     with writing(path):
         replace_file(path, text.encode(), private=False)
 
 
 def _parse(content: bytes) -> Report:
-    """Read a report from a file's content. Control characters in its texts are escaped."""
     try:
-        data = json.loads(content, parse_int=_integer, parse_float=_real, parse_constant=_real)
+        data = json.loads(content)
     except RecursionError as error:
         raise ValueError("is not readable JSON: it is nested too deeply") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:  # also a number of more digits than Python converts
         raise ValueError(f"is not JSON: {error}") from error
     name = data.get("format") if isinstance(data, dict) else None
     if name != FORMAT:
         found = "no format" if name is None else f"format {shown(name)}"
         raise ValueError(f"is not a result of this `tpkernels bench`: {found}, not '{FORMAT}'")
-    mismatch = _mismatch(data, Report, "$") or _contradiction(data)
-    if mismatch is not None:
-        raise ValueError(f"is damaged: {short(printable(mismatch), _MOST_MESSAGE)}")
-    report: Report = all_printable(data)
+    try:
+        report = from_json(Report, all_printable(data))
+        _require_consistent(report)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is damaged: {short(str(error), _MOST_MESSAGE)}") from error
     return report
 
 
-def _integer(text: str) -> int:
-    _real(text)
-    return int(text)
-
-
-def _real(text: str) -> float:
-    value = float(text)
-    if not abs(value) <= _MOST_NUMBER:
-        raise ValueError(f"is damaged: {short(text, 40)} is not a measured number")
-    return value
-
-
-def _mismatch(value: Any, hint: Any, where: str) -> str | None:
-    """Find the first part of a JSON value that is not of its type; describe it."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is types.UnionType:
-        if any(_mismatch(value, choice, where) is None for choice in arguments):
-            return None
-        return f"{where} is {shown(value)}"
-    kind = dict if is_typeddict(hint) else (origin or hint)
-    right = isinstance(value, (int, float) if kind is float else kind)
-    if not right or (isinstance(value, bool) and kind is not bool):
-        return f"{where} is {shown(value)}, not of type {kind.__name__}"
-    parts: Iterable[tuple[Any, Any, str]] = ()
-    if is_typeddict(hint):
-        fields = get_type_hints(hint)
-        if value.keys() != fields.keys():
-            name = min(value.keys() ^ fields.keys())
-            return f"{where} has {'an unknown' if name in value else 'no'} {shown(name)}"
-        parts = ((value[name], field, f"{where}.{name}") for name, field in fields.items())
-    elif kind is dict:
-        parts = ((part, arguments[1], f"{where}.{name}") for name, part in value.items())
-    elif kind is list:
-        parts = ((part, arguments[0], f"{where}[{i}]") for i, part in enumerate(value))
-    return next(filter(None, (_mismatch(*part) for part in parts)), None)
-
-
-def _contradiction(report: Report) -> str | None:
-    """Find what contradicts itself: every right result, and no other, has times, as many as all."""
-    for result in report["results"]:
-        case, times = f"case {shown(result['case'])}", result["times"]
-        for name in report["sweep"]["algorithms"]:
-            if name not in result["algorithms"]:
-                return f"{case} has no entry for algorithm {name}"
-        for name, algorithm in result["algorithms"].items():
-            if algorithm["right"] != (name in times):
-                return f"{case} has {'no' if algorithm['right'] else 'a'} time for {name}"
-        counts = {name: len(time["samples"]) for name, time in times.items()}
+def _require_consistent(report: Report) -> None:
+    """Every right result, and no other, has times, as many as all."""
+    for result in report.results:
+        case, times = f"case {shown(result.case)}", result.times
+        for name in report.sweep.algorithms:
+            if name not in result.algorithms:
+                raise ValueError(f"{case} has no entry for algorithm {name}")
+        for name, algorithm in result.algorithms.items():
+            if algorithm.right != (name in times):
+                has = "no" if algorithm.right else "a"
+                raise ValueError(f"{case} has {has} time for {name}")
+        counts = {name: len(time.samples) for name, time in times.items()}
         if len(set(counts.values())) > 1 or 0 in counts.values():
-            return f"{case} has unequal numbers of samples: {counts}"
-    return None
+            raise ValueError(f"{case} has unequal numbers of samples: {counts}")
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -502,12 +431,4 @@ def devices() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "available_bytes": available_bytes(),
         "gpus": names,
-    }
-
-
-def _run() -> Run:
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["tpkernels", *sys.argv[1:]]),
-        "load": list(os.getloadavg()),
     }

@@ -12,10 +12,8 @@ from tpkernels import dtypes
 from tpkernels.backends import unsupported
 from tpkernels.kernels import NO_GPU
 from tpkernels.launch.session import on_one_host
-from tpkernels.local.scales import Packing
-from tpkernels.op_spec import NO_OPTIONS, OPS
-from tpkernels.ops.reduction import reduction_options
-from tpkernels.ops.scaled import gather_options
+from tpkernels.local.scaled import Packing, scaling_of
+from tpkernels.op_spec import NO_OPTIONS, OPS, OpSpec, Options
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost
@@ -37,38 +35,23 @@ class Spec:
     dtype: torch.dtype
 
     @property
-    def has_matmul(self) -> bool:
-        """Return whether the op multiplies or only communicates."""
-        return OPS[self.op].has_matmul
+    def op_spec(self) -> OpSpec:
+        """Return what the op does."""
+        return OPS[self.op]
 
     @property
     def other(self) -> int:
         """Return the extent of the matmul that is not part of the problem, split over the ranks: N
         of an all-gather, K of a reduction; 0 without a matmul."""
-        if not self.has_matmul:
+        if not self.op_spec.has_matmul:
             return 0
         _, n, k = self.shape
-        return n if self.gathers else k
-
-    @property
-    def gathers(self) -> bool:
-        """Return whether the op gathers what it multiplies, or returns."""
-        return OPS[self.op].gathers
-
-    @property
-    def scaled(self) -> bool:
-        """Return whether the op multiplies operands with scales."""
-        return OPS[self.op].scaled
-
-    @property
-    def operand_dtype(self) -> torch.dtype:
-        """Return that of x and of the weight."""
-        return OPERANDS if self.scaled else self.dtype
+        return n if self.op_spec.gathers else k
 
     def problem(self, world: int, device: str = "cpu") -> Problem:
         """Return the problem that is planned. Dim 0 is gathered or scattered, evenly if
         possible."""
-        shape, dtype, op = self.shape, self.dtype, OPS[self.op]
+        shape, dtype, op = self.shape, self.dtype, self.op_spec
         if op.has_matmul:
             m, n, k = self.shape
             shape = (m, k) if op.gathers else (m, n)
@@ -76,13 +59,17 @@ class Spec:
             shape = matrix_of(self.shape[0])
         elif op.exchanges:
             shape = square_of(self.shape[0])
-        options = reduction_options(self.operand_dtype, dtype) if op.reduces else NO_OPTIONS
+        options = NO_OPTIONS
+        if op.reduces:
+            options = Options(x_dtype=OPERANDS if op.scaled else dtype, out_dtype=dtype)
         if op.normed:
             options = replace(options, norm=(NORM_EPS, dtype))
         elif op.scaled and op.gathers:
             x = torch.empty(1, self.shape[2], dtype=OPERANDS, device="meta")
             scale = torch.empty(1, 1, device="meta")
-            options = gather_options(x, scale, dtype)
+            options = Options(
+                k=self.shape[2], x_dtype=OPERANDS, scale_x=scaling_of(scale).value, out_dtype=dtype
+            )
             shape, dtype = (shape[0], Packing.of(x, scale).words), torch.float32
         vendor = device == "cuda" and op.reduces and world > 1 and not op.scaled
         return Problem.evenly_split(
@@ -98,20 +85,20 @@ class Spec:
     def cost(self, world: int) -> Cost:
         """Return flops and bytes of the op on the busiest of ``world`` ranks."""
         cost = Cost.of(self.problem(world), self.other)
-        if not self.scaled:
+        if not self.op_spec.scaled:
             return cost
         m, n, k = self.shape
-        n, k = (n // world, k) if self.gathers else (n, k // world)
+        n, k = (n // world, k) if self.op_spec.gathers else (n, k // world)
         operands = (m * k + k * n) * OPERANDS.itemsize + 4 * (m + n)  # a scale has 4 bytes
         touched = operands + m * n * self.dtype.itemsize + cost.traffic
         return Cost(flops=2 * m * n * k, traffic=cost.traffic, touched=touched)
 
     def __str__(self) -> str:
-        if self.has_matmul:
+        if self.op_spec.has_matmul:
             size = ", ".join(map(str, self.shape))
         else:
             size = byte_size(self.shape[0] * self.dtype.itemsize)
-        operands = f"{dtypes.name(OPERANDS)} to " if self.scaled else ""
+        operands = f"{dtypes.name(OPERANDS)} to " if self.op_spec.scaled else ""
         return f"{size} {operands}{dtypes.name(self.dtype)}"
 
 
@@ -149,22 +136,6 @@ def spec_of(op: str, shape: str, sizes: str, dtype: torch.dtype) -> Spec:
     if len(specs) > 1:
         raise UsageError(f"--bytes {sizes} gives {len(specs)} sizes; give one")
     return specs[0]
-
-
-def spec_of_extents(
-    op: str, extents: tuple[int | None, ...], sizes: str | None, dtype: torch.dtype
-) -> Spec:
-    """Return the spec given by either --m, --n, --k (``extents``) or --bytes, whichever ``op``
-    needs."""
-    ops_named([op])
-    needed, unused = "--m, --n and --k", "--bytes"
-    complete, excluded = None not in extents, sizes is not None
-    if not OPS[op].has_matmul:
-        needed, unused = unused, needed
-        complete, excluded = excluded, any(extent is not None for extent in extents)
-    if excluded or not complete:
-        raise UsageError(f"{op} takes {needed}, not {unused}")
-    return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
 
 
 def ops_named(names: Iterable[str]) -> list[str]:
@@ -205,12 +176,12 @@ def check_split(spec: Spec, world: int, *, label: str = "", uneven: bool = True)
         label: the user's name for the shape, added to the message.
         uneven: whether some ranks may have one row more.
     """
-    if not spec.has_matmul:
+    if not spec.op_spec.has_matmul:
         return
     m = spec.shape[0]
     name = " ".join(filter(None, [",".join(map(str, spec.shape)), label]))
     if spec.other % world:
-        extent = "N" if spec.gathers else "K"
+        extent = "N" if spec.op_spec.gathers else "K"
         raise UsageError(
             f"{extent} of {name} is {spec.other}, which is not divisible by the {world} ranks that "
             f"{spec.op} splits it over"

@@ -72,8 +72,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Projection:
-    """A matmul over all ranks: x [M, K] by a weight [K, N]. ``column``: column-parallel
-    (all_gather_matmul); otherwise row-parallel (a matmul and a reduction)."""
+    """A matmul over all ranks: x [M, K] by a weight [K, N], column-parallel or row-parallel."""
 
     column: bool
     n: int
@@ -110,17 +109,17 @@ _MOST_BYTES = 1 << 20  # of a YAML file
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a sweep by name; empty or None: not given."""
+    """The options of a sweep by name; None: not given."""
 
-    op: tuple[str, ...] = ()
-    model: tuple[str, ...] = ()
-    projection: tuple[str, ...] = ()
-    m: tuple[str, ...] = ()
-    shape: tuple[str, ...] = ()
-    bytes: tuple[str, ...] = ()
-    tp: tuple[str, ...] = ()
-    dtype: tuple[str, ...] = ()
-    algorithm: tuple[str, ...] = ()
+    op: Sequence[str] | None = None
+    model: Sequence[str] | None = None
+    projection: Sequence[str] | None = None
+    m: Sequence[str] | None = None
+    shape: Sequence[str] | None = None
+    bytes: Sequence[str] | None = None
+    tp: Sequence[str] | None = None
+    dtype: Sequence[str] | None = None
+    algorithm: Sequence[str] | None = None
     repeat: int | None = None
     seconds: float | None = None
     threads: int | None = None
@@ -154,16 +153,13 @@ def read_file(path: Path, known: Sequence[str]) -> dict[str, list[str]]:
     for name, value in options.items():
         if name not in known:
             raise UsageError(f"'{path}': unknown key {shown(name)}; choose from {', '.join(known)}")
-        items = [item if isinstance(item, list) else [item] for item in _listed(value)]
+        values = value if isinstance(value, list) else [value]
+        items = [item if isinstance(item, list) else [item] for item in values]
         try:
             texts[name] = [",".join(map(_text, item)) for item in items]
         except (TypeError, ValueError) as error:
             raise UsageError(f"'{path}': {name}: {shown(value)} is no value of it") from error
     return texts
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _text(value: object) -> str:
@@ -219,12 +215,17 @@ def plan_sweep(settings: Settings, *, ranks: int | None, device: str) -> Sweep:
     Raises:
         UsageError: some of it cannot be measured.
     """
-    effort = _effort(settings)
+    repeat, seconds = settings.repeat, settings.seconds
+    if settings.quick:
+        repeat = QUICK_REPEAT if repeat is None else repeat
+        seconds = QUICK_SECONDS if seconds is None else seconds
+    repeat = REPEAT if repeat is None else repeat
     threads = 1 if settings.threads is None else settings.threads
-    at_least(1, repeat=effort.repeat)
+    at_least(1, repeat=repeat)
     check_workers(threads=threads)
-    if effort.seconds is not None and not 0 < effort.seconds < math.inf:
-        raise UsageError(f"--seconds is {effort.seconds:g}; it must be positive and finite")
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UsageError(f"--seconds is {seconds:g}; it must be positive and finite")
+    effort = Effort(repeat, seconds, not settings.warm, settings.baselines is not False)
     types = [dtype_named(name) for name in _split(settings.dtype) or ["bf16"]]
     algorithms = algorithms_named(_split(settings.algorithm) or ["auto"])
     items: dict[tuple[Spec, int], Item] = {}
@@ -235,28 +236,18 @@ def plan_sweep(settings: Settings, *, ranks: int | None, device: str) -> Sweep:
                 labels = tuple(dict.fromkeys((*same.labels, *item.labels)))
                 items[item.spec, world] = dataclasses.replace(item, labels=labels)
     for item in items.values():
-        _check(item, algorithms, device, uneven=bool(settings.uneven))
+        label = " ".join(item.labels[:1])
+        check_split(item.spec, item.world, label=label, uneven=bool(settings.uneven))
+        for name in algorithms:
+            check_algorithm(item.spec, item.world, name, device)
     return Sweep(tuple(items.values()), tuple(algorithms), effort, threads, device)
 
 
-def _effort(settings: Settings) -> Effort:
-    repeat, seconds = settings.repeat, settings.seconds
-    if settings.quick:
-        repeat = QUICK_REPEAT if repeat is None else repeat
-        seconds = QUICK_SECONDS if seconds is None else seconds
-    return Effort(
-        repeat=REPEAT if repeat is None else repeat,
-        seconds=seconds,
-        cold=not settings.warm,
-        baselines=settings.baselines is not False,
-    )
+def _split(values: Sequence[str] | None) -> list[str]:
+    return [part.strip() for value in values or () for part in value.split(",")]
 
 
-def _split(values: Sequence[str]) -> list[str]:
-    return [part.strip() for value in values for part in value.split(",")]
-
-
-def _numbers(name: str, values: Sequence[str]) -> list[int]:
+def _numbers(name: str, values: Sequence[str] | None) -> list[int]:
     """Parse positive integers, without repetitions."""
     parts = _split(values)
     for part in parts:
@@ -296,11 +287,3 @@ def _items(settings: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]
     for op in ops:
         for spec in specs_of(op, shapes, ",".join(settings.bytes or BYTES), dtype):
             yield Item(spec, world)
-
-
-def _check(item: Item, algorithms: list[str], device: str, *, uneven: bool) -> None:
-    """Raise ``UsageError`` if the ranks cannot run a case."""
-    spec, world = item.spec, item.world
-    check_split(spec, world, label=" ".join(item.labels[:1]), uneven=uneven)
-    for name in algorithms:
-        check_algorithm(spec, world, name, device)

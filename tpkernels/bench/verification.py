@@ -29,10 +29,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import rms_norm
 
-from tpkernels.bench.cases import Case, Outputs, columns_of, worth
+from tpkernels.bench.cases import Case, Outputs
 from tpkernels.bench.specs import NORM_EPS
 from tpkernels.launch.session import gather_objects, tensors_of_all
-from tpkernels.op_spec import OPS
 
 _PANEL_ELEMENTS = 1 << 21  # of the result, compared at a time
 _SECOND_ORDER = 1.01  # allows for products of roundings, which the second bound ignores
@@ -90,14 +89,14 @@ def verify(
 
 def _shape(case: Case, i: int) -> torch.Size:
     """Return the shape of this rank's result ``i``."""
-    rows, rest = case.x.shape[0], case.x.shape[1:]
-    if OPS[case.op].exchanges:
-        return torch.Size([sum(case.sizes), columns_of(case)[dist.get_rank()]])
-    if case.gathers:
+    rows, rank = case.x.shape[0], dist.get_rank()
+    if case.spec.exchanges:
+        return torch.Size([sum(case.sizes), case.columns[rank]])
+    if case.spec.gathers:
         rows = sum(case.sizes)
-    elif OPS[case.op].scatters:
-        rows = case.sizes[dist.get_rank()]
-    return torch.Size([rows, *(case.weights[i].shape[1:] if case.weights else rest)])
+    elif case.spec.scatters:
+        rows = case.sizes[rank]
+    return torch.Size([rows, *(case.weights[i] if case.weights else case.x).shape[1:]])
 
 
 def _terms(case: Case) -> list[list[Term]]:
@@ -105,15 +104,16 @@ def _terms(case: Case) -> list[list[Term]]:
     rank = dist.get_rank()
     x, weights = case.x, list(case.weights)
     if case.scales:
-        x, *weights = [worth(*operand) for operand in case.operands]
+        # What scaled elements stand for, exactly.
+        x, *weights = [elements.double() * scale.double() for elements, scale in case.operands]
     everyone = tensors_of_all(x)
-    if OPS[case.op].exchanges:
-        return [[(torch.cat(everyone).split(columns_of(case), 1)[rank], None)]]
-    if case.op == "all_gather":
-        return [[(_matrix(torch.cat(everyone)), None)]]
-    if case.gathers:
+    if not case.spec.reduces:
         whole = torch.cat(everyone)
-        return [[(whole, w)] for w in weights]
+        if weights:
+            return [[(whole, w)] for w in weights]
+        if case.spec.exchanges:
+            whole = whole.split(case.columns, 1)[rank]
+        return [[(_matrix(whole), None)]]
     shards = [_matrix(x.split(list(case.sizes))[rank]) for x in everyone]
     if not weights:
         return [[(shard, None) for shard in shards]]
@@ -123,7 +123,7 @@ def _terms(case: Case) -> list[list[Term]]:
 def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:
     """Return the rows that this rank checks, as a matrix: all its rows, or its part of an
     all-reduce."""
-    if OPS[case.op].keeps_sum:
+    if case.spec.keeps_sum:
         whole = whole.split(list(case.sizes))[dist.get_rank()]
     return _matrix(whole)
 
@@ -141,7 +141,7 @@ def _panels(
     rows, width = first.shape[0], (first if factor is None else factor).shape[1]
     step = max(1, _PANEL_ELEMENTS // max(rows, 1))
     # Rounded before they travel.
-    partials = factor is not None and not case.gathers
+    partials = factor is not None and not case.spec.gathers
     depth = sum(1 if b is None else a.shape[1] for a, b in terms)
     for begin in range(0, width if rows else 0, step):
         columns = slice(begin, min(begin + step, width))
@@ -163,14 +163,14 @@ def _panels(
 def _bound(
     case: Case, total: torch.Tensor, rounded: torch.Tensor, magnitude: torch.Tensor, depth: int
 ) -> torch.Tensor:
-    if not (OPS[case.op].reduces or OPS[case.op].has_matmul):
+    if not (case.spec.reduces or case.weights):
         return torch.zeros_like(total)
     eps = torch.finfo(case.out_dtype).eps
     contract = math.sqrt(depth) * eps * magnitude
     world = len(case.sizes)
     additions = depth + world + 1 + len(case.scales)
     rounding = eps / 2 * (total.abs() + rounded) + additions * 2.0**-24 * magnitude
-    if case.x.is_cuda and OPS[case.op].reduces:  # NCCL rounds each addition
+    if case.x.is_cuda and case.spec.reduces:  # NCCL rounds each addition
         rounding += (world - 1) * eps / 2 * (rounded if case.weights else magnitude)
     return torch.minimum(contract, _SECOND_ORDER * rounding)
 
@@ -184,7 +184,7 @@ def _worst(result: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> 
 
 def _same_everywhere(case: Case, outputs: Outputs) -> Verdict:
     """Check that an all-reduce produces the same bits on every rank."""
-    if not OPS[case.op].keeps_sum:
+    if not case.spec.keeps_sum:
         return Verdict()
     same = True
     for output in outputs:

@@ -32,7 +32,9 @@ class _Commands(TyperGroup):
             return None
         # Everything after the script of `profile` belongs to the script, including options.
         settings = {"allow_interspersed_args": False} if cmd_name == "profile" else {}
-        function = getattr(import_module(f"tpkernels.cli.{cmd_name}"), cmd_name)
+        from tpkernels.cli.exit_codes import exit_codes
+
+        function = exit_codes()(getattr(import_module(f"tpkernels.cli.{cmd_name}"), cmd_name))
         command = typer.Typer(**_LOOK)
         command.command(cmd_name, context_settings=settings)(function)
         return typer.main.get_command(command)

@@ -19,20 +19,18 @@ from rich.progress import (
 from tpkernels import dtypes
 from tpkernels.bench.inputs import COLD
 from tpkernels.bench.measuring import run_case
+from tpkernels.bench.probes import measure_rates, slowest_rates
 from tpkernels.bench.report import show, unsupported, write
 from tpkernels.bench.results import (
     Report,
-    is_right,
+    Roofline,
     key,
     new_report,
-    rates_of,
     result,
     result_file,
     resumed,
-    roofline,
     save,
 )
-from tpkernels.bench.roofline import Rates, measure_rates, slowest_rates
 from tpkernels.bench.sweep import (
     BYTES,
     LAYER,
@@ -53,6 +51,7 @@ from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.launch.session import Session, device_named, is_leader, launched_ranks, open_session
 from tpkernels.op_spec import OPS
+from tpkernels.planning.cost import Rates
 from tpkernels.terminal import DTYPES, UsageError, at_least, console
 
 _MANY = "Repeatable, or comma-separated."
@@ -75,6 +74,7 @@ def _use_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def bench(
+    context: typer.Context,
     op: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(OPS)}; default: all. {_MANY}")
     ] = None,
@@ -176,45 +176,29 @@ def bench(
     torchrun --nproc-per-node 2 -m -- tpkernels bench
     """
     settings = Settings(
-        op=tuple(op or ()),
-        model=tuple(model or ()),
-        projection=tuple(projection or ()),
-        m=tuple(m or ()),
-        shape=tuple(shape or ()),
-        bytes=tuple(bytes or ()),
-        tp=tuple(tp or ()),
-        dtype=tuple(dtype or ()),
-        algorithm=tuple(algorithm or ()),
-        repeat=repeat,
-        seconds=seconds,
-        threads=threads,
-        quick=quick,
-        warm=warm,
-        uneven=uneven,
-        baselines=baselines,
+        **{field.name: context.params[field.name] for field in dataclasses.fields(Settings)}
     )
-    with exit_codes():
-        at_least(1, timeout=timeout)
-        sweep = plan_sweep(settings, ranks=launched_ranks(), device=device_named(device))
-        with result_file(out, json_file, resume=resume) as file:
-            results = new_report(sweep)
-            if resume and file is not None and is_leader():
-                results = resumed(file, results)
-            interrupted = False
-            try:
-                run_sweep(sweep, results, file, timeout=timeout)
-            except KeyboardInterrupt:
-                interrupted = True
-            finally:
-                if is_leader():
-                    _show(results, out)
-        if interrupted:
-            measured = f"{len(results['results'])} of {len(results['cases'])} cases"
-            hint = "" if file is None else "; use --resume to continue"
-            typer.echo(f"Interrupted: {measured} are measured{hint}.", err=True)
-            raise typer.Exit(130)
-        if not all(map(is_right, results["results"])):
-            raise typer.Exit(1)
+    at_least(1, timeout=timeout)
+    sweep = plan_sweep(settings, ranks=launched_ranks(), device=device_named(device))
+    with result_file(out, json_file, resume=resume) as file:
+        results = new_report(sweep)
+        if resume and file is not None and is_leader():
+            results = resumed(file, results)
+        interrupted = False
+        try:
+            run_sweep(sweep, results, file, timeout=timeout)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            if is_leader():
+                _show(results, out)
+    if interrupted:
+        measured = f"{len(results.results)} of {len(results.cases)} cases"
+        hint = "" if file is None else "; use --resume to continue"
+        typer.echo(f"Interrupted: {measured} are measured{hint}.", err=True)
+        raise typer.Exit(130)
+    if not all(result.is_right for result in results.results):
+        raise typer.Exit(1)
 
 
 def _show(results: Report, folder: Path | None) -> None:
@@ -250,7 +234,7 @@ def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) 
                 world, threads=sweep.threads, timeout=timeout, device=sweep.device
             ) as session:
                 _run_world(items, sweep, report, path if session.leader else None, session, bar)
-    report["complete"] = True
+    report.complete = True
     if path is not None and is_leader():
         save(report, path)
 
@@ -265,8 +249,8 @@ def _run_world(
 ) -> None:
     """Measure all cases of one world size."""
     world = items[0].world
-    done, rooflines = session.run(_identity, (_done(report), report["rooflines"]))[0]
-    rates = {entry["dtype"]: rates_of(entry) for entry in rooflines if entry["tp"] == world}
+    done, rooflines = session.run(_identity, (_done(report), report.rooflines))[0]
+    rates = {entry.dtype: entry.rates for entry in rooflines if entry.tp == world}
     for item in items:
         bar.begin(item)
         if key(item) not in done:
@@ -275,18 +259,18 @@ def _run_world(
                 rates[dtype] = slowest_rates(
                     session.run(measure_rates, item.spec.dtype, sweep.device)
                 )
-                report["rooflines"].append(roofline(world, dtype, rates[dtype]))
+                report.rooflines.append(Roofline.of(world, dtype, rates[dtype]))
             reports = session.run(
                 run_case, item.spec, sweep.algorithms, sweep.effort, rates[dtype], sweep.device
             )
-            report["results"].append(result(item, rates[dtype], reports))
+            report.results.append(result(item, rates[dtype], reports))
             if path is not None:
                 save(report, path)
         bar.end(item)
 
 
 def _done(report: Report) -> set[str]:
-    return {each["case"] for each in report["results"]}
+    return {result.case for result in report.results}
 
 
 def _identity(value: object) -> object:

@@ -11,11 +11,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tpkernels.bench.baselines import BASELINES
 from tpkernels.bench.inputs import COLD
+from tpkernels.bench.measuring import BASELINES
 from tpkernels.bench.results import Report, Result, load
-from tpkernels.bench.statistics import Array, Estimate, independent, ratio
-from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.bench.statistics import Array, Speedup, independent, ratio
 from tpkernels.terminal import UsageError, check_known, console, milliseconds, table
 
 
@@ -36,25 +35,24 @@ def compare(
     The exit code is 1 on a regression: the 95 % interval of the ratio of the times lies entirely
     above the threshold, or a result has become wrong.
     """
-    with exit_codes():
-        if not threshold >= 0:
-            raise UsageError(f"--threshold is {threshold:g}; it must be at least 0")
-        if relative_to is not None:
-            check_known("baseline", [relative_to], BASELINES)
-        a, b = load(_file(first)), load(_file(second))
-        compared = changes(a, b, relative_to)
-        if not any(change.comparable for change in compared):
-            with_baseline = f" with baseline '{relative_to}'" if relative_to else ""
-            raise UsageError(
-                f"'{first}' and '{second}' have no case and algorithm in common{with_baseline}"
-            )
-        out = console()
-        for line in differences(a, b):
-            out.print(line, markup=False)
-        out.print(_table(compared, threshold))
-        out.print(summary(compared, a, b, threshold))
-        if any(change.regressed(threshold) for change in compared):
-            raise typer.Exit(1)
+    if not threshold >= 0:
+        raise UsageError(f"--threshold is {threshold:g}; it must be at least 0")
+    if relative_to is not None:
+        check_known("baseline", [relative_to], BASELINES)
+    a, b = load(_file(first)), load(_file(second))
+    compared = changes(a, b, relative_to)
+    if not any(change.comparable for change in compared):
+        with_baseline = f" with baseline '{relative_to}'" if relative_to else ""
+        raise UsageError(
+            f"'{first}' and '{second}' have no case and algorithm in common{with_baseline}"
+        )
+    out = console()
+    for line in differences(a, b):
+        out.print(line, markup=False)
+    out.print(_table(compared, threshold))
+    out.print(summary(compared, a, b, threshold))
+    if any(change.regressed(threshold) for change in compared):
+        raise typer.Exit(1)
 
 
 def _file(path: Path) -> Path:
@@ -115,7 +113,7 @@ class Change:
     algorithm: str
     first: float | None
     second: float | None
-    ratio: Estimate | None
+    ratio: Speedup | None
     right: bool
 
     @property
@@ -134,32 +132,32 @@ class Change:
 
 def changes(first: Report, second: Report, relative_to: str | None = None) -> list[Change]:
     """List every case and requested algorithm that both reports contain."""
-    earlier = {result["case"]: result for result in first["results"]}
-    names = [name for name in second["sweep"]["algorithms"] if name in first["sweep"]["algorithms"]]
+    earlier = {result.case: result for result in first.results}
+    names = [name for name in second.sweep.algorithms if name in first.sweep.algorithms]
     return [
-        _change(earlier[result["case"]], result, name, relative_to)
-        for result in second["results"]
-        if result["case"] in earlier
+        _change(earlier[result.case], result, name, relative_to)
+        for result in second.results
+        if result.case in earlier
         for name in names
     ]
 
 
 def differences(first: Report, second: Report) -> Iterator[str]:
     """Yield sentences on what differs between the runs besides the code."""
-    old, new = first["environment"], second["environment"]
+    old, new = first.environment, second.environment
     for name in sorted((old.keys() | new.keys()) - _VOLATILE):
         if old.get(name) != new.get(name):
             yield f"{name} differs: {old.get(name)} and {new.get(name)}"
     for name in ("cold", "threads"):
-        a, b = first["sweep"].get(name), second["sweep"].get(name)
+        a, b = getattr(first.sweep, name), getattr(second.sweep, name)
         if a != b:
             yield f"{name} differs: {a} and {b}"
-    earlier = {result["case"]: result["inputs_over_cache"] for result in first["results"]}
-    for result in second["results"]:
-        before, now = earlier.get(result["case"]), result["inputs_over_cache"]
+    earlier = {result.case: result.inputs_over_cache for result in first.results}
+    for result in second.results:
+        before, now = earlier.get(result.case), result.inputs_over_cache
         if before is not None and (before < COLD) != (now < COLD):
             yield (
-                f"the inputs of {result['case']} differ: {before:.2g}x and {now:.2g}x the "
+                f"the inputs of {result.case} differ: {before:.2g}x and {now:.2g}x the "
                 f"last-level cache (cold from {COLD:g}x)"
             )
 
@@ -168,7 +166,7 @@ def summary(compared: list[Change], first: Report, second: Report, threshold: fl
     """Say how many cases were compared, and how many regressed, in one sentence."""
     regressions = sum(change.regressed(threshold) for change in compared)
     undecided = sum(change.ratio is not None and change.ratio.low is None for change in compared)
-    old, new = ({result["case"] for result in report["results"]} for report in (first, second))
+    old, new = ({result.case for result in report.results} for report in (first, second))
     percent = 100 * threshold
     parts = [f"{len(compared)} compared, {regressions} slower by more than {percent:g} % or wrong"]
     if undecided:
@@ -179,24 +177,25 @@ def summary(compared: list[Change], first: Report, second: Report, threshold: fl
 
 
 def _change(first: Result, second: Result, name: str, relative_to: str | None) -> Change:
-    old, new = first["times"].get(name), second["times"].get(name)
+    old, new = first.times.get(name), second.times.get(name)
     names = [name] if relative_to is None else [name, relative_to]
     return Change(
-        case=second["case"],
+        case=second.case,
         algorithm=name,
-        first=old and old["median"],
-        second=new and new["median"],
+        first=None if old is None else old.median,
+        second=None if new is None else new.median,
         ratio=_ratio(first, second, names),
-        right=second["algorithms"][name]["right"],
+        right=second.algorithms[name].right,
     )
 
 
-def _ratio(first: Result, second: Result, names: list[str]) -> Estimate | None:
+def _ratio(first: Result, second: Result, names: list[str]) -> Speedup | None:
     """Return the second time over the first, each relative to its baseline if ``names`` has one."""
-    if not all(name in result["times"] for result in (first, second) for name in names):
+    if not all(name in result.times for result in (first, second) for name in names):
         return None
-    series = [[result["times"][name]["samples"] for name in names] for result in (second, first)]
-    return independent(ratio if len(names) == 1 else _ratio_to_baselines, *series)
+    series = [[result.times[name].samples for name in names] for result in (second, first)]
+    function = ratio if len(names) == 1 else _ratio_to_baselines
+    return Speedup.of(independent(function, *series))
 
 
 def _ratio_to_baselines(b: Array, b_base: Array, a: Array, a_base: Array) -> Array:

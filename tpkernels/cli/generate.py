@@ -16,12 +16,23 @@ import torch.distributed as dist
 import typer
 
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.integrations.transformers.completions import Completions, prompt_tokens
-from tpkernels.integrations.transformers.generator import Generator, Sampling
+from tpkernels.integrations.transformers.generator import (
+    Completions,
+    Driver,
+    Generator,
+    Sampling,
+    prompt_tokens,
+)
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
-from tpkernels.launch import Executor, GroupExecutor, Ranks, serve_group
-from tpkernels.launch.session import backend_of, device_named, under_torchrun, world_size
+from tpkernels.launch import Ranks
+from tpkernels.launch.session import (
+    backend_of,
+    device_named,
+    gather_objects,
+    is_leader,
+    under_torchrun,
+    world_size,
+)
 from tpkernels.terminal import UsageError, check_workers, dtype_named
 
 
@@ -63,120 +74,113 @@ def generate(
     The text does not depend on the number of ranks, except where two tokens are equally likely
     up to rounding. Also under torchrun: torchrun --nproc-per-node 2 -m -- tpkernels generate ...
     """
-    with exit_codes():
-        world = world_size(nproc, 2)
-        check_workers(threads=threads)
-        where = device_named(device)
-        dtype_name = None if dtype is None else str(dtype_named(dtype)).removeprefix("torch.")
-        if stream and as_json:
-            raise UsageError("--stream prints text, --json one object at the end; leave out one")
-        if stream and len(prompt) > 1:
-            raise UsageError(f"--stream takes one --prompt, not {len(prompt)}")
-        sampling = Sampling(
-            max_new_tokens,
-            temperature,
-            top_k,
-            top_p,
-            secrets.randbits(32) if seed is None else seed,
-        )
-        try:
-            sampling.check()
-            if not under_torchrun():
-                preload()
-            with ThreadPoolExecutor(1) as loading:
-                tokenizer = loading.submit(load_tokenizer, model)
-                with _driving(
-                    world,
-                    model,
-                    where,
-                    dtype_name,
-                    ffn_only,
-                    backend=backend_of(world, where),
-                    threads=threads,
-                    timeout=timeout,
-                ) as driver:
-                    if driver is None:
-                        return
-                    completions = Completions(
-                        tokenizer.result(),
-                        [prompt_tokens(tokenizer.result(), text, chat=chat) for text in prompt],
-                        driver.call("describe", rank=0),
-                        sampling,
-                        stop or (),
-                    )
-                    with closing(completions.run(driver)) as pieces:
-                        for texts in pieces:
-                            if stream:
-                                typer.echo(texts[0], nl=False)
-                                sys.stdout.flush()
-        except (OSError, ValueError, ImportError) as error:
-            raise UsageError(str(error)) from error
-        _show(completions, prompt, world, stream=stream, as_json=as_json)
+    world = world_size(nproc, 2)
+    check_workers(threads=threads)
+    where = device_named(device)
+    dtype_name = None if dtype is None else str(dtype_named(dtype)).removeprefix("torch.")
+    if stream and as_json:
+        raise UsageError("--stream prints text, --json one object at the end; leave out one")
+    if stream and len(prompt) > 1:
+        raise UsageError(f"--stream takes one --prompt, not {len(prompt)}")
+    sampling = Sampling(
+        max_new_tokens, temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed
+    )
+    held = (model, where, dtype_name, ffn_only)
+    try:
+        sampling.check()
+        if not under_torchrun():
+            preload()
+        with ThreadPoolExecutor(1) as loading:
+            loaded = loading.submit(load_tokenizer, model)
+            with _driving(world, held, backend_of(world, where), threads, timeout) as driver:
+                if under_torchrun():
+                    sampling = gather_objects(sampling)[0]  # all ranks draw by one seed
+                tokenizer = loaded.result()
+                prompts = [prompt_tokens(tokenizer, text, chat=chat) for text in prompt]
+                facts = driver.call("describe", rank=0)
+                completions = Completions(tokenizer, prompts, facts, sampling, stop or ())
+                with closing(completions.run(driver)) as pieces:
+                    for texts in pieces:
+                        if stream and is_leader():
+                            typer.echo(texts[0], nl=False)
+                            sys.stdout.flush()
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    if not is_leader():
+        return
+    if as_json:
+        typer.echo(json.dumps({"ranks": world, **_json(completions, prompt)}, indent=2))
+    else:
+        _show(completions, prompt, world, stream)
+
+
+class _Joined:
+    """The object of this process, one of torchrun's ranks, which all make the same calls."""
+
+    def __init__(self, *held: Any) -> None:
+        self._generator = Generator(*held)
+
+    def call(self, method: str, *, rank: int) -> Any:
+        return getattr(self._generator, method)()
+
+    def stream(self, method: str, *args: Any) -> Iterator[Any]:
+        items: Iterator[Any] = getattr(self._generator, method)(*args)
+        return items
 
 
 @contextmanager
 def _driving(
-    world: int, *model: Any, backend: str, threads: int, timeout: float
-) -> Iterator[Executor | None]:
-    """Yield an executor on ``world`` ranks that hold a `Generator`: new ones, or torchrun's if this
-    process is one of them. Yield None on ranks of torchrun that are driven: they have done their
-    part by then. No process is left behind."""
+    world: int, held: tuple[Any, ...], backend: str, threads: int, timeout: float
+) -> Iterator[Driver]:
+    """Yield what calls a `Generator` on ``world`` new ranks, or on torchrun's if this process is
+    one of them. No process is left behind."""
     if not under_torchrun():
         with Ranks(
-            world, Generator, *model, backend=backend, threads=threads, timeout=timeout
+            world, Generator, *held, backend=backend, threads=threads, timeout=timeout
         ) as ranks:
             yield ranks
         return
     torch.set_num_threads(threads)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        if dist.get_rank() == 0:
-            with GroupExecutor(Generator, *model, timeout=timeout) as group:
-                yield group
-        else:
-            serve_group(timeout=timeout)
-            yield None
+        yield _Joined(*held)
     finally:
         dist.destroy_process_group()
 
 
-def _show(
-    done: Completions, prompts: list[str], world: int, *, stream: bool, as_json: bool
-) -> None:
-    """Print the texts, and the times on standard error; or all in one JSON object."""
-    times, decoded = done.times, sum(len(each.tokens) for each in done.texts)
-    if as_json:
-        completions = [
+def _json(done: Completions, prompts: list[str]) -> dict[str, Any]:
+    return {
+        "dtype": done.facts["dtype"],
+        "seed": done.sampling.seed if done.sampling.temperature else None,
+        "seconds_to_first_token": done.times.first,
+        "seconds": done.times.end,
+        "steps_per_second": done.times.rate,
+        "completions": [
             {
                 "prompt": prompt,
                 "prompt_tokens": len(tokens),
-                "text": each.text,
-                "tokens": each.tokens,
-                "finish_reason": each.reason,
+                "text": completion.text,
+                "tokens": completion.tokens,
+                "finish_reason": completion.reason,
             }
-            for prompt, tokens, each in zip(prompts, done.prompts, done.texts, strict=True)
-        ]
-        result = {
-            "ranks": world,
-            "dtype": done.facts["dtype"],
-            "seed": done.sampling.seed if done.sampling.temperature else None,
-            "seconds_to_first_token": times.first,
-            "seconds": times.end,
-            "steps_per_second": times.rate,
-            "completions": completions,
-        }
-        typer.echo(json.dumps(result, indent=2))
-        return
+            for prompt, tokens, completion in zip(prompts, done.prompts, done.texts, strict=True)
+        ],
+    }
+
+
+def _show(done: Completions, prompts: list[str], world: int, stream: bool) -> None:
+    """Print the texts that were not streamed, and the times on standard error."""
     if stream:
         typer.echo()
-    for prompt, each in zip(prompts, done.texts, strict=True):
+    for prompt, completion in zip(prompts, done.texts, strict=True):
         if len(prompts) > 1:
             typer.echo(f"{prompt}:")
         if not stream:
-            typer.echo(each.text)
+            typer.echo(completion.text)
+    times, tokens = done.times, sum(len(completion.tokens) for completion in done.texts)
     speed = "" if times.rate is None else f", then {times.rate:.1f} tokens/s for each prompt"
     typer.echo(
-        f"{decoded} tokens on {world} ranks in {times.end:.2f} s: the first after "
+        f"{tokens} tokens on {world} ranks in {times.end:.2f} s: the first after "
         f"{times.first:.2f} s{speed}",
         err=True,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -15,8 +15,9 @@ from tpkernels import _C, cuda, dtypes, kernels, nccl
 from tpkernels.backends import TABLES
 from tpkernels.bench.results import devices, vector_units, versions
 from tpkernels.bench.specs import Spec, unsupported_kernels
+from tpkernels.cli import options
 from tpkernels.defaults import POOL_VARIABLE
-from tpkernels.local.native import native
+from tpkernels.local.packed import native
 from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, unsupported_algorithms
@@ -27,11 +28,7 @@ _NATIVE = "native: torch multiplies it at full speed"
 _CONVERTED = "converted to float32 in panels: this processor has no instructions for it"
 
 
-def info(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of tables.")
-    ] = False,
-) -> None:
+def info(as_json: options.AsJson = False) -> None:
     """Show versions, devices, and which algorithms each op can use here."""
     everything = facts()
     if as_json:
@@ -92,7 +89,9 @@ def _public_names() -> list[str]:
 
 
 def _show(facts: dict[str, Any], out: Console) -> None:
-    devices, units = facts["devices"], facts["vector_unit"]
+    devices, units, pool = facts["devices"], facts["vector_unit"], facts["result_pool"]
+    kept, idle, in_use = (byte_size(pool[name]) for name in ("limit", "idle", "in_use"))
+    alone = facts["shared_memory"]
     cores = ", ".join(map(str, devices["usable_cores"]))
     lines = {
         **facts["versions"],
@@ -107,8 +106,12 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         "cores": f"{len(devices['usable_cores'])} of {devices['cores']} usable: {cores}",
         "memory": f"{byte_size(devices['memory_bytes'])}, "
         f"{byte_size(devices['available_bytes'])} available",
-        "shared memory": _shared_memory_text(facts["shared_memory"]),
-        "result pool": _result_pool_text(facts["result_pool"]),
+        "shared memory": f"none: this process {alone}"
+        if alone
+        else "between ranks of one user, on one machine and in one network namespace",
+        "result pool": f"keeps at most {kept}; {idle} idle, {in_use} in use"
+        if pool["limit"]
+        else f"off: {POOL_VARIABLE} is 0",
         "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
@@ -119,25 +122,12 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         grid.add_row(f"[bold]{name}[/bold]", escape(str(text)))
     out.print(grid)
     for device in TABLES:
-        reasons = {why for each in facts["algorithms"][device].values() for why in each.values()}
+        reasons = {why for of_op in facts["algorithms"][device].values() for why in of_op.values()}
         out.print(
             f"on {device}: nothing, it {kernels.NO_GPU}"
             if reasons == {kernels.NO_GPU}
             else _algorithm_table(device, facts)
         )
-
-
-def _shared_memory_text(reason: str | None) -> str:
-    if reason is None:
-        return "between ranks of one user, on one machine and in one network namespace"
-    return f"none: this process {reason}"
-
-
-def _result_pool_text(pool: dict[str, int]) -> str:
-    if pool["limit"] == 0:
-        return f"off: {POOL_VARIABLE} is 0"
-    idle, in_use = byte_size(pool["idle"]), byte_size(pool["in_use"])
-    return f"keeps at most {byte_size(pool['limit'])}; {idle} idle, {in_use} in use"
 
 
 def _nccl_text(nccl: dict[str, Any]) -> str:

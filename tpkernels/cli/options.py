@@ -12,6 +12,7 @@ Ranks = Annotated[
     int | None,
     typer.Option("--nproc", "--tp", help="Number of ranks; default 2, or torchrun's."),
 ]
+Tp = Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")]
 Dtype = Annotated[str, typer.Option(help=" | ".join(DTYPES))]
 Device = Annotated[str | None, typer.Option(help="cpu | cuda; by default cuda if there is a GPU.")]
 Threads = Annotated[int, typer.Option(help="Threads per rank.")]
@@ -28,3 +29,4 @@ CheckpointDtype = Annotated[
     str | None, typer.Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
 ]
 FfnOnly = Annotated[bool, typer.Option("--ffn-only", help="Split the feed-forward layers only.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]

@@ -1,4 +1,4 @@
-"""``tpkernels plan``."""
+"""``tpkernels plan``: the ways to compute a product on a mesh, and a layer for many TP sizes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from rich.markup import escape
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tpkernels import validation
+from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.report import unsupported
 from tpkernels.bench.sweep import LAYER, MODELS, Model, projection
-from tpkernels.bench.tune import machine_by_name
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.integers import ceil_div
-from tpkernels.mesh.cost import Estimate, fused_seconds, ranked
+from tpkernels.mesh.estimates import Estimate, ranked
 from tpkernels.mesh.layout import Placements, text_of
-from tpkernels.mesh.planner import MatmulPlan, MatmulProblem
-from tpkernels.planning.machines import MEASURED, Profile, machines
-from tpkernels.planning.rates import collective_seconds, product_seconds
+from tpkernels.mesh.planner import MatmulProblem
+from tpkernels.planning.cost import (
+    MEASURED,
+    Profile,
+    collective_seconds,
+    fused_seconds,
+    machines,
+    product_seconds,
+)
 from tpkernels.terminal import (
     UsageError,
     at_least,
@@ -39,10 +44,15 @@ from tpkernels.terminal import (
     writing,
 )
 
-PHASES = ("prefill", "decode")
+_PHASES = ("prefill", "decode")
 _HELPS = 0.98  # of the time without overlap; less is within the spread of a measurement
 _MOST_RANKS = 1024
-FORMATS = (".png", ".svg", ".pdf")
+_FORMATS = (".png", ".svg", ".pdf")
+_NAMES: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial()}
+_LEGEND = (
+    "MiB moved: received by all ranks together. ms: predicted. Exposed: the part of it in which a "
+    "rank does not multiply. Steps in brackets are one op with the product."
+)
 _MOST_MESH_RANKS = 1 << 20
 
 
@@ -87,58 +97,130 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the times of --model to this file.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of a table.")
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Rank the ways to compute a product on a mesh, or predict a model's layer for many TP sizes.
 
     Times are those of a cost model, from the rates of a machine. Starts no ranks and needs no GPU.
     """
-    with exit_codes():
-        itemsize = dtype_named(dtype).itemsize
-        partial_size = partial_itemsize(wire_dtype, dtype_named(dtype))
-        if model is not None:
-            if (m, k, n, mesh) != (None,) * 4:
-                raise UsageError("pass --model, or --m, --k, --n and --mesh, not both")
-            if wire_dtype is not None:
-                raise UsageError("--wire-dtype is for a product; leave out --model")
-            _plan_layers(model, tp, nodes, (prefill, decode), machine, itemsize, plot, as_json)
-            return
-        if m is None or k is None or n is None or mesh is None:
-            raise UsageError("pass --m, --k, --n and --mesh, or --model")
+    itemsize = dtype_named(dtype).itemsize
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if model is not None:
+        if (m, k, n, mesh) != (None,) * 4:
+            raise UsageError("pass --model, or --m, --k, --n and --mesh, not both")
+        if wire_dtype is not None:
+            raise UsageError("--wire-dtype is for a product; leave out --model")
+        tps = tps_of(tp)
+        if nodes is not None:
+            at_least(1, nodes=nodes)
         if plot is not None:
-            raise UsageError("--plot needs --model")
-        problem = problem_of((m, k, n), mesh, x, w, out, itemsize, partial_size)
-        ranks = torch.Size(problem.mesh_shape).numel()
-        _plan_product(problem, machine_by_name(machine, ranks, _device()), as_json)
+            _check_plot(plot)
+        profile = machine_by_name(machine, tps[-1], device)
+        times = layer_times(
+            model, tps, profile, nodes=nodes, prefill=prefill, decode=decode, itemsize=itemsize
+        )
+        title = f"{model}, a layer on {profile.title}, {prefill} tokens and {decode} sequences"
+        if plot is not None:
+            _draw(times, plot, title)
+        if as_json:
+            _print_json(profile, "layers", [time.to_json() for time in times])
+        else:
+            _show_layers(times, title)
+        return
+    try:
+        wire = validation.wire_dtype(
+            None if wire_dtype is None else dtype_named(wire_dtype), dtype_named(dtype)
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if m is None or k is None or n is None or mesh is None:
+        raise UsageError("pass --m, --k, --n and --mesh, or --model")
+    if plot is not None:
+        raise UsageError("--plot needs --model")
+    at_least(1, m=m, k=k, n=n)
+    shape = _mesh(mesh)
+    problem = MatmulProblem(
+        m=m,
+        k=k,
+        n=n,
+        mesh_shape=shape,
+        x=_placements("x", x, len(shape)),
+        w=_placements("w", w, len(shape)),
+        out=None if out is None else _placements("out", out, len(shape)),
+        itemsize=itemsize,
+        partial_itemsize=wire.itemsize,
+    )
+    _show_product(problem, machine_by_name(machine, torch.Size(shape).numel(), device), as_json)
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _print_json(profile: Profile, name: str, content: list[dict[str, Any]]) -> None:
+    typer.echo(json.dumps({"machine": profile.title, name: content}, indent=2))
 
 
-def _plan_product(problem: MatmulProblem, profile: Profile, as_json: bool) -> None:
-    rows = ranked_rows(problem, profile)
+# A product on a mesh.
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    """Parse the shape of a mesh, ``"8"`` or ``"2x4"``."""
+    sizes = tuple(number_in(part) for part in text.lower().split("x"))
+    if len(sizes) > 2 or not all(1 <= size <= _MOST_MESH_RANKS for size in sizes):
+        raise UsageError(f"--mesh is '{text}'; pass one or two numbers of ranks, such as 8 or 2x4")
+    return sizes
+
+
+def _placements(option: str, text: str, dims: int) -> Placements:
+    """Return the placements in ``"S0"`` or ``"S0,R"``. On a mesh of two dims one name stands for
+    the first dim, and the second is R."""
+    names = [part.strip().upper() for part in text.split(",")]
+    names += ["R"] * (dims - len(names)) if len(names) == 1 else []
+    for name in names:
+        if name not in _NAMES:
+            raise UsageError(
+                f"unknown placement '{name}' in --{option}; choose from {', '.join(_NAMES)}"
+            )
+    if len(names) != dims:
+        raise UsageError(
+            f"--{option} is '{text}' with {len(names)} placements; the mesh has {dims} dims"
+        )
+    return tuple(_NAMES[name] for name in names)
+
+
+def _show_product(problem: MatmulProblem, profile: Profile, as_json: bool) -> None:
+    """Show the strategies, the fastest first."""
+    pairs = ranked(problem, profile)
+    rows = [(plan, cost, _reason(cost, pairs[0][1], profile)) for plan, cost in pairs]
     if as_json:
-        plans = [row.to_json() for row in rows]
-        content = {"machine": profile.title, "plans": plans}
-        typer.echo(json.dumps(content, indent=2))
+        plans = [
+            {
+                "strategy": plan.strategy,
+                "result": text_of(plan.out),
+                "steps": str(plan),
+                "bytes": plan.nbytes,
+                "flops": plan.flops,
+                "seconds": cost.seconds,
+                "product_seconds": cost.product,
+                "communication_seconds": cost.communication,
+                "exposed_seconds": cost.exposed,
+                "memory_bytes": cost.memory,
+                "reason": reason,
+            }
+            for plan, cost, reason in rows
+        ]
+        _print_json(profile, "plans", plans)
         return
     columns = ("result", "MiB moved", "ms", "exposed ms", "memory/rank")
     grid = table("strategy", columns, "steps")
     grid.add_column("reason")
-    for i, row in enumerate(rows):
-        name = f"[bold green]{row.plan.strategy}[/]" if i == 0 else row.plan.strategy
+    for i, (plan, cost, reason) in enumerate(rows):
         grid.add_row(
-            name,
-            text_of(row.plan.out),
-            f"{row.plan.nbytes / 2**20:.4g}",
-            milliseconds(1e3 * row.cost.seconds),
-            milliseconds(1e3 * row.cost.exposed),
-            byte_size(row.cost.memory),
-            escape(str(row.plan)),
-            escape(row.reason),
+            plan.strategy if i else f"[bold green]{plan.strategy}[/]",
+            text_of(plan.out),
+            f"{plan.nbytes / 2**20:.4g}",
+            milliseconds(1e3 * cost.seconds),
+            milliseconds(1e3 * cost.exposed),
+            byte_size(cost.memory),
+            escape(str(plan)),
+            escape(reason),
         )
     screen = console()
     screen.print(
@@ -151,54 +233,28 @@ def _plan_product(problem: MatmulProblem, profile: Profile, as_json: bool) -> No
     screen.print(_LEGEND, markup=False)
 
 
-_LEGEND = (
-    "MiB moved: received by all ranks together. ms: predicted. Exposed: the part of it in which a "
-    "rank does not multiply. Steps in brackets are one op with the product."
-)
+def _reason(cost: Estimate, best: Estimate, profile: Profile) -> str:
+    if not cost.fits(profile):
+        return f"needs more than the device's {profile.memory / 1e9:.4g} GB"
+    if cost is best:
+        hidden = cost.communication - cost.exposed
+        if not cost.communication:
+            return "the fastest: nothing to communicate"
+        if hidden > 0.01 * cost.communication:
+            return f"the fastest: hides {hidden / cost.communication:.0%} of its communication"
+        return "the fastest"
+    multiplies, moves = cost.product - best.product, cost.exposed - best.exposed
+    if max(multiplies, moves) < 0.005 * best.seconds:
+        return "as fast, with no fewer bytes"
+    if multiplies > moves:
+        return f"computes {cost.product / best.product:.3g}x as long"
+    return f"exposes {1e3 * moves:.3g} ms more of communication"
 
 
-def _plan_layers(
-    model: str,
-    tp: str,
-    nodes: int | None,
-    tokens: tuple[int, int],
-    machine: str | None,
-    itemsize: int,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
-    tps = tps_of(tp)
-    if nodes is not None:
-        at_least(1, nodes=nodes)
-    if plot is not None:
-        check_plot(plot)
-    profile = machine_by_name(machine, tps[-1], _device())
-    prefill, decode = tokens
-    times = layer_times(
-        model, tps, profile, nodes=nodes, prefill=prefill, decode=decode, itemsize=itemsize
-    )
-    title = f"{model}, a layer on {profile.title}, {prefill} tokens and {decode} sequences"
-    if plot is not None:
-        draw(times, plot, title)
-    if as_json:
-        layers = [time.to_json() for time in times]
-        content = {"machine": profile.title, "layers": layers}
-        typer.echo(json.dumps(content, indent=2))
-        return
-    columns = ("TP", "nodes", "products", "communication", "unfused", "overlapped", "exposed")
-    grid = table("phase", columns, "overlap")
-    for time in times:
-        parts = (time.product, time.communication, time.unfused, time.overlapped, time.exposed)
-        numbers = [milliseconds(1e3 * seconds) for seconds in parts]
-        speedup = f"{time.unfused / time.overlapped:.2f}x" if time.helps else "no gain"
-        grid.add_row(time.phase, str(time.tp), str(time.nodes), *numbers, speedup)
-    screen = console()
-    screen.print(title, markup=False)
-    screen.print(grid)
-    screen.print("ms per layer, predicted; attention itself and norms are left out.", markup=False)
+# A layer of a model.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerTime:
     """A layer in one phase on so many ranks, in seconds.
 
@@ -284,10 +340,9 @@ def layer_times(
                 f"--tp {tp}: {nodes} nodes of {profile.node} have {nodes * profile.node} devices; "
                 "pass more --nodes"
             )
-    rows = dict(zip(PHASES, (prefill, decode), strict=True))
     return [
-        _layer(MODELS[model], tp, profile, phase, rows[phase], itemsize)
-        for phase in PHASES
+        _layer(MODELS[model], tp, profile, phase, rows, itemsize)
+        for phase, rows in zip(_PHASES, (prefill, decode), strict=True)
         for tp in tps
     ]
 
@@ -308,42 +363,50 @@ def _layer(
         product += multiply
         communication += move
         overlapped += fused_seconds(profile, shape, 0, move, tp, itemsize)
-    return LayerTime(
-        tp=tp,
-        nodes=ceil_div(tp, profile.node),
-        phase=phase,
-        product=product,
-        communication=communication,
-        overlapped=overlapped,
-    )
+    return LayerTime(tp, ceil_div(tp, profile.node), phase, product, communication, overlapped)
 
 
-def check_plot(path: Path) -> None:
+def _show_layers(times: list[LayerTime], title: str) -> None:
+    columns = ("TP", "nodes", "products", "communication", "unfused", "overlapped", "exposed")
+    grid = table("phase", columns, "overlap")
+    for time in times:
+        parts = (time.product, time.communication, time.unfused, time.overlapped, time.exposed)
+        numbers = [milliseconds(1e3 * seconds) for seconds in parts]
+        speedup = f"{time.unfused / time.overlapped:.2f}x" if time.helps else "no gain"
+        grid.add_row(time.phase, str(time.tp), str(time.nodes), *numbers, speedup)
+    screen = console()
+    screen.print(title, markup=False)
+    screen.print(grid)
+    screen.print("ms per layer, predicted; attention itself and norms are left out.", markup=False)
+
+
+def _check_plot(path: Path) -> None:
     """Raise ``UsageError`` if no picture can be drawn, or not in this format."""
     missing = unsupported()
     if missing is not None:
         raise UsageError(f"--plot: {missing}")
-    if path.suffix not in FORMATS:
-        raise UsageError(f"--plot is '{path}'; it must end in {', '.join(FORMATS)}")
+    if path.suffix not in _FORMATS:
+        raise UsageError(f"--plot is '{path}'; it must end in {', '.join(_FORMATS)}")
 
 
-def draw(times: Sequence[LayerTime], path: Path, title: str) -> None:
+def _draw(times: Sequence[LayerTime], path: Path, title: str) -> None:
     """Draw a panel for each phase: lines of the products, the communication, and both with and
     without overlap."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(10, 3.6), layout="constrained")
     canvas.suptitle(title, fontsize="medium", parse_math=False)
-    for axes, phase in zip(canvas.subplots(1, len(PHASES)), PHASES, strict=True):
-        of_phase = [each for each in times if each.phase == phase]
-        tps = [each.tp for each in of_phase]
-        for label, style, seconds in (
-            ("products", "b:", [each.product for each in of_phase]),
-            ("communication", "r:", [each.communication for each in of_phase]),
-            ("without overlap", "k--o", [each.unfused for each in of_phase]),
-            ("with overlap", "g-o", [each.overlapped for each in of_phase]),
+    for axes, phase in zip(canvas.subplots(1, len(_PHASES)), _PHASES, strict=True):
+        layers = [time for time in times if time.phase == phase]
+        tps = [layer.tp for layer in layers]
+        for label, style, name in (
+            ("products", "b:", "product"),
+            ("communication", "r:", "communication"),
+            ("without overlap", "k--o", "unfused"),
+            ("with overlap", "g-o", "overlapped"),
         ):
-            ms = [1e3 * each or float("nan") for each in seconds]  # a log scale has no 0
+            # A log scale has no 0.
+            ms = [1e3 * getattr(layer, name) or float("nan") for layer in layers]
             axes.plot(tps, ms, style, label=label, markersize=4)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -354,115 +417,3 @@ def draw(times: Sequence[LayerTime], path: Path, title: str) -> None:
         axes.legend(fontsize="small")
     with writing(path):
         canvas.savefig(path, dpi=150)
-
-
-_NAMES: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial()}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A strategy and what it costs. ``reason``: why it is the fastest, or what makes it slower."""
-
-    plan: MatmulPlan
-    cost: Estimate
-    reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "strategy": self.plan.strategy,
-            "result": text_of(self.plan.out),
-            "steps": str(self.plan),
-            "bytes": self.plan.nbytes,
-            "flops": self.plan.flops,
-            "seconds": self.cost.seconds,
-            "product_seconds": self.cost.product,
-            "communication_seconds": self.cost.communication,
-            "exposed_seconds": self.cost.exposed,
-            "memory_bytes": self.cost.memory,
-            "reason": self.reason,
-        }
-
-
-def mesh_of(text: str) -> tuple[int, ...]:
-    """Parse the shape of a mesh, ``"8"`` or ``"2x4"``."""
-    sizes = tuple(number_in(part) for part in text.lower().split("x"))
-    if len(sizes) > 2 or not all(1 <= size <= _MOST_MESH_RANKS for size in sizes):
-        raise UsageError(f"--mesh is '{text}'; pass one or two numbers of ranks, such as 8 or 2x4")
-    return sizes
-
-
-def placements_of(option: str, text: str, dims: int) -> Placements:
-    """Return the placements in ``"S0"`` or ``"S0,R"``. On a mesh of two dims one name stands for
-    the first dim, and the second is R."""
-    names = [part.strip().upper() for part in text.split(",")]
-    names += ["R"] * (dims - len(names)) if len(names) == 1 else []
-    for name in names:
-        if name not in _NAMES:
-            raise UsageError(
-                f"unknown placement '{name}' in --{option}; choose from {', '.join(_NAMES)}"
-            )
-    if len(names) != dims:
-        raise UsageError(
-            f"--{option} is '{text}' with {len(names)} placements; the mesh has {dims} dims"
-        )
-    return tuple(_NAMES[name] for name in names)
-
-
-def partial_itemsize(wire_dtype: str | None, dtype: torch.dtype) -> int:
-    """Return the bytes of an element of a partial result that travels. ``UsageError`` for a dtype
-    in which it cannot."""
-    try:
-        wire = validation.wire_dtype(None if wire_dtype is None else dtype_named(wire_dtype), dtype)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return wire.itemsize
-
-
-def problem_of(
-    extents: tuple[int, int, int],
-    mesh: str,
-    x: str,
-    w: str,
-    out: str | None,
-    itemsize: int,
-    partial_itemsize: int | None = None,
-) -> MatmulProblem:
-    """Make the problem of options (m, k, n). ``UsageError`` for what is none."""
-    m, k, n = extents
-    at_least(1, m=m, k=k, n=n)
-    shape = mesh_of(mesh)
-    return MatmulProblem(
-        m=m,
-        k=k,
-        n=n,
-        mesh_shape=shape,
-        x=placements_of("x", x, len(shape)),
-        w=placements_of("w", w, len(shape)),
-        out=None if out is None else placements_of("out", out, len(shape)),
-        itemsize=itemsize,
-        partial_itemsize=partial_itemsize,
-    )
-
-
-def ranked_rows(problem: MatmulProblem, profile: Profile) -> list[Row]:
-    """Rank the strategies, the fastest first."""
-    pairs = ranked(problem, profile)
-    return [Row(plan, cost, _reason(cost, pairs[0][1], profile)) for plan, cost in pairs]
-
-
-def _reason(cost: Estimate, best: Estimate, profile: Profile) -> str:
-    if not cost.fits(profile):
-        return f"needs more than the device's {profile.memory / 1e9:.4g} GB"
-    if cost is best:
-        hidden = cost.communication - cost.exposed
-        if not cost.communication:
-            return "the fastest: nothing to communicate"
-        if hidden > 0.01 * cost.communication:
-            return f"the fastest: hides {hidden / cost.communication:.0%} of its communication"
-        return "the fastest"
-    multiplies, moves = cost.product - best.product, cost.exposed - best.exposed
-    if max(multiplies, moves) < 0.005 * best.seconds:
-        return "as fast, with no fewer bytes"
-    if multiplies > moves:
-        return f"computes {cost.product / best.product:.3g}x as long"
-    return f"exposes {1e3 * moves:.3g} ms more of communication"

@@ -18,8 +18,6 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import profiler
 from torch.profiler import ProfilerActivity, record_function
 
@@ -34,7 +32,6 @@ from tpkernels.bench.specs import (
     spec_of,
 )
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.launch.ranks import loopback_store
 from tpkernels.launch.session import is_leader, open_session, under_torchrun, world_size
 from tpkernels.local import ranges
@@ -83,32 +80,34 @@ def profile(
     Options precede the script; everything after it belongs to the script. Its ranks run on this
     machine, in an environment like torchrun's, and create their process group themselves.
     """
-    with exit_codes():
-        if (op is None) == (not script):
-            raise UsageError("give either --op or a script")
-        world = world_size(nproc, 2)
-        at_least(1, calls=calls, timeout=timeout)
-        check_workers(threads=threads)
+    if (op is None) == (not script):
+        raise UsageError("give either --op or a script")
+    world = world_size(nproc, 2)
+    at_least(1, calls=calls, timeout=timeout)
+    check_workers(threads=threads)
+    if op is not None:
+        ops_named([op])
+        spec = spec_of(op, shape, size, dtype_named(dtype))
+        check_split(spec, world)
+        algorithms_named([algorithm])
+        check_algorithm(spec, world, algorithm)
+    else:
+        _check_script(script or [])
+    files: list[Path] = []
+    if is_leader():
+        make_output_folder(out)
+        files = [writable(out / "trace.json"), writable(out / "timeline.png")]
+    with open_session(world, threads=threads, timeout=timeout) as session:
         if op is not None:
-            ops_named([op])
-            spec = spec_of(op, shape, size, dtype_named(dtype))
-            check_split(spec, world)
-            algorithms_named([algorithm])
-            check_algorithm(spec, world, algorithm)
+            what = f"{op} {spec}"
+            recordings = session.run(record_op, spec, algorithm, calls)
         else:
-            _check_script(script or [])
-        files = Files.within(out) if is_leader() else None
-        with open_session(world, threads=threads, timeout=timeout) as session:
-            if op is not None:
-                what = f"{op} {spec}"
-                recordings = session.run(record_op, spec, algorithm, calls)
-            else:
-                assert script  # one of the two is given
-                what = " ".join(script)
-                store = loopback_store()
-                recordings = session.run(record_script, script[0], script[1:], store.port)
-            if files is not None:
-                _report(Profile.of(recordings, what), what, files, console())
+            assert script  # one of the two is given
+            what = " ".join(script)
+            store = loopback_store()
+            recordings = session.run(record_script, script[0], script[1:], store.port)
+        if files:
+            _report(recordings, what, *files)
 
 
 def _check_script(script: list[str]) -> None:
@@ -118,44 +117,48 @@ def _check_script(script: list[str]) -> None:
         raise UsageError(f"no script '{script[0]}'")
 
 
-def _report(recorded: Profile, what: str, files: Files, out: Console) -> None:
-    """Write the files and prints the summary."""
-    files.write(recorded, f"{what}: {recorded.overlapped:.0%} of the data movement overlapped")
-    plan = f", {recorded.plan}" if recorded.plan else ""
-    out.print(f"{what}, {len(recorded.spent)} ranks{plan}", markup=False)
-    out.print(_table(recorded.spent))
-    out.print(_LEGEND)
-    moved = milliseconds(recorded.moved)
-    out.print(f"Overlapped: {recorded.overlapped:.0%} of {moved} ms in which data moves.")
-    if len(recorded.hosts) > 1:
-        out.print(f"Ranks are on {len(recorded.hosts)} hosts, whose clocks are not aligned.")
+def _report(recordings: list[Recording], what: str, trace_file: Path, picture: Path) -> None:
+    """Write the files and print the summary."""
+    trace = merge([json.loads(gzip.decompress(recording.trace)) for recording in recordings])
+    hosts = sorted({recording.host for recording in recordings})  # whose clocks are not aligned
+    trace["otherData"] = {"what": what, "ranks": len(recordings), "hosts": hosts}
+    spent = times(trace, len(recordings))
+    moved = sum(time.moved for time in spent)
+    overlapped = sum(time.overlapped for time in spent) / moved if moved else 0.0
+    with writing(trace_file):
+        trace_file.write_text(json.dumps(trace))
     missing = report.unsupported()
-    picture = f"no picture: {missing}" if missing else files.timeline
-    out.print(f"{files.trace} (ui.perfetto.dev), {picture}", markup=False)
-
-
-def _table(spent: list[RankTime]) -> Table:
-    grid = table(
-        "rank", ("ms", "compute", "copy", "wait", "other", "data\nmoves, ms"), "overlapped"
-    )
-    for rank, one in enumerate(spent):
-        parts = one.compute, one.copy, one.wait
-        whole = one.total or 1.0  # nothing was recorded
-        shares = [f"{part / whole:.1%}" for part in (*parts, one.total - sum(parts))]
-        overlapped = f"{one.overlapped / one.moved:.0%}" if one.moved else "nothing moves"
-        grid.add_row(
-            str(rank), milliseconds(one.total), *shares, milliseconds(one.moved), overlapped
-        )
-    return grid
+    if missing is None:
+        with writing(picture):
+            timeline(trace, picture, f"{what}: {overlapped:.0%} of the data movement overlapped")
+    out = console()
+    plan = f", {recordings[0].plan}" if recordings[0].plan else ""
+    out.print(f"{what}, {len(spent)} ranks{plan}", markup=False)
+    columns = ("ms", "compute", "copy", "wait", "other", "data\nmoves, ms")
+    grid = table("rank", columns, "overlapped")
+    for rank, time in enumerate(spent):
+        parts = time.compute, time.copy, time.wait
+        total = time.total or 1.0  # nothing was recorded
+        shares = [f"{part / total:.1%}" for part in (*parts, time.total - sum(parts))]
+        share = f"{time.overlapped / time.moved:.0%}" if time.moved else "nothing moves"
+        grid.add_row(str(rank), milliseconds(time.total), *shares, milliseconds(time.moved), share)
+    out.print(grid)
+    out.print(_LEGEND)
+    out.print(f"Overlapped: {overlapped:.0%} of {milliseconds(moved)} ms in which data moves.")
+    if len(hosts) > 1:
+        out.print(f"Ranks are on {len(hosts)} hosts, whose clocks are not aligned.")
+    shown = f"no picture: {missing}" if missing else picture
+    out.print(f"{trace_file} (ui.perfetto.dev), {shown}", markup=False)
 
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
-Lane = tuple[int, str]  # rank, and the name of its thread or stream
+Spans = dict[str, list[Interval]]  # by kind of time
 
 CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
 # COPY: the rank itself copies, excluding waits within the copy. MOVE: data moves without the rank.
-COMPUTE, COPY, MOVE, WAIT = "compute", "copy", "transfer", "wait"
+# QUEUED: a host's ops, which count as compute unless the rank runs kernels on a GPU.
+COMPUTE, QUEUED, COPY, MOVE, WAIT = "compute", "queued", "copy", "transfer", "wait"
 _PIDS = 100  # process ids reserved for each rank in the merged trace
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
 # ATen ops that create, move or view tensors and compute nothing.
@@ -219,10 +222,9 @@ def kinds(event: Event) -> tuple[str, ...]:
         if name.startswith("nccl"):
             return (MOVE,)
         return (COMPUTE, MOVE) if name in _FUSED else (COMPUTE,)
-    if name == ranges.MATMUL:
-        return (COMPUTE,)
     namespace, _, op = name.partition("::")
-    return (COMPUTE,) if namespace == "aten" and op not in _NO_COMPUTE else ()
+    computes = name == ranges.MATMUL or (namespace == "aten" and op not in _NO_COMPUTE)
+    return (QUEUED,) if computes else ()
 
 
 # Kinds of time in a timeline. Drawn in this order: a wait covers the copy that contains it.
@@ -253,65 +255,38 @@ class RankTime:
 
 
 def times(trace: dict[str, Any], ranks: int) -> list[RankTime]:
-    """Return the times of all ranks in a merged trace, within calls if there are any. If a rank
-    runs GPU kernels, its host only queues work: the host's ops do not count as compute."""
-    by_rank: list[dict[str, list[Interval]]] = [defaultdict(list) for _ in range(ranks)]
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    on_gpu = {rank_of(event) for event in spans if event.get("cat") == "kernel"}
-    for event in spans:
-        mine = by_rank[rank_of(event)]
-        span = (event["ts"], event["ts"] + event["dur"])
-        mine["all"].append(span)
-        if event["name"].startswith(CALL):
-            mine["calls"].append(span)
-        queues = rank_of(event) in on_gpu and event.get("cat") != "kernel"
-        for kind in kinds(event):
-            if not (queues and kind == COMPUTE):
-                mine[kind].append(span)
-    return [_times(own) for own in by_rank]
+    """Return the times of all ranks in a merged trace, within calls if there are any."""
+    by_rank: list[Spans] = [defaultdict(list) for _ in range(ranks)]
+    for (pid, _), lane in lanes(trace).items():
+        for kind, spans in lane.items():
+            by_rank[pid // _PIDS][kind] += spans
+    return [_rank_time(spans) for spans in by_rank]
 
 
-def _times(spans: dict[str, list[Interval]]) -> RankTime:
-    whole = spans["all"]
-    if not whole:
-        return RankTime(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    window = union(spans["calls"] or [(min(a for a, _ in whole), max(b for _, b in whole))])
+def _rank_time(spans: Spans) -> RankTime:
+    ends = [end for span in spans["all"] for end in span]
+    window = union(spans["calls"] or ([(min(ends), max(ends))] if ends else []))
     wait = both(union(spans[WAIT]), window)
-    compute = both(union(spans[COMPUTE]), window)
+    compute = both(union(spans[COMPUTE] or spans[QUEUED]), window)
     copied = without(union(spans[COPY]), without(wait, compute))
     moved = both(union([*copied, *spans[MOVE]]), window)
     exposed = without(moved, compute)
-    return RankTime(
-        total=_milliseconds(window),
-        compute=_milliseconds(compute),
-        copy=_milliseconds(exposed),
-        wait=_milliseconds(without(without(wait, compute), exposed)),
-        moved=_milliseconds(moved),
-        overlapped=_milliseconds(both(moved, compute)),
-    )
+    waited = without(without(wait, compute), exposed)
+    parts = (window, compute, exposed, waited, moved, both(moved, compute))
+    return RankTime(*(sum(end - begin for begin, end in part) / 1e3 for part in parts))
 
 
-def lanes(trace: dict[str, Any]) -> dict[Lane, dict[str, list[Interval]]]:
-    """Return the intervals, in microseconds, of each kind of time in every thread and stream that
-    has any."""
-    names = {
-        event["pid"]: event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["name"] == "process_name"
-    }
-    spans: dict[tuple[int, Any], dict[str, list[Interval]]] = {}
+def lanes(trace: dict[str, Any]) -> dict[tuple[int, Any], Spans]:
+    """Return the intervals, in microseconds, of each kind of time, of all events and of calls, by
+    process and thread or stream."""
+    found: dict[tuple[int, Any], Spans] = {}
     for event in trace["traceEvents"]:
-        for kind in kinds(event) if event["ph"] == "X" else ():
-            of_lane = spans.setdefault((event["pid"], event["tid"]), defaultdict(list))
-            of_lane[kind].append((event["ts"], event["ts"] + event["dur"]))
-    result: dict[Lane, dict[str, list[Interval]]] = {}
-    for i, (pid, tid) in enumerate(sorted(spans, key=str)):
-        first = sorted(each for each in spans if each[0] == pid)[0] == (pid, tid)
-        label = names.get(pid, "") if first else f"{names.get(pid, '')}, {tid}"
-        result[pid // _PIDS, label or str(i)] = {
-            kind: union(intervals) for kind, intervals in spans[pid, tid].items()
-        }
-    return result
+        if event["ph"] == "X":
+            lane = found.setdefault((event["pid"], event["tid"]), defaultdict(list))
+            called = ("calls",) if event["name"].startswith(CALL) else ()
+            for kind in ("all", *called, *kinds(event)):
+                lane[kind].append((event["ts"], event["ts"] + event["dur"]))
+    return found
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -346,10 +321,6 @@ def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
     return both(a, list(outside))
 
 
-def _milliseconds(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals) / 1e3
-
-
 _WARM_UP = 3
 
 
@@ -360,63 +331,6 @@ class Recording:
     trace: bytes
     host: str
     plan: str = ""
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The recordings of all ranks, merged.
-
-    Attributes:
-        trace: a Chrome trace on one clock.
-        spent: what each rank spent its time on.
-        hosts: distinct host names; clocks of different hosts are not aligned.
-        plan: of an op, in words.
-    """
-
-    trace: dict[str, Any]
-    spent: list[RankTime]
-    hosts: list[str]
-    plan: str
-
-    @classmethod
-    def of(cls, recordings: Sequence[Recording], what: str) -> Profile:
-        """Merge the recordings of ranks. ``what`` names the op or script in the trace."""
-        trace = merge([json.loads(gzip.decompress(each.trace)) for each in recordings])
-        hosts = sorted({each.host for each in recordings})
-        trace["otherData"] = {"what": what, "ranks": len(recordings), "hosts": hosts}
-        return cls(trace, times(trace, len(recordings)), hosts, recordings[0].plan)
-
-    @property
-    def moved(self) -> float:
-        """Return the milliseconds during which data moved, summed over the ranks."""
-        return sum(each.moved for each in self.spent)
-
-    @property
-    def overlapped(self) -> float:
-        """Return the fraction of `moved` during which the rank also computed."""
-        return sum(each.overlapped for each in self.spent) / self.moved if self.moved else 0.0
-
-
-@dataclass(frozen=True)
-class Files:
-    """Where a profile is written."""
-
-    trace: Path
-    timeline: Path
-
-    @classmethod
-    def within(cls, folder: Path) -> Files:
-        """Create a folder for the files. ``UsageError`` if they cannot be written."""
-        make_output_folder(folder)
-        return cls(writable(folder / "trace.json"), writable(folder / "timeline.png"))
-
-    def write(self, profile: Profile, title: str) -> None:
-        """Write the trace and, with matplotlib, the timeline."""
-        with writing(self.trace):
-            self.trace.write_text(json.dumps(profile.trace))
-        if report.unsupported() is None:
-            with writing(self.timeline):
-                timeline(profile.trace, self.timeline, title)
 
 
 def record_op(spec: Spec, algorithm: str, calls: int) -> Recording:
@@ -486,19 +400,29 @@ def timeline(trace: dict[str, Any], path: Path, title: str) -> None:
     from matplotlib.figure import Figure as Canvas
     from matplotlib.patches import Patch
 
-    rows = lanes(trace)
-    drawn = [span for lane in rows.values() for spans in lane.values() for span in spans]
-    start = min((begin for begin, _ in drawn), default=0.0)
+    names = {
+        event["pid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    rows: list[tuple[str, Spans]] = []
+    labelled: set[int] = set()
+    for (pid, tid), spans in sorted(lanes(trace).items(), key=str):
+        lane = {kind: union(spans[kind]) for kind in COLOURS}
+        lane[COMPUTE] = union(spans[COMPUTE] + spans[QUEUED])
+        if any(lane.values()):
+            name = names.get(pid, f"process {pid}")
+            rows.append((f"{name}, {tid}" if pid in labelled else name, lane))
+            labelled.add(pid)
+    start = min((drawn[0][0] for _, lane in rows for drawn in lane.values() if drawn), default=0.0)
     canvas = Canvas(figsize=(10, min(1.5 + 0.5 * len(rows), _MOST_INCHES)), layout="constrained")
     axes = canvas.subplots()
-    for row, lane in enumerate(rows.values()):
+    for row, (_, lane) in enumerate(rows):
         for kind, colour in COLOURS.items():
             bottom, height = _SPANS[kind]
-            spans = [
-                ((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in lane.get(kind, [])
-            ]
-            axes.broken_barh(spans, (row + bottom, height), color=colour, linewidth=0)
-    axes.set_yticks(range(len(rows)), [label for _, label in rows], fontsize="small")
+            bars = [((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in lane[kind]]
+            axes.broken_barh(bars, (row + bottom, height), color=colour, linewidth=0)
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(title, fontsize="medium", parse_math=False)

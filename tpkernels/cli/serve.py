@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.launch.session import under_torchrun
 from tpkernels.terminal import UsageError, at_least, check_workers, dtype_named, read_input
 
@@ -17,7 +16,7 @@ _MOST_KEY = 4096  # bytes of a key's file
 
 def serve(
     model: options.Checkpoint,
-    ranks: Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")] = 2,
+    ranks: options.Tp = 2,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")
     ] = "127.0.0.1",
@@ -54,46 +53,44 @@ def serve(
     or SIGTERM lets running requests end; a second one does not. The exit code is 1 if a rank
     failed.
     """
-    with exit_codes():
-        check_workers(tp=ranks, threads=threads)
-        at_least(1, **{"max-requests": max_requests, "cache-tokens": cache_tokens})
-        at_least(1, **{"request-timeout": request_timeout})
-        at_least(0, **{"max-waiting": max_waiting, "grace": grace})
-        if max_length is not None:
-            at_least(2, **{"max-length": max_length})
-        if not 0 <= port < 1 << 16:
-            raise UsageError(f"--port is {port}; it must be 0 to 65535")
-        key = None if api_key_file is None else _key_in(api_key_file)
-        if under_torchrun():
-            raise UsageError("serve starts its own ranks: run it without torchrun, with --tp")
-        path = Path(model)
-        if not path.exists():
-            raise UsageError(f"there is no {model}")
-        try:
-            import fastapi  # noqa: F401
-            import uvicorn  # noqa: F401
+    check_workers(tp=ranks, threads=threads)
+    at_least(1, **{"max-requests": max_requests, "cache-tokens": cache_tokens})
+    at_least(1, **{"request-timeout": request_timeout})
+    at_least(0, **{"max-waiting": max_waiting, "grace": grace})
+    if max_length is not None:
+        at_least(2, **{"max-length": max_length})
+    if not 0 <= port < 1 << 16:
+        raise UsageError(f"--port is {port}; it must be 0 to 65535")
+    key = None if api_key_file is None else _key_in(api_key_file)
+    if under_torchrun():
+        raise UsageError("serve starts its own ranks: run it without torchrun, with --tp")
+    path = Path(model)
+    if not path.exists():
+        raise UsageError(f"there is no {model}")
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
 
-            from tpkernels.integrations.transformers.serving import host as hosting
-            from tpkernels.integrations.transformers.serving.rank import Options
-        except ImportError as error:
-            raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
-        wanted = Options(
-            model=model,
-            name=name or path.resolve().stem,
-            dtype=None if dtype is None else dtype_named(dtype),
-            ffn_only=ffn_only,
-            max_requests=max_requests,
-            max_waiting=max_waiting,
-            max_length=max_length,
-            cache_tokens=cache_tokens,
-            request_timeout=request_timeout,
-            grace=grace,
-            key=key,
-        )
-        try:
-            hosting.serve(wanted, ranks=ranks, threads=threads, host=host, port=port)
-        except KeyboardInterrupt as error:
-            raise typer.Exit(130) from error
+        from tpkernels.integrations.transformers.serving import server
+    except ImportError as error:
+        raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
+    asked = server.Options(
+        model=model,
+        name=name or path.resolve().stem,
+        dtype=None if dtype is None else dtype_named(dtype),
+        ffn_only=ffn_only,
+        max_requests=max_requests,
+        max_waiting=max_waiting,
+        max_length=max_length,
+        cache_tokens=cache_tokens,
+        request_timeout=request_timeout,
+        grace=grace,
+        key=key,
+    )
+    try:
+        server.serve(asked, ranks=ranks, threads=threads, host=host, port=port)
+    except KeyboardInterrupt as error:
+        raise typer.Exit(130) from error
 
 
 def _key_in(path: Path) -> str:

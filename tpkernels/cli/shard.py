@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
 from tpkernels.parallel.pretrained import Slot
 from tpkernels.parallel.shard_files import ShardPlan, plan_shards, write_shards
 from tpkernels.terminal import UsageError, byte_size, check_workers, console, dtype_named, table
@@ -21,7 +20,7 @@ from tpkernels.terminal import UsageError, byte_size, check_workers, console, dt
 
 def shard(
     model: options.Checkpoint,
-    ranks: Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")] = 2,
+    ranks: options.Tp = 2,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show how the model is split; write nothing.")
     ] = False,
@@ -31,38 +30,35 @@ def shard(
     force: Annotated[
         bool, typer.Option("--force", help="Replace a model that is in the folder of --out.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of a table.")
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show how a model is split over ranks, or write a file with each rank's shard.
 
     `tpkernels.from_pretrained` reads the files on any number of ranks. Starts no ranks.
     """
-    with exit_codes():
-        check_workers(tp=ranks)
-        if not dry_run and out is None:
-            raise UsageError("pass --out DIR to write the shards to, or --dry-run")
-        wanted = None if dtype is None else dtype_named(dtype)
-        screen = console()
-        try:
-            plan = plan_shards(model, ranks, ffn_only=ffn_only, dtype=wanted)
-            if as_json:
-                typer.echo(json.dumps(plan.to_json(), indent=2))
-            else:
-                _show(plan, screen)
-            if not dry_run and out is not None:
-                with screen.status("writing") as status:
-                    files = write_shards(
-                        plan,
-                        out,
-                        force=force,
-                        progress=lambda rank: status.update(f"writing the shard of rank {rank}"),
-                    )
-                if not as_json:
-                    screen.print(f"Wrote {len(files)} shards to {out}", markup=False)
-        except (OSError, ValueError, TypeError, NotImplementedError, ImportError) as error:
-            raise UsageError(str(error)) from error
+    check_workers(tp=ranks)
+    if not dry_run and out is None:
+        raise UsageError("pass --out DIR to write the shards to, or --dry-run")
+    torch_dtype = None if dtype is None else dtype_named(dtype)
+    screen = console()
+    try:
+        plan = plan_shards(model, ranks, ffn_only=ffn_only, dtype=torch_dtype)
+        if as_json:
+            typer.echo(json.dumps(plan.to_json(), indent=2))
+        else:
+            _show(plan, screen)
+        if not dry_run and out is not None:
+            with screen.status("writing") as status:
+                files = write_shards(
+                    plan,
+                    out,
+                    force=force,
+                    progress=lambda rank: status.update(f"writing the shard of rank {rank}"),
+                )
+            if not as_json:
+                screen.print(f"Wrote {len(files)} shards to {out}", markup=False)
+    except (OSError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+        raise UsageError(str(error)) from error
 
 
 _LEGEND = (

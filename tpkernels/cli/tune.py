@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated
 
+import torch
 import typer
 from rich.markup import escape
 
-from tpkernels.bench.inputs import warm_cases
+from tpkernels.bench.probes import measure_machine, profile_of, rates_text
 from tpkernels.bench.specs import Spec, check_split, ops_named, specs_of
-from tpkernels.bench.tune import (
-    TuneReport,
-    check_cache,
-    check_gpus,
-    keep,
-    keep_machine,
-    measure_machine,
-    medians,
-    rates_text,
-    tune_case,
-)
+from tpkernels.bench.tuning_cases import TuneReport, tune_case
+from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.launch.session import device_named, is_leader, open_session, world_size
+from tpkernels.launch.session import (
+    Session,
+    device_named,
+    is_leader,
+    open_session,
+    ranks_share_gpus,
+    world_size,
+)
 from tpkernels.op_spec import OPS
+from tpkernels.planning import store
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.choose import Plan
 from tpkernels.terminal import (
     UsageError,
     at_least,
@@ -34,6 +33,8 @@ from tpkernels.terminal import (
     dtype_named,
     milliseconds,
     table,
+    writable,
+    writing,
 )
 
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]
@@ -53,9 +54,9 @@ def tune(
     nproc: options.Ranks = None,
     dtype: options.Dtype = "bf16",
     device: options.Device = None,
-    repeat: Annotated[int, typer.Option(help="Maximum number of timed repetitions.")] = 40,
+    repeat: Annotated[int, typer.Option(help="Maximum number of timed rounds.")] = 40,
     budget: Annotated[
-        int, typer.Option(help="Start no further repetition of a case after this many seconds.")
+        int, typer.Option(help="Start no further round of a case after this many seconds.")
     ] = 20,
     threads: Annotated[
         int, typer.Option(help="Threads per rank, here and in the job that uses the times.")
@@ -72,61 +73,83 @@ def tune(
 ) -> None:
     """Measure every algorithm for the given shapes, so that auto chooses the fastest.
 
-    Each algorithm is verified first, then all are timed interleaved on inputs that are not in the
-    cache; the output says where memory did not allow that. Times are kept in the cache folder
+    Each algorithm is verified first, then all are timed interleaved, as within tpkernels.autotune:
+    the caches are overwritten before each run. Times are kept in the cache folder
     ($XDG_CACHE_HOME/tpkernels, by default ~/.cache/tpkernels) for this device, number of ranks and
     threads, and these versions of tpkernels, torch and Triton. Groups that are set up afterwards
     use them. Wrong results are left out, and the exit code is 1. On CPUs an algorithm is also left
     out where its bits differ from those of the others.
     """
-    with exit_codes():
-        world = world_size(nproc, 2)
-        at_least(1, repeat=repeat, budget=budget, timeout=timeout)
-        check_workers(threads=threads)
-        if world == 1:
-            raise UsageError("one rank has nothing to choose: it does not communicate")
-        if machine:
-            _measure_machine(world, threads, timeout, device_named(device))
-            return
-        specs = [
-            spec
-            for name in ops_named(op or list(OPS))
-            for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
-        ]
+    world = world_size(nproc, 2)
+    at_least(1, repeat=repeat, budget=budget, timeout=timeout)
+    check_workers(threads=threads)
+    if world == 1:
+        raise UsageError("one rank has nothing to choose: it does not communicate")
+    specs = [
+        spec
+        for name in ops_named(op or list(OPS))
+        for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
+    ]
+    if not machine:
         for spec in specs:
             check_split(spec, world)
-        device = device_named(device)
-        check_gpus(world, device)
-        if is_leader():
-            check_cache()
-        out, right, over_cache = console(), True, {}
-        grid = table("op\nM, N, K", tuple(ALGORITHMS), "auto before, and from now on")
-        with open_session(world, threads=threads, timeout=timeout, device=device) as session:
-            for spec in specs:
-                with out.status(f"{spec.op} {spec}"):
-                    reports = session.run(tune_case, spec, repeat, budget, device)
-                right = right and reports[0].right
-                if session.leader:
-                    over_cache[f"{spec.op} {spec}"] = min(one.inputs_over_cache for one in reports)
-                    path, after = keep(spec, reports)
-                    grid.add_row(*_cells(spec, reports, after))
-            if session.leader:
-                out.print(grid)
-                for line in filter(None, [warm_cases(over_cache), _LEGEND, f"Kept in {path}"]):
-                    out.print(line, markup=False)
-        if not right:
+    device = device_named(device)
+    if device == "cuda" and ranks_share_gpus(world):
+        raise UsageError(
+            f"{world} ranks on {torch.cuda.device_count()} GPUs: times of ranks that share a "
+            "GPU do not apply elsewhere; use fewer ranks (--tp) or --device cpu"
+        )
+    if is_leader():
+        _check_cache()
+    with open_session(world, threads=threads, timeout=timeout, device=device) as session:
+        if machine:
+            _tune_machine(session, device)
+        elif not _tune_cases(session, specs, repeat, budget, device):
             raise typer.Exit(1)
 
 
-def _measure_machine(world: int, threads: int, timeout: int, device: str) -> None:
-    check_gpus(world, device)
-    if is_leader():
-        check_cache()
-    with open_session(world, threads=threads, timeout=timeout, device=device) as session:
-        reports = session.run(measure_machine, device)
+def _check_cache() -> None:
+    """Raise ``UsageError`` if the cache could not be written after measuring, or would not be
+    read."""
+    try:
+        folder = cache_folder()
+        make_folder(folder)
+        check_folder(folder)
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"no cache folder: {error}; set XDG_CACHE_HOME to one") from error
+    except ValueError as error:
+        raise UsageError(f"the cache folder '{folder}' is not used: {error}") from error
+    writable(folder / "tuning")
+
+
+def _tune_machine(session: Session, device: str) -> None:
+    reports = session.run(measure_machine, device)
+    if session.leader:
+        machine, profile = reports[0].machine, profile_of(reports, date.today().isoformat())
+        with writing(store.rates_path_for(machine)):
+            path = store.save_rates(machine, profile)
+        console().print(f"{profile.title}: {rates_text(profile)}\nKept in {path}", markup=False)
+
+
+def _tune_cases(session: Session, specs: list[Spec], repeat: int, budget: int, device: str) -> bool:
+    """Tune the cases one by one, keeping the times of each; return whether all results are
+    right."""
+    out, right = console(), True
+    grid = table("op\nM, N, K", tuple(ALGORITHMS), "auto before, and from now on")
+    for spec in specs:
+        with out.status(f"{spec.op} {spec}"):
+            report: TuneReport = session.run(tune_case, spec, repeat, budget, device)[0]
+        right = right and report.right
         if session.leader:
-            path, profile = keep_machine(reports)
-            console().print(f"{profile.title}: {rates_text(profile)}\nKept in {path}", markup=False)
+            path = store.path_for(report.machine)
+            with writing(path):
+                store.update(report.machine, *filter(None, [report.measurement]))
+            grid.add_row(f"{spec.op}\n[dim]{spec}[/]", *_cells(report), escape(_change(report)))
+    if session.leader:
+        out.print(grid)
+        for line in (_LEGEND, f"Kept in {path}"):
+            out.print(line, markup=False)
+    return right
 
 
 _LEGEND = (
@@ -135,8 +158,8 @@ _LEGEND = (
 )
 
 
-def _cells(spec: Spec, reports: list[TuneReport], after: Plan) -> list[str]:
-    report, times = reports[0], medians(reports)
+def _cells(report: TuneReport) -> list[str]:
+    times = report.measurement.ms if report.measurement is not None else {}
     best = min(times, key=times.__getitem__, default=None)
     cells = []
     for name in ALGORITHMS:
@@ -146,10 +169,10 @@ def _cells(spec: Spec, reports: list[TuneReport], after: Plan) -> list[str]:
         else:
             verdict = report.verdicts.get(name)
             cells.append("[bold red]WRONG[/]" if verdict and not verdict.right else "")
-    return [f"{spec.op}\n[dim]{spec}[/]", *cells, escape(_change(report.before, after))]
+    return cells
 
 
-def _change(before: Plan, after: Plan) -> str:
-    if before.algorithm == after.algorithm:
-        return f"{after.algorithm}: {after.reason}"
-    return f"{before.algorithm}, now {after.algorithm}: {after.reason}"
+def _change(report: TuneReport) -> str:
+    before, after = report.before, report.after
+    now = "" if before.algorithm == after.algorithm else f"{before.algorithm}, now "
+    return f"{now}{after.algorithm}: {after.reason}"

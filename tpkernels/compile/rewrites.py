@@ -40,7 +40,6 @@ from tpkernels.compile.graph import (
 from tpkernels.compile.layout import Axis, Layout, Size, same, same_shape, shape_of, size_of, value
 from tpkernels.compile.matmuls import Matmul, column_scale, is_tensor_wise, row_scale
 from tpkernels.op_spec import OPS, Options
-from tpkernels.ops.reduction import reduction_options
 
 aten = torch.ops.aten
 
@@ -344,7 +343,7 @@ def fuse_reduction(collective: Collective) -> Change:
         if scales is not None and ranks in matmul.dims[1]:
             raise Unsupported("scaled products are scattered along their rows only")
     rows, width = shape_of(first.node)
-    options = reduction_options(dtype, out_dtype or dtype)
+    options = Options(x_dtype=dtype, out_dtype=out_dtype or dtype)
     collective.check_worthwhile(op, rows if by_rows else None, width, options)
     with Editor(node) as editor:
         x, w = reduced.factors(editor)
@@ -453,7 +452,7 @@ def fuse_norm(reduction: Collective) -> Change | None:
     rows, width = prod(shape[:-1]), shape[-1]
     if not OPS[op].has_matmul:  # its times are by elements
         rows, width = rows * width, 1
-    reduction.check_worthwhile(op, rows, width, reduction_options(dtype, dtype))
+    reduction.check_worthwhile(op, rows, width, Options(x_dtype=dtype, out_dtype=dtype))
     with Editor(total) as editor:
         if residual is not None:
             arguments["residual"] = editor.reshape(residual, shape)

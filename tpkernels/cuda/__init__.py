@@ -14,22 +14,16 @@ from tpkernels.cuda.calls import (
     prepare_all_reduce,
     sum_partials,
 )
-from tpkernels.cuda.checks import DTYPES
 from tpkernels.cuda.copies import CopyCall, flags_take_kernels
+from tpkernels.cuda.gather_scatter import prepare_all_gather, prepare_reduce_scatter
 from tpkernels.cuda.image import available, driver_status, image_status, unsupported
 from tpkernels.cuda.normed import normalises, prepare_normed_all_reduce, rms_norm
-from tpkernels.cuda.shards import (
-    all_gather,
-    prepare_all_gather,
-    prepare_reduce_scatter,
-    reduce_scatter,
-)
+from tpkernels.cuda.operands import DTYPES
 
 __all__ = [
     "DTYPES",
     "WAYS",
     "CopyCall",
-    "all_gather",
     "all_reduce",
     "available",
     "barrier",
@@ -42,7 +36,6 @@ __all__ = [
     "prepare_all_reduce",
     "prepare_normed_all_reduce",
     "prepare_reduce_scatter",
-    "reduce_scatter",
     "rms_norm",
     "sum_partials",
     "unsupported",

@@ -3,12 +3,29 @@
     with CopyCall(space, signature, [chunk]) as call:
         call.put(shard, 0)                     # into this rank's memory, for the peers
         call.publish(1)
-        side.fork()                            # symm/side_stream.py
+        side.fork()                            # symm/streams.py
         with side.current():
             call.fetch(peer, 1, chunk, 0)      # waits for that word, then copies
         side.join()
 
-csrc/cuda/copies.h says what orders it, and why its waits are kernels and its flags are not.
+Problem: fetch chunks from peers while the SMs run a matmul, in eager calls and replayed graphs.
+
+Algorithm: the call begins with one kernel and ends with another. Between them each rank copies its
+chunks into its own region and publishes words for them. The peers wait for the words and copy, on
+any streams forked from the call's stream and joined back to it.
+
+Sync: csrc/cuda/sync.cuh. Kernels of one block write and await the words of peers, not
+cuStreamWriteValue64 and cuStreamWaitValue64, for three reasons. Their values come from the host and
+are fixed in a captured graph, but the epoch advances in device memory with every replay. Their wait
+has no deadline, so a lost peer would hang the stream. And their write would announce data to a peer
+even after a failed wait. Waits here end at their deadline. The copy behind a failed wait still
+runs, which is harmless: copies pull, so it only writes to this rank's memory, and the failure is on
+record.
+
+None of the three holds for flags, which tell this rank's own kernels that a chunk has arrived: they
+are constant, awaited by kernels, and read by nobody whose results are not poisoned after a failed
+wait. So the stream writes them where it can, and takes no multiprocessor from the matmul. The write
+is fenced from the copy before it, "similar to __threadfence_system()" (cuda.h).
 """
 
 from __future__ import annotations
@@ -18,17 +35,17 @@ from collections.abc import Sequence
 import torch
 
 from tpkernels import _C
-from tpkernels.cuda.checks import check_contiguous, device_and_stream, space_of
-from tpkernels.cuda.image import kernels
-from tpkernels.symm import capture
+from tpkernels.cuda.image import device_and_stream, kernels, launch
+from tpkernels.cuda.operands import check_contiguous, space_of
+from tpkernels.symm import streams
 from tpkernels.symm.device import FLAGS, DeviceWorkspace
-from tpkernels.symm.gpu_segments import GpuSegment
+from tpkernels.symm.gpu_memory import GpuSegment
 
 
 def flags_take_kernels(device: torch.device) -> bool:
     """Return whether each flag of a call that is made now takes a kernel, not a stream's write."""
     loaded = kernels(device_and_stream(device)[0])
-    return not loaded.streams_write(capture.is_captured(device))
+    return not loaded.streams_write(streams.is_captured(device))
 
 
 class CopyCall:
@@ -69,18 +86,18 @@ class CopyCall:
         self._space, self._results, self._flags = space, results, flags
         self._words = space_of(space, self.signature)
         self.rank, self.last_word = space.rank, space.words - 2
-        device, _ = device_and_stream(space.regions.device)
-        self._kernels = kernels(device)
-        self._captured = flags > 0 and capture.is_captured(space.regions.device)
+        self._device = space.regions.device
+        self._kernels = kernels(device_and_stream(self._device)[0])
+        self._captured = flags > 0 and streams.is_captured(self._device)
 
     def __enter__(self) -> CopyCall:
-        self._kernels.begin(self._stream(), self._words, self._flags)
+        launch("call_begin", self._device, self._words, self._flags)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             results = [(x.data_ptr(), x.numel() * x.element_size()) for x in self._results]
-            self._kernels.end(self._stream(), self._words, results)
+            launch("call_end", self._device, self._words, _C.cuda.Results(results))
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
         """Return the contiguous tensor at byte ``offset`` of this rank's memory."""
@@ -98,7 +115,8 @@ class CopyCall:
         self._check_word(index)
         if to is not None:
             self._check_peer(to)
-        self._kernels.publish(self._stream(), self._words, -1 if to is None else to, index)
+        signal = _C.cuda.Signal(-1 if to is None else to, index)
+        launch("call_publish", self._device, self._words, signal)
 
     def raise_flag(self, index: int) -> None:
         """Tell this rank's own kernels, once in the call: the stream's earlier work is done."""
@@ -112,32 +130,28 @@ class CopyCall:
         self.copy_from(source, dst, offset)
 
     def await_word(self, source: int, index: int) -> None:
-        """What the stream does from here on has word ``index`` of rank ``source``, or comes after a
-        failed wait."""
+        """Have the stream wait for word ``index`` of rank ``source``, or for a failure."""
         self._check_word(index)
         self._check_peer(source)
-        self._kernels.wait(self._stream(), self._words, source, index)
+        launch("call_wait", self._device, self._words, _C.cuda.Signal(source, index))
 
     def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
         """Copy from byte ``offset`` of the memory of rank ``source`` into ``dst``. After a failed
         wait the contents of ``dst`` must not be used."""
         self._check_peer(source)
         nbytes = self._check(dst, offset)
-        there = self._begin(source) + offset
-        self._kernels.copy(self._stream(), dst.data_ptr(), there, nbytes)
-
-    def _begin(self, source: int) -> int:
-        """Return the address at which what ``source`` has for its peers begins."""
-        if self.in_place is not None:
-            return self.in_place.addresses[source]
-        return self._space.buffers(source)
+        if self.in_place is None:
+            begin = self._space.buffers(source)
+        else:
+            begin = self.in_place.addresses[source]
+        self._kernels.copy(self._stream(), dst.data_ptr(), begin + offset, nbytes)
 
     def _stream(self) -> int:
-        return device_and_stream(self._space.regions.device)[1]
+        return device_and_stream(self._device)[1]
 
     def _check(self, tensor: torch.Tensor, offset: int) -> int:
         """Return the size of the tensor in bytes; raises if it does not fit at ``offset``."""
-        check_contiguous(self._space.regions.device, tensor=tensor)
+        check_contiguous(self._device, tensor=tensor)
         nbytes = tensor.numel() * tensor.element_size()
         held = 2 * self._space.buffer_bytes if self.in_place is None else self.in_place.nbytes
         if offset < 0 or offset + nbytes > held:

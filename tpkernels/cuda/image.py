@@ -19,9 +19,8 @@ import torch
 
 from tpkernels import _C
 from tpkernels.cache import cache_folder, read_trusted, replace_file
-from tpkernels.cuda.checks import device_and_stream
 from tpkernels.errors import CaptureError
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 
 _OPTIONS = ("--std=c++17",)
 _MOST_BYTES = 64 << 20  # an image has less than 1 MiB
@@ -31,13 +30,13 @@ _INSTALL = "pip install 'tpkernels[cu13]' (or [cu12] for CUDA 12), or build with
 
 @functools.cache
 def kernels(device: int) -> _C.cuda.Kernels:
-    """The kernels, loaded on a GPU.
+    """Return the kernels, loaded on a GPU.
 
     Raises:
         NotImplementedError: there is no driver, no such GPU, or no image that it can run.
         CaptureError: the kernels are not loaded yet and a graph is being captured.
     """
-    if torch.cuda.is_available() and capture.is_captured(torch.device("cuda", device)):
+    if torch.cuda.is_available() and streams.is_captured(torch.device("cuda", device)):
         raise CaptureError(
             "the CUDA kernels cannot be loaded while a graph is captured: call "
             "tpkernels.cuda.barrier, or any other function of tpkernels.cuda, once before"
@@ -46,8 +45,24 @@ def kernels(device: int) -> _C.cuda.Kernels:
     return _C.cuda.Kernels(device, None if _C.cuda.architectures() else nvrtc_image(capability))
 
 
+def launch(kernel: str, on: torch.device, *arguments: object, **shape: int) -> None:
+    """Queue a kernel of csrc/cuda/kernels.h on torch's current stream of a GPU. ``shape``: its
+    ``blocks`` (1), the blocks of a ``cluster`` (1), whether it starts ``early``."""
+    index, stream = device_and_stream(on)
+    getattr(kernels(index), kernel)(stream, *arguments, **shape)
+
+
+def device_and_stream(device: torch.device) -> tuple[int, int]:
+    """Return (index of the GPU, torch's current stream there). The tests' driver takes CPU
+    tensors."""
+    if device.type != "cuda":
+        return 0, 0
+    stream = torch.cuda.current_stream(device)
+    return stream.device_index, stream.cuda_stream
+
+
 def image_status() -> str:
-    """Which image is used, embedded or compiled by NVRTC, or why there is none."""
+    """Describe the image that is used, embedded or compiled by NVRTC, or say why there is none."""
     if embedded := _C.cuda.architectures():
         return f"embedded: {embedded}"
     try:
@@ -96,7 +111,7 @@ def driver_status() -> str:
 
 
 def nvrtc_image(capability: int) -> bytes:
-    """A cubin for GPUs of a compute capability (90 for 9.0), from the cache or from NVRTC.
+    """Return a cubin for GPUs of a compute capability (90 for 9.0), from the cache or from NVRTC.
 
     Raises:
         NotImplementedError: CuPy or NVRTC is not installed, or does not know the architecture.
@@ -131,7 +146,7 @@ def write_cached(path: Path, image: bytes) -> None:
 
 
 def _nvrtc() -> tuple[Any, str]:
-    """CuPy's NVRTC module, and CuPy's version."""
+    """Return CuPy's NVRTC module, and CuPy's version."""
     try:
         import cupy
         from cupy.cuda import nvrtc

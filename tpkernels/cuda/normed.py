@@ -11,36 +11,32 @@ import functools
 import torch
 
 from tpkernels import _C
-from tpkernels.cuda import low_latency
-from tpkernels.cuda.calls import WAYS, BufferLayout
-from tpkernels.cuda.checks import (
+from tpkernels.cuda.image import device_and_stream, launch
+from tpkernels.cuda.layouts import LANE, MOST_BLOCKS, PACK_BYTES, rows_layout
+from tpkernels.cuda.operands import (
     DTYPES,
     check_alike,
     check_bias,
     check_contiguous,
     check_dtypes,
-    device_and_stream,
+    check_room,
     epilogue,
     space_of,
 )
-from tpkernels.cuda.image import kernels
 from tpkernels.dtypes import CODES
-from tpkernels.integers import ceil_div, round_up
-from tpkernels.planning.hops import all_reduce_way
+from tpkernels.integers import ceil_div
+from tpkernels.planning.cost import all_reduce_way
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
-_VECTOR, _THREADS = 8, 256  # kVector, kRowThreads of csrc/cuda
-_PACK_BYTES = 16
-# Most blocks, as of other calls, and most of them for a row. Not measured.
-_BLOCKS, _CLUSTER = 64, 4
-_CLUSTERS_SINCE = 90  # compute capability
-_SLOT_ALIGNMENT = 256
-_WAYS = ("low_latency", "low_latency_two_shot", "one_shot", "two_shot")
+_THREADS = 256  # kRowThreads of csrc/cuda
+_CLUSTER, _CLUSTERS_SINCE = 4, 90  # most blocks of a row (not measured); compute capability
+_MOST_ROWS = 1024  # at a time, of a normalisation alone, which has the GPU to itself
+_WAYS = ("ll", "ll_two_shot", "two_shot")
 
 
 def normalises(dtype: torch.dtype, columns: int) -> bool:
     """Return whether the kernels take rows of this dtype and length."""
-    return dtype in DTYPES and columns % _VECTOR == 0
+    return dtype in DTYPES and columns % LANE == 0
 
 
 def prepare_normed_all_reduce(
@@ -55,14 +51,14 @@ def prepare_normed_all_reduce(
     way: str = "auto",
     early: bool = False,
 ) -> Launch:
-    """``total = round(sum_r(x_r) + bias + residual)`` on every rank, and its rows
+    """Prepare ``total = round(sum_r(x_r) + bias + residual)`` on every rank, and its rows
     ``normed = round(total / sqrt(mean(total^2) + eps) * weight)``, in fp32.
 
     Args:
         x: [..., N], contiguous, fp32, fp16 or bf16, N a multiple of 8.
         total, normed: like x; ``total`` may be x.
         weight: [N], bias: [N], residual: like x, each of any of the dtypes.
-        way, early: as for ``all_reduce``, but not ``multimem`` or ``whole_lines``.
+        way, early: as for ``all_reduce``, but not ``multimem`` or ``ll128``.
 
     Raises:
         ValueError: an unknown way.
@@ -78,7 +74,7 @@ def prepare_normed_all_reduce(
     if way == "auto":
         way = _way(rows, columns * x_bytes, world)
     cluster = _cluster(ceil_div(rows, world) if way == "two_shot" else rows, columns, x.device)
-    needs = _layout(way, rows, columns, world, x_bytes, cluster)
+    needs = rows_layout(way, rows, columns, world, x_bytes, cluster)
 
     def run(space: DeviceWorkspace, signature: int) -> None:
         check_contiguous(space.regions.device, x=x, bias=bias, residual=residual)
@@ -86,70 +82,54 @@ def prepare_normed_all_reduce(
         check_dtypes(bias=bias, residual=residual)
         check_alike(False, x=x, residual=residual)
         check_bias(bias, columns)
-        if not space.holds(needs.words, needs.nbytes):
-            raise ValueError(
-                f"the workspace has {space.words} words from each source and buffers of "
-                f"{space.buffer_bytes} bytes; this call needs {needs.words} and {needs.nbytes}"
-            )
-        given, scale = _aligned(x), _aligned(weight)
-        more = None if residual is None else _aligned(residual)
-        device, stream = device_and_stream(x.device)
-        kernels(device).normed_all_reduce(
-            stream,
-            space_of(space, signature),
-            WAYS.index(way),
-            needs.blocks,
-            cluster,
-            early,
-            given.data_ptr(),
+        check_room(space, needs.words, needs.nbytes)
+        aligned_x, scale = _aligned(x), _aligned(weight)
+        aligned_residual = None if residual is None else _aligned(residual)
+        call = _C.cuda.AllReduce(
+            aligned_x.data_ptr(),
             total.data_ptr(),
             x.numel(),
+            0,
             CODES[x.dtype],
-            epilogue(x.dtype, bias, more),
+            epilogue(x.dtype, bias, aligned_residual),
             needs.segment,
             needs.slot_bytes,
             needs.results_at,
-            _norm(normed, scale, eps),
+            0,
         )
+        arguments = space_of(space, signature), call, _norm(normed, scale, eps)
+        shape = {"blocks": needs.blocks, "cluster": cluster, "early": early}
+        launch(f"{way}_all_reduce_rms_norm", x.device, *arguments, **shape)
 
     return Launch(needs.words, needs.nbytes, (), run)
 
 
 def rms_norm(rows: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """``normed = round(rows / sqrt(mean(rows^2) + eps) * weight)``: the bits that a
+    """Compute ``normed = round(rows / sqrt(mean(rows^2) + eps) * weight)``: the bits that a
     ``normed_all_reduce`` makes of its sum, and the same arguments."""
     _check_rows(rows, weight, normed=normed)
-    device, stream = device_and_stream(rows.device)
     count, columns = _matrix(rows)
     cluster = _cluster(count, columns, rows.device)
-    given, scale = _aligned(rows), _aligned(weight)
-    kernels(device).rms_norm(
-        stream,
-        cluster * min(max(count, 1), _MOST_ROWS),
-        cluster,
-        given.data_ptr(),
-        rows.numel(),
-        CODES[rows.dtype],
-        _norm(normed, scale, eps),
-    )
-
-
-_MOST_ROWS = 1024  # at a time, of a normalisation alone, which has the GPU to itself
+    aligned_rows, scale = _aligned(rows), _aligned(weight)
+    call = _C.cuda.Rows(aligned_rows.data_ptr(), rows.numel(), CODES[rows.dtype])
+    blocks = cluster * min(max(count, 1), _MOST_ROWS)
+    norm = _norm(normed, scale, eps)
+    launch("rms_norm_of_rows", rows.device, call, norm, blocks=blocks, cluster=cluster)
 
 
 def _way(rows: int, row_bytes: int, world: int) -> str:
-    """In two hops a rank has whole rows."""
+    """Return the way of ``auto``. In two hops a rank has whole rows."""
     return all_reduce_way(
         rows * row_bytes, world, False, split=world * ceil_div(rows, world) * row_bytes
     )
 
 
 def _matrix(x: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns."""
+    """Return the numbers of rows and columns."""
     columns = x.shape[-1] if x.dim() else 0
-    if columns < 1 or columns % _VECTOR:
+    if columns < 1 or columns % LANE:
         raise NotImplementedError(
-            f"rows have {columns} elements; the kernels that normalise take multiples of {_VECTOR}"
+            f"rows have {columns} elements; the kernels that normalise take multiples of {LANE}"
         )
     return x.numel() // columns, columns
 
@@ -161,14 +141,13 @@ def _check_rows(x: torch.Tensor, weight: torch.Tensor, **outs: torch.Tensor) -> 
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {list(weight.shape)}; it must be [{x.shape[-1]}]")
     for what, out in outs.items():
-        if out.data_ptr() % _PACK_BYTES:
-            raise ValueError(f"{what} is not aligned to {_PACK_BYTES} bytes; pass a new tensor")
+        if out.data_ptr() % PACK_BYTES:
+            raise ValueError(f"{what} is not aligned to {PACK_BYTES} bytes; pass a new tensor")
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where it does not begin at a multiple of 16 bytes. Which of the two is no
-    matter of the other ranks."""
-    return x if x.data_ptr() % _PACK_BYTES == 0 else x.clone()
+    """Return x, or a copy where it does not begin at a multiple of 16 bytes. Ranks may differ."""
+    return x if x.data_ptr() % PACK_BYTES == 0 else x.clone()
 
 
 @functools.cache
@@ -177,40 +156,17 @@ def _capability(device: int) -> int:
 
 
 def _cluster(rows: int, columns: int, device: torch.device) -> int:
-    """Blocks that share a row: as many as leave each of their threads a vector."""
+    """Return the blocks that share a row: as many as leave each of their threads a vector."""
     cluster = 1
     if _capability(device_and_stream(device)[0]) < _CLUSTERS_SINCE:
         return cluster
     while (
         cluster < _CLUSTER
-        and 2 * cluster * rows <= _BLOCKS
-        and cluster * _THREADS * _VECTOR < columns
+        and 2 * cluster * rows <= MOST_BLOCKS
+        and cluster * _THREADS * LANE < columns
     ):
         cluster *= 2
     return cluster
-
-
-def _layout(
-    way: str, rows: int, columns: int, world: int, x_bytes: int, cluster: int
-) -> BufferLayout:
-    """As ``calls.layout``, but whole rows."""
-    segment = rows if way in ("low_latency", "one_shot") else ceil_div(rows, world)
-    blocks = cluster * max(1, min(_BLOCKS // cluster, segment if way == "two_shot" else rows))
-    count = rows * columns
-    if way in ("low_latency", "low_latency_two_shot"):
-        hops = 1 if way == "low_latency" else 2
-        words = low_latency.words(*[segment * columns * x_bytes] * hops)
-        return BufferLayout(blocks, segment * columns, 0, 0, 0, words)
-    slot = round_up(segment * columns * x_bytes, _SLOT_ALIGNMENT)
-    results = round_up(count * x_bytes, _SLOT_ALIGNMENT) if way == "two_shot" else 0
-    return BufferLayout(
-        blocks,
-        segment * columns,
-        slot,
-        world * slot,
-        world * slot + results,
-        1 + blocks * (2 if way == "two_shot" else 1),
-    )
 
 
 def _norm(normed: torch.Tensor, weight: torch.Tensor, eps: float) -> _C.cuda.RmsNorm:

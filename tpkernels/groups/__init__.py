@@ -1,6 +1,5 @@
 """Process groups as the ops see them: by name, with what their ranks share and have agreed on."""
 
-from tpkernels.groups.autotune import autotune
 from tpkernels.groups.registry import (
     GroupLike,
     break_if_left,
@@ -18,7 +17,6 @@ from tpkernels.groups.registry import (
 
 __all__ = [
     "GroupLike",
-    "autotune",
     "break_if_left",
     "check",
     "empty",

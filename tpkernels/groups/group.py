@@ -24,21 +24,62 @@ from tpkernels.errors import (
     GroupBrokenError,
     TpkernelsError,
 )
-from tpkernels.groups.numerics import CudaNumerics
 from tpkernels.groups.tuning import Measured, Tuning
 from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.planning import store
 from tpkernels.planning.machine import this_machine
-from tpkernels.planning.problem import ORDERED, Problem
+from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.table import Table
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 from tpkernels.symm.colocation import probe_colocation
-from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
+from tpkernels.symm.exchange import Participant, Presence
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.node import Node, make_node
 from tpkernels.text import named_values, of_error
 
 _NCCL = timedelta(minutes=10)  # torch's default, where this torch was built without NCCL
+
+
+class CudaNumerics:
+    """How a group's reductions of CUDA tensors sum: as ``tpkernels.init`` was told, or by torch's
+    flag for deterministic algorithms, which may change between calls.
+
+    Attributes:
+        agreed: what all ranks wanted when they last agreed; None: they have not yet.
+    """
+
+    def __init__(self, fixed: str | None = None) -> None:
+        self._fixed = fixed
+        self.agreed: str | None = None
+
+    @property
+    def wanted(self) -> str:
+        """Return what this rank wants of the next call."""
+        if self._fixed is not None:
+            return self._fixed
+        return ORDERED if torch.are_deterministic_algorithms_enabled() else VENDOR
+
+    @property
+    def follows(self) -> bool | None:
+        """Return the value of torch's flag that planned calls hold for; None: for both."""
+        return None if self._fixed is not None or self.agreed is None else self.agreed == ORDERED
+
+    @property
+    def changed(self) -> bool:
+        """Return whether calls have been planned that sum otherwise than this rank now wants."""
+        return self.agreed not in (None, self.wanted)
+
+    def settle(self, rank: int, everyone: Sequence[str]) -> None:
+        """Compare what the ranks want. ``ValueError``, on all ranks, if they differ."""
+        wanted = everyone[rank]
+        for other, theirs in enumerate(everyone):
+            if theirs != wanted:
+                raise ValueError(
+                    f"rank {rank} wants numerics '{wanted}', rank {other} '{theirs}': call "
+                    "torch.use_deterministic_algorithms alike on all ranks, or give numerics to "
+                    "tpkernels.init"
+                )
+        self.agreed = wanted
 
 
 class Group(_C.calls.Turns):
@@ -170,18 +211,18 @@ class Group(_C.calls.Turns):
     def _agree_on_memory(self, participant: Participant, options: dict[str, Any]) -> bool:
         """Find out with the other ranks whether all give the same options and can share memory
         (``why_not_shared``), and whether all run on one machine."""
-        say = {"options": options, "host": socket.gethostname()}
-        self.why_not_shared, said = probe_colocation(participant, say)
-        for rank, other in enumerate(said):
+        statement = {"options": options, "host": socket.gethostname()}
+        self.why_not_shared, statements = probe_colocation(participant, statement)
+        for rank, other in enumerate(statements):
             if other["options"] != options:
                 raise ValueError(
                     f"tpkernels.init of group '{self.name}': rank {self.rank} gives "
                     f"{named_values(options)}, rank {rank} gives {named_values(other['options'])}; "
                     "all ranks must give the same"
                 )
-        one_machine = len({other["boot_id"] for other in said} - {None}) <= 1
+        one_machine = len({other["boot_id"] for other in statements} - {None}) <= 1
         if self.why_not_shared is not None:
-            self.hosts = len({other["host"] for other in said})
+            self.hosts = len({other["host"] for other in statements})
         return one_machine
 
     # What the group is made of.
@@ -325,7 +366,7 @@ class Group(_C.calls.Turns):
 
     def _tell_in_store(self, error: BaseException) -> None:
         with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
-            tell_left(self.participant(self.timeout), error)
+            self.participant(self.timeout).tell_left(error)
 
     def check_kernels(self, text: str) -> None:
         """Raise what has failed in kernels on GPUs so far; ``text`` says what has found it."""
@@ -403,27 +444,18 @@ class Group(_C.calls.Turns):
                 self.break_between_calls(error)
             raise
 
-    def exchange(self, purpose: str, say: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-        """Return the statements of all ranks, in rank order, within ``seconds``. Collective."""
+    def exchange(self, purpose: str, value: Any, seconds: float) -> list[Any]:
+        """Return the values of all ranks, which JSON can hold, in rank order, within ``seconds``.
+        Collective, in a turn of the caller's."""
         if self.workspace is not None:
             with self.workspace.waiting(seconds):
-                return self.workspace.exchange(purpose, say)
-        return exchange(self.participant(seconds), purpose, say)
+                return self.workspace.exchange(purpose, value)
+        return self.participant(seconds).exchange(purpose, value)
 
-    def statements(self, purpose: str, say: dict[str, Any], device: str) -> list[dict[str, Any]]:
-        """Return the statements of all ranks, in rank order. Collective, in turn with the calls."""
+    def statements(self, purpose: str, value: Any, device: str) -> list[Any]:
+        """Do the same in turn with the calls on tensors of a device type."""
         with self.together():
-            return self.exchange(purpose, say, self.timeout_on(device))
-
-    def numbers_of_all(self, purpose: str, mine: Sequence[int], device: str) -> list[list[int]]:
-        """Return a few numbers below 2^53 of each rank, in rank order. Collective."""
-        seconds = self.timeout_on(device)
-        with self.together():
-            if self.workspace is not None:
-                with self.workspace.waiting(seconds):
-                    return self.workspace.numbers_of_all(purpose, mine)
-            said = self.exchange(purpose, {"numbers": list(mine)}, seconds)
-        return [each["numbers"] for each in said]
+            return self.exchange(purpose, value, self.timeout_on(device))
 
     def from_rank_0(self, purpose: str, make: Callable[[], str]) -> str:
         """Return what rank 0's ``make`` returned at the first call for a purpose; collective
@@ -433,13 +465,9 @@ class Group(_C.calls.Turns):
                 if purpose not in self._known:  # another thread was first
                     text = make()
                     if self.world > 1:
-                        text = self.exchange(purpose, {"text": text}, self.timeout)[0]["text"]
+                        text = self.exchange(purpose, text, self.timeout)[0]
                     self._known[purpose] = text
         return self._known[purpose]
-
-    def known_from_rank_0(self, purpose: str) -> str | None:
-        """Return what `from_rank_0` has returned for a purpose, if it has been called."""
-        return self._known.get(purpose)
 
     def cuda_numerics(self) -> str:
         """Return how a reduction of CUDA tensors sums, the same on all ranks. Collective at the
@@ -447,12 +475,12 @@ class Group(_C.calls.Turns):
         if self.world == 1 or self.by_gloo("cuda"):  # the host sums in order at no extra cost
             return ORDERED
         sums = self.cuda_sums
-        if not sums.settled:
+        if sums.agreed != sums.wanted:
             with self.together(ValueError):
-                if not sums.settled:  # another thread was first
-                    say = {"numerics": sums.wanted}
-                    said = self.exchange("numerics", say, self.timeout_on("cuda"))
-                    sums.settle(self.rank, [each["numerics"] for each in said])
+                if sums.agreed != sums.wanted:  # another thread was first
+                    seconds = self.timeout_on("cuda")
+                    sums.settle(self.rank, self.exchange("numerics", sums.wanted, seconds))
+        assert sums.agreed is not None  # they have settled it
         return sums.agreed
 
     # What calls are planned by.
@@ -476,11 +504,11 @@ class Group(_C.calls.Turns):
         if self.rank == 0:
             machine = this_machine(device, self.world, self.hosts, self.shared_memory)
             found, ignored = store.load(machine)
-        say, seconds = {"table": store.to_json(found)}, self.timeout_on(device)
-        said = self.exchange(f"the first call on {device}", say, seconds)
+        text, seconds = store.to_json(found), self.timeout_on(device)
+        tables = self.exchange(f"the first call on {device}", text, seconds)
         if ignored:
             self.notices.append(ignored)
-        return store.from_json(said[0]["table"])
+        return store.table_from(tables[0])
 
     def use_times(self, device: str, table: Table) -> None:
         """Plan calls by these times from now on. All ranks use the same, from the same call on."""
@@ -498,14 +526,14 @@ class Group(_C.calls.Turns):
     def is_met_in_capture(self, device: torch.device) -> bool:
         """Return whether a problem is planned while a graph is captured, where nothing is tuned. It
         is planned again after the capture."""
-        captured = capture.is_captured(device)
+        captured = streams.is_captured(device)
         self.untuned_in_capture = self.untuned_in_capture or captured
         return captured
 
     def forget_stale_calls(self, problem: Problem, device: torch.device) -> None:
         """Forget the calls on CUDA tensors if this one would be planned otherwise now: torch's flag
         has changed, or the problem was met in a capture, where nothing is tuned."""
-        if self.untuned_in_capture and not capture.is_captured(device):
+        if self.untuned_in_capture and not streams.is_captured(device):
             self.untuned_in_capture = False
             self.forget_calls()
         if problem.spec.reduces and self.cuda_sums.changed:
@@ -536,7 +564,7 @@ class Group(_C.calls.Turns):
             why = self.unsupported_kernels(gpu, "symmetric memory", own)
             if why is not None:
                 raise NotImplementedError(f"symmetric memory {why}")
-            if capture.is_captured(gpu):
+            if streams.is_captured(gpu):
                 raise CaptureError(
                     f"tpkernels.empty({list(shape)}, {dtype}) of group '{self.name}' waits for the "
                     "GPU: make symmetric tensors before the capture of a graph"
@@ -561,7 +589,7 @@ class Group(_C.calls.Turns):
             return own
         key = device, kernels
         if key not in self._unsupported_kernels:
-            if capture.is_captured(device):
+            if streams.is_captured(device):
                 raise CaptureError(
                     f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
                     "before the capture of a graph"

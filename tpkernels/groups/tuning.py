@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Series, Table, are_alike
-from tpkernels.planning.trials import Trial
 
 LIMIT = 5.0  # s, for one problem
 
@@ -19,10 +19,16 @@ class Tuning:
     Attributes:
         limit: seconds after which no further round of a problem starts.
         save: add the times to the file that `tpkernels tune` writes.
+        rounds: the most rounds of a problem.
+        among: the algorithms that may be taken; None: all that can run and may be faster.
+        anew: also tune problems that have been measured.
     """
 
     limit: float = LIMIT
     save: bool = False
+    rounds: int = 40
+    among: Collection[str] | None = None
+    anew: bool = False
 
 
 @dataclass
@@ -30,8 +36,8 @@ class Measured:
     """What calls are planned by; the same on all ranks."""
 
     tables: dict[str, Table] = field(default_factory=dict)  #: by device type; see `Group.tuned`
-    trials: dict[Hashable, Trial] = field(default_factory=dict)  #: see tuning/trial.py
-    tuning: Tuning | None = None  #: on the spot; see tuning/autotune.py
+    trials: dict[Hashable, Any] = field(default_factory=dict)  #: see `tried` in tuning/tuner.py
+    tuning: Tuning | None = None  #: on the spot
     #: The algorithms that failed when a problem was tuned, and why; empty if none did.
     left_out: dict[tuple[Series, int], dict[str, str]] = field(default_factory=dict)
 

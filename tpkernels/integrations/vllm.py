@@ -53,20 +53,19 @@ def choose(requested: str, version: str, platform: str, fast_products: bool) -> 
     if requested == "off":
         return Choice("off", f"{VARIABLE}=off")
     if ".".join(version.split(".")[:2]) not in TESTED:
-        tested = ", ".join(f"{each}.*" for each in TESTED)
+        tested = ", ".join(f"{release}.*" for release in TESTED)
         return Choice("off", f"vLLM {version} has not been tested, only {tested}", warn=True)
-    if platform == "cpu":
-        if requested == "auto" and fast_products:
+    if platform == "cpu" and requested == "auto":
+        if fast_products:
             return Choice("fused", "products by packed weights are fast on this processor")
-        if requested == "auto":
-            return Choice("all_reduce", "vLLM's own products may be faster on this processor")
+        return Choice("all_reduce", "vLLM's own products may be faster on this processor")
+    if platform == "cpu":
         return Choice(requested, f"{VARIABLE}={requested}")
     if platform == "cuda" and requested == "fused":
         return Choice("fused", f"{VARIABLE}=fused; not measured on GPUs")
+    reason = f"there are no kernels for '{platform}'"
     if platform == "cuda":
         reason = "on GPUs nothing is known to be faster than vLLM"
-    else:
-        reason = f"there are no kernels for '{platform}'"
     return Choice("off", reason, warn=requested != "auto")
 
 

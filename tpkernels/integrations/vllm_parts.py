@@ -18,6 +18,7 @@ import tpkernels
 from tpkernels import _C, dtypes, groups
 from tpkernels.integrations.vllm import MANY_ROWS, logger
 from tpkernels.local import packed
+from tpkernels.nn.linear import row_parallel
 from tpkernels.ops.autograd import matmul
 
 # s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
@@ -26,7 +27,7 @@ TIMEOUT = 1800.0
 
 @functools.cache
 def report(text: str) -> None:
-    """Once in each process."""
+    """Log a text once in each process."""
     logger.info("tpkernels: %s", text)
 
 
@@ -41,29 +42,26 @@ def group_for(group: torch.distributed.ProcessGroup) -> str | None:
     return None
 
 
-def is_reducible(x: torch.Tensor) -> bool:
-    """Return whether the op takes this tensor."""
-    return x.dtype in dtypes.CODES and x.is_contiguous()
-
-
 class Communicator(CpuCommunicator):
     """vLLM's communicator of CPU tensors, with another all-reduce for tensor parallelism."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        own = self.unique_name.startswith("tp") and self.world_size > 1
-        self._group = group_for(self.device_group) if own else None
+        replaced = self.unique_name.startswith("tp") and self.world_size > 1
+        self._group = group_for(self.device_group) if replaced else None
         if self._group is not None:
             report(f"all-reduces of {self.world_size} ranks")
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        if self._group is None or not is_reducible(input_):
+        reducible = input_.dtype in dtypes.CODES and input_.is_contiguous()
+        if self._group is None or not reducible:
             return super().all_reduce(input_)
         tpkernels.all_reduce_(input_, self._group)
         return input_
 
 
 def replace_communicator(platform: type) -> None:
+    """Make vLLM's ``platform`` use `Communicator`."""
     name = f"{Communicator.__module__}.{Communicator.__qualname__}"
     platform.get_device_communicator_cls = classmethod(lambda cls: name)  # type: ignore[attr-defined]
 
@@ -73,7 +71,7 @@ def drop_weight(layer: Any) -> None:
     layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
 
-class OwnMethod(UnquantizedLinearMethod):
+class PackedLinearMethod(UnquantizedLinearMethod):
     """Holds one weight of a layer on a CPU, plain or packed, in place of what vLLM packs. ``apply``
     is for what multiplies without the layer, such as LoRA."""
 
@@ -88,12 +86,11 @@ class OwnMethod(UnquantizedLinearMethod):
 
 
 class FusedRowParallelLinear(RowParallelLinear):
-    """vLLM's row-parallel layer with product and all-reduce as one op, where it is not quantised.
-    Else it is vLLM's."""
+    """vLLM's row-parallel layer as `row_parallel`, where it is not quantised. Else it is vLLM's."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._group, reason = None, self._not_fused()
+        self._group, reason = None, self._reason_to_keep()
         if reason is None:
             self._group = group_for(get_tp_group().device_group)
         else:
@@ -102,10 +99,10 @@ class FusedRowParallelLinear(RowParallelLinear):
             return
         report("row-parallel layers are fused with their all-reduce")
         if self.weight.device.type == "cpu":
-            self.quant_method = OwnMethod()
+            self.quant_method = PackedLinearMethod()
 
-    def _not_fused(self) -> str | None:
-        """Return why the layer stays as it is."""
+    def _reason_to_keep(self) -> str | None:
+        """Return why vLLM's layer stays as it is."""
         if not self.reduce_results or self.tp_size == 1:
             return "there is nothing to reduce"
         if type(self.quant_method) is not UnquantizedLinearMethod:
@@ -126,7 +123,7 @@ class FusedRowParallelLinear(RowParallelLinear):
         on_cpu = self.weight.device.type == "cpu"
         w = self.tpkernels_weight if on_cpu else self.weight.t()
         bias = None if self.skip_bias_add else self.bias
-        output = tpkernels.matmul_all_reduce(x, w, self._group, bias=bias)
+        output = row_parallel(x, w, self._group, bias=bias)
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None
@@ -134,6 +131,7 @@ class FusedRowParallelLinear(RowParallelLinear):
 
 @functools.cache  # vLLM refuses a second one
 def replace_row_parallel() -> None:
+    """Make vLLM use `FusedRowParallelLinear`."""
     RowParallelLinear.register_oot(FusedRowParallelLinear)
 
 
@@ -144,28 +142,28 @@ def packed_linear(w: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     if code is None or not _C.calls.multiplies(code, "packed", MANY_ROWS):
         return None
     try:
-        own = tpkernels.pack(w)
+        packed_w = tpkernels.pack(w)
     except (ValueError, RuntimeError) as error:  # NotImplementedError among them
         report(f"products of {list(w.shape)} are left to vLLM: {error}")
         return None
-    if not packed.has_panels(own, MANY_ROWS):
+    if not packed.has_panels(packed_w, MANY_ROWS):
         return None
-    return lambda x, weight, bias=None: matmul(x, own, bias=bias)
+    return lambda x, weight, bias=None: matmul(x, packed_w, bias=bias)
 
 
 @functools.cache
 def replace_products() -> None:
-    """Those of unquantised layers and heads on CPUs."""
-    theirs = utils.dispatch_cpu_unquantized_gemm
+    """Replace the products of unquantised layers and heads on CPUs."""
+    dispatch_of_vllm = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
-        own = packed_linear(weight.detach().t()) if weight.dim() == 2 else None
-        if own is None:
-            theirs(layer, remove_weight)
+        linear = packed_linear(weight.detach().t()) if weight.dim() == 2 else None
+        if linear is None:
+            dispatch_of_vllm(layer, remove_weight)
             return
         report("unquantised layers multiply by packed weights")
-        layer.cpu_linear = own
+        layer.cpu_linear = linear
         if remove_weight:
             drop_weight(layer)
 

@@ -6,8 +6,8 @@ Algorithm, few bytes: a first kernel copies this rank's rows into symmetric memo
 and into `gathered`. In the second kernel, the first programs are fetchers. They bring the peers'
 rows into `gathered`, piece by piece (fetching.py). The other programs run the tile loop: this
 rank's rows first, then those of rank+1, ... as they arrive. Many bytes: copy engines bring the
-peers' rows, chunk by chunk. Such a call has several launches (csrc/cuda/copies.h), and the tile
-loop is one of them; see algorithms/fused.py.
+peers' rows, chunk by chunk. Such a call has several launches (cuda/copies.py), and the tile loop is
+one of them; see algorithms/fused.py.
 
 Sync: a tile waits until its rows are there: for the words of their pieces, or for the flag of their
 chunk, owner * chunks + chunk, which the copy engines' streams raise. ENTERED of a peer says that
@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels.arguments import SCALARS, launch_arguments, segments_of, table_of
 from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.kernels.fetching import NO_FETCHING, await_rows, fetch_rows, fetching_of
@@ -33,14 +32,18 @@ from tpkernels.kernels.matmul import (
     Result,
     bind_matmul,
     matmul_tiles,
+    segments_of,
     store_result,
+    table_of,
 )
 from tpkernels.kernels.sync import (
+    SCALARS,
     await_value,
     enter,
     failed,
     finish,
     join,
+    launch_arguments,
     next_buffer,
     pointer,
     poison,
@@ -109,27 +112,10 @@ def _await_rows(arrivals, owner, tile_m):
 
 @triton.jit(do_not_specialize=SCALARS)
 def all_gather_matmul_kernel(
-    gathered,
-    a,
-    b,
-    bias,
-    out,
-    segments,
-    N,
-    K,
-    stride_bk,
-    stride_bn,
-    workspace,
-    rank,
-    signature,
-    timeout_ns,
-    seed,
-    chunk_tiles,
-    chunks,
-    PART: tl.constexpr,
-    fetching: tl.constexpr,
+    a, b, bias, out, gathered, segments, N, K, stride_bk, stride_bn, workspace, rank, signature,
+    timeout_ns, seed, chunk_tiles, chunks, PART: tl.constexpr, fetching: tl.constexpr,
     tiling: tl.constexpr,
-):
+):  # fmt: skip
     """Gather x [M, K] into ``gathered`` and compute ``out = round(x @ b + bias)``. ``a`` is
     ``gathered`` as the tile loop takes it. PART: other launches begin and end the call and gather
     the rows."""
@@ -180,19 +166,14 @@ def prepare(
             {},
         )
         lanes = min(config.programs - fetching.programs, config.tiles(sizes, w.shape[1]))
-        multiply = BoundKernel(
-            all_gather_matmul_kernel,
-            fetching.programs + max(lanes, 1),
-            (segments_of(space, sizes), w.shape[1], k, *w.stride(), *arguments, 1, 1, False,
-             fetching, operands.tiling),
-            operands.launch,
-        )  # fmt: skip
+        rest = segments_of(space, sizes), w.shape[1], k, *w.stride(), *arguments, 1, 1, False
+        programs = fetching.programs + max(lanes, 1)
+        multiply = operands.bind(all_gather_matmul_kernel, programs, (*rest, fetching))
 
         def run(x: torch.Tensor, weights: Any, biases: Any, outs: Any, gathered: Any) -> None:
             if rows:
                 share(x, gathered.narrow(0, begin, rows))
-            a, b = operands.of(gathered, weights[0])
-            multiply(gathered, a, b, biases[0], outs[0])
+            multiply(gathered, weights[0], biases[0], outs[0], gathered)
             if len(weights) > 1:
                 multiply_others(gathered, weights[1:], biases[1:], outs[1:])
 
@@ -252,17 +233,12 @@ def prepare_arriving(
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         lanes = min(config.programs - _ROOM, config.tiles(sizes, w.shape[1]))
-        launch = BoundKernel(
-            all_gather_matmul_kernel,
-            max(lanes, 1),
-            (segments_of(space, sizes), w.shape[1], k, *w.stride(),
-             *launch_arguments(space, signature), chunk_tiles, chunks, True, NO_FETCHING,
-             operands.tiling),
-            operands.launch,
-        )  # fmt: skip
+        rest = segments_of(space, sizes), w.shape[1], k, *w.stride()
+        rest += *launch_arguments(space, signature), chunk_tiles, chunks, True, NO_FETCHING
+        multiply = operands.bind(all_gather_matmul_kernel, lanes, rest)
 
         def run(gathered: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:
-            launch(gathered, *operands.of(gathered, w), *more)
+            multiply(gathered, w, *more, gathered)
 
         return run
 

@@ -20,7 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from tpkernels.errors import CaptureError
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 
 _ALIGNMENT = 16  # bytes, of an address; Triton compiles another kernel where it has less
 _compiling = threading.Lock()  # held where `compile` of a kernel of Triton is replaced
@@ -50,7 +50,7 @@ class BoundKernel:
             launch(*tensors, *self._rest)
             return
         devices = {x.device for x in tensors if isinstance(x, torch.Tensor)}
-        captured = any(map(capture.is_captured, devices))
+        captured = any(map(streams.is_captured, devices))
         with _only_compiled(self._kernel) if captured else contextlib.nullcontext():
             compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)
         # It is not under the interpreter. Hooks before a launch are Triton's to call.

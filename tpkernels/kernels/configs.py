@@ -7,7 +7,7 @@ tensor core instructions and allow no spills.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.integers import ceil_div
+from tpkernels.kernels.bound import BoundKernel, WithScratch
 from tpkernels.kernels.words import INTERPRETED
 from tpkernels.planning.table import Config
 
@@ -146,10 +147,31 @@ class Operands(NamedTuple):
 
     def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
         """Return the launch arguments for these tensors."""
+        a = a if a.stride(1) == 1 else contiguous_rows(a)
         return (
             a if self.a is None else Descriptor(a, *self.a),
             b if self.b is None else Descriptor(b, *self.b),
         )
+
+    def bind(
+        self, kernel: Any, programs: int, rest: tuple[Any, ...], scratch: torch.Tensor | None = None
+    ) -> Callable[..., None]:
+        """Return a launch of a kernel with the tile loop, which takes a, b and the kernel's other
+        tensors. ``rest``: what it takes between these and `tiling`. ``scratch``: memory for the
+        descriptors by which it stores tiles, if it does."""
+        bound = BoundKernel(kernel, max(programs, 1), (*rest, self.tiling), self.launch)
+        stores = self.tiling.store_tma
+        launch = bound if scratch is None or not stores else WithScratch(bound, scratch)
+
+        def run(a: torch.Tensor, b: torch.Tensor, *more: torch.Tensor | None) -> None:
+            launch(*self.of(a, b), *more)
+
+        return run
+
+
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x [M, K], copied if its rows are not contiguous."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 class Descriptor(TensorDescriptor):

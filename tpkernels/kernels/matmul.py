@@ -18,6 +18,7 @@ hooks this is a matmul.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,10 +26,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.kernels.bound import BoundKernel
-from tpkernels.kernels.configs import MatmulConfig, choose
-from tpkernels.kernels.epilogue import column_parts, epilogue, rounded
+from tpkernels.kernels.configs import MatmulConfig, choose, contiguous_rows
 from tpkernels.kernels.words import INTERPRETED
+from tpkernels.symm.device import DeviceWorkspace
 
 
 class Product(NamedTuple):
@@ -53,6 +53,22 @@ class Segments(NamedTuple):
     rows: Any  # of each segment, if all are equal
     M: Any
     number: Any  # known at compile time
+
+
+@functools.lru_cache(maxsize=4096)
+def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes whose table of `starts` a kernel reads: none if all are equal."""
+    return () if sizes.count(sizes[0]) == len(sizes) else sizes
+
+
+def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
+    """Return the launch argument for segments of ``sizes`` rows."""
+    found = space.segments.get(sizes)
+    if found is None:
+        starts = space.starts(sizes) if table_of(sizes) else None
+        found = Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
+        space.segments[sizes] = found
+    return found
 
 
 class Tile(NamedTuple):
@@ -128,18 +144,9 @@ def tile_at(row, column, row_end, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def matmul_tiles(
-    product,
-    segments,
-    lead,
-    lane,
-    lanes,
-    before: tl.constexpr,
-    before_context,
-    after: tl.constexpr,
-    after_context,
-    tiling: tl.constexpr,
-    later: tl.constexpr = None,
-):
+    product, segments, lead, lane, lanes, before: tl.constexpr, before_context, after: tl.constexpr,
+    after_context, tiling: tl.constexpr, later: tl.constexpr = None,
+):  # fmt: skip
     """The tile loop."""
     a, b, N, K, stride_am, stride_bk, stride_bn = product
     BLOCK_M: tl.constexpr = tiling.block_m
@@ -202,6 +209,43 @@ def matmul_tiles(
             later(after_context, stored_owner, stored_index)
 
 
+# An accumulator is converted, and goes through shared memory, in parts of so many columns. So an
+# epilogue needs the registers and the shared memory of one part more than the loop over K does: the
+# loads of the next tile have room beside it, and nothing spills, whatever dtype is stored.
+PART = tl.constexpr(64)
+
+
+@triton.jit
+def column_parts(acc):
+    """``acc`` as a tuple of parts of at most PART columns, from left to right."""
+    if acc.shape[1] <= PART:
+        return (acc,)
+    else:
+        halves = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1)
+        left, right = halves.split()
+        return column_parts(left) + column_parts(right)
+
+
+@triton.jit
+def rounded(acc, dtype: tl.constexpr):
+    """``acc`` in ``dtype``, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter's cast truncates
+        bits = acc.to(tl.int32, bitcast=True)
+        acc = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return acc.to(dtype)
+
+
+@triton.jit
+def epilogue(acc, bias, residual, column, N, inside):
+    """``acc + bias + residual`` in fp32; ``residual`` points at the tile's elements."""
+    if bias is not None:
+        columns = column + tl.arange(0, acc.shape[1])
+        acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    if residual is not None:
+        acc += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+    return acc
+
+
 class Result(NamedTuple):
     """The context of `store_result`."""
 
@@ -227,19 +271,9 @@ def store_result(context, acc, tile):
 
 @triton.jit
 def matmul_kernel(
-    a,
-    b,
-    bias,
-    out,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_bk,
-    stride_bn,
-    before: tl.constexpr,
+    a, b, bias, out, M, N, K, stride_am, stride_bk, stride_bn, before: tl.constexpr,
     tiling: tl.constexpr,
-):
+):  # fmt: skip
     """``out = round(a @ b + bias)``."""
     matmul_tiles(
         Product(a, b, N, K, stride_am, stride_bk, stride_bn), Segments(None, M, M, 1), 0,
@@ -257,7 +291,6 @@ def matmul(
     config: MatmulConfig | None = None,
 ) -> torch.Tensor:
     """``round(a @ b + bias)``, accumulated in fp32. a [M, K], b [K, N] of any strides -> [M, N]."""
-    a = contiguous_rows(a)
     out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device)
     bind_matmul(config or choose(a.device, a.dtype, a.shape[0]), a, b, out.dtype)(a, b, bias, out)
     return out
@@ -266,25 +299,11 @@ def matmul(
 def bind_matmul(
     config: MatmulConfig, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype
 ) -> Callable[..., None]:
-    """A launch of ``out = round(a @ b + bias)`` for tensors like a [M, K], whose rows are
-    contiguous, and b [K, N]: takes a, b, bias and out."""
-    (m, k), n = a.shape, b.shape[1]
+    """Return a launch of ``out = round(a @ b + bias)`` for tensors like a [M, K] and b [K, N]:
+    takes a, b, bias and out."""
+    a, (m, k), n = contiguous_rows(a), a.shape, b.shape[1]
     if m == 0:
         return lambda *_: None
     operands = config.operands(a, b, out_dtype)
-    launch = BoundKernel(
-        matmul_kernel,
-        min(config.tiles([m], n), config.programs),
-        (m, n, k, a.stride(0), *b.stride(), None, operands.tiling),
-        operands.launch,
-    )
-
-    def run(a: torch.Tensor, b: torch.Tensor, *more: torch.Tensor | None) -> None:
-        launch(*operands.of(a, b), *more)
-
-    return run
-
-
-def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [M, K], copied if its rows are not contiguous."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    programs = min(config.tiles([m], n), config.programs)
+    return operands.bind(matmul_kernel, programs, (m, n, k, a.stride(0), *b.stride(), None))

@@ -21,15 +21,14 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels.arguments import SCALARS, launch_arguments, segments_of, table_of
-from tpkernels.kernels.bound import BoundKernel, WithScratch
-from tpkernels.kernels.configs import MatmulConfig
+from tpkernels.kernels.configs import MatmulConfig, contiguous_rows
 from tpkernels.kernels.matmul import (
     Product,
-    contiguous_rows,
     matmul_tiles,
     position,
     segment,
+    segments_of,
+    table_of,
     tile_at,
     tiles_before,
 )
@@ -44,11 +43,13 @@ from tpkernels.kernels.matmul_reduce_scatter import (
     sum_tiles,
 )
 from tpkernels.kernels.sync import (
+    SCALARS,
     TILES,
     buffer_of,
     enter,
     finish,
     join,
+    launch_arguments,
     pointer,
     poison,
     publish_to_all,
@@ -126,29 +127,10 @@ def _copy_results(results, segments, N, lane, lanes, tiling: tl.constexpr):
 
 @triton.jit(do_not_specialize=SCALARS)
 def matmul_all_reduce_kernel(
-    a,
-    b,
-    bias,
-    residual,
-    out,
-    segments,
-    N,
-    K,
-    stride_am,
-    stride_bk,
-    stride_bn,
-    slot_bytes,
-    results_at,  # bytes
-    results,  # words
-    workspace,
-    rank,
-    signature,
-    timeout_ns,
-    seed,
-    ONE_SHOT: tl.constexpr,
-    WIRE: tl.constexpr,
-    tiling: tl.constexpr,
-):
+    a, b, bias, residual, out, segments, N, K, stride_am, stride_bk, stride_bn, slot_bytes,
+    results_at, results, workspace, rank, signature, timeout_ns, seed, ONE_SHOT: tl.constexpr,
+    WIRE: tl.constexpr, tiling: tl.constexpr,
+):  # fmt: skip
     """``out = round(sum_r(a_r @ b_r) + bias + residual)``, the same on every rank."""
     peers = join(workspace, rank, signature, timeout_ns, seed)
     enter(peers)
@@ -200,20 +182,11 @@ def prepare(
     strides = x.stride(0), *w.stride()
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        bound = BoundKernel(
-            matmul_all_reduce_kernel,
-            max(min(config.tiles(sizes, n), config.programs), 1),
-            (segments_of(space, sizes), n, k, *strides, slot, world * slot, results,
-             *launch_arguments(space, signature), one_shot, TRITON_DTYPES[wire], operands.tiling),
-            operands.launch,
-        )  # fmt: skip
-        by_tma = operands.tiling.store_tma and not one_shot
-        launch = WithScratch(bound, space.scratch) if by_tma else bound
-
-        def run(x: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:
-            launch(*operands.of(contiguous_rows(x), w), *more)
-
-        return run
+        programs = min(config.tiles(sizes, n), config.programs)
+        rest = segments_of(space, sizes), n, k, *strides, slot, world * slot, results
+        rest += *launch_arguments(space, signature), one_shot, TRITON_DTYPES[wire]
+        scratch = None if one_shot else space.scratch
+        return operands.bind(matmul_all_reduce_kernel, programs, rest, scratch)
 
     copied = 0 if one_shot else m * n * out_dtype.itemsize
     return Prepared(2 * results, world * slot + copied, table_of(sizes), bind)

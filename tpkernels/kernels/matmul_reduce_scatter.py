@@ -28,25 +28,28 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import round_up
-from tpkernels.kernels.arguments import SCALARS, launch_arguments, segments_of, table_of
-from tpkernels.kernels.bound import BoundKernel, WithScratch
-from tpkernels.kernels.configs import MatmulConfig
-from tpkernels.kernels.epilogue import column_parts, epilogue, rounded
+from tpkernels.kernels.configs import MatmulConfig, contiguous_rows
 from tpkernels.kernels.matmul import (
     Product,
-    contiguous_rows,
+    column_parts,
+    epilogue,
     matmul_tiles,
     position,
+    rounded,
     segment,
+    segments_of,
+    table_of,
     tile_at,
     tiles_before,
 )
 from tpkernels.kernels.sync import (
+    SCALARS,
     TILES,
     buffer_of,
     enter,
     finish,
     join,
+    launch_arguments,
     pointer,
     poison,
     publish,
@@ -139,20 +142,9 @@ def first_tile(before, lane, lanes):
 
 @triton.jit
 def sum_tiles(
-    slots,
-    segments,
-    own,
-    out,
-    out_row,
-    bias,
-    residual,
-    lane,
-    lanes,
-    on_stored: tl.constexpr,
-    on_stored_context,
-    WORLD: tl.constexpr,
-    tiling: tl.constexpr,
-):
+    slots, segments, own, out, out_row, bias, residual, lane, lanes, on_stored: tl.constexpr,
+    on_stored_context, WORLD: tl.constexpr, tiling: tl.constexpr,
+):  # fmt: skip
     """Sum the program's tiles of the segment ``own`` into ``out``, whose row ``out_row`` is the
     first of that segment. The hook `on_stored(context, result, at, inside, tile, last)` gets what
     was stored: sum_m rows of a tile at a time; ``last`` is true for the last of them."""
@@ -182,26 +174,9 @@ def sum_tiles(
 
 @triton.jit(do_not_specialize=SCALARS)
 def matmul_reduce_scatter_kernel(
-    a,
-    b,
-    bias,
-    residual,
-    out,
-    segments,
-    N,
-    K,
-    stride_am,
-    stride_bk,
-    stride_bn,
-    slot_bytes,
-    workspace,
-    rank,
-    signature,
-    timeout_ns,
-    seed,
-    WIRE: tl.constexpr,
-    tiling: tl.constexpr,
-):
+    a, b, bias, residual, out, segments, N, K, stride_am, stride_bk, stride_bn, slot_bytes,
+    workspace, rank, signature, timeout_ns, seed, WIRE: tl.constexpr, tiling: tl.constexpr,
+):  # fmt: skip
     """``out`` = this rank's rows of ``round(sum_r(a_r @ b_r) + bias + residual)``."""
     peers = join(workspace, rank, signature, timeout_ns, seed)
     enter(peers)
@@ -249,19 +224,10 @@ def prepare(
     strides = x.stride(0), *w.stride()
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        bound = BoundKernel(
-            matmul_reduce_scatter_kernel,
-            max(min(config.tiles(sizes, n), config.programs), 1),
-            (segments_of(space, sizes), n, k, *strides, slot, *launch_arguments(space, signature),
-             TRITON_DTYPES[wire], operands.tiling),
-            operands.launch,
-        )  # fmt: skip
-        by_tma = operands.tiling.store_tma
-        launch = WithScratch(bound, space.scratch) if by_tma else bound
-
-        def run(x: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:
-            launch(*operands.of(contiguous_rows(x), w), *more)
-
-        return run
+        programs = min(config.tiles(sizes, n), config.programs)
+        rest = segments_of(space, sizes), n, k, *strides, slot, *launch_arguments(space, signature)
+        return operands.bind(
+            matmul_reduce_scatter_kernel, programs, (*rest, TRITON_DTYPES[wire]), space.scratch
+        )
 
     return Prepared(1 + config.tiles([max(sizes)], n), len(sizes) * slot, table_of(sizes), bind)

@@ -5,7 +5,7 @@ memory, call after call and in replayed graphs, without the host.
 
 Algorithm: every rank owns a region that all others can address: words, then two buffers. A call is
 an epoch. There are two sets of words and buffers, one for each parity of the epoch. A word is
-(signature << 32 | epoch), or (data << 32 | epoch) in csrc/cuda/low_latency.cuh. It is pushed into
+(signature << 32 | epoch), or (data << 32 | epoch) in csrc/cuda/ll.cuh. It is pushed into
 the region of the rank that waits for it, so every wait polls local memory.
 
 Sync: a producer writes its data, then pushes a word (`publish`: release, system scope). A consumer
@@ -56,28 +56,59 @@ from tpkernels.kernels.words import (
     store_release_at_all,
 )
 from tpkernels.symm import device
+from tpkernels.symm.device import DeviceWorkspace, signed
 
 # Shared with the host; see symm/device.py.
-STATE_EPOCH = tl.constexpr(device.EPOCH)
-STATE_ENDED = tl.constexpr(device.ENDED)
-STATE_STATUS = tl.constexpr(device.STATUS)
-STATE_PEER = tl.constexpr(device.PEER)
-STATE_EXPECTED = tl.constexpr(device.EXPECTED)
-STATE_SEEN = tl.constexpr(device.SEEN)
-STATE_CLOCK = tl.constexpr(device.CLOCK)
-STATE_LOST = tl.constexpr(device.LOST)
+STATE_EPOCH, STATE_ENDED = tl.constexpr(device.EPOCH), tl.constexpr(device.ENDED)
+STATE_STATUS, STATE_PEER = tl.constexpr(device.STATUS), tl.constexpr(device.PEER)
+STATE_EXPECTED, STATE_SEEN = tl.constexpr(device.EXPECTED), tl.constexpr(device.SEEN)
+STATE_CLOCK, STATE_LOST = tl.constexpr(device.CLOCK), tl.constexpr(device.LOST)
 LAST_EPOCH = tl.constexpr(device.LAST_EPOCH)
-ABORT = tl.constexpr(device.ABORT)
-FAILED = tl.constexpr(device.FAILED)
+ABORT, FAILED = tl.constexpr(device.ABORT), tl.constexpr(device.FAILED)
 FAILED_MISMATCH, FAILED_TIMEOUT = tl.constexpr(device.MISMATCH), tl.constexpr(device.TIMEOUT)
 FAILED_ABORT = tl.constexpr(device.ABORTED)
 ENTERED, TILES = tl.constexpr(0), tl.constexpr(1)  # words from one source: TILES + tile or piece
 
 
+class Workspace(NamedTuple):
+    """A ``DeviceWorkspace`` as one launch argument, which kernels read by name."""
+
+    regions: Any  # the ranks' regions: a table of addresses
+    state: Any
+    control: Any
+    words: Any  # from one source
+    buffers_at: Any  # bytes from the start of a region
+    buffer_stride: Any  # bytes from one buffer to the other
+    world: Any  # known at compile time
+    chaos: Any  # known at compile time; see `delay`
+
+
+# Launch arguments that differ between ranks or calls. They are not fields of `Workspace`: Triton
+# 3.6 and 3.7 specialise the values in a tuple even if the argument is listed in
+# do_not_specialize, and would compile a kernel for rank 1 and another for multiples of 16.
+SCALARS = ["rank", "signature", "timeout_ns", "seed"]
+
+
+def launch_arguments(space: DeviceWorkspace, signature: int) -> tuple[Any, ...]:
+    """Return the arguments of every kernel that communicates: `workspace`, and those in SCALARS."""
+    if space.argument is None:
+        space.argument = Workspace(
+            space.regions,
+            space.state,
+            space.control,
+            space.words,
+            space.buffers_at,
+            space.buffer_stride,
+            tl.constexpr(space.world),
+            tl.constexpr(space.chaos),
+        )
+    return space.argument, space.rank, signed(signature), space.timeout_ns, space.seed
+
+
 class Peers(NamedTuple):
     """One call as a kernel sees it; made by ``join``."""
 
-    space: Any  # arguments.Workspace
+    space: Any  # Workspace
     rank: Any
     word: Any
     parity: Any

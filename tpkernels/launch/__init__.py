@@ -1,16 +1,6 @@
 """Starting ranks on this machine, and calling what they hold: ``Ranks(4).run(function, ...)``,
 ``Ranks(4, "module:Class").call("method", ...)``."""
 
-from tpkernels.launch.executor import Executor, Outcome, RankError
-from tpkernels.launch.group import GroupExecutor, serve_group
-from tpkernels.launch.ranks import Ranks, fork_server
+from tpkernels.launch.ranks import Outcome, RankError, Ranks, fork_server
 
-__all__ = [
-    "Executor",
-    "GroupExecutor",
-    "Outcome",
-    "RankError",
-    "Ranks",
-    "fork_server",
-    "serve_group",
-]
+__all__ = ["Outcome", "RankError", "Ranks", "fork_server"]

@@ -1,4 +1,4 @@
-"""What executors send: plain values as msgpack, tensors as raw bytes behind it.
+"""What the driver and the ranks send: plain values as msgpack, tensors as raw bytes behind it.
 
 A message has a frame (two lengths, then msgpack) and the bytes of its tensors in the order in which
 the msgpack names them, so a tensor is copied into the transport and out of it, and nowhere else.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -30,16 +29,7 @@ _NAMES = (
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 Bytes = bytearray | memoryview  # a vector of bytes, which may be written
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message to be sent: the frame, and the bytes of each tensor that has any."""
-
-    parts: list[Bytes]
-
-    def __bytes__(self) -> bytes:
-        return b"".join(self.parts)
+Message = list[Bytes]  # the frame, and the bytes of each tensor that has any
 
 
 class _Refused(Exception):
@@ -74,7 +64,7 @@ def encode(value: Any, what: str | Sequence[str] = "the message") -> Message:
         )
         payloads = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
         frame = bytearray(_LENGTHS.pack(len(packed), sum(map(len, payloads))) + packed)
-        return Message([frame, *payloads])
+        return [frame, *payloads]
     for item, name in [(value, what)] if isinstance(what, str) else zip(value, what, strict=True):
         _explain(item, name)
     raise ValueError(f"{name} is nested too deeply to be sent, or contains itself")
@@ -105,23 +95,6 @@ def receive(fill: Callable[[Bytes], None]) -> Any:
             fill(_bytes_of(tensor))
             if tensor.dtype is torch.bool and tensor.view(torch.uint8).max() > 1:
                 raise ValueError("malformed message: a bool tensor holds bytes other than 0 and 1")
-    return value
-
-
-def decode(data: bytes) -> Any:
-    """Return the value of a message that is all here. Raises ValueError if it is malformed."""
-    rest = memoryview(data)
-
-    def fill(out: Bytes) -> None:
-        nonlocal rest
-        if len(out) > len(rest):
-            raise ValueError(f"malformed message: it ends after {len(data)} bytes")
-        out[:] = rest[: len(out)]
-        rest = rest[len(out) :]
-
-    value = receive(fill)
-    if rest:
-        raise ValueError(f"malformed message: {len(rest)} bytes too many")
     return value
 
 

@@ -1,13 +1,13 @@
-"""Worker processes on this machine, for the command line, the benchmarks, the tests and users.
+"""Ranks on this machine: processes that run functions, and methods of an object that each holds.
 
-Problem: working with real process groups requires ranks that start fast, run functions and hold
-objects, report failures (an exception, a death, a hang) and never outlive the parent.
+Problem: working with real process groups requires ranks that start fast, carry tensors, cost
+nothing while idle, report failures (an exception, a death, a hang) and never outlive the parent.
 
 Algorithm: a fork server imports torch once, and every rank is forked from it. The parent hosts the
-``TCPStore``. It has no rank: it sends messages and waits for replies through mailboxes in shared
-memory (`csrc/host/mailbox.h`) in slices, and looks for dead ranks in between. Functions and their
-results, which are pickled, travel through a pipe for each rank, so nothing that is read from
-shared memory is unpickled.
+``TCPStore`` and has no rank. A `Job` is a message to all ranks and one last reply of each
+(`tpkernels.launch.worker`), through mailboxes in shared memory (`csrc/host/mailbox.h`). The parent
+waits for replies in slices, and looks for dead ranks in between. Functions and their results are
+pickled and travel through a pipe for each rank: nothing from shared memory is unpickled.
 
 Lifetime: each rank leads its own process group, so a Ctrl-C in the terminal reaches only the
 parent, and killing a rank also kills the processes it started. However the parent dies, the kernel
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import math
 import multiprocessing
 import os
@@ -28,7 +29,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -38,32 +40,105 @@ from typing import Any
 import torch.distributed as dist
 
 from tpkernels._C.host import Arena, Mailbox
-from tpkernels.launch import executor, messages, worker
-from tpkernels.launch.executor import TIMEOUT, Executor, GiveUp, Job, Outcome, request
+from tpkernels.launch import messages, worker
 from tpkernels.launch.messages import Message
 
+TIMEOUT = 300.0  # s, for a call
+STREAM_AHEAD = 8  # steps that ranks may be ahead of the consumer of a stream
+GRACE_SECONDS = 5.0  # for the other ranks to report after the first error
+LOST_GRACE_SECONDS = 0.2  # for the other ranks to report after one was lost in a call
 _PRELOAD = ["torch", "torch.distributed", "tpkernels.launch.worker"]
-_RUN = messages.encode(("run",))
 _SLICE_S = 0.1  # between two looks at the ranks
 _MESSAGE_S = 1.0  # for the rest of a reply that has begun to arrive
 _REAP_S = 5.0  # from a rank's death to its exit code, through the fork server
+Reply = tuple[Any, ...]  # see `tpkernels.launch.worker`
 
 
-def loopback_store() -> dist.TCPStore:
-    """Host a store that only processes of this machine reach; by itself it would listen on all
-    interfaces."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        return dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),  # the store closes it
-        )
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one job on one rank."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None  #: the traceback, as text
+    error_type: str | None = None  #: the exception's class name
+    exitcode: int | None = None  #: of a rank that died; negative: the signal
+    timed_out: bool = False  #: no answer by the deadline
+    seconds: float = 0.0  #: run time; after a death or timeout, since the job was sent
+
+    @property
+    def ok(self) -> bool:
+        """Return whether the function returned `value`."""
+        return self.error is None and self.exitcode is None and not self.timed_out
 
 
-class Ranks(Executor):
+class RankError(RuntimeError):
+    """A job failed on some ranks; the message contains the traceback of each."""
+
+    def __init__(self, message: str, outcomes: Sequence[Outcome]) -> None:
+        super().__init__(message)
+        self.outcomes = list(outcomes)
+
+
+class _GiveUp(Exception):
+    """A transfer ended early: time is up, or a rank was lost. The job has recorded which."""
+
+
+class Job:
+    """A call, a stream or a function under way.
+
+    Args:
+        grace: seconds for the other ranks to report after the first error, and after a rank was
+            lost; by default `GRACE_SECONDS` and `LOST_GRACE_SECONDS`.
+    """
+
+    def __init__(
+        self, what: str, world: int, timeout: float, grace: tuple[float, float] | None = None
+    ) -> None:
+        self.what = what
+        self._grace = grace or (GRACE_SECONDS, LOST_GRACE_SECONDS)
+        self._outcomes: dict[int, Outcome] = {}
+        self.pending = set(range(world))  # ranks that have not given their last reply
+        self.lost = False  # a rank ended without it
+        self._begin = time.monotonic()
+        self.deadline = self._begin + timeout
+
+    @property
+    def failed(self) -> bool:
+        return any(not outcome.ok for outcome in self._outcomes.values())
+
+    def left(self) -> float:
+        """Return the seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def note(self, rank: int, reply: Reply) -> None:
+        """Record the last reply of a rank."""
+        kind, *fields, seconds = reply
+        if kind == "error":
+            text, name = fields
+            outcome = Outcome(rank, error=text, error_type=name, seconds=seconds)
+            self._record(outcome, self._grace[0])
+        else:
+            self._record(Outcome(rank, value=fields[0] if fields else None, seconds=seconds))
+
+    def lose(self, outcome: Outcome) -> None:
+        """Record the end of a rank that has given no last reply."""
+        self._record(replace(outcome, seconds=time.monotonic() - self._begin), self._grace[1])
+        self.lost = True
+
+    def by_rank(self) -> list[Outcome]:
+        """Return all outcomes; ranks that have not answered have timed out."""
+        seconds = time.monotonic() - self._begin
+        late = {rank: Outcome(rank, timed_out=True, seconds=seconds) for rank in self.pending}
+        return [outcome for _, outcome in sorted((self._outcomes | late).items())]
+
+    def _record(self, outcome: Outcome, grace: float = math.inf) -> None:
+        self._outcomes[outcome.rank] = outcome
+        self.pending.discard(outcome.rank)
+        self.deadline = min(self.deadline, time.monotonic() + grace)
+
+
+class Ranks:
     """``world`` processes that form the default process group, run functions (`run`), and hold an
     object each if there is a ``factory`` (`call`, `stream`).
 
@@ -103,10 +178,16 @@ class Ranks(Executor):
             raise ValueError(f"world and threads must be at least 1, got {world=}, {threads=}")
         if env and "OMP_NUM_THREADS" in env:
             raise ValueError(f"pass threads={env['OMP_NUM_THREADS']}, not OMP_NUM_THREADS in env")
-        super().__init__(world, timeout)
+        self.world = world
+        self._timeout = _checked(timeout)
+        self._methods: frozenset[str] = frozenset()
+        self._why_closed: str | None = None
+        self._pid = os.getpid()
+        self._turn = threading.Lock()  # held during a call, and while a stream is open
+        self._streaming: int | None = None  # the thread that opened the stream
         if factory is not None:
             factory = worker.name_of(factory)
-            making = request("make", factory, args, kwargs)
+            making = _request("make", factory, args, kwargs)
         self.exitcodes: list[int | None] = []  #: of the ranks, once they are closed
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[connection.Connection] = []
@@ -127,12 +208,14 @@ class Ranks(Executor):
                 context = fork_server()
                 for rank in range(world):
                     self._start(context, rank, setup)
+                self._run(self._job, messages.encode(("join",)), close_on_error=True)
             except BaseException:
                 self.close()
                 raise
-        self._run(self._job, messages.encode(("join",)), close_on_error=True)
         if factory is not None:
-            self._make(factory, making)
+            with self._my_turn(timeout):
+                made = self._run(Job(factory, world, timeout), making, close_on_error=True)
+            self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in made))
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
@@ -146,26 +229,28 @@ class Ranks(Executor):
             RankError: it raised, a rank died, or one took longer than ``timeout`` seconds. The
                 ranks' collectives may be out of step then, so they are closed.
         """
-        timeout = self._timeout if timeout is None else executor.checked(timeout)
-        data = pickle.dumps(sys.path) + pickle.dumps((function, args, kwargs))
+        timeout = self._timeout if timeout is None else _checked(timeout)
+        pickled = _pickled(function, args, kwargs)
         what = getattr(function, "__qualname__", repr(function))
         with self._my_turn(timeout):
-            self._job = Job(
-                what, self.world, timeout, after_death=executor.GRACE_SECONDS, pickled=data
-            )
-            return [one.value for one in self._run(self._job, _RUN, close_on_error=True)]
+            self._job = Job(what, self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS))
+            with contextlib.suppress(_GiveUp):
+                self._send_function(pickled)
+                self._drain(self._job)
+            outcomes = self._finish(self._job, close_on_error=True)
+        return [outcome.value for outcome in outcomes]
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Start ``function(*args, **kwargs)`` on every rank and return at once.
 
         Ranks that have died are skipped; `collect` reports them.
         """
-        data = pickle.dumps(sys.path) + pickle.dumps((function, args, kwargs))
-        with self._my_turn(self._timeout), self._closing_on_interrupt():
-            self._job = Job("submit", self.world, self._timeout, math.inf, math.inf, data)
+        pickled = _pickled(function, args, kwargs)
+        with self._my_turn(self._timeout):
+            self._job = Job("submit", self.world, self._timeout, (math.inf, math.inf))
             try:
-                self._send(_RUN, self._job)
-            except GiveUp:
+                self._send_function(pickled)
+            except _GiveUp:
                 self._finish(self._job)
 
     def collect(self, timeout: float) -> list[Outcome]:
@@ -174,17 +259,75 @@ class Ranks(Executor):
         Ranks that do not answer within ``timeout`` seconds are reported as timed out and keep
         running: a later call waits for them again, and closing kills them.
         """
-        with self._my_turn(self._timeout, collecting=True):
+        with self._my_turn(self._timeout, busy=True):
             self._job.deadline = time.monotonic() + timeout
             try:
                 self._drain(self._job)
-            except GiveUp:
+            except _GiveUp:
                 self._close("a rank stopped in the middle of its answer")
             return self._job.by_rank()
 
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,
+        rank: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a method on every rank, and return the results by rank.
+
+        Arguments and results are None, numbers, strings, bytes, CPU tensors, and lists, tuples and
+        dicts of them. A call of another thread waits for its turn.
+
+        Args:
+            timeout: seconds for the call on all ranks; by default the executor's.
+            rank: returns the result of this rank alone; those of others are not sent.
+
+        Raises:
+            AttributeError: there is no such public method. Nothing was sent.
+            TypeError, ValueError: an argument cannot be sent. Nothing was sent.
+            TimeoutError: calls of other threads took all the time. Nothing was sent.
+            RankError: the method raised, a rank died, or it took too long. The executor stays open
+                if every rank has answered, and is closed otherwise. Groups whose collectives the
+                method left on some ranks only may be broken even if it stays open.
+        """
+        timeout = self._timeout if timeout is None else _checked(timeout)
+        self._check(method, rank)
+        message = _request("call", method, args, kwargs, rank)
+        with self._my_turn(timeout):
+            outcomes = self._run(Job(method, self.world, timeout), message)
+        return outcomes[rank].value if rank is not None else [outcome.value for outcome in outcomes]
+
+    def stream(
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,
+        rank: int = 0,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Run a generator method on every rank, and yield what it yields on ``rank``.
+
+        It starts when the first item is asked for, and must yield equally often on every rank. The
+        ranks run at most `STREAM_AHEAD` steps ahead of the consumer. Closing the iterator ends the
+        generators on all ranks after the same step, at most as many steps later. Until it is
+        exhausted or closed, other calls wait, and those of the same thread are refused.
+
+        Args:
+            timeout: seconds for each item; by default the executor's.
+
+        Raises:
+            AttributeError, TypeError, ValueError, TimeoutError, RankError: as `call` does.
+        """
+        timeout = self._timeout if timeout is None else _checked(timeout)
+        self._check(method, rank)
+        message = _request("stream", method, args, kwargs, rank, STREAM_AHEAD)
+        return self._items(method, message, rank, timeout)
+
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
+        """Return process ids by rank."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     @property
@@ -198,8 +341,148 @@ class Ranks(Executor):
     def describe(self, outcome: Outcome) -> str:
         """Return what went wrong on a rank, for an error's message."""
         process = self._processes[outcome.rank]
-        head = f"rank {outcome.rank} (pid {process.pid}), after {outcome.seconds:.1f} s"
-        return f"{head}: {_cause(process, outcome)}"
+        if outcome.error is not None:
+            cause = outcome.error.strip()
+        elif outcome.timed_out:
+            assert process.pid is not None
+            cause = f"no answer: {_whereabouts(process.pid)}"
+        else:
+            code = outcome.exitcode or 0
+            cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"rank {outcome.rank} (pid {process.pid}), after {outcome.seconds:.1f} s: {cause}"
+
+    def close(self) -> None:
+        """End the ranks' part in this executor. Idempotent; without effect in a forked child."""
+        self._close("it was closed")
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Jobs. All but the first run within `_my_turn`.
+
+    def _run(self, job: Job, message: Message, close_on_error: bool = False) -> list[Outcome]:
+        with contextlib.suppress(_GiveUp):
+            self._send(message, job)
+            self._drain(job)
+        return self._finish(job, close_on_error)
+
+    def _items(self, what: str, message: Message, rank: int, timeout: float) -> Iterator[Any]:
+        half = STREAM_AHEAD // 2
+        with self._my_turn(timeout):
+            self._streaming = threading.get_ident()
+            job, taken = Job(what, self.world, timeout), 0
+            try:
+                with contextlib.suppress(_GiveUp):
+                    self._send(message, job)
+                    while (arrived := self._receive(job)) is not None:
+                        source, reply = arrived
+                        if reply[0] != "item":
+                            job.note(source, reply)
+                            if source != rank and not job.failed:
+                                continue  # items may be on their way
+                            self._stop(job)
+                            break
+                        yield reply[1]
+                        self._check_open()
+                        job.deadline = time.monotonic() + timeout
+                        taken += 1
+                        if taken % half == 0:
+                            self._send(messages.encode(("more", half)), job)
+                self._finish(job)
+            except GeneratorExit:
+                if self._why_closed is None:
+                    job.deadline = time.monotonic() + timeout
+                    with contextlib.suppress(_GiveUp):
+                        self._stop(job)
+                    self._finish(job)
+                raise
+            finally:
+                self._streaming = None
+
+    def _stop(self, job: Job) -> None:
+        if job.pending:
+            self._send(messages.encode(("stop",)), job)
+            self._drain(job)
+
+    def _drain(self, job: Job) -> None:
+        """Wait for the last replies."""
+        while job.pending and (arrived := self._receive(job)) is not None:
+            source, reply = arrived
+            if reply[0] != "item":
+                job.note(source, reply)
+
+    def _finish(self, job: Job, close_on_error: bool = False) -> list[Outcome]:
+        """Return the outcomes by rank. Raise if a rank failed, and close if one did not answer."""
+        outcomes = job.by_rank()
+        failed = [outcome for outcome in outcomes if not outcome.ok]
+        if not failed:
+            return outcomes
+        parts = [f"{job.what} failed on {len(failed)} of {self.world} ranks"]
+        for outcome in failed:
+            quiet = outcome.timed_out and job.lost  # the cause is known: skip the stacks
+            parts.append(f"rank {outcome.rank}: no answer" if quiet else self.describe(outcome))
+        if job.pending or job.lost or close_on_error:
+            parts.append("The executor is closed: start a new one.")
+            self._close(f"{job.what} failed")
+        raise RankError("\n\n".join(parts), outcomes)
+
+    def _close(self, why: str) -> None:
+        if self._why_closed is None and self._pid == os.getpid():
+            self._why_closed = why
+            idle = self._turn.acquire(blocking=False)  # no call is under way: ranks read messages
+            try:
+                self._end(idle)
+            finally:
+                if idle:
+                    self._turn.release()
+
+    @contextlib.contextmanager
+    def _my_turn(self, timeout: float, busy: bool = False) -> Iterator[None]:
+        """Hold the turn. Ctrl-C, or any other error that leaves the ranks at work, closes.
+
+        Args:
+            busy: ranks may be at work on a function.
+        """
+        self._check_open()
+        if self._streaming == threading.get_ident():
+            raise RuntimeError("a stream is open; exhaust or close its iterator first")
+        if not self._turn.acquire(timeout=timeout):
+            raise TimeoutError(f"calls of other threads took longer than {timeout:g} s")
+        try:
+            self._check_open()
+            if self._job.pending and not busy:
+                busy_ranks = sorted(self._job.pending)
+                raise RuntimeError(f"ranks {busy_ranks} are still busy; collect() first")
+            try:
+                yield
+            except (GeneratorExit, RankError):
+                raise
+            except BaseException as error:
+                self._close(f"a call was left with {type(error).__name__}")
+                raise
+        finally:
+            self._turn.release()
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise RuntimeError("this process is a fork and cannot use its parent's executor")
+        if self._why_closed is not None:
+            raise RuntimeError(f"this executor is closed ({self._why_closed}); start a new one")
+
+    def _check(self, method: str, rank: int | None) -> None:
+        self._check_open()
+        if rank is not None and not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is not one of {self.world} ranks")
+        if method not in self._methods:
+            close = difflib.get_close_matches(method, self._methods, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise AttributeError(
+                f"the ranks' object has no public method {method!r}{hint}; it has "
+                f"{', '.join(sorted(self._methods)) or 'none'}"
+            )
 
     # The transport.
 
@@ -219,58 +502,53 @@ class Ranks(Executor):
         self._processes.append(process)
         self._pipes.append(ours)
 
-    def _check_idle(self) -> None:
-        if self._job.pending:
-            raise RuntimeError(f"ranks {sorted(self._job.pending)} are still busy; collect() first")
-
     def _send(self, message: Message, job: Job) -> None:
         def check() -> None:
             if self._lose_dead(job, job.pending) or job.left() <= 0:
-                raise GiveUp
+                raise _GiveUp
 
-        for part in message.parts:
+        for part in message:
             worker.transfer(self._out.write, part, _SLICE_S, check)
-        for pipe in self._pipes if job.pickled else ():
-            with contextlib.suppress(OSError):  # a dead rank
-                pipe.send_bytes(job.pickled)
 
-    def _receive(self, job: Job) -> tuple[int, tuple[Any, ...]] | None:
+    def _send_function(self, pickled: bytes) -> None:
+        self._send(messages.encode(("run",)), self._job)
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # a dead rank
+                pipe.send_bytes(pickled)
+
+    def _receive(self, job: Job) -> tuple[int, Reply] | None:
         while job.pending:
-            left = job.left()
-            if (rank := self._arrived(job, max(0.0, min(_SLICE_S, left)))) is not None:
+            left, pending = job.left(), sorted(job.pending)
+            boxes = [self._in[rank] for rank in pending]
+            arrived = Mailbox.wait_any(boxes, max(0.0, min(_SLICE_S, left)))
+            if arrived >= 0:
+                rank = pending[arrived]
                 if (reply := self._read(rank, job)) is not None:
                     return rank, reply
             elif not self._lose_dead(job, job.pending) and left <= 0:
                 break
         return None
 
-    def _arrived(self, job: Job, seconds: float) -> int | None:
-        """Return a pending rank that has sent something."""
-        pending = sorted(job.pending)
-        found = Mailbox.wait_any([self._in[rank] for rank in pending], seconds)
-        return None if found < 0 else pending[found]
-
-    def _read(self, rank: int, job: Job) -> tuple[Any, ...] | None:
+    def _read(self, rank: int, job: Job) -> Reply | None:
         """Return the reply of a rank, or None if the rank died meanwhile."""
         until = max(job.deadline, time.monotonic() + _MESSAGE_S)
 
         def check() -> None:
             if self._lose_dead(job, [rank]) or time.monotonic() > until:
-                raise GiveUp
+                raise _GiveUp
 
         move = partial(self._in[rank].read, 0)
-        reply: tuple[Any, ...]
         try:
-            reply = messages.receive(lambda out: worker.transfer(move, out, _SLICE_S, check))
+            reply: Reply = messages.receive(lambda out: worker.transfer(move, out, _SLICE_S, check))
             if reply[0] != "pickled":
                 return reply
             data = self._pipes[rank].recv_bytes()
-        except (GiveUp, EOFError, OSError) as error:
-            if not isinstance(error, GiveUp):  # it died while sending
+        except (_GiveUp, EOFError, OSError) as error:
+            if not isinstance(error, _GiveUp):  # it died while sending
                 self._processes[rank].join(_REAP_S)
                 self._lose_dead(job, [rank])
             if rank in job.pending:
-                raise GiveUp from error
+                raise _GiveUp from error
             return None
         try:
             return "result", pickle.loads(data), reply[1]
@@ -296,7 +574,7 @@ class Ranks(Executor):
                     _kill(process)
             deadline = time.monotonic() + worker.LEAVE_SECONDS + 1.0
             if idle:
-                for part in messages.encode(worker.CLOSE).parts:
+                for part in messages.encode(worker.CLOSE):
                     self._out.write(part, worker.LEAVE_SECONDS)
             for process, pipe in zip(self._processes, self._pipes, strict=True):
                 process.join(max(0.0, deadline - time.monotonic()))
@@ -331,6 +609,36 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
     return context
 
 
+def loopback_store() -> dist.TCPStore:
+    """Host a store that only processes of this machine reach; by itself it would listen on all
+    interfaces."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return dist.TCPStore(
+            "127.0.0.1",
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
+
+
+def _request(kind: str, name: str, args: Sequence[Any], kwargs: Any, *rest: Any) -> Message:
+    """Return a message of `tpkernels.launch.worker`."""
+    what = ["", "", f"{name}: args", f"{name}: kwargs", *[""] * len(rest)]
+    return messages.encode((kind, name, args, kwargs, *rest), what)
+
+
+def _pickled(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+    return pickle.dumps(sys.path) + pickle.dumps((function, args, kwargs))
+
+
+def _checked(timeout: float) -> float:
+    """Return a timeout that threads and locks take."""
+    if not (timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"timeout must be a number of seconds above 0, got {timeout}")
+    return float(min(timeout, threading.TIMEOUT_MAX))
+
+
 def _kill(process: ForkServerProcess) -> None:
     """Send SIGKILL to a rank and the processes it started, even if they are stopped."""
     if process.exitcode is None and process.pid is not None:
@@ -339,22 +647,16 @@ def _kill(process: ForkServerProcess) -> None:
         process.kill()
 
 
-def _cause(process: ForkServerProcess, outcome: Outcome) -> str:
-    """Return what went wrong; for a rank that does not answer, its stacks (`worker.STACK_FILE`)."""
-    if outcome.error is not None:
-        return outcome.error.strip()
-    if not outcome.timed_out:
-        code = outcome.exitcode or 0
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    assert process.pid is not None
-    proc = Path(f"/proc/{process.pid}")
+def _whereabouts(pid: int) -> str:
+    """Return why a rank does not answer, with its Python stacks (`worker.STACK_FILE`)."""
+    proc = Path(f"/proc/{pid}")
     try:
         if (proc / "stat").read_text().rpartition(")")[2].split()[0] == "T":
-            return "no answer: stopped by a signal"
-        os.kill(process.pid, signal.SIGUSR1)
+            return "stopped by a signal"
+        os.kill(pid, signal.SIGUSR1)
         time.sleep(0.1)
         links = {file: os.readlink(file) for file in (proc / "fd").iterdir()}
         stacks = [file.read_text() for file, to in links.items() if worker.STACK_FILE in to]
-        return "\n".join(["no answer: still running", *stacks]).strip()
+        return "\n".join(["still running", *stacks]).strip()
     except OSError as error:
-        return f"no answer: {error}"
+        return str(error)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,32 +31,17 @@ _SHARED_GPU = {
 }
 
 
-class Session(Protocol):
-    """Ranks that run functions together. ``leader``: this process prints and writes files."""
+@dataclass(frozen=True)
+class Session:
+    """Ranks that run functions together.
 
-    leader: bool
+    Attributes:
+        run: ``run(function, *args)`` calls it on every rank and returns the results by rank.
+        leader: this process prints and writes files.
+    """
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(*args)`` on every rank; return the results by rank."""
-
-
-@dataclass
-class _Spawned:
-    ranks: Ranks
-    timeout: float
+    run: Callable[..., list[Any]]
     leader: bool = True
-
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        results: list[Any] = self.ranks.run(function, *args, timeout=self.timeout)
-        return results
-
-
-@dataclass
-class _Joined:
-    leader: bool
-
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return gather_objects(function(*args))
 
 
 def under_torchrun() -> bool:
@@ -77,9 +63,9 @@ def world_size(nproc: int | None, default: int) -> int:
     """Return the number of ranks: the launcher's, or what the user asked for."""
     if nproc is not None:
         check_workers(nproc=nproc)
-    if not under_torchrun():
+    world = launched_ranks()
+    if world is None:
         return default if nproc is None else nproc
-    world = int(os.environ["WORLD_SIZE"])
     if nproc not in (None, world):
         raise UsageError(
             f"--nproc is {nproc} but torchrun set WORLD_SIZE to {world}; leave --nproc out"
@@ -112,12 +98,12 @@ def open_session(
     if not under_torchrun():
         env = _SHARED_GPU if device == "cuda" and backend == "gloo" else None
         with Ranks(world, threads=threads, backend=backend, env=env) as ranks:
-            yield _Spawned(ranks, timeout)
+            yield Session(partial(ranks.run, timeout=timeout))
         return
     torch.set_num_threads(threads)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        yield _Joined(leader=dist.get_rank() == 0)
+        yield Session(lambda function, *args: gather_objects(function(*args)), is_leader())
         dist.barrier()
     finally:
         groups.finalize()

@@ -11,10 +11,9 @@ Both pickles stay within the processes of one user on one machine.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -37,7 +36,7 @@ def spmd(
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(mesh, *args, **kwargs)`` on new ranks, with the default process group initialised,
-    and returns the results by rank. The ranks end with the call.
+    and return the results by rank. The ranks end with the call.
 
     Args:
         fn: any function, also a lambda, a closure, or one defined in a notebook. It and its
@@ -77,9 +76,13 @@ def spmd(
             "copied inside of the function"
         ) from error
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    with contextlib.ExitStack() as stack:
-        with _without_main():
-            ranks = stack.enter_context(Ranks(nprocs, backend=backend, threads=threads))
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")  # ranks do not import the main script
+    try:
+        ranks = Ranks(nprocs, backend=backend, threads=threads)
+    finally:
+        sys.modules["__main__"] = main
+    with ranks:
         results = ranks.run(_call, job, device, shape, names, timeout=timeout)
     return [cloudpickle.loads(result) for result in results]
 
@@ -92,14 +95,3 @@ def _call(job: bytes, device: str, shape: tuple[int, ...], names: tuple[str, ...
     mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     result: bytes = cloudpickle.dumps(fn(mesh, *args, **kwargs))
     return result
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Processes that multiprocessing starts meanwhile do not import the main script."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

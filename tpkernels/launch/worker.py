@@ -1,4 +1,4 @@
-"""The rank's side: one loop that does what messages ask for, however they travel.
+"""The rank's side: one loop that does what messages ask for.
 
 Messages, in one order on all ranks:
 
@@ -9,9 +9,9 @@ Messages, in one order on all ranks:
   all ranks if that is None;
 - ``("stream", method, args, kwargs, rank, steps)`` calls a generator method and makes ``steps``
   steps; ``("more", steps)`` allows further steps, ``("stop",)`` ends it;
-- ``("idle",)`` asks for nothing, and ``("close",)`` ends the loop.
+- ``("close",)`` ends the loop.
 
-Replies: a rank answers all but the last four with exactly one of ``("result", value, seconds)``,
+Replies: a rank answers all but the last three with exactly one of ``("result", value, seconds)``,
 ``("pickled", seconds)``, which the value follows through the pipe, ``("error", traceback, type,
 seconds)`` and, for a stream, ``("end", seconds)``. Before the last, the rank whose items are wanted
 sends ``("item", value)`` for each. Errors are returned as text; nothing is printed.
@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -56,7 +56,7 @@ from tpkernels.defaults import result_pool_bytes
 from tpkernels.launch import messages
 from tpkernels.launch.messages import Bytes, Message
 
-CLOSE, IDLE = ("close",), ("idle",)
+CLOSE = ("close",)
 LEAVE_SECONDS = 3.0  # destroy_process_group may wait for peers that are gone
 STACK_FILE = "tpkernels-stack"  # the memory file that SIGUSR1 dumps the Python stacks into
 RING_BYTES = 1 << 20
@@ -81,51 +81,38 @@ class Setup:
 
 
 class Worker:
-    """One rank's object, and the stream that is open. Without a setup it runs no functions."""
+    """One rank's object, and the stream that is open."""
 
     def __init__(
-        self, rank: int, setup: Setup | None = None, pipe: connection.Connection | None = None
+        self, rank: int, setup: Setup, pipe: connection.Connection, send: Callable[[Message], None]
     ) -> None:
-        self._rank, self._setup, self._pipe = rank, setup, pipe
+        self._rank, self._setup, self._pipe, self._send = rank, setup, pipe, send
         self._object: Any = None
         self._items: Iterator[Any] | None = None
         self._wanted = False  # the items of this rank
         self._begin = 0.0
 
-    def serve(self, receive: Callable[[], Any], send: Callable[[Message], None]) -> None:
-        """Handle messages until `CLOSE`."""
-        while (message := receive()) != CLOSE:
-            for reply in self.handle(message):
-                send(reply)
-
-    def handle(self, message: tuple[Any, ...]) -> Iterator[Message]:
-        """Do what a message asks for, and yield the replies."""
+    def handle(self, message: tuple[Any, ...]) -> None:
+        """Do what a message asks for, and send the replies."""
         kind, *fields = message
         if kind not in ("more", "stop"):
             self._begin = time.monotonic()
         try:
-            act: Callable[..., Iterator[Message]] = getattr(self, f"_{kind}")
-            yield from act(*fields)
-        except GeneratorExit:
-            raise
+            getattr(self, f"_{kind}")(*fields)
         except BaseException as error:  # even SystemExit: a method must not end the rank
             self._items = None
-            seconds = self._seconds()
-            yield messages.encode(("error", describe(error), type(error).__name__, seconds))
+            self._last("error", describe(error), type(error).__name__)
 
-    def _seconds(self) -> float:
-        return time.monotonic() - self._begin
+    def _last(self, *reply: Any, what: str = "") -> None:
+        """Send a last reply. ``what`` names its value in errors."""
+        seconds = time.monotonic() - self._begin
+        self._send(messages.encode((*reply, seconds), ["", what, "", ""][: len(reply) + 1]))
 
-    def _idle(self) -> Iterator[Message]:
-        yield from ()
-
-    def _join(self) -> Iterator[Message]:
-        assert self._setup is not None
+    def _join(self) -> None:
         join_group(self._rank, self._setup)
-        yield messages.encode(("result", None, self._seconds()))
+        self._last("result", None)
 
-    def _run(self) -> Iterator[Message]:
-        assert self._setup is not None and self._pipe is not None
+    def _run(self) -> None:
         job = io.BytesIO(self._pipe.recv_bytes())
         sys.path[:] = pickle.load(job)  # first: importing the function may need it
         function, args, kwargs = pickle.load(job)
@@ -136,54 +123,49 @@ class Worker:
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()  # the rank may be killed after a failure elsewhere
-        yield messages.encode(("pickled", self._seconds()))
+        self._last("pickled")
         self._pipe.send_bytes(value)  # after the reply: the driver reads the pipe only then
 
-    def _make(
-        self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[Message]:
+    def _make(self, factory: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._object = resolve(factory)(*args, **kwargs)
-        yield messages.encode(("result", methods_of(self._object), self._seconds()))
+        self._last("result", methods_of(self._object))
 
     def _call(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int | None
-    ) -> Iterator[Message]:
+        self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int | None
+    ) -> None:
         value = getattr(self._object, method)(*args, **kwargs)
-        wanted = value if rank in (None, self._rank) else None
-        reply = ("result", wanted, self._seconds())
-        yield messages.encode(reply, ["", f"the result of {method}", ""])
+        sent = value if rank in (None, self._rank) else None
+        self._last("result", sent, what=f"the result of {method}")
 
     def _stream(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int, steps: int
-    ) -> Iterator[Message]:
+        self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int, steps: int
+    ) -> None:
         items = getattr(self._object, method)(*args, **kwargs)
         if not isinstance(items, Iterator):
             raise TypeError(
                 f"{method} returned a {type(items).__name__}; stream() needs a generator"
             )
         self._items, self._wanted = items, rank == self._rank
-        yield from self._more(steps)
+        self._more(steps)
 
-    def _more(self, steps: int) -> Iterator[Message]:
+    def _more(self, steps: int) -> None:
         for _ in range(steps if self._items is not None else 0):
             assert self._items is not None
             try:
                 item = next(self._items)
             except StopIteration:
                 self._items = None
-                yield messages.encode(("end", self._seconds()))
+                self._last("end")
                 return
             if self._wanted:
-                yield messages.encode(("item", item), ["", "an item"])
+                self._send(messages.encode(("item", item), ["", "an item"]))
 
-    def _stop(self) -> Iterator[Message]:
+    def _stop(self) -> None:
         items, self._items = self._items, None
-        if items is None:  # it has ended before
-            return
-        close = getattr(items, "close", None)
-        if close is not None:
-            close()
-        yield messages.encode(("end", self._seconds()))
+        if items is not None:  # it has not ended before
+            if hasattr(items, "close"):
+                items.close()
+            self._last("end")
 
 
 def describe(error: BaseException) -> str:
@@ -197,12 +179,12 @@ def describe(error: BaseException) -> str:
 def resolve(factory: str) -> Callable[..., Any]:
     """Return the callable named "module:qualified.name"."""
     module, _, name = factory.partition(":")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{factory} is a {type(found).__name__}, not a class or function")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise TypeError(f"{factory} is a {type(target).__name__}, not a class or function")
+    return target
 
 
 def name_of(factory: str | Callable[..., Any]) -> str:
@@ -278,11 +260,13 @@ def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
     setup.memory.close()
 
     def send(message: Message) -> None:
-        for part in message.parts:
+        for part in message:
             transfer(replies[rank].write, part)
 
     read = partial(transfer, partial(requests.read, rank))
-    Worker(rank, setup, pipe).serve(partial(messages.receive, read), send)
+    worker = Worker(rank, setup, pipe, send)
+    while (message := messages.receive(read)) != CLOSE:
+        worker.handle(message)
     shut_down()
 
 

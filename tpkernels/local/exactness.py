@@ -11,21 +11,12 @@ import functools
 
 import torch
 
-from tpkernels.local.matmul import local_matmul
+from tpkernels.local.matmul import layout_of, local_matmul
 from tpkernels.local.packed import pack
 from tpkernels.local.product import LocalProduct, Weight
 
 _LARGE = 64.0
 _DISTINCT = 64  # rows of x and columns of w; more of them are repetitions
-
-
-def layout_of(w: Weight) -> str:
-    """Return the layout of a weight, as `parts_are_exact` distinguishes them."""
-    if not isinstance(w, torch.Tensor):
-        return "unknown"
-    if w.is_mkldnn:
-        return "packed"
-    return "columns" if w.stride(0) < w.stride(1) else "rows"
 
 
 def multiplies_parts_exactly(
@@ -57,7 +48,7 @@ def parts_are_exact(
     bias_dtype: torch.dtype | None,
     threads: int,
 ) -> bool:
-    """Tries it: multiplies all, and parts of each number of rows and columns.
+    """Try it: multiply all, and parts of each number of rows and columns.
 
     Args:
         shape: M, K, N of the whole product.

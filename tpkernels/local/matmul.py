@@ -20,8 +20,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels.local.memory import empty
-from tpkernels.local.native import native
-from tpkernels.local.packed import columns_of, has_panels, packed_product
+from tpkernels.local.packed import columns_of, has_panels, native, packed_product
 from tpkernels.local.product import Product, Weight
 from tpkernels.local.ranges import MATMUL, profiling, recorded
 
@@ -38,6 +37,15 @@ def converts(dtype: torch.dtype, rows: int) -> bool:
     return not native(dtype) and rows >= _MIN_ROWS
 
 
+def layout_of(w: Weight) -> str:
+    """Return the layout of a weight, on which the bits of a product depend."""
+    if not isinstance(w, torch.Tensor):
+        return "unknown"
+    if w.is_mkldnn:
+        return "packed"
+    return "columns" if w.stride(0) < w.stride(1) else "rows"
+
+
 def local_matmul(
     x: torch.Tensor,
     w: Weight,
@@ -46,27 +54,24 @@ def local_matmul(
     whole_rows: int | None = None,
     whole_columns: int | None = None,
 ) -> torch.Tensor:
-    """``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
+    """Set ``out = x @ w + bias``. x [M, K], w [K, N], out [M, N] of any float dtype, bias [N]; any
     strides, ``out`` with unit column stride. With a packed ``w`` or a caller's product,
     ``out`` has x's dtype; the latter has no bias. `Product` says what x is with a scaled one.
 
     Where x is a part of the rows of a product, ``whole_rows`` is how many that has, and where w is
     a part of its columns, ``whole_columns``: what computes the product follows from these, so that
     a result has the same bits whatever the parts are."""
-    if x.shape[0] == 0 or columns_of(w) == 0:
+    if not out.numel():
         return out
-    whole = (
-        x.shape[0] if whole_rows is None else whole_rows,
-        columns_of(w) if whole_columns is None else whole_columns,
-    )
+    whole = whole_rows or x.shape[0], whole_columns or out.shape[1]
     if not profiling():  # takes 0.1 us; a null range would take 0.4
-        return _local_matmul(x, w, out, bias, whole)
+        return _multiply(x, w, out, bias, whole)
     with recorded(MATMUL):
-        return _local_matmul(x, w, out, bias, whole)
+        return _multiply(x, w, out, bias, whole)
 
 
 def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ w + bias`` in a new tensor of x's dtype; see `local_matmul`."""
+    """Return ``x @ w + bias`` in a new tensor of x's dtype; see `local_matmul`."""
     rows = x.shape[0]
     if rows and isinstance(w, torch.Tensor) and w.is_mkldnn and not profiling():
         if bias is None:
@@ -76,7 +81,7 @@ def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) ->
     return local_matmul(x, w, empty((rows, columns_of(w)), x.dtype, x.device), bias)
 
 
-def _local_matmul(
+def _multiply(
     x: torch.Tensor,
     w: Weight,
     out: torch.Tensor,
@@ -86,46 +91,39 @@ def _local_matmul(
     """``whole``: the rows and columns of the whole product."""
     if isinstance(w, Product):
         return w.multiply(x, out, bias)
-    if not x.is_cuda and _multiply(x, w, out, bias, whole):
+    if x.is_cuda:
+        return _multiply_on_gpu(x, w, out, bias)
+    wide_bias = None if bias is None else bias.float().contiguous()
+    if _C.calls.multiply(x, w, out, wide_bias, w.is_mkldnn, whole):
         return out
     if w.is_mkldnn:
         return out.copy_(packed_product(x, w, bias))
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
-    if same and (x.is_cuda or not converts(x.dtype, whole[0])):
+    if same and not converts(x.dtype, whole[0]):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
-    if x.is_cuda:
-        if out.dtype != torch.float32:
-            wide = torch.mm(x, w, out_dtype=torch.float32)
-            return out.copy_(wide) if bias is None else torch.add(wide, bias, out=out)
-        torch.mm(x, w, out_dtype=torch.float32, out=out)
-        return out if bias is None else out.add_(bias)
     wide = empty(x.shape, torch.float32, x.device).copy_(x)
-    wide_bias = None if bias is None else bias.float()
     for begin in range(0, w.shape[1], _PANEL_COLUMNS):
         part = slice(begin, begin + _PANEL_COLUMNS)
-        part_bias = None if wide_bias is None else wide_bias[part]
         panel, to = w[:, part].float(), out[:, part]
-        if not _multiply(wide, panel, to, part_bias, whole):
-            _mm(wide, panel, to, part_bias)
+        panel_bias = None if wide_bias is None else wide_bias[part]
+        if not _C.calls.multiply(wide, panel, to, panel_bias, False, whole):
+            in_place = to if to.dtype == torch.float32 else None
+            if panel_bias is None:
+                product = torch.mm(wide, panel, out=in_place)
+            else:
+                product = torch.addmm(panel_bias, wide, panel, out=in_place)
+            if in_place is None:
+                to.copy_(product)
     return out
 
 
-def _mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """``out = x @ w + bias`` by torch, all but ``out`` in fp32."""
-    to = out if out.dtype == torch.float32 else None
-    product = torch.mm(x, w, out=to) if bias is None else torch.addmm(bias, x, w, out=to)
-    if to is None:
-        out.copy_(product)
-
-
-def _multiply(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    whole: tuple[int, int],
-) -> bool:
-    """By the extension, if that is faster than torch."""
-    if bias is not None:
-        bias = bias.float().contiguous()
-    return _C.calls.multiply(x, w, out, bias, w.is_mkldnn, whole)
+def _multiply_on_gpu(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    if x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype):
+        return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
+    if out.dtype == torch.float32:
+        torch.mm(x, w, out_dtype=torch.float32, out=out)
+        return out if bias is None else out.add_(bias)
+    wide = torch.mm(x, w, out_dtype=torch.float32)
+    return out.copy_(wide) if bias is None else torch.add(wide, bias, out=out)

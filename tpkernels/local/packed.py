@@ -16,7 +16,6 @@ import functools
 import torch
 
 from tpkernels import _C, dtypes
-from tpkernels.local.native import native
 from tpkernels.local.product import Weight
 
 # The rows that oneDNN lays the weight out for; products of any rows work. In float32, 4 rows of
@@ -28,8 +27,25 @@ _ROWS = 16
 _PLAIN = "use the plain weight"
 
 
+@functools.cache
+def native(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies ``dtype`` at full speed on this processor."""
+    if dtype in (torch.float32, torch.float64):
+        return True
+    probe = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }.get(dtype)
+    if probe is None:
+        return False
+    try:
+        return bool(getattr(torch.ops.mkldnn, probe)())
+    except (AttributeError, RuntimeError):  # torch built without oneDNN
+        return False
+
+
 def pack(w: torch.Tensor) -> torch.Tensor:
-    """A copy of a weight that the ops with a matmul take in place of it on CPUs, for inference.
+    """Return a copy of a weight that the ops take in place of it on CPUs, for inference.
 
     oneDNN has it in a layout of its own. It pays off with any number of rows where the extension
     reads that layout: in float32 on processors with AVX-512, in bfloat16 if these have its dot
@@ -160,12 +176,12 @@ def is_packed(w: Weight) -> bool:
 
 
 def columns_of(w: Weight) -> int:
-    """N of a weight."""
+    """Return N of a weight."""
     return w.shape[0] if is_packed(w) else w.shape[1]
 
 
 def fake_columns_of(w: torch.Tensor, k: int) -> int:
-    """N of a weight in a fake kernel, for an x of ``k`` columns."""
+    """Return N of a weight in a fake kernel, for an x of ``k`` columns."""
     packed = is_packed(w) or (w.shape[0] != k and w.shape[1] == k)
     return w.shape[0] if packed else w.shape[1]
 
@@ -173,7 +189,7 @@ def fake_columns_of(w: torch.Tensor, k: int) -> int:
 def packed_product(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """oneDNN's ``x @ w + bias`` in a new tensor. x [M, K] of any strides, w packed, bias [N] of x's
-    dtype or float32: it is added in the accumulator."""
+    """Return oneDNN's ``x @ w + bias``. x [M, K] of any strides, w packed, bias [N] of x's dtype or
+    float32: it is added in the accumulator."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, bias, "none", [], "")
     return product

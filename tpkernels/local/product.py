@@ -27,7 +27,7 @@ class Product(ABC):
     def multiply(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``out = x @ weight + bias``. x [M, ...], out [M, N], bias [N]."""
+        """Set ``out = x @ weight + bias``. x [M, ...], out [M, N], bias [N]."""
 
 
 class LocalProduct(Product):
@@ -73,7 +73,7 @@ class LocalProduct(Product):
     def multiply(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``out = function(x)``, checked. x [M, K], out [M, N]."""
+        """Set ``out = function(x)``, checked. x [M, K], out [M, N]."""
         assert bias is None  # validation.py
         with torch.no_grad():
             product = self.function(x)

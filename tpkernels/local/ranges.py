@@ -37,13 +37,13 @@ def profiling() -> bool:
 
 
 def recorded(name: str) -> AbstractContextManager[Any]:
-    """A range of that name around a block; no range unless a profiler is running."""
+    """Open a range of that name around a block; no range unless a profiler is running."""
     return _Range(name) if profiler._is_profiler_enabled else _NOTHING
 
 
 @contextlib.contextmanager
 def recorded_waits(workspace: HostWorkspace | None) -> Iterator[None]:
-    """Ranges around all waits of the channel, wherever in the extension they happen."""
+    """Open ranges around all waits of the channel, wherever in the extension they happen."""
     if workspace is None:
         yield
         return

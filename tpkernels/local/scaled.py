@@ -1,4 +1,15 @@
-"""The product of scaled operands, which all algorithms use.
+"""Scaled operands: fp8 and fp4 numbers with scales, how rows of them travel, and their product,
+which all algorithms use.
+
+    scales        dtype           of x [..., K]    of w [K, N]
+    tensor-wise   float32         [] or [1]        [] or [1]
+    row-wise      float32         [..., 1]         [1, N]
+    1x32 (MXFP8)  float8_e8m0fnu  [..., K / 32]    [N, K / 32]
+    1x16 (NVFP4)  float8_e4m3fn   [..., K / 16]    [N, K / 16]
+
+Block scales may also be swizzled: one dim, in tiles of 128 rows by 4 columns, padded to whole
+tiles, as ``torch.nn.functional.scaled_mm`` takes them with ``SwizzleType.SWIZZLE_32_4_4``. Two fp4
+numbers lie in one element of ``float4_e2m1fn_x2``, so the shapes of x and w have K / 2 then.
 
 On CPUs operands are converted to fp32, one panel of weight columns at a time, as in `local.matmul`:
 ``torch._scaled_mm`` converts too, but all of the weight, in more time. AMD EPYC Zen 4, 1 thread,
@@ -15,26 +26,190 @@ not to.
 
 from __future__ import annotations
 
+import enum
+import functools
+from dataclasses import dataclass
+from math import prod
+
 import torch
 
+from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Product
-from tpkernels.local.scales import (
-    FP4,
-    Packing,
-    Scaling,
-    block_of,
-    dense,
-    plain,
-    scaled_by_blocks,
-    scaling_of,
-    swizzled,
-    unscaled,
-)
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP4 = torch.float4_e2m1fn_x2
+TILE_ROWS, _TILE_COLUMNS = 128, 4  # of swizzled scales
+_UNIT_BYTES = 16  # rows that travel are padded to it, so that GPUs load them in whole vectors
 _PANEL_COLUMNS = 256
 _GPU_PANEL_COLUMNS = 2048  # bounds the fp32 copy of the weight; not measured
 _MULTIPLE = 16  # of K and N, on GPUs; K in elements, of which fp4 has one for two numbers
+
+
+class Scaling(enum.Enum):
+    """What one scale is for."""
+
+    TENSOR = "tensor-wise"
+    ROW = "row-wise"
+    BLOCK = "block-wise"
+
+
+def block_of(dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """Return the numbers per scale of an operand's blocks, and the dtype of the scales."""
+    return (16, torch.float8_e4m3fn) if dtype == FP4 else (32, torch.float8_e8m0fnu)
+
+
+def numbers_in(dtype: torch.dtype, elements: int) -> int:
+    """Return the numbers in so many elements of an operand."""
+    return 2 * elements if dtype == FP4 else elements
+
+
+def scaling_of(scale: torch.Tensor) -> Scaling:
+    """Return the kind of an operand's scales, which have been checked."""
+    if scale.dtype != torch.float32:
+        return Scaling.BLOCK
+    return Scaling.TENSOR if scale.dim() < 2 else Scaling.ROW
+
+
+def swizzled_numel(rows: int, columns: int) -> int:
+    """Return the elements of the swizzled form of scales [rows, columns]."""
+    return round_up(rows, TILE_ROWS) * round_up(columns, _TILE_COLUMNS)
+
+
+def plain(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return block scales as [rows, columns]."""
+    if scale.dim() != 1:
+        return scale.reshape(rows, columns)
+    tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, _TILE_COLUMNS)
+    split = scale.view(torch.uint8).reshape(*tiles, 32, 4, 4)  # row within 32, which 32, column
+    matrix = split.permute(0, 3, 2, 1, 4).reshape(tiles[0] * TILE_ROWS, -1)
+    return matrix[:rows, :columns].contiguous().view(scale.dtype)
+
+
+def swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """Return block scales in their swizzled form."""
+    if scale.dim() == 1:
+        return scale
+    rows, columns = scale.shape
+    tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, _TILE_COLUMNS)
+    padding = tiles[1] * _TILE_COLUMNS - columns, tiles[0] * TILE_ROWS - rows
+    padded = torch.nn.functional.pad(scale.view(torch.uint8), (0, padding[0], 0, padding[1]))
+    split = padded.view(tiles[0], 4, 32, tiles[1], _TILE_COLUMNS)
+    return split.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
+
+
+def _fp4_numbers(pairs: torch.Tensor) -> torch.Tensor:
+    """Return [..., 2]: the two numbers of each byte, the lower half first. Read as float8_e4m3fn,
+    whose exponent bias is greater by 6, sign, exponent and mantissa give 1/64 of the number."""
+    codes = torch.stack((pairs << 4, pairs), -1)  # in the upper halves
+    bits = (codes & 0x80).bitwise_or_((codes & 0x70) >> 2)
+    return bits.view(torch.float8_e4m3fn).float().mul_(64)
+
+
+@functools.cache
+def _fp4_table() -> torch.Tensor:
+    """[256, 2], for CPUs. On AMD EPYC Zen 4, 1 thread, torch 2.13, 2026-11-23, interleaved while
+    other work ran, [1, 512] and [256, 1024] bytes took 0.28 and 0.42 of the time without it."""
+    return _fp4_numbers(torch.arange(256, dtype=torch.uint8))
+
+
+def unscaled(x: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a matrix [M, K] without their scales, in float32."""
+    if x.dtype != FP4:
+        return empty(x.shape, torch.float32, x.device).copy_(x)
+    pairs = x.view(torch.uint8)
+    # GPUs have no table: the first use may be in a capture, which can neither copy one from the
+    # host nor make one that is valid before the graph runs.
+    if x.is_cuda:
+        numbers = _fp4_numbers(pairs)
+    else:
+        numbers = _fp4_table().index_select(0, pairs.reshape(-1).int())
+    return numbers.view(x.shape[0], 2 * x.shape[1])
+
+
+def scaled_by_blocks(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Multiply ``numbers`` [M, K] of float32 in place by scales [M, K / block]."""
+    numbers.view(*scale.shape, -1).mul_(scale.float().unsqueeze(-1))
+    return numbers
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a row of an x travels: its bytes, then those of its scales, padded, as float32 words.
+    So all that moves rows moves the scales with them.
+
+    ``scale_dtype`` is None if the rows have no scales of their own.
+    """
+
+    dtype: torch.dtype
+    columns: int
+    scale_dtype: torch.dtype | None
+    scale_columns: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor, scale: torch.Tensor) -> Packing:
+        match scaling_of(scale):
+            case Scaling.TENSOR:
+                return cls(x.dtype, x.shape[-1], None, 0)
+            case Scaling.ROW:
+                return cls(x.dtype, x.shape[-1], scale.dtype, 1)
+        block, _ = block_of(x.dtype)
+        return cls(x.dtype, x.shape[-1], scale.dtype, numbers_in(x.dtype, x.shape[-1]) // block)
+
+    @property
+    def words(self) -> int:
+        """Return the words of a row."""
+        return round_up(self.columns + self._scale_bytes, _UNIT_BYTES) // 4
+
+    @property
+    def _scale_bytes(self) -> int:
+        return 0 if self.scale_dtype is None else self.scale_columns * self.scale_dtype.itemsize
+
+    def pack(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return x [..., columns] and its scales as [..., words] of float32; x itself if nothing is
+        to be added."""
+        lead = x.shape[:-1]
+        padding = 4 * self.words - self.columns - self._scale_bytes
+        data = x.view(torch.uint8)
+        if self.scale_dtype is None and not padding:
+            return _in_words(data).view(torch.float32)
+        parts = [data, data.new_zeros((*lead, padding))]
+        if self.scale_dtype is not None:
+            own = dense(plain(scale, prod(lead), self.scale_columns))
+            parts.insert(1, own.view(torch.uint8).view(*lead, self._scale_bytes))
+        packed = empty((*lead, self.words), torch.float32, x.device)
+        torch.cat(parts, -1, out=packed.view(torch.uint8))
+        return packed
+
+    def data(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return x [..., columns] of packed rows, in their memory."""
+        return packed.view(torch.uint8)[..., : self.columns].view(self.dtype)
+
+    def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return x [M, columns] of packed rows, in their memory, and a copy of its scales; None if
+        the rows have none."""
+        if self.scale_dtype is None:
+            return self.data(packed), None
+        end = self.columns + self._scale_bytes
+        own = packed.view(torch.uint8)[:, self.columns : end]
+        # A copy, because a single row is contiguous as it is, and perhaps not aligned.
+        own = own.clone(memory_format=torch.contiguous_format)
+        return self.data(packed), own.view(self.scale_dtype)
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x, contiguous and with a last stride of 1, also if it has one element or none."""
+    if x.is_contiguous() and (x.dim() == 0 or x.stride(-1) == 1):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _in_words(data: torch.Tensor) -> torch.Tensor:
+    """Return the bytes that can be viewed as words, and loaded in units. torch's view needs whole
+    words in the offset and in every stride, also of a dim of size 1."""
+    whole = all(step % 4 == 0 for step in (data.storage_offset(), *data.stride()[:-1]))
+    fits = whole and data.data_ptr() % _UNIT_BYTES == 0 and dense(data) is data
+    return data if fits else data.clone(memory_format=torch.contiguous_format)
 
 
 class ScaledWeight(Product):
@@ -79,8 +254,8 @@ def scaled_matmul(
     bias: torch.Tensor | None = None,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """``out = (x * scale_x) @ (w * scale_w) + bias``. x [M, K], w [K, N], out [M, N] with unit
-    column stride, bias [N] of out's dtype; `local.scales` has the scales. Tensor-wise and row-wise
+    """Set ``out = (x * scale_x) @ (w * scale_w) + bias``. x [M, K], w [K, N], out [M, N] with unit
+    column stride, bias [N] of out's dtype; `local.scaled` has the scales. Tensor-wise and row-wise
     ones mix."""
     by_torch = torch_takes(x, w, scale_x, scale_w, out.dtype)
     return (_by_torch if by_torch else by_panels)(
@@ -151,8 +326,8 @@ def by_panels(
     *,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """`scaled_matmul` in fp32, whatever the device has. Exact products of numbers and block scales
-    that do not leave fp32's range."""
+    """Do `scaled_matmul` in fp32, whatever the device has. Products of numbers and block scales are
+    exact where they do not leave fp32's range."""
     blocks = scaling_of(scale_x) is Scaling.BLOCK
     wide, columns = unscaled(x), w.shape[1]
     by_column = scale_w.expand(1, columns) if not blocks else None
@@ -165,7 +340,8 @@ def by_panels(
     product = empty((x.shape[0], step), torch.float32, x.device)
     for begin in range(0, columns, step):
         some = slice(begin, begin + step)
-        panel = _columns(w, some)
+        panel = w[:, some].t()
+        panel = unscaled(panel) if w.dtype == FP4 else panel.float().contiguous()
         if blocks:
             scaled_by_blocks(panel, scale_w[some])
         part = product[:, : panel.shape[0]]
@@ -176,9 +352,3 @@ def by_panels(
             part.add_(bias[some])
         out[:, some].copy_(part)
     return out
-
-
-def _columns(w: torch.Tensor, some: slice) -> torch.Tensor:
-    """Return the numbers of some columns of w [K, N], as rows: [columns, K] of float32."""
-    rows = w[:, some].t()
-    return unscaled(rows) if w.dtype == FP4 else rows.float().contiguous()

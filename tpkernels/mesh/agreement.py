@@ -32,7 +32,8 @@ from tpkernels import groups
 from tpkernels.errors import CaptureError, CollectiveMismatchError, TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.mesh.history import History
-from tpkernels.planning.machines import Profile, own_machine, parse, to_text
+from tpkernels.planning.cost import Profile
+from tpkernels.planning.store import own_machine, profile_in, profile_text
 
 _MOST_KNOWN = 1024  # products
 _NEW_PRODUCT, _DIFFERENT = "a new sharded_matmul", "sharded_matmul calls that differ"
@@ -94,7 +95,7 @@ class Agreement:
         try:
             ready = [group.ready(self.device) for group in self._groups()]
             for group in ready:
-                bounds = group.numbers_of_all(_NEW_PRODUCT, (lowest, highest), self.device)
+                bounds = group.statements(_NEW_PRODUCT, (lowest, highest), self.device)
                 lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
             if lowest == highest:
                 return None
@@ -113,11 +114,11 @@ class Agreement:
                 purpose = f"the first product on the {self.device} mesh {self._ranks}, dim {dim}"
                 group = groups.get(name).ready(self.device)
                 text = group.from_rank_0(purpose, functools.partial(self._or_own, text))
-            self.machine = parse(text)
+            self.machine = profile_in(text)
         return self.machine
 
     def _or_own(self, agreed: str) -> str:
-        return agreed or to_text(own_machine(self.device, prod(self.sizes))[1])
+        return agreed or profile_text(own_machine(self.device, prod(self.sizes))[1])
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tpkernels import dtypes, ops, validation
-from tpkernels.mesh import cost
+from tpkernels.mesh import estimates
 from tpkernels.mesh.agreement import Agreement, known_machine
 from tpkernels.mesh.layout import Placements, checked, split_sizes, text_of
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, choose
@@ -85,7 +85,7 @@ def plans(
     the first product on a mesh, the rates are those of this rank's machine."""
     _check_operands(x, w)
     problem = _checked_problem(x._spec, w._spec, out_placements, wire_dtype)
-    return tuple(plan for plan, _ in cost.ranked(problem, known_machine(x.device_mesh)))
+    return tuple(plan for plan, _ in estimates.ranked(problem, known_machine(x.device_mesh)))
 
 
 def explain(
@@ -102,7 +102,7 @@ def explain(
     problem = _checked_problem(x._spec, w._spec, out_placements, wire_dtype)
     machine = known_machine(x.device_mesh)
     table = [("strategy", "result", "ms", "bytes", "flops", "steps")]
-    for plan, costs in cost.ranked(problem, machine):
+    for plan, costs in estimates.ranked(problem, machine):
         numbers = (f"{1e3 * costs.seconds:.3g}", str(plan.nbytes), str(plan.flops))
         table.append((plan.strategy, text_of(plan.out), *numbers, str(plan)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -256,7 +256,7 @@ def _run(call: Call, x: DTensor, w: DTensor, mesh: DeviceMesh) -> DTensor:
             raise different
     with agreed.in_step():
         if product is None:
-            plan = cost.choose(call.problem, call.strategy, agreed.agreed_machine())
+            plan = estimates.choose(call.problem, call.strategy, agreed.agreed_machine())
             product = Product(call, plan, agreed, mesh.get_coordinate() or (), text)
             agreed.add(call, product)
         if product.plan.nbytes:  # what communicates nothing need not be made by all ranks

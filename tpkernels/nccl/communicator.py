@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from tpkernels import _C, defaults, dtypes, groups
-from tpkernels._C.nccl import Operation, OperationKind
+from tpkernels._C.nccl import Operation
 from tpkernels.errors import CollectiveTimeoutError, TpkernelsError
 from tpkernels.groups import GroupLike
 from tpkernels.nccl.library import facts, load
-from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.exchange import Participant
 from tpkernels.text import of_error
 
 _POLL_INTERVAL = 1e-3  # s, between queries of an event
@@ -75,10 +75,8 @@ class Communicator:
         if not 0 < timeout <= 86400:
             raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
         members = groups.get(groups.name_of(group))
-        self.timeout = timeout
+        self.timeout, self.rank, self.world = timeout, members.rank, members.world
         self.name = members.name if name is None else name
-        self.rank = members.rank
-        self.world = members.world
         with members.turn():
             self.library, self.device, unique_id = _bootstrap(members.participant(timeout), library)
             self._native = _C.nccl.Communicator(
@@ -90,40 +88,31 @@ class Communicator:
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Concatenate the ``x`` of all ranks along dim 0, in rank order."""
-        rows = self._check_rows(x)
-        out = self._output(x, out, [self.world * rows, *x.shape[1:]])
-        return self._enqueue(OperationKind.ALL_GATHER, x, out, x.numel())
+        out = self._output(x, out, [self.world * self._rows(x), *x.shape[1:]])
+        return self._enqueue("all_gather", x, out, x.numel())
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's shard, along dim 0, of what `all_reduce` returns."""
-        rows = self._check_rows(x, divisible=True)
-        out = self._output(x, out, [rows // self.world, *x.shape[1:]])
-        return self._enqueue(OperationKind.REDUCE_SCATTER, x, out, out.numel())
+        out = self._output(x, out, [self._rows(x, divisible=True) // self.world, *x.shape[1:]])
+        return self._enqueue("reduce_scatter", x, out, out.numel())
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Sum all ranks' ``x``, in NCCL's order and in x's dtype; in place with ``out=x``."""
         self._check(x, "x")
-        out = self._output(x, out, x.shape)
-        return self._enqueue(OperationKind.ALL_REDUCE, x, out, x.numel())
+        return self._enqueue("all_reduce", x, self._output(x, out, x.shape), x.numel())
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         """Overwrite ``x`` with the root's ``x``, and return it."""
-        self._check_rank(root, "root")
-        self._check(x, "x")
-        return self._enqueue(OperationKind.BROADCAST, x, x, x.numel(), root)
+        return self._enqueue_with("broadcast", x, root, "root")
 
     def send(self, x: torch.Tensor, peer: int) -> None:
         """Send ``x``; the peer must receive the same number of elements. Sends and receives that
         wait for each other must be in one `group`."""
-        self._check_rank(peer, "peer")
-        self._check(x, "x")
-        self._enqueue(OperationKind.SEND, x, x, x.numel(), peer)
+        self._enqueue_with("send", x, peer, "peer")
 
     def recv(self, x: torch.Tensor, peer: int) -> torch.Tensor:
         """Overwrite ``x`` with what the peer sends, and return it."""
-        self._check_rank(peer, "peer")
-        self._check(x, "x")
-        return self._enqueue(OperationKind.RECV, x, x, x.numel(), peer)
+        return self._enqueue_with("recv", x, peer, "peer")
 
     def all_to_all(
         self,
@@ -135,7 +124,7 @@ class Communicator:
         """Send piece r of ``x`` along dim 0 to rank r, and return the pieces received, in rank
         order. ``send_rows`` has the rows of each piece, by default equal; ``send_rows[r]`` must
         equal ``recv_rows[this rank]`` on rank r."""
-        rows = self._check_rows(x, divisible=send_rows is None)
+        rows = self._rows(x, divisible=send_rows is None)
         send_rows = [rows // self.world] * self.world if send_rows is None else list(send_rows)
         recv_rows = send_rows if recv_rows is None else list(recv_rows)
         for sizes, name in ((send_rows, "send_rows"), (recv_rows, "recv_rows")):
@@ -248,7 +237,7 @@ class Communicator:
         )
 
     def _enqueue(
-        self, kind: OperationKind, x: torch.Tensor, out: torch.Tensor, count: int, peer: int = 0
+        self, kind: str, x: torch.Tensor, out: torch.Tensor, count: int, peer: int = 0
     ) -> torch.Tensor:
         code, stream = dtypes.CODES[x.dtype], _current_stream(self.device)
         operation = Operation(kind, x.data_ptr(), out.data_ptr(), count, code, peer, stream)
@@ -257,6 +246,12 @@ class Communicator:
         else:
             self._batch.calls.append((operation, x, out))
         return out
+
+    def _enqueue_with(self, kind: str, x: torch.Tensor, rank: int, name: str) -> torch.Tensor:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"{name} is {rank}; it must be one of ranks 0 to {self.world - 1}")
+        self._check(x, "x")
+        return self._enqueue(kind, x, x, x.numel(), rank)
 
     def _check(self, x: torch.Tensor, name: str) -> None:
         """Raise unless NCCL can read or write ``x`` in place."""
@@ -271,7 +266,7 @@ class Communicator:
                 "contiguous; pass the result of .contiguous()"
             )
 
-    def _check_rows(self, x: torch.Tensor, *, divisible: bool = False) -> int:
+    def _rows(self, x: torch.Tensor, *, divisible: bool = False) -> int:
         """Return the rows of ``x``, which the ranks must divide if ``divisible``."""
         self._check(x, "x")
         if x.dim() < 1:
@@ -279,10 +274,6 @@ class Communicator:
         if divisible and x.shape[0] % self.world:
             raise ValueError(f"x has {x.shape[0]} rows, no multiple of {self.world} ranks")
         return x.shape[0]
-
-    def _check_rank(self, rank: int, name: str) -> None:
-        if not 0 <= rank < self.world:
-            raise ValueError(f"{name} is {rank}; it must be one of ranks 0 to {self.world - 1}")
 
     def _output(
         self, x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]
@@ -306,11 +297,7 @@ def _current_stream(device: torch.device) -> int:
 
 
 def _current_device() -> torch.device:
-    """Return the current CUDA device, after creating its context, which NCCL needs.
-
-    Raises:
-        NotImplementedError: there is none.
-    """
+    """Return the current CUDA device, after creating its context, which NCCL needs."""
     if not torch.cuda.is_available():
         nccl = facts()
         library = nccl.get("unsupported") or f"NCCL {nccl['version']} is here ({nccl['path']})"
@@ -326,16 +313,8 @@ def _current_device() -> torch.device:
 def _bootstrap(
     participant: Participant, path: str | None
 ) -> tuple[_C.nccl.Library, torch.device, bytes]:
-    """Return the library, the device and rank 0's unique id. Collective.
-
-    Through the store, each rank reports whether it can take part, and with which NCCL and timeout;
-    rank 0 adds the unique id. So either all ranks go on or all fail, before NCCL waits for any.
-
-    Raises:
-        ValueError: the ranks pass different timeouts.
-        TpkernelsError: another rank cannot take part, or has another NCCL.
-        CollectiveTimeoutError: a rank did not come in time.
-    """
+    """Return the library, the device and rank 0's unique id. Collective: the ranks exchange
+    capabilities before NCCL is initialised, so that all raise if one cannot take part."""
     report: dict[str, Any] = {"timeout": participant.timeout}
     failure: Exception | None = None
     try:
@@ -346,7 +325,7 @@ def _bootstrap(
     except Exception as error:  # of any kind: the other ranks must learn of it
         failure = error
         report["error"] = of_error(error)
-    reports = exchange(participant, "NCCL communicator", report)
+    reports = participant.exchange("NCCL communicator", report)
     if failure is not None:
         raise failure
     where = f"NCCL communicator of group '{participant.group}'"
@@ -371,10 +350,5 @@ class _Memory:
     def __init__(self, library: _C.nccl.Library, nbytes: int) -> None:
         address = library.mem_alloc(nbytes)
         weakref.finalize(self, library.mem_free, address)
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "stream": None,
-        }
+        interface = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "stream": None}
+        self.__cuda_array_interface__ = {**interface, "data": (address, False)}

@@ -123,16 +123,11 @@ class ParallelAttention(nn.Module):
 
     Args:
         hidden_size: of input and output.
-        heads, kv_heads, head_dim: of the unsharded attention, ``heads`` a multiple of ``kv_heads``;
-            neither has to divide by the ranks, see `QKVParallelLinear`.
+        heads, kv_heads, head_dim: of the unsharded attention, as `QKVParallelLinear` takes them.
         group: see `tpkernels.nn`, as for the options not listed here.
         bias: whether the query, key and value projections have biases.
         out_bias: whether the output projection has a bias.
         sequence_dim: the dim of the sequence, 0 (the default) or 1.
-
-    Raises:
-        ValueError: ``heads`` is not a multiple of ``kv_heads``, or ``sequence_dim`` is neither 0
-            nor 1.
     """
 
     def __init__(
@@ -177,7 +172,6 @@ class ParallelAttention(nn.Module):
         ``sequence_dim=1``, to the same shape.
 
         Args:
-            x: the input.
             rotary: (cos, sin) for all rows of the sequence, each [sequence, head_dim], with the
                 angles of the first half of head_dim repeated in the second; converted to x's dtype.
                 None: no rotary embedding.
@@ -186,10 +180,6 @@ class ParallelAttention(nn.Module):
             is_causal: whether rows attend only to themselves and earlier rows. By default they do
                 if there is no mask; with a mask, the mask alone decides.
             residual: of the output's shape, added to it; the output gets its dtype.
-            shard_sizes: rows of each rank of the sequence, unless they are all equal.
-
-        Raises:
-            ValueError: ``attn_mask`` is given together with ``is_causal=True``.
         """
         if is_causal and attn_mask is not None:
             raise ValueError(

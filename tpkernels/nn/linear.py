@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,11 @@ from tpkernels.nn.sharding import (
     Split,
     check_parameter,
 )
-from tpkernels.ops._library import bias_list
 from tpkernels.ops.all_gather_matmul import run_all_gather_matmul
 from tpkernels.ops.column_matmul import column_matmul
 from tpkernels.ops.matmul_all_reduce import run_matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import run_matmul_reduce_scatter
+from tpkernels.ops.registration import bias_list
 from tpkernels.shards import shard_sizes as balanced_sizes
 
 if TYPE_CHECKING:
@@ -74,12 +74,8 @@ class ParallelLinear(ShardedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: GroupLike, **options: Any) -> Self:
-        """Make a layer with copies of this rank's shards of ``linear``'s parameters.
-
-        Args:
-            linear: the unsharded layer; features, bias, device and dtype are taken from it.
-            group: as the constructor takes it.
-            **options: the others that the constructor takes.
+        """Make a layer with copies of this rank's shards of ``linear``'s parameters. Features,
+        bias, device and dtype are those of ``linear``; ``options`` are the constructor's others.
 
         Raises:
             TypeError: ``linear`` is not a plain ``nn.Linear``.
@@ -110,7 +106,7 @@ class ParallelLinear(ShardedModule):
                 self.fill(name, draw)
 
     def pack_(self, *, drop: bool = False) -> Self:
-        """Pack the weight for inference on CPUs; see `tpkernels.pack`. Return the layer.
+        """Pack the weight for inference on CPUs, as `tpkernels.pack`; return the layer.
 
         State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
         the new weight. Other changes of ``weight`` do not reach the packed one: pack it again.
@@ -121,9 +117,6 @@ class ParallelLinear(ShardedModule):
             drop: do not keep the plain weight, which takes as much memory again. ``weight`` is then
                 an opaque tensor of the same shape; a state dict unpacks it. An embedding that is
                 tied to the layer keeps the weight that they shared.
-
-        Raises:
-            ValueError, NotImplementedError: as `tpkernels.pack`.
         """
         self.unpack_()
         if not self.empty:
@@ -134,8 +127,7 @@ class ParallelLinear(ShardedModule):
         return self
 
     def unpack_(self) -> Self:
-        """Undo `pack_`: the values are those that were packed if the plain weight was dropped.
-        Returns the layer."""
+        """Undo `pack_`; return the layer. A dropped weight has the values that were packed."""
         if self._packed is not None:
             self.weight = self._dense_weight()
             self._packed = None
@@ -282,18 +274,13 @@ def column_parallel(
     shard_sizes: Sequence[int] | None = None,
     sequence_parallel: bool | None = None,
 ) -> list[torch.Tensor]:
-    """Apply several column-parallel layers of one group to the same input, as one operation: with
-    sequence parallelism they share one all-gather, without it one all-reduce of the input's
-    gradient.
+    """Apply several column-parallel layers to the same input [..., in_features], as one operation:
+    with sequence parallelism they share one all-gather, without it one all-reduce of the input's
+    gradient. Return the output of each layer, in order.
 
     Args:
-        x: the input, [..., in_features].
-        layers: the layers.
         shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
         sequence_parallel: for this call; by default the layers'.
-
-    Returns:
-        The output of each layer, in order.
 
     Raises:
         ValueError: the layers differ in group or sequence parallelism.
@@ -385,9 +372,7 @@ class RowParallelLinear(ParallelLinear):
         """Map x [..., in_features of this rank] to [..., out_features], all rows or this rank's.
 
         Args:
-            x: the input.
             residual: of the output's shape, added after the bias; the output gets its dtype.
-            shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
             sequence_parallel: for this call; by default the layer's.
         """
         rows_split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
@@ -429,7 +414,8 @@ def row_parallel(
 
 
 class _SharedInputLinears(nn.Module):
-    """Column-parallel layers of one input, by name."""
+    """Column-parallel layers of one input, by name. The first argument of a subclass is the number
+    of input features."""
 
     @property
     def layers(self) -> list[ColumnParallelLinear]:
@@ -440,10 +426,14 @@ class _SharedInputLinears(nn.Module):
         """Pack each layer's weight; see `ColumnParallelLinear.pack_`."""
         return pack_(self, drop=drop)
 
-    def _adopt(self, linears: Mapping[str, nn.Linear]) -> Self:
-        """Give the layers copies of this rank's shards of ``linears``. The layers have biases;
-        those whose linear has none lose theirs."""
-        for (name, linear), layer in zip(linears.items(), self.layers, strict=True):
+    @classmethod
+    def _from(cls, linears: Mapping[str, nn.Linear], *args: Any, **options: Any) -> Self:
+        """Make the layers with copies of this rank's shards of ``linears``, which `check_linear`
+        has accepted. They have biases; those whose linear has none lose theirs."""
+        first = next(iter(linears.values()))
+        dtype = first.weight.dtype
+        merged = cls(first.in_features, *args, bias=True, device="meta", dtype=dtype, **options)
+        for (name, linear), layer in zip(linears.items(), merged.layers, strict=True):
             if cast("torch.Tensor | None", linear.bias) is None:
                 layer.bias = None
                 layer.splits.pop("bias", None)
@@ -451,7 +441,7 @@ class _SharedInputLinears(nn.Module):
                 layer.adopt(linear)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        return self
+        return merged
 
 
 class MergedColumnParallelLinear(_SharedInputLinears):
@@ -491,13 +481,8 @@ class MergedColumnParallelLinear(_SharedInputLinears):
             NotImplementedError: a weight is quantised or distributed.
             ValueError: the layers have different input features.
         """
-        for name, linear in linears.items():
-            check_linear(linear, name)
-        first = next(iter(linears.values()))
-        widths = {name: linear.out_features for name, linear in linears.items()}
-        dtype = first.weight.dtype
-        merged = cls(first.in_features, widths, group, device="meta", dtype=dtype, **options)
-        return merged._adopt(linears)
+        widths = {name: check_linear(ln, name).out_features for name, ln in linears.items()}
+        return cls._from(linears, widths, group, **options)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
@@ -506,21 +491,9 @@ class MergedColumnParallelLinear(_SharedInputLinears):
         return column_parallel(x, self.layers, shard_sizes=shard_sizes)
 
 
-class Projection(NamedTuple):
-    """The split of a query, key or value projection."""
-
-    sizes: list[int]  #: output features of each rank
-    stand_in: int  #: zero features that a rank without heads returns
-
-
 @dataclass(frozen=True)
 class Heads:
-    """Heads of grouped-query attention, split over ``world`` ranks by whole key-value groups.
-
-    Raises:
-        ValueError: ``heads`` is not a positive multiple of ``kv_heads``, or ``head_dim`` is not
-            positive.
-    """
+    """Heads of grouped-query attention, split over ``world`` ranks by whole key-value groups."""
 
     heads: int
     kv_heads: int
@@ -535,13 +508,13 @@ class Heads:
             )
 
     @property
-    def projections(self) -> dict[str, Projection]:
-        """Return the projections, by their names in `QKV`."""
+    def splits(self) -> dict[str, tuple[list[int], int]]:
+        """Return the output features of each rank, and those that a rank without heads returns as
+        zeros, of each projection in `QKV`."""
+        query_width = self.heads // self.kv_heads * self.head_dim
+        widths = zip(QKV, (query_width, self.head_dim, self.head_dim), strict=True)
         counts = balanced_sizes(self.kv_heads, self.world)  # key-value groups of each rank
-        width = self.heads // self.kv_heads * self.head_dim
-        query = Projection([count * width for count in counts], width)
-        key_value = Projection([count * self.head_dim for count in counts], self.head_dim)
-        return dict(zip(QKV, (query, key_value, key_value), strict=True))
+        return {name: ([count * width for count in counts], width) for name, width in widths}
 
 
 class QKVParallelLinear(_SharedInputLinears):
@@ -554,13 +527,10 @@ class QKVParallelLinear(_SharedInputLinears):
 
     Args:
         hidden_size: input features.
-        heads, kv_heads, head_dim: of the unsharded attention; ``heads`` is a multiple of
-            ``kv_heads``.
+        heads, kv_heads, head_dim: of the unsharded attention; ValueError if ``heads`` is not a
+            multiple of ``kv_heads``.
         group: see `tpkernels.nn`, as for the options.
         bias: whether the projections have biases.
-
-    Raises:
-        ValueError: ``heads`` is not a multiple of ``kv_heads``.
     """
 
     q_proj: ColumnParallelLinear
@@ -580,7 +550,7 @@ class QKVParallelLinear(_SharedInputLinears):
     ) -> None:
         super().__init__()
         self.heads = Heads(heads, kv_heads, head_dim, groups.get(groups.name_of(group)).world)
-        for name, (sizes, stand_in) in self.heads.projections.items():
+        for name, (sizes, stand_in) in self.heads.splits.items():
             layer = ColumnParallelLinear(
                 hidden_size,
                 sum(sizes),
@@ -603,13 +573,8 @@ class QKVParallelLinear(_SharedInputLinears):
         **options: Unpack[SequenceOptions],
     ) -> Self:
         """Make the projections with copies of this rank's shards, each with a bias if its linear
-        has one.
-
-        Raises:
-            TypeError, NotImplementedError: as `MergedColumnParallelLinear.from_linear`.
-            ValueError: ``head_dim`` does not divide the features of a projection, or the
-                projections do not fit together.
-        """
+        has one. Raises what `MergedColumnParallelLinear.from_linear` does, and ValueError if
+        ``head_dim`` does not divide the features of a projection."""
         linears = dict(zip(QKV, (q, k, v), strict=True))
         for name, linear in linears.items():
             check_linear(linear, name)
@@ -618,18 +583,8 @@ class QKVParallelLinear(_SharedInputLinears):
                     f"{name} has {linear.out_features} output features, which is not a whole "
                     f"number of heads of {head_dim}"
                 )
-        qkv = cls(
-            q.in_features,
-            q.out_features // head_dim,
-            k.out_features // head_dim,
-            head_dim,
-            group,
-            bias=True,
-            device="meta",
-            dtype=q.weight.dtype,
-            **options,
-        )
-        return qkv._adopt(linears)
+        heads, kv_heads = q.out_features // head_dim, k.out_features // head_dim
+        return cls._from(linears, heads, kv_heads, head_dim, group, **options)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
@@ -641,7 +596,7 @@ class QKVParallelLinear(_SharedInputLinears):
 
 
 def pack_(module: Module, *, drop: bool = False) -> Module:
-    """Pack every parallel linear layer in a module; see `ParallelLinear.pack_`. Returns the
+    """Pack every parallel linear layer in a module, as `ColumnParallelLinear.pack_`; return the
     module, which is unchanged if a layer cannot be packed."""
     layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear)]
     for layer in layers:
@@ -653,12 +608,8 @@ def pack_(module: Module, *, drop: bool = False) -> Module:
 
 
 def check_linear(module: nn.Module, name: str) -> nn.Linear:
-    """Return ``module`` if it is a plain ``nn.Linear``.
-
-    Raises:
-        TypeError: it is something else, such as a parallel layer or an adapter.
-        NotImplementedError: its weight is quantised or distributed.
-    """
+    """Return ``module`` if it is a plain ``nn.Linear``, not a parallel layer or an adapter, whose
+    weight is neither quantised nor distributed."""
     if isinstance(module, nn.Linear):
         check_parameter(module.weight, f"{name}.weight")
         check_parameter(module.bias, f"{name}.bias")

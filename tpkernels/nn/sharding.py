@@ -46,11 +46,7 @@ def planned(world: int) -> str:
 
 
 def position(group: str) -> tuple[int, int]:
-    """Return (rank, world) in a group, by the group's name.
-
-    Raises:
-        ValueError: this rank has no such group.
-    """
+    """Return (rank, world) in a group, by the group's name."""
     if group.startswith(_PLANNED):
         return 0, int(group.removeprefix(_PLANNED))
     members = groups.get(group)
@@ -344,11 +340,8 @@ def _shard_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Ten
 
 
 def check_parameter(value: torch.Tensor | None, what: str) -> None:
-    """Check that a parameter can be split.
-
-    Raises:
-        NotImplementedError: it is quantised, packed or distributed, or no op takes its dtype.
-    """
+    """Check that a parameter can be split: that it is not quantised, packed or distributed, and an
+    op takes its dtype."""
     if value is None:
         return
     data = value.data
@@ -365,12 +358,8 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     the ``load_state_dict`` of an unsharded model. Collective: all ranks call it.
 
     Args:
-        module: a module with sharded layers.
         rank0_only: rank 0 gets the state dict, on the CPU; the others get an empty dict. No other
             rank, and no GPU, then has more than one unsharded parameter at a time.
-
-    Raises:
-        TpkernelsError: a peer was lost, timed out or made a different call.
     """
     return gather_state(module, module.state_dict(), rank0_only)
 
@@ -406,18 +395,12 @@ def clip_grad_norm_(
     A sharded parameter counts with the shards of all ranks, a replicated one once. Sums are in
     float64. Collective: all ranks call it, with gradients for the same parameters.
 
-    Args:
-        module: the module whose gradients are scaled in place.
-        max_norm: the largest norm allowed.
-        error_if_nonfinite: whether a norm that is infinite or NaN is an error.
-
     Returns:
         The norm before clipping, a float32 scalar with the same bits on every rank.
 
     Raises:
         NotImplementedError: a gradient is a DTensor.
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
-        TpkernelsError: a peer was lost, timed out or made a different call.
     """
     shards = {
         id(part.get_parameter(name)): part.group

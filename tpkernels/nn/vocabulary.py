@@ -42,14 +42,9 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_embedding(module: nn.Module, name: str) -> nn.Embedding:
-    """Return ``module`` if it is a plain ``nn.Embedding``.
-
-    Raises:
-        TypeError: it is something else.
-        NotImplementedError: its weight is quantised or distributed, or it has an option that a
-            vocabulary-parallel embedding lacks.
-    """
-    if not isinstance(module, nn.Embedding) or type(module) is not nn.Embedding:
+    """Return ``module`` if it is a plain ``nn.Embedding`` whose weight is neither quantised nor
+    distributed."""
+    if type(module) is not nn.Embedding:
         raise TypeError(
             f"{name} is a {type(module).__module__}.{type(module).__qualname__}, not an "
             "nn.Embedding"
@@ -74,8 +69,8 @@ def _local_ids(
         what: subject of the error message.
 
     Raises:
-        RuntimeError: an id is outside the vocabulary and not allowed to be. On a GPU the error is
-            raised when the device is next synchronised, like torch's own.
+        RuntimeError: another id is outside the vocabulary. On a GPU the error is raised when the
+            device is next synchronised, like torch's own.
     """
     valid = (ids >= 0) & (ids < split.total)
     if allowed is not None:
@@ -139,7 +134,7 @@ class VocabParallelEmbedding(ShardedModule):
 
         Raises:
             TypeError: ``embedding`` is not a plain ``nn.Embedding``.
-            NotImplementedError: its weight is quantised, or it has an option that is not supported.
+            NotImplementedError: its weight is quantised, or an option of it is not supported.
         """
         check_embedding(embedding, "embedding")
         layer = cls(
@@ -184,19 +179,13 @@ class VocabParallelEmbedding(ShardedModule):
 
 
 class ParallelLMHead(ColumnParallelLinear):
-    """The projection to the vocabulary. It is split as `VocabParallelEmbedding` is, so that the two
-    can share a weight (`tie`).
-
-    It takes the arguments of `ColumnParallelLinear`. `vocab_parallel_cross_entropy` needs the
-    default ``out_sizes``, and takes the logits as they are; ``gather_output`` gathers them.
+    """`ColumnParallelLinear` to the vocabulary, which is split as by `VocabParallelEmbedding`, so
+    that the two can share a weight (`tie`). `vocab_parallel_cross_entropy` needs the default
+    ``out_sizes``, and takes the logits as they are; ``gather_output`` gathers them.
     """
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Make this layer use the embedding's weight.
-
-        Raises:
-            ValueError: the two differ in size, group or split.
-        """
+        """Make this layer use the embedding's weight, of the same size, group and split."""
         theirs, ours = (
             (list(layer.splits["weight"].sizes), layer.weight.shape[1], layer.group)
             for layer in (embedding, self)
@@ -284,9 +273,8 @@ def vocab_parallel_cross_entropy(
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
 
     Returns:
-        The loss, with the same bits on every rank: a scalar, or [...] for "none". It is float64 for
-        float64 logits, otherwise float32, because training needs more digits of the loss than 16
-        bits hold.
+        The loss, a scalar or [...], with the same bits on every rank: float64 for float64 logits,
+        otherwise float32, because training needs more digits of it than 16 bits hold.
 
     Raises:
         ValueError: shapes or devices do not fit, or ``reduction`` is unknown.

@@ -1,4 +1,4 @@
-"""The ops, one file each: schema, checks, fake kernel, gradient, documented function."""
+"""The ops, one file each: schema, execution, gradient, documented function."""
 
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
@@ -28,3 +28,17 @@ __all__ = [
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
 ]
+
+_OF_ALL = """
+    ``group`` is a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
+    ``algorithm`` is "auto" or the name of one, which `tpkernels info` lists.
+
+    Raises:
+        ValueError, TypeError: invalid arguments; nothing has been sent.
+        NotImplementedError: valid but not supported: a dtype, the requested algorithm, or a
+            gradient.
+        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+    """
+for _name in __all__:
+    if _text := globals()[_name].__doc__:  # none with -OO
+        globals()[_name].__doc__ = _text + _OF_ALL

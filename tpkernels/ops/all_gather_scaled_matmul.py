@@ -4,22 +4,16 @@ parallelism, on fp8 or fp4 operands."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tpkernels import validation
 from tpkernels.algorithms.parts import Products
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
-from tpkernels.local.scales import Packing
 from tpkernels.ops import scaled
-from tpkernels.ops._library import bias_list, define, define_without_gradient
-from tpkernels.ops._shortcut import shortcut
-from tpkernels.planning.problem import Problem
+from tpkernels.ops.registration import bias_list, define
 
 SCHEMA = (
     "all_gather_scaled_matmul(Tensor x, Tensor[] weights, Tensor scale_x, Tensor[] scales_w, "
@@ -27,44 +21,6 @@ SCHEMA = (
     "bool use_fast_accum=False, bool return_gathered=False, SymInt[]? shard_sizes=None, "
     "str algorithm='auto') -> (Tensor gathered, Tensor[] outs)"
 )
-
-
-def _problem(group: Group, given: Any) -> Problem:
-    x, scale = given.x, given.scale_x
-    scaled.operand(x, "x")
-    dim = validation.dim(given.gather_dim, x.dim(), "gather_dim")
-    if dim == x.dim() - 1:
-        raise NotImplementedError(
-            f"gather_dim is {dim}, the last of {list(x.shape)}; x is gathered along its rows"
-        )
-    sizes = validation.gather_sizes(given.shard_sizes, x.shape[dim], group.rank, group.world)
-    lead = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 : -1])
-    scaled.input_and_scale(x, scale, [x.shape[:-1], lead])
-    scaled.swizzled_rows(scale, x.shape[:-1], dim, sizes)
-    weights, scales, biases = given.weights, given.scales_w, given.biases
-    if not weights:
-        raise ValueError("weights is empty; pass at least one weight")
-    if len(scales) != len(weights):
-        raise ValueError(f"{len(scales)} scales for {len(weights)} weights")
-    if biases is not None and len(biases) != len(weights):
-        raise ValueError(f"{len(biases)} biases for {len(weights)} weights")
-    out_dtype = scaled.out_dtype(given.out_dtype)
-    for i, (w, scale_w) in enumerate(zip(weights, scales, strict=True)):
-        scaled.weight_and_scale(w, scale_w, x, scale, f"weights[{i}]")
-        if biases is not None and biases[i].shape != (0,):
-            scaled.vector(biases[i], x, w.shape[1], out_dtype, f"biases[{i}]")
-    return Problem(
-        op="all_gather_scaled_matmul",
-        device=validation.device(x),
-        world=group.world,
-        shape=(*lead, Packing.of(x, scale).words),
-        dim=dim,
-        sizes=sizes,
-        dtype=torch.float32,
-        options=replace(
-            scaled.gather_options(x, scale, out_dtype), return_gathered=given.return_gathered
-        ),
-    )
 
 
 def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -83,16 +39,7 @@ def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return rows.packing.data(gathered).contiguous(), outs
 
 
-def _fake(group: Group, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    x, out_dtype = given.x, scaled.out_dtype(given.out_dtype)
-    shape = validation.gathered_shape(x.shape, given.gather_dim, given.shard_sizes, group)
-    outs = [x.new_empty((*shape[:-1], w.shape[1]), dtype=out_dtype) for w in given.weights]
-    return x.new_empty(shape if given.return_gathered else [0]), outs
-
-
-define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
-define_without_gradient("all_gather_scaled_matmul", instead=scaled.NO_GRADIENT)
-_run = shortcut("all_gather_scaled_matmul")
+_run = define(SCHEMA, execute=_execute, no_gradient=scaled.NO_GRADIENT)
 
 
 def all_gather_scaled_matmul(
@@ -124,14 +71,12 @@ def all_gather_scaled_matmul(
             float8_e4m3fn for every 16.
         scales_w: of each weight. Tensor-wise: [] or [1]; row-wise: [1, N]; block-wise:
             [N, K / 32], or swizzled. Tensor-wise and row-wise scales mix.
-        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         gather_dim: the dim of ``x`` that is split over the ranks; not the last.
         biases: [N] of ``out_dtype`` for each weight, or None.
         out_dtype: of the result: bfloat16 (default), float16 or float32.
         use_fast_accum: as in ``torch._scaled_mm``; no effect on CPUs.
         return_gathered: also return the gathered ``x``, without scales.
         shard_sizes: rows of each rank along ``gather_dim``; default: all the same.
-        algorithm: "auto", or the name of one; "fused" has no kernel for it.
 
     Swizzled scales have one dim, in the layout of ``SwizzleType.SWIZZLE_32_4_4``. Each rank's rows
     must be a multiple of 128 then.
@@ -139,12 +84,6 @@ def all_gather_scaled_matmul(
     Returns:
         y [..., M, ..., N] for one weight, a list for several; ``(gathered, y)`` with
         ``return_gathered``. Products accumulate in fp32 and round once.
-
-    Raises:
-        ValueError, TypeError: invalid arguments; nothing has been sent.
-        NotImplementedError: valid but not supported: a dtype, the last dim, the requested
-            algorithm, or a gradient.
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
 
     The arguments mean what they mean in ``torch.ops.symm_mem.fused_all_gather_scaled_matmul`` and
     ``torch._scaled_mm``.

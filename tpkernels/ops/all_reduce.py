@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tpkernels import dtypes, validation
+from tpkernels import validation
+from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.groups.group import Group
 from tpkernels.local.memory import empty
-from tpkernels.ops._library import define, define_backward, define_in_place
-from tpkernels.ops._shortcut import shortcut
-from tpkernels.ops.reduction import reduction_of, reduction_options
-from tpkernels.planning.problem import Problem
+from tpkernels.ops.registration import define
 
 SCHEMA = (
     "all_reduce(Tensor x, str group, *, ScalarType? out_dtype=None, str algorithm='auto') -> Tensor"
 )
+
 SCHEMA_IN_PLACE = "all_reduce_(Tensor(a!) x, str group, *, str algorithm='auto') -> ()"
-
-
-def _problem_of(group: Group, x: torch.Tensor, out_dtype: torch.dtype | None) -> Problem:
-    dtypes.check_supported(x.dtype, "x")
-    return Problem(
-        op="all_reduce",
-        device=validation.device(x),
-        world=group.world,
-        shape=tuple(x.shape),
-        dim=None,
-        sizes=(),
-        dtype=x.dtype,
-        options=reduction_options(x.dtype, validation.out_dtype(out_dtype, x)),
-    )
-
-
-def _problem(group: Group, given: Any) -> Problem:
-    return _problem_of(group, given.x, given.out_dtype)
 
 
 def _execute(call: Call, given: Any) -> torch.Tensor:
     x = given.x
     out = empty(x.shape, given.out_dtype or x.dtype, x.device)
-    call.function(call, x, out, reduction_of(x, given.out_dtype))
+    call.function(call, x, out, Reduction.of(x, given.out_dtype))
     return out
-
-
-def _fake(group: Group, given: Any) -> torch.Tensor:
-    return given.x.new_empty(given.x.shape, dtype=given.out_dtype)
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
@@ -59,33 +36,21 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return {"x": grad.to(ctx.dtype)}
 
 
-define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
-define_backward("all_reduce", save=_save, backward=_backward)
-
-
-def _problem_in_place(group: Group, given: Any) -> Problem:
-    return _problem_of(group, given.x, None)
-
-
 def _execute_in_place(call: Call, given: Any) -> None:
     x = given.x
     out = x if x.is_contiguous() else empty(x.shape, x.dtype, x.device)
-    call.function(call, x, out, reduction_of(x, None))
+    call.function(call, x, out, Reduction.of(x))
     if out is not x:
         x.copy_(out)
 
 
-define(
+_run: Callable[..., torch.Tensor] = define(SCHEMA, execute=_execute, save=_save, backward=_backward)
+_run_in_place = define(
     SCHEMA_IN_PLACE,
-    problem=_problem_in_place,
     execute=_execute_in_place,
-    fake=lambda group, given: None,
+    no_gradient="it overwrites its input: use tpkernels.all_reduce",
     check=validation.written_once,
 )
-define_in_place("all_reduce_", instead="it overwrites its input: use tpkernels.all_reduce")
-
-_run = shortcut("all_reduce")
-_run_in_place = shortcut("all_reduce_", overwrites=True)
 
 
 def all_reduce(
@@ -99,9 +64,7 @@ def all_reduce(
 
     Args:
         x: of the same shape on all ranks; any strides.
-        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         out_dtype: dtype of the result; default ``x``'s.
-        algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
         The sum, in fp32, in rank order, rounded once: the same bits on every rank and in every
@@ -111,15 +74,9 @@ def all_reduce(
     goes to each rank's ``x`` unchanged. An input that all ranks share and multiply by their own
     weights needs the opposite, the sum of its gradients: pass ``x = x.view_as(x)`` to those matmuls
     and call ``x.register_hook(lambda grad: tpkernels.all_reduce(grad, group))``.
-
-    Raises:
-        ValueError, TypeError: invalid arguments; nothing has been sent.
-        NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     try:
-        result: Any = _run(x, name_of(group), out_dtype=out_dtype, algorithm=algorithm)
-        return result
+        return _run(x, name_of(group), out_dtype=out_dtype, algorithm=algorithm)
     except BaseException as error:
         break_if_left(group, error)
         raise

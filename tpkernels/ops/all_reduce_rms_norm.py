@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tpkernels import dtypes, validation
+from tpkernels.algorithms.reduction import Reduction, RmsNorm
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.groups.group import Group
-from tpkernels.ops._library import define, define_backward
-from tpkernels.ops._rms_norm import check_norm, norm_grads, norm_of
-from tpkernels.ops._shortcut import shortcut
-from tpkernels.ops.reduction import reduction_of, reduction_options
-from tpkernels.planning.problem import Problem
+from tpkernels.ops.autograd import norm_grads
+from tpkernels.ops.registration import define
 
 SCHEMA = (
     "all_reduce_rms_norm(Tensor x, Tensor weight, str group, Tensor? residual=None, *, "
@@ -23,33 +19,9 @@ SCHEMA = (
 )
 
 
-def _problem(group: Group, given: Any) -> Problem:
-    x, residual = given.x, given.residual
-    dtypes.check_supported(x.dtype, "x")
-    if x.dim() < 1 or x.shape[-1] < 1:
-        raise ValueError(f"x has shape {list(x.shape)}; it must be [..., N], N at least 1")
-    validation.residual(residual, x, x.shape, (x.dtype,))
-    norm = check_norm(x, given.weight, given.eps, x.shape[-1], "weight")
-    return Problem(
-        op="all_reduce_rms_norm",
-        device=validation.device(x),
-        world=group.world,
-        shape=tuple(x.shape),
-        dim=None,
-        sizes=(),
-        dtype=x.dtype,
-        options=replace(reduction_options(x.dtype, x.dtype, None, residual), norm=norm),
-    )
-
-
 def _execute(call: Call, given: Any) -> Any:
-    x = given.x
-    reduction = reduction_of(x, None, None, given.residual)
-    return call.function(call, x, reduction, norm_of(given.weight, given.eps))
-
-
-def _fake(group: Group, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return given.x.new_empty(given.x.shape), given.x.new_empty(given.x.shape)
+    reduction = Reduction.of(given.x, residual=given.residual)
+    return call.function(call, given.x, reduction, RmsNorm(given.weight.contiguous(), given.eps))
 
 
 def _save(ctx: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -68,9 +40,9 @@ def _backward(ctx: Any, needs: Any, *grads: torch.Tensor) -> dict[str, Any]:
     }
 
 
-define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
-define_backward("all_reduce_rms_norm", save=_save, backward=_backward)
-_run = shortcut("all_reduce_rms_norm")
+_run: Callable[..., tuple[torch.Tensor, torch.Tensor]] = define(
+    SCHEMA, execute=_execute, save=_save, backward=_backward
+)
 
 
 def all_reduce_rms_norm(
@@ -82,16 +54,14 @@ def all_reduce_rms_norm(
     eps: float = 1e-6,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum ``x`` over the ranks, adds ``residual`` and normalise the rows, as one operation.
+    """Sum ``x`` over the ranks, add ``residual`` and normalise the rows, as one operation.
 
     Args:
         x: [..., N], of the same shape on all ranks; any strides.
         weight: [N], of the normalisation, in ``x``'s dtype or float32. The same on all ranks, as
             are ``residual`` and ``eps``.
-        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         residual: [..., N], of ``x``'s dtype, added to the sum.
         eps: added to the mean of the squares.
-        algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
         ``(normed, new_residual)``, [..., N] in ``x``'s dtype. ``new_residual`` is
@@ -109,17 +79,9 @@ def all_reduce_rms_norm(
 
     All ranks compute the same loss from the results, so its gradient is the same on all ranks and
     the backward is local. For an input that all ranks share see `all_reduce`.
-
-    Raises:
-        ValueError, TypeError: invalid arguments; nothing has been sent.
-        NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     try:
-        result: Any = _run(
-            x, weight, name_of(group), residual=residual, eps=eps, algorithm=algorithm
-        )
-        return result
+        return _run(x, weight, name_of(group), residual=residual, eps=eps, algorithm=algorithm)
     except BaseException as error:
         break_if_left(group, error)
         raise

@@ -19,8 +19,9 @@ Whose gradient it is:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +30,8 @@ from tpkernels.algorithms.parts import as_rows
 from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, fake_columns_of
-from tpkernels.ops._library import define_local
-from tpkernels.ops._shortcut import matmul_shortcut
+from tpkernels.ops.registration import define_local
+from tpkernels.ops.shortcut import shortcut
 from tpkernels.planning.algorithms import ALGORITHMS
 
 SCHEMA = "_matmul(Tensor x, Tensor w, *, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
@@ -64,7 +65,7 @@ def _fake(
 # The local matmul of the algorithms: accumulates in fp32, rounds once, to any dtype, and is fast
 # where torch.mm of 16-bit operands is slow.
 define_local(SCHEMA, run=_run, fake=_fake)
-_matmul = matmul_shortcut("_matmul")
+_matmul = shortcut("_matmul")
 
 
 def matmul(
@@ -112,19 +113,106 @@ def bias_grad(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return as_rows(grad).sum(0, dtype=dtypes.accumulator(grad.dtype)).to(dtype)
 
 
-def bias_grads(
-    grads: Sequence[torch.Tensor | None],
-    needs: Sequence[bool] | bool,
-    dtypes_of: Sequence[torch.dtype] | None,
-) -> list[torch.Tensor | None] | None:
-    """`bias_grad` of each result whose bias needs it; None where the op had no biases."""
-    if not needs or dtypes_of is None:
-        return None
-    assert not isinstance(needs, bool)  # a list, like the biases
-    return [
-        None if grad is None or not need else bias_grad(grad, dtype)
-        for grad, need, dtype in zip(grads, needs, dtypes_of, strict=True)
-    ]
+class ColumnGrads:
+    """The gradients of the products of one x with several weights [K, N_i], each with a bias.
+
+    Args:
+        ctx: of autograd, which saves the tensors: ``kept`` and the weights, as far as needed.
+        given: the arguments x, weights and biases.
+        kept: the whole x, or what it can be made of again.
+    """
+
+    def __init__(self, ctx: Any, given: Any, kept: torch.Tensor) -> None:
+        x, weights, biases = given.x, given.weights, given.biases
+        needed = any(w.requires_grad for w in weights)
+        ctx.save_for_backward(kept if needed else None, *(weights if x.requires_grad else ()))
+        ctx.set_materialize_grads(False)
+        self.dtype = x.dtype
+        self._weights = [WeightGrad.of(w) for w in weights]
+        self._biases = None if biases is None else [b.dtype for b in biases]
+
+    def factors(
+        self, grads: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return (grad, back), whose product ``sum_i(grad_i @ w_i^T)`` is the gradient of the whole
+        x; None without gradients. The sum over i is one matmul of concatenated factors, so it
+        overlaps with a reduction and rounds once. AMD EPYC Zen 3, 1 thread, 2026-11-21, two weights
+        of (2048, 1024, 2816): the concatenation takes 3.2 ms of 274 ms in bf16 and 7.3 of 260 in
+        fp32."""
+        pairs = [
+            (g.to(self.dtype), w.t()) for g, w in zip(grads, weights, strict=True) if g is not None
+        ]
+        if len(pairs) < 2:
+            return pairs[0] if pairs else None
+        return torch.cat([g for g, _ in pairs], -1), torch.cat([w for _, w in pairs])
+
+    def of_weights(
+        self, needs: Any, grads: Sequence[torch.Tensor | None], whole: Callable[[], torch.Tensor]
+    ) -> dict[str, Any]:
+        """Return the gradients of the weights and the biases. ``whole()`` is the whole x."""
+        weights: list[torch.Tensor | None] = [None] * len(grads)
+        biases = None if self._biases is None or not needs.biases else list(weights)
+        wanted = {i: g for i, g in enumerate(grads) if needs.weights[i] and g is not None}
+        x = whole() if wanted else None
+        for i, grad in wanted.items():
+            assert x is not None
+            weights[i] = self._weights[i].product(x, grad.to(self.dtype))
+        if biases is not None and self._biases is not None:
+            for i, (out_grad, dtype) in enumerate(zip(grads, self._biases, strict=True)):
+                if out_grad is not None and needs.biases[i]:
+                    biases[i] = bias_grad(out_grad, dtype)
+        return {"weights": weights, "biases": biases}
+
+
+def save_operands(ctx: Any, given: Any, *more: torch.Tensor) -> None:
+    """Keep for the backward what a product with an epilogue needs, of the op's arguments, and
+    ``more``."""
+    x, w, bias, residual = given.x, given.w, given.bias, given.residual
+    ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None, *more)
+    ctx.dtype, ctx.weight_grad = x.dtype, WeightGrad.of(w)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.residual_dtype = None if residual is None else residual.dtype
+
+
+def operand_grads(
+    ctx: Any, needs: Any, x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor
+) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of what an all-reduce of a product was made of, given that of the
+    sum."""
+    factor = grad.to(ctx.dtype)
+    return {
+        "x": matmul(factor, w.t()) if needs.x else None,
+        "w": ctx.weight_grad.product(x, factor) if needs.w else None,
+        "bias": bias_grad(grad, ctx.bias_dtype) if needs.bias else None,
+        "residual": grad.to(ctx.residual_dtype) if needs.residual else None,
+    }
+
+
+class NormGrads(NamedTuple):
+    """Gradients with respect to the sum, in the accumulator's dtype, and to the normalisation's
+    weight, in its own."""
+
+    total: torch.Tensor
+    weight: torch.Tensor
+
+
+def norm_grads(
+    ctx: Any,
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    grad_normed: torch.Tensor,
+    grad_total: torch.Tensor,
+) -> NormGrads:
+    """Gradients, given those of both results. Their rounding counts as the identity."""
+    wide = dtypes.accumulator(total.dtype)
+    rows, grad = total.to(wide), grad_normed.to(wide)
+    factor = torch.rsqrt(rows.square().mean(-1, keepdim=True) + ctx.eps)
+    scaled, grad_scaled = rows * factor, grad * weight.to(wide)
+    along = (grad_scaled * scaled).mean(-1, keepdim=True)
+    return NormGrads(
+        total=factor * (grad_scaled - scaled * along) + grad_total,
+        weight=as_rows(grad * scaled).sum(0).to(weight.dtype),
+    )
 
 
 def algorithm_like(forward: str, *, has_matmul: bool, last_dim: bool) -> str:

@@ -18,10 +18,9 @@ from tpkernels.algorithms.parts import as_rows
 from tpkernels.groups import GroupLike
 from tpkernels.local.matmul import new_product
 from tpkernels.local.packed import columns_of, fake_columns_of
-from tpkernels.ops._autocast import define_autocast
-from tpkernels.ops._library import bias_list, define_backward, define_local
-from tpkernels.ops._shortcut import is_plain
-from tpkernels.ops.autograd import WeightGrad, bias_grads
+from tpkernels.ops.autograd import ColumnGrads
+from tpkernels.ops.registration import bias_list, define_local
+from tpkernels.ops.shortcut import is_plain
 
 SCHEMA = "_column_matmul(Tensor x, Tensor[] weights, str group, Tensor[]? biases=None) -> Tensor[]"
 
@@ -53,36 +52,19 @@ def _fake(
 
 
 def _save(ctx: Any, given: Any, output: Any) -> None:
-    x, weights, biases = given.x, given.weights, given.biases
-    ctx.group, ctx.dtype = given.group, x.dtype
-    kept = x if any(w.requires_grad for w in weights) else None
-    ctx.save_for_backward(kept, *(weights if x.requires_grad else ()))
-    ctx.weight_grads = [WeightGrad.of(w) for w in weights]
-    ctx.bias_dtypes = None if biases is None else [b.dtype for b in biases]
-    ctx.set_materialize_grads(False)
+    ctx.group, ctx.columns = given.group, ColumnGrads(ctx, given, given.x)
 
 
 def _backward(ctx: Any, needs: Any, grad_outs: Sequence[torch.Tensor | None]) -> dict[str, Any]:
     x, *weights = ctx.saved_tensors
-    grads = [None if grad is None else grad.to(ctx.dtype) for grad in grad_outs]
+    factors = ctx.columns.factors(grad_outs, weights) if needs.x else None
     grad_x = None
-    pairs = [(g, w) for g, w in zip(grads, weights, strict=False) if g is not None]
-    if needs.x and pairs:
-        one = len(pairs) == 1
-        grad = pairs[0][0] if one else torch.cat([g for g, _ in pairs], -1)
-        back = pairs[0][1].t() if one else torch.cat([w.t() for _, w in pairs])
-        grad_x = torch.ops.tpkernels.matmul_all_reduce.default(grad, back, ctx.group)
-    grad_weights = [
-        ctx.weight_grads[i].product(x, g) if needs.weights[i] and g is not None else None
-        for i, g in enumerate(grads)
-    ]
-    grad_biases = bias_grads(grad_outs, needs.biases, ctx.bias_dtypes)
-    return {"x": grad_x, "weights": grad_weights, "biases": grad_biases}
+    if factors is not None:
+        grad_x = torch.ops.tpkernels.matmul_all_reduce.default(*factors, ctx.group)
+    return {"x": grad_x, **ctx.columns.of_weights(needs, grad_outs, lambda: x)}
 
 
-define_local(SCHEMA, run=_run, fake=_fake)
-define_backward("_column_matmul", save=_save, backward=_backward)
-define_autocast("_column_matmul")
+define_local(SCHEMA, run=_run, fake=_fake, save=_save, backward=_backward, autocast=True)
 
 
 def column_matmul(

@@ -3,22 +3,17 @@ layer without sequence parallelism, and the norm of the next layer."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tpkernels.algorithms.reduction import Reduction, RmsNorm
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.groups.group import Group
-from tpkernels.local.packed import columns_of, fake_columns_of
 from tpkernels.local.product import Weight
-from tpkernels.ops._autocast import define_autocast
-from tpkernels.ops._library import callable_for, define, define_backward
-from tpkernels.ops._rms_norm import check_norm, norm_grads, norm_of
-from tpkernels.ops._shortcut import shortcut
-from tpkernels.ops.reduction import matmul_problem, operand_grads, reduction_of, save_operands
-from tpkernels.planning.problem import Problem
+from tpkernels.ops.autograd import norm_grads, operand_grads, save_operands
+from tpkernels.ops.registration import callable_for, define
 
 SCHEMA = (
     "matmul_all_reduce_rms_norm(Tensor x, Tensor w, Tensor norm_weight, str group, "
@@ -27,23 +22,10 @@ SCHEMA = (
 )
 
 
-def _problem(group: Group, given: Any) -> Problem:
-    problem = matmul_problem("matmul_all_reduce_rms_norm", group, given, scatter_dim=None)
-    columns = columns_of(given.w)
-    norm = check_norm(given.x, given.norm_weight, given.eps, columns, "norm_weight")
-    return replace(problem, options=replace(problem.options, norm=norm))
-
-
 def _execute(call: Call, given: Any) -> Any:
-    reduction = reduction_of(given.x, None, given.bias, given.residual)
-    norm = norm_of(given.norm_weight, given.eps)
+    reduction = Reduction.of(given.x, None, given.bias, given.residual)
+    norm = RmsNorm(given.norm_weight.contiguous(), given.eps)
     return call.function(call, given.x, given.w, reduction, norm)
-
-
-def _fake(group: Group, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    x = given.x
-    shape = (*x.shape[:-1], fake_columns_of(given.w, x.shape[-1]))
-    return x.new_empty(shape), x.new_empty(shape)
 
 
 def _save(ctx: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -61,10 +43,9 @@ def _backward(ctx: Any, needs: Any, *grads: torch.Tensor) -> dict[str, Any]:
     }
 
 
-define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
-define_backward("matmul_all_reduce_rms_norm", save=_save, backward=_backward)
-define_autocast("matmul_all_reduce_rms_norm")
-_run = shortcut("matmul_all_reduce_rms_norm")  # with tensors
+_run: Callable[..., Any] = define(  # with tensors
+    SCHEMA, execute=_execute, save=_save, backward=_backward, autocast=True
+)
 
 
 def matmul_all_reduce_rms_norm(
@@ -86,11 +67,9 @@ def matmul_all_reduce_rms_norm(
             `LocalProduct`.
         norm_weight: [N], of the normalisation, in ``x``'s dtype or float32. The same on all ranks,
             as are ``bias``, ``residual`` and ``eps``.
-        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         bias: [N], added once, after the sum.
         residual: [..., N], of ``x``'s dtype, added after the bias.
         eps: added to the mean of the squares.
-        algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
         ``(normed, new_residual)``, [..., N] in ``x``'s dtype. ``new_residual`` is
@@ -99,14 +78,9 @@ def matmul_all_reduce_rms_norm(
 
     All ranks compute the same loss from the results, so its gradient is the same on all ranks and
     the backward is local. For an input that all ranks share see `all_reduce`.
-
-    Raises:
-        ValueError, TypeError: invalid arguments; nothing has been sent.
-        NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     try:
-        result: Any = callable_for("matmul_all_reduce_rms_norm", [w], _run)(
+        return callable_for("matmul_all_reduce_rms_norm", [w], _run)(
             x,
             w,
             norm_weight,
@@ -116,7 +90,6 @@ def matmul_all_reduce_rms_norm(
             eps=eps,
             algorithm=algorithm,
         )
-        return result
     except BaseException as error:
         break_if_left(group, error)
         raise

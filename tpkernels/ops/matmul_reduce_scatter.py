@@ -3,23 +3,17 @@ output, MLP down)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tpkernels import validation
+from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.groups.group import Group
-from tpkernels.local.packed import fake_columns_of
 from tpkernels.local.product import Weight
-from tpkernels.ops._autocast import define_autocast
-from tpkernels.ops._library import callable_for, define, define_backward
-from tpkernels.ops._shortcut import shortcut
-from tpkernels.ops.autograd import algorithm_like, bias_grad
-from tpkernels.ops.reduction import matmul_problem, reduction_of, save_operands
-from tpkernels.planning.problem import Problem
+from tpkernels.ops.autograd import algorithm_like, bias_grad, save_operands
+from tpkernels.ops.registration import callable_for, define
 
 SCHEMA = (
     "matmul_reduce_scatter(Tensor x, Tensor w, str group, int scatter_dim=0, "
@@ -28,25 +22,13 @@ SCHEMA = (
 )
 
 
-def _problem(group: Group, given: Any) -> Problem:
-    dim, sizes = given.scatter_dim, given.shard_sizes
-    return matmul_problem("matmul_reduce_scatter", group, given, dim, sizes)
-
-
 def _execute(call: Call, given: Any) -> Any:
     x, bias = given.x, given.bias
     if bias is not None and call.problem.dim == x.dim() - 1:
         sizes, rank = call.problem.sizes, call.group.rank
         bias = bias.narrow(0, sum(sizes[:rank]), sizes[rank])
-    reduction = reduction_of(x, given.out_dtype, bias, given.residual)
+    reduction = Reduction.of(x, given.out_dtype, bias, given.residual)
     return call.function(call, x, given.w, reduction)
-
-
-def _fake(group: Group, given: Any) -> torch.Tensor:
-    x = given.x
-    whole = [*x.shape[:-1], fake_columns_of(given.w, x.shape[-1])]
-    shape = validation.scattered_shape(whole, given.scatter_dim, given.shard_sizes, group)
-    return x.new_empty(shape, dtype=given.out_dtype)
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
@@ -56,28 +38,18 @@ def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
 
 
 def _gathered(ctx: Any, grad: torch.Tensor, w: torch.Tensor | None, keep: bool) -> Any:
-    """(the gradient of x, or None without ``w``; the gathered gradient, if ``keep``), with at most
-    one gather."""
-    last = ctx.dim == grad.dim() - 1
-    if w is not None:
-        whole, (grad_x,) = torch.ops.tpkernels.all_gather_matmul.default(
-            grad,
-            [w.t()],
-            ctx.group,
-            ctx.dim,
-            return_gathered=keep,
-            shard_sizes=ctx.shard_sizes,
-            algorithm=algorithm_like(ctx.algorithm, has_matmul=True, last_dim=last),
-        )
-        return grad_x, whole
-    whole = torch.ops.tpkernels.all_gather.default(
-        grad,
-        ctx.group,
-        ctx.dim,
-        shard_sizes=ctx.shard_sizes,
-        algorithm=algorithm_like(ctx.algorithm, has_matmul=False, last_dim=last),
+    """Return the gradient of x, or None without ``w``, and the gathered gradient, if ``keep``, with
+    at most one gather."""
+    last, ops = ctx.dim == grad.dim() - 1, torch.ops.tpkernels
+    split = ctx.group, ctx.dim
+    algorithm = algorithm_like(ctx.algorithm, has_matmul=w is not None, last_dim=last)
+    options = {"shard_sizes": ctx.shard_sizes, "algorithm": algorithm}
+    if w is None:
+        return None, ops.all_gather.default(grad, *split, **options)
+    whole, (grad_x,) = ops.all_gather_matmul.default(
+        grad, [w.t()], *split, return_gathered=keep, **options
     )
-    return None, whole
+    return grad_x, whole
 
 
 def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
@@ -94,10 +66,9 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     }
 
 
-define(SCHEMA, problem=_problem, execute=_execute, fake=_fake)
-define_backward("matmul_reduce_scatter", save=_save, backward=_backward)
-define_autocast("matmul_reduce_scatter")
-run_matmul_reduce_scatter = shortcut("matmul_reduce_scatter")  # with tensors
+run_matmul_reduce_scatter: Callable[..., torch.Tensor] = define(  # with tensors
+    SCHEMA, execute=_execute, save=_save, backward=_backward, autocast=True
+)
 
 
 def matmul_reduce_scatter(
@@ -113,20 +84,18 @@ def matmul_reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiplies, sums over the ranks of ``group`` and keeps this rank's shard, as one operation.
+    """Multiply, sum over the ranks of ``group`` and keep this rank's shard, as one operation.
 
     Args:
         x: [..., K]; any strides. K may differ by rank.
         w: [K, N]; any strides (``linear.weight.t()`` is the fast layout), packed (`pack`), or a
             `LocalProduct`.
-        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         scatter_dim: the dim of the sum [..., N] that is split over the ranks.
         bias: [N], added once, after the sum. Pass the whole bias, even if N is scattered.
         residual: of the result's shape, added after the bias.
         out_dtype: dtype of the result; default ``x``'s.
         wire_dtype: dtype of the communicated partials; ``x``'s (default) or float32.
         shard_sizes: rows of each rank along ``scatter_dim``; default: all the same.
-        algorithm: "auto", or the name of one; `tpkernels info` lists them.
 
     Returns:
         This rank's shard of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in
@@ -136,15 +105,10 @@ def matmul_reduce_scatter(
     The backward gathers the gradients of the shards once, for ``x`` (an ``all_gather_matmul``),
     ``w`` and ``bias``. Every rank gets the whole gradient of ``bias``.
 
-    Raises:
-        ValueError, TypeError: invalid arguments; nothing has been sent.
-        NotImplementedError: valid but not supported: a dtype, or the requested algorithm.
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
-
     The argument meanings are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
     """
     try:
-        result: Any = callable_for("matmul_reduce_scatter", [w], run_matmul_reduce_scatter)(
+        return callable_for("matmul_reduce_scatter", [w], run_matmul_reduce_scatter)(
             x,
             w,
             name_of(group),
@@ -156,7 +120,6 @@ def matmul_reduce_scatter(
             shard_sizes=shard_sizes,
             algorithm=algorithm,
         )
-        return result
     except BaseException as error:
         break_if_left(group, error)
         raise

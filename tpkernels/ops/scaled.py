@@ -1,5 +1,5 @@
-"""What the ops on scaled operands share: checks, and their problems. `local.scales` has the forms
-of scales."""
+"""What the ops on scaled operands share: checks, and packed rows. `local.scaled` has the forms of
+scales."""
 
 from __future__ import annotations
 
@@ -9,25 +9,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels import dtypes, validation
+from tpkernels import dtypes
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
-from tpkernels.groups.group import Group
-from tpkernels.local.scaled import ScaledWeight
-from tpkernels.local.scales import (
+from tpkernels.local.scaled import (
     FP4,
     FP8,
     TILE_ROWS,
     Packing,
+    ScaledWeight,
     Scaling,
     block_of,
-    gathered_part,
     numbers_in,
     scaling_of,
     swizzled_numel,
 )
-from tpkernels.op_spec import Options
-from tpkernels.ops.reduction import reduction_of, reduction_options, shapes_of
 from tpkernels.planning.problem import Problem
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,31 +33,52 @@ NO_GRADIENT = (
 )
 
 
-def operand(x: torch.Tensor, what: str) -> None:
-    """An operand of a dtype that has scales."""
+def _check_dtype(x: torch.Tensor, what: str) -> None:
     if x.dtype not in (*FP8, FP4):
         allowed = ", ".join(map(dtypes.name, (*FP8, FP4)))
         raise NotImplementedError(f"{what} has dtype {dtypes.name(x.dtype)}; supported: {allowed}")
 
 
-def input_and_scale(x: torch.Tensor, scale: torch.Tensor, leads: Sequence[Sequence[int]]) -> None:
-    """x [..., K] and its scales.
-
-    Args:
-        leads: the leading dims that row-wise scales may have: x's, or those of the gathered x.
-    """
-    operand(x, "x")
+def check_input(x: torch.Tensor) -> None:
+    """Check x [..., K] of a dtype that has scales."""
+    _check_dtype(x, "x")
     if x.dim() < 2 or x.shape[-1] < 1:
         raise ValueError(f"x must have at least 2 dims [..., K] with K >= 1, not {list(x.shape)}")
-    rows = [[*lead, 1] for lead in leads]
+
+
+def check_scale(
+    scale: torch.Tensor,
+    x: torch.Tensor,
+    lead: Sequence[int],
+    dim: int | None,
+    sizes: Sequence[int],
+) -> None:
+    """Check the scales of x. Row-wise ones may be those of the gathered x, too. Swizzled ones must
+    be whole tiles on every rank, so that those of all ranks, one after the other, are those of the
+    gathered x.
+
+    Args:
+        lead: the leading dims of the gathered x.
+        dim: the one that is gathered, of which the ranks have ``sizes``; None: none is.
+    """
+    rows = [[*x.shape[:-1], 1], [*lead, 1]]
     _scale(scale, x, "scale_x", rows, x.shape[:-1], numbers_in(x.dtype, x.shape[-1]))
+    if dim is None or scaling_of(scale) is not Scaling.BLOCK or scale.dim() != 1:
+        return
+    others = prod(lead[:dim]) * prod(lead[dim + 1 :])
+    for rank, size in enumerate(sizes):
+        if size * others % TILE_ROWS:
+            raise NotImplementedError(
+                f"x has {size * others} rows on rank {rank} and swizzled scales, whose tiles have "
+                f"{TILE_ROWS} rows; give each rank a multiple of {TILE_ROWS}, or pass plain scales"
+            )
 
 
-def weight_and_scale(
+def check_weight(
     w: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, scale_x: torch.Tensor, what: str
 ) -> None:
     """w [K, N] and its scales, next to an x that has been checked."""
-    operand(w, what)
+    _check_dtype(w, what)
     if w.dim() != 2 or w.shape[0] != x.shape[-1] or w.shape[1] < 1:
         raise ValueError(
             f"{what} has shape {list(w.shape)}, but x of shape {list(x.shape)} needs "
@@ -119,6 +136,11 @@ def out_dtype(value: torch.dtype | None) -> torch.dtype:
     return _among(value or torch.bfloat16, OUT_DTYPES, "out_dtype")
 
 
+def wire_dtype(value: torch.dtype | None, result: torch.dtype) -> torch.dtype:
+    """Return the dtype that partials travel in: the result's, or float32."""
+    return _among(value or result, (result, torch.float32), "wire_dtype")
+
+
 def _among(value: torch.dtype, allowed: Sequence[torch.dtype], what: str) -> torch.dtype:
     if value not in allowed:
         names = ", ".join(dict.fromkeys(map(dtypes.name, allowed)))
@@ -126,21 +148,10 @@ def _among(value: torch.dtype, allowed: Sequence[torch.dtype], what: str) -> tor
     return value
 
 
-def vector(
-    value: torch.Tensor, x: torch.Tensor, columns: int, dtype: torch.dtype, what: str
-) -> None:
-    """bias [columns] of ``dtype``."""
-    validation.bias(value, x, columns, what, (dtype,))
-
-
-def gather_options(x: torch.Tensor, scale: torch.Tensor, result: torch.dtype) -> Options:
-    """Return what the ranks of a gather must agree on, besides what the packed rows tell."""
-    return Options(
-        k=numbers_in(x.dtype, x.shape[-1]),
-        x_dtype=x.dtype,
-        scale_x=scaling_of(scale).value,
-        out_dtype=result,
-    )
+def not_last(dim: int, shape: Sequence[int], what: str, but: str) -> None:
+    """Refuse to split the last dim, along which scales are shared."""
+    if dim == len(shape) - 1:
+        raise NotImplementedError(f"{what} is {dim}, the last of {list(shape)}; {but}")
 
 
 def own_scale(scale: torch.Tensor, problem: Problem, rank: int) -> torch.Tensor:
@@ -148,7 +159,7 @@ def own_scale(scale: torch.Tensor, problem: Problem, rank: int) -> torch.Tensor:
     gathered = [*problem.shape[:-1], 1]
     if scaling_of(scale) is Scaling.ROW and list(scale.shape) == gathered:
         assert problem.dim is not None  # a gather has one
-        return gathered_part(scale, problem.dim, problem.sizes, rank)
+        return scale.narrow(problem.dim, sum(problem.sizes[:rank]), problem.sizes[rank])
     return scale
 
 
@@ -180,70 +191,9 @@ def _as_scalar(scale: torch.Tensor) -> torch.Tensor:
     return scale.reshape(()) if scaling_of(scale) is Scaling.TENSOR else scale
 
 
-def swizzled_rows(scale: torch.Tensor, lead: Sequence[int], dim: int, sizes: Sequence[int]) -> None:
-    """Check that swizzled scales are whole tiles on every rank, so that those of all ranks, one
-    after the other, are those of the gathered x.
-
-    Args:
-        lead: the leading dims of this rank's x.
-        dim: the one that is gathered, of which the ranks have ``sizes``.
-    """
-    if scaling_of(scale) is not Scaling.BLOCK or scale.dim() != 1:
-        return
-    others = prod(lead[:dim]) * prod(lead[dim + 1 :])
-    for rank, size in enumerate(sizes):
-        rows = size * others
-        if rows % TILE_ROWS:
-            raise NotImplementedError(
-                f"x has {rows} rows on rank {rank} and swizzled scales, whose tiles have "
-                f"{TILE_ROWS} rows; give each rank a multiple of {TILE_ROWS}, or pass plain scales"
-            )
-
-
-def reduction_problem(
-    op: str, group: Group, given: Any, scatter_dim: int | None, sizes: Any = None
-) -> Problem:
-    """Check the arguments of an op that multiplies scaled operands and sum over the ranks.
-
-    Args:
-        scatter_dim: the dim of the sum [..., N] of which each rank keeps its shard; None: all.
-        sizes: rows of each rank along it, where they are not all equal.
-    """
-    x, w = given.x, given.w
-    input_and_scale(x, given.scale_x, [x.shape[:-1]])
-    weight_and_scale(w, given.scale_w, x, given.scale_x, "w")
-    columns, dim = w.shape[1], None
-    if scatter_dim is not None:
-        dim = validation.dim(scatter_dim, x.dim(), "scatter_dim")
-        if dim == x.dim() - 1:
-            raise NotImplementedError(
-                f"scatter_dim is {dim}, the last of {[*x.shape[:-1], columns]}; scaled products "
-                "are scattered along their rows"
-            )
-    shape, sizes, kept = shapes_of(x, columns, dim, sizes, group)
-    result = out_dtype(given.out_dtype)
-    wire = _among(given.wire_dtype or result, (result, torch.float32), "wire_dtype")
-    if given.bias is not None:
-        vector(given.bias, x, columns, result, "bias")
-    if given.residual is not None:
-        validation.residual(given.residual, x, kept, (result,))
-    return Problem(
-        op=op,
-        device=validation.device(x),
-        world=group.world,
-        shape=shape,
-        dim=dim,
-        sizes=sizes,
-        dtype=wire,
-        options=reduction_options(x.dtype, result, given.bias, given.residual),
-    )
-
-
-def execute_reduction(call: Call, given: Any) -> torch.Tensor:
-    """Run a planned call of such an op."""
+def execute_reduction(call: Call, given: Any) -> Any:
+    """Run a planned call of an op that multiplies scaled operands and sums over the ranks."""
     rows = Rows.of(given.x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
-    reduction: Reduction = reduction_of(
-        given.x, out_dtype(given.out_dtype), given.bias, given.residual
-    )
-    result: torch.Tensor = call.function(call, rows.packed, rows.weights[0], reduction)
-    return result
+    dtype = out_dtype(given.out_dtype)
+    reduction = Reduction.of(given.x, dtype, given.bias, given.residual)
+    return call.function(call, rows.packed, rows.weights[0], reduction)

@@ -3,16 +3,13 @@ fp8 or fp4 operands."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.groups.group import Group
 from tpkernels.ops import scaled
-from tpkernels.ops._library import define, define_without_gradient
-from tpkernels.ops._shortcut import shortcut
-from tpkernels.planning.problem import Problem
+from tpkernels.ops.registration import define
 
 SCHEMA = (
     "scaled_matmul_all_reduce(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, str group, "
@@ -21,19 +18,9 @@ SCHEMA = (
 )
 
 
-def _problem(group: Group, given: Any) -> Problem:
-    return scaled.reduction_problem("scaled_matmul_all_reduce", group, given, None)
-
-
-def _fake(group: Group, given: Any) -> torch.Tensor:
-    x, dtype = given.x, scaled.out_dtype(given.out_dtype)
-    result: torch.Tensor = x.new_empty((*x.shape[:-1], given.w.shape[1]), dtype=dtype)
-    return result
-
-
-define(SCHEMA, problem=_problem, execute=scaled.execute_reduction, fake=_fake)
-define_without_gradient("scaled_matmul_all_reduce", instead=scaled.NO_GRADIENT)
-_run = shortcut("scaled_matmul_all_reduce")
+_run: Callable[..., torch.Tensor] = define(
+    SCHEMA, execute=scaled.execute_reduction, no_gradient=scaled.NO_GRADIENT
+)
 
 
 def scaled_matmul_all_reduce(
@@ -55,22 +42,14 @@ def scaled_matmul_all_reduce(
     Args:
         x, w, scale_x, scale_w, bias, out_dtype, wire_dtype, use_fast_accum: as in
             `scaled_matmul_reduce_scatter`. Scales are of this rank's slice of K.
-        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         residual: of the result's shape and dtype, added after the bias, the same on all ranks.
-        algorithm: "auto", or the name of one; "fused" has no kernel for it.
 
     Returns:
         ``sum_r(partial_r) + bias + residual`` [..., N] on every rank, summed as in
         `scaled_matmul_reduce_scatter`.
-
-    Raises:
-        ValueError, TypeError: invalid arguments; nothing has been sent.
-        NotImplementedError: valid but not supported: a dtype, the requested algorithm, or a
-            gradient.
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
     """
     try:
-        result: torch.Tensor = _run(
+        return _run(
             x,
             w,
             scale_x,
@@ -83,7 +62,6 @@ def scaled_matmul_all_reduce(
             use_fast_accum=use_fast_accum,
             algorithm=algorithm,
         )
-        return result
     except BaseException as error:
         break_if_left(group, error)
         raise

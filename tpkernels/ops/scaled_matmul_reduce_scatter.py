@@ -3,18 +3,13 @@ sequence parallelism, on fp8 or fp4 operands."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
-from tpkernels import validation
 from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.groups.group import Group
 from tpkernels.ops import scaled
-from tpkernels.ops._library import define, define_without_gradient
-from tpkernels.ops._shortcut import shortcut
-from tpkernels.planning.problem import Problem
+from tpkernels.ops.registration import define
 
 SCHEMA = (
     "scaled_matmul_reduce_scatter(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, str group, "
@@ -24,21 +19,9 @@ SCHEMA = (
 )
 
 
-def _problem(group: Group, given: Any) -> Problem:
-    dim, sizes = given.scatter_dim, given.shard_sizes
-    return scaled.reduction_problem("scaled_matmul_reduce_scatter", group, given, dim, sizes)
-
-
-def _fake(group: Group, given: Any) -> torch.Tensor:
-    x, whole = given.x, [*given.x.shape[:-1], given.w.shape[1]]
-    shape = validation.scattered_shape(whole, given.scatter_dim, given.shard_sizes, group)
-    result: torch.Tensor = x.new_empty(shape, dtype=scaled.out_dtype(given.out_dtype))
-    return result
-
-
-define(SCHEMA, problem=_problem, execute=scaled.execute_reduction, fake=_fake)
-define_without_gradient("scaled_matmul_reduce_scatter", instead=scaled.NO_GRADIENT)
-_run = shortcut("scaled_matmul_reduce_scatter")
+_run: Callable[..., torch.Tensor] = define(
+    SCHEMA, execute=scaled.execute_reduction, no_gradient=scaled.NO_GRADIENT
+)
 
 
 def scaled_matmul_reduce_scatter(
@@ -57,7 +40,7 @@ def scaled_matmul_reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiply scaled operands, sums over the ranks of ``group`` and keep this rank's shard, as
+    """Multiply scaled operands, sum over the ranks of ``group`` and keep this rank's shard, as
     one operation.
 
     Args:
@@ -67,7 +50,6 @@ def scaled_matmul_reduce_scatter(
         scale_x, scale_w: of this rank's slice of K, in the forms of `all_gather_scaled_matmul`.
             Each rank applies its own to its partial, so they may differ by rank: row-wise scales
             are those of a row of the slice, not of the whole row.
-        group: a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
         scatter_dim: the dim of the sum [..., N] that is split over the ranks; not the last.
         bias: [N] of ``out_dtype``, added once, after the sum.
         residual: of the result's shape and dtype, added after the bias.
@@ -75,23 +57,16 @@ def scaled_matmul_reduce_scatter(
         wire_dtype: dtype of the communicated partials; ``out_dtype`` (default) or float32.
         use_fast_accum: as in ``torch._scaled_mm``; no effect on CPUs.
         shard_sizes: rows of each rank along ``scatter_dim``; default: all the same.
-        algorithm: "auto", or the name of one; "fused" has no kernel for it.
 
     Returns:
         This rank's shard of ``sum_r(partial_r) + bias + residual``. Partials are summed in fp32 in
         rank order and rounded once. On CUDA tensors ``numerics`` of `init` decides.
 
-    Raises:
-        ValueError, TypeError: invalid arguments; nothing has been sent.
-        NotImplementedError: valid but not supported: a dtype, the last dim, the requested
-            algorithm, or a gradient.
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
-
     The arguments mean what they mean in ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``
     and ``torch._scaled_mm``.
     """
     try:
-        result: torch.Tensor = _run(
+        return _run(
             x,
             w,
             scale_x,
@@ -106,7 +81,6 @@ def scaled_matmul_reduce_scatter(
             shard_sizes=shard_sizes,
             algorithm=algorithm,
         )
-        return result
     except BaseException as error:
         break_if_left(group, error)
         raise

@@ -23,14 +23,15 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,42 +97,40 @@ class Box:
         return Box(tuple(offset - origin for offset, origin in pairs), self.shape)
 
 
-class Source(Protocol):
-    """A tensor in a file."""
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor, in one file.
 
-    @property
-    def path(self) -> Path:
-        """Return the file."""
+    Args:
+        box: the part.
+        path: the file.
+        copy: copies a part of the piece into a tensor of any dtype and device.
+    """
 
-    def read(self, box: Box, out: torch.Tensor) -> None:
-        """Read a part of the tensor into ``out``, of the part's shape and any dtype and device."""
+    box: Box
+    path: Path
+    copy: Callable[[Box, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, in one piece or several.
-
-    Args:
-        shape: of the tensor.
-        dtype: of its values.
-        pieces: parts of it, and where each of them lies; together they are all of it.
-    """
+    """A tensor of a checkpoint, whose pieces together are all of it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[tuple[Box, Source], ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def files(self) -> str:
         """Name the files, for messages."""
-        return ", ".join(sorted({str(source.path) for _, source in self.pieces}))
+        return ", ".join(sorted({str(piece.path) for piece in self.pieces}))
 
     def read(self, box: Box, out: torch.Tensor) -> None:
         """Read the part ``box`` into ``out``, of the part's shape and any dtype and device."""
-        for piece, source in self.pieces:
-            common = piece.common(box)
+        for piece in self.pieces:
+            common = piece.box.common(box)
             if common.size:
-                source.read(common.relative_to(piece), out[common.relative_to(box).slices])
+                piece.copy(common.relative_to(piece.box), out[common.relative_to(box).slices])
 
 
 class SafetensorsCheckpoint:
@@ -161,13 +160,7 @@ class SafetensorsCheckpoint:
 
     def tensors(self, model: nn.Module) -> Mapping[str, StoredTensor]:
         """Return the tensors by the names that ``model``, unsharded and on the meta device, has for
-        them.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: a file is damaged or truncated.
-            NotImplementedError: a dtype is not supported.
-        """
+        them."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         names = set(model.state_dict())
         if names & self._stored.keys():
@@ -191,18 +184,6 @@ class SafetensorsCheckpoint:
         if not stored:
             raise ValueError(f"{self.path} has no tensors")
         return stored
-
-
-@dataclass(frozen=True)
-class _InSafetensors:
-    """A tensor in a safetensors file."""
-
-    path: Path
-    name: str
-
-    def read(self, box: Box, out: torch.Tensor) -> None:
-        with _opened(self.path) as file:
-            out.copy_(file.get_slice(self.name)[box.slices])
 
 
 @contextmanager
@@ -233,9 +214,14 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
                 raise NotImplementedError(
                     f"{path}: {name} has dtype {dtype}; supported: {', '.join(_DTYPES)}"
                 )
-            source = _InSafetensors(path, name)
-            stored[name] = StoredTensor(shape, _DTYPES[dtype], ((Box.full(shape), source),))
+            piece = Piece(Box.full(shape), path, partial(_copy_safetensors, path, name))
+            stored[name] = StoredTensor(shape, _DTYPES[dtype], (piece,))
     return stored
+
+
+def _copy_safetensors(path: Path, name: str, box: Box, out: torch.Tensor) -> None:
+    with _opened(path) as file:
+        out.copy_(file.get_slice(name)[box.slices])
 
 
 def _indexed(folder: Path) -> dict[str, StoredTensor]:
@@ -264,8 +250,9 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
             places = [(piece["file"], tuple(map(int, piece["offsets"]))) for piece in entry]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{folder / INDEX}: {shown(name)} has a malformed entry") from error
-        pieces = [(offsets, tensor_in(file, name)) for file, offsets in places]
-        stored[name] = _joined(folder, name, shape, pieces)
+        stored[name] = _joined(
+            folder, name, shape, [(offsets, tensor_in(file, name)) for file, offsets in places]
+        )
     return stored
 
 
@@ -285,22 +272,23 @@ def _joined(
     folder: Path,
     name: str,
     shape: tuple[int, ...],
-    pieces: Sequence[tuple[tuple[int, ...], StoredTensor]],
+    places: Sequence[tuple[tuple[int, ...], StoredTensor]],
 ) -> StoredTensor:
-    """Join a tensor from its pieces and their offsets; they must fill it."""
-    parts: list[tuple[Box, Source]] = []
-    for offsets, piece in pieces:
-        box = Box(offsets, piece.shape)
-        if len(offsets) != len(piece.shape) or not box.within(Box.full(shape)):
+    """Join a tensor from its pieces, each with its offsets; they must fill it."""
+    pieces: list[Piece] = []
+    for offsets, stored in places:
+        box = Box(offsets, stored.shape)
+        if len(offsets) != len(stored.shape) or not box.within(Box.full(shape)):
             raise ValueError(
-                f"{piece.files}: {name} has shape {list(piece.shape)} at {list(offsets)}, which "
+                f"{stored.files}: {name} has shape {list(stored.shape)} at {list(offsets)}, which "
                 f"is not within {list(shape)}; the files are of different checkpoints"
             )
-        parts += [(box, source) for _, source in piece.pieces]
-    overlap = any(a.common(b).size for i, (a, _) in enumerate(parts) for b, _ in parts[:i])
-    if overlap or sum(box.size for box, _ in parts) != prod(shape):
+        pieces += [replace(piece, box=box) for piece in stored.pieces]
+    boxes = [piece.box for piece in pieces]
+    overlap = any(a.common(b).size for a, b in combinations(boxes, 2))
+    if overlap or sum(box.size for box in boxes) != prod(shape):
         raise ValueError(f"{folder / INDEX}: the pieces of {name} do not fill {list(shape)}")
-    return StoredTensor(shape, pieces[0][1].dtype, tuple(parts))
+    return StoredTensor(shape, places[0][1].dtype, tuple(pieces))
 
 
 class GGUFCheckpoint:
@@ -338,15 +326,10 @@ class GGUFCheckpoint:
             part = tensor.name.split(".")[-2]
             shape = tuple(map(int, reversed(tensor.shape)))
             interleaved = config.model_type in _INTERLEAVED and part in heads
-            source = _InGGUF(
-                self.path,
-                tensor.data.reshape(shape[0], -1),
-                tensor.tensor_type,
-                shape,
-                shape[0] // heads[part] if interleaved else 1,
-            )
-            pieces = ((Box.full(shape), source),)
-            stored[names[tensor.name]] = StoredTensor(shape, self.dtype(), pieces)
+            head = shape[0] // heads[part] if interleaved else 1
+            copy = partial(_copy_gguf, tensor.data.reshape(shape[0], -1), tensor.tensor_type, head)
+            piece = Piece(Box.full(shape), self.path, copy)
+            stored[names[tensor.name]] = StoredTensor(shape, self.dtype(), (piece,))
         return stored
 
     @cached_property
@@ -433,40 +416,30 @@ class GGUFCheckpoint:
         return names
 
 
-@dataclass(frozen=True)
-class _InGGUF:
-    """A tensor in a GGUF file.
+def _copy_gguf(rows: Any, kind: Any, head: int, box: Box, out: torch.Tensor) -> None:
+    """Decode a part of a tensor into ``out``.
 
     Args:
-        path: the file.
-        rows: what lies in it, mapped, [rows, ...].
+        rows: what lies in the file, mapped, [rows, ...].
         kind: gguf's type of it.
-        shape: of the tensor.
         head: rows of a head, whose two halves are interleaved; 1: they are not.
     """
+    import numpy as np
 
-    path: Path
-    rows: Any
-    kind: Any
-    shape: tuple[int, ...]
-    head: int
-
-    def read(self, box: Box, out: torch.Tensor) -> None:
-        import numpy as np
-
-        dequantize = package("gguf").dequantize
-        first, last = box.offsets[0], box.offsets[0] + box.shape[0]
-        step = max(1, CHUNK // (self.rows[0].nbytes * self.head)) * self.head
-        for begin in range(first - first % self.head, last, step):
-            decoded = dequantize(self.rows[begin : begin + step], self.kind)
-            values = torch.from_numpy(np.require(decoded, requirements="W"))
-            if self.head > 1:
-                heads = values.view(-1, self.head // 2, 2, values.shape[-1])
-                values = heads.transpose(1, 2).reshape(values.shape)
-            values = values.view(-1, *self.shape[1:])
-            low, high = max(first, begin), min(last, begin + len(values))
-            part = values[low - begin : high - begin]
-            out[low - first : high - first].copy_(part[(slice(None), *box.slices[1:])])
+    dequantize = package("gguf").dequantize
+    first, last = box.offsets[0], box.offsets[0] + box.shape[0]
+    step = max(1, CHUNK // (rows[0].nbytes * head)) * head
+    for begin in range(first - first % head, last, step):
+        decoded = dequantize(rows[begin : begin + step], kind)
+        values = torch.from_numpy(np.require(decoded, requirements="W"))
+        if head > 1:
+            halves = values.view(-1, head // 2, 2, values.shape[-1])
+            values = halves.transpose(1, 2).reshape(values.shape)
+        if out.dim() == 1:
+            values = values.view(-1)
+        low, high = max(first, begin), min(last, begin + len(values))
+        part = values[(slice(low - begin, high - begin), *box.slices[1:])]
+        out[low - first : high - first].copy_(part)
 
 
 @contextmanager
@@ -488,12 +461,7 @@ Checkpoint = SafetensorsCheckpoint | GGUFCheckpoint
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at ``path``: a folder, or a GGUF file. Reads no weights.
-
-    Raises:
-        FileNotFoundError, ValueError: as `locate`; or there is nothing to load in a folder.
-        ImportError: a package that the format needs is not installed.
-    """
+    """Open the checkpoint at ``path``, as `locate` finds it. Reads no weights."""
     place = locate(path)
     return SafetensorsCheckpoint(place) if place.is_dir() else GGUFCheckpoint(place)
 
@@ -527,11 +495,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
 
 
 def package(name: str) -> ModuleType:
-    """Import an optional package.
-
-    Raises:
-        ImportError: it is not installed; the message has the remedy.
-    """
+    """Import an optional package, or say what to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -309,12 +309,12 @@ def _checked_layers(
 def _replace_attention(
     attention: nn.Module, group: str, rows: Rows | None, heads: Heads, head_norms: tuple[str, ...]
 ) -> None:
-    for name, (sizes, stand_in) in heads.projections.items():
+    for name, (sizes, stand_in) in heads.splits.items():
         _replace_linear(
             attention, name, SharedInputLinear, group, rows, out_sizes=sizes, stand_in=stand_in
         )
-    sizes = heads.projections["q_proj"].sizes
-    _replace_linear(attention, "o_proj", SplitRowsLinear, group, rows, in_sizes=sizes)
+    in_sizes, _ = heads.splits["q_proj"]
+    _replace_linear(attention, "o_proj", SplitRowsLinear, group, rows, in_sizes=in_sizes)
     attention.register_forward_pre_hook(ShareInput(QKV, rows), with_kwargs=True)
     for name in head_norms:
         _replace_norm(attention, name, group, None)

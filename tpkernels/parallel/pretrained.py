@@ -42,7 +42,6 @@ class Slot:
     Args:
         name: of the parameter, as the unsharded model has it.
         owners: (module, attribute) pairs that hold it; several if weights are tied.
-        box: the part that this rank holds.
         split: how it is split; None: it is not, or a plan has split it.
         stored: the unsharded parameter in the checkpoint.
         linear: it is the weight of a linear layer, [out_features, in_features].
@@ -50,7 +49,6 @@ class Slot:
 
     name: str
     owners: tuple[tuple[nn.Module, str], ...]
-    box: Box
     split: Split | None
     stored: StoredTensor
     linear: bool
@@ -66,9 +64,22 @@ class Slot:
         module, attribute = self.owners[0]
         return module.get_parameter(attribute)
 
-    def part(self, rank: int) -> Box:
-        """Return the part that a rank holds if the parameter is not split by a plan."""
-        return _part(self.shape, None if self.split is None else replace(self.split, rank=rank))
+    def part(self, rank: int | None = None) -> Box:
+        """Return the part that a rank holds, by default this one; others only if the parameter is
+        not split by a plan."""
+        data: Any = self.parameter.data
+        if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            shape, offsets = compute_local_shape_and_global_offset(
+                self.shape, data.device_mesh, data.placements
+            )
+            return Box(tuple(offsets), tuple(shape))
+        if self.split is None:
+            return Box.full(self.shape)
+        split = self.split if rank is None else replace(self.split, rank=rank)
+        begin = [split.offset if dim == split.dim else 0 for dim in range(len(self.shape))]
+        return Box(tuple(begin), split.local_shape(self.shape))
 
 
 @dataclass(frozen=True)
@@ -93,18 +104,12 @@ def draw(
     parallelize: Callable[[nn.Module], nn.Module],
     any_architecture: bool,
 ) -> Blueprint:
-    """Draw the blueprint of a checkpoint's model.
+    """Draw the blueprint of a checkpoint's model; raise what `from_pretrained` raises for files.
 
     Args:
         dtype: of the parameters; None: the checkpoint's.
         parallelize: splits a model on the meta device in place.
         any_architecture: ``parallelize`` takes other models than `tpkernels.parallel.llama` knows.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or the tensors do not fit the configuration.
-        NotImplementedError: the architecture or a dtype is not supported.
-        ImportError: a package is missing.
     """
     transformers = package("transformers")
     config = checkpoint.config()
@@ -179,33 +184,10 @@ def _slots(model: nn.Module, sources: Mapping[str, StoredTensor]) -> Iterator[Sl
         yield Slot(
             name,
             tuple((module, attribute) for _, module, attribute in places),
-            _box(module.get_parameter(attribute), stored.shape, split),
             split,
             stored,
             linear=attribute == "weight" and hasattr(module, "in_features"),
         )
-
-
-def _part(shape: tuple[int, ...], split: Split | None) -> Box:
-    """Return the part of an unsharded parameter that the rank of ``split`` holds."""
-    if split is None:
-        return Box.full(shape)
-    begin = [split.offset if dim == split.dim else 0 for dim in range(len(shape))]
-    return Box(tuple(begin), split.local_shape(shape))
-
-
-def _box(parameter: nn.Parameter, shape: tuple[int, ...], split: Split | None) -> Box:
-    """Return the part of the unsharded parameter that this rank holds."""
-    if type(parameter.data) is torch.Tensor:
-        return _part(shape, split)
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    assert isinstance(parameter.data, DTensor)  # plans make nothing else
-    local_shape, offsets = compute_local_shape_and_global_offset(
-        shape, parameter.data.device_mesh, parameter.data.placements
-    )
-    return Box(tuple(offsets), tuple(local_shape))
 
 
 def from_pretrained(
@@ -292,9 +274,9 @@ def from_pretrained(
 
 def _fill(slot: Slot, device: torch.device) -> None:
     """Give a parameter memory and read this rank's part into it."""
-    empty = slot.parameter
-    local = torch.empty(slot.box.shape, dtype=empty.dtype, device=device)
-    slot.stored.read(slot.box, local)
+    empty, part = slot.parameter, slot.part()
+    local = torch.empty(part.shape, dtype=empty.dtype, device=device)
+    slot.stored.read(part, local)
     value = local
     if type(empty.data) is not torch.Tensor:
         from torch.distributed.tensor import DTensor

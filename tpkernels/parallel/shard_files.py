@@ -33,13 +33,7 @@ _OURS = "model-rank-*-of-*.safetensors"
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How the parameters of a checkpoint are split over ``ranks`` ranks.
-
-    Args:
-        path: of the checkpoint.
-        ranks: their number.
-        blueprint: the model, split for that many ranks.
-    """
+    """How the parameters of the checkpoint at ``path`` are split over ``ranks`` ranks."""
 
     path: Path
     ranks: int
@@ -93,17 +87,8 @@ def plan_shards(
     ffn_only: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ShardPlan:
-    """Plan how `tpkernels.from_pretrained` splits a checkpoint, without weights or ranks.
-
-    Args:
-        path, ffn_only, dtype: as `tpkernels.from_pretrained` takes them.
-        ranks: number of ranks.
-
-    Raises:
-        ValueError: ``ranks`` is not positive.
-        FileNotFoundError, ImportError, ValueError, TypeError, NotImplementedError: as
-            `tpkernels.from_pretrained`.
-    """
+    """Plan how `tpkernels.from_pretrained` splits a checkpoint, without weights or ranks. The
+    arguments are its own, and so are the errors."""
     if ranks < 1:
         raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
 
@@ -124,15 +109,12 @@ def write_shards(
 ) -> list[Path]:
     """Write each rank's shard to a file of its own, with an index, the configuration and the
     tokenizer's files. `tpkernels.from_pretrained` reads the folder on any number of ranks. Needs
-    memory for one shard.
+    memory for one shard. Return the files with weights.
 
     Args:
         out: the folder; made if it is missing.
         force: whether to replace a model that is in it.
         progress: called with each rank before its file is written.
-
-    Returns:
-        The files with weights.
 
     Raises:
         FileExistsError: there is a model in ``out``, and ``force`` is not set.

@@ -22,11 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from tpkernels import groups
 from tpkernels.nn.linear import row_parallel
 from tpkernels.nn.sharding import check_parameter
-from tpkernels.op_spec import NO_OPTIONS, OPS
+from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
-from tpkernels.ops.reduction import reduction_options
 from tpkernels.shards import chunk_sizes
-from tpkernels.tuning.measured import read_times, why_left_to_torch
+from tpkernels.tuning.replacement import read_times, why_left_to_torch
 
 
 class _FusedLinear(nn.Linear):
@@ -192,7 +191,7 @@ class _FusedStyle(ParallelStyle):
 
     def _is_left_to_torch(self, linear: nn.Linear, mesh: DeviceMesh, op: str) -> bool:
         """Return whether the style does what torch's does instead of calling the op
-        (`tuning.measured`). Collective on a mesh of GPUs."""
+        (`tuning.replacement`). Collective on a mesh of GPUs."""
         if not _has_gpus(mesh):
             return False
         name, dtype = groups.name_of(mesh), linear.weight.dtype
@@ -204,7 +203,7 @@ class _FusedStyle(ParallelStyle):
             rows=None,
             width=linear.out_features if OPS[op].reduces else linear.in_features,
             dtype=dtype,
-            options=reduction_options(dtype, dtype) if OPS[op].reduces else NO_OPTIONS,
+            options=(Options(x_dtype=dtype, out_dtype=dtype) if OPS[op].reduces else NO_OPTIONS),
         )
         return reason is not None
 

@@ -1,10 +1,48 @@
-"""Flops and bytes of a call, from which rooflines follow."""
+"""What work costs: flops and bytes of a call, rates of machines, and the seconds that follow. Pure.
+
+Used by the choice between the kernels of an all-reduce on GPUs (`all_reduce_way`), by the planner
+of products on meshes (mesh/estimates.py), and by `tpkernels bench`, `explain` and `plan`.
+
+Machines: `machines.yaml` has rates by name, and store.py keeps those that `tpkernels tune
+--machine` has measured here.
+
+Product and collective: a product takes the longer of its flops and of its operands' and result's
+bytes; on a machine that overlaps nothing, their sum. A collective takes a fixed time, a time for
+each step of a ring, and the bytes that a rank receives at the rate of the link. Across nodes it
+goes in two levels.
+
+Algorithms on GPUs of one host (`predicted`), by their data sheets. Nothing of it was measured with
+this package, and nothing is chosen by it: `explain` shows it next to measured times.
+- A product takes the longer of its tiles, in whole waves over the multiprocessors, and of its
+  operands' and result's bytes.
+- `unfused` and `ring` go through NCCL: the product and the collective of the machine's link class,
+  one after the other. For `ring` the product is cut by ranks and overlaps the transfers.
+- `direct` is the product, then one kernel. Up to `LL_BYTES` each word carries its flag:
+  twice the bytes, one hop. An all-reduce goes as in `all_reduce_way`, by LL. Beyond it data is
+  followed by a fence and a word. A reduction reads the slots of all ranks from memory.
+- `pipelined` is one product per rank beside the copy engines, each copy with its start. Two
+  products share their waves. Then the partials are summed.
+- `fused` is one grid: the first tiles of a peer are exposed, the rest of the smaller of product and
+  transfer is hidden. The rows of a gather are brought by `FETCHERS` multiprocessors, each with a
+  ring of reads in flight, or, where shards are large, by copy engines, which leave `ROOM` to the
+  kernels that wait for them. A reduction ends with the sum of its slots, which nothing hides.
+Left out: the time in which the host launches, and that of a kernel before its first store.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from tpkernels.integers import ceil_div
 from tpkernels.planning.problem import Problem
+
+# Calls.
 
 
 @dataclass(frozen=True)
@@ -45,3 +83,404 @@ class Cost:
             traffic=traffic,
             touched=elements * problem.dtype.itemsize + traffic,
         )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one rank while all ranks run the same probe (bench/probes.py).
+
+    Attributes:
+        flops: per second, of the faster local matmul.
+        torch_flops: per second, of torch.matmul.
+        copy_bytes: per second, reads plus writes.
+        copy_over_cache: bytes of one copy over the size of the last-level cache.
+    """
+
+    flops: float
+    torch_flops: float
+    copy_bytes: float
+    copy_over_cache: float
+
+    def least_seconds(self, cost: Cost) -> float:
+        """Return the roofline of a call."""
+        return max(cost.flops / self.flops, cost.touched / self.copy_bytes)
+
+
+# Machines.
+
+MEASURED = "this"  #: the name of the machine that `tpkernels tune --machine` measured
+DEFAULTS: Mapping[str, str] = MappingProxyType({"cpu": "zen4-core", "cuda": "h100"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A class of links.
+
+    Attributes:
+        call: seconds that a collective takes at least.
+        step: seconds of each step of a ring over W ranks, which takes W - 1.
+        bandwidth: bytes per second that a rank receives.
+    """
+
+    call: float
+    step: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self.call, self.bandwidth)
+
+    def ring_seconds(self, ranks: int, received: float, passes: int = 1) -> float:
+        """Return the seconds in which each rank receives so many bytes in each pass."""
+        if ranks == 1:
+            return 0.0
+        return self.call + passes * (self.step * (ranks - 1) + received / self.bandwidth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A machine: devices of one kind, one for each rank.
+
+    Attributes:
+        title: for people.
+        device: "cpu" or "cuda".
+        flops: per second that a large product reaches, for elements of 2, 4 and 8 bytes.
+        bandwidth: bytes per second of the device's memory that a large copy reaches.
+        memory: bytes of the device's memory; 0: not known.
+        node: ranks of a node, with consecutive numbers.
+        within, between: the links of a node, and those between nodes.
+        host: a GPU's link to the host; None: the device is the host.
+        overlaps: whether the device multiplies while it reads its memory or data travels.
+        source: where the figures come from.
+        multiprocessors: of a GPU.
+    """
+
+    title: str
+    device: str
+    flops: tuple[float, float, float]
+    bandwidth: float
+    memory: int
+    node: int
+    within: Link
+    between: Link
+    host: Link | None
+    overlaps: bool
+    source: str
+    multiprocessors: int = 0
+
+    def __post_init__(self) -> None:
+        _check_positive(*self.flops, self.bandwidth, self.node)
+
+    def rate(self, itemsize: int) -> float:
+        """Return the flops per second of a product."""
+        return self.flops[{2: 0, 4: 1, 8: 2}[itemsize]]
+
+    def ranks_in_a_node(self, ranks: int, stride: int) -> int:
+        """Return how many neighbours of a group share a node: the most that divide the group."""
+        most = max(1, min(ranks, self.node // stride))
+        return max(inner for inner in range(1, most + 1) if ranks % inner == 0)
+
+
+def _check_positive(*rates: float) -> None:
+    for rate in rates:
+        if not rate > 0:
+            raise ValueError(f"a rate is {rate!r}")
+
+
+@functools.cache
+def _data() -> Any:
+    import yaml
+
+    return yaml.safe_load(Path(__file__).with_name("machines.yaml").read_text())
+
+
+def machines() -> tuple[str, ...]:
+    """Return the names in `machines.yaml`."""
+    return tuple(_data()["machines"])
+
+
+def gpu_named(title: str) -> str:
+    """Return the name in `machines.yaml` of a GPU that torch calls ``title``; that of `DEFAULTS` if
+    it has none."""
+    for name, entry in _data()["machines"].items():
+        if entry["device"] == "cuda" and entry["matches"] in title:
+            return str(name)
+    return DEFAULTS["cuda"]
+
+
+@functools.cache
+def machine_named(name: str) -> Profile:
+    """Return a machine of `machines.yaml`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in machines():
+        raise ValueError(
+            f"unknown machine '{name}'; choose from {MEASURED}, {', '.join(machines())}"
+        )
+    entry = _data()["machines"][name]
+    compute, copy = entry["efficiency"]
+    flops16, flops32, flops64 = (1e12 * compute * entry["tflops"][bits] for bits in (16, 32, 64))
+    return Profile(
+        title=entry["title"],
+        device=entry["device"],
+        flops=(flops16, flops32, flops64),
+        bandwidth=1e9 * copy * entry["memory_gb_per_s"],
+        memory=int(1e9 * entry["memory_gb"]),
+        node=entry["node"],
+        within=_link(entry["within"]),
+        between=_link(entry["between"]),
+        host=_link(entry["host"]) if "host" in entry else None,
+        overlaps=entry["overlaps"],
+        source=entry["source"],
+        multiprocessors=entry.get("multiprocessors", 0),
+    )
+
+
+def _link(name: str) -> Link:
+    entry = _data()["links"][name]
+    return Link(
+        call=1e-6 * entry["call_us"],
+        step=1e-6 * entry["step_us"],
+        bandwidth=1e9 * entry["gb_per_s"],
+    )
+
+
+# Products and collectives.
+
+
+def product_seconds(profile: Profile, m: int, k: int, n: int, itemsize: int) -> float:
+    """Return the seconds of a local product [m, k] @ [k, n]."""
+    multiply = 2 * m * k * n / profile.rate(itemsize)
+    move = (m * k + k * n + m * n) * itemsize / profile.bandwidth
+    return max(multiply, move) if profile.overlaps else multiply + move
+
+
+def collective_seconds(
+    profile: Profile, nbytes: float, ranks: int, *, stride: int = 1, passes: int = 1
+) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter.
+
+    Args:
+        nbytes: of the whole tensor, which each rank has after an all-gather or before a
+            reduce-scatter.
+        ranks: of the group.
+        stride: between the numbers of neighbours in the group.
+        passes: 2 for an all-reduce, which is both.
+    """
+    if ranks == 1:
+        return 0.0
+    inner = profile.ranks_in_a_node(ranks, stride)
+    outer = ranks // inner
+    # Between nodes each rank gets the parts of those with its place; in the node, their results.
+    seconds = profile.between.ring_seconds(outer, (outer - 1) / ranks * nbytes, passes)
+    return seconds + profile.within.ring_seconds(inner, (inner - 1) / inner * nbytes, passes)
+
+
+def all_to_all_seconds(profile: Profile, nbytes: float, ranks: int, *, stride: int = 1) -> float:
+    """Return the seconds of an all-to-all, in which ranks of other nodes send each rank its pieces
+    themselves.
+
+    Args:
+        nbytes: of what a rank has after it.
+        ranks, stride: as for `collective_seconds`.
+    """
+    inner = profile.ranks_in_a_node(ranks, stride)
+    far, near = ranks - inner, inner - 1
+    seconds = profile.between.ring_seconds(far + 1, far / ranks * nbytes)
+    return seconds + profile.within.ring_seconds(near + 1, near / ranks * nbytes)
+
+
+def fused_seconds(
+    profile: Profile,
+    shape: tuple[int, int, int],
+    cut: int,
+    communication: float,
+    parts: int,
+    itemsize: int,
+) -> float:
+    """Return the seconds of a product [m, k] @ [k, n] and a collective as one op: all but the first
+    chunk of the one and the last of the other overlap, if the machine overlaps at all, and unless
+    that takes longer than one after the other, because each chunk reads the whole weight.
+
+    Args:
+        shape: (m, k, n).
+        cut: the index in ``shape`` of the extent that is cut into chunks: 0 or 2.
+        communication: seconds of the collective alone.
+        parts: number of chunks.
+    """
+    apart = product_seconds(profile, *shape, itemsize) + communication
+    if not profile.overlaps:
+        return apart
+    m, k, n = (ceil_div(size, parts) if i == cut else size for i, size in enumerate(shape))
+    multiply, move = product_seconds(profile, m, k, n, itemsize), communication / parts
+    return min(apart, move + (parts - 1) * max(multiply, move) + multiply)
+
+
+# An all-reduce of few bytes on GPUs: in one hop or two, by LL or LL128. All ranks
+# decide alike: by the bytes, the number of ranks, and what they have agreed on at set-up. The
+# kernels are in csrc/cuda/{ll,ll128,all_reduce}.cuh; no GPU has timed them.
+
+# A store that a peer sees, by NVLink: the latencies of LL, which needs no fence, and of Simple,
+# which has one, in NCCL's model (NVIDIA/nccl, src/graph/tuning.cc, rings).
+HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
+# Bytes per second that a rank sends: 18 links of NVLink 4 (NVIDIA H100 data sheet, one direction).
+# One number for all GPUs, so that the ranks agree.
+LINK = 450e9
+# Largest x in bytes that goes without fences. By LL: 64 rows of 4096 in bf16. By LL128:
+# what takes 0.6 MiB from each of 8 sources, in each parity. By the model both win beyond.
+TWO_SHOT_BYTES, LL128_BYTES = 512 << 10, 2 << 20
+
+
+def hop_seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> float:
+    """Return what the hops of an all-reduce of ``nbytes`` take, without the sum: a latency for
+    each, and the bytes that a rank sends."""
+    part = (world - 1) / world
+    hops, latency, sent = {
+        "ll": (1, HOP_S, 2.0 * (world - 1)),
+        "ll_two_shot": (2, HOP_S, 4.0 * part),
+        "ll128": (2, HOP_S, 16 / 7 * part),
+        "two_shot": (2, FENCED_HOP_S, 2.0 * part),
+    }[way]
+    return hops * latency + sent * nbytes / bandwidth
+
+
+@functools.lru_cache(maxsize=4096)
+def all_reduce_way(nbytes: int, world: int, ll128: bool, split: int = 0) -> str:
+    """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`): the
+    fastest of those without fences, by the model.
+
+    Args:
+        ll128: stores of 128 bytes arrive whole at all ranks (symm/nvlink.py).
+        split: bytes of all ranks' parts in two hops if that is more, as where parts are whole rows.
+    """
+    way, most = "ll_two_shot", TWO_SHOT_BYTES
+    if ll128:
+        way, most = "ll128", LL128_BYTES
+    if nbytes > most:
+        return "two_shot"
+    one_hop = hop_seconds("ll", nbytes, world)
+    return "ll" if one_hop <= hop_seconds(way, max(nbytes, split), world) else way
+
+
+# The algorithms on GPUs.
+
+# Rows and columns of the tile of one multiprocessor. cuBLAS's own heuristics are not modelled.
+TILE = 128, 256
+# From the end of a kernel to the begin of the next in a stream: 3.8 us a kernel of 2.9 us, V100
+# ("Getting Started with CUDA Graphs", NVIDIA's technical blog, 2019).
+LAUNCH_S = 0.9e-6
+# The start of a copy between GPUs by a copy engine: the order of what CUDA's sample
+# p2pBandwidthLatencyTest prints with NVSwitch. From memory.
+COPY_S = 2.5e-6
+# A tensor up to this size travels with its flags: NCCL takes LL for messages of that order.
+LL_BYTES = 128 << 10
+# Of `fused`: kernels/configs.py, kernels/all_gather_matmul.py, algorithms/fused.py.
+FETCHERS, PIECE_BYTES, RING_BYTES, ROOM, COPY_ENGINE_BYTES = 12, 128 << 10, 64 << 10, 1, 4 << 20
+READ_S = 2 * HOP_S  # a read from a peer: a hop each way
+# The tile loop of kernels/matmul.py relative to cuBLAS. Not measured; 0.9 is assumed.
+OWN_PRODUCT = 0.9
+
+
+def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, float]:
+    """Return the seconds of each algorithm that has something to do for a problem.
+
+    Args:
+        other: the extent of the matmul that is not part of the problem, over all ranks.
+        profile: of GPUs; all ranks of the problem are in one node.
+    """
+    model = _GpuModel(profile, problem, ceil_div(other, problem.world))
+    found = {"unfused": model.unfused(), "ring": model.ring(), "direct": model.direct()}
+    if problem.spec.has_matmul:
+        found |= {"pipelined": model.pipelined(), "fused": model.fused()}
+    return found
+
+
+class _GpuModel:
+    """Seconds of each algorithm for a call on GPUs of one kind that are connected all to all.
+
+    ``received``: in which a rank receives what it lacks of the whole tensor, once; ``sum``: in
+    which it reads the partials of its rows.
+    """
+
+    def __init__(self, profile: Profile, problem: Problem, other: int) -> None:
+        self._profile, self._problem, self._other = profile, problem, other
+        self._ranks, self._peers = problem.world, max(problem.world - 1, 1)
+        self._passes = 2 if problem.dim is None else 1
+        share = problem.nbytes * (problem.world - 1) / problem.world
+        self._received = share / profile.within.bandwidth
+        self._sum = 0.0 if problem.spec.gathers else problem.nbytes / profile.bandwidth
+        # Of an all-reduce, the gather of the sums.
+        self._again = FENCED_HOP_S + self._received if problem.dim is None else 0.0
+
+    def _product(
+        self, parts: int = 1, *, at_once: int = 1, without: int = 0, rate: float = 1.0
+    ) -> float:
+        """Return the seconds of the local product, or of one of ``parts`` of its rows.
+
+        Args:
+            at_once: parts that share the multiprocessors.
+            without: multiprocessors that do something else.
+            rate: relative to the vendor's.
+        """
+        problem, profile = self._problem, self._profile
+        if not problem.spec.has_matmul:
+            return 0.0
+        m, width = ceil_div(problem.rows, parts), problem.shape[-1]
+        k, n = (width, self._other) if problem.spec.gathers else (self._other, width)
+        units = profile.multiprocessors - without
+        waves = ceil_div(at_once * ceil_div(m, TILE[0]) * ceil_div(n, TILE[1]), units) / at_once
+        flops = 2 * prod(TILE) * k * waves * profile.multiprocessors
+        multiply = flops / profile.rate(problem.dtype.itemsize) / rate
+        move = (m * k + k * n + m * n) * problem.dtype.itemsize / profile.bandwidth
+        return max(multiply, move)
+
+    def _launched_product(self) -> float:
+        return self._product() + (LAUNCH_S if self._problem.spec.has_matmul else 0.0)
+
+    def unfused(self) -> float:
+        travel = collective_seconds(
+            self._profile, self._problem.nbytes, self._ranks, passes=self._passes
+        )
+        return self._launched_product() + travel
+
+    def ring(self) -> float:
+        link, steps = self._profile.within, self._ranks - 1
+        part = self._product(self._ranks) + LAUNCH_S
+        transfer = link.call / self._peers + link.step + self._received / self._peers
+        again = (self._passes - 1) * steps * transfer
+        return part + steps * max(part, transfer) + self._sum + again
+
+    def direct(self) -> float:
+        seconds, nbytes = self._launched_product(), self._problem.nbytes
+        if self._problem.dim is None:
+            way = all_reduce_way(nbytes, self._ranks, ll128=False)
+            seconds += hop_seconds(way, nbytes, self._ranks, self._profile.within.bandwidth)
+            return seconds + (self._sum if way == "two_shot" else 0.0)
+        if nbytes <= LL_BYTES:
+            return seconds + HOP_S + 2 * self._received
+        return seconds + FENCED_HOP_S + self._received + self._sum
+
+    def pipelined(self) -> float:
+        part = self._product(self._ranks, at_once=min(2, self._ranks)) + LAUNCH_S
+        copy = COPY_S + self._received / self._peers
+        seconds = part + (self._ranks - 1) * max(part, copy)
+        if self._problem.spec.gathers:
+            return seconds
+        return seconds + copy + LAUNCH_S + self._sum + self._again  # copy: of the last partial
+
+    def fused(self) -> float:
+        problem, received, taken, begin = self._problem, self._received, 0, FENCED_HOP_S
+        if problem.spec.gathers:
+            shard = ceil_div(problem.nbytes, self._ranks)
+            if shard >= COPY_ENGINE_BYTES:
+                taken, begin = ROOM, begin + COPY_S
+            else:
+                taken = min(FETCHERS, self._peers * ceil_div(shard, PIECE_BYTES))
+                piece_s = PIECE_BYTES / RING_BYTES * READ_S + HOP_S  # with its word
+                received = max(received, self._peers * shard / PIECE_BYTES * piece_s / taken)
+        elif problem.dim is None and problem.nbytes <= 2 * LL_BYTES:  # one-shot
+            received *= self._ranks
+        product = self._product(rate=OWN_PRODUCT, without=taken)
+        hidden = max(product, received) + min(product, received) / self._peers
+        return begin + hidden + self._sum + self._again

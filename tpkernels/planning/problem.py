@@ -87,7 +87,7 @@ class Problem:
         """Elements after ``dim``."""
         return prod(self.shape[self.dim + 1 :]) if self.dim is not None else 1
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of the matrix product: all dims but the last."""
         return prod(self.shape[:-1])

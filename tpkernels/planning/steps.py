@@ -10,7 +10,7 @@ from tpkernels.planning.problem import Problem
 
 LINE_BYTES = 64  # parts of a step are aligned to cache lines
 # Bytes per rank of the chunks in which `direct` moves large tensors: `kLimits` in
-# csrc/host/chunks.h.
+# csrc/host/collectives.h.
 _CHUNK_BYTES = 512 << 10
 _SLACK_BYTES = 4 << 10
 _HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned

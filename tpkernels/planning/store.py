@@ -1,9 +1,10 @@
-"""The file that holds a `Table`: one per machine and topology, in the cache folder.
+"""What was measured on a machine, in the cache folder: its times, a `Table`, and its rates, a
+`Profile`.
 
-The file is JSON and is replaced as a whole. Nothing in it is trusted: its owner and permissions
-(`cache.read_trusted`), the format version, the machine, the software versions and every value are
-checked, and a file with any error is ignored entirely. The worst a well-formed file can do is to
-select a slower algorithm.
+The files are JSON and are replaced as a whole. Nothing in them is trusted: their owner and
+permissions (`cache.read_trusted`), the format version, the machine, the software versions and every
+value are checked, and a file with any error is ignored entirely. The worst a well-formed file can
+do is to select a slower algorithm.
 """
 
 from __future__ import annotations
@@ -16,28 +17,32 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tpkernels import dtypes
 from tpkernels.cache import cache_folder, locked, make_folder, read_trusted, replace_file
-from tpkernels.planning.machine import Machine, versions
-from tpkernels.planning.table import Measurement, Series, Table
+from tpkernels.planning.cost import DEFAULTS, MEASURED, Profile, gpu_named, machine_named
+from tpkernels.planning.machine import Machine, this_machine, versions
+from tpkernels.planning.table import Measurement, Table
+from tpkernels.records import from_json
 from tpkernels.text import shown
 
 FORMAT = "tpkernels tuning 2"
+_RATES_FORMAT = "tpkernels machine 3"
 _MOST_BYTES = 1 << 20  # a case takes about 300
 _MOST_MS = 1e9
-_MOST_COUNT = 1 << 63
 _LOCK_SECONDS = 10.0  # an update takes milliseconds
 _DTYPES = frozenset(map(dtypes.name, dtypes.CODES))
 
 
 def path_for(machine: Machine) -> Path:
-    """Return the file for a machine. ``RuntimeError`` if the user has no home."""
+    """Return the file of a machine's times. ``RuntimeError`` if the user has no home."""
     return cache_folder() / machine.file_name
 
 
 def load(machine: Machine) -> tuple[Table, str]:
-    """A machine's table, empty if there is none, and a warning for the user if a file was ignored
-    ("" if not)."""
+    """Return a machine's table, empty if there is none, and a warning for the user if a file was
+    ignored ("" if not)."""
     try:
         path = path_for(machine)
     except RuntimeError:
@@ -55,7 +60,7 @@ def load(machine: Machine) -> tuple[Table, str]:
 
 
 def load_or_warn(machine: Machine) -> Table:
-    """A machine's table, with a ``RuntimeWarning`` if a file was ignored."""
+    """Return a machine's table, with a ``RuntimeWarning`` if a file was ignored."""
     table, ignored = load(machine)
     if ignored:
         warnings.warn(ignored, RuntimeWarning, stacklevel=2)
@@ -63,8 +68,8 @@ def load_or_warn(machine: Machine) -> Table:
 
 
 def update(machine: Machine, *new: Measurement) -> tuple[Path, Table]:
-    """Add measurements to a machine's table, replacing those of the same cases. Returns the file
-    and the new table. Concurrent updates are serialised by a lock.
+    """Add measurements to a machine's table, replacing those of the same cases; return the file and
+    the new table. Concurrent updates are serialised by a lock.
 
     Raises:
         OSError: the file cannot be written, or another process held its lock.
@@ -72,21 +77,9 @@ def update(machine: Machine, *new: Measurement) -> tuple[Path, Table]:
     path = path_for(machine)
     make_folder(path.parent)
     with locked(path.with_suffix(".lock"), seconds=_LOCK_SECONDS):
-        table = load_or_warn(machine)
-        table = table.extended(new)
-        content = {
-            "format": FORMAT,
-            "machine": asdict(machine),
-            "versions": versions(),
-            "measurements": to_json(table),
-        }
-        replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
+        table = load_or_warn(machine).extended(new)
+        _write(path, _head(FORMAT, machine) | {"measurements": to_json(table)})
     return path, table
-
-
-def to_json(table: Table) -> list[dict[str, Any]]:
-    """Return the measurements as JSON values."""
-    return [asdict(one) for one in table.measurements]
 
 
 def parse(content: bytes, machine: Machine) -> Table:
@@ -98,74 +91,106 @@ def parse(content: bytes, machine: Machine) -> Table:
         raise ValueError("it is not text") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from error
-    _same(data, "format", FORMAT)
-    for name, value in asdict(machine).items():
-        _same(_member(data, "machine", dict), name, value)
-    for name, value in versions().items():
-        _same(_member(data, "versions", dict), name, value)
-    return from_json(_member(data, "measurements", list))
+    _require_same(data, _head(FORMAT, machine))
+    return table_from(data.get("measurements"), "measurements")
 
 
-def from_json(values: Iterable[Any]) -> Table:
+def to_json(table: Table) -> list[dict[str, Any]]:
+    """Return the measurements as JSON values."""
+    return [asdict(one) for one in table.measurements]
+
+
+def table_from(values: Any, where: str = "$") -> Table:
     """Return the table of these measurements. ``ValueError`` if one is malformed."""
-    return Table(tuple(_measurement(one) for one in values))
+    return Table(tuple(_checked(from_json(list[Measurement], values, where))))
 
 
-def _measurement(value: Any) -> Measurement:
-    series = _member(value, "series", dict)
-    times = _member(value, "ms", dict)
-    for name, ms in times.items():
-        if type(ms) not in (int, float) or not 0 < ms < _MOST_MS:
-            raise ValueError(f"the time of {shown(name)} is {shown(ms)}")
-    day = _member(value, "date", str)
+def _checked(measurements: Iterable[Measurement]) -> Iterable[Measurement]:
+    for one in measurements:
+        series = one.series
+        for name, ms in one.ms.items():
+            if not 0 < ms < _MOST_MS:
+                raise ValueError(f"the time of {shown(name)} is {shown(ms)}")
+        for name, least, value in (
+            ("extent", 1, one.extent),
+            ("other", 0, one.other),
+            ("world", 2, series.world),
+            ("width", 1, series.width),
+        ):
+            if not least <= value < 1 << 63:
+                raise ValueError(f"'{name}' is {shown(value)}")
+        if series.dtype not in _DTYPES:
+            raise ValueError(f"a dtype is {shown(series.dtype)}")
+        try:
+            date.fromisoformat(one.date)
+        except ValueError as error:
+            raise ValueError(f"a date is {shown(one.date)}") from error
+        yield one
+
+
+def rates_path_for(machine: Machine) -> Path:
+    """Return the file of a machine's rates. ``RuntimeError`` if the user has no home."""
+    return cache_folder() / machine.file_name.replace("tuning-", "machine-", 1)
+
+
+def load_rates(machine: Machine) -> Profile | None:
+    """Return a machine's measured rates; None: there is no file, or it is not usable."""
     try:
-        date.fromisoformat(day)
-    except ValueError as error:
-        raise ValueError(f"a date is {shown(day)}") from error
-    options = _member(series, "options", list)
-    if not all(isinstance(option, str) for option in options):
-        raise ValueError(f"options are {shown(options)}")
-    dtype = _member(series, "dtype", str)
-    if dtype not in _DTYPES:
-        raise ValueError(f"a dtype is {shown(dtype)}")
-    return Measurement(
-        Series(
-            op=_member(series, "op", str),
-            device=_member(series, "device", str),
-            world=_count(series, "world", 2),
-            width=_count(series, "width", 1),
-            dtype=dtype,
-            options=tuple(options),
-        ),
-        extent=_count(value, "extent", 1),
-        other=_count(value, "other", 0),
-        ms=times,
-        date=day,
-        config=tuple(map(_field, _member(value, "config", list))),
-    )
+        data = json.loads(read_trusted(rates_path_for(machine), most=_MOST_BYTES))
+        _require_same(data, {"of": _head(_RATES_FORMAT, machine)})
+        return from_json(Profile, data["profile"])
+    except (OSError, RuntimeError, ValueError, KeyError, RecursionError):
+        return None
 
 
-def _field(value: Any) -> tuple[str, int]:
-    """A field of a kernel's config. Whether that config exists is up to the kernels."""
-    if not isinstance(value, list) or [type(each) for each in value] != [str, int]:
-        raise ValueError(f"a field of a config is {shown(value)}")
-    return value[0], value[1]
+def save_rates(machine: Machine, profile: Profile) -> Path:
+    """Write a machine's measured rates. ``OSError`` if the file cannot be written."""
+    path = rates_path_for(machine)
+    _write(path, {"of": _head(_RATES_FORMAT, machine), "profile": asdict(profile)})
+    return path
 
 
-def _member(parent: Any, name: str, kind: type) -> Any:
-    if not isinstance(parent, dict) or type(parent.get(name)) is not kind:
-        raise ValueError(f"'{name}' is missing or not a {kind.__name__}")
-    return parent[name]
+def profile_in(text: str) -> Profile:
+    """Return the profile in the JSON of `profile_text`."""
+    return from_json(Profile, json.loads(text))
 
 
-def _count(parent: dict[str, Any], name: str, least: int) -> int:
-    value: int = _member(parent, name, int)
-    if not least <= value < _MOST_COUNT:
-        raise ValueError(f"'{name}' is {shown(value)}")
-    return value
+def profile_text(profile: Profile) -> str:
+    """Return a profile as JSON."""
+    return json.dumps(asdict(profile))
 
 
-def _same(parent: Any, name: str, expected: object) -> None:
-    value = _member(parent, name, type(expected))
-    if value != expected:
-        raise ValueError(f"{name} is {shown(value)}, here it is {expected!r}")
+def own_machine(device: str, ranks: int) -> tuple[str, Profile]:
+    """Return the name and the rates of this process's machine: as measured for so many ranks; else
+    those of its device in `machines.yaml`; else those of `DEFAULTS`. Touches no GPU if it is
+    measured or ``device`` is "cpu"."""
+    measured = load_rates(this_machine(device, ranks, 1, True))
+    if measured is not None:
+        return MEASURED, measured
+    name = name_of_own(device)
+    return name, machine_named(name)
+
+
+def name_of_own(device: str) -> str:
+    """Return the name in `machines.yaml` of this machine's device, or that of `DEFAULTS`."""
+    return gpu_named(torch.cuda.get_device_name()) if device == "cuda" else DEFAULTS[device]
+
+
+def _head(file_format: str, machine: Machine) -> dict[str, Any]:
+    """Return what a file must say for it to be of this machine."""
+    return {"format": file_format, "machine": asdict(machine), "versions": versions()}
+
+
+def _require_same(data: Any, expected: dict[str, Any]) -> None:
+    for name, wanted in expected.items():
+        value = data.get(name) if isinstance(data, dict) else None
+        if type(value) is not type(wanted):
+            raise ValueError(f"'{name}' is missing or not a {type(wanted).__name__}")
+        if isinstance(wanted, dict):
+            _require_same(value, wanted)
+        elif value != wanted:
+            raise ValueError(f"{name} is {shown(value)}, here it is {wanted!r}")
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())

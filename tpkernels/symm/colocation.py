@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels import _C
-from tpkernels.symm.exchange import Participant, exchange
-from tpkernels.symm.messages import MOST_DESCRIPTORS, connected, listening, user_of
+from tpkernels.symm.exchange import Participant
+from tpkernels.symm.rendezvous import MOST_DESCRIPTORS, connected, listening, user_of
 
 MOST_RANKS = MOST_DESCRIPTORS - 1  # a pidfd of each, and the memory
 _ACCEPT_SLICE = 0.05  # s
@@ -30,7 +30,7 @@ def probe_colocation(
     participant: Participant, statement: dict[str, Any]
 ) -> tuple[str | None, list[dict[str, Any]]]:
     """Return why the ranks cannot share memory; None: they can. Also returns the statements of all
-    ranks, as `exchange` does, with each rank's "boot_id" added."""
+    ranks, as `Participant.exchange` does, with each rank's "boot_id" added."""
     statement = {
         **statement,
         "unsupported": unsupported(participant.world),
@@ -38,27 +38,20 @@ def probe_colocation(
     }
     if participant.world == 1:
         return statement["unsupported"], [statement]
-    if participant.rank == 0:
-        with contextlib.ExitStack() as stack:
-            name = why_not = None
+    with contextlib.ExitStack() as stack:
+        why_not = None
+        if participant.rank == 0:
             try:
-                listener, own_name = stack.enter_context(listening("reach"))
-                stack.enter_context(_accepting(listener))
-                name = own_name
+                name = _listen(stack, "reach")
             except OSError as error:
-                why_not = f"cannot open a socket: {error.strerror}"
+                name, why_not = None, f"cannot open a socket: {error.strerror}"
             except RuntimeError as error:
-                why_not = f"cannot start a thread: {error}"
-            statements = exchange(participant, "init", {"socket": name, **statement})
-            answers = exchange(participant, "reach", {"why_not": why_not})
-    else:
-        statements = exchange(participant, "init", statement)
-        why_not = _why_not_reached(statements[0]["socket"], participant.timeout)
-        answers = exchange(participant, "reach", {"why_not": why_not})
-    obstacles = [
-        each["unsupported"] or answer["why_not"]
-        for each, answer in zip(statements, answers, strict=True)
-    ]
+                name, why_not = None, f"cannot start a thread: {error}"
+            statement["socket"] = name
+        statements = participant.exchange("init", statement)
+        if participant.rank != 0:
+            why_not = _why_not_reached(statements[0]["socket"], participant.timeout)
+        obstacles = participant.exchange("reach", statement["unsupported"] or why_not)
     reasons = [f"rank {rank} {why}" for rank, why in enumerate(obstacles) if why is not None]
     return (reasons[0] if reasons else None), statements
 
@@ -71,10 +64,9 @@ def find_leaders(
     with contextlib.ExitStack() as stack:
         name = None
         with contextlib.suppress(OSError, RuntimeError):  # no descriptor, or no thread
-            listener, own_name = stack.enter_context(listening(f"host-{participant.rank}"))
-            stack.enter_context(_accepting(listener))
+            own_name = _listen(stack, f"host-{participant.rank}")
             name = own_name if unsupported() is None else None
-        statements = exchange(participant, "hosts", {"socket": name, **statement})
+        statements = participant.exchange("hosts", {"socket": name, **statement})
         leader = participant.rank
         if name is not None:
             reached = (
@@ -83,8 +75,8 @@ def find_leaders(
                 if _why_not_reached(statements[rank]["socket"], participant.timeout) is None
             )
             leader = next(reached, leader)
-        leaders = exchange(participant, "leaders", {"leader": leader})
-    return [each["leader"] for each in leaders], statements
+        leaders = participant.exchange("leaders", leader)
+    return leaders, statements
 
 
 def unsupported(world: int = 1) -> str | None:
@@ -121,6 +113,13 @@ def _why_not_reached(name: str | None, seconds: float) -> str | None:
             "only, also where NVLink connects GPUs of several, as in an NVL72"
         )
     return None if user == os.geteuid() else f"is user {os.geteuid()}, rank 0 is user {user}"
+
+
+def _listen(stack: contextlib.ExitStack, purpose: str) -> str:
+    """Return the name of a socket on which a thread accepts connections until ``stack`` ends."""
+    listener, name = stack.enter_context(listening(purpose))
+    stack.enter_context(_accepting(listener))
+    return name
 
 
 @contextlib.contextmanager

@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -18,23 +20,66 @@ from typing import Any
 import torch
 
 from tpkernels import _C
-from tpkernels.errors import CaptureError
-from tpkernels.symm import capture, order
-from tpkernels.symm.device import ABORTED, DeviceWorkspace
+from tpkernels._C.host import Phase
+from tpkernels.errors import CaptureError, TpkernelsError
+from tpkernels.symm import streams
+from tpkernels.symm.device import ABORTED, DeviceWorkspace, kernel_error
 from tpkernels.symm.exchange import Participant
-from tpkernels.symm.failures import kernel_error
-from tpkernels.symm.gpu_memory import make_workspace
-from tpkernels.symm.gpu_segments import GpuSegments
+from tpkernels.symm.gpu_memory import GpuSegments, make_workspace
 from tpkernels.symm.nvlink import why_lines_may_tear
-from tpkernels.symm.side_stream import SideStream
-from tpkernels.symm.watch import Watch
+from tpkernels.symm.streams import SideStream
 
 _logger = logging.getLogger("tpkernels")
 
+LOOK_S = 0.02  # seconds between two looks at the peers
 _QUERY_S = 1e-4  # seconds between two looks at an event
 _SLICE_S = 1.0
 _GRACE_S = 5.0  # that an orderly end leaves queued calls to run
 _LAST_S = 5.0  # that kernels may take to end once their waits do
+
+
+class Watch:
+    """Ends the waits of kernels on ``spaces``, and raises the ``alarm``, when a peer is lost.
+
+    Nothing else may use ``channel`` meanwhile, and no rank publishes RESULT in its call.
+    """
+
+    def __init__(
+        self,
+        channel: _C.host.Channel,
+        spaces: Sequence[DeviceWorkspace],
+        alarm: _C.calls.Alarm | None = None,
+    ) -> None:
+        self.error: TpkernelsError | None = None
+        self._channel, self._spaces, self._alarm = channel, spaces, alarm
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="tpkernels-watch", daemon=True)
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                self._channel.watch(Phase.RESULT, 0.0)
+            except TpkernelsError as error:
+                self.error = error
+                if self._alarm is not None:
+                    self._alarm.raised = True
+                for space in tuple(self._spaces):
+                    space.abort(0 if error.peer is None else error.peer)
+                return
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 class CudaWorkspace:
@@ -63,7 +108,7 @@ class CudaWorkspace:
         self._chaos: dict[str, Any] | None = None
         self._watch = Watch(channel, self.spaces, alarm)
         self._watch.start()
-        self.event = order.new_event(device)  #: after the last call outside a capture
+        self.event = streams.new_event(device)  #: after the last call outside a capture
         self._pid = os.getpid()
         self.recorded = False  #: a graph has calls of this group
         self._turn = _Turn(self, participant.group)
@@ -80,7 +125,7 @@ class CudaWorkspace:
         if self.spaces:
             words, buffer_bytes = self.current.enlarged(words, buffer_bytes)
         space = make_workspace(self._member, words, buffer_bytes, self.device, reason)
-        space.whole_lines = self.spaces[-1].whole_lines if self.spaces else self._lines_are_whole()
+        space.ll128 = self.spaces[-1].ll128 if self.spaces else self._lines_are_whole()
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
@@ -93,11 +138,7 @@ class CudaWorkspace:
         """Found out once, together."""
         why_not = why_lines_may_tear(self._member, self.device)
         if self._member.rank == 0:
-            said = (
-                f"not sent in whole lines, {why_not}"
-                if why_not
-                else "sent in whole lines, by NVLink"
-            )
+            said = f"not sent by LL128, {why_not}" if why_not else "sent by LL128, over NVLink"
             _logger.info("all-reduces of few bytes in group '%s' are %s", self._member.group, said)
         return why_not is None
 
@@ -121,7 +162,7 @@ class CudaWorkspace:
             if self._watch.error is not None:
                 raise self._watch.error
             return
-        if capture.is_captured(self.device):
+        if streams.is_captured(self.device):
             raise CaptureError(
                 f"an earlier call of group '{self._member.group}' failed on the GPU, found by "
                 f"{text}: end the capture, then tpkernels.check says why"
@@ -135,12 +176,12 @@ class CudaWorkspace:
             where=f"an earlier call of the group, found by {text}",
             rank=self._member.rank,
             timeout=self._member.timeout,
-            groups=order.order_of(self.device).groups,
+            groups=streams.order_of(self.device).groups,
         )
 
     def wait(self) -> None:
         """Return when all calls outside graphs have run; at once in a capture."""
-        while not capture.is_captured(self.device) and not self.ended(_SLICE_S):
+        while not streams.is_captured(self.device) and not self.ended(_SLICE_S):
             pass
 
     def in_order(self) -> AbstractContextManager[CudaWorkspace]:
@@ -161,7 +202,7 @@ class CudaWorkspace:
         """Wait a while for the calls outside graphs to run, before `close` would end them."""
         if self._is_forked():
             return
-        if not capture.is_captured(self.device):
+        if not streams.is_captured(self.device):
             with suppress(RuntimeError):  # of the device; `close` reports it
                 self.ended(_GRACE_S)
 
@@ -180,7 +221,7 @@ class CudaWorkspace:
             return
         self._watch.stop()
         self._channel.abandon(why, late, culprit)
-        order.order_of(self.device).groups.discard(self._member.group)
+        streams.order_of(self.device).groups.discard(self._member.group)
         for space in self.spaces:
             self._alarm.unwatch(space.failed_word)
         ended = False
@@ -207,7 +248,7 @@ class CudaWorkspace:
 
     def _ended_at_last(self) -> bool:
         """Return whether the kernels have ended, now that none waits any more."""
-        if capture.is_captured(self.device):  # of another group's calls; events cannot be queried
+        if streams.is_captured(self.device):  # of another group's calls; events cannot be queried
             return False
         try:
             if self.ended(_LAST_S):
@@ -234,17 +275,17 @@ class _Turn:
         self._memory, self._group = memory, group
         on_gpu = memory.device.type == "cuda"
         self._device = torch.cuda.device(memory.device) if on_gpu else nullcontext()
-        self._order = order.order_of(memory.device)
+        self._order = streams.order_of(memory.device)
         self._stream: torch.cuda.Stream | None = None  # in the order
 
     def __enter__(self) -> CudaWorkspace:
         memory = self._memory
         self._device.__enter__()
         try:
-            if capture.is_captured(memory.device):
+            if streams.is_captured(memory.device):
                 memory.recorded, self._stream = True, None
                 return memory
-            stream = self._stream = order.current_stream(memory.device)
+            stream = self._stream = streams.current_stream(memory.device)
             if stream is not None:
                 self._order.begin(self._group, stream)
         except BaseException:

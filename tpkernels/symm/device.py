@@ -7,19 +7,25 @@ protocol and its proof are in kernels/sync.py.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from tpkernels.errors import CaptureError
+from tpkernels.errors import (
+    CaptureError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    TpkernelsError,
+)
 from tpkernels.integers import ceil_div, round_up
-from tpkernels.symm import capture
+from tpkernels.symm import streams
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
-_LINE = 16  # words that begin where a line of 128 bytes does (csrc/cuda/whole_lines.cuh)
+_LINE = 16  # words that begin where a line of 128 bytes does (csrc/cuda/ll128.cuh)
 
 # `state`: int64 words in device memory, private to a rank. ENDED: how many programs of the running
 # grid have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
@@ -36,6 +42,11 @@ CONTROL = ABORT, FAILED = range(2)
 SCRATCH_BYTES = 512 * 5 * 128
 # Values of STATUS.
 MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
+_ERRORS = {
+    TIMEOUT: CollectiveTimeoutError,
+    MISMATCH: CollectiveMismatchError,
+    ABORTED: PeerLostError,
+}
 
 
 def signed(signature: int) -> int:
@@ -83,7 +94,7 @@ class DeviceWorkspace:
         self._memory = regions  # keeps the regions mapped
         self._own = own
         self.multicast = multicast
-        self.whole_lines = False  #: stores of 128 bytes arrive whole at all ranks (nvlink.py)
+        self.ll128 = False  #: stores of 128 bytes arrive whole at all ranks (nvlink.py)
         addresses = [region.address for region in regions]
         with torch.inference_mode(False):  # the tensors outlive this call's mode
             self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
@@ -101,7 +112,7 @@ class DeviceWorkspace:
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
         self.seed = self.chaos = 0  # see `set_chaos`
         self.buffer_stride = self.buffer_bytes
-        self.argument: Any = None  #: the workspace as kernels take it (kernels/arguments.py)
+        self.argument: Any = None  #: the workspace as kernels take it (kernels/sync.py)
         self.state_of_arguments = object()  #: another one when launch arguments change
         self.segments: dict[tuple[int, ...], Any] = {}  #: the same of sizes (kernels/matmul.py)
 
@@ -143,7 +154,7 @@ class DeviceWorkspace:
         """Row at which each rank's segment begins, and the end of the last."""
         starts = self._starts.get(sizes)
         if starts is None:
-            if capture.is_captured(self.regions.device):
+            if streams.is_captured(self.regions.device):
                 raise CaptureError(
                     f"rows {list(sizes)} are new to this group: call the op with them once before "
                     "capturing a graph"
@@ -195,6 +206,37 @@ class DeviceWorkspace:
         self.chaos = max_delay_us * 2000 + skip_waits  # twice the nanoseconds, and one bit
         self.buffer_stride = 0 if single_buffer else self.buffer_bytes
         self.argument, self.state_of_arguments = None, object()
+
+
+def kernel_error(
+    failure: tuple[int, int, int, int],
+    *,
+    where: str,
+    rank: int,
+    timeout: float,
+    groups: Collection[str] = (),
+) -> TpkernelsError:
+    """Return the exception for a failed wait of a kernel of ``rank``.
+
+    Args:
+        failure: see ``DeviceWorkspace.failure``.
+        where: which call it was in, or which has found it.
+        groups: the groups whose calls have run on this rank's
+    """
+    kind, peer, expected, seen = failure
+    hint = ""
+    if kind == TIMEOUT and len(groups) > 1:
+        names = ", ".join(f"'{name}'" for name in sorted(groups))
+        hint = (
+            f" Groups {names} use this GPU: all ranks must issue the calls of groups that share "
+            "GPUs in one order."
+        )
+    return _ERRORS[kind](
+        f"{where}: rank {rank} waited in its kernel for rank {peer}: expected word "
+        f"{expected:#018x}, seen {seen:#018x}, timeout {timeout:g} s. The results are NaN and the "
+        f"group is broken: make a new one.{hint}",
+        peer=peer,
+    )
 
 
 class Launch(NamedTuple):

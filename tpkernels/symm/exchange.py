@@ -1,6 +1,9 @@
-"""Problem: the ranks of a group exchange statements through a key-value store before they share
-anything faster. The store may still hold messages of an attempt that failed, or of an earlier group
-of the same name: under torchrun, a process group that is created again finds its old keys.
+"""How the ranks of a group share a small value: `Participant.exchange`, the one way for it. It goes
+through the process group's store until the ranks share memory, and through the workspace from then
+on (`HostWorkspace.exchange`).
+
+Problem: the store may still hold messages of an attempt that failed, or of an earlier group of the
+same name: under torchrun, a process group that is created again finds its old keys.
 
 Algorithm: each rank writes its message under its own key, with a nonce made for this attempt and
 the number of exchanges it has completed for this purpose. Once the messages of all ranks are there,
@@ -50,7 +53,7 @@ class Presence:
 
 @dataclass(frozen=True)
 class Participant:
-    """This rank's place in a group, and the means to reach the others before there is memory."""
+    """This rank's place in a group, and its way to reach the others."""
 
     store: Store
     group: str
@@ -61,10 +64,30 @@ class Participant:
     watch: Callable[[], None] | None = None  #: raises if a peer is lost; None: not watched yet
     names: tuple[int, ...] = ()  #: the ranks' numbers in errors, where those of a larger group
     process_group: str = ""  #: its name in torch
+    #: `HostWorkspace.exchange`, once the ranks share memory
+    by_memory: Callable[[str, Any], list[Any]] | None = None
 
     @property
     def prefix(self) -> str:
+        """Return what the group's keys in the store begin with."""
         return f"tpkernels/{self.group}"
+
+    def exchange(self, purpose: str, value: Any) -> list[Any]:
+        """Return the values of all ranks, which JSON can hold, in rank order. Collective; waits at
+        most ``timeout`` seconds.
+
+        Raises:
+            CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
+            CollectiveMismatchError: through memory only, a rank does something else.
+        """
+        if self.by_memory is not None:
+            return self.by_memory(purpose, value)
+        attempt = _Attempt(self, purpose, value)
+        try:
+            return attempt.run()
+        except BaseException as error:
+            attempt.give_up(error)
+            raise
 
     def name(self, rank: int) -> int:
         """Return the number of a rank in errors."""
@@ -79,15 +102,19 @@ class Participant:
             if self.store.check([key]):
                 note = json.loads(self.store.get(key))
                 kind = CollectiveTimeoutError if note["late"] else PeerLostError
-                own = self.name(self.rank)
                 raise kind(
-                    f"{purpose} of group '{self.group}': rank {own} waited for rank "
-                    f"{note['rank']}, which left with {note['why']}",
+                    f"{purpose} of group '{self.group}': rank {self.name(self.rank)} waited for "
+                    f"rank {note['rank']}, which left with {note['why']}",
                     peer=note["peer"],
                 )
 
+    def tell_left(self, error: BaseException) -> None:
+        """Notify the other ranks, in whatever exchange or set-up, that this one has left."""
+        addresses = enumerate(self.presence.addresses)
+        self.tell((address for rank, address in addresses if rank != self.rank), error)
+
     def tell(self, addresses: Iterable[str], error: BaseException) -> None:
-        """Notify other ranks that this one has left with ``error``."""
+        """Notify the ranks at these addresses that this one has left with ``error``."""
         peer = error.peer if isinstance(error, TpkernelsError) else None
         note = {
             "rank": self.name(self.rank),
@@ -95,63 +122,38 @@ class Participant:
             "late": isinstance(error, CollectiveTimeoutError),
             "peer": self.name(self.rank) if peer is None else peer,
         }
-        for address in addresses:
-            with contextlib.suppress(RuntimeError):  # the store is gone
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            for address in addresses:
                 self.store.set(self._mailbox(address), json.dumps(note))
 
     def _mailbox(self, address: str) -> str:
         return f"{self.prefix}/left/{address}"
 
 
-def exchange(
-    participant: Participant, purpose: str, statement: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Return the statements of all ranks, in rank order. Collective; waits at most
-    ``participant.timeout`` seconds.
-
-    Raises:
-        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
-    """
-    attempt = _Attempt(participant, purpose, statement)
-    try:
-        return attempt.run()
-    except BaseException as error:
-        attempt.give_up(error)
-        raise
-
-
-def tell_left(participant: Participant, error: BaseException) -> None:
-    """Notify the other ranks, in whatever exchange or set-up, that this one has left."""
-    addresses = participant.presence.addresses
-    participant.tell(
-        (each for rank, each in enumerate(addresses) if rank != participant.rank), error
-    )
-
-
 class _Attempt:
-    """One rank's part in one exchange."""
+    """One rank's part in one exchange through the store."""
 
-    def __init__(self, participant: Participant, purpose: str, statement: dict[str, Any]) -> None:
-        self.participant, self.purpose = participant, purpose
+    def __init__(self, participant: Participant, purpose: str, value: Any) -> None:
+        self.participant, self.purpose, self.value = participant, purpose, value
+        self.store, self.ranks = participant.store, range(participant.world)
         self.prefix = f"{participant.prefix}/{purpose}"
-        self.keys = [f"{self.prefix}/{rank}" for rank in range(participant.world)]
+        self.keys = [f"{self.prefix}/{rank}" for rank in self.ranks]
         self.nonce = secrets.token_hex(8)
         self.number = participant.presence.completed.get(purpose, 0)
-        self.statement = statement
         self.confirmed: dict[str, list[dict[str, Any]]] = {}  # sets of messages, by their key
 
-    def run(self) -> list[dict[str, Any]]:
+    def run(self) -> list[Any]:
         participant = self.participant
-        message = {"nonce": self.nonce, "number": self.number, "statement": self.statement}
+        message = {"nonce": self.nonce, "number": self.number, "value": self.value}
         message["address"] = participant.presence.address
         deadline = time.monotonic() + participant.timeout
-        participant.store.set(self.keys[participant.rank], json.dumps(message))
+        self.store.set(self.keys[participant.rank], json.dumps(message))
         (pause, longest), look_at = _PAUSES, 0.0
         while True:
             messages = self._all_confirmed()
             if messages is not None:
                 self._complete(messages)
-                return [message["statement"] for message in messages]
+                return [message["value"] for message in messages]
             now = time.monotonic()
             if not self.confirmed or now >= look_at:
                 self._confirm()
@@ -166,48 +168,45 @@ class _Attempt:
     def give_up(self, error: BaseException) -> None:
         """Notify the ranks that are here already."""
         with contextlib.suppress(RuntimeError):  # the store is gone
-            messages = map(self._message_of, range(self.participant.world))
-            nonces = [message["nonce"] for message in messages if message]
+            nonces = [message["nonce"] for message in map(self._message_of, self.ranks) if message]
             self.participant.tell((nonce for nonce in nonces if nonce != self.nonce), error)
 
     def _message_of(self, rank: int) -> dict[str, Any] | None:
-        store, key = self.participant.store, self.keys[rank]
-        return json.loads(store.get(key)) if store.check([key]) else None
+        key = self.keys[rank]
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def _confirm(self) -> None:
-        """Confirms the messages of all ranks, if they are there and belong to one exchange."""
-        store = self.participant.store
-        if not store.check(self.keys):
+        """Confirm the messages of all ranks, if they are there and belong to one exchange."""
+        if not self.store.check(self.keys):
             return
-        messages = [json.loads(message) for message in store.multi_get(self.keys)]
+        messages = [json.loads(message) for message in self.store.multi_get(self.keys)]
         if any(message["number"] != self.number for message in messages):
             return
         nonces = " ".join(message["nonce"] for message in messages)
         key = f"{self.prefix}/{hashlib.sha256(nonces.encode()).hexdigest()[:32]}"
         if key not in self.confirmed:
             self.confirmed[key] = messages
-            store.set(f"{key}/{self.participant.rank}", "")
+            self.store.set(f"{key}/{self.participant.rank}", "")
 
     def _all_confirmed(self) -> list[dict[str, Any]] | None:
         for key, messages in self.confirmed.items():
-            if self.participant.store.check(
-                [f"{key}/{rank}" for rank in range(self.participant.world)]
-            ):
+            if self.store.check([f"{key}/{rank}" for rank in self.ranks]):
                 return messages
         return None
 
     def _complete(self, messages: list[dict[str, Any]]) -> None:
-        """Deletes earlier confirmations: all ranks are in this exchange, so none needs them."""
+        """Delete earlier confirmations: all ranks are in this exchange, so none needs them."""
         presence, rank = self.participant.presence, self.participant.rank
         presence.addresses = [message["address"] for message in messages]
         presence.completed[self.purpose] = self.number + 1
-        before = presence.confirmed.get(self.purpose, [])
-        mine = [f"{key}/{rank}" for key, each in self.confirmed.items() if each is messages]
-        others = [f"{key}/{rank}" for key, each in self.confirmed.items() if each is not messages]
-        presence.confirmed[self.purpose] = mine
+        stale = presence.confirmed.get(self.purpose, [])
+        stale += [f"{key}/{rank}" for key, seen in self.confirmed.items() if seen is not messages]
+        presence.confirmed[self.purpose] = [
+            f"{key}/{rank}" for key, seen in self.confirmed.items() if seen is messages
+        ]
         with contextlib.suppress(RuntimeError):  # a store that cannot delete
-            for key in (*before, *others):
-                self.participant.store.delete_key(key)
+            for key in stale:
+                self.store.delete_key(key)
 
     def _late(self) -> CollectiveTimeoutError:
         """Return the error that names the first rank that is missing."""
@@ -217,14 +216,13 @@ class _Attempt:
             message = self._message_of(rank)
             if message is None or message["number"] != self.number:
                 return False
-            return last is None or participant.store.check([f"{last}/{rank}"])
+            return last is None or self.store.check([f"{last}/{rank}"])
 
-        late = next((rank for rank in range(participant.world) if not is_here(rank)), 0)
-        own, missing = participant.name(participant.rank), participant.name(late)
+        missing = participant.name(next((rank for rank in self.ranks if not is_here(rank)), 0))
         return CollectiveTimeoutError(
-            f"{self.purpose} of group '{participant.group}': rank {own} waited "
-            f"{participant.timeout:g} s for rank {missing}, which did not arrive. All ranks of the "
-            "group must make their first call, call tpkernels.init or create a communicator "
-            "together.",
+            f"{self.purpose} of group '{participant.group}': rank "
+            f"{participant.name(participant.rank)} waited {participant.timeout:g} s for rank "
+            f"{missing}, which did not arrive. All ranks of the group must make their first call, "
+            "call tpkernels.init or create a communicator together.",
             peer=missing,
         )

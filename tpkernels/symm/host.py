@@ -6,10 +6,13 @@ protocol and its proof). Symmetric tensors that users make are arenas of their o
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -20,22 +23,68 @@ from tpkernels import _C
 from tpkernels._C.host import Phase
 from tpkernels.errors import CaptureError
 from tpkernels.integers import round_up
-from tpkernels.symm import capture
-from tpkernels.symm.channels import make_channel
+from tpkernels.symm import streams
 from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
-from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.exchange import Participant
 from tpkernels.symm.gpu_memory import agree_on_gpus
 from tpkernels.symm.limits import short_of_memory
 from tpkernels.symm.rendezvous import MappedArena, Parts, make_arena
-from tpkernels.symm.segments import Segments
 
 PAGE = 4 << 10
 _HUGE_PAGE = 2 << 20
 _FIRST_BUFFER = 1 << 20  # bytes of a data buffer that are committed from the start
 # Of a GPU's first workspace, which grows when a call needs more. The words are enough for the
-# largest low-latency call (cuda/low_latency.py), and take 528 KiB for each source.
+# largest call by LL (cuda/layouts.py), and take 528 KiB for each source.
 _FIRST_WORDS, _FIRST_BYTES = 33 << 10, 1 << 20
+# How long a waiter polls at most before it sleeps (csrc/host/wait.h). If ranks outnumber cores,
+# it yields its core between polls; else not, because whoever gets it keeps it for long: vLLM's
+# workers share their cores with its engine, which is always busy. With the plugin it decodes a
+# batch of 8 at 0.77 of its own speed where waiters yield after 5 us, and at 1.14 where they do not
+# (benchmarks/results/cpu-2core-vllm.md).
+_SPIN_US, _CROWDED_SPIN_US = 2000.0, 200.0
+
+
+def is_crowded(pids: Sequence[int]) -> bool:
+    """Return whether the ranks are more than the cores they may use together. An engine may have
+    bound each to a core of its own."""
+    cores = os.sched_getaffinity(0)
+    for pid in pids:
+        with suppress(OSError):  # it ended, or is in another pid namespace
+            cores |= os.sched_getaffinity(pid)
+    return len(pids) > len(cores)
+
+
+def _make_channel(link: MappedArena, participant: Participant, capacity: int) -> _C.host.Channel:
+    crowded = is_crowded(link.pids)
+    return _C.host.Channel(
+        link.arena,
+        participant.rank,
+        link.pidfds,
+        link.pids,
+        timeout=participant.timeout,
+        spin_us=_CROWDED_SPIN_US if crowded else _SPIN_US,
+        yield_us=0.0 if crowded else _SPIN_US,
+        capacity=capacity,
+        names=participant.names,
+    )
+
+
+class Segments(_C.host.Segments):
+    """This rank's regions of the segments of a group, each for as long as its tensor lives."""
+
+    def register(self, region: _C.host.Region) -> int:
+        """Return the identity of a new segment, which is the same on all ranks."""
+        identity = self.add(region.address, region.nbytes)
+        weakref.finalize(region, self.forget, identity).atexit = False
+        return identity
+
+    def find(self, x: torch.Tensor) -> tuple[int, int]:
+        """Return (identity, offset in bytes) of a contiguous tensor that lies in a segment;
+        identity 0 where it does not."""
+        if not len(self) or not x.is_contiguous():
+            return 0, 0
+        return self.locate(x.data_ptr(), x.numel() * x.element_size())
 
 
 class HostWorkspace:
@@ -63,7 +112,7 @@ class HostWorkspace:
         except MemoryError as error:
             hint = f"give tpkernels.init a smaller workspace_bytes than {workspace_bytes}"
             raise MemoryError(f"{error}; {hint}") from None
-        self.channel = make_channel(link, participant, first)
+        self.channel = _make_channel(link, participant, first)
         self._arena = link.arena
         self._gpu_timeout = participant.timeout
 
@@ -104,7 +153,7 @@ class HostWorkspace:
         self._agree(f"growing the workspace to {wanted} bytes for {text}")
         error = error or self._commit(parts)
         own = None if error is None else f"rank {self.participant.name(rank)}: {error}"
-        errors = [one["error"] for one in exchange(self._watched(), "growth", {"error": own})]
+        errors = self.exchange("growth", own)
         self._may_grow = not any(errors)
         if self._may_grow:
             self.channel.grow(wanted)
@@ -165,7 +214,7 @@ class HostWorkspace:
 
     def _make_cuda(self, device: torch.device, reason: str | None) -> CudaWorkspace:
         link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, PAGE))
-        channel = make_channel(link, self.participant, PAGE)
+        channel = _make_channel(link, self.participant, PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
         space = CudaWorkspace(self._watched(), channel, device, self.alarm)
@@ -184,7 +233,7 @@ class HostWorkspace:
         """
         space = self.on_gpus[device]
         if not space.current.holds(words, buffer_bytes):
-            if capture.is_captured(device):
+            if streams.is_captured(device):
                 raise CaptureError(
                     f"{text} needs a larger workspace: call it once before capturing a graph"
                 )
@@ -301,33 +350,48 @@ class HostWorkspace:
         return make_arena(self._watched(), purpose, region, [(0, region)])
 
     def _watched(self) -> Participant:
-        """Return this rank, for a rendezvous in the call that has just begun, with its peers
-        watched."""
+        """Return this rank, for a rendezvous in the call that has just begun: its peers are
+        watched, and exchanges go through this workspace."""
         channel = self.channel  # it watches for RESULT, which nobody publishes in such a call
-        return replace(self.participant, watch=lambda: channel.watch(Phase.RESULT, 0.0))
+
+        def watch() -> None:
+            channel.watch(Phase.RESULT, 0.0)
+
+        return replace(self.participant, watch=watch, by_memory=self.exchange)
 
     def _agree(self, text: str) -> None:
         """Check that all ranks are about to do the same."""
         self.channel.begin(zlib.crc32(text.encode()) or 1, text)
         self.channel.barrier()
 
-    def exchange(self, purpose: str, say: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the statements of all ranks, in rank order. A separate call, which detects lost
-        peers."""
-        self._agree(purpose)
-        return exchange(self._watched(), purpose, say)
+    def exchange(self, purpose: str, value: Any) -> list[Any]:
+        """Return the values of all ranks, which JSON can hold, in rank order. A call of its own, or
+        several where a value is larger than a buffer. Collective.
 
-    def numbers_of_all(self, purpose: str, mine: Sequence[int]) -> list[list[int]]:
-        """Return a few numbers below 2^53 of each rank, in rank order. A separate call."""
-        channel, own = self.channel, self.participant.rank
-        channel.begin(zlib.crc32(purpose.encode()) or 1, purpose)
-        shape = (len(mine),)
-        self.view(own, torch.float64, shape).copy_(torch.tensor(mine, dtype=torch.float64))
-        channel.publish(Phase.DATA)
-        for peer in range(self.participant.world):
-            channel.wait(peer, Phase.DATA)
-        views = (self.view(r, torch.float64, shape) for r in range(self.participant.world))
-        return [[int(number) for number in view.tolist()] for view in views]
+        Sync: a rank writes the size of its text and a part of it, publishes, and reads those of all
+        ranks. As in any call, the buffers of this epoch stay until all ranks are in the one after
+        the next.
+        """
+        own, texts = json.dumps(value).encode(), [b""] * self.participant.world
+        for begin in itertools.count(0, part := self.channel.capacity - 8):
+            self.channel.begin(zlib.crc32(purpose.encode()) or 1, purpose)
+            message = len(own).to_bytes(8, "little") + own[begin : begin + part]
+            self._bytes(self.participant.rank, len(message))[:] = message
+            self.channel.publish(Phase.DATA)
+            longest = 0
+            for peer in range(self.participant.world):
+                self.channel.wait(peer, Phase.DATA)
+                size = int.from_bytes(self._bytes(peer, 8), "little")
+                texts[peer] += self._bytes(peer, 8 + min(part, max(size - begin, 0)))[8:]
+                longest = max(longest, size)
+            if longest <= begin + part:
+                return [json.loads(text) for text in texts]
+        raise AssertionError("it counts for ever")
+
+    def _bytes(self, rank: int, nbytes: int) -> memoryview:
+        """Return the first bytes of a rank's buffer, until this epoch ends."""
+        offset = self.channel.buffer_offset(self.epoch & 1)
+        return memoryview(self._arena.region(rank, offset, nbytes))
 
     def set_chaos(self, **switches: Any) -> None:
         """Switch on, for tests, random delays at every publish and wait, and negative controls."""

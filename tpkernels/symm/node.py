@@ -12,12 +12,12 @@ nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tpkernels import _C
 from tpkernels.symm.colocation import MOST_RANKS, find_leaders
-from tpkernels.symm.exchange import Participant, Presence, exchange, tell_left
+from tpkernels.symm.exchange import Participant, Presence
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.text import of_error
 
@@ -30,7 +30,7 @@ class Node:
     workspace: HostWorkspace
     hosts: tuple[range, ...]  #: the ranks of each host
     host: int  #: this rank's
-    _limit: int | None = field(default=None, init=False)  # bytes, once a host could not grow
+    limit: int | None = None  #: bytes of a buffer, once a host could not grow
 
     @property
     def channel(self) -> _C.host.Channel:
@@ -50,7 +50,7 @@ class Node:
     @property
     def usable_bytes(self) -> int:
         """Return what each data buffer may grow to, on every host."""
-        return self.workspace.workspace_bytes if self._limit is None else self._limit
+        return self.workspace.workspace_bytes if self.limit is None else self.limit
 
     def set_timeout(self, seconds: float) -> None:
         """Of waits for the other hosts."""
@@ -69,13 +69,12 @@ class Node:
         try:
             refused = self.workspace.grow(nbytes, text)
         except BaseException as failure:
-            tell_left(self.participant, failure)  # the other hosts wait below
+            self.participant.tell_left(failure)  # the other hosts wait below
             raise
-        say = {"refused": refused, "capacity": self.channel.capacity}
-        reports = exchange(self.participant, "growth", say)
-        refusals = [each["refused"] for each in reports if each["refused"] is not None]
+        reports = self.participant.exchange("growth", (refused, self.channel.capacity))
+        refusals = [refused for refused, _ in reports if refused is not None]
         if refusals:
-            self._limit = min(each["capacity"] for each in reports)
+            self.limit = min(capacity for _, capacity in reports)
         return refusals[0] if refusals else None
 
 
@@ -106,12 +105,12 @@ def make_node(participant: Participant, workspace_bytes: int) -> tuple[Node | No
     try:
         workspace = HostWorkspace(local, workspace_bytes)
     except BaseException as failure:
-        tell_left(local, failure)
+        local.tell_left(failure)
         if not isinstance(failure, Exception):
             raise
         error = of_error(failure)
-    reports = exchange(participant, "nodes", {"error": error})
-    errors = [(rank, each["error"]) for rank, each in enumerate(reports) if each["error"]]
+    reports = participant.exchange("nodes", error)
+    errors = [(rank, text) for rank, text in enumerate(reports) if text]
     if workspace is None or errors:
         if workspace is not None:
             workspace.close()

@@ -1,6 +1,6 @@
 """Whether stores of 128 bytes arrive whole at the GPUs of a group: where NVLink connects all pairs.
 
-PTX does not promise it (csrc/cuda/whole_lines.cuh). NCCL relies on it: its protocol LL128 is on by
+PTX does not promise it (csrc/cuda/ll128.cuh). NCCL relies on it: its protocol LL128 is on by
 default over NVLink from compute capability 7.0 on, and "other cases are not tested and may cause
 silent data corruption" (NVIDIA/nccl, src/graph/tuning.cc). So any doubt is a no. A value of
 NCCL_PROTO that turns LL128 off in NCCL turns it off here, too. No GPU has confirmed the kernels.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.exchange import Participant
 
 _LIBRARY = "libnvidia-ml.so.1"  # NVML, of the driver
 _SUCCESS, _NVLINK = 0, 2  # also NVML_P2P_STATUS_OK; NVML_P2P_CAPS_INDEX_NVLINK
@@ -25,13 +25,9 @@ _SUCCESS, _NVLINK = 0, 2  # also NVML_P2P_STATUS_OK; NVML_P2P_CAPS_INDEX_NVLINK
 def why_lines_may_tear(participant: Participant, device: torch.device) -> str | None:
     """Return why stores of 128 bytes may not arrive whole at all ranks' GPUs, this rank's being
     ``device``; None: they do. The same on all ranks. Collective."""
-    gpus = [each["gpu"] for each in exchange(participant, "GPUs", {"gpu": _uuid(device)})]
-    own = _why_not(gpus, participant.rank)
-    found = exchange(participant, "links between GPUs", {"why_not": own})
-    for rank, each in enumerate(found):
-        if each["why_not"] is not None:
-            return f"rank {rank}: {each['why_not']}"
-    return None
+    own = _why_not(participant.exchange("GPUs", _uuid(device)), participant.rank)
+    reasons = participant.exchange("links between GPUs", own)
+    return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), None)
 
 
 def _uuid(device: torch.device) -> str | None:

@@ -2,37 +2,44 @@
 
 Algorithm: the ranks are known to reach rank 0 (colocation.py). Rank 0 creates the memory and
 listens on an abstract Unix socket, whose name disappears with the socket. The others connect, prove
-that they belong to the group (a token from the store) and to the same user, and send a pidfd of
+that they belong to the group (a token from the exchange) and to the same user, and send a pidfd of
 their own process. Rank 0 sends everybody the memory's descriptor and all pidfds. Every rank checks
 that rank 0 runs as its own user, maps the memory, whose size must be sealed, and commits its parts
 of it. Rank 0 collects the outcomes, and either all ranks succeed or all fail.
 
-Every step is bounded by one deadline. Received descriptors are closed on every path.
+Every step is bounded by one deadline. Received descriptors are closed on every path. Messages are
+JSON with file descriptors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import resource
 import secrets
 import selectors
 import socket
+import struct
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from tpkernels import _C
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
-from tpkernels.symm.exchange import Participant, exchange
+from tpkernels.symm.exchange import Participant
 from tpkernels.symm.limits import short_of_memory
-from tpkernels.symm.messages import close_all, connected, listening, receive, send, user_of
 
+MOST_DESCRIPTORS = 253  # the kernel's limit for one message
+_BACKLOG = 512  # connections that may wait to be accepted, including those of strangers
+_CONNECT_SLICE = 0.1  # s
 # Rank 0 gives up at the deadline; the others give it this long (s) to name the missing rank.
 _GRACE = 1.0
 _LOOK = 0.05  # s between checks of the peers while the sockets are silent
 
+T = TypeVar("T")
 Parts = Sequence[tuple[int, int]]  # (offset, bytes) within a region
 
 
@@ -55,21 +62,19 @@ def make_arena(
         MemoryError: on every rank, when one of them cannot map it or commit its parts.
         CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
     """
-    if participant.world == 1:
-        return _lone_arena(region_bytes, parts)
     deadline = time.monotonic() + participant.timeout
+    arena = _Arena(participant, region_bytes, parts, deadline)
+    if participant.world == 1:
+        return arena.alone()
     if participant.rank == 0:
         token = secrets.token_hex(16)
         with listening(purpose) as (listener, name):
-            exchange(participant, purpose, {"socket": name, "token": token})
-            return _host(participant, listener, token, region_bytes, parts, deadline)
-    root = exchange(participant, purpose, {})[0]
-    with (
-        _bounded(participant, 0, deadline) as remaining,
-        connected(root["socket"], remaining) as connection,
-    ):
+            participant.exchange(purpose, {"socket": name, "token": token})
+            return arena.host(listener, token)
+    root = participant.exchange(purpose, {})[0]
+    with arena.bounded(0) as remaining, connected(root["socket"], remaining) as connection:
         connection.settimeout(remaining + _GRACE)
-        return _join(participant, connection, root["token"], region_bytes, parts)
+        return arena.join(connection, root["token"])
 
 
 @dataclass(frozen=True)
@@ -81,175 +86,189 @@ class _Peer:
     pidfds: list[int]  #: one, or none if rank 0 could not open one more
 
 
-def _host(
-    participant: Participant,
-    listener: socket.socket,
-    token: str,
-    region_bytes: int,
-    parts: Parts,
-    deadline: float,
-) -> MappedArena:
-    others = range(1, participant.world)
-    peers: dict[int, _Peer] = {}
-    own, memory, arena = _C.host.open_pidfd(os.getpid()), -1, None
-    with contextlib.ExitStack() as open_files:
+@dataclass(frozen=True)
+class _Arena:
+    """An arena that one rank makes with the others."""
+
+    participant: Participant
+    region_bytes: int
+    parts: Parts
+    deadline: float
+    peers: dict[int, _Peer] = field(default_factory=dict)  #: on rank 0
+
+    def alone(self) -> MappedArena:
+        """Make it as the only rank."""
+        memory, error = self._create()
+        arena = None
+        if error is None:
+            arena, error = self._map(memory)
+            os.close(memory)
+        return _verdict(arena, error, [_C.host.open_pidfd(os.getpid())], [os.getpid()])
+
+    def host(self, listener: socket.socket, token: str) -> MappedArena:
+        """Make it as rank 0."""
+        world, peers = self.participant.world, self.peers
+        own, memory, arena = _C.host.open_pidfd(os.getpid()), -1, None
+        with contextlib.ExitStack() as open_files:
+            try:
+                self._welcome(listener, token, open_files)
+                pids = [os.getpid(), *(peers[rank].pid for rank in range(1, world))]
+                pidfds = [own, *(fd for rank in range(1, world) for fd in peers[rank].pidfds)]
+                error = self._too_few(pidfds, world)
+                if error is None:
+                    memory, error = self._create()
+                shared = [] if error is not None else [*pidfds, memory]
+                offer = {"pids": pids, "error": error}
+                self._for_each(lambda connection: send(connection, offer, shared))
+                if error is None:
+                    arena, error = self._map(memory)
+                # Even after an error: closing with unread data would reset the connections.
+                for report, _ in self._for_each(lambda connection: receive(connection, 0)):
+                    error = report["error"] or error
+                verdict = {"error": error}
+                self._for_each(lambda connection: send(connection, verdict, []))
+            except BaseException as failure:
+                close_all([own, *(fd for peer in peers.values() for fd in peer.pidfds)])
+                late = isinstance(failure, CollectiveTimeoutError)
+                peer = getattr(failure, "peer", None)
+                note = {"failed": str(failure), "late": late, "peer": peer}
+                for other in peers.values():
+                    with contextlib.suppress(OSError):
+                        send(other.connection, note, [])
+                raise
+            finally:
+                close_all([memory] if memory >= 0 else [])
+        return _verdict(arena, error, pidfds, pids)
+
+    def _for_each(self, action: Callable[[socket.socket], T]) -> list[T]:
+        """Return what ``action`` returns for the connection of each peer in turn."""
+        results = []
+        for rank in range(1, self.participant.world):
+            with self.bounded(rank):
+                results.append(action(self.peers[rank].connection))
+        return results
+
+    def _welcome(
+        self, listener: socket.socket, token: str, open_files: contextlib.ExitStack
+    ) -> None:
+        """Accept connections until all ``peers`` have said hello. Strangers hold nobody up, however
+        many connect and however silent they stay."""
+        looked, others = 0.0, set(range(1, self.participant.world))
+        with selectors.PollSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while missing := others - set(self.peers):
+                with self.bounded(min(missing)) as remaining:
+                    ready = selector.select(min(remaining, _LOOK))
+                    if time.monotonic() - looked > _LOOK:
+                        self.participant.look("set-up")
+                        looked = time.monotonic()
+                for connection in (key.fileobj for key, _ in ready):
+                    assert isinstance(connection, socket.socket)  # for the type checker
+                    if connection is listener:
+                        guest = open_files.enter_context(listener.accept()[0])
+                        if user_of(guest) == os.geteuid():
+                            selector.register(guest, selectors.EVENT_READ)
+                        else:
+                            guest.close()
+                        continue
+                    selector.unregister(connection)
+                    hello: dict[str, Any] = {}
+                    descriptors: list[int] = []
+                    with contextlib.suppress(OSError, EOFError, ValueError):  # no valid message
+                        hello, descriptors = receive(connection, 1)
+                    rank = int(hello.get("rank", 0))
+                    if hello.get("token") != token or rank not in others:
+                        close_all(descriptors)
+                        connection.close()
+                        continue
+                    connection.settimeout(max(0.0, self.deadline - time.monotonic()))
+                    self.peers[rank] = _Peer(connection, hello["pid"], descriptors)
+
+    def join(self, connection: socket.socket, token: str) -> MappedArena:
+        """Make it as any other rank."""
+        participant = self.participant
+        if user_of(connection) != os.geteuid():
+            raise PeerLostError(
+                f"set-up of group '{participant.group}': user {user_of(connection)} listens in "
+                f"rank {participant.name(0)}'s place; rank {participant.name(participant.rank)} is "
+                f"user {os.geteuid()}",
+                peer=participant.name(0),
+            )
+        own = _C.host.open_pidfd(os.getpid())
         try:
-            _welcome(participant, listener, token, deadline, peers, open_files)
-            pids = [os.getpid(), *(peers[rank].pid for rank in others)]
-            pidfds = [own, *(fd for rank in others for fd in peers[rank].pidfds)]
-            error = _too_few(pidfds, participant.world, 0)
+            hello = {"token": token, "rank": participant.rank, "pid": os.getpid()}
+            send(connection, hello, [own])
+        finally:
+            os.close(own)
+        offer, descriptors = receive(connection, participant.world + 1)
+        pidfds, memory = descriptors[: participant.world], descriptors[participant.world :]
+        try:
+            arena, error = None, offer["error"]
             if error is None:
-                memory, error = _create(region_bytes, participant.world, parts)
-            shared = [] if error is not None else [*pidfds, memory]
-            for rank in others:
-                with _bounded(participant, rank, deadline):
-                    send(peers[rank].connection, {"pids": pids, "error": error}, shared)
+                error = self._too_few(descriptors, participant.world + 1)
             if error is None:
-                arena, error = _map(memory, region_bytes, participant.world, 0, parts)
-            for rank in others:
-                with _bounded(participant, rank, deadline):
-                    # Even after an error: closing with unread data would reset the connection.
-                    error = receive(peers[rank].connection, 0)[0]["error"] or error
-            for rank in others:
-                with _bounded(participant, rank, deadline):
-                    send(peers[rank].connection, {"error": error}, [])
-        except BaseException as failure:
-            close_all([own, *(fd for peer in peers.values() for fd in peer.pidfds)])
-            late = isinstance(failure, CollectiveTimeoutError)
-            note = {"failed": str(failure), "late": late, "peer": getattr(failure, "peer", None)}
-            for peer in peers.values():
-                with contextlib.suppress(OSError):
-                    send(peer.connection, note, [])
+                arena, error = self._map(memory[0])
+            with contextlib.suppress(BrokenPipeError):  # rank 0 has closed it, and said why
+                send(connection, {"error": error}, [])
+            verdict = receive(connection, 0)[0]["error"]
+        except BaseException:
+            close_all(pidfds)
             raise
         finally:
-            close_all([memory] if memory >= 0 else [])
-    return _verdict(arena, error, pidfds, pids)
+            close_all(memory)
+        return _verdict(arena, verdict, pidfds, offer["pids"])
 
+    def _create(self) -> tuple[int, str | None]:
+        world = self.participant.world
+        error = short_of_memory(sum(size for _, size in self.parts), world)
+        if error is not None:
+            return -1, error
+        try:
+            return _C.host.Arena.create(self.region_bytes, world), None
+        except (OSError, RuntimeError, OverflowError) as failure:
+            return -1, str(failure)
 
-def _welcome(
-    participant: Participant,
-    listener: socket.socket,
-    token: str,
-    deadline: float,
-    peers: dict[int, _Peer],
-    open_files: contextlib.ExitStack,
-) -> None:
-    """Accepts connections until all ``peers`` have said hello. Strangers hold nobody up, however
-    many connect and however silent they stay."""
-    looked = 0.0
-    with selectors.PollSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        while len(peers) < participant.world - 1:
-            missing = min(set(range(1, participant.world)) - set(peers))
-            with _bounded(participant, missing, deadline) as remaining:
-                ready = selector.select(min(remaining, _LOOK))
-                if time.monotonic() - looked > _LOOK:
-                    participant.look("set-up")
-                    looked = time.monotonic()
-            for connection in (key.fileobj for key, _ in ready):
-                assert isinstance(connection, socket.socket)  # for the type checker
-                if connection is listener:
-                    guest = open_files.enter_context(listener.accept()[0])
-                    if user_of(guest) == os.geteuid():
-                        selector.register(guest, selectors.EVENT_READ)
-                    else:
-                        guest.close()
-                    continue
-                selector.unregister(connection)
-                hello, descriptors = _hello(connection)
-                rank = int(hello.get("rank", 0))
-                if hello.get("token") != token or rank not in range(1, participant.world):
-                    close_all(descriptors)
-                    connection.close()
-                    continue
-                connection.settimeout(max(0.0, deadline - time.monotonic()))
-                peers[rank] = _Peer(connection, hello["pid"], descriptors)
+    def _map(self, memory: int) -> tuple[_C.host.Arena | None, str | None]:
+        try:
+            arena = _C.host.Arena(memory, self.region_bytes, self.participant.world)
+            for offset, size in self.parts:
+                arena.commit(self.participant.rank, offset, size)
+        except RuntimeError as error:
+            return None, f"rank {self.participant.rank}: {error}"
+        return arena, None
 
-
-def _hello(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The first message on a connection that is ready to read; empty without a valid one."""
-    try:
-        return receive(connection, 1)
-    except (OSError, EOFError, ValueError):
-        return {}, []
-
-
-def _join(
-    participant: Participant, connection: socket.socket, token: str, region_bytes: int, parts: Parts
-) -> MappedArena:
-    if user_of(connection) != os.geteuid():
-        raise PeerLostError(
-            f"set-up of group '{participant.group}': user {user_of(connection)} listens in rank "
-            f"{participant.name(0)}'s place; rank {participant.name(participant.rank)} is user "
-            f"{os.geteuid()}",
-            peer=participant.name(0),
+    def _too_few(self, descriptors: list[int], expected: int) -> str | None:
+        """Return the error if some descriptors are missing: the kernel silently drops those that
+        would exceed the process's limit."""
+        if len(descriptors) == expected:
+            return None
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (
+            f"rank {self.participant.rank} can open only {len(descriptors)} of {expected} more "
+            f"descriptors; its limit is {limit}: raise it (ulimit -n)"
         )
-    own = _C.host.open_pidfd(os.getpid())
-    try:
-        hello = {"token": token, "rank": participant.rank, "pid": os.getpid()}
-        send(connection, hello, [own])
-    finally:
-        os.close(own)
-    offer, descriptors = receive(connection, participant.world + 1)
-    pidfds, memory = descriptors[: participant.world], descriptors[participant.world :]
-    try:
-        arena, error = None, offer["error"]
-        if error is None:
-            error = _too_few(descriptors, participant.world + 1, participant.rank)
-        if error is None:
-            arena, error = _map(memory[0], region_bytes, participant.world, participant.rank, parts)
-        with contextlib.suppress(BrokenPipeError):  # rank 0 has closed it, and said why
-            send(connection, {"error": error}, [])
-        verdict = receive(connection, 0)[0]["error"]
-    except BaseException:
-        close_all(pidfds)
-        raise
-    finally:
-        close_all(memory)
-    return _verdict(arena, verdict, pidfds, offer["pids"])
 
-
-def _lone_arena(region_bytes: int, parts: Parts) -> MappedArena:
-    memory, error = _create(region_bytes, 1, parts)
-    arena = None
-    if error is None:
-        arena, error = _map(memory, region_bytes, 1, 0, parts)
-        os.close(memory)
-    return _verdict(arena, error, [_C.host.open_pidfd(os.getpid())], [os.getpid()])
-
-
-def _create(region_bytes: int, world: int, parts: Parts) -> tuple[int, str | None]:
-    error = short_of_memory(sum(size for _, size in parts), world)
-    if error is not None:
-        return -1, error
-    try:
-        return _C.host.Arena.create(region_bytes, world), None
-    except (OSError, RuntimeError, OverflowError) as failure:
-        return -1, str(failure)
-
-
-def _map(
-    memory: int, region_bytes: int, world: int, rank: int, parts: Parts
-) -> tuple[_C.host.Arena | None, str | None]:
-    try:
-        arena = _C.host.Arena(memory, region_bytes, world)
-        for offset, size in parts:
-            arena.commit(rank, offset, size)
-    except RuntimeError as error:
-        return None, f"rank {rank}: {error}"
-    return arena, None
-
-
-def _too_few(descriptors: list[int], expected: int, rank: int) -> str | None:
-    """The error if some descriptors are missing: the kernel silently drops those that would exceed
-    the process's limit."""
-    if len(descriptors) == expected:
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (
-        f"rank {rank} can open only {len(descriptors)} of {expected} more descriptors; its limit "
-        f"is {limit}: raise it (ulimit -n)"
-    )
+    @contextlib.contextmanager
+    def bounded(self, peer: int) -> Iterator[float]:
+        """Yield the seconds left, and turn a socket's errors into ours, which name ``peer``."""
+        participant = self.participant
+        own, peer = participant.name(participant.rank), participant.name(peer)
+        where = f"set-up of group '{participant.group}': rank {own} waited for rank {peer}"
+        remaining = self.deadline - time.monotonic()
+        try:
+            if remaining <= 0:
+                raise TimeoutError
+            yield remaining
+        except TimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"{where}, which did not arrive within {participant.timeout:g} s", peer=peer
+            ) from error
+        except (ConnectionError, EOFError) as error:
+            until = time.monotonic() + 0.2  # its end shows a little after its sockets close
+            while participant.watch is not None and time.monotonic() < until:
+                participant.watch()
+                time.sleep(0.005)
+            raise PeerLostError(f"{where}, which left ({error})", peer=peer) from error
 
 
 def _verdict(
@@ -261,23 +280,88 @@ def _verdict(
     return MappedArena(arena, pidfds, pids)
 
 
+# Abstract Unix sockets.
+
+
 @contextlib.contextmanager
-def _bounded(participant: Participant, peer: int, deadline: float) -> Iterator[float]:
-    """Yield the seconds left, and turn a socket's errors into ours, which name ``peer``."""
-    own, peer = participant.name(participant.rank), participant.name(peer)
-    where = f"set-up of group '{participant.group}': rank {own} waited for rank {peer}"
-    remaining = deadline - time.monotonic()
+def listening(purpose: str) -> Iterator[tuple[socket.socket, str]]:
+    """Listen on a Unix socket under a unique name, which disappears with the socket. Every user of
+    the machine can see the name and connect."""
+    name = f"tpkernels-{purpose}-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(_BACKLOG)
+        yield listener, name
+
+
+@contextlib.contextmanager
+def connected(name: str, seconds: float) -> Iterator[socket.socket]:
+    """Connect to the socket called ``name``. If strangers have filled its queue, wait in the kernel
+    for a place in it, for at most ``seconds``.
+
+    Raises:
+        ConnectionRefusedError: nobody listens there.
+        TimeoutError: there was no place in time.
+    """
+    deadline = time.monotonic() + seconds
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        # Not settimeout: with it Python never waits for room in a Unix socket's queue.
+        _set_send_timeout(connection, _CONNECT_SLICE)
+        while True:
+            try:
+                connection.connect(f"\0{name}")
+                connection.getpeername()  # a signal may interrupt connect()
+                break
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                if error.errno != errno.ENOTCONN:
+                    raise
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no room in the queue of {name} within {seconds:g} s")
+        _set_send_timeout(connection, 0.0)
+        yield connection
+
+
+def _set_send_timeout(connection: socket.socket, seconds: float) -> None:
+    time_value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, time_value)
+
+
+def send(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
+    """Send one message with descriptors, which stay open here."""
+    socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
+
+
+def receive(connection: socket.socket, most_descriptors: int) -> tuple[dict[str, Any], list[int]]:
+    """Return the next message and its descriptors, which the caller must close. Fewer arrive than
+    were sent if this process may open no more.
+
+    Raises:
+        EOFError, OSError: the connection was closed or failed.
+        CollectiveTimeoutError, PeerLostError: rank 0 reported that it gave up.
+    """
     try:
-        if remaining <= 0:
-            raise TimeoutError
-        yield remaining
-    except TimeoutError as error:
-        raise CollectiveTimeoutError(
-            f"{where}, which did not arrive within {participant.timeout:g} s", peer=peer
-        ) from error
-    except (ConnectionError, EOFError) as error:
-        until = time.monotonic() + 0.2  # its end shows a little after its sockets close
-        while participant.watch is not None and time.monotonic() < until:
-            participant.watch()
-            time.sleep(0.005)
-        raise PeerLostError(f"{where}, which left ({error})", peer=peer) from error
+        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, most_descriptors)
+    except ConnectionResetError:  # reported once, ahead of what the peer sent before closing
+        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, most_descriptors)
+    if not data:
+        close_all(descriptors)
+        raise EOFError("the connection was closed")
+    message = json.loads(data)
+    if "failed" in message:
+        close_all(descriptors)
+        kind = CollectiveTimeoutError if message["late"] else PeerLostError
+        raise kind(f"rank 0 failed: {message['failed']}", peer=message["peer"])
+    return message, descriptors
+
+
+def user_of(connection: socket.socket) -> int:
+    """Return the effective user on the other side of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -62,7 +62,7 @@ class PeerLinks:
         self._greetings: list[Started] = []
 
     def greet(self) -> None:
-        """Greets the peers; the next `wait` waits for their greetings and compares them."""
+        """Greet the peers; the next `wait` waits for their greetings and compares them."""
         greetings = _Greetings(self._call)
         self._greetings = [
             *self._start(
@@ -150,7 +150,7 @@ def hang_up(call: Call, error: BaseException) -> None:
 
 
 def _greeting(call: Call) -> torch.Tensor:
-    """The signature, and the text for error messages."""
+    """Return the signature, and the text for error messages."""
     greeting = call.plan.signature.to_bytes(4, "little") + call.plan.text.encode()
     padded = greeting[:_GREETING_BYTES].ljust(_GREETING_BYTES, b"\0")
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8)

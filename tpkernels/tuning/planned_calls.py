@@ -18,8 +18,7 @@ from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.planning.machine import instructions
 from tpkernels.planning.problem import Problem
-from tpkernels.tuning.autotune import tuned
-from tpkernels.tuning.trial import tried
+from tpkernels.tuning.tuner import tried, tuned
 
 
 def plan_call(

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_manager import FakeManager
-
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from starlette.testclient import TestClient
 
-from tests.support.serving import LENGTH, NAME, client, service, tokens_of
+from tests.support.serving import LENGTH, NAME, FakeManager, client, service, tokens_of
 
 CHAT = [{"role": "user", "content": "how are you?"}]
 
@@ -67,12 +65,8 @@ def test_a_completion() -> None:
         assert added["input_ids"] == tokens_of("how are you?")[:-1]
         assert (added["temperature"], added["top_k"], added["top_p"]) == (0, 0, 1)
         assert added["max_new_tokens"] == 16 and added["eos_token_id"] == [2]
-
-
-def test_a_completion_of_token_ids() -> None:
-    with served() as (http, manager):
         assert complete(http, prompt=[5, 6, 7]).status_code == 200
-        (added,) = manager.added.values()
+        _, added = manager.added.values()
         assert added["input_ids"] == [5, 6, 7]
         assert (added["temperature"], added["top_k"], added["top_p"]) == (1, 0, 1)
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_manager import FakeManager
-
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from tests.support.serving import NAME, app_of, service, tokens_of
+from tests.support.serving import NAME, FakeManager, app_of, service, tokens_of
 from tpkernels.integrations.transformers.serving.app import Service
 
 LONG = "abcdefghij" * 4
@@ -94,13 +92,10 @@ async def hang_up(stream: bool, **options: Any) -> None:
     assert metric(what, 'tpkernels_requests_total{status="200"}') == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_hangs_up(stream: bool) -> None:
-    asyncio.run(hang_up(stream))
-
-
-def test_a_lost_cancellation_is_repeated() -> None:
-    asyncio.run(hang_up(True, forgetful=True))
+@pytest.mark.parametrize(("stream", "forgetful"), [(False, False), (True, False), (True, True)])
+def test_a_client_hangs_up(stream: bool, forgetful: bool) -> None:
+    """``forgetful``: its cancellation is lost, and repeated."""
+    asyncio.run(hang_up(stream, forgetful=forgetful))
 
 
 async def slow_reader() -> None:

@@ -17,9 +17,9 @@ from tests.support.cases import RanksFixture
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
-from tpkernels.integrations.transformers.serving.outputs import ToLoop  # noqa: E402
-from tpkernels.integrations.transformers.serving.rank import Options, make_manager  # noqa: E402
+from tpkernels.integrations.transformers.serving.batcher import Router  # noqa: E402
 from tpkernels.integrations.transformers.serving.sampling import processors  # noqa: E402
+from tpkernels.integrations.transformers.serving.server import Options, make_manager  # noqa: E402
 
 VOCAB = 50
 REQUESTS: list[dict[str, float]] = [
@@ -156,7 +156,7 @@ def test_nothing_is_kept_for_nobody() -> None:
 
     async def deliver() -> list[Any]:
         received: list[Any] = []
-        router = ToLoop(received.extend)
+        router = Router(received.extend)
         router.deliver_batch([SimpleNamespace(request_id="1")] * 3)
         router.deliver(SimpleNamespace(request_id="2"))
         await asyncio.sleep(0)

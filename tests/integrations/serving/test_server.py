@@ -97,24 +97,6 @@ def test_the_openai_client(server: served.Server, client: Any, greedy: list[str]
     assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens > 0
 
 
-def test_sampling_differs(server: served.Server, client: Any) -> None:
-    """Without a temperature, answers are drawn."""
-    fields = {**body(server, max_tokens=NEW), "temperature": 1.0, "top_p": 0.9}
-    texts = {client.completions.create(**fields).choices[0].text for _ in range(4)}
-    assert len(texts) > 1
-
-
-def test_errors_of_the_openai_client(server: served.Server, client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
-        client.completions.create(**body(server, prompt=""))
-    with pytest.raises(openai.BadRequestError, match="n: not supported"):
-        client.completions.create(**body(server, n=2))
-    with pytest.raises(openai.BadRequestError, match=f"there may be {served.LENGTH}"):
-        client.completions.create(**body(server, prompt="a" * 1000))
-    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
-        client.completions.create(**body(server, model="other"))
-
-
 def curl(*args: str) -> str:
     command = ["curl", "--silent", "--show-error", "--max-time", "60", *args]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)

@@ -1,14 +1,13 @@
 // A libcuda.so.1 whose only device is the CPU. It "loads" any image and runs the kernels of
 // csrc/cuda/kernels.cu, compiled for the CPU. With it the launch code, the Python bindings, the
 // kernels and the protocol between processes run without a GPU. It also fails on request.
-#include "cuda/driver.h"
-
 #include <cstring>
 #include <functional>
 #include <map>
 #include <string>
 
 #include "../../../csrc/cuda/kernels.cu"
+#include "cuda/kernels.h"
 #include "graphs.h"
 
 namespace {
@@ -48,33 +47,13 @@ struct Entry {
   int threads;  // required of the launch
 };
 
-std::map<std::string, Entry> entries{
-    {"one_shot_all_reduce", {with(one_shot_all_reduce), true, kReduceThreads}},
-    {"two_shot_all_reduce", {with(two_shot_all_reduce), true, kReduceThreads}},
-    {"multimem_all_reduce", {with(multimem_all_reduce), true, kReduceThreads}},
-    {"one_shot_gather", {with(one_shot_gather), true, kReduceThreads}},
-    {"one_shot_scatter", {with(one_shot_scatter), true, kReduceThreads}},
-    {"low_latency_all_reduce", {with(low_latency_all_reduce), true, kLowLatencyThreads}},
-    {"low_latency_two_shot_all_reduce",
-     {with(low_latency_two_shot_all_reduce), true, kLowLatencyThreads}},
-    {"whole_lines_all_reduce", {with(whole_lines_all_reduce), true, kLowLatencyThreads}},
-    {"low_latency_all_gather", {with(low_latency_all_gather), true, kLowLatencyThreads}},
-    {"low_latency_reduce_scatter", {with(low_latency_reduce_scatter), true, kLowLatencyThreads}},
-    {"one_shot_normed_all_reduce", {with(one_shot_normed_all_reduce), true, kRowThreads}},
-    {"two_shot_normed_all_reduce", {with(two_shot_normed_all_reduce), true, kRowThreads}},
-    {"low_latency_normed_all_reduce", {with(low_latency_normed_all_reduce), true, kRowThreads}},
-    {"low_latency_two_shot_normed_all_reduce",
-     {with(low_latency_two_shot_normed_all_reduce), true, kRowThreads}},
-    {"rms_norm_of_rows", {with(rms_norm_of_rows), false, kRowThreads}},
-    {"sum_of_partials", {with(sum_of_partials), false, kSumThreads}},
-    {"paced_copy", {with(paced_copy), false, kPacedThreads}},
-    {"call_barrier", {with(call_barrier), true, kSignalThreads}},
-    {"call_begin", {with(call_begin), true, kSignalThreads}},
-    {"call_publish", {with(call_publish), true, kSignalThreads}},
-    {"call_wait", {with(call_wait), true, kSignalThreads}},
-    {"call_flag", {with(call_flag), true, kSignalThreads}},
-    {"call_end", {with(call_end), true, kEndThreads}},
-};
+template <class First, class...>
+constexpr bool has_space() {
+  return std::is_same_v<First, Space>;
+}
+
+#define EMULATED_ENTRY(name, threads, ...) {#name, {with(name), has_space<__VA_ARGS__>(), threads}},
+std::map<std::string, Entry> entries{TPK_KERNELS(EMULATED_ENTRY)};
 
 int capability = 90, pushes = 0, threads_of_block = 2;
 int early_launches = 0, version_of_driver = 13000;
@@ -97,13 +76,13 @@ std::thread end_previous_later() {
   });
 }
 
-int launch(const char* what, void* function, unsigned blocks, unsigned threads, unsigned cluster,
-           void** parameters, void* stream) {
+int launch(void* function, unsigned blocks, unsigned threads, unsigned cluster, void** parameters,
+           void* stream) {
   const Entry& entry = *static_cast<Entry*>(function);
   const bool invalid = static_cast<int>(threads) != entry.threads || blocks == 0 || cluster == 0 ||
                        blocks % cluster != 0 || current != &context;
   if (invalid) return 1;
-  if (const int code = code_of(what); code != 0) return code;
+  if (const int code = code_of("cuLaunchKernelEx"); code != 0) return code;
   ++launches;
   emulated::Grid grid{static_cast<int>(blocks), threads_of_block};
   grid.most = &most;
@@ -219,12 +198,6 @@ int cuStreamWriteValue64_v2(void* stream, std::uint64_t to, std::uint64_t value,
   });
   return 0;
 }
-int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void* stream,
-                   void** parameters, void**) {
-  if (grid_y * grid_z * block_y * block_z != 1) return 1;
-  return launch("cuLaunchKernel", function, grid_x, block_x, 1, parameters, stream);
-}
 int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** parameters, void**) {
   const unsigned *grid = config->grid, *block = config->block;
   if (grid[1] * grid[2] * block[1] * block[2] != 1) return 1;
@@ -244,8 +217,7 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** paramete
   early_launches += early;
   const bool hides = early && emulated::previous.to != nullptr;
   std::thread previous = hides ? end_previous_later() : std::thread();
-  const int code =
-      launch("cuLaunchKernelEx", function, grid[0], block[0], cluster, parameters, config->stream);
+  const int code = launch(function, grid[0], block[0], cluster, parameters, config->stream);
   if (hides) previous.join();
   return code;
 }

@@ -1,6 +1,6 @@
 // Runs the CUDA kernels with ranks as threads of one process, for ThreadSanitizer and
-// AddressSanitizer: call after call, with random delays on each rank. The sums are checked. In
-// whole lines eight threads have a line, as on a GPU: they meet, and vote.
+// AddressSanitizer: call after call, with random delays on each rank. The sums are checked. By
+// LL128 eight threads have a line, as on a GPU: they meet, and vote.
 #define EMULATED_LINE_LANES 8
 #include <cstdio>
 #include <cstring>
@@ -40,9 +40,9 @@ void launch(const Space& space, int blocks, const std::function<void()>& kernel,
 float value(int call, int rank, u64 i) { return static_cast<float>((call + 2 * rank + i) % 7); }
 
 void all_reduce(Rank& own, const Space& space, int call) {
-  const int way = (call - call / 4) % 6;
-  const u64 segment = way == 0 || way == 3 ? kCount : (kCount / kWorld + 64) / 64 * 64;
-  const u64 slot = way == 2 ? 0 : (segment * 4 + 255) / 256 * 256;
+  const int way = (call - call / 4) % 5;
+  const u64 segment = way == 2 ? kCount : (kCount / kWorld + 64) / 64 * 64;
+  const u64 slot = way == 1 ? 0 : (segment * 4 + 255) / 256 * 256;
   alignas(16) float x[kCount], out[kCount];
   for (u64 i = 0; i < kCount; ++i) x[i] = value(call, space.rank, i);
   const AllReduce given{x,
@@ -58,18 +58,34 @@ void all_reduce(Rank& own, const Space& space, int call) {
   launch(
       space, kBlocks,
       [&] {
-        if (way == 0) return one_shot_all_reduce(space, given);
-        if (way == 1) return two_shot_all_reduce(space, given);
-        if (way == 3) return low_latency_all_reduce(space, given);
-        if (way == 4) return low_latency_two_shot_all_reduce(space, given);
-        if (way == 5) return whole_lines_all_reduce(space, given);
+        if (way == 0) return two_shot_all_reduce(space, given);
+        if (way == 2) return ll_all_reduce(space, given);
+        if (way == 3) return ll_two_shot_all_reduce(space, given);
+        if (way == 4) return ll128_all_reduce(space, given);
         multimem_all_reduce(space, given);
       },
-      way == 5 ? 2 * emulated::kLineLanes : kThreads);
+      way == 4 ? 2 * emulated::kLineLanes : kThreads);
   for (u64 i = 0; i < kCount; ++i) {
     float sum = 0;
     for (int r = 0; r < kWorld; ++r) sum += value(call, r, i);
     own.wrong += out[i] != sum;
+  }
+}
+
+// Two calls whose words do not tell that buffers have been read, one after the other.
+void reduce_scatters(Rank& own, const Space& space, int call) {
+  constexpr int kRows = 128, kAll = kWorld * kRows;
+  const int starts[] = {0, kRows, 2 * kRows, kAll};
+  alignas(16) float x[kAll], out[kRows];
+  for (int turn = 0; turn < 2; ++turn) {
+    for (int i = 0; i < kAll; ++i) x[i] = value(call + turn, space.rank, i);
+    const Shards shards{x, out, starts, 1, kF32, 4 * kRows, {nullptr, 1, nullptr, kF32, kF32}};
+    launch(space, kBlocks, [&] { one_shot_reduce_scatter(space, shards); });
+    for (int i = 0; i < kRows; ++i) {
+      float sum = 0;
+      for (int r = 0; r < kWorld; ++r) sum += value(call + turn, r, space.rank * kRows + i);
+      own.wrong += out[i] != sum;
+    }
   }
 }
 
@@ -116,6 +132,8 @@ void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& region
     space.signature = 7 + call;
     if (call % 4 == 3) {
       copies(own, space, call);
+    } else if (call % 8 == 4) {
+      reduce_scatters(own, space, call);
     } else {
       all_reduce(own, space, call);
     }

@@ -6,12 +6,13 @@
                              published and copied by the others (two-shot)
 
 The matmul is not split, so this is fastest when it has few rows. csrc/host/collectives.h has the
-collectives, their chunks and their synchronisation; csrc/calls/ops.h has the calls that need no
-Python once they are planned.
+collectives, their chunks and their synchronisation. Where nothing is converted, the extension runs
+the planned call by itself (`bind`, csrc/calls/direct.h); the functions take every call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -25,89 +26,129 @@ from tpkernels.call import Call
 from tpkernels.local.matmul import converts
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, is_packed
-from tpkernels.local.product import LocalProduct, Weight
+from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, recorded
 
 
-def bind(op: str, call: Call, given: Any) -> _C.calls.Bound | None:
-    """Return what runs calls of an op with these arguments in the extension; None: Python does,
-    because operands or results are converted or split, or a product is the caller's.
+def bind(
+    call: Call, given: Any, arguments: _C.calls.Arguments, in_place: bool
+) -> _C.calls.Direct | None:
+    """Return what runs calls with these arguments in the extension; None: Python does, because
+    operands or results are converted or split, or a product is the caller's.
 
     Args:
-        op: as in ``torch.ops.tpkernels``; ``call`` does not tell what is in place.
         given: the op's arguments, which have been checked.
+        in_place: the op overwrites x.
     """
-    x, problem, calls = given.x, call.problem, _C.calls
-    weights = given.weights if op == "all_gather_matmul" else [getattr(given, "w", None)]
-    if any(isinstance(w, LocalProduct) for w in weights):
+    x, problem, spec = given.x, call.problem, call.problem.spec
+    weights: Sequence[Weight] = []
+    if spec.has_matmul:
+        weights = given.weights if spec.gathers else [given.w]
+    if spec.scaled or not all(isinstance(w, torch.Tensor) for w in weights):
         return None
     dtypes = {x.dtype, problem.dtype, getattr(given, "out_dtype", None) or x.dtype}
     if len(dtypes) > 1 or prod(problem.shape) == 0:
         return None
-    if problem.spec.has_matmul and converts(x.dtype, prod(problem.shape[:-1])):
+    if weights and converts(x.dtype, prod(problem.shape[:-1])):
         return None
-    shape = () if problem.dim is None else tuple(shard_shape(problem, call.group.rank))
-    match op:
-        case "all_reduce_":
-            return calls.AllReduceInPlace(call.collective)
-        case "all_reduce":
-            return calls.AllReduce(call.collective, problem.shape)
-        case "all_gather":
-            return calls.AllGather(call.collective, call.layout, problem.shape)
-        case "reduce_scatter":
-            return calls.ReduceScatter(call.collective, call.layout, shape)
-        case "all_to_all":
-            exchange = Exchange.of(given, problem.world)
-            layouts = _exchange_layouts(call, exchange)
-            return calls.AllToAll(call.collective, *layouts, tuple(exchange.result_shape(call)))
-        case "all_gather_matmul":
-            if given.biases:
-                return None
-            return calls.AllGatherMatmul(
-                call.collective,
-                call.layout,
-                problem.shape,
-                [(*problem.shape[:-1], columns_of(w)) for w in given.weights],
-                [is_packed(w) for w in given.weights],
-                given.return_gathered,
-            )
-        case "matmul_all_reduce":
-            return calls.MatmulAllReduce(call.collective, problem.shape, is_packed(given.w))
-        case "all_reduce_rms_norm":
-            return calls.AllReduceRmsNorm(call.collective, problem.shape, given.eps)
-        case "matmul_all_reduce_rms_norm":
-            return calls.MatmulAllReduceRmsNorm(
-                call.collective, problem.shape, given.eps, is_packed(given.w)
-            )
-        case "matmul_reduce_scatter":
-            if given.bias is not None and problem.dim == len(problem.shape) - 1:
-                return None  # each rank adds its part of the bias
-            return calls.MatmulReduceScatter(
-                call.collective, call.layout, shape, is_packed(given.w)
-            )
-    return None
+    by_columns = problem.dim == len(problem.shape) - 1
+    if by_columns and getattr(given, "bias", None) is not None:
+        return None  # each rank adds its part of the bias
+    if getattr(given, "biases", None):
+        return None
+    products = []
+    if spec.gathers:
+        products = [(*problem.shape[:-1], columns_of(w)) for w in weights]
+    return _C.calls.Direct(
+        collective_of(call),
+        arguments,
+        in_place=in_place,
+        shape=_result_shape(call),
+        packed=[is_packed(w) for w in weights],
+        products=products,
+        return_gathered=getattr(given, "return_gathered", False),
+        eps=getattr(given, "eps", 0.0),
+    )
+
+
+def _result_shape(call: Call) -> tuple[int, ...]:
+    """Return the shape of the tensor that the collective makes on this rank."""
+    problem, rank = call.problem, call.group.rank
+    if problem.spec.exchanges:
+        return tuple(_exchange(call).result_shape(call))
+    return tuple(shard_shape(problem, rank)) if problem.spec.scatters else problem.shape
+
+
+def _exchange(call: Call) -> Exchange:
+    assert call.problem.options.scattered is not None  # an all-to-all's
+    return Exchange(*call.problem.options.scattered)
+
+
+def collective_of(call: Call) -> _C.calls.Collective:
+    """Return the call's collective on shared memory, made once."""
+    made: _C.calls.Collective | None = call.kept.get("collective")
+    if made is None:
+        made = call.kept["collective"] = _new_collective(call)
+    return made
+
+
+def _new_collective(call: Call) -> _C.calls.Collective:
+    problem, plan, workspace = call.problem, call.plan, call.workspace
+    spec, kinds = problem.spec, _C.calls.Kind
+    id_of_call = workspace.channel, workspace.segments, plan.signature, plan.text
+    if spec.keeps_sum:
+        return _C.calls.Collective(*id_of_call, kinds.ALL_REDUCE)
+    if spec.exchanges:
+        exchange, result = _exchange(call), list(_result_shape(call))
+        given = _layout(shard_shape(problem, call.group.rank), exchange.dim, exchange.sizes)
+        taken = _layout(result, problem.dim, problem.sizes)
+        largest = exchange.largest(call)
+        return _C.calls.Collective(*id_of_call, kinds.ALL_TO_ALL, given, taken, largest)
+    kind = kinds.ALL_GATHER if spec.gathers else kinds.REDUCE_SCATTER
+    layout = _layout(problem.shape, problem.dim, problem.sizes)
+    return _C.calls.Collective(*id_of_call, kind, layout)
+
+
+def _layout(shape: Sequence[int], dim: int | None, sizes: tuple[int, ...]) -> _C.host.ShardLayout:
+    assert dim is not None  # it is split
+    return _C.host.ShardLayout(prod(shape[:dim]), prod(shape[dim + 1 :]), sizes)
+
+
+def _run(
+    call: Call,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    reduction: Reduction | None = None,
+    normed: torch.Tensor | None = None,
+    norm: RmsNorm | None = None,
+) -> None:
+    bias, residual = (None, None) if reduction is None else (reduction.bias, reduction.residual)
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    with recorded(COPY):
+        collective_of(call).run(x.contiguous(), out, bias, residual, normed, weight, eps)
 
 
 def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
     out = empty(call.problem.shape, x.dtype, x.device)
-    with recorded(COPY):
-        call.collective.all_gather(x.contiguous(), out, call.layout)
+    _run(call, x, out)
     return out
 
 
 def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
     whole = products.memory(call, x)
-    with recorded(COPY):
-        call.collective.all_gather(x.contiguous(), whole, call.layout)
+    _run(call, x, whole)
     products.multiply(whole)
+
+
+def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    out = exchange.result(call, x)
+    _run(call, x, out)
+    return out
 
 
 def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
-    with recorded(COPY):
-        call.collective.reduce_scatter(
-            x.contiguous(), out, call.layout, reduction.bias, reduction.residual
-        )
+    _run(call, x, out, reduction)
     return out
 
 
@@ -117,54 +158,22 @@ def matmul_reduce_scatter(
     return reduce_scatter(call, matmul_partial(call, x, w), reduction)
 
 
-def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    out = exchange.result(call, x)
-    with recorded(COPY):
-        call.collective.all_to_all(x.contiguous(), out, *_exchange_layouts(call, exchange))
-    return out
-
-
-def _exchange_layouts(
-    call: Call, exchange: Exchange
-) -> tuple[_C.host.ShardLayout, _C.host.ShardLayout, int]:
-    """Return what this rank gives, what it takes, and the elements of the largest piece."""
-    problem, dim = call.problem, call.problem.dim
-    assert dim is not None  # an all-to-all has one
-    x, out = shard_shape(problem, call.group.rank), exchange.result_shape(call)
-
-    def layout(shape: list[int], dim: int, sizes: tuple[int, ...]) -> _C.host.ShardLayout:
-        return _C.host.ShardLayout(prod(shape[:dim]), prod(shape[dim + 1 :]), sizes)
-
-    given = layout(x, exchange.dim, exchange.sizes)
-    return given, layout(out, dim, problem.sizes), exchange.largest(call)
-
-
 def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """``out`` may be ``x``. Peers cannot read ``x`` in place then, as it is being overwritten."""
-    with recorded(COPY):
-        call.collective.all_reduce(x.contiguous(), out, reduction.bias, reduction.residual)
+    _run(call, x, out, reduction)
 
 
 def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
     partial = matmul_partial(call, x, w)
     out = empty(partial.shape, reduction.out_dtype, x.device)
-    all_reduce(call, partial, out, reduction)
+    _run(call, partial, out, reduction)
     return out
 
 
 def all_reduce_rms_norm(call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm) -> Rows:
     total = empty(x.shape, reduction.out_dtype, x.device)
     normed = empty(x.shape, reduction.out_dtype, x.device)
-    with recorded(COPY):
-        call.collective.all_reduce_rms_norm(
-            x.contiguous(),
-            total,
-            normed,
-            norm.weight,
-            norm.eps,
-            reduction.bias,
-            reduction.residual,
-        )
+    _run(call, x, total, reduction, normed, norm)
     return normed, total
 
 

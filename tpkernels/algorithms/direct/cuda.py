@@ -87,7 +87,7 @@ def _all_reduce(
         reduction.bias,
         reduction.residual,
         early,
-        call.workspace.on_gpus[x.device].current.whole_lines,
+        call.workspace.on_gpus[x.device].current.ll128,
     )
 
 

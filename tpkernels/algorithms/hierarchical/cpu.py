@@ -68,8 +68,8 @@ def delegate(hosts: Sequence[range], of: int, host: int) -> int:
 
 
 def rounds(theirs: range, ours: range) -> Iterator[list[int | None]]:
-    """For each rank of a host, ``ours``, the rank among ``theirs`` that it deals with, one after
-    the other; None: no more."""
+    """Yield, for each rank of a host, ``ours``, the rank among ``theirs`` that it deals with, one
+    after the other; None: no more."""
     for first in range(theirs.start, theirs.stop, len(ours)):
         yield [rank if rank in theirs else None for rank in range(first, first + len(ours))]
 
@@ -100,8 +100,9 @@ class Route:
 
 @functools.cache
 def routes(sizes: tuple[int, ...], partial_bytes: int, sum_bytes: int) -> tuple[Route, ...]:
-    """For each owner's host, the route by which the fewest bytes cross links between hosts; the
-    one with the fewest hops, if there are several.
+    """Return, for each owner's host, the route by which the fewest bytes cross links between hosts;
+    the one with the fewest hops, if there are several. They are in the order in which every host
+    deals with them: the longest first.
 
     Every route gives the same bits: adding the partials of a host to the sum, and sending them to
     where the sum is, both add them one by one, in fp32, in the order of the ranks.
@@ -122,12 +123,7 @@ def routes(sizes: tuple[int, ...], partial_bytes: int, sum_bytes: int) -> tuple[
             ),
         )
         best.append(Route(start, home, turn))
-    return tuple(best)
-
-
-def in_order(routes: Sequence[Route]) -> list[Route]:
-    """Return the routes in the order in which every host deals with them: the longest first."""
-    return sorted(routes, key=lambda route: (-route.hops, -route.home))
+    return tuple(sorted(best, key=lambda route: (-route.hops, -route.home)))
 
 
 class Shared(Transfers):
@@ -168,10 +164,9 @@ class Shared(Transfers):
         """Yield which ranks of ``host`` those of this host deal with, round by round."""
         return rounds(self.node.hosts[host], self.node.ranks)
 
-    def dealt_with(self, host: int) -> list[int]:
+    def dealt_with(self, host: int) -> range:
         """Return those of ``host`` that this rank deals with."""
-        owners = (owners[self.node.index] for owners in self.rounds(host))
-        return [owner for owner in owners if owner is not None]
+        return self.node.hosts[host][self.node.index :: len(self.node.ranks)]
 
     def send(self, data: torch.Tensor, to: int) -> None:
         """Start to send a flat tensor; `end` waits for it."""
@@ -270,7 +265,7 @@ class Sums:
         self.out, self.reduction = out, reduction
         self.wire, self.wide = problem.dtype, dtypes.accumulator(problem.dtype)
         sizes = tuple(map(len, node.hosts))
-        self.routes = in_order(routes(sizes, self.wire.itemsize, self.wide.itemsize))
+        self.routes = routes(sizes, self.wire.itemsize, self.wide.itemsize)
         self.last = range(node.ranks.stop, node.hosts[-1].stop)  # ranks behind this host
         self.sums: dict[int, torch.Tensor] = {}  # running ones, by owner
         self.arriving: dict[tuple[int, int], list[Started]] = {}  # of them, by owner and step
@@ -398,7 +393,7 @@ def add_to(
     reduction: Reduction | None = None,
     begin: int = 0,
 ) -> None:
-    """``to = round(total + partials in order + bias + residual)``; ``total`` may be overwritten.
+    """Set ``to = round(total + partials in order + bias + residual)``. May overwrite ``total``.
 
     `sum_partials` takes terms of one dtype, so partials of another dtype than the running sum go in
     as its residual, one by one.
@@ -412,13 +407,4 @@ def add_to(
         reduce_into(to, terms, reduction or Reduction(to.dtype), begin)
 
 
-(
-    all_gather,
-    all_gather_matmul,
-    reduce_scatter,
-    matmul_reduce_scatter,
-    all_reduce,
-    matmul_all_reduce,
-    all_reduce_rms_norm,
-    matmul_all_reduce_rms_norm,
-) = ops_by(Shared)
+OPS = ops_by(Shared)

@@ -29,19 +29,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from tpkernels import dtypes
-from tpkernels.algorithms.hierarchical.cpu import Route, add_to, delegate, in_order, routes
+from tpkernels.algorithms.hierarchical.cpu import Route, add_to, delegate, routes
 from tpkernels.algorithms.parts import Partials
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.algorithms.transfers import Transfers, ops_by
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import TRANSFER, recorded
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm.streams import SideStream
 from tpkernels.transport.point_to_point import enter
 
 Hosts: TypeAlias = tuple[range, ...]
@@ -54,9 +54,6 @@ class Transfer(NamedTuple):
     source: int
     to: int
     is_sum: bool = False
-
-
-Batch: TypeAlias = tuple[Transfer, ...]
 
 
 def gathering(hosts: Hosts) -> list[list[Transfer]]:
@@ -92,24 +89,19 @@ def summing(hosts: Hosts, ordered: Sequence[Route]) -> list[list[Transfer]]:
 
 
 def _adds(hosts: Hosts, route: Route, owner: int, host: int) -> int:
-    """Who adds the partials of a host to the sum for ``owner``."""
+    """Return who adds the partials of a host to the sum for ``owner``."""
     if route.visits(host):
         return delegate(hosts, owner, host)
     return delegate(hosts, owner, route.start) if host < route.start else owner
 
 
-def _of(rank: int, batches: Sequence[Sequence[Transfer]]) -> tuple[Batch, ...]:
-    return tuple(tuple(t for t in batch if rank in (t.source, t.to)) for batch in batches)
-
-
 @functools.cache
-def _gathering(hosts: Hosts, rank: int) -> tuple[Batch, ...]:
-    return _of(rank, gathering(hosts))
-
-
-@functools.cache
-def _summing(hosts: Hosts, ordered: tuple[Route, ...], rank: int) -> tuple[Batch, ...]:
-    return _of(rank, summing(hosts, ordered))
+def _batches_of(
+    rank: int, batches_of_all: Callable[..., list[list[Transfer]]], *arguments: Any
+) -> list[list[Transfer]]:
+    """Return a rank's part of the batches."""
+    batches = batches_of_all(*arguments)
+    return [[t for t in batch if rank in (t.source, t.to)] for batch in batches]
 
 
 class Batches(Transfers):
@@ -134,7 +126,7 @@ class Batches(Transfers):
         side = kept.get("side") or kept.setdefault("side", SideStream(device))
         side.fork()
         try:
-            for batch in _gathering(self.node.hosts, self._rank):
+            for batch in _batches_of(self._rank, gathering, self.node.hosts):
                 with side.current(), side.copying(), recorded(TRANSFER):
                     sends = [(shards[t.owner], t.to) for t in batch if t.source == self._rank]
                     receives = [(shards[t.owner], t.source) for t in batch if t.to == self._rank]
@@ -152,7 +144,7 @@ class Batches(Transfers):
     def reduce(self, mine: Partials, out: torch.Tensor, reduction: Reduction) -> None:
         problem, hosts = self.call.problem, self.node.hosts
         wire, wide = problem.dtype, dtypes.accumulator(problem.dtype)
-        ordered = in_order(routes(tuple(map(len, hosts)), wire.itemsize, wide.itemsize))
+        ordered = routes(tuple(map(len, hosts)), wire.itemsize, wide.itemsize)
         partials: dict[int, dict[int, torch.Tensor]] = {}  # by owner and source
         sums: dict[int, torch.Tensor] = {}  # that have arrived, by owner
 
@@ -161,7 +153,7 @@ class Batches(Transfers):
                 partials[owner] = {self._rank: mine.whole(owner, wire, out.device)}
 
         def terms(owner: int, end: int) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-            """The sum and the partials of the ranks before ``end``, as far as not yet added."""
+            """Return the sum and the partials of ranks before ``end`` that are not yet added."""
             waiting = partials[owner]
             taken = sorted(source for source in waiting if source < end)
             return sums.pop(owner, None), [waiting.pop(source) for source in taken]
@@ -182,7 +174,7 @@ class Batches(Transfers):
             return running
 
         compute(0)
-        for number, batch in enumerate(_summing(hosts, tuple(ordered), self._rank)):
+        for number, batch in enumerate(_batches_of(self._rank, summing, hosts, ordered)):
             sends = [(message(t), t.to) for t in batch if t.source == self._rank]
             receives = [(message(t), t.source) for t in batch if t.to == self._rank]
             with recorded(TRANSFER):
@@ -196,13 +188,4 @@ class Batches(Transfers):
         """The current stream has waited for everything."""
 
 
-(
-    all_gather,
-    all_gather_matmul,
-    reduce_scatter,
-    matmul_reduce_scatter,
-    all_reduce,
-    matmul_all_reduce,
-    all_reduce_rms_norm,
-    matmul_all_reduce_rms_norm,
-) = ops_by(Batches)
+OPS = ops_by(Batches)

@@ -27,22 +27,22 @@ from tpkernels._C.host import Phase
 from tpkernels.algorithms.parts import (
     Products,
     SplitProducts,
-    as_rows,
     partials_of_product,
     shard_shape,
 )
 from tpkernels.algorithms.reduction import Reduction, behind_matmul_all_reduce, reduce_into
 from tpkernels.call import Call
-from tpkernels.local.memory import empty
+from tpkernels.local.memory import empty_on_host
 from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
 
 
 def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
-    workspace, rank, peers = call.workspace, call.group.rank, call.peers_in_ring_order
+    workspace, rank, peers = call.group.workspace, call.group.rank, call.peers_in_ring_order
+    assert workspace is not None  # else `choose` takes another algorithm
     x = x.contiguous()
     segment, offset = workspace.segments.find(x)
-    flat, width = as_rows(x), x.shape[-1]
+    flat, width = x.flatten(0, -2), x.shape[-1]
     made = SplitProducts(call, x, products, workspace.usable_bytes)
     rows, step, channel = made.split.rows, made.split.step, workspace.channel
     for begin in range(0, max(1, *rows), step):
@@ -73,13 +73,13 @@ def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
 def matmul_reduce_scatter(
     call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
 ) -> torch.Tensor:
-    out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
+    out = empty_on_host(tuple(shard_shape(call.problem, call.group.rank)), reduction.out_dtype)
     _reduce(call, x, w, reduction, out, everywhere=False)
     return out
 
 
 def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
-    out = empty(call.problem.shape, reduction.out_dtype, x.device)
+    out = empty_on_host(call.problem.shape, reduction.out_dtype)
     _reduce(call, x, w, reduction, out, everywhere=True)
     return out
 
@@ -98,7 +98,8 @@ def _reduce(
 ) -> None:
     """Fill ``out`` with this rank's part of the sum, or with all of it. A data buffer has a slot
     for each rank's part of this rank's partial, then one for this rank's sum."""
-    workspace, problem = call.workspace, call.problem
+    workspace, problem = call.group.workspace, call.problem
+    assert workspace is not None  # else `choose` takes another algorithm
     rank, peers, wire = call.group.rank, call.peers_in_ring_order, problem.dtype
     partials = partials_of_product(call, x, w, workspace.usable_bytes)
     split, channel, result = partials.split, workspace.channel, out.view(-1)

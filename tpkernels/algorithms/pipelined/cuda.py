@@ -15,7 +15,7 @@ Megatron sets, all streams share one hardware queue, and a copy that waits for i
 up what is queued behind it. No order of launches deadlocks, since a rank publishes before it waits,
 but with all fetches in front no product would overlap with them.
 
-Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/side_stream.py forks
+Sync: a call of several launches, with its proof in csrc/cuda/sync.cuh; symm/streams.py forks
 and joins the side streams. A rank's memory holds its partial of all rows, at the same place on all
 ranks.
 """
@@ -37,7 +37,7 @@ from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.shards import shard_sizes
-from tpkernels.symm.side_stream import SideStream
+from tpkernels.symm.streams import SideStream
 
 # Words of a call: the first and the last are the call's own.
 DATA, _RESULT, _WORDS = 1, 2, 4
@@ -70,8 +70,8 @@ def gather_and_multiply(
     whole: torch.Tensor,
     factors: list[tuple[Weight, torch.Tensor | None, torch.Tensor]],
 ) -> None:
-    """Within a call: gathers the peers' ``rows`` [sizes[rank], K] into ``whole`` [sum(sizes), K],
-    in the order of ``peers``, and multiplies them and the own rows for each (w, bias, out)."""
+    """Within a call: gather the peers' ``rows`` [sizes[rank], K] into ``whole`` [sum(sizes), K],
+    in the order of ``peers``, and multiply them and the own rows for each (w, bias, out)."""
     begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
     alone = not all(isinstance(w, torch.Tensor) for w, _, _ in factors)
     side.fork()
@@ -132,7 +132,7 @@ def multiply_and_scatter(
     w: Weight,
     wire: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Within a call: multiplies ``rows`` [sum(sizes), K] by w [K, N]. Returns, in rank order, all
+    """Within a call: multiply ``rows`` [sum(sizes), K] by w [K, N]. Return, in rank order, all
     ranks' partials [sizes[rank], N] of this rank's part of the product."""
     rank, columns = copies.rank, w.shape[1]
     begins = [sum(sizes[:rank]) for rank in range(len(sizes))]

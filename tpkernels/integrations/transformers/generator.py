@@ -1,4 +1,4 @@
-"""The ranks' side of generation: transformers' ``generate``, one token at a time.
+"""Generation: prompts to text, by `Completions`, which drives a `Generator` on every rank.
 
 Problem: an executor steps a generator on all ranks alike, and may end it after any step. But
 ``generate`` runs to its end, and calls a streamer with each token on the way.
@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator as Stream
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 
 from tpkernels.integrations.transformers.loading import end_tokens, load_model
+from tpkernels.integrations.transformers.text_stream import TextStream
 from tpkernels.launch.messages import DTYPES
 
 
@@ -34,16 +37,15 @@ class Sampling:
 
     def check(self) -> None:
         """Raise ValueError if a value is out of range."""
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 or more")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1")
+        for name, right, allowed in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
+            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+        ):
+            if not right:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {allowed}")
 
     def to_message(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,12 +67,12 @@ class Generator:
     def __init__(
         self, path: str, device: str = "cpu", dtype: str | None = None, ffn_only: bool = False
     ) -> None:
-        wanted = None if dtype is None else DTYPES[dtype]
-        self._model = load_model(path, device=device, dtype=wanted, ffn_only=ffn_only)
+        torch_dtype = None if dtype is None else DTYPES[dtype]
+        self._model = load_model(path, device=device, dtype=torch_dtype, ffn_only=ffn_only)
 
     def describe(self) -> dict[str, Any]:
-        """Facts about the model: the most tokens it takes, its vocabulary's size, the tokens that
-        end a text, and its dtype."""
+        """Return facts about the model: the most tokens it takes, its vocabulary's size, the tokens
+        that end a text, and its dtype."""
         config = self._model.config
         return {
             "positions": config.max_position_embeddings,
@@ -167,3 +169,136 @@ class _Steps:
             self._closed = True
             self._wanted.release()
             thread.join()
+
+
+# The driver.
+
+
+class Driver(Protocol):
+    """Calls a method of the object that every rank holds: `tpkernels.launch.Ranks`, for one."""
+
+    def call(self, method: str, *, rank: int) -> Any: ...
+
+    def stream(self, method: str, *args: Any) -> Iterator[Any]: ...
+
+
+@dataclass
+class Times:
+    """In seconds from the beginning: the first token, and the end. ``steps``: forwards made."""
+
+    first: float = 0.0
+    end: float = 0.0
+    steps: int = 0
+
+    @property
+    def rate(self) -> float | None:
+        """Return tokens per second of each prompt after the first; None: there are none."""
+        return (self.steps - 1) / (self.end - self.first) if self.steps > 1 else None
+
+
+def prompt_tokens(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
+    """Return the tokens of a text; with ``chat``, of a user's message in the chat template.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if not chat:
+        return list(tokenizer(text)["input_ids"])
+    if not tokenizer.chat_template:
+        raise ValueError("the model's tokenizer has no chat template; pass a chat model")
+    message = [{"role": "user", "content": text}]
+    return list(
+        tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    )
+
+
+@dataclass
+class Completion:
+    """What follows one prompt."""
+
+    stream: TextStream
+    most: int  #: tokens after which it ends
+    tokens: list[int] = field(default_factory=list)  #: with that which ended it
+    text: str = ""
+    reason: Literal["stop", "length"] | None = None  #: why it has ended; None: it has not
+
+    def push(self, token: int) -> str:
+        """Take the next token, and return the text that is certain now. After the end it does
+        nothing."""
+        if self.reason is not None:
+            return ""
+        self.tokens.append(token)
+        full = len(self.tokens) >= self.most
+        piece = self.stream.feed([token], last=full)
+        self.text += piece
+        self.reason = "stop" if self.stream.stopped else "length" if full else None
+        return piece
+
+
+@dataclass
+class Completions:
+    """The completions of one call.
+
+    Args:
+        tokenizer: of transformers.
+        prompts: token ids.
+        facts: `Generator.describe`.
+        stop: strings that end a text.
+    """
+
+    tokenizer: Any
+    prompts: list[list[int]]
+    facts: dict[str, Any]
+    sampling: Sampling
+    stop: Sequence[str] = ()
+    times: Times = field(default_factory=Times)
+    texts: list[Completion] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sampling.check()
+        if "" in self.stop:
+            raise ValueError("a stop string is empty; leave it out")
+        for number, prompt in enumerate(self.prompts):
+            self._check(prompt, f"prompt {number}" if len(self.prompts) > 1 else "the prompt")
+        ends, most = self.facts["ends"], self.sampling.max_new_tokens
+        self.texts = [
+            Completion(TextStream(self.tokenizer, self.stop, ends), most) for _ in self.prompts
+        ]
+
+    def _check(self, prompt: list[int], what: str) -> None:
+        most, new = self.facts["positions"], self.sampling.max_new_tokens
+        if not prompt:
+            raise ValueError(f"{what} has no tokens; pass some text")
+        if len(prompt) + new > most:
+            raise ValueError(
+                f"{what} has {len(prompt)} tokens, and {new} new ones are wanted; the model takes "
+                f"{most} in all: shorten the prompt, or ask for fewer"
+            )
+        if max(prompt) >= self.facts["vocabulary"]:
+            raise ValueError(
+                f"{what} has the token {max(prompt)}, but the model's vocabulary has "
+                f"{self.facts['vocabulary']}: the tokenizer is of another model"
+            )
+
+    def run(self, driver: Driver) -> Stream[list[str], None, None]:
+        """Generate, and yield the new text of each prompt, token by token. Closing the iterator
+        ends generation.
+
+        Args:
+            driver: calls a `Generator` on every rank.
+
+        Raises:
+            RankError: it failed on a rank.
+        """
+        begin = time.perf_counter()
+        steps = driver.stream("generate", self.prompts, self.sampling.to_message())
+        try:
+            for tokens in steps:
+                self.times.steps += 1
+                self.times.end = time.perf_counter() - begin
+                self.times.first = self.times.first or self.times.end
+                yield [text.push(token) for text, token in zip(self.texts, tokens, strict=True)]
+                if all(text.reason is not None for text in self.texts):
+                    break
+        finally:
+            steps.close()  # type: ignore[attr-defined]

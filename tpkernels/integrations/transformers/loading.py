@@ -60,8 +60,8 @@ def load_model(
 
 def end_tokens(model: Any) -> list[int]:
     """Return the tokens that end a text, by the model's generation configuration."""
-    given = model.generation_config.eos_token_id
-    return [] if given is None else [given] if isinstance(given, int) else list(given)
+    end = model.generation_config.eos_token_id
+    return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:

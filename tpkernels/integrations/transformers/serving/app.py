@@ -1,9 +1,11 @@
-"""The HTTP routes."""
+"""The HTTP routes, and what holds for every request: its key, the size of its body, its place in
+the metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -11,17 +13,17 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tpkernels.integrations.transformers.serving import requests
+from tpkernels.integrations.transformers.serving import api
+from tpkernels.integrations.transformers.serving.api import ApiError, Replies
 from tpkernels.integrations.transformers.serving.batcher import Answer, Batcher, Piece
-from tpkernels.integrations.transformers.serving.guard import HUNG_UP, Guard
-from tpkernels.integrations.transformers.serving.metrics import CONTENT_TYPE
-from tpkernels.integrations.transformers.serving.prompts import Prompts
-from tpkernels.integrations.transformers.serving.replies import DONE, ApiError, Replies, event
 
+_HUNG_UP = 499  # nginx's status for a client that has gone
+_BODY_S = 30.0  # for a client to send its body
 _RETRY_S = 1  # after which a refused client may try again
 _SLOW_READER_S = 30.0  # in addition to the time for the answer, for a client to read it
 _T = TypeVar("_T")
@@ -33,24 +35,23 @@ class Service:
 
     Args:
         name: of the model.
-        key: see `guard.Guard`.
+        key: what clients must send as ``Authorization: Bearer KEY``; None lets all in.
         most_bytes: of a request's body.
     """
 
     name: str
     batcher: Batcher
-    prompts: Prompts
+    prompts: api.Prompts
     key: str | None = None
     most_bytes: int = 1 << 20
 
 
 def make_app(service: Service, lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
-    """The application."""
+    """Return the application."""
     app = FastAPI(title="tpkernels", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(
-        Guard, metrics=service.batcher.metrics, key=service.key, most_bytes=service.most_bytes
-    )
-    _handle_errors(app)
+    app.add_middleware(_Guard, service=service)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _error)
     begun = int(time.time())
 
     @app.get("/health")
@@ -60,7 +61,7 @@ def make_app(service: Service, lifespan: Callable[[FastAPI], Any] | None = None)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.batcher.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(service.batcher.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     model = {"id": service.name, "object": "model", "created": begun, "owned_by": "tpkernels"}
 
@@ -74,13 +75,13 @@ def make_app(service: Service, lifespan: Callable[[FastAPI], Any] | None = None)
         return model
 
     @app.post("/v1/completions")
-    async def complete(body: requests.CompletionRequest, request: Request) -> Response:
+    async def complete(body: api.CompletionRequest, request: Request) -> Response:
         _check_name(body.model, service)
         prompt = await service.prompts.of_completion(body.prompt)
         return await _answer(service, request, body, prompt)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: requests.ChatRequest, request: Request) -> Response:
+    async def chat(body: api.ChatRequest, request: Request) -> Response:
         _check_name(body.model, service)
         prompt = await service.prompts.of_chat(body.messages)
         return await _answer(service, request, body, prompt)
@@ -99,33 +100,31 @@ def _check_name(name: str, service: Service) -> None:
 
 
 async def _answer(
-    service: Service, request: Request, body: requests.Request, prompt: list[int]
+    service: Service, request: Request, body: api.Request, prompt: list[int]
 ) -> Response:
     sampling = body.sampling(service.prompts.room(prompt))
-    answer = service.batcher.submit(prompt, sampling)
+    answer = service.batcher.submit(prompt, sampling, body.stops)
     pieces = answer.pieces()
-    replies = Replies(isinstance(body, requests.ChatRequest), service.name)
+    replies = Replies(isinstance(body, api.ChatRequest), service.name)
     try:
         if not body.stream:
-            text, last = await _unless_gone(request, _whole(pieces))
+            received = await _unless_gone(request, _all(pieces))
             answer.close()
+            text, last = "".join(piece.text for piece in received), received[-1]
             return JSONResponse(replies.whole(text, last.finish or "", last.usage))
         # Errors until here have a status of their own.
         first = await _unless_gone(request, anext(pieces))
     except BaseException as error:
         answer.close()
         if isinstance(error, _Gone):
-            return Response(status_code=HUNG_UP)
+            return Response(status_code=_HUNG_UP)
         raise
     events = _events(request, replies, first, pieces, body.include_usage)
     return _Stream(answer, events, service.batcher.timeout + _SLOW_READER_S)
 
 
-async def _whole(pieces: AsyncIterator[Piece]) -> tuple[str, Piece]:
-    texts = []
-    async for piece in pieces:
-        texts.append(piece.text)
-    return "".join(texts), piece
+async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
+    return [piece async for piece in pieces]
 
 
 class _Gone(Exception):
@@ -158,8 +157,8 @@ async def _events(
     more: AsyncIterator[Piece],
     include_usage: bool,
 ) -> AsyncIterator[str]:
-    """The events of a stream. ``request.state.status`` tells the metrics how it ended."""
-    request.state.status = HUNG_UP
+    """Yield the events of a stream. ``request.state.status`` tells the metrics how it ended."""
+    request.state.status = _HUNG_UP
     yield replies.start()
     try:
         while piece.finish is None:
@@ -173,8 +172,8 @@ async def _events(
         request.state.status = 200
     except ApiError as error:
         request.state.status = error.status
-        yield event(error.body())
-    yield DONE
+        yield api.event(error.body())
+    yield api.DONE
 
 
 class _Stream(StreamingResponse):
@@ -193,26 +192,80 @@ class _Stream(StreamingResponse):
             self._answer.close()
 
 
-def _handle_errors(app: FastAPI) -> None:
-    def reply(error: ApiError) -> Response:
-        headers = {"retry-after": str(_RETRY_S)} if error.status in (429, 503) else None
-        return JSONResponse(error.body(), error.status, headers)
+class _Guard:
+    """A middleware of ASGI around the app."""
 
-    @app.exception_handler(ApiError)
-    async def known(_: Request, error: ApiError) -> Response:
-        return reply(error)
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+        self._app, self._service = app, service
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        # Routes may overwrite it: a stream may fail after its status has been sent.
+        outcome = scope.setdefault("state", {})
+        outcome["status"] = _HUNG_UP
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                outcome["status"] = message["status"]
+            await send(message)
+
+        try:
+            self._check_key(scope)
+            body = await self._body(receive)
+        except ApiError as error:
+            reply = JSONResponse(error.body(), error.status)
+            await reply(scope, receive, noting)
+        else:
+            if body is not None:
+                unread = [body]
+
+                async def replay() -> Message:
+                    if not unread:
+                        return await receive()
+                    return {"type": "http.request", "body": unread.pop(), "more_body": False}
+
+                await self._app(scope, replay, noting)
+        finally:
+            self._service.batcher.metrics.requests.labels(str(outcome["status"])).inc()
+
+    def _check_key(self, scope: Scope) -> None:
+        sent = dict(scope["headers"]).get(b"authorization", b"")
+        key = self._service.key
+        if key is not None and not hmac.compare_digest(sent, f"Bearer {key}".encode()):
+            raise ApiError(401, "wrong API key", code="invalid_api_key")
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """Return the body; None if the client has gone."""
+        try:
+            return await asyncio.wait_for(self._read(receive), _BODY_S)
+        except asyncio.TimeoutError as error:
+            raise ApiError(408, f"the body took longer than {_BODY_S:g} s") from error
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        body, most = bytearray(), self._service.most_bytes
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > most:
+                raise ApiError(413, f"the body has more than {most} bytes")
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+async def _error(_: Request, error: Exception) -> Response:
+    """Reply to any error as OpenAI does."""
+    if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         what = first["msg"].removeprefix("Value error, ")
-        return reply(ApiError(400, f"{where}: {what}".lstrip(": "), param=where or None))
-
-    @app.exception_handler(HTTPException)
-    async def of_http(_: Request, error: HTTPException) -> Response:
-        return reply(ApiError(error.status_code, str(error.detail)))
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> Response:
-        return reply(ApiError(500, f"internal error: {type(error).__name__}"))
+        error = ApiError(400, f"{where}: {what}".lstrip(": "), param=where or None)
+    elif isinstance(error, HTTPException):
+        error = ApiError(error.status_code, str(error.detail))
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, f"internal error: {type(error).__name__}")
+    headers = {"retry-after": str(_RETRY_S)} if error.status in (429, 503) else None
+    return JSONResponse(error.body(), error.status, headers)

@@ -3,30 +3,86 @@
 Problem: the manager generates in a thread of its own; HTTP requests live in an event loop. A client
 may hang up at any moment, read slowly, or never; the generation may fail or be stopped.
 
-Sync: the thread hands its outputs to the loop (`outputs.ToLoop`). All else here runs in the loop,
-so no state is shared. An output has all tokens so far, and of each request only the latest is kept:
-a client that reads slowly costs no memory.
+Sync: the thread hands its outputs to the loop (`Router`). All else here runs in the loop, so no
+state is shared. An output has all tokens so far, and of each request only the latest is kept: a
+client that reads slowly costs no memory.
 
-Invariant: a request is in `_live` until its last output has come, or it was cancelled. An output of
-a request that is not in `_live` cancels it once more: transformers forgets a cancellation that
+Invariant: a request is in `live` until its last output has come, or it was cancelled. An output of
+a request that is not in `live` cancels it once more: transformers forgets a cancellation that
 overtakes its request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from tpkernels.integrations.transformers.serving.metrics import Metrics
-from tpkernels.integrations.transformers.serving.outputs import ToLoop
-from tpkernels.integrations.transformers.serving.replies import ApiError, Usage
-from tpkernels.integrations.transformers.serving.requests import Sampling
-from tpkernels.integrations.transformers.text import TextStream
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+
+from tpkernels.integrations.transformers.generator import Sampling
+from tpkernels.integrations.transformers.serving.api import ApiError, Usage
+from tpkernels.integrations.transformers.text_stream import TextStream
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Router(OutputRouter):
+    """Calls ``receive`` with outputs, in the event loop that runs now; None drops them.
+
+    transformers' own router keeps, on every rank, all that nobody asks for: each token of each
+    request, with all tokens before it.
+    """
+
+    def __init__(self, receive: Callable[[list[Any]], object] | None = None) -> None:
+        super().__init__()
+        self._receive = receive
+        self._loop = None if receive is None else asyncio.get_running_loop()
+
+    def deliver(self, output: Any) -> None:
+        self.deliver_batch([output])
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        if self._receive is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
+                self._loop.call_soon_threadsafe(self._receive, outputs)
+
+
+class Metrics:
+    """The numbers of one server, in Prometheus' format."""
+
+    def __init__(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, registry=self._registry)
+        seconds = partial(Histogram, registry=self._registry, buckets=_SECONDS)
+        self.requests = counter(
+            "tpkernels_requests", "Requests by HTTP status; 499: the client hung up", ["status"]
+        )
+        self.prompt_tokens = counter("tpkernels_prompt_tokens", "Tokens of prompts")
+        self.generated_tokens = counter("tpkernels_generated_tokens", "Tokens generated")
+        self.first_token_seconds = seconds(
+            "tpkernels_time_to_first_token_seconds", "From the request to its first token"
+        )
+        self.token_seconds = seconds(
+            "tpkernels_time_per_output_token_seconds", "Between two tokens of a request"
+        )
+        for name, meaning, count in (
+            ("running", "Requests of which tokens have been generated", running),
+            ("waiting", "Requests without a token so far", waiting),
+        ):
+            gauge = Gauge(f"tpkernels_requests_{name}", meaning, registry=self._registry)
+            gauge.set_function(count)
+
+    def text(self) -> bytes:
+        """Return all of them."""
+        return generate_latest(self._registry)
 
 
 @dataclass(frozen=True)
@@ -57,18 +113,17 @@ class Batcher:
         end_tokens: Collection[int],
         most: int,
         timeout: float,
-        metrics: Metrics,
     ) -> None:
-        self._manager, self._tokenizer, self._end_tokens = manager, tokenizer, end_tokens
-        self._most, self._timeout, self._metrics = most, timeout, metrics
-        self._live: dict[str, Answer] = {}
+        self._manager, self.tokenizer, self.end_tokens = manager, tokenizer, end_tokens
+        self._most, self.timeout = most, timeout
+        self.live: dict[str, Answer] = {}
         self._reported: str | None = None
-        self._names = map("request-{}".format, itertools.count())
-        metrics.watch(running=lambda: self._count(True), waiting=lambda: self._count(False))
+        self._numbers = itertools.count()
+        self.metrics = Metrics(lambda: self._count(True), lambda: self._count(False))
 
     def start(self) -> None:
         """Start the generation; called in the event loop."""
-        self._manager.output_router = ToLoop(self.receive)
+        self._manager.output_router = Router(self.receive)
         self._manager.start()
 
     def failure(self) -> str | None:
@@ -78,83 +133,72 @@ class Batcher:
             return f"{type(error).__name__}: {error}"
         return None if self._manager.is_running() else "the generation has ended"
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Answer:
+    def submit(self, prompt: Sequence[int], sampling: Sampling, stop: Sequence[str] = ()) -> Answer:
         """Add a request.
 
         Raises:
             ApiError: there are too many, or none is taken any more.
         """
-        if len(self._live) >= self._most:
+        if len(self.live) >= self._most:
             raise ApiError(429, f"the server has {self._most} requests already; try again later")
-        name = next(self._names)
-        answer = Answer(self, name, len(prompt), sampling)
+        name = f"request-{next(self._numbers)}"
+        answer = Answer(self, name, len(prompt), stop)
         added = None
         if self.failure() is None:
             added = self._manager.add_request(
                 list(prompt),
                 request_id=name,
-                max_new_tokens=sampling.max_tokens,
+                max_new_tokens=sampling.max_new_tokens,
                 streaming=True,
-                eos_token_id=list(self._end_tokens),
+                eos_token_id=list(self.end_tokens),
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
             )
         if added is None:
             raise ApiError(503, "the server is stopping; it takes no more requests")
-        self._live[name] = answer
-        self._metrics.prompt_tokens.inc(len(prompt))
+        self.live[name] = answer
+        self.metrics.prompt_tokens.inc(len(prompt))
         return answer
 
     def fail(self, why: str) -> None:
         """End all answers with an error."""
-        for answer in list(self._live.values()):
+        for answer in list(self.live.values()):
             answer.end(why)
-        self._live.clear()
+        self.live.clear()
 
     def receive(self, outputs: Sequence[Any]) -> None:
         """Take outputs of the manager."""
         for output in outputs:
-            answer = self._live.get(output.request_id)
+            answer = self.live.get(output.request_id)
             if answer is not None:
                 answer.receive(output)
                 if output.is_finished():
-                    del self._live[output.request_id]
+                    del self.live[output.request_id]
             elif not output.is_finished():
                 self._manager.cancel_request(output.request_id)
 
     def report(self, error: str) -> None:
-        """Logs why requests have failed, once if it is the same for all."""
+        """Log why requests have failed, once if it is the same for all."""
         if error != self._reported:
             logging.getLogger("uvicorn.error").error("requests have failed: %s", error)
         self._reported = error
 
-    def text_of(self, sampling: Sampling) -> TextStream:
-        return TextStream(self._tokenizer, sampling.stop, self._end_tokens)
-
     def forget(self, name: str) -> None:
-        """Cancels a request unless it has ended."""
-        if self._live.pop(name, None) is not None:
+        """Cancel a request unless it has ended."""
+        if self.live.pop(name, None) is not None:
             self._manager.cancel_request(name)
 
     def _count(self, begun: bool) -> int:
-        return sum(bool(answer.tokens) is begun for answer in self._live.values())
-
-    @property
-    def metrics(self) -> Metrics:
-        return self._metrics
-
-    @property
-    def timeout(self) -> float:
-        """Return the seconds for an answer."""
-        return self._timeout
+        return sum(bool(answer.tokens) is begun for answer in self.live.values())
 
 
 class Answer:
     """What is generated for one request. Close it, whatever happens."""
 
-    def __init__(self, batcher: Batcher, name: str, prompt: int, sampling: Sampling) -> None:
-        self._batcher, self._name, self._prompt, self._sampling = batcher, name, prompt, sampling
+    def __init__(self, batcher: Batcher, name: str, prompt: int, stop: Sequence[str]) -> None:
+        self._batcher, self._name, self._prompt = batcher, name, prompt
+        self._text = TextStream(batcher.tokenizer, stop, batcher.end_tokens)
         self._begin = self._latest = time.monotonic()
         self._arrived = asyncio.Event()
         self._finished = False
@@ -184,35 +228,30 @@ class Answer:
         self._arrived.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The text as it is generated; the last piece has `Piece.finish`.
+        """Yield the text as it is generated; the last piece has `Piece.finish`.
 
         Raises:
             ApiError: the generation failed, or took too long.
         """
-        text, seen = self._batcher.text_of(self._sampling), 0
+        seen, limit = 0, self._batcher.timeout
         while True:
-            await self._wait()
+            left = self._begin + limit - time.monotonic()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), max(left, 0))
+            except asyncio.TimeoutError as error:
+                raise ApiError(504, f"the answer took longer than {limit:g} s") from error
+            self._arrived.clear()
             if self._error is not None:
                 raise ApiError(500, "the generation failed; the server's log says why")
             tokens, last = self.tokens[seen:], self._finished
             seen += len(tokens)
-            piece = text.feed(tokens, last)
-            finish = "stop" if text.stopped else "length" if last else None
+            piece = self._text.feed(tokens, last)
+            finish = "stop" if self._text.stopped else "length" if last else None
             if piece or finish:
                 yield Piece(piece, Usage(self._prompt, seen), finish)
             if finish:
                 return
 
-    async def _wait(self) -> None:
-        """Until there is something new."""
-        left = self._begin + self._batcher.timeout - time.monotonic()
-        try:
-            await asyncio.wait_for(self._arrived.wait(), max(left, 0))
-        except asyncio.TimeoutError as error:
-            limit = self._batcher.timeout
-            raise ApiError(504, f"the answer took longer than {limit:g} s") from error
-        self._arrived.clear()
-
     def close(self) -> None:
-        """Cancels the request unless it has ended. Idempotent."""
+        """Cancel the request unless it has ended. Idempotent."""
         self._batcher.forget(self._name)

@@ -79,12 +79,12 @@ def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 def processors() -> Any:
     """Return what a manager of transformers takes as ``logit_processor``: ``temperature``,
-    ``top_k`` and ``top_p``, in this order, as `requests.Sampling` has them."""
-    each = [
+    ``top_k`` and ``top_p``, in this order, as `generator.Sampling` has them."""
+    ours = [
         _OfRequest("temperature", 1.0, _with_temperature),
         _OfRequest("top_k", 0, _top_k),
         _OfRequest("top_p", 1.0, _top_p),
     ]
-    whole = ContinuousBatchingLogitsProcessorList(LogitsProcessorList(each))
-    whole.tensors_required = len(each)  # it counts only those that it has converted
-    return whole
+    result = ContinuousBatchingLogitsProcessorList(LogitsProcessorList(ours))
+    result.tensors_required = len(ours)  # it counts only those that it has converted
+    return result

@@ -1,0 +1,186 @@
+#include "calls/direct.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "binding_errors.h"
+#include "calls/product.h"
+#include "calls/python.h"
+
+namespace tpkernels::calls {
+namespace {
+
+host::Epilogue epilogue(const Tensor& out, const Addends& addends) {
+  host::Epilogue made;
+  made.out_dtype = dtype_of(out);
+  if (addends.bias.data) {
+    made.bias = data_of(addends.bias);
+    made.cols = std::max<std::size_t>(count_of(addends.bias), 1);
+  }
+  if (addends.residual.data) {
+    made.residual = data_of(addends.residual);
+    made.residual_dtype = dtype_of(addends.residual);
+  }
+  return made;
+}
+
+host::RmsNorm rms_norm(const Norm& norm) {
+  host::RmsNorm made;
+  if (!norm.out.data) return made;
+  made.out = data_of(norm.out);
+  made.weight = data_of(norm.weight);
+  made.weight_dtype = dtype_of(norm.weight);
+  made.cols = count_of(norm.weight);
+  made.eps = norm.eps;
+  return made;
+}
+
+// A new tensor of that shape and of x's dtype.
+py::object empty_like(const py::object& x, const py::tuple& shape) {
+  static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
+  return empty(shape, checked(PyObject_GetAttr(x.ptr(), dtype_name)));
+}
+
+// x [..., K] as a matrix [rows, K].
+py::object as_rows(py::object object, const Tensor& x) {
+  return x.ndim == 2 ? object : object.attr("flatten")(0, -2);
+}
+
+py::object viewed(py::object rows, const py::tuple& shape) {
+  static PyObject* const view = PyUnicode_InternFromString("view");
+  if (shape.size() == 2) return rows;
+  return checked(PyObject_CallMethodOneArg(rows.ptr(), view, shape.ptr()));
+}
+
+// An argument that an op may lack; None where it does.
+PyObject* at(const Slots& slots, int index) {
+  return index < 0 ? Py_None : slots[static_cast<std::size_t>(index)];
+}
+
+}  // namespace
+
+Collective::Collective(const py::object& channel, std::shared_ptr<host::Segments> segments,
+                       std::uint32_t signature, std::string text, Kind kind, SharedLayout layout,
+                       SharedLayout taken, std::size_t largest)
+    : keep_(channel),
+      channel_(channel.cast<host::Channel&>()),
+      segments_(std::move(segments)),
+      signature_(signature),
+      text_(std::move(text)),
+      kind_(kind),
+      layout_(std::move(layout)),
+      taken_(std::move(taken)),
+      largest_(largest) {
+  if ((kind != Kind::kAllReduce && !layout_) || (kind == Kind::kAllToAll && !taken_)) {
+    throw std::invalid_argument("a collective of shards needs their layout");
+  }
+}
+
+void Collective::run(const Tensor& x, const Tensor& out, const Addends& addends,
+                     const Norm& norm) const {
+  const bool in_place = kind_ == Kind::kAllReduce && data_of(x) == data_of(out);
+  host::Source in{data_of(x)};
+  if (!in_place && kind_ != Kind::kAllToAll) {
+    const auto address = reinterpret_cast<std::uintptr_t>(in.data);
+    std::tie(in.segment, in.offset) = segments_->locate(address, bytes_of(x));
+  }
+  const host::CallId id{signature_, text_};
+  const host::DType dtype = dtype_of(x);
+  const std::size_t count = count_of(x);
+  const host::Epilogue after = epilogue(out, addends);
+  const host::RmsNorm rows = rms_norm(norm);
+  std::byte* const to = data_of(out);
+  const GilReleased released;
+  switch (kind_) {
+    case Kind::kAllGather:
+      return host::all_gather(channel_, id, in, to, *layout_, dtype);
+    case Kind::kReduceScatter:
+      return host::reduce_scatter(channel_, id, in, to, *layout_, dtype, after);
+    case Kind::kAllToAll:
+      return host::all_to_all(channel_, id, in.data, to, *layout_, *taken_, largest_, dtype);
+    case Kind::kAllReduce:
+      return host::all_reduce(channel_, id, in, to, count, dtype, after, rows);
+  }
+}
+
+Direct::Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments,
+               bool in_place, py::tuple shape, std::vector<bool> packed, py::list products,
+               bool return_gathered, double eps)
+    : collective_(std::move(collective)),
+      bias_(arguments.index("bias")),
+      residual_(arguments.index("residual")),
+      norm_weight_(arguments.index(packed.empty() ? "weight" : "norm_weight")),
+      in_place_(in_place),
+      shape_(std::move(shape)),
+      packed_(std::move(packed)),
+      products_(std::move(products)),
+      return_gathered_(return_gathered),
+      eps_(eps) {}
+
+bool Direct::takes(const Slots& slots, const Tensor& x) const {
+  for (const int index : {bias_, residual_, norm_weight_}) {
+    Tensor other{};
+    PyObject* const operand = at(slots, index);
+    if (operand != Py_None && !(read(operand, &other) && is_contiguous(other))) return false;
+  }
+  return is_contiguous(x);
+}
+
+py::object Direct::run(const Slots& slots, const Tensor& x) const {
+  if (!products_.empty()) return gather_and_multiply(slots, x);
+  if (in_place_) {
+    collective_->run(x, x);
+    return py::none();
+  }
+  static PyObject* const to_float = PyUnicode_InternFromString("float");
+  auto in = py::reinterpret_borrow<py::object>(slots[0]);
+  Tensor summand = x;
+  Addends addends;
+  py::object bias;
+  if (at(slots, bias_) != Py_None) {
+    bias = py::reinterpret_borrow<py::object>(at(slots, bias_));
+    // The sum takes it in the accumulator's dtype.
+    if (tensor(bias).dtype.bits < 32)
+      bias = checked(PyObject_CallMethodNoArgs(bias.ptr(), to_float));
+    addends.bias = tensor(bias);
+  }
+  if (at(slots, residual_) != Py_None) addends.residual = tensor(at(slots, residual_));
+  py::object out = in;
+  if (!packed_.empty()) {
+    in = matmul(as_rows(std::move(in), x), slots[1], packed_[0]);
+    summand = tensor(in);
+    const bool fits =
+        collective_->kind() == Collective::Kind::kAllReduce || collective_->is_alone();
+    out = fits ? viewed(in, shape_) : empty_like(in, shape_);  // the partial, until it is summed
+  } else {
+    out = empty_like(in, shape_);
+  }
+  Norm norm;
+  py::object normed;
+  if (norm_weight_ >= 0) {
+    normed = empty_like(out, shape_);
+    norm = {tensor(at(slots, norm_weight_)), tensor(normed), eps_};
+  }
+  collective_->run(summand, tensor(out), addends, norm);
+  return normed ? py::object(py::make_tuple(std::move(normed), std::move(out))) : out;
+}
+
+py::object Direct::gather_and_multiply(const Slots& slots, const Tensor& x) const {
+  auto whole = py::reinterpret_borrow<py::object>(slots[0]);
+  if (return_gathered_ || !collective_->is_alone()) {
+    whole = empty_like(whole, shape_);
+    collective_->run(x, tensor(whole));
+  }
+  const py::object rows = as_rows(whole, x);
+  py::list results;
+  for (std::size_t i = 0; i < products_.size(); ++i) {
+    PyObject* const w = PySequence_Fast_GET_ITEM(slots[1], static_cast<Py_ssize_t>(i));
+    results.append(viewed(matmul(rows, w, packed_[i]), py::tuple(products_[i])));
+  }
+  if (!return_gathered_) whole = empty_like(whole, py::make_tuple(0));
+  return py::make_tuple(std::move(whole), std::move(results));
+}
+
+}  // namespace tpkernels::calls

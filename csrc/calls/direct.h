@@ -1,0 +1,94 @@
+// The algorithm `direct` on CPU tensors: one collective on shared memory, and the planned calls
+// that are a matmul, the collective, and matmuls, without Python code.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "calls/tensor.h"
+#include "calls/turns.h"
+#include "host/collectives.h"
+
+namespace tpkernels::calls {
+
+using SharedLayout = std::shared_ptr<host::ShardLayout>;
+
+// Added to a sum; absent where `data` is null.
+struct Addends {
+  Tensor bias{};
+  Tensor residual{};
+};
+
+// The normalisation of a sum's rows; absent where `out` has no data.
+struct Norm {
+  Tensor weight{};
+  Tensor out{};
+  double eps = 0;
+};
+
+// A collective with what the ranks agreed on when it was planned.
+class Collective {
+ public:
+  enum class Kind { kAllGather, kReduceScatter, kAllToAll, kAllReduce };
+
+  // Keeps `channel`, Python's object, alive. `layout` is that of the gathered or scattered tensor;
+  // of an all-to-all, of what this rank gives, while `taken` is of what it takes, and `largest` the
+  // elements of the largest piece.
+  Collective(const pybind11::object& channel, std::shared_ptr<host::Segments> segments,
+             std::uint32_t signature, std::string text, Kind kind, SharedLayout layout,
+             SharedLayout taken, std::size_t largest);
+
+  // Contiguous tensors of supported dtypes; collectives.h has their shapes. Gives up the GIL, and
+  // throws what the channel throws. `out` of an all-reduce may be `x`; then peers cannot read `x`
+  // in place, as it is being overwritten.
+  void run(const Tensor& x, const Tensor& out, const Addends& addends = {},
+           const Norm& norm = {}) const;
+
+  Kind kind() const { return kind_; }
+  // The one rank, which has nothing to copy between shards.
+  bool is_alone() const { return layout_ && layout_->sizes.size() == 1; }
+
+ private:
+  pybind11::object keep_;
+  host::Channel& channel_;
+  std::shared_ptr<host::Segments> segments_;
+  std::uint32_t signature_;
+  std::string text_;
+  Kind kind_;
+  SharedLayout layout_;
+  SharedLayout taken_;
+  std::size_t largest_;
+};
+
+// A planned call on contiguous tensors of one dtype. tpkernels/algorithms/direct/cpu.py has the
+// rest.
+class Direct final : public Bound {
+ public:
+  // `shape` is that of the tensor that the collective makes on this rank. `packed` says of each
+  // weight, the second argument, whether it is. Of an op that multiplies what it gathers,
+  // `products` are the shapes of the results.
+  Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments, bool in_place,
+         pybind11::tuple shape, std::vector<bool> packed, pybind11::list products,
+         bool return_gathered, double eps);
+
+  bool takes(const Slots& slots, const Tensor& x) const override;
+  pybind11::object run(const Slots& slots, const Tensor& x) const override;
+
+ private:
+  pybind11::object gather_and_multiply(const Slots& slots, const Tensor& x) const;
+
+  std::shared_ptr<const Collective> collective_;
+  int bias_, residual_, norm_weight_;  // where they are; -1: nowhere
+  bool in_place_;
+  pybind11::tuple shape_;
+  std::vector<bool> packed_;
+  pybind11::list products_;
+  bool return_gathered_;
+  double eps_;
+};
+
+}  // namespace tpkernels::calls

@@ -1,0 +1,456 @@
+"""The collectives of csrc/cuda between processes, run on the CPU (see support/emulated.py): sums to
+the bits of csrc/host, call after call, under delays, over the end of the epochs, among calls of the
+Triton kernels and copies; and what goes wrong without a part of the protocol."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import emulated
+from tests.support.cases import RanksFixture
+from tests.support.emulated import BF16, DTYPES, F16, F32, TEARINGS, host_sum, random, same_bits
+from tests.support.tiers import sweep
+from tpkernels import cuda
+from tpkernels.cuda.layouts import all_reduce_layout, ll_words
+from tpkernels.symm.device import EPOCH, LAST_EPOCH, MISMATCH, DeviceWorkspace
+
+COUNTS = (0, 1, 7, 55, 64, 65, 193, 1000, 4096, 9001)
+WAYS = ("two_shot", "ll", "ll_two_shot", "ll128")
+WORDS = ll_words(1 << 12)
+
+
+def sums_job(driver: str, way: str) -> list[str]:
+    """All dtypes, counts, places and epilogues, some in place, in a workspace that has what the
+    largest call needs and no more; what was wrong."""
+    layouts = [all_reduce_layout(way, max(COUNTS), dist.get_world_size(), 4, out) for out in (4, 2)]
+    words, nbytes = (max(getattr(cut, name) for cut in layouts) for name in ("words", "nbytes"))
+    space = emulated.space_of(driver, words=words, buffer_bytes=nbytes)
+    rank, world, wrong = space.rank, space.world, []
+    cases = itertools.product(COUNTS, DTYPES, (F32, BF16), (None, F16), (0, 1))
+    for number, (count, dtype, out_dtype, residual_dtype, offset) in enumerate(cases):
+        xs = [random(count, dtype, 100 * number + r, offset) for r in range(world)]
+        bias = random(count, DTYPES[number % 3], 7) if number % 2 else None
+        residual = None if residual_dtype is None else random(count, residual_dtype, 9, offset)
+        in_place = dtype == out_dtype and number // 2 % 2
+        out = (
+            xs[rank].clone() if in_place else torch.empty(count + offset, dtype=out_dtype)[offset:]
+        )
+        cuda.all_reduce(space, number + 1, out if in_place else xs[rank], out, bias, residual, way)
+        if not same_bits(out, host_sum(xs, out_dtype, bias, residual)):
+            wrong.append(f"{count} {dtype} {out_dtype} {residual_dtype} {offset}")
+    return [*wrong, *emulated.failures(space)]
+
+
+# 9 ranks: more sources than are looked at at once.
+@pytest.mark.parametrize("world", sweep((3, 9, 1, 2)))
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_are_the_hosts_bit_for_bit(
+    ranks: RanksFixture, cuda_driver: str, way: str, world: int
+) -> None:
+    assert ranks(world).run(sums_job, cuda_driver, way) == [[]] * world
+
+
+def shards_of(space: DeviceWorkspace, rows: int) -> tuple[int, ...]:
+    """Uneven shards, an empty one among three."""
+    return tuple(rows * (r % 3) + (r % 2) for r in range(space.world))
+
+
+def gather(space: DeviceWorkspace, signature: int, row: int, dtype: torch.dtype, way: str) -> bool:
+    sizes = shards_of(space, 3)
+    xs = [random(n * row, dtype, 50 + r).view(n, row) for r, n in enumerate(sizes)]
+    out = torch.full((sum(sizes), row), 77, dtype=dtype)
+    cuda.prepare_all_gather(xs[space.rank], out, sizes, way).run(space, signature)
+    return same_bits(out, torch.cat(xs))
+
+
+def scatter(
+    space: DeviceWorkspace,
+    signature: int,
+    row: int,
+    dtype: torch.dtype,
+    way: str,
+    epilogue: bool = False,
+) -> bool:
+    sizes, rank = shards_of(space, 3), space.rank
+    begin = sum(sizes[:rank])
+    xs = [random(sum(sizes) * row, dtype, 60 + r).view(-1, row) for r in range(space.world)]
+    bias = random(row, F32, 7) if epilogue else None
+    residual = random(sizes[rank] * row, BF16, 8 + rank).view(-1, row) if epilogue else None
+    out = torch.empty(sizes[rank], row, dtype=dtype)
+    launch = cuda.prepare_reduce_scatter(xs[rank], out, sizes, bias, residual, way)
+    launch.run(space, signature)
+    parts = [x[begin : begin + sizes[rank]].contiguous() for x in xs]
+    return same_bits(out, host_sum(parts, dtype, bias, residual))
+
+
+def shards_job(driver: str) -> list[str]:
+    space, wrong = emulated.space_of(driver, words=WORDS), []
+    cases = itertools.product((1, 5, 8, 64), DTYPES, ("ll", "one_shot"))
+    for number, (row, dtype, way) in enumerate(cases):
+        for kind, right in (
+            ("gather", gather(space, 3 * number + 1, row, dtype, way)),
+            ("scatter", scatter(space, 3 * number + 2, row, dtype, way)),
+            ("epilogue", scatter(space, 3 * number + 3, row, dtype, way, epilogue=True)),
+        ):
+            if not right:
+                wrong.append(f"{kind} {row} {dtype} {way}")
+    return [*wrong, *emulated.failures(space)]
+
+
+@pytest.mark.parametrize("world", sweep([3, 1, 4]))
+def test_shards(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    assert ranks(world).run(shards_job, cuda_driver) == [[]] * world
+
+
+def multimem_job(driver: str) -> list[str]:
+    """Integers, whose sum has no order."""
+    space, wrong = emulated.space_of(driver), []
+    for number, (count, dtype) in enumerate(itertools.product(COUNTS, DTYPES)):
+        xs = [torch.arange(count).add(r).remainder(9).to(dtype) for r in range(space.world)]
+        out = torch.empty(count, dtype=dtype)
+        cuda.all_reduce(space, number + 1, xs[space.rank], out, way="multimem")
+        if not torch.equal(out.double(), torch.stack(xs).double().sum(0)):
+            wrong.append(f"{count} {dtype}")
+    return [*wrong, *emulated.failures(space)]
+
+
+@pytest.mark.parametrize("world", sweep([4, 1, 2]))
+def test_multimem(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    assert ranks(world).run(multimem_job, cuda_driver) == [[]] * world
+
+
+def pieces_job(driver: str) -> list[str]:
+    """Sums that the workspace does not hold, and calls of several blocks, two of which run at a
+    time; what was wrong."""
+    space, wrong = emulated.space_of(driver), []
+    xs = [random(70_003, BF16, r) for r in range(space.world)]
+    bias, residual = random(70_003, F32, 8), random(70_003, F32, 9)
+    want = host_sum(xs, BF16, bias, residual)
+    for way in WAYS:
+        before, out = int(space.state[EPOCH]), torch.empty(70_003, dtype=BF16)
+        cuda.all_reduce(space, 1, xs[space.rank], out, bias, residual, way)
+        if not same_bits(out, want) or int(space.state[EPOCH]) - before <= 2:
+            wrong.append(f"{way}: {int(space.state[EPOCH]) - before} calls")
+    large = emulated.space_of(driver, words=1 << 14)
+    sums = [random(20_000, BF16, r) for r in range(space.world)]
+    for way in WAYS[1:]:  # their sums take twice the lines
+        cuda.all_reduce(large, 1, sums[space.rank], out := torch.empty(20_000), way=way)
+        if not same_bits(out, host_sum(sums, F32)):
+            wrong.append(f"{way} in blocks")
+    if not (gather(large, 2, 2000, F32, "ll") and scatter(large, 3, 2000, F32, "ll")):
+        wrong.append("shards in blocks")
+    return [*wrong, *emulated.failures(space), *emulated.failures(large)]
+
+
+@pytest.mark.parametrize("world", sweep([2, 3]))
+def test_pieces_and_blocks(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    assert ranks(world).run(pieces_job, cuda_driver) == [[]] * world
+
+
+def delays_job(
+    driver: str, delay_us: int, broken: dict[str, bool], how: str = TEARINGS[0], first: int = 0
+) -> tuple[int, bool]:
+    """Calls of all kinds right after one another, each rank late at random places. Data look like
+    words of the call after next, in all 4 bytes. Returns how many were wrong, and whether this rank
+    holds no word of an epoch that comes again. ``first``: the last epoch before them."""
+    library, space = emulated.load(driver), emulated.space_of(driver, words=WORDS)
+    space.state[EPOCH] = first
+    dist.barrier()
+    space.set_chaos(seed=space.rank, max_delay_us=delay_us, **broken)
+    library.emulated_tear(TEARINGS.index(how))
+    wrong, ways = (
+        0,
+        ("ll128", "ll128", "ll_two_shot", "ll", "ll128", "two_shot", "shards", "multimem"),
+    )
+    if broken:  # a two-shot's words also tell that its buffers have been read
+        ways = ("shards",) * 8
+    try:
+        for call in range(40):
+            way = ways[call % 8]
+            if way == "shards":
+                shards = (gather, scatter)[call // 8 % 2]
+                way = "one_shot" if broken else ("one_shot", "ll")[call // 16 % 2]
+                wrong += not shards(space, call + 1, 5 + call, F32, way)
+                continue
+            after_next = int(space.state[EPOCH]) + 3 if first == 0 else call
+            count = 200 + 37 * (call % 5)
+            x = torch.full((count,), after_next, dtype=torch.int32).view(F32)  # denormal
+            out = x if call % 3 == 0 else torch.empty_like(x)
+            cuda.all_reduce(space, call + 1, x, out, way=way)
+            wrong += not bool((out.view(torch.int32) == after_next * space.world).all())
+    finally:
+        library.emulated_tear(0)
+    region = torch.frombuffer(space._memory[space.rank], dtype=torch.int64)
+    epochs = region[: 2 * space.world * space.words] & 0xFFFF_FFFF
+    old_words = first > 0 and bool((epochs > int(space.state[EPOCH])).any())
+    return wrong + (space.failure() is not None), not old_words
+
+
+@pytest.mark.parametrize("world", sweep([4, 2, 3]))
+def test_call_after_call_under_delays(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    assert ranks(world).run(delays_job, cuda_driver, 300, {}) == [(0, True)] * world
+
+
+@pytest.mark.parametrize("world", sweep([2, 3]))
+def test_epochs_begin_anew(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    """The calls go on beyond the last epoch, and no word of an epoch before it is left."""
+    found = ranks(world).run(delays_job, cuda_driver, 50, {}, TEARINGS[0], LAST_EPOCH - 11)
+    assert found == [(0, True)] * world
+
+
+@pytest.mark.parametrize("breakage", ["single_buffer", "skip_waits"])
+def test_a_broken_protocol_is_seen(ranks: RanksFixture, cuda_driver: str, breakage: str) -> None:
+    """Negative control of the tests above."""
+    found = ranks(4).run(delays_job, cuda_driver, 1000, {breakage: True})
+    assert sum(wrong for wrong, _ in found) > 0
+
+
+@pytest.mark.parametrize("how", TEARINGS[3:])
+def test_what_ll128_relies_on_is_needed(ranks: RanksFixture, cuda_driver: str, how: str) -> None:
+    """Negative controls: a flag that comes before the rest of its line, as where lines are not
+    whole; and data that stay where a later call looks for its words."""
+    found = ranks(3).run(delays_job, cuda_driver, 2000, {}, how)
+    assert sum(wrong for wrong, _ in found) > 0
+
+
+def torn_job(driver: str, how: str) -> int:
+    """Lines whose two words come one after the other, while other ranks run; how many calls were
+    wrong."""
+    library, space = emulated.load(driver), emulated.space_of(driver, words=WORDS)
+    library.emulated_tear(TEARINGS.index(how))
+    wrong = 0
+    try:
+        for call in range(150):
+            x = torch.arange(64).add(call + 2 * space.rank).to(F32)
+            out = torch.empty_like(x)
+            cuda.all_reduce(space, call + 1, x, out, way=("ll", "ll_two_shot")[call % 2])
+            xs = [torch.arange(64).add(call + 2 * r) for r in range(space.world)]
+            wrong += not torch.equal(out, torch.stack(xs).sum(0).to(F32))
+    finally:
+        library.emulated_tear(0)
+    return wrong + (space.failure() is not None)
+
+
+@pytest.mark.parametrize("how", TEARINGS[:3])
+def test_no_torn_line_is_taken_for_data(ranks: RanksFixture, cuda_driver: str, how: str) -> None:
+    """But with one flag for 16 bytes, or with words of 8 bytes that are stored in halves."""
+    wrong = sum(ranks(2).run(torn_job, cuda_driver, how))
+    assert (wrong > 0) == (how != TEARINGS[0]), wrong
+
+
+def mismatch_job(driver: str, ways: tuple[str, str]) -> tuple[bool, bool]:
+    """Rank 0 makes one call, rank 1 another: both fail, and neither has a result."""
+    space = emulated.space_of(driver, words=WORDS)
+    x, out = torch.ones(200), torch.zeros(200)
+    cuda.all_reduce(space, 5 + space.rank, x, out, way=ways[space.rank])
+    failure = space.failure()
+    told = failure is not None and failure[:2] == (MISMATCH, 1 - space.rank)
+    return told, bool(out.isnan().all())
+
+
+@pytest.mark.parametrize("ways", [("ll", "two_shot"), ("ll128", "ll_two_shot")])
+def test_words_of_another_call_are_no_result(
+    ranks: RanksFixture, cuda_driver: str, ways: tuple[str, str]
+) -> None:
+    """Its words have the epoch as well, in the places of data."""
+    assert ranks(2).run(mismatch_job, cuda_driver, ways) == [(True, True)] * 2
+
+
+def test_what_auto_takes() -> None:
+    for nbytes, world, way in (
+        (25_714, 8, "ll"),
+        (25_716, 8, "ll_two_shot"),
+        (524_288, 2, "ll"),
+        (524_288, 8, "ll_two_shot"),
+        (524_290, 2, "two_shot"),
+    ):
+        x = torch.empty(nbytes // 2, dtype=BF16)
+        needs = cuda.prepare_all_reduce(world, x, x)
+        wanted = all_reduce_layout(way, x.numel(), world, 2, 2)
+        assert (needs.words, needs.buffer_bytes) == (wanted.words, wanted.nbytes)
+    for rows, small in ((64, True), (65, False)):  # 128 KiB and one row more
+        shard, whole = torch.empty(rows, 512, dtype=BF16), torch.empty(64 + rows, 512, dtype=BF16)
+        gathers = cuda.prepare_all_gather(shard, whole, (64, rows))
+        scatters = cuda.prepare_reduce_scatter(whole, shard, (64, rows))
+        assert (gathers.buffer_bytes == 0) == (scatters.buffer_bytes == 0) == small
+    with pytest.raises(ValueError, match="way is 'ring'; it must be auto, one_shot or ll"):
+        cuda.prepare_all_gather(shard, whole, (64, 65), "ring")
+
+
+def test_ll128_takes_fewer_words() -> None:
+    """512 KiB in bf16 over 8 ranks: 8/7 of the data in place of twice."""
+    for way, words in (("ll128", 16 + 2 * 586 * 16), ("ll_two_shot", 2 + 2 * 4096 * 4)):
+        assert all_reduce_layout(way, 1 << 18, 8, 2, 2).words == words
+    assert all_reduce_layout("ll128", 1 << 18, 8, 2, 2).blocks == 19  # 586 lines, 32 in a block
+
+
+def counts_job(driver: str) -> dict[str, tuple[int, ...]]:
+    """By call, in blocks that have a thread for each peer."""
+    library, found = emulated.load(driver), {}
+    space = emulated.space_of(driver, words=1 << 14)
+    x, whole = torch.ones(128), torch.empty(128 * space.world)
+    sizes, column = (128,) * space.world, x.view(-1, 1)
+    library.emulated_threads(8)
+    try:
+        for way in WAYS[:3]:
+            cuda.all_reduce(space, 1, x, x, way=way)
+            found[f"all_reduce {way}"] = emulated.counts(library)
+        for way in ("one_shot", "ll"):
+            cuda.prepare_all_gather(column, whole.view(-1, 1), sizes, way).run(space, 2)
+            found[f"all_gather {way}"] = emulated.counts(library)
+            launch = cuda.prepare_reduce_scatter(whole.view(-1, 1), column, sizes, way=way)
+            launch.run(space, 3)
+            found[f"reduce_scatter {way}"] = emulated.counts(library)
+        cuda.all_reduce(space, 4, (x := torch.ones(4096)), x, way="ll")
+        found["all_reduce in 2 blocks"] = emulated.counts(library)
+    finally:
+        library.emulated_threads(2)
+    return found
+
+
+def test_what_a_call_does_in_turn(ranks: RanksFixture, cuda_driver: str) -> None:
+    """A release waits until the stores before it have arrived: a round trip."""
+    world = 4
+    for found in ranks(world).run(counts_job, cuda_driver):
+        assert found == {
+            "all_reduce two_shot": (8 + world - 1, 3, 0),
+            "all_reduce ll": (2, 0, 0),
+            "all_reduce ll_two_shot": (2, 0, 0),
+            "all_gather one_shot": (5 + world - 1, 2, 0),
+            "reduce_scatter one_shot": (6, 2, 0),
+            "all_gather ll": (2, 0, 0),
+            "reduce_scatter ll": (2, 0, 0),
+            "all_reduce in 2 blocks": (2, 0, 1),
+        }
+
+
+def mixed_job(driver: str) -> list[str]:
+    """Calls of the Triton kernels and of these on one workspace, by turns, while epochs begin anew:
+    the last but one is a Triton kernel's."""
+    from tpkernels.kernels import matmul_all_reduce as fused
+    from tpkernels.kernels.configs import INTERPRETER
+
+    space = emulated.space_of(driver, buffer_bytes=1 << 18)
+    space.state[EPOCH] = LAST_EPOCH - 5
+    dist.barrier()
+    space.set_chaos(seed=space.rank, max_delay_us=200)
+    wrong = []
+    for call in range(12):
+        rows = 40 if call == 3 else 8  # whose words no later call overwrites
+        x, out = torch.full((rows, 16), 1.0 + call), torch.empty(rows, 24)
+        if call % 3 == 0:
+            w = torch.ones(16, 24)
+            prepared = fused.prepare(INTERPRETER, x, w, F32, space.world, F32)
+            prepared.launch(x, w, None, None, out).run(space, call + 1)
+            want = 16 * (1.0 + call) * space.world
+        elif call % 3 == 1:
+            way = ("two_shot", "ll")[call // 3 % 2]
+            cuda.all_reduce(space, call + 1, out.fill_(call), out, way=way)
+            want = call * space.world
+        else:
+            cuda.barrier(space, call + 1)
+            out.fill_(want := 0.0)
+        if not bool((out == want).all()):
+            wrong.append(f"call {call}")
+    words = torch.frombuffer(space._memory[space.rank], dtype=torch.int64)
+    if (words[: 2 * space.world * space.words] & 0xFFFF_FFFF > int(space.state[EPOCH])).any():
+        wrong.append("words of old epochs are left")
+    return [*wrong, *emulated.failures(space)]
+
+
+def pulled_job(driver: str) -> list[str]:
+    """A Triton kernel whose peers read this rank's buffer, then a copy that writes into it."""
+    from tpkernels.kernels import all_gather_matmul
+    from tpkernels.kernels.configs import INTERPRETER
+
+    space = emulated.space_of(driver, buffer_bytes=1 << 14)
+    space.set_chaos(seed=space.rank, max_delay_us=2000)
+    wrong, weight, sizes = [], torch.eye(16), (8,) * space.world
+    everything = torch.full((2 * space.buffer_bytes,), 66, dtype=torch.uint8)
+    for call in range(6):
+        x = torch.full((8, 16), 1.0 + call)
+        out, gathered = torch.empty(8 * space.world, 16), torch.empty(8 * space.world, 16)
+        prepared = all_gather_matmul.prepare(INTERPRETER, x, [weight], gathered, F32, sizes)
+        prepared.launch(x, [weight], [None], [out], gathered).run(space, call + 1)
+        with cuda.CopyCall(space, call + 100) as copies:
+            copies.put(everything, 0)
+        if not bool((out == 1.0 + call).all()):
+            wrong.append(f"call {call}")
+    return [*wrong, *emulated.failures(space)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("job", [mixed_job, pulled_job])
+def test_triton_kernels_may_come_between(
+    interpreting: RanksFixture, cuda_driver: str, job: object
+) -> None:
+    assert interpreting(3).run(job, cuda_driver) == [[]] * 3
+
+
+def copies_job(driver: str, broken: dict[str, bool]) -> int:
+    """Each rank hands every peer a chunk of its own, in calls at the same addresses, with calls of
+    one launch between; how many chunks were wrong."""
+    space = emulated.space_of(driver)
+    space.set_chaos(seed=space.rank, max_delay_us=1000, **broken)
+    rank, world, wrong = space.rank, space.world, 0
+    for call in range(20):
+        with cuda.CopyCall(space, call + 1) as copies:
+            for i in range(1, world):
+                to = (rank + i) % world
+                copies.put(torch.full((100,), 100 * call + 10 * rank + to), 800 * to)
+                copies.publish(1 + to, to)
+            for i in range(1, world):
+                source = (rank + i) % world
+                chunk = torch.empty(100, dtype=torch.int64)
+                copies.fetch(source, 1 + rank, chunk, 800 * rank)
+                wrong += not bool((chunk == 100 * call + 10 * source + rank).all())
+        # Which stores into the same bytes, and waits for nobody before.
+        out = torch.full((600,), call + rank, dtype=F32)
+        cuda.all_reduce(space, 1000 + call, out, out, way="two_shot")
+        wrong += not bool((out == world * call + sum(range(world))).all())
+    return wrong + (space.failure() is not None)
+
+
+@pytest.mark.parametrize("world", sweep([3, 1, 2]))
+def test_copies_ordered_by_words(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
+    assert ranks(world).run(copies_job, cuda_driver, {}) == [0] * world
+
+
+def test_copies_without_waits_are_wrong(ranks: RanksFixture, cuda_driver: str) -> None:
+    assert sum(ranks(3).run(copies_job, cuda_driver, {"skip_waits": True})) > 0
+
+
+def suite_job(driver: str) -> list[tuple[str, bool]]:
+    from benchmarks.gpu.cuda import check_job
+
+    emulated.load(driver)
+    return check_job("cpu", 3, 200)
+
+
+def test_the_gpu_suites_checks(ranks: RanksFixture, cuda_driver: str) -> None:
+    """They have not seen a GPU; here they run on the CPU."""
+    for told in ranks(2).run(suite_job, cuda_driver):
+        assert told and all(right for _, right in told), told
+
+
+def barrier_job(driver: str) -> list[bool]:
+    """Whether a barrier ends only when the last rank has come to it."""
+    space = emulated.space_of(driver)
+    told = []
+    for late in range(space.world):
+        dist.barrier()
+        begin = time.monotonic()
+        if space.rank == late:
+            time.sleep(0.2)
+        cuda.barrier(space, late + 1)
+        told.append(time.monotonic() - begin >= 0.19)
+    return told
+
+
+def test_a_barrier_waits_for_every_rank(ranks: RanksFixture, cuda_driver: str) -> None:
+    assert ranks(3).run(barrier_job, cuda_driver) == [[True] * 3] * 3

@@ -1,0 +1,90 @@
+"""Tokens to text: characters of several tokens, stop strings, and tokens that end an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from tpkernels.integrations.transformers.text_stream import TextStream  # noqa: E402
+
+END = 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Token i is byte i; token 256 ends an answer."""
+    # How byte-level tokenizers write bytes that are not printable.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {
+        byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in letters)
+    }
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: byte for byte, letter in letters.items()}, [])
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+def pieces(
+    tokenizer: Any, tokens: list[int], *stop: str, size: int = 1, cut: bool = False
+) -> tuple[list[str], bool]:
+    """The text of each ``size`` tokens, and whether it stopped. ``cut``: the last ones are
+    followed by more, which do not come."""
+    stream = TextStream(tokenizer, stop, {END})
+    parts = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+    texts = [stream.feed(part, part is parts[-1] and not cut) for part in parts]
+    return texts, stream.stopped
+
+
+TEXT = "naïve 東京 🙂 ends here"
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_characters_come_whole(tokenizer: Any, size: int) -> None:
+    texts, stopped = pieces(tokenizer, list(TEXT.encode()), size=size)
+    assert "".join(texts) == TEXT and not stopped
+    assert "\ufffd" not in "".join(texts)
+
+
+def test_bytes_that_are_no_character_are_shown_at_the_end(tokenizer: Any) -> None:
+    texts, _ = pieces(tokenizer, list("a🙂".encode())[:3])
+    assert "".join(texts) == "a\ufffd"
+    texts, _ = pieces(tokenizer, list("a🙂".encode())[:3], cut=True)
+    assert "".join(texts) == "a"
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("stop", "want"),
+    [
+        (("ends",), "naïve 東京 🙂 "),
+        (("京 🙂", "here"), "naïve 東"),
+        (("here", "京"), "naïve 東"),
+        (("naïve",), ""),
+        (("endless", "京!"), TEXT),
+        (("here!",), TEXT),
+    ],
+)
+def test_text_ends_before_the_first_stop_string(
+    tokenizer: Any, stop: tuple[str, ...], want: str, size: int
+) -> None:
+    texts, stopped = pieces(tokenizer, list(TEXT.encode()), *stop, size=size)
+    assert "".join(texts) == want
+    assert stopped is (want != TEXT)
+
+
+def test_the_beginning_of_a_stop_string_is_held_back(tokenizer: Any) -> None:
+    texts, _ = pieces(tokenizer, list(b"xababac"), "abac")
+    assert texts == ["x", "", "", "", "ab", "", ""]
+
+
+def test_a_token_that_ends_an_answer_has_no_text(tokenizer: Any) -> None:
+    texts, stopped = pieces(tokenizer, [*b"ab", END, *b"cd"], "zz", size=4)
+    assert "".join(texts) == "ab" and stopped

@@ -1,0 +1,249 @@
+"""The ops on scaled operands on real ranks against float64: exact for small integers with powers of
+two as scales, else within the derived bound of support/scaled.py. Across hosts, under autocast and
+``torch.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tpkernels
+from tests.support.cases import MATMUL_ALGORITHMS, QUICK_WORLDS, RanksFixture
+from tests.support.ranked import apart, fresh_group, on_hosts, report
+from tests.support.scaled import (
+    BF16,
+    E4M3,
+    E5M2,
+    E8M0,
+    F16,
+    F32,
+    GATHER,
+    REDUCE,
+    SCALES,
+    SCATTER,
+    ScaledCase,
+    cases_of_dtypes,
+    cases_of_layouts,
+    cases_of_scales,
+    each,
+    uneven,
+)
+from tests.support.scaled_run import check, run_cases
+from tests.support.tiers import sweep
+from tpkernels.local.scaled import scaled_matmul
+
+PATTERNS = (0x7F800001, 0xFFBFFFFF, 0x00000001, 0x807FFFFF)  # of float32: NaNs, denormal numbers
+DENORMALS = (1, 0x123456, 0x7FFFFF)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world" in metafunc.fixturenames:
+        metafunc.parametrize("world", QUICK_WORLDS)
+
+
+@pytest.mark.parametrize("op", [SCATTER, REDUCE])
+def test_a_sum_of_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int, op: str) -> None:
+    run_cases(ranks, world, each(*cases_of_dtypes(op, world), algorithms=MATMUL_ALGORITHMS))
+
+
+@pytest.mark.parametrize("op", [SCATTER, REDUCE])
+def test_a_sum_with_every_kind_of_scales(ranks: RanksFixture, world: int, op: str) -> None:
+    algorithms = ("direct", "pipelined")
+    run_cases(ranks, world, each(*cases_of_scales(op, world), algorithms=algorithms))
+
+
+@pytest.mark.thorough
+def test_bias_residual_and_layouts_of_a_sum(ranks: RanksFixture, world: int) -> None:
+    run_cases(ranks, world, each(*cases_of_layouts(SCATTER, world)))
+
+
+def test_uneven_shards_and_other_dims_of_a_sum(ranks: RanksFixture, world: int) -> None:
+    cases = []
+    for scales in ("tensor", "rows", "blocks", "swizzled"):
+        case = ScaledCase(op=SCATTER, rows=(11,), scales=scales, sizes=uneven(11, world))
+        between = replace(case, rows=(2, 11, 3), dim=1, bias=True, residual=True)
+        cases += [case, between, replace(between, rows=(3, 2 * world), sizes=None)]
+        cases += [
+            replace(between, op=REDUCE, dim=0, sizes=None),
+            replace(case, op=REDUCE, sizes=None),
+        ]
+    run_cases(ranks, world, each(*cases))
+
+
+def test_a_gather_of_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
+    cases = [
+        ScaledCase(op=GATHER, rows=(6 * world,), n=(5, 300), scales="rows", x_dtype=x, w_dtype=w)
+        for x, w in ((E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2))
+    ]
+    cases += [replace(cases[0], out=out) for out in (F32, F16)]
+    run_cases(ranks, world, each(*cases, algorithms=MATMUL_ALGORITHMS))
+
+
+def test_a_gather_with_every_kind_of_scales(ranks: RanksFixture, world: int) -> None:
+    """Swizzled ones need whole tiles of 128 rows on each rank."""
+    cases = [
+        ScaledCase(op=GATHER, rows=(128 * world,), n=(130, 5), k=k, scales=scales, out=out)
+        for scales in SCALES
+        for k, out in ((96, None), (160, F32))
+    ]
+    cases += [replace(cases[0], scales="rows", replicated=True), replace(cases[0], k=37)]
+    cases += [replace(cases[0], scales="rows", k=37)]
+    run_cases(ranks, world, each(*cases, algorithms=("direct", "pipelined")))
+
+
+def test_uneven_shards_and_other_dims_of_a_gather(ranks: RanksFixture, world: int) -> None:
+    cases = []
+    for scales in ("tensor", "rows", "blocks", "fp4"):
+        case = ScaledCase(op=GATHER, rows=(11,), scales=scales, sizes=uneven(11, world))
+        between = replace(case, rows=(2, 11, 3), dim=1, return_gathered=True)
+        cases += [case, between, replace(between, rows=(3, 2 * world), sizes=None)]
+    cases += [replace(case, scales="rows", replicated=True) for case in cases[3:6]]
+    run_cases(ranks, world, each(*cases))
+
+
+@pytest.mark.thorough
+def test_biases_layouts_and_few_rows_of_a_gather(ranks: RanksFixture, world: int) -> None:
+    case = ScaledCase(op=GATHER, rows=(3 * world,), n=(7, 260), scales="rows", bias=True)
+    cases = [case, replace(case, out=F32), replace(case, out=BF16, return_gathered=True)]
+    cases += [
+        replace(case, layout=layout, scales=scales)
+        for layout in ("sliced", "transposed")
+        for scales in ("tensor", "rows", "blocks")
+    ]
+    cases += [replace(case, rows=(world,), scales=scales) for scales in ("rows", "blocks")]
+    cases += [replace(case, rows=(0,), scales=scales) for scales in ("tensor", "rows", "fp4")]
+    run_cases(ranks, world, each(*cases))
+
+
+def test_bytes_that_are_no_numbers_arrive(ranks: RanksFixture, world: int) -> None:
+    report(failure for rank in ranks(world).run(every_byte_job) for failure in rank)
+
+
+def every_byte_job() -> list[str]:
+    """All 256 bytes travel as they are, also where four of them would be a NaN or a denormal number
+    of float32, and so does a denormal scale."""
+    failures = []
+    with fresh_group() as group:
+        words = torch.tensor(PATTERNS).to(torch.int32).repeat_interleave(256).view(-1, 256)
+        every = torch.arange(256, dtype=torch.uint8).repeat(4, 4)
+        x = torch.cat((every, words.view(torch.uint8))).roll(group.rank(), 1).view(E4M3)
+        w = torch.ones(1, x.shape[1]).to(E4M3).t()
+        rows = x.shape[0]
+        for algorithm in ("unfused", "direct", "pipelined", "ring"):
+            for scale in (torch.ones([]), torch.ones(rows, 1)):
+                gathered, _ = tpkernels.all_gather_scaled_matmul(
+                    x, w, scale, torch.ones([]), group, return_gathered=True, algorithm=algorithm
+                )
+                for rank, shard in enumerate(gathered.view(torch.uint8).split(rows)):
+                    mine = x.view(torch.uint8).roll(rank - group.rank(), 1)
+                    if not torch.equal(shard, mine):
+                        failures.append(f"{algorithm}, scale {list(scale.shape)}")
+            one = torch.eye(1, 32).to(E4M3)
+            scale = torch.tensor(DENORMALS, dtype=torch.int32).view(F32).unsqueeze(1)
+            factors = (one.expand(len(DENORMALS), 32), one.t(), scale, torch.ones([]))
+            y = tpkernels.all_gather_scaled_matmul(
+                *factors, group, out_dtype=F32, algorithm=algorithm
+            )
+            # Where the product takes denormal numbers for zero, there are no bits to compare.
+            local = scaled_matmul(*factors, torch.empty(len(DENORMALS), 1))
+            want = local.repeat(group.size(), 1)
+            if not torch.equal(y.view(torch.int32), want.view(torch.int32)):
+                failures.append(f"{algorithm}: {y.flatten()}, not {want.flatten()}")
+    return failures
+
+
+def uneven_tiles_job() -> str:
+    """Rank 0 has whole tiles of scales, the last rank has not."""
+    with fresh_group() as group:
+        sizes = [128] * (group.size() - 1) + [4]
+        x, w = torch.ones(sizes[group.rank()], 32).to(E4M3), torch.ones(32, 5).to(E4M3)
+        scales = torch.ones(512).to(E8M0), torch.ones(512).to(E8M0)
+        try:
+            tpkernels.all_gather_scaled_matmul(x, w, *scales, group, shard_sizes=sizes)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def test_all_ranks_refuse_the_tiles_of_one(ranks: RanksFixture, world: int) -> None:
+    wrong = f"NotImplementedError: x has 4 rows on rank {world - 1} and swizzled scales"
+    results = ranks(world).run(uneven_tiles_job)
+    report(text for text in results if not text.startswith(wrong))
+
+
+def test_rows_that_lie_across_words(ranks: RanksFixture, world: int) -> None:
+    report(failure for rank in ranks(world).run(odd_memory_job) for failure in rank)
+
+
+def odd_memory_job() -> list[str]:
+    """A row of a matrix whose rows are no whole words, and a matrix that begins in a word."""
+    rows, failures = 4, []
+    with fresh_group() as group:
+        numbers = torch.randint(-2, 3, (rows, 66)).to(E4M3)
+        wide = torch.empty(1 + rows * 64, dtype=torch.uint8).view(E4M3)
+        shifted = wide[1:].view(rows, 64)
+        shifted.copy_(numbers[:, :64])
+        w, one = torch.eye(64).to(E4M3), torch.ones([])
+        for x in (numbers[:1, :64], shifted, numbers[:, :64]):
+            y = tpkernels.all_gather_scaled_matmul(x, w, one, one, group, out_dtype=F32)
+            mine = y.split(x.shape[0])[group.rank()]
+            if not torch.equal(mine, x.float()):
+                failures.append(f"strides {x.stride()}, offset {x.storage_offset()}")
+    return failures
+
+
+def across_job(hosts: str, cases: Sequence[ScaledCase]) -> list[str]:
+    with on_hosts(hosts) if "1" in hosts else apart(), fresh_group() as group:
+        return [failure for case in cases for failure in check(case, group)]
+
+
+@pytest.mark.parametrize("hosts", sweep(["000", "001", "0011"]))
+def test_across_hosts(ranks: RanksFixture, hosts: str) -> None:
+    """With several ranks on a host, and with none that share memory."""
+    world = len(hosts)
+    cases = [
+        ScaledCase(op=op, rows=(12 * world,), scales=scales)
+        for op in (GATHER, SCATTER, REDUCE)
+        for scales in ("tensor", "rows", "blocks")
+    ]
+    ways = ("hierarchical", "auto") if "1" in hosts else ("unfused", "ring", "auto")
+    results = ranks(world).run(across_job, hosts, each(*cases, algorithms=ways), timeout=240)
+    report(failure for rank in results for failure in rank)
+
+
+def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scale: Any, group: Any) -> Any:
+    hidden = tpkernels.all_gather_scaled_matmul(x.to(E4M3), up, scale, torch.ones([]), group)
+    hidden = hidden.clamp(-2, 2).to(E4M3)
+    y = tpkernels.scaled_matmul_reduce_scatter(hidden, down, scale[0], scale[0], group)
+    return y + tpkernels.scaled_matmul_all_reduce(x.to(E4M3), up, scale, torch.ones([]), group)[0]
+
+
+def use_job() -> list[str]:
+    """Autocast casts no fp8; a compiled step has the eager one's bits, also with symbolic M."""
+    failures = []
+    with fresh_group() as group, torch.no_grad():
+        up, down = (torch.randn(n, 32).to(E4M3).t() for n in (32, 32))
+        given = [torch.randn(m, 32) for m in (4, 6, 9)]
+        scales = [torch.rand(x.shape[0], 1) + 0.5 for x in given]
+        scalars = [scale[:1].reshape([1]) for scale in scales]
+        want = [step(x, up, down, s, group) for x, s in zip(given, scalars, strict=True)]
+        with torch.autocast("cpu"):
+            found = [step(x, up, down, s, group) for x, s in zip(given, scalars, strict=True)]
+        if not all(map(torch.equal, found, want)):
+            failures.append("autocast: other bits")
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+            found = [compiled(x, up, down, s, group) for x, s in zip(given, scalars, strict=True)]
+            if not all(map(torch.equal, found, want)):
+                failures.append(f"compiled, dynamic={dynamic}: other bits")
+    return failures
+
+
+@pytest.mark.thorough
+def test_autocast_and_compile(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(use_job, timeout=120) for failure in rank)

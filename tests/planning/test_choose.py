@@ -1,0 +1,274 @@
+"""``plan.choose``: what it chooses and why, what it refuses, and that calls that differ are told
+apart. It is pure, so nothing here needs ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tpkernels.backends import TABLES
+from tpkernels.op_spec import NO_OPTIONS, OPS, Options
+from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.choose import Means, Plan, choose, unsupported_algorithms
+from tpkernels.planning.problem import Problem
+from tpkernels.planning.thresholds import RING_MIN_BYTES, RING_MIN_ROWS, pipeline_min_rows
+
+PIPELINE_MIN_ROWS = pipeline_min_rows(torch.bfloat16, ())  # of a CPU that is not known
+LARGE = 4 * PIPELINE_MIN_ROWS
+
+
+def problem(op: str, **changes: Any) -> Problem:
+    """A large problem on four ranks."""
+    reduces_all = "all_reduce" in op
+    plain = Problem(
+        op=op,
+        device="cpu",
+        world=4,
+        shape=(LARGE, 512),
+        dim=None if reduces_all else 0,
+        sizes=() if reduces_all else (PIPELINE_MIN_ROWS,) * 4,
+        dtype=torch.bfloat16,
+        options=Options(x_dtype=torch.bfloat16),
+    )
+    return replace(plain, **changes)
+
+
+def small(op: str) -> Problem:
+    """One row a rank less than what is worth splitting."""
+    sizes = (PIPELINE_MIN_ROWS, PIPELINE_MIN_ROWS - 1, PIPELINE_MIN_ROWS, 0)
+    if "all_reduce" in op:
+        return problem(op, shape=(LARGE - 1, 512))
+    return problem(op, shape=(sum(sizes), 512), sizes=sizes)
+
+
+PLAIN_OPS = [op for op, spec in OPS.items() if not (spec.scaled or spec.exchanges)]
+TWO_LEVELS = [op for op, spec in OPS.items() if not spec.exchanges]
+MATMULS = [op for op in PLAIN_OPS if OPS[op].has_matmul]
+
+
+def across_hosts(op: str, nbytes: int, rows: int = LARGE, node: bool = False) -> Plan:
+    """The plan for a tensor of ``nbytes`` whose parts have a quarter of ``rows`` each. ``node``:
+    the ranks of each host share memory."""
+    shape = (rows, nbytes // rows // 2)
+    sizes = () if "all_reduce" in op else (rows // 4,) * 4
+    means = Means(shared_memory=False, why_no_node=None if node else "needs two ranks on a host")
+    return choose(problem(op, shape=shape, sizes=sizes), means)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_rules(op: str) -> None:
+    """In shared memory many rows are split, few are one matmul, and a collective alone is direct;
+    one rank communicates nothing."""
+    spec = OPS[op]
+    one = problem(op, world=1, sizes=() if "all_reduce" in op else (LARGE,))
+    for shared, algorithm in ((True, "direct"), (False, "unfused")):
+        plan = choose(one, Means(shared_memory=shared))
+        assert plan.algorithm == algorithm and "one rank" in plan.reason
+    large, few = (choose(each, Means(shared_memory=True)) for each in (problem(op), small(op)))
+    if not spec.has_matmul:
+        assert large.algorithm == "direct" and "no matmul" in large.reason
+        with pytest.raises(NotImplementedError, match=f"'pipelined' of {op} overlaps a matmul"):
+            choose(problem(op), Means(shared_memory=True), requested="pipelined")
+    elif spec.scaled:  # it converts the weight once for each part
+        apart = choose(problem(op), Means(shared_memory=False))
+        assert (large.algorithm, apart.algorithm) == ("direct", "unfused")
+        assert all("converts its weight" in plan.reason for plan in (large, apart))
+        with pytest.raises(NotImplementedError, match=f"'fused' of {op} has no kernel for oper"):
+            choose(problem(op), Means(shared_memory=True), requested="fused")
+    else:
+        assert (large.algorithm, few.algorithm) == ("pipelined", "direct")
+        assert f"{PIPELINE_MIN_ROWS} rows a rank" in large.reason
+        assert f"{PIPELINE_MIN_ROWS - 1} rows a rank" in few.reason
+
+
+@pytest.mark.parametrize("op", PLAIN_OPS)
+def test_the_rules_without_shared_memory(op: str) -> None:
+    """Few bytes are unfused, many go round the ring, or by two levels, if they are rows enough."""
+    matmul, limit = op in MATMULS, f"{RING_MIN_BYTES} bytes >="
+    for node in (False, True):
+        few_bytes = across_hosts(op, RING_MIN_BYTES - 2 * LARGE, node=node)
+        assert few_bytes.algorithm == "unfused" and f"bytes < {RING_MIN_BYTES}" in few_bytes.reason
+        few_rows = across_hosts(op, 4 * RING_MIN_BYTES, 4 * RING_MIN_ROWS - 4, node)
+        assert few_rows.algorithm == ("unfused" if matmul else "ring")
+        assert not matmul or f"{RING_MIN_ROWS - 1} rows a rank" in few_rows.reason
+        large = across_hosts(op, RING_MIN_BYTES, node=node)
+        assert "share no memory" in few_bytes.reason and "share no memory" in large.reason
+        if node and matmul:
+            assert large.algorithm == "hierarchical" and limit in large.reason
+        elif op == "matmul_reduce_scatter":
+            assert large.algorithm == "unfused" and "no faster" in large.reason
+        else:
+            assert large.algorithm == "ring" and limit in large.reason
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_algorithms_need(op: str) -> None:
+    for algorithm in ("unfused", "ring"):
+        plan = choose(problem(op), Means(shared_memory=False), requested=algorithm)
+        assert plan.algorithm == algorithm
+    for algorithm in ("direct", "pipelined"):
+        need = f"'{algorithm}' of {op} needs memory that all ranks share"
+        with pytest.raises(NotImplementedError, match=need):
+            choose(problem(op), Means(shared_memory=False), requested=algorithm)
+    if op not in TWO_LEVELS:
+        return
+    across = Means(shared_memory=False)
+    assert choose(problem(op), across, requested="hierarchical").algorithm == "hierarchical"
+    alone = replace(across, why_no_node="needs a host with two or more ranks")
+    for means, need in [
+        (alone, "needs a host with two or more ranks"),
+        (Means(shared_memory=True), "is for groups that span hosts"),
+    ]:
+        for device in ("cpu", "cuda"):
+            with pytest.raises(NotImplementedError, match=f"'hierarchical' of {op} {need}"):
+                choose(problem(op, device=device), means, requested="hierarchical")
+    wide = problem(op, shape=(LARGE, 1 << 20))
+    means = Means(shared_memory=False, workspace_bytes=1 << 16)
+    if "matmul" in op:
+        with pytest.raises(NotImplementedError, match="bytes for a row of each rank"):
+            choose(wide, means, requested="hierarchical")
+    else:
+        assert choose(wide, means, requested="hierarchical").algorithm == "hierarchical"
+
+
+def test_a_gather_of_k_is_never_split() -> None:
+    along_k = problem("all_gather_matmul", shape=(LARGE, 8192), dim=1, sizes=(2048,) * 4)
+    for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
+        assert choose(along_k, Means(shared_memory=shared_memory)).algorithm == algorithm
+    for way in ("ring", "pipelined"):
+        with pytest.raises(NotImplementedError, match=f"'{way}' of all_gather_matmul cannot gath"):
+            choose(along_k, Means(shared_memory=True), requested=way)
+
+
+def test_where_there_is_no_all_to_all() -> None:
+    for device, shared, requested in [("cpu", False, "hierarchical"), ("cuda", True, "direct")]:
+        with pytest.raises(NotImplementedError, match=f"has no all-to-all on {device} tensors"):
+            choose(problem("all_to_all", device=device), Means(shared), requested=requested)
+
+
+def test_an_unknown_algorithm_is_refused() -> None:
+    for name in ("tree", "Direct", "", "auto "):
+        with pytest.raises(ValueError, match=f"'{name}'; there are auto, unfused, ring, direct"):
+            choose(problem("all_gather"), Means(shared_memory=True), requested=name)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_possible_can_be_asked_for_and_exists(op: str, shared_memory: bool) -> None:
+    found = unsupported_algorithms(problem(op), Means(shared_memory=shared_memory))
+    assert list(found) == list(ALGORITHMS)
+    for algorithm, reason in found.items():
+        if reason is None:
+            plan = choose(problem(op), Means(shared_memory=shared_memory), requested=algorithm)
+            assert plan.algorithm == algorithm
+            assert (op, algorithm) in TABLES["cpu"]
+        else:
+            assert reason.strip()
+    assert choose(problem(op), Means(shared_memory=shared_memory)).algorithm in [
+        algorithm for algorithm, reason in found.items() if reason is None
+    ]
+
+
+def variants(op: str) -> list[Problem]:
+    """Problems that ranks must not mix, each different from the first in one thing."""
+    base = problem(op)
+    changed = [
+        replace(base, dtype=torch.float16),
+        replace(base, dtype=torch.float32),
+        replace(base, shape=(LARGE, 511)),
+        replace(base, shape=(1, LARGE, 512), dim=None if base.dim is None else 1),
+        replace(base, options=NO_OPTIONS),
+        replace(base, options=Options(x_dtype=torch.bfloat16, bias=True)),
+        replace(base, options=Options(x_dtype=torch.bfloat16, out_dtype=torch.float32)),
+    ]
+    if base.dim is not None:
+        changed.append(replace(base, shape=(LARGE, LARGE), dim=0))
+        changed.append(replace(base, shape=(LARGE, LARGE), dim=1))
+        sizes = (PIPELINE_MIN_ROWS - 1, PIPELINE_MIN_ROWS + 1, *base.sizes[2:])
+        changed.append(replace(base, sizes=sizes))
+        changed.append(replace(base, sizes=sizes[::-1]))
+    return [base, *changed]
+
+
+def test_signatures_tell_calls_apart() -> None:
+    plans: dict[tuple[Problem, str], Plan] = {}
+    for op in OPS:
+        for one in variants(op):
+            for algorithm, reason in unsupported_algorithms(one, Means(shared_memory=True)).items():
+                if reason is None:
+                    plan = choose(one, Means(shared_memory=True), requested=algorithm)
+                    plans[one, algorithm] = plan
+    for first, second in itertools.combinations(plans.values(), 2):
+        assert first.signature != second.signature, (first.text, second.text)
+        assert first.text != second.text
+    for (one, algorithm), plan in plans.items():
+        assert one.op in plan.text and algorithm in plan.text and str(list(one.shape)) in plan.text
+        assert 0 < plan.signature < 2**32
+
+
+def test_the_choice_is_pure() -> None:
+    """Equal problems get equal plans, whatever was asked before; there is no process group to ask.
+    How an algorithm came to be chosen is no part of the call's name: ranks may differ in that."""
+    for op in OPS:
+        plan = choose(problem(op), Means(shared_memory=True))
+        choose(small(op), Means(shared_memory=True))
+        assert choose(problem(op), Means(shared_memory=True)) == plan
+        asked = choose(problem(op), Means(shared_memory=True), requested=plan.algorithm)
+        assert (asked.text, asked.signature) == (plan.text, plan.signature)
+        assert asked.reason == "asked for"
+        for one, shared in itertools.product([problem(op), small(op)], [True, False]):
+            assert choose(one, Means(shared_memory=shared)).reason.strip()
+
+
+# From which rows on a CPU splits a matmul.
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype", "fewest"),
+    [
+        ({"avx2"}, torch.bfloat16, 256),
+        ({"avx2", "amx_bf16", "avx512_bf16"}, torch.bfloat16, 1024),
+        ({"avx2", "avx512_bf16"}, torch.bfloat16, 1024),
+        ({"avx2", "avx512_bf16"}, torch.float16, 256),
+        ({"avx2", "amx_bf16"}, torch.float32, 256),
+        (set(), torch.bfloat16, 1024),
+    ],
+)
+def test_the_kind_of_cpu_decides_how_many_rows_are_many(
+    instructions: set[str], dtype: torch.dtype, fewest: int
+) -> None:
+    means = Means(shared_memory=True, instructions=frozenset(instructions))
+    for rows, algorithm in [(fewest, "pipelined"), (fewest - 1, "direct")]:
+        one = problem("all_gather_matmul", shape=(4 * rows, 512), sizes=(rows,) * 4, dtype=dtype)
+        plan = choose(one, means)
+        assert plan.algorithm == algorithm and str(fewest) in plan.reason
+
+
+def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> None:
+    """Blocks before the split dim are separate products."""
+    behind = problem("all_gather_matmul", shape=(8, PIPELINE_MIN_ROWS // 2, 512), sizes=(2,) * 4)
+    before = problem("all_gather_matmul", shape=(PIPELINE_MIN_ROWS, 8, 512), dim=1, sizes=(2,) * 4)
+    assert choose(behind, Means(shared_memory=True)).algorithm == "pipelined"
+    assert choose(before, Means(shared_memory=True)).algorithm == "direct"
+
+
+def test_columns_are_split_if_there_are_many_rows() -> None:
+    sizes = (128,) * 4
+    for rows, algorithm in [(PIPELINE_MIN_ROWS, "pipelined"), (PIPELINE_MIN_ROWS - 1, "direct")]:
+        columns = problem("matmul_reduce_scatter", shape=(rows, 512), dim=1, sizes=sizes)
+        assert choose(columns, Means(shared_memory=True)).algorithm == algorithm
+
+
+def test_before_an_all_reduce_some_cpus_do_not_split() -> None:
+    for op, instructions, algorithm in [
+        ("matmul_all_reduce", {"avx512_bf16"}, "direct"),
+        ("matmul_reduce_scatter", {"avx512_bf16"}, "pipelined"),
+        ("matmul_all_reduce", {"avx2"}, "pipelined"),
+        ("matmul_all_reduce", set(), "pipelined"),
+    ]:
+        means = Means(shared_memory=True, instructions=frozenset(instructions))
+        assert choose(problem(op), means).algorithm == algorithm, (op, instructions)

@@ -1,0 +1,360 @@
+"""The file of measured times: nothing in it is trusted, and all ranks use rank 0's."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.planning.test_table import measured, plan, spec
+from tests.support import faults
+from tests.support.cases import RanksFixture
+from tests.support.faults import Ending
+from tests.support.ranked import apart, fresh_group
+from tpkernels import groups
+from tpkernels.bench.cases import random_case, run_tpkernels
+from tpkernels.bench.specs import Spec
+from tpkernels.cache import locked
+from tpkernels.op_spec import OPS
+from tpkernels.planning import store
+from tpkernels.planning.choose import NOTHING_TUNED
+from tpkernels.planning.machine import Machine, this_machine
+from tpkernels.planning.table import Table
+
+MACHINE = this_machine("cpu", 2, 1, True, threads=1)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of `MACHINE`'s table."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return store.path_for(MACHINE)
+
+
+CUT = replace(measured(spec(9), ring=2, direct=3), config=(("block_m", 64), ("num_warps", 8)))
+TABLE = Table((measured(spec(64), unfused=1.5, direct=1.0), CUT))
+
+
+def test_a_table_comes_back(cache: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED  # no file, no warning
+        assert store.update(MACHINE, *TABLE.measurements) == (cache, TABLE)
+        assert store.load_or_warn(MACHINE) == TABLE
+    assert [file.name for file in cache.parent.iterdir()] == [cache.name]
+    newer = measured(spec(64), unfused=0.5, direct=1.0)
+    assert len(TABLE.extended([newer]).measurements) == 2
+    assert plan(spec(64), *TABLE.extended([newer]).measurements).algorithm == "unfused"
+
+
+def test_each_machine_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: list[dict[str, Any]] = [
+        {"device": "another"}, {"cores": 99}, {"threads": 7}, {"ranks": 3},
+        {"hosts": 2}, {"shared_memory": False}, {"vector_unit": "none"}, {"kind": "cuda"},
+    ]  # fmt: skip
+    names = {replace(MACHINE, **change).file_name for change in [{}, *changes]}
+    assert len(names) == len(changes) + 1
+    monkeypatch.setattr("tpkernels.planning.machine.versions", lambda: {"torch": "1.0"})
+    assert MACHINE.file_name not in names
+
+
+def edited(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: content | changes
+
+
+def first(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    """The content with its first measurement changed."""
+    return lambda content: content | {"measurements": [content["measurements"][0] | changes]}
+
+
+WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
+    "empty": (b"", "it is not JSON"),
+    "cut off": (b'{"format": "tpk', "it is not JSON"),
+    "a pickle": (pickle.dumps({"format": store.FORMAT}), "it is not text"),
+    "deep": (b"[" * 100_000, "recursion"),
+    "a huge number": (b'{"format": ' + b"9" * 5000 + b"}", "digits"),
+    "too large": (b" " * (2 << 20), "more than 1048576 bytes"),
+    "a list": (b"[]", "'format' is missing"),
+    "another format": (edited(format="tpkernels tuning 1"), "format is 'tpkernels tuning 1'"),
+    "a config of text": (first(config=[["block_m", "64"]]), "[0][1] is '64', not of type int"),
+    "no config": (first(config={}), "measurements[0].config is {}, not of type list"),
+    "another torch": (edited(versions={"tpkernels": tpkernels.__version__, "torch": "1.0"}),
+                      "torch is '1.0', here it is"),
+    "another device": (lambda c: c | {"machine": c["machine"] | {"device": "a\x1b[2J\nb"}},
+                       r"device is 'a\\x1b[2J\\nb', here it is".replace("\\\\", "\\")),
+    "other ranks": (lambda c: c | {"machine": c["machine"] | {"ranks": 4}}, "ranks is 4, here"),
+    "no measurements": (edited(measurements={"a": 1}), "measurements is {'a': 1}, not"),
+    "no series": (first(series=7), "measurements[0].series is 7, not of type dict"),
+    "no time": (first(ms={"direct": 0.0}), "the time of 'direct' is 0.0"),
+    "not a number": (first(ms={"direct": float("nan")}), "measurements[0].ms.direct is nan"),
+    "a time too long": (first(ms={"direct": 10**400}), "measurements[0].ms.direct is 1000"),
+    "true": (first(ms={"direct": True}), "measurements[0].ms.direct is True, not of type float"),
+    "rows below one": (first(extent=-5), "'extent' is -5"),
+    "rows beyond use": (first(extent=10**400), "measurements[0].extent is 1000"),
+    "no date": (first(date="yesterday\n"), r"a date is 'yesterday\n'"),
+}  # fmt: skip
+
+
+def test_a_bad_file_is_ignored_with_one_warning(cache: Path) -> None:
+    for case, (damage, reason) in WRONG.items():
+        store.update(MACHINE, *TABLE.measurements)
+        content = damage
+        if not isinstance(content, bytes):
+            content = json.dumps(content(json.loads(cache.read_bytes()))).encode()
+        cache.write_bytes(content)
+        with pytest.warns(RuntimeWarning) as raised:
+            assert store.load_or_warn(MACHINE) == NOTHING_TUNED, case
+        (warning,) = raised
+        assert f"the tuning cache {cache} is ignored: " in str(warning.message)
+        assert reason in str(warning.message), case
+        assert "\x1b" not in str(warning.message)
+        assert cache.read_bytes() == content  # kept for inspection
+        with pytest.warns(RuntimeWarning, match="is ignored"):
+            store.update(MACHINE, *TABLE.measurements)
+        assert store.load_or_warn(MACHINE) == TABLE
+
+
+def test_what_is_no_file_is_ignored(cache: Path) -> None:
+    cache.parent.mkdir(0o700)
+    for make, reason in (
+        (os.mkfifo, "not a regular"),
+        (lambda path: os.symlink(path, path), "symbolic link"),
+        (os.mkdir, "not a regular"),
+    ):
+        make(cache)
+        with pytest.warns(RuntimeWarning, match=reason):
+            assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+        if not cache.is_dir():
+            cache.unlink()
+
+
+@pytest.mark.parametrize("part", ["file", "folder"])
+def test_a_table_that_another_user_can_have_written_is_ignored(
+    cache: Path, give_away: Callable[[Path], None], part: str
+) -> None:
+    path = cache if part == "file" else cache.parent
+    store.update(MACHINE, *TABLE.measurements)
+    path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=r"is ignored: .* has mode 777.*: chmod go-w"):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+    path.chmod(0o700)
+    assert store.load_or_warn(MACHINE) == TABLE
+    give_away(path)
+    with pytest.warns(RuntimeWarning, match=r"is ignored: .* belongs to user \d+, not to"):
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+def test_no_table_without_a_home_or_a_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.parent.mkdir()
+    cache.parent.chmod(0o777)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+# Updates.
+
+UPDATES = 25
+
+
+def update_often(home: str) -> None:
+    """Each rank adds its own cases one by one, concurrently with the others."""
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": home}):
+        dist.barrier()
+        for i in range(UPDATES):
+            store.update(MACHINE, measured(spec(1 + i, n=512 * (1 + dist.get_rank())), direct=1.0))
+
+
+def test_updates_of_two_processes_are_all_kept(ranks: RanksFixture, cache: Path) -> None:
+    ranks(2).run(update_often, str(cache.parent.parent))
+    kept = {(one.extent, one.other) for one in store.load_or_warn(MACHINE).measurements}
+    assert kept == {(1 + i, 512 * n) for i in range(UPDATES) for n in (1, 2)}
+
+
+def test_an_update_replaces_the_same_case(cache: Path) -> None:
+    one, other = measured(spec(1), direct=1.0), measured(spec(2), direct=1.0)
+    path, table = store.update(MACHINE, one, other)
+    assert path == store.path_for(MACHINE)
+    assert table.measurements == (one, other)
+    newer = replace(one, ms={"direct": 2.0})
+    assert store.update(MACHINE, newer)[1].measurements == (other, newer)
+    assert store.load_or_warn(MACHINE).measurements == (other, newer)
+
+
+def test_a_lock_that_is_never_given_back_is_an_error(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_LOCK_SECONDS", 0.2)
+    store.update(MACHINE, measured(spec(1), direct=1.0))
+    lock = store.path_for(MACHINE).with_suffix(".lock")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match=f"another process has held {lock} for 0.2 s"):
+            store.update(MACHINE, measured(spec(2), direct=1.0))
+        assert 0.2 <= time.monotonic() - begin < 5
+    assert len(store.update(MACHINE, measured(spec(3), direct=1.0))[1].measurements) == 2
+
+
+def test_one_at_a_time_has_the_lock(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last holder removes the file after this process has opened it, and a new one
+    is created."""
+    cache.parent.mkdir(0o700)
+    path, flock = cache.with_name("file.lock"), fcntl.flock
+    for removed, replaced in ((False, False), (True, False), (True, True)):
+        first = iter([removed])
+
+        def late(handle: int, how: int, first: Any = first, replaced: bool = replaced) -> None:
+            if next(first, False):
+                path.unlink()
+                if replaced:
+                    path.touch()
+            flock(handle, how)
+
+        monkeypatch.setattr(fcntl, "flock", late)
+        with locked(path, seconds=1), pytest.raises(TimeoutError), locked(path, seconds=0):
+            pass
+        assert not path.exists()
+
+
+def test_a_write_that_fails_leaves_the_old_table_and_no_lock(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.update(MACHINE, *TABLE.measurements)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "replace", mock.Mock(side_effect=OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            store.update(MACHINE, measured(spec(7), direct=1.0))
+    assert store.load_or_warn(MACHINE) == TABLE
+    assert [file.name for file in cache.parent.iterdir()] == [cache.name]
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(cache: Path) -> None:
+    cache.parent.mkdir(0o700)
+    store.path_for(MACHINE).with_suffix(".lock").symlink_to(cache.with_name("victim"))
+    with pytest.raises(OSError, match="symbolic link"):
+        store.update(MACHINE, measured(spec(1), direct=1.0))
+    assert not (cache.with_name("victim")).exists()
+    assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+
+
+# On ranks.
+
+
+def problem_of_call(spec: Spec) -> Any:
+    """The problem that the op itself plans."""
+    group = groups.get("0" if dist.group.WORLD is None else dist.group.WORLD.group_name)
+    group.forget_calls()
+    run_tpkernels(random_case(spec))
+    (call,) = group.planned_calls()
+    return call.problem
+
+
+def problems_of_calls(specs: list[Spec]) -> list[Any]:
+    return [problem_of_call(spec) for spec in specs]
+
+
+def test_what_is_tuned_is_what_is_called(ranks: RanksFixture) -> None:
+    """Otherwise no measurement would ever apply."""
+    specs = [spec(9, op=op) if "matmul" in op else Spec(op, (77,), torch.float32) for op in OPS]
+    for problems in ranks(2).run(problems_of_calls, specs):
+        assert problems == [spec.problem(2) for spec in specs]
+
+
+def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, Machine]:
+    """The choice of auto if each rank has its own folder, and the number of warnings."""
+    with contextlib.ExitStack() as stack:
+        own = {"XDG_CACHE_HOME": folders[dist.get_rank()]}
+        stack.enter_context(mock.patch.dict(os.environ, own))
+        raised = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        if spread:
+            stack.enter_context(apart())
+        pg = stack.enter_context(fresh_group())
+        group = groups.get(pg.group_name)
+        x, w = torch.ones(32, 512).bfloat16(), torch.ones(512, 256).bfloat16()
+        tpkernels.all_gather_matmul(x, w, pg)
+        (call,) = group.planned_calls()
+        machine = this_machine("cpu", 2, group.hosts, group.shared_memory)
+    count = sum("tuning cache" in str(one.message) for one in raised)
+    return call.plan.algorithm, call.plan.reason, count, machine
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["one host", "no memory in common"])
+def test_ranks_with_different_caches_choose_alike(
+    ranks: RanksFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: bool
+) -> None:
+    """Rank 0's table counts, and only rank 0 warns."""
+    folders = [str(tmp_path / name) for name in "ab"]
+    results = ranks(2).run(chosen_with_cache, folders, spread)
+    assert [one[0] for one in results] == ["unfused" if spread else "direct"] * 2
+    machine = results[0][3]
+    assert (machine.shared_memory, machine.hosts) == (not spread, 1)
+    for folder, slow in zip(folders, ("direct", "ring"), strict=True):
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        times = dict.fromkeys(("unfused", "ring", "direct", "pipelined"), 2.0)
+        times["ring" if slow == "direct" else "unfused"] = 1.0
+        store.update(machine, measured(spec(64), **times))
+    for one in ranks(2).run(chosen_with_cache, folders, spread):
+        assert one[:3] == ("ring", "tuned: 1 ms, unfused 2 ms, 2026-11-21", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", folders[0])
+    store.path_for(machine).write_bytes(b"{")
+    results = ranks(2).run(chosen_with_cache, folders, spread)
+    assert [one[0] for one in results] == ["unfused" if spread else "direct"] * 2
+    assert [one[2] for one in results] == [1, 0]
+
+
+def first_call(what: str) -> Ending:
+    """A rank 0 that fails or is killed while the others wait for its table."""
+
+    def load(machine: Machine) -> Any:
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise PermissionError("no look at the processor")
+
+    with mock.patch.object(store, "load", load):
+        group = faults.new_group()
+        return faults.ending_of(lambda: faults.run_op("all_gather", group))
+
+
+@pytest.mark.parametrize("what", ["fails", "killed"])
+def test_others_find_at_once_that_rank_0_left(what: str) -> None:
+    with faults.watched_ranks(3) as ranks:
+        outcomes = faults.collect(ranks, first_call, what)
+    for ending in faults.values(outcomes, 0).values():
+        assert ending.error == "PeerLostError" and ending.peer == 0, ending
+        assert ending.seconds < faults.PATIENCE / 2, ending
+    assert what == "killed" or outcomes[0].value.error == "PermissionError"
+
+
+def test_without_shared_memory_a_warning_comes_after_the_call(ranks: RanksFixture) -> None:
+    assert ranks(2).run(table_apart) == ["RuntimeWarning", ""]
+
+
+def table_apart() -> str:
+    with mock.patch.object(store, "load", lambda machine: (Table(), "is ignored")), apart():
+        group = faults.new_group()
+        warnings.simplefilter("error")
+        return faults.ending_of(lambda: faults.run_op("all_gather", group)).error

@@ -1,0 +1,187 @@
+"""Choices that follow from a table of measured times. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tpkernels.bench.specs import Spec
+from tpkernels.op_spec import Options
+from tpkernels.planning.choose import Means, Plan, choose
+from tpkernels.planning.problem import ORDERED, VENDOR
+from tpkernels.planning.table import Config, Measurement, Table
+from tpkernels.tuning.contest import is_eligible
+
+
+def spec(m: int, n: int = 512, op: str = "all_gather_matmul") -> Spec:
+    return Spec(op, (m, n, 512), torch.bfloat16)
+
+
+def measured(spec: Spec, **ms: float) -> Measurement:
+    tuning_key = spec.problem(2).tuning_key
+    assert tuning_key is not None
+    return Measurement(*tuning_key, other=spec.other, ms=ms, date="2026-11-21")
+
+
+def plan(spec: Spec, *times: Measurement, shared_memory: bool = True, **changes: Any) -> Plan:
+    problem = replace(spec.problem(2), **changes)
+    means = Means(shared_memory, instructions=frozenset({"avx2"}))
+    return choose(problem, means, tuned=Table(times))
+
+
+def test_the_fastest_is_taken_and_the_reason_says_so() -> None:
+    one = measured(spec(64), unfused=1.52, direct=1.6, pipelined=1.31)
+    assert choose(spec(64).problem(2), Means(shared_memory=True)).algorithm == "direct"
+    chosen = plan(spec(64), one)
+    assert chosen.algorithm == "pipelined"
+    assert chosen.reason == "tuned: 1.31 ms, unfused 1.52 ms, 2026-11-21"
+    slower = measured(spec(64), unfused=1.0, direct=1.6, pipelined=1.31)
+    assert plan(spec(64), slower).reason == "tuned: 1 ms, pipelined 1.31 ms, 2026-11-21"
+
+
+def test_what_cannot_run_is_passed_over() -> None:
+    one = measured(spec(64), unfused=3.0, direct=1.0, pipelined=1.2, ring=2.0, fused=0.1)
+    assert plan(spec(64), one).algorithm == "direct"  # fused is for tests on a CPU
+    assert plan(spec(64), one, shared_memory=False).algorithm == "ring"
+    alone = measured(spec(64), direct=1.0, pipelined=0.5)
+    assert "share no memory" in plan(spec(64), alone, shared_memory=False).reason
+    assert "256" in plan(spec(64), measured(spec(64), direct=1.0)).reason  # nothing to compare with
+
+
+def test_between_equals_the_thresholds_decide() -> None:
+    """A single run would decide by chance."""
+    for m, by_rule in ((64, "direct"), (1024, "pipelined")):
+        near = {"direct": 1.0, "pipelined": 1.0, "unfused": 0.99, by_rule: 1.009}
+        assert plan(spec(m), measured(spec(m), **near)).algorithm == by_rule
+        clear = {**near, by_rule: 1.02}
+        assert plan(spec(m), measured(spec(m), **clear)).algorithm == "unfused"
+
+
+def test_cases_of_one_problem_are_weighed_together() -> None:
+    """N may differ by rank, so it must not affect the choice."""
+    narrow = measured(spec(64, n=512), unfused=1.0, direct=1.5, pipelined=1.02)
+    wide = measured(spec(64, n=4096), unfused=3.0, direct=2.0, pipelined=2.1)
+    chosen = plan(spec(64, n=512), narrow, wide)
+    assert chosen.algorithm == "pipelined"
+    assert chosen.reason == "tuned: within 1.05x of the fastest in 2 cases, 2026-11-21"
+    assert plan(spec(64, n=1024), narrow, wide) == chosen
+    slower = replace(narrow, ms={**narrow.ms, "pipelined": 1.04})
+    assert plan(spec(64, n=512), slower, wide).algorithm == "unfused"
+
+
+def test_between_two_extents_the_winner_of_both_is_taken() -> None:
+    few = measured(spec(16), unfused=1.0, direct=0.5, pipelined=0.51)
+    many = measured(spec(1024), unfused=9.0, direct=8.0, pipelined=5.0)
+    chosen = plan(spec(600), few, many)
+    assert chosen.algorithm == "pipelined"
+    assert chosen.reason == "tuned: as fast as any at 16 and at 1024 rows"
+
+
+def test_beyond_the_measured_extents_the_last_counts_where_it_is_near() -> None:
+    few = measured(spec(400), unfused=1.0, direct=0.5, pipelined=0.6)
+    many = measured(spec(4000), unfused=9.0, direct=8.0, pipelined=5.0)
+    for m, end, winner in [(268, 400, "direct"), (6000, 4000, "pipelined")]:
+        chosen = plan(spec(m), few, many)
+        assert (chosen.algorithm, chosen.reason) == (winner, f"tuned: as at {end} rows")
+    for m in (266, 6002):
+        assert plan(spec(m), few, many) == plan(spec(m))
+
+
+def test_nearly_the_same_number_of_rows_is_not_tried_again() -> None:
+    """Prompts have any number of tokens."""
+    table = Table((measured(spec(400), direct=1.0, pipelined=2.0),))
+
+    for m, tried in {266: True, 268: False, 400: False, 600: False, 602: True}.items():
+        assert is_eligible(spec(m).problem(2), True, table) == tried
+    assert is_eligible(replace(spec(400).problem(2), dtype=torch.float32), True, table)
+
+
+def test_between_two_extents_with_different_winners_the_nearer_one_counts() -> None:
+    few = measured(spec(400), unfused=1.0, direct=0.5, pipelined=0.6)
+    many = measured(spec(4000), unfused=9.0, direct=8.0, pipelined=5.0)
+    for m, end, winner in [(512, 400, "direct"), (800, 400, "direct"), (2000, 4000, "pipelined")]:
+        chosen = plan(spec(m), few, many)
+        assert (chosen.algorithm, chosen.reason) == (winner, f"tuned: as at {end} rows")
+    for m in (802, 1998):
+        assert plan(spec(m), few, many) == plan(spec(m)), "too far from both"
+
+
+def test_kernels_are_cut_as_was_measured_best() -> None:
+    """Even if `fused` is requested; between two extents, as at both ends."""
+    cut, other = (("block_m", 64), ("block_n", 256)), (("block_m", 128),)
+    few, many = (replace(measured(spec(m), fused=1.0, unfused=2.0), config=cut) for m in (64, 1024))
+    wide = replace(measured(spec(64, n=4096), fused=1.0), config=other)
+
+    def config(m: int, *measurements: Measurement, requested: str = "fused") -> Config:
+        problem = spec(m).problem(2)
+        table = Table(measurements)
+        return choose(problem, Means(shared_memory=True), requested=requested, tuned=table).config
+
+    assert config(64, few) == config(100, few, many) == cut
+    assert config(64, few, wide) == other  # the larger case
+    assert config(100, few, replace(many, config=other)) == ()
+    assert config(65, few) == config(64) == config(64, few, requested="direct") == ()
+    on_gpu = replace(spec(64).problem(2), device="cuda")
+    tuning_key = on_gpu.tuning_key
+    assert tuning_key is not None
+    taken = choose(
+        on_gpu, Means(shared_memory=True), tuned=Table((replace(few, series=tuning_key[0]),))
+    )
+    assert (taken.algorithm, taken.config) == ("fused", cut)
+
+
+def test_only_the_same_kind_of_problem_counts() -> None:
+    one = measured(spec(512), unfused=1.0, direct=9.0, pipelined=9.0)
+    assert plan(spec(512), one).algorithm == "unfused"
+    changes: list[dict[str, Any]] = [
+        {"dtype": torch.float32},
+        {"shape": (512, 1024)},
+        {"sizes": (255, 257)},
+        {"options": Options(out_dtype=torch.float32)},
+        {"shape": (2, 256, 512), "dim": 1, "sizes": (128, 128)},
+        {"shape": (512, 512), "dim": 1},
+        {"shape": (0, 512), "sizes": (0, 0)},
+    ]
+    for change in changes:
+        assert not plan(spec(512), one, **change).reason.startswith("tuned"), change
+    same: list[dict[str, Any]] = [
+        {"options": Options(bias=True, residual=True)},
+        {"shape": (256, 2, 512), "sizes": (128, 128)},
+    ]
+    for change in same:
+        assert plan(spec(512), one, **change).reason.startswith("tuned"), change
+
+
+def test_an_algorithm_asked_for_is_what_runs() -> None:
+    one = Table((measured(spec(64), unfused=1.0, direct=2.0),))
+    problem = spec(64).problem(2)
+    asked = choose(problem, Means(shared_memory=True), requested="pipelined", tuned=one)
+    assert (asked.algorithm, asked.reason) == ("pipelined", "asked for")
+
+
+def test_times_hold_for_the_numerics_that_they_were_measured_with() -> None:
+    """Where `unfused` sums in order it takes longer, so another algorithm may be faster there."""
+    reduction = spec(64, op="matmul_reduce_scatter").problem(2, "cuda")
+    assert reduction.numerics == VENDOR
+    key = reduction.tuning_key
+    assert key is not None
+    one = Measurement(*key, other=512, ms={"unfused": 2.0, "direct": 1.0}, date="2026-11-22")
+    ordered = replace(reduction, numerics=ORDERED)
+    means, tuned = Means(shared_memory=True), Table((one,))
+    assert choose(reduction, means, tuned=tuned).algorithm == "direct"
+    assert choose(ordered, means, tuned=tuned).algorithm == "unfused"
+
+
+def test_numerics_are_those_of_the_algorithm() -> None:
+    """Only `unfused` leaves a sum to the vendor, and no gather has a choice."""
+    reduction = spec(64, op="matmul_all_reduce").problem(2, "cuda")
+    means = Means(shared_memory=True)
+    plans = [choose(reduction, means, requested=way) for way in ("unfused", "direct", "ring")]
+    plans.append(choose(replace(reduction, numerics=ORDERED), means, requested="unfused"))
+    assert [each.numerics for each in plans] == [VENDOR, ORDERED, ORDERED, ORDERED]
+    assert all(f"numerics '{each.numerics}'" in each.reason for each in plans)
+    assert len({each.signature for each in plans}) == len(plans)
+    gather = choose(spec(64).problem(2, "cuda"), means)
+    assert "numerics" not in gather.reason and gather.text.endswith("[unfused]")

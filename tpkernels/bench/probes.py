@@ -1,0 +1,157 @@
+"""Probes of a machine: how fast its ranks multiply, copy and exchange, all at once, because they
+share memory channels, clocks and possibly cores.
+
+`bench` takes its rooflines from them: a call takes at least as long as its flops at the matmul's
+rate, and as the bytes it must touch at the copy's rate. `tune --machine` keeps them as a `Profile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.distributed as dist
+
+from tpkernels import groups, ops
+from tpkernels.bench.cases import Case, run_local_matmul, run_matmul
+from tpkernels.bench.inputs import memory_budget
+from tpkernels.launch.session import rank_device, synchronizer
+from tpkernels.planning import store
+from tpkernels.planning.cost import MEASURED, Link, Profile, Rates, machine_named, machines
+from tpkernels.planning.machine import Machine, last_level_cache_bytes, this_machine
+from tpkernels.terminal import UsageError, check_known
+from tpkernels.timing import Variant, measure
+
+# A square matmul that is long compared with its overheads and short compared with a case: 2 GFLOP
+# take about 40 ms on a core of AMD EPYC Zen 3 in fp32 (2026-11-21, `tpkernels bench`: 0.058
+# TFLOP/s).
+_SIZE = {"cpu": 1024, "cuda": 8192}
+_REPEAT, _SECONDS = 5, 1.0
+_COPY_BYTES = 4  # times the cache, if memory allows
+_LEAST_BYTES = 1 << 20
+
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_SMALL, _LARGE = 4 << 10, 16 << 20  # bytes of the tensor that is gathered
+_LINK_REPEAT, _LINK_SECONDS = 20, 2.0
+
+
+def measure_rates(dtype: torch.dtype, device: str) -> Rates:
+    """Measure this rank's rates on "cpu" or "cuda". Collective."""
+    place, synchronize = rank_device(device), synchronizer(device)
+    size = _SIZE[device]
+    x, w = (torch.randn(size, size).to(place, dtype) for _ in range(2))
+    case = Case("matmul_all_reduce", x, (), (w.t(),))
+    cache = last_level_cache_bytes(device)
+    nbytes = max(_LEAST_BYTES, min(_COPY_BYTES * cache, memory_budget(device) // 2))
+    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=place)
+    target = torch.empty_like(source)
+    variants = {
+        "local_matmul": Variant(lambda: run_local_matmul(case)),
+        "copy": Variant(lambda: target.copy_(source)),
+    }
+    samples = measure(variants, repeat=_REPEAT, budget=_SECONDS, synchronize=synchronize)
+    # Separate, and only once: without instructions for the dtype it takes many times as long.
+    alone = {"matmul": Variant(lambda: run_matmul(case))}
+    samples |= measure(alone, repeat=1, synchronize=synchronize)
+    best = {name: min(each.seconds) for name, each in samples.items()}
+    flops = {name: 2 * size**3 / best[name] for name in ("local_matmul", "matmul")}
+    return Rates(
+        flops=max(flops.values()),
+        torch_flops=flops["matmul"],
+        copy_bytes=2 * nbytes / best["copy"],
+        copy_over_cache=2 * nbytes / cache,
+    )
+
+
+def slowest_rates(ranks: Sequence[Rates]) -> Rates:
+    """Return the minimum of each rate, which all ranks reach."""
+    return Rates(*map(min, zip(*map(astuple, ranks), strict=True)))
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """One rank's report: its rates, by the order of `_DTYPES`, and the seconds of an all-gather of
+    `_SMALL` and of `_LARGE` bytes."""
+
+    machine: Machine
+    rates: tuple[Rates, ...]
+    small: tuple[float, ...]
+    large: tuple[float, ...]
+
+
+def measure_machine(device: str) -> MachineReport:
+    """Measure this rank's share of the machine while the others measure theirs. Collective."""
+    assert dist.group.WORLD is not None  # it runs on ranks
+    group = groups.get(dist.group.WORLD.group_name).ready(device)
+    rates = tuple(measure_rates(dtype, device) for dtype in _DTYPES)
+    place, variants = rank_device(device), {}
+    for name, nbytes in (("small", _SMALL), ("large", _LARGE)):
+        x = torch.zeros(nbytes // 4 // group.world, device=place)
+        variants[name] = Variant(lambda x=x: ops.all_gather(x, group.name))  # type: ignore[misc]
+    samples = measure(
+        variants, repeat=_LINK_REPEAT, budget=_LINK_SECONDS, synchronize=synchronizer(device)
+    )
+    machine = this_machine(device, group.world, group.hosts, group.shared_memory)
+    return MachineReport(machine, rates, samples["small"].seconds, samples["large"].seconds)
+
+
+def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
+    """Return the rates that all ranks reach at once."""
+    machine, world = reports[0].machine, len(reports)
+    by_dtype = [slowest_rates(rates) for rates in zip(*(r.rates for r in reports), strict=True)]
+    flops16, flops32, flops64 = (rates.flops for rates in by_dtype)
+    small, large = (
+        min(max(each) for each in zip(*seconds, strict=True))  # the best, as `measure_rates` takes
+        for seconds in ([r.small for r in reports], [r.large for r in reports])
+    )
+    received = _LARGE * (world - 1) / world
+    link = Link(call=small, step=0.0, bandwidth=received / max(large - small, 1e-9))
+    on_gpus = machine.kind == "cuda"
+    units = torch.cuda.get_device_properties(0).multi_processor_count if on_gpus else 0
+    return Profile(
+        title=f"{machine.device}, {world} ranks x {machine.threads} threads",
+        device=machine.kind,
+        flops=(flops16, flops32, flops64),
+        bandwidth=min(rates.copy_bytes for rates in by_dtype),
+        memory=0,
+        node=world,
+        within=link,
+        between=link,
+        host=machine_named(store.name_of_own(machine.kind)).host,
+        overlaps=on_gpus,
+        source=f"measured by tpkernels tune --machine, {day}",
+        multiprocessors=units,
+    )
+
+
+def machine_by_name(name: str | None, ranks: int, device: str) -> Profile:
+    """Return a machine for `tpkernels plan`. ``UsageError`` if there is none of that name, or this
+    one has not been measured.
+
+    Args:
+        name: of `machines.yaml`, or "this"; None: as a product on a mesh takes it.
+        ranks: of the mesh, for "this".
+    """
+    if name is None:
+        return store.own_machine(device, ranks)[1]
+    if name != MEASURED:
+        check_known("machine", [name], (MEASURED, *machines()))
+        return machine_named(name)
+    measured = store.load_rates(this_machine(device, ranks, 1, True, threads=1))
+    if measured is None:
+        raise UsageError(
+            f"this machine has not been measured with {ranks} ranks of 1 thread; run tpkernels "
+            f"tune --machine --tp {ranks}"
+        )
+    return measured
+
+
+def rates_text(profile: Profile) -> str:
+    """Describe rates for people."""
+    tflops = ", ".join(f"{flops / 1e12:.3g}" for flops in profile.flops)
+    link = profile.within
+    return (
+        f"{tflops} TFLOP/s (16, 32, 64 bits), memory {profile.bandwidth / 1e9:.3g} GB/s, link "
+        f"{link.bandwidth / 1e9:.3g} GB/s and {1e6 * link.call:.3g} us a call"
+    )

@@ -1,0 +1,162 @@
+"""The cases of `tpkernels tune` on one rank: each algorithm is verified, then the op is called as
+within `tpkernels.autotune`."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+
+import torch
+import torch.distributed as dist
+
+from tpkernels import groups
+from tpkernels.bench.cases import Case, Outputs, planned, random_case, run_tpkernels
+from tpkernels.bench.inputs import Inputs
+from tpkernels.bench.specs import Spec
+from tpkernels.bench.verification import Verdict, verify
+from tpkernels.groups.group import Group
+from tpkernels.groups.tuning import Tuning
+from tpkernels.launch.session import gather_objects, rank_device, synchronizer
+from tpkernels.planning.choose import Means, Plan, candidates
+from tpkernels.planning.machine import Machine, instructions, this_machine
+from tpkernels.planning.table import Config, Measurement, Table
+from tpkernels.timing import Variant, measure, slowest
+from tpkernels.tuning.tuner import tuning_by
+
+_CONFIG_REPEAT = 5
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """One rank's report on a case.
+
+    Attributes:
+        before, after: the plans of ``auto`` with the times known so far, and with these.
+        verdicts: of all algorithms that can run.
+        measurement: the times of the algorithms whose result is right, on CPUs to the bit: `auto`
+            may take any. None: nothing could be measured.
+    """
+
+    machine: Machine
+    before: Plan
+    after: Plan
+    verdicts: dict[str, Verdict]
+    measurement: Measurement | None
+
+    @property
+    def right(self) -> bool:
+        """Return whether every algorithm's result is right."""
+        return all(verdict.right for verdict in self.verdicts.values())
+
+
+def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> TuneReport:
+    """Verify all algorithms on one case, and tune it with the right ones. On GPUs the best block
+    sizes for the `fused` kernels are found first. Collective.
+
+    Args:
+        repeat, budget: the most rounds, and the seconds after which no further round starts.
+    """
+    case = random_case(spec, rank_device(device))
+    assert dist.group.WORLD is not None  # cases only run on ranks
+    group = groups.get(dist.group.WORLD.group_name).ready(device)
+    problem = spec.problem(group.world, device)
+    means = Means(
+        group.shared_memory,
+        group.workspace_bytes,
+        instructions(),
+        why_no_node=group.why_no_node,
+    )
+    _, before = planned(case.copy(), "auto")
+    results: dict[str, Outputs] = {}
+    for name in candidates(problem, means):
+        with contextlib.suppress(NotImplementedError):  # kernels that do not run on these GPUs
+            results[name] = run_tpkernels(case.copy(), name)
+    verdicts = verify(case, None, results)
+    right = [
+        name
+        for name, verdict in verdicts.items()
+        if verdict.right and (device != "cpu" or _same_bits(results[name], results["unfused"]))
+    ]
+    known, key = group.tuned(device), problem.tuning_key
+    assert key is not None  # a spec is split evenly
+    config: Config = ()
+    try:
+        if device == "cuda" and "fused" in right:
+            inputs = Inputs(case, cold=True)
+            fused = Variant(lambda: run_tpkernels(inputs.sharded(), "fused"))
+            config = best_config(spec, case, group, fused, synchronizer(device))
+        with tuning_by(group, Tuning(limit=budget, rounds=repeat, among=right, anew=True)):
+            run_tpkernels(case.copy())
+        found = [one for one in group.tuned(device).at(*key) if one not in known.at(*key)]
+        new = [
+            replace(one, other=spec.other, config=config, tried=False) for one in found if one.tried
+        ]
+        group.use_times(device, known.extended(new))
+        _, after = planned(case.copy(), "auto")
+    finally:
+        group.use_times(device, known)
+    machine = this_machine(device, group.world, group.hosts, group.shared_memory)
+    return TuneReport(machine, before, after, verdicts, new[0] if new else None)
+
+
+def _same_bits(left: Outputs, right: Outputs) -> bool:
+    """Return whether two algorithms give the same results on all ranks."""
+    return all(gather_objects(all(map(torch.equal, left, right))))
+
+
+def measurement(
+    spec: Spec, world: int, ms: dict[str, float], device: str = "cpu", config: Config = ()
+) -> Measurement:
+    """Return today's measurement of a case."""
+    tuning_key = spec.problem(world, device).tuning_key
+    assert tuning_key is not None  # a spec is split evenly
+    today = date.today().isoformat()
+    return Measurement(*tuning_key, other=spec.other, ms=ms, date=today, config=config)
+
+
+def best_config(
+    spec: Spec,
+    case: Case,
+    group: Group,
+    fused: Variant,
+    finish: Callable[[], object] | None,
+) -> Config:
+    """Return the fastest of the default config and the candidates, which calls use from here on;
+    the same on all ranks. Not interleaved, because a new config requires a new plan."""
+    from tpkernels.kernels import configs
+
+    kind, times = case.x.device.type, {}
+    for config in ((), *configs.candidates(spec.dtype, spec.shape[0])):
+        if not _compiles(case, config, finish):
+            continue
+        _use(spec, group, kind, config)
+        samples = measure({"fused": fused}, repeat=_CONFIG_REPEAT, synchronize=finish)["fused"]
+        (times[config],) = slowest([statistics.median(samples.seconds)])
+    best = min(times, key=times.__getitem__)
+    _use(spec, group, kind, best)
+    return best
+
+
+def _use(spec: Spec, group: Group, device: str, config: Config) -> None:
+    forced = measurement(spec, group.world, {"fused": 1.0}, device, config)
+    group.use_times(device, Table((forced,)))
+
+
+def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -> bool:
+    """Return whether the kernel with these block sizes fits the GPUs of all ranks. Tried outside
+    the op, where a failure would break the group."""
+    from tpkernels.kernels import configs, matmul
+
+    (w,) = case.weights
+    x = case.x if case.x.shape[0] else w.new_zeros(1, w.shape[0])
+    try:
+        chosen = configs.choose(x.device, x.dtype, sum(case.sizes), config)
+        matmul.matmul(x, w, config=chosen)
+        if finish is not None:
+            finish()
+    except Exception:  # Triton's own classes: out of shared memory or registers
+        return all(gather_objects(False))
+    return all(gather_objects(True))

@@ -1,0 +1,96 @@
+"""How calls are cut into blocks, and what they need of a workspace.
+
+All ranks cut alike, because everything follows from the shapes and dtypes in a call's signature. A
+call by LL (csrc/cuda/ll.cuh) moves twice the bytes, but is one hop without a fence; LL128
+(csrc/cuda/ll128.cuh) moves 8/7 of the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpkernels.integers import ceil_div, round_up
+
+# Largest tensor that is gathered or scattered by LL, in bytes, counted over all ranks. NCCL's range
+# for LL; untuned: no GPU has run it. Of all-reduces: planning/hops.py.
+LL_BYTES = 128 << 10
+# Most blocks of a call: few, since blocks take SMs from a matmul. Elements of an all-reduce, and
+# bytes of a shard, for each. Not measured.
+MOST_BLOCKS, _REDUCE_SHARE, _SHARD_SHARE = 64, 4096, 8 << 10
+_SLOT_ALIGNMENT = 256
+SEGMENT_UNIT = 64  # elements; csrc/cuda/all_reduce.cuh
+LANE = 8  # elements that a thread sums at a time; csrc/cuda/reduce.cuh
+PACK_BYTES = 16  # that a thread copies at a time; csrc/cuda/ll.cuh
+_LL_THREADS, _FIRST_WORD, _PACK_WORDS = 256, 2, 4  # csrc/cuda/ll.cuh
+_LINE_WORDS, _LINE_VECTORS = 16, 7  # csrc/cuda/ll128.cuh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a call is cut, and where it keeps its data in a buffer."""
+
+    blocks: int
+    words: int  # from each source
+    segment: int = 0  # elements that a rank reduces
+    slot_bytes: int = 0
+    results_at: int = 0
+    nbytes: int = 0
+
+
+def ll_words(*nbytes: int) -> int:
+    """Return the words from each source, for at most so many bytes from one rank to another, in
+    each hop."""
+    return _FIRST_WORD + _PACK_WORDS * sum(ceil_div(size, PACK_BYTES) for size in nbytes)
+
+
+def _ll_blocks(nbytes: int, lane_bytes: int) -> int:
+    """``nbytes``: the most that any rank sends to another; ``lane_bytes``: what a thread takes at a
+    time."""
+    return min(MOST_BLOCKS, max(1, ceil_div(nbytes, _LL_THREADS * lane_bytes)))
+
+
+def all_reduce_layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Layout:
+    """Return the layout for ``count`` elements of ``x_bytes`` each, which become ``out_bytes``
+    each."""
+    segment = count if way == "ll" else round_up(ceil_div(count, world), SEGMENT_UNIT)
+    nbytes = segment * x_bytes
+    if way == "ll":
+        return Layout(_ll_blocks(nbytes, LANE * x_bytes), ll_words(nbytes), segment)
+    if way == "ll_two_shot":
+        words = ll_words(nbytes, segment * out_bytes)
+        return Layout(_ll_blocks(nbytes, LANE * x_bytes), words, segment)
+    if way == "ll128":  # of eight threads, seven have a vector
+        turns = ceil_div(ceil_div(segment, LANE), _LINE_VECTORS)
+        lines = sum(turns * ceil_div(LANE * size, PACK_BYTES) for size in (x_bytes, out_bytes))
+        lanes = ceil_div(segment, _LINE_VECTORS) * (_LINE_VECTORS + 1)
+        return Layout(_ll_blocks(lanes, LANE), _LINE_WORDS * (1 + lines), segment)
+    blocks = min(MOST_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARE)))
+    slot = 0 if way == "multimem" else round_up(nbytes, _SLOT_ALIGNMENT)
+    results = round_up(count * out_bytes, _SLOT_ALIGNMENT)  # multimem: all of x, summed in place
+    return Layout(blocks, 1 + 2 * blocks, segment, slot, world * slot, world * slot + results)
+
+
+def rows_layout(
+    way: str, rows: int, columns: int, world: int, x_bytes: int, cluster: int
+) -> Layout:
+    """Return the same for an all-reduce of whole rows, each normalised by ``cluster`` blocks."""
+    segment_rows = rows if way == "ll" else ceil_div(rows, world)
+    segment = segment_rows * columns
+    clusters = segment_rows if way == "two_shot" else rows
+    blocks = cluster * max(1, min(MOST_BLOCKS // cluster, clusters))
+    if way != "two_shot":
+        hops = 1 if way == "ll" else 2
+        return Layout(blocks, ll_words(*[segment * x_bytes] * hops), segment)
+    slot = round_up(segment * x_bytes, _SLOT_ALIGNMENT)
+    results = round_up(rows * columns * x_bytes, _SLOT_ALIGNMENT)
+    return Layout(blocks, 1 + 2 * blocks, segment, slot, world * slot, world * slot + results)
+
+
+def shards_layout(way: str, shard_bytes: int, world: int, lane_bytes: int) -> Layout:
+    """Return the layout for shards of at most so many bytes; ``lane_bytes``: what a thread takes at
+    a time by LL."""
+    if way == "ll":
+        return Layout(_ll_blocks(shard_bytes, lane_bytes), ll_words(shard_bytes))
+    blocks = min(MOST_BLOCKS, max(1, ceil_div(shard_bytes, _SHARD_SHARE)))
+    slot = round_up(shard_bytes, _SLOT_ALIGNMENT)
+    return Layout(blocks, 1 + blocks, slot_bytes=slot, nbytes=world * slot)

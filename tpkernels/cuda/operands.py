@@ -1,0 +1,99 @@
+"""Check the tensors of a call, and give the extension its form of arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from tpkernels import _C
+from tpkernels.dtypes import CODES, name
+from tpkernels.symm.device import DeviceWorkspace, signed
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_contiguous(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Raise ``ValueError`` for a tensor that is on another device or not contiguous."""
+    for what, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            raise ValueError(f"{what} is on {tensor.device}; it must be on {device}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{what} has strides {list(tensor.stride())}; it must be contiguous: pass "
+                "a .contiguous() copy"
+            )
+
+
+def check_dtypes(**tensors: torch.Tensor | None) -> None:
+    """Raise ``NotImplementedError`` for a dtype that the kernels cannot sum."""
+    for what, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in DTYPES:
+            allowed = ", ".join(map(name, DTYPES))
+            raise NotImplementedError(f"{what} is {name(tensor.dtype)}; supported: {allowed}")
+
+
+def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
+    """Raise ``ValueError`` unless all tensors have the first one's shape and, if ``dtype``, its
+    dtype."""
+    (first, model), *rest = tensors.items()
+    assert model is not None  # no caller passes None first
+    for what, tensor in rest:
+        if tensor is None:
+            continue
+        if tensor.shape != model.shape or (dtype and tensor.dtype != model.dtype):
+            raise ValueError(
+                f"{what} is {list(tensor.shape)} {name(tensor.dtype)}, {first} "
+                f"{list(model.shape)} {name(model.dtype)}; they must match"
+            )
+
+
+def check_bias(bias: torch.Tensor | None, cols: int | None = None) -> None:
+    """Raise ``ValueError`` unless bias is [cols], of any length by default."""
+    if bias is not None and (bias.dim() != 1 or cols not in (None, bias.shape[0])):
+        needed = "cols" if cols is None else cols
+        raise ValueError(f"bias has shape {list(bias.shape)}; it must be [{needed}]")
+
+
+def check_room(space: DeviceWorkspace, words: int, buffer_bytes: int) -> None:
+    """Raise ``ValueError`` unless a call that needs that much fits the workspace."""
+    if not space.holds(words, buffer_bytes):
+        raise ValueError(
+            f"the workspace has {space.words} words from each source and buffers of "
+            f"{space.buffer_bytes} bytes; this call needs {words} and {buffer_bytes}"
+        )
+
+
+def epilogue(
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    begin: int = 0,
+) -> _C.cuda.Epilogue:
+    """Return the extension's form of an epilogue, for elements from ``begin`` on."""
+    return _C.cuda.Epilogue(
+        CODES[out_dtype],
+        0 if bias is None else bias.data_ptr(),
+        1 if bias is None else max(bias.numel(), 1),
+        0 if bias is None else CODES[bias.dtype],
+        0 if residual is None else residual.data_ptr() + begin * residual.element_size(),
+        0 if residual is None else CODES[residual.dtype],
+    )
+
+
+def space_of(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
+    """Return what every kernel needs of a call, in the extension's form."""
+    return _C.cuda.Space(
+        regions=space.regions.data_ptr(),
+        state=space.state.data_ptr(),
+        control=space.control.data_ptr(),
+        rank=space.rank,
+        signature=signed(signature),
+        timeout_ns=space.timeout_ns,
+        words=space.words,
+        buffers_at=space.buffers_at,
+        buffer_stride=space.buffer_stride,
+        WORLD=space.world,
+        seed=space.seed,
+        CHAOS=space.chaos,
+    )

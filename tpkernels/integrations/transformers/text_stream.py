@@ -1,0 +1,70 @@
+"""Tokens to text, as they arrive. What a stop string may begin with is held back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+
+class TextStream:
+    """The text of one answer.
+
+    Args:
+        tokenizer: a fast one of transformers.
+        stop: strings before which the text ends.
+        end_tokens: tokens that end the answer and have no text.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], end_tokens: Collection[int]) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer, self._stop, self._end_tokens = tokenizer, stop, end_tokens
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._tokens: list[int] = []
+        self._text = ""  # of the tokens so far
+        self._sent = 0  # characters of it
+        self.stopped = False  #: a stop string was found, or a token that ends the answer
+
+    def feed(self, tokens: Sequence[int], last: bool) -> str:
+        """Return the text that these tokens make certain. ``last``: no more will follow."""
+        if self.stopped:
+            return ""
+        searched = len(self._text)
+        for token in tokens:
+            if token in self._end_tokens:
+                self.stopped = True
+                break
+            self._tokens.append(token)
+            self._text += self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+        last = last or self.stopped
+        if last:
+            self._complete()
+        end = self._find_stop(searched)
+        if end is None:
+            end = len(self._text) - (0 if last else self._held())
+        piece = self._text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
+
+    def _complete(self) -> None:
+        """Add what the decoder still holds: bytes that are no whole character."""
+        whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if whole.startswith(self._text):
+            self._text = whole
+
+    def _find_stop(self, searched: int) -> int | None:
+        """Return where the first stop string begins; the text before ``searched`` contains none."""
+        places = [self._text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop]
+        found = [place for place in places if place >= 0]
+        if not found:
+            return None
+        self.stopped = True
+        return min(found)
+
+    def _held(self) -> int:
+        """Count characters at the end of the text with which a stop string begins."""
+        longest = max(map(len, self._stop), default=0)
+        for length in range(min(longest - 1, len(self._text) - self._sent), 0, -1):
+            if any(stop.startswith(self._text[-length:]) for stop in self._stop):
+                return length
+        return 0

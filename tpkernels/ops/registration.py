@@ -1,0 +1,352 @@
+"""Registration of the ops under ``torch.ops.tpkernels``: kernels, gradients, autocast."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
+
+from tpkernels import _C, backends, groups, validation
+from tpkernels.call import Call
+from tpkernels.local.packed import is_packed
+from tpkernels.local.product import LocalProduct, Weight
+from tpkernels.ops.problems import fake_result, problem_of
+from tpkernels.ops.shortcut import PLAIN_KEYS, arguments_of, kernel_above, shortcut
+from tpkernels.tuning.planned_calls import plan_call
+
+_LIBRARY = torch.library.Library("tpkernels", "DEF")
+_BELOW = torch._C._after_ADInplaceOrView_keyset
+# What runs each op on CPU and CUDA tensors; the dispatcher cannot be asked for it.
+_KERNELS: dict[str, Callable[..., Any]] = {}
+_OUR_TAG = re.compile(r" ?tpkernels\{[^}]*\}")
+
+
+def define_local(
+    schema: str,
+    *,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    autocast: bool = False,
+) -> None:
+    """Make ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors, of which
+    arguments named ``w`` or ``weights`` may be packed, and its fake kernel. Both get the arguments
+    as the schema has them; `define` says what the others are."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, run, "CUDA")
+    parsed = torch._C.parse_schema(f"tpkernels::{schema}")
+    arguments = arguments_of(parsed)
+    if any(argument.name in ("w", "weights") for argument in parsed.arguments):
+        _LIBRARY.impl(name, run, "MkldnnCPU")
+
+    def checked_fake(*args: Any, **options: Any) -> Any:
+        validation.tensors(arguments.named(args, options)._asdict())
+        return fake(*args, **options)
+
+    torch.library.register_fake(f"tpkernels::{name}", checked_fake, lib=_LIBRARY)
+    _KERNELS[name] = run
+    if save is not None and backward is not None:
+        _define_backward(name, save, backward)
+    if autocast:
+        _define_autocast(name)
+
+
+def define(
+    schema: str,
+    *,
+    execute: Callable[[Call, Any], Any],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    no_gradient: str = "",
+    autocast: bool = False,
+    check: Callable[[torch.Tensor], None] | None = None,
+) -> Callable[..., Any]:
+    """Make ``torch.ops.tpkernels.<name>``, an op that communicates over ``group`` and does what its
+    record in `op_spec.OPS` says; return what to call in its place (`shortcut`). The functions get
+    the arguments as a named tuple with the schema's names.
+
+    Args:
+        execute: ``execute(call, given)`` runs a planned call. All that can fail for one rank alone,
+            such as an allocation, belongs there.
+        save: ``save(ctx, given, output)`` keeps for the backward what it needs.
+        backward: ``backward(ctx, needs, *grads)``, where ``needs`` has the names of the positional
+            arguments and says whose gradient is needed; returns gradients by name. It runs in the
+            dtypes of the forward, also under autocast, and is refused where it would have to be
+            differentiated itself.
+        no_gradient: what to do instead, where the op has no gradient.
+        autocast: cast the operands under autocast, as ``torch.matmul`` does.
+        check: of ``x``, what must be checked in every call, since the key does not tell.
+    """
+    parsed = torch._C.parse_schema(f"tpkernels::{schema}")
+    arguments, op = arguments_of(parsed), schema.partition("(")[0]
+    written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
+    record = op.removesuffix("_") if written else op
+
+    def on_trial(given: Any) -> Callable[[Call], Any]:
+        """Return what runs a planned call and overwrites none of the caller's arguments."""
+        copies = given._replace(**{name: getattr(given, name).clone() for name in written})
+        return lambda call: backends.run(call, lambda: call, execute, copies)
+
+    def plan(given: Any) -> tuple[Call, _C.calls.Bound | None]:
+        validation.tensors(given._asdict())
+        group = groups.get(given.group)
+        make_run = functools.partial(on_trial, given)
+        call = plan_call(group, problem_of(record, group, given), given, make_run)
+        return call, backends.bind(call, given, arguments, execute, bool(written))
+
+    def run_planned(call: Call, given: Any) -> Any:
+        return backends.run(call, lambda: plan(given)[0], execute, given)
+
+    def fake_kernel(*args: Any, **options: Any) -> Any:
+        given = arguments.named(args, options)
+        group = groups.get(given.group)
+        # The functions of this package break the graph there.
+        if TracingContext.try_get() is not None and (
+            sizes := validation.empty_shards(given._asdict())
+        ):
+            raise NotImplementedError(
+                f"torch.ops.tpkernels.{op} in a compiled graph with {sizes}: a rank without rows "
+                f"would drop or move its call. Call tpkernels.{op}, or give each rank a row"
+            )
+        _add_positions()
+        return None if written else fake_result(record, group, given)
+
+    kernel = _C.calls.make_kernel(arguments, plan, run_planned, backends.failed, check)
+    define_local(
+        schema, run=kernel, fake=fake_kernel, save=save, backward=backward, autocast=autocast
+    )
+    if written:
+        _define_in_place(op, no_gradient)
+    elif no_gradient:
+        _define_without_gradient(op, no_gradient)
+    return shortcut(op, kernel, overwrites=bool(written))
+
+
+def _add_positions() -> None:
+    """Make torch's compile caches tell graphs apart by this rank's place in the groups that the ops
+    have used. Called while a graph is traced, before its key is made. What the user has set stays.
+
+    A call in a graph has the name of its group, not how many ranks that has nor which of them this
+    is, and the shape of its result may depend on both. Without them, a graph that was compiled for
+    one rank would be found in the cache by a job of two, or by the other rank. Torch's own
+    collectives take the size as an argument for that reason.
+    """
+    places = ", ".join(f"{name}: {rank} of {world}" for name, rank, world in groups.positions())
+    config = torch.compiler.config
+    theirs = _OUR_TAG.sub("", config.cache_key_tag)
+    tag = f"{theirs} tpkernels{{{places}}}".strip()
+    if config.cache_key_tag != tag:
+        config.cache_key_tag = tag
+
+
+def _define_backward(op: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
+    overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
+    arguments = arguments_of(overload._schema)
+    names = [each.name for each in overload._schema.arguments if not each.kwarg_only]
+    needs_of = namedtuple("Needs", names, defaults=[False] * len(names))  # type: ignore[misc]
+
+    def keep(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+        save(ctx, arguments.named(inputs, keyword_only_inputs or {}), output)
+
+    def first_order(ctx: Any, *grads: Any) -> Any:
+        try:
+            if torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"tpkernels.{op} has no second derivative; call backward without "
+                    "create_graph=True"
+                )
+            needs = needs_of(*ctx.needs_input_grad)  # without the defaults at the end
+            with torch._C._DisableAutocast(), groups.told_of_errors(getattr(ctx, "group", None)):
+                found = backward(ctx, needs, *grads)
+            return tuple(found.get(name) for name in names[: len(ctx.needs_input_grad)])
+        except BaseException as error:
+            groups.break_if_left(getattr(ctx, "group", None), error)
+            raise
+
+    # What torch.library.register_autograd registers. By itself it would go through the dispatcher
+    # once more in a call without a gradient: 13 us, AMD EPYC Zen 3, torch 2.13, 2026-11-21.
+    recorded = make_autograd_impl(overload, Info(first_order, keep))
+
+    def otherwise(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _forbid_tangents(op, args)
+        if torch.is_grad_enabled():
+            _forbid_packed(op, args)
+        return recorded(keys, *args, **options)
+
+    _LIBRARY.impl(op, kernel_above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
+
+
+def _define_without_gradient(op: str, instead: str) -> None:
+    """Make an op refuse tensors that need a gradient; ``instead`` says what to do then."""
+    overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
+
+    def otherwise(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(args)):
+            raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
+        if forward_ad._current_level >= 0:
+            _forbid_tangents(op, args)
+        return overload.redispatch(keys & _BELOW, *args, **options)
+
+    _LIBRARY.impl(op, kernel_above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
+
+
+def _define_in_place(op: str, instead: str) -> None:
+    """Make an op that overwrites its first argument tell autograd so, and refuse tensors that need
+    a gradient or cannot be overwritten; ``instead`` says what to do in that case."""
+    overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
+
+    def refuse_negative(x: torch.Tensor, *args: Any, **options: Any) -> None:
+        raise NotImplementedError(
+            f"tpkernels.{op} cannot overwrite a negative view, such as z.conj().imag; pass "
+            "x.resolve_neg()"
+        )
+
+    def otherwise(
+        keys: torch._C.DispatchKeySet, x: torch.Tensor, *args: Any, **options: Any
+    ) -> None:
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
+        if forward_ad._current_level >= 0:
+            _forbid_tangents(op, [x])
+        torch.autograd.graph.increment_version(x)  # tensors saved for a backward are stale
+        overload.redispatch(keys & _BELOW, x, *args, **options)
+
+    above = kernel_above(run, otherwise, overwrites=True)
+    _LIBRARY.impl(op, above, "Autograd", with_keyset=True)
+    _LIBRARY.impl(op, above, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
+    _LIBRARY.impl(op, refuse_negative, "Negative")
+
+
+def _define_autocast(op: str) -> None:
+    """Make an op cast its operands under autocast, as ``torch.matmul`` does.
+
+    ``torch.library.register_autocast`` supports neither keyword arguments nor more than one dtype.
+    """
+    overload = getattr(torch.ops.tpkernels, op).default
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def cast_and_call(device: str, key: str, *args: Any, **options: Any) -> Any:
+        dtype, out_dtype = torch.get_autocast_dtype(device), options.get("out_dtype")
+        off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        with torch._C._ExcludeDispatchKeyGuard(off):
+            given = dict(zip(names, args, strict=False))  # without the defaults at the end
+            with groups.told_of_errors(given.get("group")):  # no memory for the copies
+                lowered = [_lowered(n, a, dtype, out_dtype) for n, a in given.items()]
+            return overload(*lowered, **options)
+
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _LIBRARY.impl(op, functools.partial(cast_and_call, device, key), key)
+
+
+def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Any:
+    """Return an argument as autocast passes it: floating-point tensors in ``dtype``. Unchanged are
+    float64, a bias or the weight of a norm in float32 and a residual in the output's dtype, which
+    the ops take with 16-bit operands, and a packed weight, whose dtype is checked."""
+    if isinstance(value, (list, tuple)):
+        return [_lowered(name, each, dtype, out_dtype) for each in value]
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    kept: dict[str, torch.dtype | None] = {"residual": out_dtype}
+    kept |= dict.fromkeys(("biases", "bias", "norm_weight"), torch.float32)
+    if value.dtype in (torch.float64, kept.get(name)) or is_packed(value):
+        return value
+    return value.to(dtype)
+
+
+def _forbid_tangents(op: str, args: Iterable[Any]) -> None:
+    """``NotImplementedError`` where forward-mode AD would silently treat a tangent as zero."""
+    if any(map(_has_tangent, _tensors(args))):
+        raise NotImplementedError(
+            f"tpkernels.{op} has no forward-mode derivative; use reverse mode (backward)"
+        )
+
+
+def _forbid_packed(op: str, args: Iterable[Any]) -> None:
+    """``NotImplementedError`` where a gradient is needed and a weight is packed."""
+    tensors = [x for x in _tensors(args) if x.requires_grad or is_packed(x)]
+    if any(x.requires_grad for x in tensors) and any(is_packed(x) for x in tensors):
+        raise NotImplementedError(
+            f"tpkernels.{op} has no gradient with a packed weight; call it under torch.no_grad(), "
+            "or pass the plain weight"
+        )
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in args:
+        if isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def callable_for(
+    op: str, weights: Sequence[Weight], usual: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return what runs an op with these weights: what runs it with tensors, or, as the dispatcher
+    takes no functions, its kernel where one of them is a `LocalProduct`."""
+    for w in weights:
+        # The first question is cheap; the class of the second is abstract.
+        if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
+            return functools.partial(_run_products, op)
+    return usual
+
+
+def _run_products(op: str, *args: Any, **options: Any) -> Any:
+    """Break compiled graphs, which cannot have a function of the caller as a part."""
+    run = _products
+    if "torch._dynamo" in sys.modules:  # otherwise this imports it, which takes a second
+        run = torch.compiler.disable(_products)
+    return run(op, *args, **options)
+
+
+_run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _products(op: str, *args: Any, **options: Any) -> Any:
+    # As the dispatcher does.
+    args, options = tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, options))
+    for x in _tensors([*args, *options.values()]):
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"tpkernels.{op} with a LocalProduct takes plain tensors, not {type(x).__name__}"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"tpkernels.{op} has no gradient with a LocalProduct; call it under torch.no_grad()"
+            )
+        if forward_ad._current_level >= 0:
+            _forbid_tangents(op, [x])
+        keys = torch._C._dispatch_keys(x)
+        dense = x.layout == torch.strided and not x.is_meta
+        if dense and keys.raw_repr() & ~PLAIN_KEYS.raw_repr():
+            raise NotImplementedError(
+                f"tpkernels.{op} with a LocalProduct takes dense tensors with memory of their own, "
+                f"not one with the dispatch keys {keys}"
+            )
+    return _KERNELS[op](*args, **options)
+
+
+def bias_list(
+    x: torch.Tensor, biases: Sequence[torch.Tensor | None] | None
+) -> list[torch.Tensor] | None:
+    """Return biases as the ops take them: lists hold tensors only, so an empty one means none."""
+    if biases is None:
+        return None
+    return [x.new_empty(0) if bias is None else bias for bias in biases]

@@ -1,0 +1,498 @@
+"""The tuner: ``auto`` finds out by a `Contest` which algorithm is the fastest for a problem, in the
+first calls that are made anyway (`tried`), or on the spot (`tuned`: ``tpkernels.autotune``, and
+`tpkernels tune` for each of its cases).
+
+On the spot
+
+Problem: every algorithm must be timed on all ranks alike, and one that fails, on whatever rank and
+however far it has come, must leave the group usable and no rank behind.
+
+Algorithm: the ranks plan each algorithm on a second group with a workspace of its own
+(`Group.second`), and make the op's call there, with its own inputs: first each algorithm once, then
+the rounds of the contest. After each run they exchange their times on the real group, and whether
+it failed (`_Tuner._attempt`).
+
+Failure: a call that fails breaks the second group, which tells the peers, as in any group. So all
+ranks come to the exchange, leave the algorithm out, and go on with a new second group. No rank is
+in another algorithm by then. There is only one process group, so an error in an algorithm that goes
+through it is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from tpkernels import _C, backends
+from tpkernels.call import Call
+from tpkernels.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    TpkernelsError,
+)
+from tpkernels.groups.group import Group
+from tpkernels.groups.registry import GroupLike, named_or_default
+from tpkernels.groups.tuning import LIMIT, Tuning
+from tpkernels.local.packed import columns_of
+from tpkernels.local.product import Product, Weight
+from tpkernels.planning import store
+from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.choose import is_worth_trying
+from tpkernels.planning.machine import last_level_cache_bytes, this_machine
+from tpkernels.planning.problem import Problem
+from tpkernels.planning.table import Measurement
+from tpkernels.text import of_error
+from tpkernels.tuning.contest import ELIGIBLE, Contest, Sample, Trial, is_eligible
+
+_MOST_TRIALS = 1024  # of one group
+_STAGE_ROUNDS = 5
+_FEWEST_ROUNDS = 3  # before a candidate drops out
+_REPORT_SECONDS = 2.0
+_MOST_SCRATCH_BYTES = 256 << 20
+_FLOAT64: Any = {"dtype": torch.float64, "device": "cpu"}
+
+Plan = Callable[[Group, str], Call]  # on a group, by an algorithm
+MakeRun = Callable[[], Callable[[Call], object]]
+
+
+@contextlib.contextmanager
+def autotune(
+    group: GroupLike | None = None, *, limit: float = LIMIT, save: bool = False
+) -> Iterator[None]:
+    """Within the context, ``algorithm="auto"`` times every algorithm of a problem on the spot when
+    it first meets it, on all ranks together, and keeps the fastest for the life of the group. All
+    ranks enter and leave the context between the same calls::
+
+        with tpkernels.autotune(group):
+            model(x)  # tunes what it meets
+        model(x)
+
+    ``tpkernels.init(group, autotune=True)`` does it for all calls. Results are right while tuning:
+    the algorithms run on the call's own inputs (on a copy of one that an op overwrites), and the
+    call then runs with the winner. The slowest rank's time counts. The caches are overwritten
+    before each run, as other layers would. A problem has its op, dtypes and the shape of
+    the tensor that travels; row counts within a factor of 1.5 share their times. Works on CPU and
+    CUDA tensors. Problems with uneven shards are not tuned, nor CUDA tensors that gloo moves, nor
+    what is met while a graph is traced. What is met in the capture of a CUDA graph is tuned when it
+    is met again.
+
+    An algorithm that reads its peers' memory, and fails on any rank, is left out with a warning: it
+    runs in a workspace of its own. An error in one that goes through the process group breaks the
+    group, as in any call. While tuning, a rank needs memory for a second workspace, for up to
+    256 MiB that overwrite the caches, and for the copies; if that is not there, nothing is tuned,
+    with a warning.
+
+    Args:
+        group: the process group; None for the default one.
+        limit: seconds after which no further round of a problem starts; inf for none. Each
+            algorithm runs at least twice. Rank 0 reports on stderr when a problem takes longer than
+            two seconds.
+        save: also add the times to the file of `tpkernels tune`, for later processes.
+
+    Raises:
+        ValueError: ``limit`` is not positive.
+    """
+    if not limit > 0:
+        raise ValueError(f"limit must be positive, in seconds, not {limit}")
+    with tuning_by(named_or_default(group), Tuning(float(limit), save)):
+        yield
+
+
+@contextlib.contextmanager
+def tuning_by(group: Group, tuning: Tuning) -> Iterator[None]:
+    """Tune on the spot what calls of a group meet within the block."""
+    before = group.measured.tuning
+    group.tune_by(tuning)
+    try:
+        yield
+    finally:  # `init` may have turned it on within the block
+        group.tune_by(Tuning() if before is None and group.autotune else before)
+
+
+# In the first calls of a problem.
+
+
+def tried(call: Call, plan: Callable[[str], Call]) -> Call:
+    """Return the call as ``auto`` makes it: one that takes part in a trial, unless there is none
+    for its problem or it is over. All ranks plan the same problems in the same order, and so have
+    the same trials.
+
+    Args:
+        call: what is planned without a trial.
+        plan: plans the same call with a given algorithm; ``NotImplementedError`` if that cannot
+            run.
+    """
+    group, problem = call.group, call.problem
+    if group.autotune is False or problem.device != "cpu":  # whose times are not read for this
+        return call
+    if not is_eligible(problem, group.shared_memory, group.tuned(problem.device)):
+        return call
+    key, calls = problem.tuning_key, {}
+    assert key is not None  # it is eligible
+    for name in ELIGIBLE:
+        if name == call.plan.algorithm or is_worth_trying(problem, name):
+            with contextlib.suppress(NotImplementedError):
+                calls[name] = plan(name)
+    chosen, trials = call.plan.algorithm, group.measured.trials
+    if len(calls) < 2 or chosen not in calls:
+        return call
+    trial = trials.get((*key, *calls))
+    if trial is None:
+        if len(trials) >= _MOST_TRIALS:
+            return call
+        trial = trials[(*key, *calls)] = Trial(*key, tuple(calls), chosen)
+    return call if trial.over else replace(call, function=Tried(trial, calls))
+
+
+class Tried:
+    """The implementation of an op during a trial: runs the algorithm whose turn it is, and measures
+    it."""
+
+    def __init__(self, trial: Trial, calls: Mapping[str, Call]) -> None:
+        self._trial, self._calls = trial, calls
+
+    def __call__(self, call: Call, x: torch.Tensor, factor: Any, *operands: Any) -> Any:
+        """Make the call; ``factor``: a weight, or what has several ``weights``."""
+        trial, chosen = self._trial, self._calls[self._trial.algorithm]
+        begin = time.perf_counter()
+        result = chosen.function(chosen, x, factor, *operands)
+        end = time.perf_counter()
+        weights = getattr(factor, "weights", factor)
+        trial.samples.append(Sample(begin, end, _other_extent(x, weights)))
+        if trial.stage_over:
+            self._end_stage(call)
+        return result
+
+    def _end_stage(self, call: Call) -> None:
+        trial, group, problem = self._trial, call.group, call.problem
+        if not trial.begun:
+            trial.begin()
+            return
+        samples = torch.tensor(trial.samples, **_FLOAT64)
+        what = f"the times of {len(samples)} calls"
+        times = exchanged(group, problem, what, samples)
+        trial.advance([[Sample(*each) for each in rank] for rank in times.tolist()])
+        if trial.over:
+            known = group.tuned(problem.device)
+            group.use_times(problem.device, known.extended(trial.measurements))
+
+
+# On the spot.
+
+
+def tuned(call: Call, names: Sequence[str], plan: Plan, make_run: MakeRun, given: Any) -> bool:
+    """Tune the problem of a call that ``auto`` makes, if nothing was measured for it; return
+    whether it is to be planned again. Collective.
+
+    Args:
+        names: the algorithms that ``auto`` may take.
+        make_run: makes what runs the op's planned call, with the arguments ``given``, of which it
+            overwrites none.
+    """
+    group, problem, tuning = call.group, call.problem, call.group.measured.tuning
+    assert tuning is not None  # the caller has looked
+    if tuning.among is not None:
+        names = [name for name in names if name in tuning.among]
+    elif problem.device == "cpu":
+        names = [name for name in names if is_worth_trying(problem, name)]
+    if problem.tuning_key is None or problem.world == 1 or len(names) < 2:
+        return False
+    if not group.has_times(problem.device):
+        return False
+
+    def is_known() -> bool:
+        """Return whether the problem, or one of nearly the same extent, was measured, or nothing
+        can be."""
+        key = problem.tuning_key
+        assert key is not None  # seen above
+        if tuning.anew:
+            return False
+        left_out = group.measured.left_out_of(problem) is not None
+        return left_out or group.tuned(problem.device).near(*key)
+
+    if is_known() or group.is_met_in_capture(given.x.device):
+        return False
+    try:
+        with group.together():
+            if not is_known():  # another thread was first
+                _Tuner(group, problem, plan, given, tuning).tune(names, make_run)
+    except BaseException as error:
+        if not group.open:  # between ranks that share no memory nothing else tells the others
+            backends.failed(call, error)
+        raise
+    return True
+
+
+class _Skipped(Exception):
+    """A problem cannot be tuned, on any rank."""
+
+
+class _Failed(Exception):
+    """An algorithm is to be left out, on all ranks."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(why)
+        self.name = name
+
+
+class _Tuner:
+    """Tunes one problem. ``group`` is the real one, whose turn the caller has."""
+
+    def __init__(
+        self, group: Group, problem: Problem, plan: Plan, given: Any, tuning: Tuning
+    ) -> None:
+        self._group, self._problem, self._plan, self._tuning = group, problem, plan, tuning
+        self._x: torch.Tensor = given.x
+        w = getattr(given, "weights", None) or getattr(given, "w", None)
+        self._other = _other_extent(given.x, w)
+        self._seconds = group.timeout_on(problem.device)
+        self._rounds = 0  # counted so far
+        self._begun = self._reported = time.perf_counter()
+
+    def tune(self, names: Sequence[str], make_run: MakeRun) -> None:
+        """Time the algorithms and make the group use the times."""
+        group, problem, key = self._group, self._problem, self._problem.tuning_key
+        assert key is not None  # the caller has looked
+        if group.workspace is None:  # whose exchanges would tell that a rank is in another call
+            self._require_same_problem()
+        left_out = group.measured.left_out.setdefault(key, {})
+        contest = Contest(names)
+        try:
+            self._prepare(make_run)
+            while len(contest.remaining) > 1:
+                try:
+                    with self._second() as second:
+                        self._compete(contest, second)
+                    break
+                except _Failed as failure:
+                    name, why = failure.name, f"failed when it was tuned: {failure}"
+                contest.leave_out(name)
+                left_out[name] = why
+                self._warn(f"algorithm '{name}' {why}")
+        except _Skipped as skipped:
+            self._warn(f"not tuned: {skipped}")
+        if self._rounds:
+            found = contest.measurements(*key)
+            group.use_times(problem.device, group.tuned(problem.device).extended(found))
+            if self._tuning.save and group.rank == 0:
+                self._save(found)
+
+    def _warn(self, text: str) -> None:
+        if self._group.rank == 0:
+            self._group.notices.append(f"{self._problem}: {text}")
+
+    def _require_same_problem(self) -> None:
+        problems = self._group.exchange("tuning", str(self._problem), self._seconds)
+        for rank, problem in enumerate(problems):
+            if problem != str(self._problem):
+                raise CollectiveMismatchError(
+                    f"rank {self._group.rank} tunes {self._problem}, but rank {rank} {problem}. "
+                    "The group is broken: make a new one.",
+                    peer=rank,
+                )
+
+    def _exchanged(self, what: str, *mine: float) -> list[list[float]]:
+        """Return the numbers of all ranks, in rank order. Collective."""
+        numbers = torch.tensor(mine, **_FLOAT64)
+        found: list[list[float]] = exchanged(self._group, self._problem, what, numbers).tolist()
+        return found
+
+    def _prepare(self, make_run: MakeRun) -> None:
+        """Allocate what the runs need; `_Skipped` on all ranks if one of them cannot."""
+        why = ""
+        try:
+            self._scratch = _scratch(self._x.device, self._problem.world)
+            self._run = make_run()
+        except (MemoryError, RuntimeError) as error:  # torch has no class for the CPU's
+            why = of_error(error)
+        if any(failed for (failed,) in self._exchanged("preparing", float(bool(why)))):
+            raise _Skipped(why or "a rank has no memory for it")
+
+    @contextlib.contextmanager
+    def _second(self) -> Iterator[Group]:
+        """Make a second group whose failure leaves the real one usable."""
+        group = self._group
+        try:
+            second = group.second("tuning", self._problem.device)
+        except MemoryError as error:
+            raise _Skipped(of_error(error)) from None
+        try:
+            if second.shared_memory != group.shared_memory:
+                raise _Skipped(f"a second workspace has no shared memory: {second.why_not_shared}")
+            yield second
+        finally:
+            second.close("the end of tuning")
+
+    def _compete(self, contest: Contest, second: Group) -> None:
+        """Run the candidates on the second group until the outcome is clear or the time is up.
+        `_Failed` if one of them did."""
+        calls: dict[str, Call] = {}
+
+        def plan(name: str) -> tuple[()]:
+            calls[name] = self._plan(second, name)
+            return ()
+
+        for name in list(contest.remaining):
+            if self._attempt(name, second, functools.partial(plan, name)) is None:
+                contest.leave_out(name)
+        if second.usable_bytes != self._group.usable_bytes:  # other steps than on the real group
+            raise _Skipped("no memory for a second workspace of the same size")
+        limit, most = self._tuning.limit, self._tuning.rounds
+        order, counts, begun = list(calls), False, self._elapsed()  # a warm-up comes first
+        while len(contest.remaining) > 1:
+            self._report(contest)
+            samples = [self._sample(name, calls[name]) for name in order]
+            if counts:
+                contest.add(order, samples, one_clock=self._group.workspace is not None)
+                self._rounds += len(order) // len(contest.remaining)
+            if self._rounds >= _FEWEST_ROUNDS:
+                contest.drop_slower()
+            now = self._elapsed()
+            round_seconds = (now - begun) / len(order) * len(contest.remaining)
+            if self._rounds >= most or (self._rounds and limit - now < round_seconds):
+                break
+            rounds = min(_STAGE_ROUNDS, most - self._rounds, (limit - now) / round_seconds)
+            order, counts, begun = contest.rounds(max(1, int(rounds)), self._rounds), True, now
+
+    def _sample(self, name: str, call: Call) -> list[Sample]:
+        """Run an algorithm once; return the samples of all ranks."""
+        timed = functools.partial(self._timed, call)
+        samples = self._attempt(name, call.group, timed, len(Sample._fields))
+        assert samples is not None  # it can run
+        return [Sample(*each) for each in samples]
+
+    def _timed(self, call: Call) -> Sample:
+        self._scratch.fill_(1)  # takes the place of the inputs in the caches
+        _finish(self._x.device)
+        begin = time.perf_counter()
+        self._run(call)
+        _finish(self._x.device)
+        end = time.perf_counter()
+        call.group.check_kernels(call.plan.text)  # a failure on a GPU shows only now
+        return Sample(begin, end, self._other)
+
+    def _attempt(
+        self, name: str, second: Group, run: Callable[[], Sequence[float]], count: int = 0
+    ) -> list[list[float]] | None:
+        """Run, on all ranks, what they do on the second group for an algorithm; return the
+        ``count`` numbers that each returns, in rank order; None: it cannot run, on any rank.
+        `_Failed` if it fails on one. No rank goes on before all have left it."""
+        numbers: Sequence[float] = [0.0] * count
+        supported, error = True, None
+        try:
+            numbers = run()
+        except NotImplementedError:  # on all ranks
+            supported = False
+        except Exception as failure:  # whatever it is, the others go on without
+            second.mark_broken(failure)
+            if self._group.workspace is None:  # its calls go through the one process group
+                raise
+            error = failure
+        try:
+            everyone = self._exchanged(f"'{name}'", float(error is not None), *numbers)
+            if any(failed for failed, *_ in everyone):
+                raise self._failure(name, error)
+        finally:
+            error = None  # it has this frame, and what failed in it, in its traceback
+        return [theirs for _, *theirs in everyone] if supported else None
+
+    def _failure(self, name: str, error: Exception | None) -> Exception:
+        """Return why an algorithm has failed on one rank or more, or what is to be raised if it
+        cannot be left out."""
+        # What a peer's failure has caused does not say why.
+        first = error is not None and not isinstance(error, TpkernelsError)
+        mine = {"why": "" if error is None else of_error(error), "first": first}
+        reports = self._group.exchange("a failure while tuning", mine, self._seconds)
+        culprit = max(
+            range(len(reports)),
+            key=lambda rank: (reports[rank]["first"], reports[rank]["why"] != "", -rank),
+        )
+        why = f"rank {culprit}: {reports[culprit]['why']}"
+        if ALGORITHMS[name].needs_shared_memory:
+            return _Failed(name, why)
+        text = f"{self._problem} by '{name}', which was tuned, failed on {why}"
+        return error or PeerLostError(text, peer=culprit)
+
+    def _elapsed(self) -> float:
+        """Return the seconds since the tuning began, by rank 0's clock. Collective."""
+        return self._exchanged("the time", time.perf_counter() - self._begun)[0][0]
+
+    def _report(self, contest: Contest) -> None:
+        now = time.perf_counter()
+        if self._group.rank == 0 and now - self._reported >= _REPORT_SECONDS:
+            self._reported = now
+            print(
+                f"tpkernels.autotune: {self._problem}: {now - self._begun:.0f} s, "
+                f"{self._rounds} rounds of {', '.join(contest.remaining)}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _save(self, found: Sequence[Measurement]) -> None:
+        group, device = self._group, self._problem.device
+        try:
+            machine = this_machine(device, group.world, group.hosts, group.shared_memory)
+            store.update(machine, *found)
+        except Exception as error:  # a warning, too, may be one: rank 0 alone must not raise it
+            group.notices.append(f"tpkernels.autotune could not save its times: {error}")
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _scratch(device: torch.device, world: int) -> torch.Tensor:
+    """Allocate this rank's part of what overwrites the last-level cache."""
+    cache = last_level_cache_bytes(device.type)
+    nbytes = 2 * cache if device.type == "cuda" else 2 * cache // world
+    return torch.empty(min(nbytes, _MOST_SCRATCH_BYTES), dtype=torch.uint8, device=device)
+
+
+def _other_extent(x: torch.Tensor, w: Weight | Sequence[Weight] | None) -> int:
+    """Return the extent of the matmul that is not part of the problem, on this rank: N of
+    column-parallel weights, which come in a list, K of a row-parallel one; 0 without a matmul."""
+    if w is None:
+        return 0
+    if isinstance(w, (torch.Tensor, Product)):
+        return int(x.shape[-1])
+    return sum(map(columns_of, w))
+
+
+def exchanged(group: Group, problem: Problem, what: str, mine: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of float64 of each rank, in rank order: [W, ...]. Collective: the caller has
+    the turn."""
+    text, seconds = f"{what} of {problem}", group.timeout_on(problem.device)
+    workspace = group.workspace
+    if workspace is not None:
+        everyone = torch.empty((problem.world, *mine.shape), **_FLOAT64)
+        signature = zlib.crc32(text.encode()) or 1
+        layout = _C.host.ShardLayout(1, mine.numel(), (1,) * problem.world)
+        kind, segments = _C.calls.Kind.ALL_GATHER, workspace.segments
+        collective = _C.calls.Collective(workspace.channel, segments, signature, text, kind, layout)
+        with workspace.waiting(seconds):
+            collective.run(mine, everyone)
+        return everyone
+    sent = mine.flatten().to(torch.device(problem.device))
+    everyone = sent.new_empty(problem.world * sent.numel())
+    try:
+        work = group.pg._allgather_base(everyone, sent, AllgatherOptions())
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        late = "timed out" in str(error).lower()
+        raise (CollectiveTimeoutError if late else PeerLostError)(
+            f"{text}: rank {group.rank} waited for torch.distributed, timeout {seconds:g} s: "
+            f"{error}. The group is broken: make a new one."
+        ) from error
+    return everyone.cpu().view(problem.world, *mine.shape)
