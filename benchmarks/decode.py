@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tpkernels
+from tpkernels.interleaved import interleaved
 from tpkernels.launch import Ranks
 
 LAYERS, WARMUP = 12, 10
@@ -146,18 +147,14 @@ def measure(
     with torch.inference_mode():
         variants, model = variants_of(vllm, product), Model(width, product)
         blocks = {name: model.prepared(variant) for name, variant in variants.items()}
-        order, draw = list(variants), random.Random(0)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-        for repetition in range(WARMUP + repeat):
-            draw.shuffle(order)
-            for name in order:
-                dist.barrier()
-                begin = time.perf_counter()
-                spent = model.step(batch, variants[name], blocks[name])
-                took = time.perf_counter() - begin
-                if repetition >= WARMUP:
-                    times[name].append((spent / (2 * LAYERS) * 1e6, took * 1e3))
-    return times
+        for name in interleaved(variants, WARMUP + repeat):
+            dist.barrier()
+            begin = time.perf_counter()
+            spent = model.step(batch, variants[name], blocks[name])
+            took = time.perf_counter() - begin
+            times[name].append((spent / (2 * LAYERS) * 1e6, took * 1e3))
+    return {name: pairs[WARMUP:] for name, pairs in times.items()}
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 
 import tpkernels
+from tpkernels.interleaved import interleaved
 from tpkernels.local.matmul import new_product
 from tpkernels.local.packed import native, packed_product
 
@@ -57,14 +58,13 @@ def medians(
         got = multiply(x, weights[way][0]).double()
         torch.testing.assert_close(got, exact, atol=0.05, rtol=0.05)
     times: dict[str, list[float]] = {way: [] for way in ways}
-    turns = itertools.islice(itertools.cycle(range(copies)), max(repeat, copies) + copies)
-    for turn, copy in enumerate(turns):
-        for way, (multiply, _) in ways.items():
-            begin = time.perf_counter()
-            multiply(x, weights[way][copy])
-            if turn >= copies:  # the first round prepares what libraries keep of a weight
-                times[way].append(time.perf_counter() - begin)
-    return {way: 1e6 * statistics.median(taken) for way, taken in times.items()}
+    for way in interleaved(ways, max(repeat, copies) + copies):
+        copy = weights[way][len(times[way]) % copies]
+        begin = time.perf_counter()
+        ways[way][0](x, copy)
+        times[way].append(time.perf_counter() - begin)
+    # The first round of copies prepares what libraries keep of a weight.
+    return {way: 1e6 * statistics.median(taken[copies:]) for way, taken in times.items()}
 
 
 def main() -> None:

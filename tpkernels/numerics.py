@@ -98,13 +98,12 @@ class Report:
                 f"expected {self.worst.reference:.6g}"
             )
         lines.append("regions: fraction above tolerance, largest difference")
-        cells = [["", *(_span(region.columns) for region in self.regions[0])]]
+        cells = [["", *("{}:{}".format(*region.columns) for region in self.regions[0])]]
         for i, line in enumerate(self.regions):
-            cells.append([f"{i}  {_span(line[0].rows)}", *map(_cell, line)])
+            cells.append([f"{i}  {line[0].rows[0]}:{line[0].rows[1]}", *map(_cell, line)])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for line_of_cells in cells:
-            padded = (text.rjust(width) for text, width in zip(line_of_cells, widths, strict=True))
-            lines.append("  " + "  ".join(padded))
+        for texts in cells:
+            lines.append("  " + "  ".join(map(str.rjust, texts, widths)))
         return "\n".join(lines)
 
 
@@ -257,10 +256,6 @@ def _cell(region: Region) -> str:
         return "-"
     mark = "!" if region.fraction else ""
     return f"{mark}{_percent(region.fraction)} {region.largest:.1e}"
-
-
-def _span(ends: tuple[int, int]) -> str:
-    return f"{ends[0]}:{ends[1]}"
 
 
 def _percent(fraction: float) -> str:

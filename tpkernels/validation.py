@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tpkernels import dtypes
-from tpkernels.groups.group import Group
 from tpkernels.local.packed import columns_of, is_packed
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.shards import check_sizes
@@ -245,24 +244,6 @@ def weights(
                     f"weights[{i}] is a LocalProduct with a bias; add the bias in its function"
                 )
             bias(biases[i], x, columns_of(w), f"biases[{i}]")
-
-
-def gathered_shape(
-    shape: Sequence[int], gather_dim: int, sizes: Sequence[int] | None, group: Group
-) -> list[int]:
-    """Return the shape of the whole of which ``shape`` is this rank's shard; for fake kernels."""
-    whole, at = list(shape), dim(gather_dim, len(shape), "gather_dim")
-    whole[at] = whole[at] * group.world if sizes is None else sum(sizes)
-    return whole
-
-
-def scattered_shape(
-    shape: Sequence[int], scatter_dim: int, sizes: Sequence[int] | None, group: Group
-) -> list[int]:
-    """Return the shape of this rank's shard of a whole of ``shape``; for fake kernels."""
-    shard, at = list(shape), dim(scatter_dim, len(shape), "scatter_dim")
-    shard[at] = shard[at] // group.world if sizes is None else sizes[group.rank]
-    return shard
 
 
 def empty_shards(options: Mapping[str, Any]) -> str:

@@ -130,6 +130,10 @@ bool Direct::takes(const Slots& slots, const Tensor& x) const {
 
 py::object Direct::run(const Slots& slots, const Tensor& x) const {
   if (!products_.empty()) return gather_and_multiply(slots, x);
+  if (in_place_) {
+    collective_->run(x, x);
+    return py::none();
+  }
   static PyObject* const to_float = PyUnicode_InternFromString("float");
   auto in = py::reinterpret_borrow<py::object>(slots[0]);
   Tensor summand = x;
@@ -150,7 +154,7 @@ py::object Direct::run(const Slots& slots, const Tensor& x) const {
     const bool fits =
         collective_->kind() == Collective::Kind::kAllReduce || collective_->is_alone();
     out = fits ? viewed(in, shape_) : empty_like(in, shape_);  // the partial, until it is summed
-  } else if (!in_place_) {
+  } else {
     out = empty_like(in, shape_);
   }
   Norm norm;
@@ -160,7 +164,6 @@ py::object Direct::run(const Slots& slots, const Tensor& x) const {
     norm = {tensor(at(slots, norm_weight_)), tensor(normed), eps_};
   }
   collective_->run(summand, tensor(out), addends, norm);
-  if (in_place_) return py::none();
   return normed ? py::object(py::make_tuple(std::move(normed), std::move(out))) : out;
 }
 

@@ -21,7 +21,7 @@ from tests.algorithms.test_hierarchical import BITS
 from tests.algorithms.test_hierarchical_routes import hosts
 from tests.algorithms.test_unfused_cuda import DEFAULTS, F32, factors, fake
 from tests.cuda.test_numerics import cases
-from tests.planning.test_plan import TWO_LEVELS, problem
+from tests.planning.test_choose import TWO_LEVELS, problem
 from tests.support import faults
 from tests.support.cases import DTYPES, Case, RanksFixture
 from tests.support.cuda_rehearsal import pretending

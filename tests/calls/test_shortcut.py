@@ -3,21 +3,29 @@ else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpkernels
 from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
+from tests.support.paths import ROOT
 from tests.support.ranked import fresh_group, report
 from tests.support.tiers import thorough
-from tpkernels import _C
+from tpkernels import _C, defaults
 from tpkernels.ops import shortcut
 from tpkernels.ops.shortcut import is_plain
 
@@ -196,6 +204,46 @@ def test_warm_calls_of_plain_tensors_take_the_shortcut(
     report(f for rank in ranks(WORLD).run(short_job, from_memory) for f in rank)
 
 
+def warm_calls_job() -> list[tuple[str, str, bool, bool]]:
+    """Of each op's warm call: its result, whether it is dispatched, and whether Python runs it."""
+    found = []
+    with fresh_group(autotune=False) as group, torch.no_grad():
+        for op, call in calls_of(group, packed=True).items():
+            call()
+            with functions_called("tpkernels") as names:
+                result = call()
+            short = "tpkernels.ops.shortcut.dispatched" not in names
+            found.append((op, str(result), short, "tpkernels.backends.run" not in names))
+        assert is_plain(torch.ones(1)) == all(short for _, _, short, _ in found)
+    return found
+
+
+def test_one_variable_turns_all_of_it_off(ranks: RanksFixture) -> None:
+    """With the same results. The process that starts ranks reads the variable."""
+    code = (
+        "from tests.calls.test_shortcut import warm_calls_job\n"
+        "from tpkernels.launch import Ranks\n"
+        "with Ranks(2) as ranks: print(ranks.run(warm_calls_job))"
+    )
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "TPKERNELS_PYTHON_CALLS": "1"}
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert ended.returncode == 0, ended.stderr
+    in_python: Any = ast.literal_eval(ended.stdout)
+    for calls, short in zip(in_python, ranks(WORLD).run(warm_calls_job), strict=True):
+        assert [call[:2] for call in calls] == [call[:2] for call in short]
+        assert not any(call[2] or call[3] for call in calls)
+        assert all(call[2] and call[3] for call in short)
+
+
+def test_a_malformed_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPKERNELS_PYTHON_CALLS", "yes")
+    with pytest.raises(ValueError, match="TPKERNELS_PYTHON_CALLS is 'yes'; set it to 1"):
+        defaults.python_calls.__wrapped__()
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", thorough("inductor")])
 def test_a_compiled_call_is_the_op(ranks: RanksFixture, backend: str) -> None:
     report(f for rank in ranks(WORLD).run(compiled_job, backend) for f in rank)
@@ -246,3 +294,84 @@ def test_what_is_plain() -> None:
         assert not is_plain(x.as_subclass(Own))
         assert not is_plain(x, [torch.ones(2, device="meta")])
     assert is_plain(x, [x]) and not is_plain(x, [parameter])
+
+
+# Key sets that are read from torch's memory are those that torch reports.
+
+
+@pytest.fixture(autouse=True)
+def found_again() -> Iterator[None]:
+    """Key sets are read from memory after a test that has stopped it."""
+    yield
+    shortcut.outside_modes(shortcut.find_key_sets)
+
+
+def check_keys(*tensors: torch.Tensor) -> None:
+    assert _C.calls.keys_of_thread() == shortcut.keys_of_thread()
+    for tensor in tensors:
+        assert _C.calls.keys_of_tensor(tensor) == torch._C._dispatch_keys(tensor).raw_repr()
+
+
+def in_transforms() -> None:
+    torch.func.vmap(lambda x: (check_keys(x), x)[1])(torch.ones(3, 2))
+    torch.func.grad(lambda x: (check_keys(x), x.sum())[1])(torch.ones(3))
+
+
+def in_modes() -> None:
+    contexts = (
+        torch.no_grad,
+        torch.inference_mode,
+        Dispatches,
+        FakeTensorMode,
+        lambda: torch.autocast("cpu"),
+        torch.autograd.forward_ad.dual_level,
+        contextlib.nullcontext,
+    )
+    for context in contexts:
+        with context():
+            check_keys(torch.ones(2), torch.nn.Parameter(torch.ones(3)))
+
+
+def of_kinds() -> None:
+    x = torch.ones(4, 4)
+    views = (x.t(), torch._neg_view(x), x.to(torch.complex64).conj(), x.requires_grad_())
+    check_keys(
+        *views, x.to_sparse(), x.detach().to_mkldnn(), x.to("meta"), x.double(), x.view(2, 8)
+    )
+
+
+def in_a_thread() -> None:
+    def work() -> None:
+        check_keys(torch.ones(2))
+        with torch.inference_mode():
+            check_keys(torch.ones(2))
+
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
+@pytest.mark.parametrize("work", [in_transforms, in_modes, of_kinds, in_a_thread])
+@pytest.mark.parametrize("from_memory", [True, False])
+def test_key_sets_are_those_of_torch(work: Callable[[], None], from_memory: bool) -> None:
+    if not from_memory:
+        _C.calls.find_key_sets([], (0, 0))
+    work()
+
+
+def test_a_torch_that_keeps_them_elsewhere_is_asked() -> None:
+    x, meta, thread = torch.ones(1), torch.ones(1, device="meta"), shortcut.keys_of_thread()
+    right = [(each, each._cdata, torch._C._dispatch_keys(each).raw_repr()) for each in (x, meta)]
+    (tensor, impl, keys), other = right
+    assert not _C.calls.find_key_sets([(tensor, impl, keys + 1), other], thread)
+    assert not _C.calls.find_key_sets([(tensor, impl + 8, keys), other], thread)
+    assert not _C.calls.find_key_sets(
+        [right[0], right[0]], thread
+    )  # nothing to tell words apart by
+    check_keys(x, meta)
+
+
+def test_key_sets_are_found_in_torch_2_13() -> None:
+    """Shows a torch in which the shortcut is slower than it could be."""
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("other versions may keep them elsewhere")
+    assert shortcut.outside_modes(shortcut.find_key_sets)

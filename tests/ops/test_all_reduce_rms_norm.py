@@ -4,7 +4,6 @@ else is within the derived bounds of support/reference.py."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,56 +12,14 @@ import torch.distributed as dist
 import tpkernels
 from tests.ops.test_bad_input import refusals_job
 from tests.support import faults
-from tests.support.cases import COLLECTIVE_ALGORITHMS, DTYPES, QUICK_WORLDS, Case, RanksFixture
-from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, report, run_each
+from tests.support.cases import DTYPES, RanksFixture
+from tests.support.ranked import fresh_group, report
 from tests.support.refusals import Refusal, no, ones
 from tests.support.tiers import sweep
 
 OP = "all_reduce_rms_norm"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 ONE_SHOT_BYTES = 16 << 10  # csrc/host/collectives.h: above, every rank sums a part
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
-    for dtype in (*DTYPES, F64):
-        shapes = [(200, 77), (1,), (3, 1, 2)]
-        cases = [Case(op=OP, shape=shape, residual=dtype) for shape in shapes]
-        run_each(ranks, world, *cases, dtypes=(dtype,), algorithms=COLLECTIVE_ALGORITHMS)
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-def test_either_side_of_one_shot(ranks: RanksFixture, world: int) -> None:
-    for dtype in (F32, BF16):
-        most = ONE_SHOT_BYTES // dtype.itemsize
-        cases = [Case(op=OP, shape=(rows, most // 8)) for rows in (7, 8, 9)]
-        cases += [Case(op=OP, shape=(1, most + more), residual=dtype) for more in (-1, 0, 1, 65)]
-        run_each(ranks, world, *cases, dtypes=(dtype,), algorithms=("direct",))
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-@pytest.mark.parametrize("layout", sweep(["sliced", "transposed", "offset", "symmetric"]))
-def test_layouts_and_a_weight_in_float32(ranks: RanksFixture, world: int, layout: str) -> None:
-    for dtype in (F32, BF16, F16):
-        shapes = [(13,), (24, 5), (130, 77), (3, 12, 7)]
-        cases = [Case(op=OP, shape=s, layout=layout, residual=dtype, norm=F32) for s in shapes]
-        run_each(ranks, world, *cases, dtypes=(dtype,), algorithms=("direct", "unfused"))
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-def test_no_rows_at_all(ranks: RanksFixture, world: int) -> None:
-    run_each(ranks, world, Case(op=OP, shape=(0, 5)), Case(op=OP, shape=(2, 0, 7)))
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-def test_rows_that_cross_chunks(ranks: RanksFixture, world: int) -> None:
-    """A workspace that holds part of the tensor, and one that holds part of a row."""
-    case = Case(op=OP, shape=(37, 8011), residual=F32)
-    cases = [case, replace(case, shape=(2, 50001))]
-    run_each(ranks, world, *cases, dtypes=(F32,), workspace_bytes=SMALLEST_WORKSPACE)
-    if world == 3:
-        large = Case(op=OP, shape=(130, 8011))
-        run_each(ranks, world, large, dtypes=(BF16,), algorithms=("direct",))
 
 
 def bits_job() -> list[str]:

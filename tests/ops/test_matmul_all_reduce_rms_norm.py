@@ -14,15 +14,13 @@ import tpkernels
 from tests.ops.test_bad_input import refusals_job
 from tests.support.cases import (
     DTYPES,
-    MATMUL_ALGORITHMS,
     MATMUL_WAYS,
     QUICK_WORLDS,
     Case,
     RanksFixture,
     each,
-    exact,
 )
-from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, report, run_cases
+from tests.support.ranked import fresh_group, report, run_cases
 from tests.support.refusals import Refusal, no, ones, packable
 from tests.support.tiers import sweep
 
@@ -31,44 +29,9 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
 
 @pytest.mark.parametrize("world", QUICK_WORLDS)
-def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
-    case = Case(op=OP, shape=(60, 17), k=(33,))
-    run_cases(ranks, world, each(case, dtypes=(*DTYPES, F64), algorithms=MATMUL_ALGORITHMS))
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-def test_bias_residual_and_a_weight_in_float32(ranks: RanksFixture, world: int) -> None:
-    cases = []
-    for dtype in DTYPES:
-        case = Case(op=OP, shape=(3, 8, 17), k=(33, 1), biases=(dtype,), norm=F32)
-        full = replace(case, biases=(F32,), residual=dtype)
-        some = [case, full, replace(full, shape=(90, 70)), replace(full, shape=(1, 576))]
-        cases += each(*some, dtypes=(dtype,))
-    run_cases(ranks, world, cases)
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-@pytest.mark.parametrize("layout", sweep(["sliced", "transposed", "offset"]))
-def test_strided_inputs_and_weights(ranks: RanksFixture, world: int, layout: str) -> None:
-    cases = []
-    for weights in ("plain", "linear", "sliced", "caller's"):
-        case = Case(op=OP, shape=(24, 20), k=(33,), layout=layout, weight_layout=weights)
-        cases += exact(case, replace(case, shape=(3, 8, 20), biases=(F32,), residual=F32))[:8]
-    run_cases(ranks, world, cases)
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
 def test_packed_weights(ranks: RanksFixture, world: int) -> None:
     case = Case(op=OP, shape=(24, 20), k=(33,), weight_layout="packed")
     run_cases(ranks, world, each(case, replace(case, biases=(F32,)), dtypes=packable()))
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-def test_no_rows_and_rows_that_cross_chunks(ranks: RanksFixture, world: int) -> None:
-    case = Case(op=OP, shape=(0, 5), k=(33,), biases=(F32,))
-    steps = Case(op=OP, shape=(700, 301), k=(6,), biases=(F32,), residual=F32)
-    cases = exact(case, replace(case, shape=(2, 0, 5)), steps, dtypes=(F32,))
-    run_cases(ranks, world, cases, SMALLEST_WORKSPACE)
 
 
 def bits_job() -> list[str]:

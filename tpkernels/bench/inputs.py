@@ -65,7 +65,10 @@ class Inputs:
             room = memory_budget(device)
             count = copies(nbytes, footprint=footprint, cache=cache, room=room)
         self.over_cache = count * nbytes / cache if nbytes else math.inf
-        self._sharded = [_clone(case) for _ in range(count)]
+        self._sharded = [
+            replace(case, x=case.x.clone(), weights=tuple(w.clone() for w in case.weights))
+            for _ in range(count)
+        ]
         self._whole: list[Case] = []
         if case.weights:
             self._whole = [
@@ -107,8 +110,3 @@ def warm_cases(over_cache: Mapping[str, float]) -> str:
         "Inputs that may be partly or fully in the cache, with the size of all copies relative to "
         f"the cache (cold from {COLD:g}x): {'; '.join(warm)}."
     )
-
-
-def _clone(case: Case) -> Case:
-    """Copy a case; weights keep their layout."""
-    return replace(case, x=case.x.clone(), weights=tuple(w.clone() for w in case.weights))

@@ -6,6 +6,7 @@ both (another program, a lower clock) does not count as a difference. Percentile
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,18 +54,13 @@ class Speedup(Estimate):
 def paired(function: Callable[..., Array], *series: Samples) -> Estimate:
     """Estimate ``function`` of the medians of interleaved series: equally many samples, in the
     order of the repetitions."""
-    samples = np.array(series, dtype=np.float64)
-    count = samples.shape[1]
-    picks = np.random.default_rng(_SEED).integers(count, size=(_RESAMPLES, count))
-    resampled = np.median(samples[:, picks], axis=2)
-    return _estimate(function, np.median(samples, axis=1), resampled, count)
+    return independent(function, series)
 
 
 def independent(function: Callable[..., Array], *runs: Sequence[Samples]) -> Estimate:
     """Estimate ``function`` of the medians of all series of all runs. The series of a run were
     interleaved, the runs were not."""
-    generator = np.random.default_rng(_SEED)
-    medians, resampled, fewest = [], [], FEWEST
+    generator, medians, resampled, fewest = np.random.default_rng(_SEED), [], [], math.inf
     for run in runs:
         samples = np.array(run, dtype=np.float64)
         count = samples.shape[1]
@@ -72,7 +68,14 @@ def independent(function: Callable[..., Array], *runs: Sequence[Samples]) -> Est
         resampled.append(np.median(samples[:, picks], axis=2))
         medians.append(np.median(samples, axis=1))
         fewest = min(fewest, count)
-    return _estimate(function, np.concatenate(medians), np.concatenate(resampled), fewest)
+    value = float(function(*np.concatenate(medians)))
+    if fewest < FEWEST:
+        return Estimate(value, None, None)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = np.percentile(function(*np.concatenate(resampled)), [2.5, 97.5])
+    if not (np.isfinite(low) and np.isfinite(high)):
+        return Estimate(value, None, None)
+    return Estimate(value, float(low), float(high))
 
 
 def ratio(numerator: Array, denominator: Array) -> Array:
@@ -99,20 +102,4 @@ def overlap(op: Samples, unfused: Samples, gemm: Samples) -> Estimate | None:
     if not apart:
         return None
 
-    def hidden(t: Array, u: Array, g: Array) -> Array:
-        return 1 - (t - g) / (u - g)
-
-    return paired(hidden, op, unfused, gemm)
-
-
-def _estimate(
-    function: Callable[..., Array], medians: Array, resampled: Array, count: int
-) -> Estimate:
-    value = float(function(*medians))
-    if count < FEWEST:
-        return Estimate(value, None, None)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = np.percentile(function(*resampled), [2.5, 97.5])
-    if not (np.isfinite(low) and np.isfinite(high)):
-        return Estimate(value, None, None)
-    return Estimate(value, float(low), float(high))
+    return paired(lambda t, u, g: 1 - (t - g) / (u - g), op, unfused, gemm)

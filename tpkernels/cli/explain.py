@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated
 
+import rich.table
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from tpkernels.bench.probes import machine_by_name
@@ -17,10 +16,9 @@ from tpkernels.cli import options
 from tpkernels.launch.session import device_known
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store
-from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupported_algorithms
 from tpkernels.planning.cost import DEFAULTS, all_reduce_way, predicted
-from tpkernels.planning.machine import Machine, instructions, this_machine
+from tpkernels.planning.machine import instructions, this_machine
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.shards import shard_sizes
@@ -69,8 +67,40 @@ def explain(
     device_known(device)
     spec = _spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
     check_split(spec, world)
-    explanation = explanation_of(spec, world, device, hosts=hosts, threads=threads, gpu=gpu)
-    _show(f"{op} {spec}, {world} ranks, {device}", explanation, console())
+    shared_memory, problem = hosts == 1, spec.problem(world, device)
+    means = Means(
+        shared_memory,
+        instructions=instructions(),
+        unsupported=unsupported_kernels(device),
+        why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
+    )
+    machine, known = None, Table()
+    if device == "cpu" or torch.cuda.is_available():
+        machine = this_machine(device, world, hosts, shared_memory, threads=threads)
+        known = store.load_or_warn(machine)
+    chosen = choose(problem, means, tuned=known)
+    forecast, model = _predicted(spec, world, gpu) if device == "cuda" else ({}, "")
+    console().print(f"{op} {spec}, {world} ranks, {device}")
+    console().print(_table(problem, means, known, chosen, forecast))
+    notes = [f"Predicted for {model} by data sheets; not measured"] if forecast else []
+    if device == "cuda" and problem.op in ("all_reduce", "matmul_all_reduce"):
+        notes.append(_ways(problem))
+    notes.append(f"auto chooses [bold]{chosen.algorithm}[/]: {escape(chosen.reason)}")
+    if is_eligible(problem, shared_memory, known):
+        tries = ", ".join(name for name in candidates(problem, means) if name in ELIGIBLE)
+        notes.append(
+            f"In the first calls it tries {tries}, and keeps the fastest "
+            "(tpkernels.init(autotune=False): it does not)"
+        )
+    if machine is not None:
+        count, where = len(known.measurements), f"{world} ranks x {threads} threads"
+        if count:
+            path = escape(str(store.path_for(machine)))
+            notes.append(f"Measured here with {where}: {count} cases, {path}")
+        else:
+            notes.append(f"Nothing was measured here with {where}: see tpkernels tune")
+    for note in notes:
+        console().print(note)
 
 
 def _spec_of_extents(
@@ -89,47 +119,18 @@ def _spec_of_extents(
     return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
 
 
-def _show(title: str, explanation: Explanation, out: Console) -> None:
-    plan, machine = explanation.plan, explanation.machine
-    predicted = explanation.predicted
-    grid = table("algorithm", ("ms", *(["predicted ms"] if predicted else [])), "why not")
-    for name in ALGORITHMS:
-        label = f"[bold green]{name}[/]" if name == plan.algorithm else name
-        reason = explanation.unsupported[name]
-        grid.add_row(
-            label,
-            _times(name, explanation.cases) if reason is None else "",
-            *([milliseconds(1e3 * predicted[name]) if name in predicted else ""] * bool(predicted)),
-            escape(reason or ""),
-        )
-    out.print(title)
-    out.print(grid)
-    if predicted:
-        out.print(f"Predicted for {explanation.model} by data sheets; not measured", markup=False)
-    if explanation.ways is not None:
-        lines, words = explanation.ways
-        out.print(
-            f"direct sums by {lines}"
-            + (f" where NVLink connects all GPUs, else by {words}" if words != lines else "")
-            + ", for these bytes and ranks by the model of hops",
-            markup=False,
-        )
-    out.print(f"auto chooses [bold]{plan.algorithm}[/]: {escape(plan.reason)}")
-    if explanation.tries:
-        out.print(
-            f"In the first calls it tries {', '.join(explanation.tries)}, and keeps the fastest "
-            "(tpkernels.init(autotune=False): it does not)",
-            markup=False,
-        )
-    if machine is None:
-        return
-    count, where = len(explanation.table.measurements), f"{machine.ranks} ranks x {machine.threads}"
-    out.print(
-        f"Measured here with {where} threads: {count} cases, {store.path_for(machine)}"
-        if count
-        else f"Nothing was measured here with {where} threads: see tpkernels tune",
-        markup=False,
-    )
+def _table(
+    problem: Problem, means: Means, known: Table, chosen: Plan, forecast: Mapping[str, float]
+) -> rich.table.Table:
+    cases = [] if problem.tuning_key is None else known.at(*problem.tuning_key)
+    grid = table("algorithm", ("ms", *(["predicted ms"] if forecast else [])), "why not")
+    for name, reason in unsupported_algorithms(problem, means).items():
+        cells = [_times(name, cases) if reason is None else ""]
+        if forecast:
+            cells.append(milliseconds(1e3 * forecast[name]) if name in forecast else "")
+        label = f"[bold green]{name}[/]" if name == chosen.algorithm else name
+        grid.add_row(label, *cells, escape(reason or ""))
+    return grid
 
 
 def _times(name: str, cases: list[Measurement]) -> str:
@@ -142,73 +143,11 @@ def _times(name: str, cases: list[Measurement]) -> str:
     return ", ".join(times) or "not measured"
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """Why ``auto`` chooses its algorithm for a case.
-
-    Attributes:
-        plan: the choice.
-        unsupported: for each algorithm, why it cannot run; None: it can.
-        cases: the measurements of this very problem.
-        machine: None if this machine does not have the device.
-        table: everything measured for the machine.
-        tries: what ``auto`` tries in the first calls; empty: it keeps to the plan.
-        ways: how `direct` sums on GPUs, where NVLink connects all of them and where not; None: not
-            at all, or on CPUs.
-        predicted: seconds by the model of GPUs, by algorithm; empty for CPUs.
-        model: the GPUs of that model.
-    """
-
-    plan: Plan
-    unsupported: dict[str, str | None]
-    cases: list[Measurement]
-    machine: Machine | None
-    table: Table
-    tries: list[str]
-    ways: tuple[str, str] | None
-    predicted: Mapping[str, float]
-    model: str
-
-
-def explanation_of(
-    spec: Spec, world: int, device: str, *, hosts: int, threads: int, gpu: str | None = None
-) -> Explanation:
-    """Plan a case for ranks on this machine, without starting any. ``gpu`` names the GPUs for the
-    predictions; None: this machine's, or those of `cost.DEFAULTS`."""
-    shared_memory = hosts == 1
-    problem = spec.problem(world, device)
-    means = Means(
-        shared_memory,
-        instructions=instructions(),
-        unsupported=unsupported_kernels(device),
-        why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
-    )
-    machine, table = None, Table()
-    if device == "cpu" or torch.cuda.is_available():
-        machine = this_machine(device, world, hosts, shared_memory, threads=threads)
-        table = store.load_or_warn(machine)
-    key = problem.tuning_key
-    predicted, model = _predicted(spec, world, gpu) if device == "cuda" else ({}, "")
-    return Explanation(
-        plan=choose(problem, means, tuned=table),
-        unsupported=unsupported_algorithms(problem, means),
-        cases=[] if key is None else table.at(*key),
-        machine=machine,
-        table=table,
-        tries=[name for name in candidates(problem, means) if name in ELIGIBLE]
-        if is_eligible(problem, shared_memory, table)
-        else [],
-        ways=_ways(problem) if device == "cuda" else None,
-        predicted=predicted,
-        model=model,
-    )
-
-
-def _ways(problem: Problem) -> tuple[str, str] | None:
-    if problem.op not in ("all_reduce", "matmul_all_reduce"):
-        return None
+def _ways(problem: Problem) -> str:
+    """Say how `direct` sums, where NVLink connects all GPUs and where not."""
     lines, words = (all_reduce_way(problem.nbytes, problem.world, each) for each in (True, False))
-    return lines, words
+    where = f" where NVLink connects all GPUs, else by {words}" if words != lines else ""
+    return f"direct sums by {lines}{where}, for these bytes and ranks by the model of hops"
 
 
 def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, float], str]:

@@ -80,7 +80,7 @@ class RankError(RuntimeError):
         self.outcomes = list(outcomes)
 
 
-class GiveUp(Exception):
+class _GiveUp(Exception):
     """A transfer ended early: time is up, or a rank was lost. The job has recorded which."""
 
 
@@ -217,6 +217,56 @@ class Ranks:
                 made = self._run(Job(factory, world, timeout), making, close_on_error=True)
             self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in made))
 
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on every rank, and return the results by rank.
+
+        Functions and arguments are pickled, functions by reference: they must be importable in the
+        ranks, which adopt the parent's ``sys.path`` with every call.
+
+        Raises:
+            RankError: it raised, a rank died, or one took longer than ``timeout`` seconds. The
+                ranks' collectives may be out of step then, so they are closed.
+        """
+        timeout = self._timeout if timeout is None else _checked(timeout)
+        pickled = _pickled(function, args, kwargs)
+        what = getattr(function, "__qualname__", repr(function))
+        with self._my_turn(timeout):
+            self._job = Job(what, self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS))
+            with contextlib.suppress(_GiveUp):
+                self._send_function(pickled)
+                self._drain(self._job)
+            outcomes = self._finish(self._job, close_on_error=True)
+        return [outcome.value for outcome in outcomes]
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Start ``function(*args, **kwargs)`` on every rank and return at once.
+
+        Ranks that have died are skipped; `collect` reports them.
+        """
+        pickled = _pickled(function, args, kwargs)
+        with self._my_turn(self._timeout):
+            self._job = Job("submit", self.world, self._timeout, (math.inf, math.inf))
+            try:
+                self._send_function(pickled)
+            except _GiveUp:
+                self._finish(self._job)
+
+    def collect(self, timeout: float) -> list[Outcome]:
+        """Wait for the outcomes of the last `submit`, in rank order. Failed ones do not raise.
+
+        Ranks that do not answer within ``timeout`` seconds are reported as timed out and keep
+        running: a later call waits for them again, and closing kills them.
+        """
+        with self._my_turn(self._timeout, busy=True):
+            self._job.deadline = time.monotonic() + timeout
+            try:
+                self._drain(self._job)
+            except _GiveUp:
+                self._close("a rank stopped in the middle of its answer")
+            return self._job.by_rank()
+
     def call(
         self,
         method: str,
@@ -275,6 +325,32 @@ class Ranks:
         message = _request("stream", method, args, kwargs, rank, STREAM_AHEAD)
         return self._items(method, message, rank, timeout)
 
+    @property
+    def pids(self) -> list[int]:
+        """Return process ids by rank."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether this is open, every rank is alive, and none is at work on what was
+        submitted. Any thread may ask, at any time."""
+        with self._looking:
+            alive = all(process.exitcode is None for process in self._processes)
+            return self._why_closed is None and alive and not self._job.pending
+
+    def describe(self, outcome: Outcome) -> str:
+        """Return what went wrong on a rank, for an error's message."""
+        process = self._processes[outcome.rank]
+        if outcome.error is not None:
+            cause = outcome.error.strip()
+        elif outcome.timed_out:
+            assert process.pid is not None
+            cause = f"no answer: {_whereabouts(process.pid)}"
+        else:
+            code = outcome.exitcode or 0
+            cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"rank {outcome.rank} (pid {process.pid}), after {outcome.seconds:.1f} s: {cause}"
+
     def close(self) -> None:
         """End the ranks' part in this executor. Idempotent; without effect in a forked child."""
         self._close("it was closed")
@@ -288,7 +364,7 @@ class Ranks:
     # Jobs. All but the first run within `_my_turn`.
 
     def _run(self, job: Job, message: Message, close_on_error: bool = False) -> list[Outcome]:
-        with contextlib.suppress(GiveUp):
+        with contextlib.suppress(_GiveUp):
             self._send(message, job)
             self._drain(job)
         return self._finish(job, close_on_error)
@@ -299,7 +375,7 @@ class Ranks:
             self._streaming = threading.get_ident()
             job, taken = Job(what, self.world, timeout), 0
             try:
-                with contextlib.suppress(GiveUp):
+                with contextlib.suppress(_GiveUp):
                     self._send(message, job)
                     while (arrived := self._receive(job)) is not None:
                         source, reply = arrived
@@ -319,7 +395,7 @@ class Ranks:
             except GeneratorExit:
                 if self._why_closed is None:
                     job.deadline = time.monotonic() + timeout
-                    with contextlib.suppress(GiveUp):
+                    with contextlib.suppress(_GiveUp):
                         self._stop(job)
                     self._finish(job)
                 raise
@@ -356,7 +432,7 @@ class Ranks:
     def _close(self, why: str) -> None:
         if self._why_closed is None and self._pid == os.getpid():
             self._why_closed = why
-            idle = self._turn.acquire(blocking=False)
+            idle = self._turn.acquire(blocking=False)  # no call is under way: ranks read messages
             try:
                 self._end(idle)
             finally:
@@ -408,82 +484,6 @@ class Ranks:
                 f"{', '.join(sorted(self._methods)) or 'none'}"
             )
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> list[Any]:
-        """Call ``function(*args, **kwargs)`` on every rank, and return the results by rank.
-
-        Functions and arguments are pickled, functions by reference: they must be importable in the
-        ranks, which adopt the parent's ``sys.path`` with every call.
-
-        Raises:
-            RankError: it raised, a rank died, or one took longer than ``timeout`` seconds. The
-                ranks' collectives may be out of step then, so they are closed.
-        """
-        timeout = self._timeout if timeout is None else _checked(timeout)
-        pickled = _pickled(function, args, kwargs)
-        what = getattr(function, "__qualname__", repr(function))
-        with self._my_turn(timeout):
-            self._job = Job(what, self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS))
-            with contextlib.suppress(GiveUp):
-                self._send_function(pickled)
-                self._drain(self._job)
-            outcomes = self._finish(self._job, close_on_error=True)
-        return [outcome.value for outcome in outcomes]
-
-    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Start ``function(*args, **kwargs)`` on every rank and return at once.
-
-        Ranks that have died are skipped; `collect` reports them.
-        """
-        pickled = _pickled(function, args, kwargs)
-        with self._my_turn(self._timeout):
-            self._job = Job("submit", self.world, self._timeout, (math.inf, math.inf))
-            try:
-                self._send_function(pickled)
-            except GiveUp:
-                self._finish(self._job)
-
-    def collect(self, timeout: float) -> list[Outcome]:
-        """Wait for the outcomes of the last `submit`, in rank order. Failed ones do not raise.
-
-        Ranks that do not answer within ``timeout`` seconds are reported as timed out and keep
-        running: a later call waits for them again, and closing kills them.
-        """
-        with self._my_turn(self._timeout, busy=True):
-            self._job.deadline = time.monotonic() + timeout
-            try:
-                self._drain(self._job)
-            except GiveUp:
-                self._close("a rank stopped in the middle of its answer")
-            return self._job.by_rank()
-
-    @property
-    def pids(self) -> list[int]:
-        """Return process ids by rank."""
-        return [process.pid for process in self._processes if process.pid is not None]
-
-    @property
-    def healthy(self) -> bool:
-        """Return whether this is open, every rank is alive, and none is at work on what was
-        submitted. Any thread may ask, at any time."""
-        with self._looking:
-            alive = all(process.exitcode is None for process in self._processes)
-            return self._why_closed is None and alive and not self._job.pending
-
-    def describe(self, outcome: Outcome) -> str:
-        """Return what went wrong on a rank, for an error's message."""
-        process = self._processes[outcome.rank]
-        if outcome.error is not None:
-            cause = outcome.error.strip()
-        elif outcome.timed_out:
-            assert process.pid is not None
-            cause = f"no answer: {_whereabouts(process.pid)}"
-        else:
-            code = outcome.exitcode or 0
-            cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"rank {outcome.rank} (pid {process.pid}), after {outcome.seconds:.1f} s: {cause}"
-
     # The transport.
 
     def _start(self, context: ForkServerContext, rank: int, setup: worker.Setup) -> None:
@@ -505,7 +505,7 @@ class Ranks:
     def _send(self, message: Message, job: Job) -> None:
         def check() -> None:
             if self._lose_dead(job, job.pending) or job.left() <= 0:
-                raise GiveUp
+                raise _GiveUp
 
         for part in message:
             worker.transfer(self._out.write, part, _SLICE_S, check)
@@ -535,7 +535,7 @@ class Ranks:
 
         def check() -> None:
             if self._lose_dead(job, [rank]) or time.monotonic() > until:
-                raise GiveUp
+                raise _GiveUp
 
         move = partial(self._in[rank].read, 0)
         try:
@@ -543,12 +543,12 @@ class Ranks:
             if reply[0] != "pickled":
                 return reply
             data = self._pipes[rank].recv_bytes()
-        except (GiveUp, EOFError, OSError) as error:
-            if not isinstance(error, GiveUp):  # it died while sending
+        except (_GiveUp, EOFError, OSError) as error:
+            if not isinstance(error, _GiveUp):  # it died while sending
                 self._processes[rank].join(_REAP_S)
                 self._lose_dead(job, [rank])
             if rank in job.pending:
-                raise GiveUp from error
+                raise _GiveUp from error
             return None
         try:
             return "result", pickle.loads(data), reply[1]

@@ -44,7 +44,7 @@ def all_gather(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Concatenates the ranks' ``x`` along ``gather_dim``, on every rank.
+    """Concatenate the ranks' ``x`` along ``gather_dim``, on every rank.
 
     Args:
         x: this rank's shard, of any shape with at least one dim; any strides.

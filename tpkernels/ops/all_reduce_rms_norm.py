@@ -54,7 +54,7 @@ def all_reduce_rms_norm(
     eps: float = 1e-6,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum ``x`` over the ranks, adds ``residual`` and normalise the rows, as one operation.
+    """Sum ``x`` over the ranks, add ``residual`` and normalise the rows, as one operation.
 
     Args:
         x: [..., N], of the same shape on all ranks; any strides.

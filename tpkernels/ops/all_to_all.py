@@ -54,7 +54,7 @@ def all_to_all(
     scatter_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Exchanges shards along ``gather_dim`` for shards along ``scatter_dim``: like an all-gather
+    """Exchange shards along ``gather_dim`` for shards along ``scatter_dim``: like an all-gather
     after which each rank keeps only its part, without receiving the rest.
 
     Args:

@@ -84,7 +84,7 @@ def matmul_reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiplies, sums over the ranks of ``group`` and keeps this rank's shard, as one operation.
+    """Multiply, sum over the ranks of ``group`` and keep this rank's shard, as one operation.
 
     Args:
         x: [..., K]; any strides. K may differ by rank.

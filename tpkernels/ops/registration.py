@@ -252,7 +252,7 @@ def _define_autocast(op: str) -> None:
 
 
 def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Any:
-    """An argument as autocast passes it: floating-point tensors in ``dtype``. Unchanged are
+    """Return an argument as autocast passes it: floating-point tensors in ``dtype``. Unchanged are
     float64, a bias or the weight of a norm in float32 and a residual in the output's dtype, which
     the ops take with 16-bit operands, and a packed weight, whose dtype is checked."""
     if isinstance(value, (list, tuple)):
@@ -346,7 +346,7 @@ def _products(op: str, *args: Any, **options: Any) -> Any:
 def bias_list(
     x: torch.Tensor, biases: Sequence[torch.Tensor | None] | None
 ) -> list[torch.Tensor] | None:
-    """Biases as the ops take them: their lists hold tensors only, so an empty one means none."""
+    """Return biases as the ops take them: lists hold tensors only, so an empty one means none."""
     if biases is None:
         return None
     return [x.new_empty(0) if bias is None else bias for bias in biases]

@@ -40,7 +40,7 @@ def scaled_matmul_reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiply scaled operands, sums over the ranks of ``group`` and keep this rank's shard, as
+    """Multiply scaled operands, sum over the ranks of ``group`` and keep this rank's shard, as
     one operation.
 
     Args:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, field_validator
 
+from tpkernels.integrations.transformers.generator import Sampling
 from tpkernels.text import short
 
 DONE = "data: [DONE]\n\n"
@@ -54,18 +55,6 @@ class ApiError(Exception):
 def _utf8(text: str, most: int) -> str:
     """Shorten text of a request, and escape the halves of characters that JSON can have."""
     return short(text, most).encode(errors="backslashreplace").decode()
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the tokens of one request are chosen, and when they end. Temperature 0 is greedy; top_k 0
-    and top_p 1 leave all tokens."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
 
 
 def _only(*neutral: Any) -> Callable[[Any], Any]:
@@ -166,14 +155,17 @@ class Request(_Strict):
             )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
-        stop = self.stop or ()
         return Sampling(
-            max_tokens=room if asked is None else asked,
+            max_new_tokens=room if asked is None else asked,
             temperature=temperature,
             top_k=max(self.top_k or 0, 0),
             top_p=1.0 if self.top_p is None else self.top_p,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
+
+    @property
+    def stops(self) -> list[str]:
+        """Return the strings before which the answer ends."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def include_usage(self) -> bool:

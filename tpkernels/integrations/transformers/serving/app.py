@@ -103,7 +103,7 @@ async def _answer(
     service: Service, request: Request, body: api.Request, prompt: list[int]
 ) -> Response:
     sampling = body.sampling(service.prompts.room(prompt))
-    answer = service.batcher.submit(prompt, sampling)
+    answer = service.batcher.submit(prompt, sampling, body.stops)
     pieces = answer.pieces()
     replies = Replies(isinstance(body, api.ChatRequest), service.name)
     try:

@@ -27,7 +27,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from tpkernels.integrations.transformers.serving.api import ApiError, Sampling, Usage
+from tpkernels.integrations.transformers.generator import Sampling
+from tpkernels.integrations.transformers.serving.api import ApiError, Usage
 from tpkernels.integrations.transformers.text_stream import TextStream
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -132,7 +133,7 @@ class Batcher:
             return f"{type(error).__name__}: {error}"
         return None if self._manager.is_running() else "the generation has ended"
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Answer:
+    def submit(self, prompt: Sequence[int], sampling: Sampling, stop: Sequence[str] = ()) -> Answer:
         """Add a request.
 
         Raises:
@@ -141,13 +142,13 @@ class Batcher:
         if len(self.live) >= self._most:
             raise ApiError(429, f"the server has {self._most} requests already; try again later")
         name = f"request-{next(self._numbers)}"
-        answer = Answer(self, name, len(prompt), sampling)
+        answer = Answer(self, name, len(prompt), stop)
         added = None
         if self.failure() is None:
             added = self._manager.add_request(
                 list(prompt),
                 request_id=name,
-                max_new_tokens=sampling.max_tokens,
+                max_new_tokens=sampling.max_new_tokens,
                 streaming=True,
                 eos_token_id=list(self.end_tokens),
                 temperature=sampling.temperature,
@@ -195,9 +196,9 @@ class Batcher:
 class Answer:
     """What is generated for one request. Close it, whatever happens."""
 
-    def __init__(self, batcher: Batcher, name: str, prompt: int, sampling: Sampling) -> None:
+    def __init__(self, batcher: Batcher, name: str, prompt: int, stop: Sequence[str]) -> None:
         self._batcher, self._name, self._prompt = batcher, name, prompt
-        self._text = TextStream(batcher.tokenizer, sampling.stop, batcher.end_tokens)
+        self._text = TextStream(batcher.tokenizer, stop, batcher.end_tokens)
         self._begin = self._latest = time.monotonic()
         self._arrived = asyncio.Event()
         self._finished = False

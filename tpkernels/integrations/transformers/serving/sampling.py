@@ -79,7 +79,7 @@ def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 def processors() -> Any:
     """Return what a manager of transformers takes as ``logit_processor``: ``temperature``,
-    ``top_k`` and ``top_p``, in this order, as `api.Sampling` has them."""
+    ``top_k`` and ``top_p``, in this order, as `generator.Sampling` has them."""
     ours = [
         _OfRequest("temperature", 1.0, _with_temperature),
         _OfRequest("top_k", 0, _top_k),

@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,22 +84,20 @@ def serve(options: Options, *, ranks: int, threads: int, host: str, port: int) -
     """
     with _bound(host, port) as listener, _blocked(signal.SIGTERM) as unblock:
         fork_server(_PRELOAD)
-        with Ranks(ranks, threads=threads, env=limits(), shared=listener) as started:
-            stopping = _Stopping(started.pids[0])
-            with stopping:
-                listener.close()
-                unblock()
-                started.submit(run_rank, options)
-                outcomes = _outcomes(started, stopping, options.grace)
-                failed = [outcome for outcome in outcomes if not outcome.ok]
-                # The signal may end rank 0 before it serves; the others fail without it.
-                if failed and not (stopping.asked and outcomes[0].exitcode == -signal.SIGTERM):
-                    failed.sort(
-                        key=lambda outcome: outcome.exitcode is None
-                    )  # the dead, then who noticed
-                    parts = [f"serve failed on {len(failed)} of {ranks} ranks"]
-                    parts += map(started.describe, failed)
-                    raise RankError("\n\n".join(parts), outcomes)
+        with (
+            Ranks(ranks, threads=threads, env=limits(), shared=listener) as started,
+            _passed_on(started.pids[0]) as stopping,
+        ):
+            listener.close()
+            unblock()
+            started.submit(run_rank, options)
+            outcomes = _outcomes(started, stopping, options.grace)
+            failed = [outcome for outcome in outcomes if not outcome.ok]
+            # The signal may end rank 0 before it serves; the others fail without it.
+            if failed and not (stopping.asked and outcomes[0].exitcode == -signal.SIGTERM):
+                failed.sort(key=lambda outcome: outcome.exitcode is None)  # the dead come first
+                parts = [f"serve failed on {len(failed)} of {ranks} ranks"]
+                raise RankError("\n\n".join([*parts, *map(started.describe, failed)]), outcomes)
 
 
 def limits() -> dict[str, str]:
@@ -145,30 +143,27 @@ def _blocked(number: signal.Signals) -> Iterator[Callable[[], object]]:
         unblock()
 
 
-class _Stopping:
-    """Passes SIGINT and SIGTERM on to rank 0, in the block."""
+@contextlib.contextmanager
+def _passed_on(rank_0: int) -> Iterator[SimpleNamespace]:
+    """Pass SIGINT and SIGTERM on to rank 0, and note in ``stopping.asked`` that one has come."""
+    stopping = SimpleNamespace(asked=False)
 
-    def __init__(self, rank_0: int) -> None:
-        self._rank_0 = rank_0
-        self.asked = False
-
-    def __enter__(self) -> None:
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self._before = {number: signal.signal(number, self._ask) for number in signals}
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _ask(self, *_: object) -> None:
-        if self.asked:
+    def ask(*_: object) -> None:
+        if stopping.asked:
             raise KeyboardInterrupt
-        self.asked = True
+        stopping.asked = True
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._rank_0, signal.SIGTERM)
+            os.kill(rank_0, signal.SIGTERM)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _outcomes(ranks: Ranks, stopping: _Stopping, grace: float) -> list[Outcome]:
+def _outcomes(ranks: Ranks, stopping: SimpleNamespace, grace: float) -> list[Outcome]:
     """Return the outcomes, once all ranks have ended or have had the time to."""
     deadline = math.inf
     while True:

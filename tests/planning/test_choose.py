@@ -46,50 +46,8 @@ def small(op: str) -> Problem:
 
 
 PLAIN_OPS = [op for op, spec in OPS.items() if not (spec.scaled or spec.exchanges)]
+TWO_LEVELS = [op for op, spec in OPS.items() if not spec.exchanges]
 MATMULS = [op for op in PLAIN_OPS if OPS[op].has_matmul]
-COLLECTIVES = [op for op, spec in OPS.items() if not spec.has_matmul]
-TWO_LEVELS = [op for op in OPS if op != "all_to_all"]
-
-
-@pytest.mark.parametrize("op", MATMULS)
-def test_many_rows_are_pipelined(op: str) -> None:
-    plan = choose(problem(op), Means(shared_memory=True))
-    assert plan.algorithm == "pipelined"
-    assert f"{PIPELINE_MIN_ROWS} rows a rank" in plan.reason
-
-
-@pytest.mark.parametrize("op", MATMULS)
-def test_few_rows_are_one_matmul(op: str) -> None:
-    plan = choose(small(op), Means(shared_memory=True))
-    assert plan.algorithm == "direct"
-    assert f"{PIPELINE_MIN_ROWS - 1} rows a rank" in plan.reason
-
-
-@pytest.mark.parametrize("way", ["ring", "pipelined"])
-def test_a_gather_of_k_is_never_split(way: str) -> None:
-    along_k = problem("all_gather_matmul", shape=(LARGE, 8192), dim=1, sizes=(2048,) * 4)
-    for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
-        assert choose(along_k, Means(shared_memory=shared_memory)).algorithm == algorithm
-    with pytest.raises(NotImplementedError, match=f"'{way}' of all_gather_matmul cannot gather"):
-        choose(along_k, Means(shared_memory=True), requested=way)
-
-
-@pytest.mark.parametrize("op", COLLECTIVES)
-def test_a_collective_alone_is_direct(op: str) -> None:
-    plan = choose(problem(op), Means(shared_memory=True))
-    assert plan.algorithm == "direct"
-    assert "no matmul" in plan.reason
-    with pytest.raises(NotImplementedError, match=f"'pipelined' of {op} overlaps a matmul"):
-        choose(problem(op), Means(shared_memory=True), requested="pipelined")
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_one_rank_has_nothing_to_communicate(op: str) -> None:
-    sizes = () if "all_reduce" in op else (LARGE,)
-    one = problem(op, world=1, sizes=sizes)
-    plans = [choose(one, Means(shared_memory=shared)) for shared in (True, False)]
-    assert [plan.algorithm for plan in plans] == ["direct", "unfused"]
-    assert all("one rank" in plan.reason for plan in plans)
 
 
 def across_hosts(op: str, nbytes: int, rows: int = LARGE, node: bool = False) -> Plan:
@@ -101,53 +59,54 @@ def across_hosts(op: str, nbytes: int, rows: int = LARGE, node: bool = False) ->
     return choose(problem(op, shape=shape, sizes=sizes), means)
 
 
-@pytest.mark.parametrize("op", [op for op, spec in OPS.items() if spec.scaled])
-def test_a_scaled_product_is_not_split(op: str) -> None:
-    """Unless asked for: it converts the weight once for each part."""
-    for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
-        plan = choose(problem(op), Means(shared_memory=shared_memory))
-        assert plan.algorithm == algorithm and "converts its weight" in plan.reason
-    with pytest.raises(NotImplementedError, match=f"'fused' of {op} has no kernel for operands"):
-        choose(problem(op), Means(shared_memory=True), requested="fused")
-
-
-@pytest.mark.parametrize("op", PLAIN_OPS)
-def test_without_shared_memory_few_bytes_are_unfused(op: str) -> None:
-    plan = across_hosts(op, RING_MIN_BYTES - 2 * LARGE)
-    assert plan.algorithm == "unfused"
-    assert "share no memory" in plan.reason and f"bytes < {RING_MIN_BYTES}" in plan.reason
-
-
-@pytest.mark.parametrize("op", PLAIN_OPS)
-def test_without_shared_memory_many_bytes_go_round_the_ring(op: str) -> None:
-    plan = across_hosts(op, RING_MIN_BYTES)
-    assert "share no memory" in plan.reason
-    if op == "matmul_reduce_scatter":
-        assert plan.algorithm == "unfused" and "no faster" in plan.reason
+@pytest.mark.parametrize("op", OPS)
+def test_the_rules(op: str) -> None:
+    """In shared memory many rows are split, few are one matmul, and a collective alone is direct;
+    one rank communicates nothing."""
+    spec = OPS[op]
+    one = problem(op, world=1, sizes=() if "all_reduce" in op else (LARGE,))
+    for shared, algorithm in ((True, "direct"), (False, "unfused")):
+        plan = choose(one, Means(shared_memory=shared))
+        assert plan.algorithm == algorithm and "one rank" in plan.reason
+    large, few = (choose(each, Means(shared_memory=True)) for each in (problem(op), small(op)))
+    if not spec.has_matmul:
+        assert large.algorithm == "direct" and "no matmul" in large.reason
+        with pytest.raises(NotImplementedError, match=f"'pipelined' of {op} overlaps a matmul"):
+            choose(problem(op), Means(shared_memory=True), requested="pipelined")
+    elif spec.scaled:  # it converts the weight once for each part
+        apart = choose(problem(op), Means(shared_memory=False))
+        assert (large.algorithm, apart.algorithm) == ("direct", "unfused")
+        assert all("converts its weight" in plan.reason for plan in (large, apart))
+        with pytest.raises(NotImplementedError, match=f"'fused' of {op} has no kernel for oper"):
+            choose(problem(op), Means(shared_memory=True), requested="fused")
     else:
-        assert plan.algorithm == "ring" and f"{RING_MIN_BYTES} bytes >=" in plan.reason
+        assert (large.algorithm, few.algorithm) == ("pipelined", "direct")
+        assert f"{PIPELINE_MIN_ROWS} rows a rank" in large.reason
+        assert f"{PIPELINE_MIN_ROWS - 1} rows a rank" in few.reason
 
 
 @pytest.mark.parametrize("op", PLAIN_OPS)
-def test_without_shared_memory_few_rows_are_one_matmul(op: str) -> None:
-    plan = across_hosts(op, 4 * RING_MIN_BYTES, 4 * RING_MIN_ROWS - 4)
-    assert plan.algorithm == ("unfused" if op in MATMULS else "ring")
-    if op in MATMULS:
-        assert f"{RING_MIN_ROWS - 1} rows a rank" in plan.reason
-
-
-@pytest.mark.parametrize("op", PLAIN_OPS)
-def test_hosts_with_shared_memory_take_two_levels_for_large_matmuls(op: str) -> None:
-    large = across_hosts(op, RING_MIN_BYTES, node=True)
-    assert large.algorithm == ("hierarchical" if op in MATMULS else "ring")
-    assert f"{RING_MIN_BYTES} bytes >=" in large.reason
-    assert across_hosts(op, RING_MIN_BYTES - 2 * LARGE, node=True).algorithm == "unfused"
-    few_rows = across_hosts(op, 4 * RING_MIN_BYTES, 4 * RING_MIN_ROWS - 4, node=True)
-    assert few_rows.algorithm == ("unfused" if op in MATMULS else "ring")
+def test_the_rules_without_shared_memory(op: str) -> None:
+    """Few bytes are unfused, many go round the ring, or by two levels, if they are rows enough."""
+    matmul, limit = op in MATMULS, f"{RING_MIN_BYTES} bytes >="
+    for node in (False, True):
+        few_bytes = across_hosts(op, RING_MIN_BYTES - 2 * LARGE, node=node)
+        assert few_bytes.algorithm == "unfused" and f"bytes < {RING_MIN_BYTES}" in few_bytes.reason
+        few_rows = across_hosts(op, 4 * RING_MIN_BYTES, 4 * RING_MIN_ROWS - 4, node)
+        assert few_rows.algorithm == ("unfused" if matmul else "ring")
+        assert not matmul or f"{RING_MIN_ROWS - 1} rows a rank" in few_rows.reason
+        large = across_hosts(op, RING_MIN_BYTES, node=node)
+        assert "share no memory" in few_bytes.reason and "share no memory" in large.reason
+        if node and matmul:
+            assert large.algorithm == "hierarchical" and limit in large.reason
+        elif op == "matmul_reduce_scatter":
+            assert large.algorithm == "unfused" and "no faster" in large.reason
+        else:
+            assert large.algorithm == "ring" and limit in large.reason
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_without_shared_memory_nothing_can_be_read_in_place(op: str) -> None:
+def test_what_algorithms_need(op: str) -> None:
     for algorithm in ("unfused", "ring"):
         plan = choose(problem(op), Means(shared_memory=False), requested=algorithm)
         assert plan.algorithm == algorithm
@@ -155,13 +114,10 @@ def test_without_shared_memory_nothing_can_be_read_in_place(op: str) -> None:
         need = f"'{algorithm}' of {op} needs memory that all ranks share"
         with pytest.raises(NotImplementedError, match=need):
             choose(problem(op), Means(shared_memory=False), requested=algorithm)
-
-
-@pytest.mark.parametrize("op", TWO_LEVELS)
-def test_two_levels_need_several_hosts_with_several_ranks(op: str) -> None:
+    if op not in TWO_LEVELS:
+        return
     across = Means(shared_memory=False)
-    plan = choose(problem(op), across, requested="hierarchical")
-    assert plan.algorithm == "hierarchical"
+    assert choose(problem(op), across, requested="hierarchical").algorithm == "hierarchical"
     alone = replace(across, why_no_node="needs a host with two or more ranks")
     for means, need in [
         (alone, "needs a host with two or more ranks"),
@@ -170,10 +126,6 @@ def test_two_levels_need_several_hosts_with_several_ranks(op: str) -> None:
         for device in ("cpu", "cuda"):
             with pytest.raises(NotImplementedError, match=f"'hierarchical' of {op} {need}"):
                 choose(problem(op, device=device), means, requested="hierarchical")
-
-
-@pytest.mark.parametrize("op", TWO_LEVELS)
-def test_two_levels_need_room_for_a_row_of_a_matmul(op: str) -> None:
     wide = problem(op, shape=(LARGE, 1 << 20))
     means = Means(shared_memory=False, workspace_bytes=1 << 16)
     if "matmul" in op:
@@ -183,16 +135,25 @@ def test_two_levels_need_room_for_a_row_of_a_matmul(op: str) -> None:
         assert choose(wide, means, requested="hierarchical").algorithm == "hierarchical"
 
 
+def test_a_gather_of_k_is_never_split() -> None:
+    along_k = problem("all_gather_matmul", shape=(LARGE, 8192), dim=1, sizes=(2048,) * 4)
+    for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
+        assert choose(along_k, Means(shared_memory=shared_memory)).algorithm == algorithm
+    for way in ("ring", "pipelined"):
+        with pytest.raises(NotImplementedError, match=f"'{way}' of all_gather_matmul cannot gath"):
+            choose(along_k, Means(shared_memory=True), requested=way)
+
+
 def test_where_there_is_no_all_to_all() -> None:
     for device, shared, requested in [("cpu", False, "hierarchical"), ("cuda", True, "direct")]:
         with pytest.raises(NotImplementedError, match=f"has no all-to-all on {device} tensors"):
             choose(problem("all_to_all", device=device), Means(shared), requested=requested)
 
 
-@pytest.mark.parametrize("requested", ["tree", "Direct", "", "auto "])
-def test_an_unknown_algorithm_is_refused(requested: str) -> None:
-    with pytest.raises(ValueError, match=f"'{requested}'; there are auto, unfused, ring, direct"):
-        choose(problem("all_gather"), Means(shared_memory=True), requested=requested)
+def test_an_unknown_algorithm_is_refused() -> None:
+    for name in ("tree", "Direct", "", "auto "):
+        with pytest.raises(ValueError, match=f"'{name}'; there are auto, unfused, ring, direct"):
+            choose(problem("all_gather"), Means(shared_memory=True), requested=name)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -261,3 +222,53 @@ def test_the_choice_is_pure() -> None:
         assert asked.reason == "asked for"
         for one, shared in itertools.product([problem(op), small(op)], [True, False]):
             assert choose(one, Means(shared_memory=shared)).reason.strip()
+
+
+# From which rows on a CPU splits a matmul.
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype", "fewest"),
+    [
+        ({"avx2"}, torch.bfloat16, 256),
+        ({"avx2", "amx_bf16", "avx512_bf16"}, torch.bfloat16, 1024),
+        ({"avx2", "avx512_bf16"}, torch.bfloat16, 1024),
+        ({"avx2", "avx512_bf16"}, torch.float16, 256),
+        ({"avx2", "amx_bf16"}, torch.float32, 256),
+        (set(), torch.bfloat16, 1024),
+    ],
+)
+def test_the_kind_of_cpu_decides_how_many_rows_are_many(
+    instructions: set[str], dtype: torch.dtype, fewest: int
+) -> None:
+    means = Means(shared_memory=True, instructions=frozenset(instructions))
+    for rows, algorithm in [(fewest, "pipelined"), (fewest - 1, "direct")]:
+        one = problem("all_gather_matmul", shape=(4 * rows, 512), sizes=(rows,) * 4, dtype=dtype)
+        plan = choose(one, means)
+        assert plan.algorithm == algorithm and str(fewest) in plan.reason
+
+
+def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> None:
+    """Blocks before the split dim are separate products."""
+    behind = problem("all_gather_matmul", shape=(8, PIPELINE_MIN_ROWS // 2, 512), sizes=(2,) * 4)
+    before = problem("all_gather_matmul", shape=(PIPELINE_MIN_ROWS, 8, 512), dim=1, sizes=(2,) * 4)
+    assert choose(behind, Means(shared_memory=True)).algorithm == "pipelined"
+    assert choose(before, Means(shared_memory=True)).algorithm == "direct"
+
+
+def test_columns_are_split_if_there_are_many_rows() -> None:
+    sizes = (128,) * 4
+    for rows, algorithm in [(PIPELINE_MIN_ROWS, "pipelined"), (PIPELINE_MIN_ROWS - 1, "direct")]:
+        columns = problem("matmul_reduce_scatter", shape=(rows, 512), dim=1, sizes=sizes)
+        assert choose(columns, Means(shared_memory=True)).algorithm == algorithm
+
+
+def test_before_an_all_reduce_some_cpus_do_not_split() -> None:
+    for op, instructions, algorithm in [
+        ("matmul_all_reduce", {"avx512_bf16"}, "direct"),
+        ("matmul_reduce_scatter", {"avx512_bf16"}, "pipelined"),
+        ("matmul_all_reduce", {"avx2"}, "pipelined"),
+        ("matmul_all_reduce", set(), "pipelined"),
+    ]:
+        means = Means(shared_memory=True, instructions=frozenset(instructions))
+        assert choose(problem(op), means).algorithm == algorithm, (op, instructions)

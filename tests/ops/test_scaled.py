@@ -1,16 +1,19 @@
-"""``all_gather_scaled_matmul`` on real ranks against float64: exact for small integers with powers
-of two as scales, else within the derived bound of support/scaled.py."""
+"""The ops on scaled operands on real ranks against float64: exact for small integers with powers of
+two as scales, else within the derived bound of support/scaled.py. Across hosts, under autocast and
+``torch.compile``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import tpkernels
 from tests.support.cases import MATMUL_ALGORITHMS, QUICK_WORLDS, RanksFixture
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import apart, fresh_group, on_hosts, report
 from tests.support.scaled import (
     BF16,
     E4M3,
@@ -19,21 +22,59 @@ from tests.support.scaled import (
     F16,
     F32,
     GATHER,
+    REDUCE,
     SCALES,
+    SCATTER,
     ScaledCase,
+    cases_of_dtypes,
+    cases_of_layouts,
+    cases_of_scales,
     each,
     uneven,
 )
-from tests.support.scaled_run import run_cases
+from tests.support.scaled_run import check, run_cases
+from tests.support.tiers import sweep
 from tpkernels.local.scaled import scaled_matmul
 
 PATTERNS = (0x7F800001, 0xFFBFFFFF, 0x00000001, 0x807FFFFF)  # of float32: NaNs, denormal numbers
 DENORMALS = (1, 0x123456, 0x7FFFFF)
 
-pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world" in metafunc.fixturenames:
+        metafunc.parametrize("world", QUICK_WORLDS)
 
 
-def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
+@pytest.mark.parametrize("op", [SCATTER, REDUCE])
+def test_a_sum_of_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int, op: str) -> None:
+    run_cases(ranks, world, each(*cases_of_dtypes(op, world), algorithms=MATMUL_ALGORITHMS))
+
+
+@pytest.mark.parametrize("op", [SCATTER, REDUCE])
+def test_a_sum_with_every_kind_of_scales(ranks: RanksFixture, world: int, op: str) -> None:
+    algorithms = ("direct", "pipelined")
+    run_cases(ranks, world, each(*cases_of_scales(op, world), algorithms=algorithms))
+
+
+@pytest.mark.thorough
+def test_bias_residual_and_layouts_of_a_sum(ranks: RanksFixture, world: int) -> None:
+    run_cases(ranks, world, each(*cases_of_layouts(SCATTER, world)))
+
+
+def test_uneven_shards_and_other_dims_of_a_sum(ranks: RanksFixture, world: int) -> None:
+    cases = []
+    for scales in ("tensor", "rows", "blocks", "swizzled"):
+        case = ScaledCase(op=SCATTER, rows=(11,), scales=scales, sizes=uneven(11, world))
+        between = replace(case, rows=(2, 11, 3), dim=1, bias=True, residual=True)
+        cases += [case, between, replace(between, rows=(3, 2 * world), sizes=None)]
+        cases += [
+            replace(between, op=REDUCE, dim=0, sizes=None),
+            replace(case, op=REDUCE, sizes=None),
+        ]
+    run_cases(ranks, world, each(*cases))
+
+
+def test_a_gather_of_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
     cases = [
         ScaledCase(op=GATHER, rows=(6 * world,), n=(5, 300), scales="rows", x_dtype=x, w_dtype=w)
         for x, w in ((E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2))
@@ -42,7 +83,7 @@ def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None
     run_cases(ranks, world, each(*cases, algorithms=MATMUL_ALGORITHMS))
 
 
-def test_every_kind_of_scales(ranks: RanksFixture, world: int) -> None:
+def test_a_gather_with_every_kind_of_scales(ranks: RanksFixture, world: int) -> None:
     """Swizzled ones need whole tiles of 128 rows on each rank."""
     cases = [
         ScaledCase(op=GATHER, rows=(128 * world,), n=(130, 5), k=k, scales=scales, out=out)
@@ -54,7 +95,7 @@ def test_every_kind_of_scales(ranks: RanksFixture, world: int) -> None:
     run_cases(ranks, world, each(*cases, algorithms=("direct", "pipelined")))
 
 
-def test_uneven_shards_and_other_dims(ranks: RanksFixture, world: int) -> None:
+def test_uneven_shards_and_other_dims_of_a_gather(ranks: RanksFixture, world: int) -> None:
     cases = []
     for scales in ("tensor", "rows", "blocks", "fp4"):
         case = ScaledCase(op=GATHER, rows=(11,), scales=scales, sizes=uneven(11, world))
@@ -65,7 +106,7 @@ def test_uneven_shards_and_other_dims(ranks: RanksFixture, world: int) -> None:
 
 
 @pytest.mark.thorough
-def test_biases_layouts_and_few_rows(ranks: RanksFixture, world: int) -> None:
+def test_biases_layouts_and_few_rows_of_a_gather(ranks: RanksFixture, world: int) -> None:
     case = ScaledCase(op=GATHER, rows=(3 * world,), n=(7, 260), scales="rows", bias=True)
     cases = [case, replace(case, out=F32), replace(case, out=BF16, return_gathered=True)]
     cases += [
@@ -153,3 +194,56 @@ def odd_memory_job() -> list[str]:
             if not torch.equal(mine, x.float()):
                 failures.append(f"strides {x.stride()}, offset {x.storage_offset()}")
     return failures
+
+
+def across_job(hosts: str, cases: Sequence[ScaledCase]) -> list[str]:
+    with on_hosts(hosts) if "1" in hosts else apart(), fresh_group() as group:
+        return [failure for case in cases for failure in check(case, group)]
+
+
+@pytest.mark.parametrize("hosts", sweep(["000", "001", "0011"]))
+def test_across_hosts(ranks: RanksFixture, hosts: str) -> None:
+    """With several ranks on a host, and with none that share memory."""
+    world = len(hosts)
+    cases = [
+        ScaledCase(op=op, rows=(12 * world,), scales=scales)
+        for op in (GATHER, SCATTER, REDUCE)
+        for scales in ("tensor", "rows", "blocks")
+    ]
+    ways = ("hierarchical", "auto") if "1" in hosts else ("unfused", "ring", "auto")
+    results = ranks(world).run(across_job, hosts, each(*cases, algorithms=ways), timeout=240)
+    report(failure for rank in results for failure in rank)
+
+
+def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scale: Any, group: Any) -> Any:
+    hidden = tpkernels.all_gather_scaled_matmul(x.to(E4M3), up, scale, torch.ones([]), group)
+    hidden = hidden.clamp(-2, 2).to(E4M3)
+    y = tpkernels.scaled_matmul_reduce_scatter(hidden, down, scale[0], scale[0], group)
+    return y + tpkernels.scaled_matmul_all_reduce(x.to(E4M3), up, scale, torch.ones([]), group)[0]
+
+
+def use_job() -> list[str]:
+    """Autocast casts no fp8; a compiled step has the eager one's bits, also with symbolic M."""
+    failures = []
+    with fresh_group() as group, torch.no_grad():
+        up, down = (torch.randn(n, 32).to(E4M3).t() for n in (32, 32))
+        given = [torch.randn(m, 32) for m in (4, 6, 9)]
+        scales = [torch.rand(x.shape[0], 1) + 0.5 for x in given]
+        scalars = [scale[:1].reshape([1]) for scale in scales]
+        want = [step(x, up, down, s, group) for x, s in zip(given, scalars, strict=True)]
+        with torch.autocast("cpu"):
+            found = [step(x, up, down, s, group) for x, s in zip(given, scalars, strict=True)]
+        if not all(map(torch.equal, found, want)):
+            failures.append("autocast: other bits")
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+            found = [compiled(x, up, down, s, group) for x, s in zip(given, scalars, strict=True)]
+            if not all(map(torch.equal, found, want)):
+                failures.append(f"compiled, dynamic={dynamic}: other bits")
+    return failures
+
+
+@pytest.mark.thorough
+def test_autocast_and_compile(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(use_job, timeout=120) for failure in rank)
