@@ -102,16 +102,16 @@ Arena::~Arena() {
   if (fd_ >= 0) close(fd_);
 }
 
-std::size_t Arena::begin_of(int rank, std::size_t offset, std::size_t bytes) const {
+std::byte* Arena::at(int rank, std::size_t offset, std::size_t bytes) const {
   if (rank < 0 || rank >= world_ || offset > region_bytes_ || bytes > region_bytes_ - offset) {
     throw std::out_of_range("bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) +
                             ") are outside region " + std::to_string(rank));
   }
-  return region_bytes_ * static_cast<unsigned>(rank) + offset;
+  return region(rank) + offset;
 }
 
 void Arena::commit(int rank, std::size_t offset, std::size_t bytes) {
-  const std::size_t first = begin_of(rank, offset, bytes);
+  const auto first = static_cast<std::size_t>(at(rank, offset, bytes) - base_);
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const std::size_t begin = first / page * page;
   const std::size_t end = std::min(total(), (first + bytes + page - 1) / page * page);
@@ -130,7 +130,7 @@ void Arena::commit(int rank, std::size_t offset, std::size_t bytes) {
 }
 
 void Arena::give_back(int rank, std::size_t offset, std::size_t bytes) {
-  const std::size_t first = begin_of(rank, offset, bytes);
+  const auto first = static_cast<std::size_t>(at(rank, offset, bytes) - base_);
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const std::size_t begin = (first + page - 1) / page * page;
   const std::size_t end = (first + bytes) / page * page;

@@ -37,15 +37,14 @@ class Arena {
   // they are committed again before the next store.
   void give_back(int rank, std::size_t offset, std::size_t bytes);
 
+  // The address of a part of a region; throws std::out_of_range.
+  std::byte* at(int rank, std::size_t offset, std::size_t bytes) const;
   std::byte* region(int rank) const { return base_ + region_bytes_ * static_cast<unsigned>(rank); }
   std::size_t region_bytes() const { return region_bytes_; }
   int world() const { return world_; }
 
  private:
   std::size_t total() const { return region_bytes_ * static_cast<unsigned>(world_); }
-  // Where a part of a region begins in the arena; throws std::out_of_range.
-  std::size_t begin_of(int rank, std::size_t offset, std::size_t bytes) const;
-
   std::byte* base_ = nullptr;
   std::size_t region_bytes_;
   int world_;

@@ -30,43 +30,21 @@ using ReleaseGil = py::call_guard<GilReleased>;
 // that views it.
 struct Region {
   std::shared_ptr<Arena> arena;
-  int rank;
-  std::size_t offset;
+  std::byte* data;
   std::size_t bytes;
 };
 
 Region make_region(std::shared_ptr<Arena> arena, int rank, std::size_t offset,
                    std::optional<std::size_t> bytes) {
-  if (rank < 0 || rank >= arena->world()) {
-    throw py::index_error("no rank " + std::to_string(rank) + " in an arena of " +
-                          std::to_string(arena->world()) + " ranks");
-  }
   const std::size_t size = arena->region_bytes();
   const std::size_t wanted = bytes.value_or(offset > size ? 0 : size - offset);
-  if (offset > size || wanted > size - offset) {
-    throw py::index_error("bytes [" + std::to_string(offset) + ", +" + std::to_string(wanted) +
-                          ") are outside a region of " + std::to_string(size) + " bytes");
-  }
-  return {std::move(arena), rank, offset, wanted};
+  std::byte* const data = arena->at(rank, offset, wanted);
+  return {std::move(arena), data, wanted};
 }
 
-std::uintptr_t address_of(const Region& region) {
-  return reinterpret_cast<std::uintptr_t>(region.arena->region(region.rank) + region.offset);
-}
-
-const char* class_of(FailureKind kind) {
-  switch (kind) {
-    case FailureKind::kPeerLost:
-      return "PeerLostError";
-    case FailureKind::kTimeout:
-      return "CollectiveTimeoutError";
-    case FailureKind::kMismatch:
-      return "CollectiveMismatchError";
-    case FailureKind::kBroken:
-      break;
-  }
-  return "GroupBrokenError";
-}
+// By FailureKind.
+constexpr const char* kClasses[] = {"", "PeerLostError", "CollectiveTimeoutError",
+                                    "CollectiveMismatchError", "GroupBrokenError"};
 
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
@@ -88,12 +66,12 @@ void bind_memory(py::module_& m) {
 
   py::class_<Region>(m, "Region", py::buffer_protocol())
       .def_buffer([](Region& region) {
-        return py::buffer_info(region.arena->region(region.rank) + region.offset, 1,
-                               py::format_descriptor<std::uint8_t>::format(),
+        return py::buffer_info(region.data, 1, py::format_descriptor<std::uint8_t>::format(),
                                static_cast<py::ssize_t>(region.bytes));
       })
       .def_readonly("arena", &Region::arena)
-      .def_property_readonly("address", &address_of)
+      .def_property_readonly(
+          "address", [](const Region& r) { return reinterpret_cast<std::uintptr_t>(r.data); })
       .def_readonly("nbytes", &Region::bytes);
 }
 
@@ -304,7 +282,7 @@ bool set_python_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const Failure& failure) {
-    raise_error(class_of(failure.kind), failure.what(), failure.peer);
+    raise_error(kClasses[static_cast<int>(failure.kind)], failure.what(), failure.peer);
   } catch (const std::system_error& failure) {
     errno = failure.code().value();
     PyErr_SetFromErrno(PyExc_OSError);

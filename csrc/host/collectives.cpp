@@ -36,6 +36,18 @@ std::size_t within(std::size_t total, std::size_t begin, std::size_t step) {
   return begin >= total ? 0 : std::min(step, total - begin);
 }
 
+// Makes a call for each chunk of `bytes`, of which a rank stores up to `step` at a time. Calls
+// f(begin, whether it is the last).
+template <class F>
+void in_chunks(Channel& channel, const CallId& call, std::size_t bytes, std::size_t step, F&& f) {
+  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(bytes, step));
+  for (std::size_t c = 0; c < chunks; ++c) {
+    channel.begin(call.signature, call.text);
+    channel.sharing().begin(within(bytes, c * step, step));
+    f(c * step, c + 1 == chunks);
+  }
+}
+
 // Starts with the next rank, so that the ranks do not all read the same peer at once.
 template <class F>
 void for_each_peer(const Channel& channel, F&& f) {
@@ -156,12 +168,8 @@ void all_gather(Channel& channel, const CallId& call, const Source& in, std::byt
   const std::size_t largest = largest_shard(layout, element);
   const std::size_t step = align_down(std::min(kChunkBytes, channel.capacity()));
   const bool stream = largest * layout.sizes.size() >= kStreamBytes;
-  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest, step));
-  for (std::size_t c = 0; c < chunks; ++c) {
-    const std::size_t begin = c * step;
+  in_chunks(channel, call, largest, step, [&](std::size_t begin, bool last) {
     const std::size_t n = within(mine, begin, step);
-    channel.begin(call.signature, call.text);
-    channel.sharing().begin(within(largest, begin, step));
     if (in.segment != 0) {
       channel.locate(in.segment, in.offset + begin);
     } else if (channel.world() > 1) {
@@ -185,8 +193,8 @@ void all_gather(Channel& channel, const CallId& call, const Source& in, std::byt
             });
       });
     });
-    if (c + 1 == chunks) release_sources(channel, in);
-  }
+    if (last) release_sources(channel, in);
+  });
 }
 
 void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std::byte* out,
@@ -200,11 +208,7 @@ void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std:
   // Peers read a symmetric tensor in place if its shards are contiguous.
   const bool in_place = in.segment != 0 && layout.outer == 1;
   auto* input = const_cast<std::byte*>(in.data);
-  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest, step));
-  for (std::size_t c = 0; c < chunks; ++c) {
-    const std::size_t begin = c * step;
-    channel.begin(call.signature, call.text);
-    channel.sharing().begin(within(largest, begin, step));
+  in_chunks(channel, call, largest, step, [&](std::size_t begin, bool last) {
     if (in_place) channel.locate(in.segment, in.offset);
     for_each_peer(channel, [&](int peer) {
       if (!in_place) pack(channel, input, layout, peer, begin, step, element);
@@ -239,8 +243,8 @@ void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std:
     channel.sharing().timed([&] {
       sum_partials(out + first * size_of(here.out_dtype), partials, wire, first, n / element, here);
     });
-    if (c + 1 == chunks) release_sources(channel, in_place ? in : Source{in.data});
-  }
+    if (last) release_sources(channel, in_place ? in : Source{in.data});
+  });
 }
 
 void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::byte* out,
@@ -252,9 +256,7 @@ void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::
   auto* input = const_cast<std::byte*>(in);
   const std::size_t result = taken.outer * rows(taken, 0, channel.world()) * taken.inner;
   const bool stream = result * element >= kStreamBytes;
-  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(largest * element, step));
-  for (std::size_t c = 0; c < chunks; ++c) {
-    const std::size_t begin = c * step;
+  in_chunks(channel, call, largest * element, step, [&](std::size_t begin, bool) {
     // Copies a run of the piece from `peer`, from byte `at` of the piece on, to its places.
     const auto place = [&](int peer, const std::byte* from, std::size_t at, std::size_t bytes) {
       shard(out, taken, peer, element)
@@ -262,8 +264,6 @@ void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::
             copy(to, from + done, m, stream);
           });
     };
-    channel.begin(call.signature, call.text);
-    channel.sharing().begin(within(largest * element, begin, step));
     for_each_peer(channel, [&](int peer) {
       pack(channel, input, given, peer, begin, step, element);
       channel.publish(Phase::kData, peer);
@@ -280,7 +280,7 @@ void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::
       channel.count_read(n);
       channel.sharing().timed([&] { place(peer, piece, begin, n); });
     });
-  }
+  });
 }
 
 void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
@@ -295,18 +295,15 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
   const std::size_t room = channel.capacity() * element / (element + out_element) - 128;
   const std::size_t step = align_down(std::min(kChunkBytes * world, room)) / element;
   const bool stream = count * out_element >= kStreamBytes && !norm.out;
-  const std::size_t chunks = std::max<std::size_t>(1, ceil_div(count, step));
   std::vector<const std::byte*> partials(world);
   Rows rows(norm, out, epilogue.out_dtype);
-  for (std::size_t c = 0; c < chunks; ++c) {
-    const std::size_t begin = c * step;  // from here on in elements
+  in_chunks(channel, call, count * element, step * element, [&](std::size_t begin, bool last) {
+    begin /= element;  // from here on in elements
     const std::size_t n = within(count, begin, step);
     // Parts are whole cache lines in either dtype.
     const std::size_t part = one_shot ? n : ceil_div(ceil_div(n, world), 64) * 64;
     const auto part_begin = [&](std::size_t r) { return std::min(n, r * part); };
     const auto part_count = [&](std::size_t r) { return part_begin(r + 1) - part_begin(r); };
-    channel.begin(call.signature, call.text);
-    channel.sharing().begin(n * element);
     const std::byte* source = in.data + begin * element;
     std::byte* buffer = channel.buffer(channel.rank());
     const std::size_t result_at = ceil_div(step * element, 64) * 64;
@@ -362,8 +359,8 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
       });
       rows.complete(begin + n);
     }
-    if (c + 1 == chunks) release_sources(channel, in);
-  }
+    if (last) release_sources(channel, in);
+  });
 }
 
 }  // namespace tpkernels::host

@@ -10,7 +10,6 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import _C
-from tpkernels.symm import host, rendezvous
+from tpkernels.symm import rendezvous
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW = 1, 2, 4
@@ -150,58 +149,6 @@ def test_a_released_symmetric_tensor_is_an_error_on_all_ranks(ranks: RanksFixtur
         assert "passes a symmetric tensor that this rank has released" in first.text, first
         assert first.seconds < faults.PROMPT, first
         assert then.error == "GroupBrokenError", then
-
-
-# Strangers.
-
-_STRANGER = """
-import os, pathlib, socket, sys, time
-if sys.argv[1] == "other user":
-    os.setuid(65534)
-print("ready", flush=True)
-with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-    connected = False
-    while not connected:
-        for name in pathlib.Path("/proc/net/unix").read_text().split():
-            if name.startswith("@tpkernels-workspace-") and not connected:
-                connected = stranger.connect_ex("\\0" + name[1:]) == 0
-    if sys.argv[1] == "wrong token":
-        stranger.send(b'{"token": "guessed", "rank": 1, "pid": 1}')
-    print("connected", flush=True)
-    time.sleep(10)
-"""
-
-
-def late_init_job() -> Ending:
-    """Rank 0 listens for a while before rank 1 connects."""
-    group, make_arena = faults.group_of(dist.new_group()), host.make_arena
-
-    def make_later(*args: Any) -> Any:
-        time.sleep(0.5)
-        return make_arena(*args)
-
-    if group.rank() == 1:
-        host.make_arena = make_later
-    tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
-    host.make_arena = make_arena
-    return faults.ending_of(lambda: faults.run_op("all_gather", group))
-
-
-@pytest.mark.parametrize("who", sweep(["wrong token", "other user"]))
-def test_strangers_are_turned_away(ranks: RanksFixture, who: str) -> None:
-    if who == "other user" and os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    pool = ranks(2)
-    command = [sys.executable, "-c", _STRANGER, who]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
-        try:
-            assert stranger.stdout is not None and stranger.stdout.readline() == "ready\n"
-            pool.submit(late_init_job)
-            assert stranger.stdout.readline() == "connected\n"
-            for ending in faults.values(pool.collect(faults.COLLECT_SECONDS)).values():
-                assert not ending.error, ending
-        finally:
-            stranger.kill()
 
 
 # The exit of the interpreter. The ranks are forks, which save the import, of a process that ends as

@@ -1,10 +1,12 @@
-"""A rank that runs out of memory within an op and goes on: its peers must not mistake its next call
-for the one that it left."""
+"""Memory runs out: on one rank within an op, after which its peers must not mistake its next call
+for the one that it left; and where shared memory is set up."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,7 @@ from tpkernels.op_spec import OPS
 from tpkernels.ops import autograd
 
 WORLD, POOR = 3, 1
+RANKS = 4  # of those that set up shared memory
 EACH = [("all_reduce_", "direct"), ("matmul_reduce_scatter", "pipelined"), ("all_gather", "ring")]
 EACH += [("matmul_all_reduce", "unfused"), ("all_gather_matmul", "direct")]
 
@@ -159,3 +162,70 @@ def test_no_memory_in_a_backward(op: str) -> None:
             assert (first.error, then.error) == ("MemoryError", "GroupBrokenError"), first
         else:
             assert "PeerLostError" in (first.error, then.error), (first, then)
+
+
+# Shared memory.
+
+
+def too_much_job(nbytes: int) -> tuple[Ending, Ending]:
+    group = faults.group_of(dist.new_group())
+    first = faults.ending_of(lambda: tpkernels.init(group, faults.PATIENCE, nbytes))
+    tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
+    return first, faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group))
+
+
+@pytest.mark.parametrize("nbytes", sweep([1 << 50, 1 << 44, 1 << 56]))
+def test_too_large_a_workspace_is_an_error_on_all_ranks(ranks: RanksFixture, nbytes: int) -> None:
+    for first, then in ranks(RANKS).run(too_much_job, nbytes):
+        assert first.error == "MemoryError" and first.seconds < faults.PROMPT, first
+        assert "cannot map" in first.text or "cannot size" in first.text, first
+        assert "give tpkernels.init a smaller workspace_bytes" in first.text, first
+        assert not then.error, then
+
+
+@contextmanager
+def little_address_space(room: int) -> Any:
+    """Lets this process map only ``room`` more bytes during the block."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def too_much_on_some_job(poor: tuple[int, ...], step: str) -> tuple[Ending, Ending]:
+    """Some ranks cannot map what the others can."""
+    group, other = faults.group_of(dist.new_group()), faults.new_group()
+    if step == "empty":
+        tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
+
+    def call() -> None:
+        if step == "empty":
+            tpkernels.empty(32 << 20, group=group)
+        else:
+            tpkernels.init(group, faults.PATIENCE, 64 << 20)
+
+    if group.rank() in poor:
+        with little_address_space(100 << 20):
+            first = faults.ending_of(call)
+    else:
+        first = faults.ending_of(call)
+    faults.run_op("all_gather", other)
+    if step == "init":
+        tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
+    return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
+
+
+@pytest.mark.parametrize(
+    ("poor", "step"), sweep([((1, 3), "init"), ((0,), "empty"), ((0, 1, 2, 3), "init")], later=2)
+)
+def test_memory_that_one_rank_lacks_is_an_error_on_all(
+    ranks: RanksFixture, poor: tuple[int, ...], step: str
+) -> None:
+    for first, then in ranks(RANKS).run(too_much_on_some_job, poor, step):
+        assert first.error == "MemoryError" and first.seconds < faults.PROMPT, first
+        assert "no shared memory for the group: rank" in first.text, first
+        assert "cannot map" in first.text and "Cannot allocate memory" in first.text, first
+        assert not then.error, then

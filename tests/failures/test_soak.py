@@ -6,42 +6,96 @@ The negative controls run the same calls on a broken protocol, and must detect t
 from __future__ import annotations
 
 import math
+import random
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support import soak
-from tests.support.cases import RanksFixture
-from tests.support.soak import Calls, Outcome, Task
+from tests.support.cases import DTYPES, Case, RanksFixture
+from tests.support.faults import group_of, workspace_of
+from tests.support.ranked import SMALLEST_WORKSPACE, check
 from tests.support.tiers import sweep
+from tpkernels import groups
 
 WORLD = 4
 TIMEOUT = 20.0  # of one wait
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw."""
+
+    epoch: int
+    wrong: list[str]  #: calls with a wrong result, the first few
+    failed: str  #: the error that ended the sequence early
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A sequence of calls, the same on all ranks."""
+
+    seed: int
+    calls: int
+    max_delay_us: int = 0
+    single_buffer: bool = False
+    skip_waits: bool = False
+    #: Which of the rank's own buffers to fill with NaN after each call: "next", or "last" (wrong).
+    poison: str = ""
+    slow_rank: int = -1  #: sleeps between calls
+    slow_seconds: float = 0.0
+
+
+def drawn_case(draw: random.Random, layouts: list[str]) -> Case:
+    """A random call with exact integers; many take several chunks of the small workspace."""
+    ops = ["all_gather", "reduce_scatter", "all_reduce", "all_reduce_", "all_gather_matmul"]
+    op = draw.choice([*ops, "matmul_reduce_scatter", "matmul_all_reduce"])
+    sizes = tuple(draw.choice([0, draw.randint(1, 40)]) for _ in range(WORLD))
+    rows = draw.choice([sum(sizes) or 1, draw.randint(1, 90), 5000])
+    matmul, all_reduce = "matmul" in op, "all_reduce" in op
+    width = draw.choice([1, 5, 40] if matmul else [1, 7, 33, 300] if rows < 5000 else [1, 4])
+    options: dict[str, Any] = {"shape": (rows, width)}
+    if not all_reduce:
+        options = {"shape": (sum(sizes), width), "sizes": sizes}
+    if matmul and "gather" not in op:
+        options |= {"k": (draw.randint(1, 20),), "biases": (torch.float32,)}
+    if op == "all_gather_matmul":
+        options |= {"n": (draw.choice([1, 5, 40]), 3), "return_gathered": True}
+    ways = ["direct", "direct", "auto", "unfused", *(["pipelined"] if matmul else [])]
+    return Case(
+        op=op,
+        dtype=draw.choice(DTYPES),
+        algorithm=draw.choice(ways),
+        layout=draw.choice(layouts),
+        integers=True,
+        **options,
+    )
+
+
 def _poison(group: dist.ProcessGroup, which: str) -> None:
     """Fills one of this rank's two buffers with NaN. When a call has returned, nobody reads the
     "next" one any more, but peers may still be reading the "last" one."""
-    workspace = soak.workspace_of(group)
+    workspace = workspace_of(group)
     channel = workspace.channel
-    parity = (channel.epoch + (which == "next")) & 1
+    offset = channel.buffer_offset((channel.epoch + (which == "next")) & 1)
     floats = channel.capacity // 4
-    offset = channel.buffer_offset(parity)
     workspace._at(channel.rank, torch.float32, (floats,), offset).fill_(math.nan)
 
 
 def run_task(task: Task) -> Outcome:
     """Runs the calls on a group of its own; a wrong result does not end them."""
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=soak.WORKSPACE_BYTES)
-    calls = Calls(group, task.seed)
-    chaos = (task.max_delay_us, task.single_buffer, task.skip_waits)
-    if any(chaos):
-        soak.workspace_of(group).set_chaos(
+    group = group_of(dist.new_group())
+    tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=SMALLEST_WORKSPACE, autotune=False)
+    groups.get(group.group_name).tuned("cpu")
+    dist.barrier()  # so far the protocol is whole
+    draw, own = random.Random(task.seed), random.Random(f"{task.seed} {group.rank()}")
+    broken = task.single_buffer or task.skip_waits
+    if task.max_delay_us or broken:
+        workspace_of(group).set_chaos(
             seed=task.seed * 100 + group.rank(),
             max_delay_us=task.max_delay_us,
             single_buffer=task.single_buffer,
@@ -51,18 +105,16 @@ def run_task(task: Task) -> Outcome:
     failed = ""
     for _ in range(task.calls):
         if group.rank() == task.slow_rank:
-            time.sleep(calls.own.random() * task.slow_seconds)
+            time.sleep(own.random() * task.slow_seconds)
+        case = drawn_case(draw, ["plain"] if broken else ["plain"] * 10 + ["symmetric", "mixed"])
         try:
-            error = calls.one()
+            wrong += check(case, group)
         except Exception as failure:  # after which no more calls can run
-            failed = f"{type(failure).__name__}: {failure}"
+            failed = f"{case}: {type(failure).__name__}: {failure}"
             break
-        if error is not None and len(wrong) < 5:
-            wrong.append(error)
         if task.poison:
             _poison(group, task.poison)
-    outcome = Outcome(soak.workspace_of(group).epoch, wrong, failed)
-    del calls
+    outcome = Outcome(workspace_of(group).epoch, wrong[:5], failed)
     dist.destroy_process_group(group)
     return outcome
 
@@ -95,16 +147,16 @@ def test_a_rank_that_lags_behind_gets_the_same(ranks: RanksFixture) -> None:
 
 
 def test_nothing_is_read_that_was_not_written(ranks: RanksFixture) -> None:
-    _soak(ranks, Task(seed=4, calls=150, max_delay_us=200, poison="next"), 100)
+    _soak(ranks, Task(seed=4, calls=100, max_delay_us=200, poison="next"), 100)
 
 
 @pytest.mark.parametrize(
     "broken",
     sweep(
         [
-            Task(seed=7, calls=150, max_delay_us=1_000, single_buffer=True),
-            Task(seed=8, calls=150, max_delay_us=1_000, skip_waits=True),
-            Task(seed=9, calls=150, max_delay_us=1_000, poison="last"),
+            Task(seed=7, calls=80, max_delay_us=1_000, single_buffer=True),
+            Task(seed=8, calls=80, max_delay_us=1_000, skip_waits=True),
+            Task(seed=9, calls=80, max_delay_us=1_000, poison="last"),
         ]
     ),
     ids=["single_buffer", "skip_waits", "poison_what_is_read"],

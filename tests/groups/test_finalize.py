@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ import tpkernels
 from tests.support import faults
 from tests.support.ranked import report
 from tpkernels import groups
-from tpkernels.launch import Ranks
 
 WORLD = 2
+
+
+def require_nothing_wrong(job: Callable[[], list[str]]) -> None:
+    with faults.watched_ranks(WORLD) as ranks:
+        report(failure for rank in ranks.run(job, timeout=30) for failure in rank)
 
 
 def in_call_of_a_thread(group: dist.ProcessGroup) -> threading.Thread:
@@ -59,8 +64,7 @@ def nested_job() -> list[str]:
 
 
 def test_a_handler_that_finalizes_while_finalize_waits() -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        report(failure for rank in ranks.run(nested_job, timeout=30) for failure in rank)
+    require_nothing_wrong(nested_job)
 
 
 def waiting_job() -> list[str]:
@@ -82,8 +86,7 @@ def waiting_job() -> list[str]:
 
 
 def test_a_call_that_waited_for_its_turn_finds_the_group_closed() -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        report(failure for rank in ranks.run(waiting_job) for failure in rank)
+    require_nothing_wrong(waiting_job)
 
 
 def interrupted_job() -> list[str]:
@@ -111,8 +114,7 @@ def interrupted_job() -> list[str]:
 
 @pytest.mark.thorough
 def test_after_an_interrupted_finalize_groups_can_be_used() -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        report(failure for rank in ranks.run(interrupted_job) for failure in rank)
+    require_nothing_wrong(interrupted_job)
 
 
 def destroyed_job() -> list[str]:
@@ -142,8 +144,7 @@ def destroyed_job() -> list[str]:
 
 @pytest.mark.slow
 def test_a_process_group_that_is_destroyed_while_finalize_waits() -> None:
-    with Ranks(WORLD) as ranks:
-        report(failure for rank in ranks.run(destroyed_job) for failure in rank)
+    require_nothing_wrong(destroyed_job)
 
 
 def destroyed_within_job() -> list[str]:
@@ -158,5 +159,4 @@ def destroyed_within_job() -> list[str]:
 
 
 def test_a_group_is_not_closed_within_a_call() -> None:
-    with Ranks(WORLD) as ranks:
-        report(failure for rank in ranks.run(destroyed_within_job) for failure in rank)
+    require_nothing_wrong(destroyed_within_job)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +15,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
+from tests.support import faults
 from tests.support.cases import RanksFixture, one_of_each
 from tests.support.ranked import check_cases, fresh_group, report
 from tests.support.tiers import sweep, thorough
 from tpkernels.groups import GroupLike
 from tpkernels.launch import Ranks
+from tpkernels.planning import store
 
 
 def passed_by_name_or_as_world() -> list[str]:
@@ -66,26 +71,6 @@ def on_own_subgroup(members: Sequence[Sequence[int]]) -> list[str]:
         if dist.get_rank() in ranks:
             assert isinstance(group, dist.ProcessGroup)
             failures += check_cases(one_of_each(len(ranks)), group)
-    return failures
-
-
-def by_threads(rounds: int) -> list[str]:
-    """Two threads, each with its own group, not used before."""
-    made = [dist.new_group(), dist.new_group()]
-    failures: list[str] = []
-
-    def work(group: dist.ProcessGroup) -> None:
-        for _ in range(rounds):
-            errors = check_cases(one_of_each(group.size()), group)
-            failures.extend(errors)
-            if errors:
-                break
-
-    threads = [threading.Thread(target=work, args=(group,)) for group in made]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
     return failures
 
 
@@ -160,6 +145,43 @@ def test_sub_groups(ranks: RanksFixture, members: list[tuple[int, ...]]) -> None
     report(failure for rank in results for failure in rank)
 
 
-def test_two_threads_on_two_groups(ranks: RanksFixture) -> None:
-    results = ranks(2).run(by_threads, 2, timeout=120)
+def first_calls_job(rounds: int, look: float, autotune: bool | None) -> list[str]:
+    """Two threads on each of two new groups make the same first call at once. Rank 0 takes a while
+    to read the measured times of the machine."""
+    load, failures = store.load, list[str]()
+
+    def load_slowly(machine: Any) -> Any:
+        time.sleep(look)
+        return load(machine)
+
+    def work(group: dist.ProcessGroup, start: threading.Barrier) -> None:
+        x = torch.ones(40)
+        start.wait()
+        try:
+            got = tpkernels.all_reduce(x, group)
+            if not torch.equal(got, torch.full((40,), 2.0)):
+                failures.append(f"wrong: {got}")
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+
+    with mock.patch.object(store, "load", load_slowly):
+        for _ in range(rounds):
+            made = [faults.group_of(dist.new_group()) for _ in range(2)]
+            for group in made:
+                if autotune is not None:
+                    tpkernels.init(group, autotune=autotune)
+            start = threading.Barrier(4)
+            threads = [threading.Thread(target=work, args=(g, start)) for g in [*made, *made]]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for group in made:
+                dist.destroy_process_group(group)
+    return failures
+
+
+@pytest.mark.parametrize("autotune", sweep([True, None]))
+def test_threads_make_first_calls(ranks: RanksFixture, autotune: bool | None) -> None:
+    results = ranks(2).run(first_calls_job, 2, 0.02, autotune, timeout=100)
     report(failure for rank in results for failure in rank)

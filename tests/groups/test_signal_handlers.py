@@ -30,7 +30,8 @@ from tpkernels.nccl import Communicator
 WORLD = 2
 # In what rank 0 waits, and what its handler tries.
 WAITS = [("init", "first call"), ("growth", "finalize"), ("communicator", "first call")]
-WAITS += [("first call", "finalize"), ("empty", "first call")]
+WAITS += [("first call", "finalize"), ("empty", "first call"), ("growth", "init")]
+WAITS += [("growth", "empty"), ("growth", "communicator")]
 LARGE = 1 << 20  # elements, for which a workspace must grow
 
 
@@ -77,17 +78,11 @@ def handled_job(waits_in: str, uses: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("waits_in", "uses"), sweep(WAITS, 2, later=3))
+@pytest.mark.parametrize(("waits_in", "uses"), sweep(WAITS, 3, later=3))
 def test_a_handler_is_refused_wherever_ranks_wait(
     ranks: RanksFixture, waits_in: str, uses: str
 ) -> None:
     results = ranks(WORLD).run(handled_job, waits_in, uses)
-    report(failure for rank in results for failure in rank)
-
-
-@pytest.mark.parametrize("uses", sweep(["init", "empty", "communicator"]))
-def test_all_collective_operations_are_refused_in_a_handler(ranks: RanksFixture, uses: str) -> None:
-    results = ranks(WORLD).run(handled_job, "growth", uses)
     report(failure for rank in results for failure in rank)
 
 

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from tests.support.cases import RanksFixture
+from tests.support.nn_reference import far
 from tests.support.ranked import fresh_group, messages_of, report
 from tpkernels import nn as tnn
+from tpkernels.ops.column_matmul import column_matmul
 
-BF16 = torch.bfloat16
+BF16, F64 = torch.bfloat16, torch.float64
 
 
 def refusals_job() -> list[str]:
@@ -78,6 +80,35 @@ def test_refusals(ranks: RanksFixture) -> None:
     for messages in ranks(2).run(refusals_job):
         for message, part in zip(messages, expected, strict=True):
             assert part in message, message
+
+
+def column_job() -> list[str]:
+    """`column_matmul` where only some arguments require gradients."""
+    failures = []
+    with fresh_group() as group:
+        torch.manual_seed(5)
+        x, wide = torch.randn(6, 4, dtype=F64), torch.randn(3, 4, 5, dtype=F64)
+        for asked in ("xwb", "x", "w", "b"):
+            leaf = x.clone().requires_grad_("x" in asked)
+            first, *others = (w.clone().requires_grad_("w" in asked) for w in wide)
+            bias = torch.ones(5, dtype=F64, requires_grad="b" in asked)
+            outs = column_matmul(leaf, [first, *others], group, [bias, None, None])
+            (outs[0].pow(2).sum() + outs[1].sum()).backward()  # the third is not used
+            grad = 2 * (x @ wide[0] + 1)
+            want_x = (grad @ wide[0].t() + torch.ones(6, 5, dtype=F64) @ wide[1].t()) * group.size()
+            pairs = {
+                "x": (leaf.grad, want_x),
+                "w": (first.grad, x.t() @ grad),
+                "b": (bias.grad, grad.sum(0)),
+            }
+            for name, (got, want) in pairs.items():
+                wrong = far(got, want) if name in asked else got is not None
+                failures += [f"{asked}: {name}: {wrong}"] if wrong else []
+    return failures
+
+
+def test_column_products_and_their_gradients(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(column_job) for failure in rank)
 
 
 def autocast_job() -> list[str]:

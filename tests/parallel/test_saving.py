@@ -1,9 +1,12 @@
-"""``save_pretrained`` after `tpkernels.parallelize` writes the files of the unsharded model."""
+"""``save_pretrained`` after `tpkernels.parallelize` writes the files of the unsharded model. An
+error on rank 0 is raised on all ranks, and what cannot be saved is refused."""
 
 from __future__ import annotations
 
 import copy
 import filecmp
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
-from tests.support.ranked import report
+from tests.support.faults import PROMPT
+from tests.support.ranked import messages_of, report
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 
@@ -23,27 +27,25 @@ pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 
-def _differences(model: Any, folder: Path, want: Path) -> list[str]:
-    """How the files in a folder differ from those in ``want``."""
-    names = sorted(path.name for path in want.iterdir())
-    present = sorted(path.name for path in folder.iterdir())
-    failures = [] if names == present else [f"{folder.name} has the files {present}, not {names}"]
-    for name in names:
-        if name in present and not filecmp.cmp(folder / name, want / name, shallow=False):
-            failures.append(f"{folder.name}: {name} differs")
-    if failures:
-        return failures
-    again = type(model).from_pretrained(folder)
+def differences(model: Any, folder: Path, wanted: Path) -> list[str]:
+    """How the files in a folder differ from those in ``wanted``, and the model from ``model``."""
+    files = [sorted(path.name for path in place.iterdir()) for place in (folder, wanted)]
+    _, wrong, missing = filecmp.cmpfiles(folder, wanted, files[1], shallow=False)
+    if files[0] != files[1] or wrong or missing:
+        return [f"{folder.name} has the files {files[0]}, not {files[1]}; {wrong} differ"]
+    again, failures = type(model).from_pretrained(folder), []
     if again.generation_config.to_dict() != model.generation_config.to_dict():
         failures.append(f"{folder.name}: another generation config")
-    if (
-        again.lm_head.weight is again.model.embed_tokens.weight
-    ) != model.config.tie_word_embeddings:
+    tied = again.lm_head.weight is again.model.embed_tokens.weight
+    if tied != model.config.tie_word_embeddings:
         failures.append(f"{folder.name}: the embeddings are not tied as they were")
-    states = again.state_dict(), model.state_dict()
-    if list(states[0]) != list(states[1]):
-        return [*failures, f"{folder.name}: {list(states[0])}"]
-    return failures + [n for n in states[1] if not torch.equal(states[0][n], states[1][n])]
+    return failures + unequal(again.state_dict(), model.state_dict())
+
+
+def unequal(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    if set(state) != set(expected):
+        return [f"has {list(state)}, not {list(expected)}"]
+    return [f"{n} differs" for n in expected if not torch.equal(state[n], expected[n])]
 
 
 def saving_job(base: str, model_type: str, tied: bool) -> list[str]:
@@ -59,60 +61,63 @@ def saving_job(base: str, model_type: str, tied: bool) -> list[str]:
         parallel = copy.deepcopy(model)
         tpkernels.parallelize(parallel, hf_models.mesh_of_all(), sequence_parallel=sequence)
         for way, options in ways.items():
-            want, got = folder / f"{way} {sequence} wanted", folder / f"{way} {sequence}"
+            wanted, saved = folder / f"{way} {sequence} wanted", folder / f"{way} {sequence}"
             if dist.get_rank() == 0:
-                model.save_pretrained(want, **options)
-            parallel.save_pretrained(got, **options)
+                model.save_pretrained(wanted, **options)
+            parallel.save_pretrained(saved, **options)
             if dist.get_rank() == 0 and way != "variant":
-                failures += _differences(model, got, want)
-            if not (got / "config.json").exists():
-                failures.append(f"rank {dist.get_rank()} returns before {got} is written")
-            parts = len(list(got.glob("*.safetensors")))
+                failures += differences(model, saved, wanted)
+            if not (saved / "config.json").exists():
+                failures.append(f"rank {dist.get_rank()} returns before {saved} is written")
+            parts = len(list(saved.glob("*.safetensors")))
             if (parts > 2) != (way == "several"):
-                failures.append(f"{got} has {parts} files of weights")
+                failures.append(f"{saved} has {parts} files of weights")
     return failures
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
-@pytest.mark.parametrize("tied", sweep([True, False]))
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model_type", "tied", "world"),
+    sweep([("llama", True, 2), ("qwen3", False, 3), ("qwen3", True, 1)]),
+)
 def test_the_files_are_the_unsharded_models(
-    ranks: RanksFixture, tmp_path: Path, world: int, tied: bool, model_type: str
+    ranks: RanksFixture, tmp_path: Path, model_type: str, tied: bool, world: int
 ) -> None:
     results = ranks(world).run(saving_job, str(tmp_path), model_type, tied, timeout=120)
     report(failure for rank in results for failure in rank)
 
 
 def arguments_job(base: str) -> list[str]:
-    """Saves the caller's state dict, whole or sharded; the base model alone; a copy; and twice."""
+    """Saves the caller's state dict, whole or sharded; the base model alone; a copy; a pickled one;
+    and twice."""
     folder, failures, mesh = Path(base), [], hf_models.mesh_of_all()
     model = hf_models.make("llama")
     parallel = tpkernels.parallelize(copy.deepcopy(model), mesh)
+    torch.save(parallel, folder / f"{dist.get_rank()}.pt")
+    pickled = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=False)
     other = copy.deepcopy(parallel)
     with torch.no_grad():
         other.model.norm.weight.zero_()
     shards = {name: value for name, value in parallel.state_dict().items() if "norm" not in name}
-    whole = tnn.full_state_dict(parallel, rank0_only=True)
+    full = tnn.full_state_dict(parallel, rank0_only=True)
     parallel.save_pretrained(folder / "shards", True, shards)
-    parallel.save_pretrained(folder / "whole", state_dict=whole)
+    parallel.save_pretrained(folder / "full", state_dict=full)
     parallel.save_pretrained(folder / "twice")
     parallel.save_pretrained(save_directory=str(folder / "twice"), is_main_process=True)
+    pickled.save_pretrained(folder / "pickled")
     parallel.model.save_pretrained(folder / "base")
     other.save_pretrained(folder / "copy")
     if dist.get_rank() == 0:
-        want = model.state_dict()
-        for name in ("shards", "whole", "twice", "base", "copy"):
-            got = safetensors.load_file(folder / name / "model.safetensors")
-            names = {each for each in want if name != "shards" or "norm" not in each}
-            if name == "base":
-                names = {each[6:] for each in names if each.startswith("model.")}
-            if set(got) != names:
-                failures.append(f"{name}: has {sorted(got)}")
-            for each, value in got.items():
-                full = want[each if name != "base" else f"model.{each}"]
-                zero = name == "copy" and each == "model.norm.weight"
-                if not torch.equal(value, torch.zeros_like(full) if zero else full):
-                    failures.append(f"{name}: {each} differs")
+        state = model.state_dict()
+        zeroed = {"model.norm.weight": torch.zeros_like(state["model.norm.weight"])}
+        expected = {
+            "shards": {name: value for name, value in state.items() if "norm" not in name},
+            **dict.fromkeys(("full", "twice", "pickled"), state),
+            "base": {name[6:]: value for name, value in state.items() if name[:6] == "model."},
+            "copy": state | zeroed,
+        }
+        for name, values in expected.items():
+            saved = safetensors.load_file(folder / name / "model.safetensors")
+            failures += [f"{name}: {wrong}" for wrong in unequal(saved, values)]
     return failures
 
 
@@ -120,18 +125,22 @@ def test_arguments(ranks: RanksFixture, tmp_path: Path) -> None:
     report(failure for rank in ranks(2).run(arguments_job, str(tmp_path)) for failure in rank)
 
 
+def saves(model: Any, does: Callable[..., None]) -> Any:
+    """A model whose class has ``does`` as its ``save_pretrained``."""
+    model.__class__ = type(type(model).__name__, (type(model),), {"save_pretrained": does})
+    return model
+
+
 def passed_on_job() -> list[Any]:
     """The arguments with which transformers' method is called."""
-    model = hf_models.make("llama")
     calls = []
 
-    class Recording(type(model)):  # type: ignore[misc]
-        def save_pretrained(  # type: ignore[no-untyped-def]
-            self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, **rest
-        ):
-            calls.append((str(save_directory), is_main_process, len(state_dict), push_to_hub, rest))
+    def record(  # type: ignore[no-untyped-def]
+        self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, **others
+    ):
+        calls.append((str(save_directory), is_main_process, len(state_dict), push_to_hub, others))
 
-    model.__class__ = Recording
+    model = saves(hf_models.make("llama"), record)
     tpkernels.parallelize(model, hf_models.mesh_of_all())
     model.save_pretrained("a", push_to_hub=True, repo_id="b")
     model.save_pretrained("c", is_main_process=dist.get_rank() == 0)
@@ -151,13 +160,13 @@ def groups_job(base: str) -> list[str]:
     """Ranks 1 and 2 of three, which are ranks 0 and 1 of their mesh."""
     mesh, rank = DeviceMesh("cpu", [1, 2]), dist.get_rank()
     model = hf_models.make("llama")
-    folder, want = Path(base) / "model", Path(base) / "wanted"
+    folder, wanted = Path(base) / "model", Path(base) / "wanted"
     if rank == 0:  # transformers writes only on rank 0 of the job
-        model.save_pretrained(want)
+        model.save_pretrained(wanted)
     else:
         tpkernels.parallelize(copy.deepcopy(model), mesh).save_pretrained(folder)
     dist.barrier()
-    return _differences(model, folder, want) if rank == 0 else []
+    return differences(model, folder, wanted) if rank == 0 else []
 
 
 @pytest.mark.thorough
@@ -165,17 +174,68 @@ def test_a_group_that_is_not_all_ranks(ranks: RanksFixture, tmp_path: Path) -> N
     report(f for rank in ranks(3).run(groups_job, str(tmp_path), timeout=100) for f in rank)
 
 
-def pickled_job(base: str) -> list[str]:
-    """A model that was pickled on each rank and loaded again saves its weights."""
-    path, model = Path(base) / f"{dist.get_rank()}.pt", hf_models.make("llama")
-    torch.save(tpkernels.parallelize(copy.deepcopy(model), hf_models.mesh_of_all()), path)
-    again = torch.load(path, weights_only=False)
-    again.save_pretrained(Path(base) / "again")
-    if dist.get_rank() == 0:
-        model.save_pretrained(Path(base) / "wanted")
-        return _differences(model, Path(base) / "again", Path(base) / "wanted")
-    return []
+def failing_job(base: str) -> list[str]:
+    """What each rank raises if rank 0 cannot create the folder, or is interrupted."""
+    mesh = hf_models.mesh_of_all()
+    (Path(base) / "file").touch()
+
+    def stopped(self: Any, save_directory: Any, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+    models = [hf_models.make("llama"), saves(hf_models.make("llama"), stopped)]
+    for model in models:
+        tpkernels.parallelize(model, mesh)
+    begin, folder = time.monotonic(), Path(base) / "file" / "folder"
+    attempts = [lambda model=model: model.save_pretrained(folder) for model in models]
+    messages = messages_of(attempts, BaseException)
+    assert time.monotonic() - begin < 2 * PROMPT
+    models[0].save_pretrained(Path(base) / "folder")  # the group still works
+    assert (Path(base) / "folder" / "model.safetensors").exists()
+    return messages
 
 
-def test_a_pickled_model(ranks: RanksFixture, tmp_path: Path) -> None:
-    report(failure for rank in ranks(2).run(pickled_job, str(tmp_path)) for failure in rank)
+def test_an_error_on_rank_0_is_raised_on_all(ranks: RanksFixture, tmp_path: Path) -> None:
+    for rank, messages in enumerate(ranks(2).run(failing_job, str(tmp_path))):
+        prefix = "PeerFailedError: saving the model failed on rank 0: " if rank else ""
+        for message, error in zip(
+            messages, ["NotADirectoryError", "KeyboardInterrupt"], strict=True
+        ):
+            assert message.startswith(prefix + error), message
+
+
+def refusals_job(base: str) -> list[str]:
+    mesh, folder = hf_models.mesh_of_all(), Path(base)
+    model = tpkernels.parallelize(hf_models.make("llama"), mesh)
+    adapted = tpkernels.parallelize(hf_models.make("llama"), mesh)
+    adapted._hf_peft_config_loaded = True
+    with torch.device("meta"):
+        empty = tpkernels.parallelize(hf_models.make("llama"), mesh)
+    attempts: list[Callable[[], Any]] = [
+        lambda: model.save_pretrained(folder, distributed_checkpoint=True),
+        lambda: adapted.save_pretrained(folder),
+        lambda: empty.save_pretrained(folder),
+        lambda: model.push_to_hub("name"),
+        model.save_pretrained,
+        lambda: safetensors.save_file(model.state_dict(), folder / "file"),
+        lambda: safetensors.save_model(model, str(folder / "file")),
+        lambda: torch.save(model.state_dict(), folder / "file"),
+    ]
+    messages = messages_of(attempts)
+    model.save_pretrained(folder / "after")
+    return messages
+
+
+def test_what_is_refused(ranks: RanksFixture, tmp_path: Path) -> None:
+    expected = [
+        "NotImplementedError: distributed_checkpoint=True is for models that transformers has",
+        "NotImplementedError: the model has adapters",
+        "ValueError: the model is on the meta device",
+        "NotImplementedError: push_to_hub would upload from every rank; call save_pretrained(",
+        "TypeError: missing a required argument: 'save_directory'",
+        "TypeError: a ShardTensor is one rank's shard and has no storage of the unsharded tensor",
+        "TypeError: a ShardTensor is one rank's shard and has no storage of the unsharded tensor",
+        "TypeError: a ShardTensor is one rank's shard and cannot be pickled: save with",
+    ]
+    for messages in ranks(2).run(refusals_job, str(tmp_path)):
+        for message, part in zip(messages, expected, strict=True):
+            assert message.startswith(part), message

@@ -3,7 +3,9 @@ shards; layouts that the fused styles leave to torch's; and refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,17 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.cases import RanksFixture
 from tests.support.ranked import report
-from tests.support.tiers import sweep
-from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
+from tpkernels import groups
+from tpkernels.bench.specs import Spec
+from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel, styles
+from tpkernels.planning.table import Measurement, Table
 
 WHOLE, F64 = Replicate(), torch.float64
 
@@ -143,16 +144,13 @@ def uneven_job() -> list[str]:
     return failures
 
 
-def torch_s_own_job() -> list[str]:
+def unfused_job() -> list[str]:
     """Layouts with nothing to fuse give the bits of torch's styles."""
     mesh, failures = _mesh(), []
     x = torch.randn(2, 4, 8)
     dist.broadcast(x, 0)
-    pairs = [
-        (FusedColwiseParallel(), ColwiseParallel()),
-        (FusedColwiseParallel(output_layouts=WHOLE), ColwiseParallel(output_layouts=WHOLE)),
-    ]
-    for fused, plain in pairs:
+    for options in ({}, {"output_layouts": WHOLE}):
+        fused, plain = FusedColwiseParallel(**options), ColwiseParallel(**options)
         torch.manual_seed(3)
         linear = nn.Linear(8, 6)
         results = []
@@ -216,19 +214,49 @@ def refusals_job() -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", [3])
-def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
-    report(f for rank in ranks(world).run(uneven_job, timeout=120) for f in rank)
+JOBS = {layouts_job: 2, uneven_job: 3, unfused_job: 2, refusals_job: 2}  # and the world
 
 
-@pytest.mark.parametrize("world", sweep([2, 3]))
-def test_every_layout(ranks: RanksFixture, world: int) -> None:
-    report(f for rank in ranks(world).run(layouts_job, timeout=120) for f in rank)
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_the_styles(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
+    report(f for rank in ranks(JOBS[job]).run(job, timeout=120) for f in rank)
 
 
-def test_nothing_to_fuse(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(torch_s_own_job, timeout=120) for f in rank)
+STYLES: dict[str, Any] = {
+    "all_gather_matmul": lambda: FusedColwiseParallel(input_layouts=Shard(0)),
+    "matmul_reduce_scatter": lambda: FusedRowwiseParallel(output_layouts=Shard(0)),
+    "matmul_all_reduce": lambda: FusedRowwiseParallel(output_layouts=Replicate()),
+}
 
 
-def test_refusals_name_the_module(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(refusals_job, timeout=120) for f in rank)
+def measured_job(op: str, ms: dict[str, float] | None, width: int) -> str:
+    """What a Linear(24, 40) becomes on a mesh of GPUs, for which one of CPUs is taken, with times
+    for rows of that width."""
+    world, mesh, linear = dist.get_world_size(), _mesh(), nn.Linear(24, 40)
+    group = groups.get(mesh.get_group().group_name)
+    group.measured.tables.pop("cuda", None)
+    if ms is not None:
+        shape = (64, 40, width) if op == "all_gather_matmul" else (64, width, 24)
+        spec = Spec(op, shape, torch.float32)
+        key = spec.problem(world, "cuda").tuning_key
+        assert key is not None
+        one = Measurement(*key, other=spec.other, ms=ms, date="2026-11-22")
+        group.measured.tables["cuda"] = Table((one,))
+    with mock.patch.object(styles, "_has_gpus", lambda mesh: True):
+        parallelize_module(linear, mesh, STYLES[op]())
+    group.measured.tables.pop("cuda", None)
+    return type(linear).__name__
+
+
+@pytest.mark.parametrize("op", STYLES)
+def test_torchs_style_stays_unless_the_op_is_faster(ranks: RanksFixture, op: str) -> None:
+    width = 24 if op == "all_gather_matmul" else 40
+    fast, slow = {"unfused": 2.0, "direct": 1.0}, {"unfused": 1.0, "direct": 2.0}
+    fused = "_ColwiseLinear" if op == "all_gather_matmul" else "_RowwiseLinear"
+    for ms, at, name in (
+        (None, width, "Linear"),
+        (slow, width, "Linear"),
+        (fast, width, fused),
+        (fast, width + 8, "Linear"),
+    ):
+        assert ranks(2).run(measured_job, op, ms, at) == [name] * 2, (ms, at)

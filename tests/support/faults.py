@@ -38,7 +38,6 @@ COLLECT_SECONDS = 60.0
 _HERE = sorted(case for case in TABLES["cpu"] if case[1] not in ("fused", "hierarchical"))
 CASES = [case for case in _HERE if not (OPS[case[0]].scaled or OPS[case[0]].exchanges)]
 SCALED_CASES = [case for case in _HERE if OPS[case[0]].scaled]
-MATMUL_CASES = [case for case in CASES if "matmul" in case[0]]
 
 
 @dataclass(frozen=True)
@@ -276,11 +275,6 @@ def collect_stopped(
         assert first.at - stopped_at < timeout + late + PROMPT, (first.at - stopped_at, first)
         require_broken(report)
     return {rank: report.first for rank, (report, _) in reports.items()}
-
-
-def require_interrupted(first: Ending, at: float) -> None:
-    assert first.error == "KeyboardInterrupt", first
-    assert first.at - at < PROMPT, first
 
 
 def require_broken(report: Report) -> None:

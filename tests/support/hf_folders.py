@@ -11,20 +11,6 @@ import torch
 
 from tests.support import hf_models
 
-#: llama.cpp's names of the parameters of a layer.
-_LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
 
 def folder(base: Path, model_type: str = "llama", *, files: int = 1, **options: Any) -> Path:
     """A folder with a model, in one file or in at least ``files``."""
@@ -69,38 +55,35 @@ def gguf_file(
     model = transformers.LlamaForCausalLM(config)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(8)
-    writer.add_head_count_kv(4)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(8)
+    for key, number in {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_dimension_count": config.head_dim,
+    }.items():
+        getattr(writer, f"add_{key}")(number)
     if names_size:
         writer.add_vocab_size(vocabulary)
     writer.add_token_list([f"t{i}" for i in range(vocabulary)])
     writer.add_token_types([1] * vocabulary)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, value in model.state_dict().items():
         data = value.mul(3).numpy()
-        own = _own_name(name)
-        if ".attn_q." in own or ".attn_k." in own:
-            heads = 8 if ".attn_q." in own else 4
+        module, _, parameter = name.rpartition(".")
+        if "q_proj" in name or "k_proj" in name:  # halves of heads are interleaved
+            heads = 8 if "q_proj" in name else 4
             halves = data.reshape(heads, 2, data.shape[0] // heads // 2, -1)
             data = halves.swapaxes(1, 2).reshape(data.shape)
         quantised = getattr(gguf.GGMLQuantizationType, kind if data.ndim > 1 else "F32")
         raw = gguf.quantize(np.ascontiguousarray(data), quantised)
-        writer.add_tensor(own, raw, raw_dtype=quantised)
+        stored_name = f"{names.get_name(module)}.{parameter}"
+        writer.add_tensor(stored_name, raw, raw_dtype=quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _own_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if module in _OTHERS:
-        return f"{_OTHERS[module]}.{kind}"
-    _, _, number, *rest = module.split(".")
-    return f"blk.{number}.{_LAYER['.'.join(rest)]}.{kind}"

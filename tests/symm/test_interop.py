@@ -54,38 +54,25 @@ def test_numpy_shares_symmetric_memory(ranks: RanksFixture) -> None:
     assert ranks(2).run(numpy_job) == [[], []]
 
 
-def lifetime_job() -> list[float]:
-    """The sums of arrays that outlive their tensors."""
+def lifetime_job() -> list[object]:
+    """The sum of an array that outlives its tensor; NumPy's memory as the input of an op; and a
+    symmetric tensor through DLPack and back."""
     group = dist.new_group()
-    sums = []
-    for convert in ways().values():
-        x = tpkernels.empty(1000, group=group)
-        x.fill_(3)
-        array = convert(x)
-        del x
-        gc.collect()
-        tpkernels.empty(1000, group=group).fill_(9)
-        sums.append(float(array.sum()))
-    return sums
-
-
-def test_an_array_keeps_the_memory(ranks: RanksFixture) -> None:
-    assert ranks(2).run(lifetime_job) == [[3000.0] * 3] * 2
-
-
-def dlpack_job() -> list[bool]:
-    """NumPy's memory as the input of an op, and a symmetric tensor through DLPack and back."""
-    group = dist.new_group()
-    array = numpy.full((3, 4), dist.get_rank() + 1, dtype=numpy.float32)
-    total = tpkernels.all_reduce(torch.from_dlpack(array), group)
+    x = tpkernels.empty(1000, group=group).fill_(3)
+    array = numpy.from_dlpack(x)
+    del x
+    gc.collect()
+    tpkernels.empty(1000, group=group).fill_(9)
+    ours = numpy.full((3, 4), dist.get_rank() + 1, dtype=numpy.float32)
+    total = tpkernels.all_reduce(torch.from_dlpack(ours), group)
     x = tpkernels.empty(6, group=group)
-    back = torch.from_dlpack(numpy.from_dlpack(x))
-    back.fill_(5)
-    return [bool((total == 3).all()), back.data_ptr() == x.data_ptr(), bool((x == 5).all())]
+    back = torch.from_dlpack(numpy.from_dlpack(x)).fill_(5)
+    there = back.data_ptr() == x.data_ptr() and bool((x == 5).all())
+    return [float(array.sum()), bool((total == 3).all()), there]
 
 
-def test_dlpack_both_ways(ranks: RanksFixture) -> None:
-    assert ranks(2).run(dlpack_job) == [[True] * 3] * 2
+def test_an_array_keeps_the_memory_and_goes_both_ways(ranks: RanksFixture) -> None:
+    assert ranks(2).run(lifetime_job) == [[3000.0, True, True]] * 2
 
 
 @pytest.mark.gpu(1)

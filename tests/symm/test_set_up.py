@@ -4,6 +4,7 @@ descriptors."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -27,6 +28,7 @@ from tpkernels import _C, groups
 from tpkernels.symm import colocation, rendezvous
 
 WORLD = 3
+CLONE_NEWNET = 0x40000000
 
 
 # Ranks that fail unseen by the others.
@@ -127,6 +129,50 @@ def test_an_error_whose_text_cannot_be_encoded_is_reported(ranks: RanksFixture) 
         assert "OSError: no file \\udcff" in other.text, other
 
 
+# Which ranks share memory.
+
+
+def cloned_job() -> tuple[bool, Ending] | str:
+    """Rank 1 moves to its own network namespace once the ranks are connected: same boot ID, same
+    machine, but no socket reaches the other."""
+    group = faults.group_of(dist.new_group())
+    if group.rank() == 1 and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        return os.strerror(ctypes.get_errno())
+    tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
+    ending = faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group))
+    return groups.get(group.group_name).shared_memory, ending
+
+
+def test_a_rank_that_is_not_reached_shares_no_memory() -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can leave a network namespace")
+    with faults.watched_ranks(3) as ranks:
+        outcomes = faults.collect(ranks, cloned_job)
+        if isinstance(outcomes[1].value, str):
+            pytest.skip(f"cannot make a network namespace: {outcomes[1].value}")
+        for shared, ending in faults.values(outcomes).values():
+            assert not shared and not ending.error, ending
+
+
+def other_owner_job() -> tuple[bool, Ending]:
+    """Rank 2 runs as another user, whom the memory's owner does not let in."""
+    group = faults.group_of(dist.new_group())
+    if group.rank() == 2:
+        os.setresuid(65534, 65534, 0)
+    tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
+    ending = faults.ending_of(lambda: faults.run_op("all_reduce", group))
+    os.setresuid(0, 0, 0)
+    return groups.get(group.group_name).shared_memory, ending
+
+
+def test_different_users_share_no_memory() -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    with faults.watched_ranks(3) as ranks:
+        for shared, ending in faults.values(faults.collect(ranks, other_owner_job)).values():
+            assert not shared and not ending.error, ending
+
+
 # Strangers.
 
 _FLOOD = """
@@ -145,8 +191,10 @@ while time.monotonic() < end:
             stranger.setblocking(False)
             if stranger.connect_ex("\\0" + name[1:]):
                 stranger.close()
-            else:
-                kept.append(stranger)
+                continue
+            if sys.argv[1] == "wrong token":
+                stranger.send(b'{"token": "guessed", "rank": 1, "pid": 1}')
+            kept.append(stranger)
             if len(kept) > 500:
                 kept.pop(0).close()
 """
@@ -175,8 +223,8 @@ def flooded_job(count: int) -> list[bool]:
     return made
 
 
-@pytest.mark.parametrize("who", ["other user", "same user"])
-def test_strangers_that_fill_the_queues_do_not_prevent_shared_memory(
+@pytest.mark.parametrize("who", sweep(["other user", "wrong token", "same user"], 2))
+def test_strangers_on_the_sockets_do_not_prevent_shared_memory(
     ranks: RanksFixture, who: str
 ) -> None:
     if who == "other user" and os.getuid() != 0:

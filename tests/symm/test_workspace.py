@@ -1,9 +1,11 @@
 """How much memory a group's workspace takes: little at first, more when a call can use it, never
-more than ``workspace_bytes``; and what it costs to recognise a symmetric tensor."""
+more than ``workspace_bytes``; which tensors lie in symmetric memory; and whether ranks outnumber
+cores."""
 
 from __future__ import annotations
 
 import mmap
+import os
 import time
 import warnings
 from pathlib import Path
@@ -16,15 +18,18 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import Case, RanksFixture
-from tests.support.ranked import check, report
+from tests.support.cuda_rehearsal import pretending
+from tests.support.ranked import check, fresh_group, report
 from tests.support.tiers import sweep
 from tpkernels import groups
+from tpkernels.cuda.layouts import LL_BYTES, ll_words
 from tpkernels.planning.machine import instructions
 from tpkernels.planning.thresholds import pipeline_min_rows
 from tpkernels.symm import host
-from tpkernels.symm.host import Segments
+from tpkernels.symm.host import Segments, is_crowded
 
 MIB = 1 << 20
+CPU = torch.device("cpu")
 WORDS = 16 * mmap.PAGESIZE  # what signal words and rounding to pages may add
 
 
@@ -224,32 +229,78 @@ def test_segments_are_told_apart() -> None:
     assert len(segments) == 3
 
 
-def symmetric_job(count: int) -> tuple[float, float, int, int]:
-    """Seconds that an op's search for symmetric tensors takes with one of them and with many, and
-    the keys in the store with one and with many."""
-    group = faults.new_group()
-    workspace = groups.get(group.group_name).workspace
-    store = dist.distributed_c10d._get_default_store()
-    assert workspace is not None
-    x = torch.ones(16)
-
-    def look() -> float:
-        best = float("inf")
-        for _ in range(20):
-            begin = time.perf_counter()
-            for _ in range(200):
-                workspace.segments.find(x)
-            best = min(best, time.perf_counter() - begin)
-        return best / 200
-
-    kept = [tpkernels.empty(4, group=group)]
-    one, keys = look(), store.num_keys()
-    kept += [tpkernels.empty(4, group=group) for _ in range(count)]
-    dist.barrier(group)
-    return one, look(), keys, store.num_keys()
+# On GPUs.
 
 
-def test_many_symmetric_tensors_cost_little(ranks: RanksFixture) -> None:
-    for one, many, keys, more in ranks(2).run(symmetric_job, 200, timeout=100):
-        assert many < 4 * one + 1e-6, (one, many)  # a linear search took 60 times as long
-        assert more <= keys + 8, (keys, more)
+def gpu_growth_job() -> list[str]:
+    """Calls that need ever more words, then ever more bytes, then more of both."""
+    failures = []
+    with pretending(), fresh_group() as group:
+        workspace = groups.get(group.group_name).workspace
+        assert workspace is not None
+        workspace.open_cuda(CPU, "fused", None)
+        needs = [(1 << n, 1) for n in range(3, 12)] + [(1, 1 << n) for n in range(12, 20)]
+        needs += [(1 << 15, 1 << 21), (1, 1)]
+        for words, nbytes in needs:
+            before = workspace.on_gpus[CPU].current
+            memory = workspace.cuda(CPU, words, nbytes, "a call")
+            after = memory.current
+            case = f"{words} words, {nbytes} bytes"
+            if not after.holds(words, nbytes):
+                failures.append(f"{case}: too small")
+            if before.holds(words, nbytes) and after is not before:
+                failures.append(f"{case}: it grew")
+            if after is not before:
+                kept = before.words >= words, before.buffer_bytes >= nbytes
+                if kept[0] and after.words != before.words:
+                    failures.append(f"{case}: its words grew from {before.words} to {after.words}")
+                if kept[1] and after.buffer_bytes != before.buffer_bytes:
+                    failures.append(f"{case}: its buffers grew to {after.buffer_bytes}")
+                if after.nbytes < 2 * before.nbytes:
+                    failures.append(f"{case}: {before.nbytes} and {after.nbytes} bytes")
+        total = sum(space.nbytes for space in memory.spaces)
+        if len(memory.spaces) < 5 or total >= 2 * memory.current.nbytes:
+            failures.append(f"{len(memory.spaces)} workspaces of {total} bytes")
+    return failures
+
+
+@pytest.mark.parametrize("world", sweep([2, 3]))
+def test_what_is_too_small_grows(ranks: RanksFixture, world: int) -> None:
+    """All workspaces together take less than twice the largest."""
+    report(failure for rank in ranks(world).run(gpu_growth_job) for failure in rank)
+
+
+def test_calls_by_ll_fit_at_first() -> None:
+    assert ll_words(LL_BYTES) <= host._FIRST_WORDS
+
+
+# Cores.
+
+
+def bound_job(pids: list[int], cores: list[int]) -> bool:
+    """Whether it is crowded where rank r is bound to core ``cores[r]``."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {cores[dist.get_rank()]})
+    try:
+        dist.barrier()
+        crowded = is_crowded(pids)
+        dist.barrier()
+        return crowded
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_ranks_with_a_core_each_are_not_crowded(ranks: RanksFixture) -> None:
+    """As vLLM binds its workers."""
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        pytest.skip("needs 2 cores")
+    two = ranks(2)
+    assert two.run(bound_job, two.pids, usable[:2]) == [False, False]
+    assert two.run(bound_job, two.pids, usable[:1] * 2) == [True, True]
+
+
+def test_processes_that_cannot_be_asked_do_not_count() -> None:
+    alone = len(os.sched_getaffinity(0))
+    assert not is_crowded([os.getpid()])
+    assert is_crowded([os.getpid(), *[2**22] * alone])
