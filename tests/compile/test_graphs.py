@@ -239,6 +239,11 @@ LEFT_ALONE = {
         ((4, 6), ("4W", 5)),
         reason="aten.mm sums over the gathered dim, so it needs all shards before it can start",
     ),
+    "chunks in another order": Graph(
+        lambda x, w, world, g: torch.cat(gather(x, 0, world, g).chunk(world)[::-1], 1) @ w,
+        ((2, 3, 6), (6, 5)),
+        reason="aten.split.Tensor reads it and is not a plain matmul",
+    ),
     "right factor": Graph(
         lambda x, a, *g: a @ gather(x, 0, *g), ((2, 6), (3, "2W")),
         reason="aten.mm has it as its right factor",
