@@ -77,23 +77,16 @@ TPK_DEVICE u64 clock_ns() {
 
 TPK_DEVICE void pause() { __nanosleep(20); }
 
-TPK_DEVICE u64 load_acquire_sys(const u64* from) {
-  u64 value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
-}
-
-TPK_DEVICE u64 load_relaxed_sys(const u64* from) {
-  u64 value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
-}
-
-TPK_DEVICE u64 load_relaxed_gpu(const u64* from) {
-  u64 value;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
-}
+#define TPK_LOAD(name, order)                                                               \
+  TPK_DEVICE u64 name(const u64* from) {                                                    \
+    u64 value;                                                                              \
+    asm volatile("ld." order ".global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory"); \
+    return value;                                                                           \
+  }
+TPK_LOAD(load_acquire_sys, "acquire.sys")
+TPK_LOAD(load_relaxed_sys, "relaxed.sys")
+TPK_LOAD(load_relaxed_gpu, "relaxed.gpu")
+#undef TPK_LOAD
 
 TPK_DEVICE void store_relaxed_sys(u64* to, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
@@ -217,29 +210,20 @@ TPK_DEVICE unsigned short round_bf16(float value) {
 #if __CUDA_ARCH__ >= 900
 // `from` is a multicast address: the same place in all ranks' memory. The switch adds in an order
 // of its own.
+#define TPK_MULTIMEM_ADD(pack, type, from)                                                      \
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add." type " {%0, %1, %2, %3}, [%4];"     \
+               : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3]) \
+               : "l"(from)                                                                      \
+               : "memory")
 template <int D>
 TPK_DEVICE Pack multimem_sum(u64 from) {
-  Pack p;
-  if constexpr (D == kF32) {
-    asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
-                 : "l"(from)
-                 : "memory");
-  } else if constexpr (D == kF16) {
-    asm volatile(
-        "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];"
-        : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
-        : "l"(from)
-        : "memory");
-  } else {
-    asm volatile(
-        "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
-        : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
-        : "l"(from)
-        : "memory");
-  }
-  return p;
+  Pack pack;
+  if constexpr (D == kF32) TPK_MULTIMEM_ADD(pack, "v4.f32", from);
+  if constexpr (D == kF16) TPK_MULTIMEM_ADD(pack, "acc::f32.v4.f16x2", from);
+  if constexpr (D == kBF16) TPK_MULTIMEM_ADD(pack, "acc::f32.v4.bf16x2", from);
+  return pack;
 }
+#undef TPK_MULTIMEM_ADD
 
 TPK_DEVICE void multimem_store(u64 to, Pack pack) {
   asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),

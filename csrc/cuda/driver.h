@@ -41,42 +41,37 @@ struct LaunchConfig {
 };
 
 // Every function: its name here and in the driver, and its parameters.
-#define TPK_DRIVER(each)                                                                           \
-  each(init, cuInit, (unsigned flags)) each(driver_version, cuDriverGetVersion, (int* version))    \
-      each(error_name, cuGetErrorName, (int code, const char** name)) each(                        \
-          error_string, cuGetErrorString,                                                          \
-          (int code, const char** text)) each(device_count, cuDeviceGetCount, (int* count))        \
-          each(device, cuDeviceGet, (int* device, int ordinal)) each(                              \
-              attribute, cuDeviceGetAttribute, (int* value, int attribute, int device))            \
-              each(retain_context, cuDevicePrimaryCtxRetain, (Handle * context, int device)) each( \
-                  current_context, cuCtxGetCurrent,                                                \
-                  (Handle * context)) each(push_context, cuCtxPushCurrent_v2, (Handle context))    \
-                  each(pop_context, cuCtxPopCurrent_v2, (Handle * context)) each(                  \
-                      load_module, cuModuleLoadData, (Handle * module, const void* image))         \
-                      each(unload_module, cuModuleUnload, (Handle module)) each(                   \
-                          function, cuModuleGetFunction,                                           \
-                          (Handle * function, Handle module, const char* name))                    \
-                          each(launch, cuLaunchKernelEx,                                           \
-                               (const LaunchConfig* config, Handle function, void** parameters,    \
-                                void** extra)) each(copy_async, cuMemcpyAsync,                     \
-                                                    (Address dst, Address src, std::size_t bytes,  \
-                                                     Handle stream))                               \
-                              each(write_value, cuStreamWriteValue64_v2,                           \
-                                   (Handle stream, Address to, std::uint64_t value,                \
-                                    unsigned flags)) each(create_stream, cuStreamCreate,           \
-                                                          (Handle * stream, unsigned flags))       \
-                                  each(destroy_stream, cuStreamDestroy_v2, (Handle stream)) each(  \
-                                      exchange_capture_mode, cuThreadExchangeStreamCaptureMode,    \
-                                      (int* mode)) each(begin_capture, cuStreamBeginCapture_v2,    \
-                                                        (Handle stream, int mode))                 \
-                                      each(end_capture, cuStreamEndCapture,                        \
-                                           (Handle stream, Handle * graph))                        \
-                                          each(instantiate, cuGraphInstantiateWithFlags,           \
-                                               (Handle * executable, Handle graph,                 \
-                                                std::uint64_t flags)) each(destroy_executable,     \
-                                                                           cuGraphExecDestroy,     \
-                                                                           (Handle executable))    \
-                                              each(destroy_graph, cuGraphDestroy, (Handle graph))
+// clang-format off
+#define TPK_DRIVER(each)                                                                        \
+  each(init, cuInit, (unsigned flags))                                                          \
+  each(driver_version, cuDriverGetVersion, (int* version))                                      \
+  each(error_name, cuGetErrorName, (int code, const char** name))                               \
+  each(error_string, cuGetErrorString, (int code, const char** text))                           \
+  each(device_count, cuDeviceGetCount, (int* count))                                            \
+  each(device, cuDeviceGet, (int* device, int ordinal))                                         \
+  each(attribute, cuDeviceGetAttribute, (int* value, int attribute, int device))                \
+  each(retain_context, cuDevicePrimaryCtxRetain, (Handle* context, int device))                 \
+  each(current_context, cuCtxGetCurrent, (Handle* context))                                     \
+  each(push_context, cuCtxPushCurrent_v2, (Handle context))                                     \
+  each(pop_context, cuCtxPopCurrent_v2, (Handle* context))                                      \
+  each(load_module, cuModuleLoadData, (Handle* module, const void* image))                      \
+  each(unload_module, cuModuleUnload, (Handle module))                                          \
+  each(function, cuModuleGetFunction, (Handle* function, Handle module, const char* name))      \
+  each(launch, cuLaunchKernelEx,                                                                \
+       (const LaunchConfig* config, Handle function, void** parameters, void** extra))          \
+  each(copy_async, cuMemcpyAsync, (Address dst, Address src, std::size_t bytes, Handle stream)) \
+  each(write_value, cuStreamWriteValue64_v2,                                                    \
+       (Handle stream, Address to, std::uint64_t value, unsigned flags))                        \
+  each(create_stream, cuStreamCreate, (Handle* stream, unsigned flags))                         \
+  each(destroy_stream, cuStreamDestroy_v2, (Handle stream))                                     \
+  each(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                   \
+  each(begin_capture, cuStreamBeginCapture_v2, (Handle stream, int mode))                       \
+  each(end_capture, cuStreamEndCapture, (Handle stream, Handle* graph))                         \
+  each(instantiate, cuGraphInstantiateWithFlags,                                                \
+       (Handle* executable, Handle graph, std::uint64_t flags))                                 \
+  each(destroy_executable, cuGraphExecDestroy, (Handle executable))                             \
+  each(destroy_graph, cuGraphDestroy, (Handle graph))
+// clang-format on
 
 struct Driver {
 #define TPK_DECLARE(name, symbol, parameters) int(*name) parameters;

@@ -23,28 +23,30 @@ struct Image {
 const Image& embedded_image();
 
 // Every kernel: its name, the threads of a block, its arguments.
-#define TPK_KERNELS(each)                                                                          \
-  each(two_shot_all_reduce, kReduceThreads, Space, AllReduce)                                      \
-      each(multimem_all_reduce, kReduceThreads, Space, AllReduce)                                  \
-          each(ll_all_reduce, kLLThreads, Space, AllReduce)                                        \
-              each(ll_two_shot_all_reduce, kLLThreads, Space, AllReduce)                           \
-                  each(ll128_all_reduce, kLLThreads, Space, AllReduce) each(                       \
-                      two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm)        \
-                      each(ll_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm) each(   \
-                          ll_two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm) \
-                          each(rms_norm_of_rows, kRowThreads, Rows, RmsNorm) each(                 \
-                              one_shot_all_gather, kReduceThreads, Space, Shards)                  \
-                              each(one_shot_reduce_scatter, kReduceThreads, Space, Shards) each(   \
-                                  ll_all_gather, kLLThreads, Space, Shards)                        \
-                                  each(ll_reduce_scatter, kLLThreads, Space, Shards) each(         \
-                                      sum_of_partials, kSumThreads, SumPartials)                   \
-                                      each(paced_copy, kPacedThreads, PacedCopy) each(             \
-                                          call_barrier, kSignalThreads, Space)                     \
-                                          each(call_begin, kSignalThreads, Space, int) each(       \
-                                              call_publish, kSignalThreads, Space, Signal)         \
-                                              each(call_flag, kSignalThreads, Space, int)          \
-                                                  each(call_wait, kSignalThreads, Space, Signal)   \
-                                                      each(call_end, kEndThreads, Space, Results)
+// clang-format off
+#define TPK_KERNELS(each)                                                       \
+  each(two_shot_all_reduce, kReduceThreads, Space, AllReduce)                   \
+  each(multimem_all_reduce, kReduceThreads, Space, AllReduce)                   \
+  each(ll_all_reduce, kLLThreads, Space, AllReduce)                             \
+  each(ll_two_shot_all_reduce, kLLThreads, Space, AllReduce)                    \
+  each(ll128_all_reduce, kLLThreads, Space, AllReduce)                          \
+  each(two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm)    \
+  each(ll_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm)          \
+  each(ll_two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm) \
+  each(rms_norm_of_rows, kRowThreads, Rows, RmsNorm)                            \
+  each(one_shot_all_gather, kReduceThreads, Space, Shards)                      \
+  each(one_shot_reduce_scatter, kReduceThreads, Space, Shards)                  \
+  each(ll_all_gather, kLLThreads, Space, Shards)                                \
+  each(ll_reduce_scatter, kLLThreads, Space, Shards)                            \
+  each(sum_of_partials, kSumThreads, SumPartials)                               \
+  each(paced_copy, kPacedThreads, PacedCopy)                                    \
+  each(call_barrier, kSignalThreads, Space)                                     \
+  each(call_begin, kSignalThreads, Space, int)                                  \
+  each(call_publish, kSignalThreads, Space, Signal)                             \
+  each(call_flag, kSignalThreads, Space, int)                                   \
+  each(call_wait, kSignalThreads, Space, Signal)                                \
+  each(call_end, kEndThreads, Space, Results)
+// clang-format on
 
 // Of a launch. An early one may start while the kernel queued before it still runs, where the GPU
 // and the driver can do that; see cuda/sync.cuh for what it needs.

@@ -69,37 +69,33 @@ struct Error : std::runtime_error {
 // (as ncclGetVersion numbers it), and its parameters. Streams are cudaStream_t, windows
 // ncclWindow_t. Those newer than 2.14 are null if the library lacks them: call them through
 // `Library::need`.
-#define TPK_NCCL(each)                                                                             \
-  each(Result, GetUniqueId, 20000, (UniqueId*)) each(const char*, GetErrorString, 20000, (Result)) \
-      each(Result, CommDestroy, 20000, (Comm*)) each(                                              \
-          Result, AllGather, 20000,                                                                \
-          (const void*, void*, std::size_t, int dtype, Comm*, void* stream))                       \
-          each(Result, ReduceScatter, 20000,                                                       \
-               (const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream))          \
-              each(Result, AllReduce, 20000,                                                       \
-                   (const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream))      \
-                  each(                                                                            \
-                      Result, Broadcast, 20202,                                                    \
-                      (const void*, void*, std::size_t, int dtype, int root, Comm*, void* stream)) \
-                      each(Result, GroupStart, 20000, ()) each(Result, GroupEnd, 20000, ()) each(  \
-                          Result, CommGetAsyncError, 2402, (Comm*, Result*))                       \
-                          each(Result, CommAbort, 2402, (Comm*)) each(                             \
-                              Result, Send, 2703,                                                  \
-                              (const void*, std::size_t, int dtype, int peer, Comm*,               \
-                               void* stream))                                                      \
-                              each(Result, Recv, 2703,                                             \
-                                   (void*, std::size_t, int dtype, int peer, Comm*, void* stream)) \
-                                  each(const char*, GetLastError, 21304, (Comm*))                  \
-                                      each(Result, CommInitRankConfig, 21400,                      \
-                                           (Comm**, int world, UniqueId, int rank, Config*))       \
-                                          each(Result, CommFinalize, 21400, (Comm*))               \
-                                              each(Result, MemAlloc, 21901, (void**, std::size_t)) \
-                                                  each(Result, MemFree, 21901, (void*))            \
-                                                      each(Result, CommWindowRegister, 22703,      \
-                                                           (Comm*, void*, std::size_t,             \
-                                                            void** window, int flags))             \
-                                                          each(Result, CommWindowDeregister,       \
-                                                               22703, (Comm*, void* window))
+// clang-format off
+#define TPK_NCCL(each)                                                                           \
+  each(Result, GetUniqueId, 20000, (UniqueId*))                                                  \
+  each(const char*, GetErrorString, 20000, (Result))                                             \
+  each(Result, CommDestroy, 20000, (Comm*))                                                      \
+  each(Result, AllGather, 20000,                                                                 \
+       (const void*, void*, std::size_t, int dtype, Comm*, void* stream))                        \
+  each(Result, ReduceScatter, 20000,                                                             \
+       (const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream))                \
+  each(Result, AllReduce, 20000,                                                                 \
+       (const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream))                \
+  each(Result, Broadcast, 20202,                                                                 \
+       (const void*, void*, std::size_t, int dtype, int root, Comm*, void* stream))              \
+  each(Result, GroupStart, 20000, ())                                                            \
+  each(Result, GroupEnd, 20000, ())                                                              \
+  each(Result, CommGetAsyncError, 2402, (Comm*, Result*))                                        \
+  each(Result, CommAbort, 2402, (Comm*))                                                         \
+  each(Result, Send, 2703, (const void*, std::size_t, int dtype, int peer, Comm*, void* stream)) \
+  each(Result, Recv, 2703, (void*, std::size_t, int dtype, int peer, Comm*, void* stream))       \
+  each(const char*, GetLastError, 21304, (Comm*))                                                \
+  each(Result, CommInitRankConfig, 21400, (Comm**, int world, UniqueId, int rank, Config*))      \
+  each(Result, CommFinalize, 21400, (Comm*))                                                     \
+  each(Result, MemAlloc, 21901, (void**, std::size_t))                                           \
+  each(Result, MemFree, 21901, (void*))                                                          \
+  each(Result, CommWindowRegister, 22703, (Comm*, void*, std::size_t, void** window, int flags)) \
+  each(Result, CommWindowDeregister, 22703, (Comm*, void* window))
+// clang-format on
 
 struct Functions {
 #define TPK_DECLARE(type, name, since, parameters) type(*name) parameters;

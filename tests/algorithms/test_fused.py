@@ -207,16 +207,9 @@ def world_rows() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_fifty_calls_with_delays_and_poison(interpreting: RanksFixture, world: int) -> None:
-    for wrong in interpreting(world).run(protocol_job, world, 50, 2000, True, timeout=250):
-        assert not wrong, wrong[:3]
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_more_calls_with_other_delays(interpreting: RanksFixture, world: int) -> None:
+def test_many_calls_with_delays_and_poison(interpreting: RanksFixture, world: int) -> None:
     told = interpreting(world).run(protocol_job, 70 + world, 150, 5000, True, timeout=840)
     assert not any(told), told
 

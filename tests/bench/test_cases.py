@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.cases import RanksFixture
 from tests.support.damage import invoke
@@ -228,3 +229,16 @@ def scales_job() -> list[dict[str, bool]]:
 def test_scales_are_verified(ranks: RanksFixture) -> None:
     for found in ranks(2).run(scales_job):
         assert found == [{"right": True, "x": False, "w": False}] * len(SCALED)
+
+
+def other_bits_job() -> bool:
+    """What verification says of a sum that differs on rank 1 where rank 0 compares."""
+    case = random_case(Spec("all_reduce", (64,), F32))
+    (y,) = run_tpkernels(case.copy())
+    if dist.get_rank() == 1:
+        y[0] += 1
+    return verify(case, None, {"sum": [y]})["sum"].right
+
+
+def test_all_ranks_must_have_the_same_sum(ranks: RanksFixture) -> None:
+    assert ranks(2).run(other_bits_job) == [False, False]

@@ -24,7 +24,7 @@ from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
 from tests.support.paths import ROOT
 from tests.support.ranked import fresh_group, report
-from tests.support.tiers import thorough
+from tests.support.tiers import sweep
 from tpkernels import _C, defaults
 from tpkernels.ops import shortcut
 from tpkernels.ops.shortcut import is_plain
@@ -244,7 +244,7 @@ def test_a_malformed_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         defaults.python_calls.__wrapped__()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", thorough("inductor")])
+@pytest.mark.parametrize("backend", sweep(["eager", "aot_eager", "inductor"], 2))
 def test_a_compiled_call_is_the_op(ranks: RanksFixture, backend: str) -> None:
     report(f for rank in ranks(WORLD).run(compiled_job, backend) for f in rank)
 

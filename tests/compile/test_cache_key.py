@@ -70,8 +70,11 @@ def test_a_graph_is_not_taken_for_that_of_another_rank(tmp_path: Path) -> None:
 
 
 def tag_job() -> list[str]:
-    tags = []
+    """The tag in two calls; the pass's key tells the groups."""
+    tags, fusion = [], tpkernels.compile.fuse_collectives("tp")
+    before = fusion.uuid()
     with fresh_group() as group, torch.compiler.config.patch(cache_key_tag="theirs"):
+        assert fusion.uuid() != before
         for _ in range(2):
             with torch._subclasses.FakeTensorMode():
                 tpkernels.all_reduce(torch.ones(3), group)
@@ -84,3 +87,10 @@ def test_what_the_user_has_set_stays(ranks: RanksFixture) -> None:
     for rank, (first, second) in enumerate(ranks(2).run(tag_job)):
         assert first == second and first.startswith("theirs tpkernels{")
         assert f"group: {rank} of 2" in first
+
+
+def test_the_key_for_the_cache() -> None:
+    fuse = tpkernels.compile.fuse_collectives
+    assert fuse().uuid() == fuse().uuid()
+    assert fuse("one").uuid() != fuse().uuid()
+    assert fuse("one", "two").uuid() == fuse("two", "one").uuid()

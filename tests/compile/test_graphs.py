@@ -1,4 +1,5 @@
-"""The pass rewrites every form of a gather before a matmul and of a reduction after one."""
+"""What the pass rewrites, in every form of a gather before a matmul and a reduction after one, and
+what it leaves alone: the graphs give the same bits as before."""
 
 from __future__ import annotations
 
@@ -6,12 +7,29 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import fx
 
+import tpkernels
 from tests.support.cases import RanksFixture
+from tests.support.compiled import (
+    AG,
+    AR,
+    RS,
+    Graph,
+    called,
+    differences,
+    gather,
+    graphs_job,
+    reduce,
+    rewritten,
+    scatter,
+)
 from tests.support.ranked import fresh_group, report
-from tests.support.traced import AG, AR, RS, Graph, check, gather, reduce, rewritten, scatter
 
-F32 = torch.float32
+BF16 = torch.bfloat16
+
+_c10d = torch.ops._c10d_functional
 
 
 def _several(x: Any, a: Any, b: Any, c: Any, world: int, group: str) -> Any:
@@ -85,6 +103,59 @@ def _written_afterwards(x: Any, y: Any, w: Any, world: int, group: str) -> Any:
 
 def _moved(x: Any, w: Any, world: int, group: str) -> Any:
     return reduce((x @ w).transpose(0, 1), group), reduce((x @ w).unsqueeze(0), group)
+
+
+def _read_twice(x: Any, w: Any, world: int, group: str) -> Any:
+    product = x @ w
+    return scatter(product, 0, world, group), product.relu()
+
+
+def _own_weight(x: Any, world: int, group: str) -> Any:
+    whole = gather(x, 0, world, group)
+    return whole @ whole.t().abs()
+
+
+def _own_bias(whole: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(whole.sum(0)[:5], whole, w)
+
+
+def _coalesced(x: Any, w: Any, _: int, group: str) -> Any:
+    return [_c10d.wait_tensor(t) for t in _c10d.all_reduce_coalesced([x @ w, w], "sum", group)]
+
+
+def _cut(x: Any, w: Any, world: int, group: str) -> Any:
+    """Half of the ranks' axis is moved behind the rows."""
+    halves = gather(x, 0, world, group).view(2, -1, 6)
+    return halves.transpose(0, 1).reshape(-1, 6) @ w
+
+
+def _size_of_data(x: Any, w: Any, world: int, group: str) -> Any:
+    """How many rows a rank sends is known only at run time; they are read in two layouts."""
+    rows = x.new_ones(4, 2).nonzero().to(x.dtype)
+    shard = rows.expand(x.shape[0], *rows.shape)
+    whole = gather(shard, 0, world, group)
+    return torch.cat(whole.chunk(world, 0), 1).flatten(0, 1) @ w, whole.neg()
+
+
+def _shard_written(x: Any, w: Any, world: int, group: str) -> Any:
+    shard = x.clone()
+    whole = gather(shard, 0, world, group)
+    shard.add_(1)
+    return whole @ w
+
+
+def _written_behind(x: Any, w: Any, world: int, group: str) -> Any:
+    whole = gather(x, 0, world, group)
+    flat, product = whole.view(-1), torch.cat(whole.chunk(world, 0), 1).flatten(0, 1) @ w
+    whole.mul_(2)
+    return product, flat.neg()
+
+
+def _factor_written(x: Any, w: Any, world: int, group: str) -> Any:
+    left = x.clone()
+    product = left @ w
+    left.add_(1)
+    return reduce(product, group)
 
 
 FUSED = {
@@ -162,51 +233,239 @@ FUSED = {
 }  # fmt: skip
 
 
-def job(dtype: torch.dtype, symbolic: bool, names: list[str]) -> list[str]:
+LEFT_ALONE = {
+    "contraction": Graph(
+        lambda x, g, *rest: gather(x, 0, *rest).t() @ g,
+        ((4, 6), ("4W", 5)),
+        reason="aten.mm sums over the gathered dim, so it needs all shards before it can start",
+    ),
+    "chunks in another order": Graph(
+        lambda x, w, world, g: torch.cat(gather(x, 0, world, g).chunk(world)[::-1], 1) @ w,
+        ((2, 3, 6), (6, 5)),
+        reason="aten.split.Tensor reads it and is not a plain matmul",
+    ),
+    "right factor": Graph(
+        lambda x, a, *g: a @ gather(x, 0, *g), ((2, 6), (3, "2W")),
+        reason="aten.mm has it as its right factor",
+    ),
+    "no matmul": Graph(
+        lambda x, *g: gather(x, 0, *g).relu(), ((4, 6),),
+        reason="aten.relu reads it and is not a plain matmul",
+    ),
+    "a bias of one element": Graph(
+        lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), ((4, 6), (6, 5), (1,)),
+        reason="aten.addmm reads it and is not a plain matmul",
+    ),
+    "a bias for each row": Graph(
+        lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), ((4, 6), (6, 5), ("4W", 5)),
+        reason="aten.addmm reads it and is not a plain matmul",
+    ),
+    "a product with a factor": Graph(
+        lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w, alpha=2),
+        ((4, 6), (6, 5), (5,)),
+        reason="aten.addmm reads it and is not a plain matmul",
+    ),
+    "a batch of matmuls": Graph(
+        lambda x, w, *g: gather(x, 0, *g).bmm(w), ((2, 3, 6), ("2W", 6, 5)),
+        reason="aten.bmm reads it and is not a plain matmul",
+    ),
+    "returned": Graph(
+        lambda x, *g: gather(x, 0, *g), ((4, 6),),
+        reason="the graph's output reads it and is not a plain matmul",
+    ),
+    "own weight": Graph(
+        _own_weight, ((4, 6),),
+        reason=("the other factor of aten.mm, or its bias, depends on it too; "
+            "aten.abs reads it and is not a plain matmul"),
+    ),
+    "own bias": Graph(
+        lambda x, w, *g: _own_bias(gather(x, 0, *g), w), ((4, 6), (6, 5)),
+        reason=("aten.sum.dim_IntList reads it and is not a plain matmul; "
+            "the other factor of aten.addmm, or its bias, depends on it too"),
+    ),
+    "no product": Graph(
+        lambda x, *g: scatter(x.relu(), 0, *g), (("3W", 6),),
+        reason="its input is made by aten.relu, which is not a plain matmul",
+    ),
+    "an input": Graph(
+        lambda x, _, g: reduce(x, g), ((4, 6),),
+        reason="its input is made by an input of the graph, which is not a plain matmul",
+    ),
+    "a sum that broadcasts": Graph(
+        lambda x, w, _, g: reduce(x @ w + w.sum(0), g), ((4, 6), (6, 5)),
+        reason="its input is a sum that broadcasts",
+    ),
+    "a difference": Graph(
+        lambda x, w, _, g: reduce(torch.add(x @ w, x @ w, alpha=-2), g), ((4, 6), (6, 5)),
+        reason="its input is a sum with a factor",
+    ),
+    "a sum of unlike layouts": Graph(
+        lambda x, a, y, b, _, g: reduce((x @ a).t() + y @ b, g),
+        ((4, 6), (6, 5), (5, 6), (6, 4)),
+        reason="its input is a sum of matmuls in different layouts",
+    ),
+    "a sum of unlike shapes": Graph(
+        lambda x, a, y, b, _, g: reduce((x @ a).view(-1) + (y @ b).view(-1), g),
+        ((4, 6), (6, 6), (6, 5), (5, 4)),
+        reason="its input is a sum of matmuls in different layouts",
+    ),
+    "columns times columns": Graph(
+        lambda x, y, _, g: reduce(x * y, g), ((4, 1), (4, 5)),
+        reason="its input is made by aten.mul.Tensor, which is not a plain matmul",
+    ),
+    "a view across rows": Graph(
+        lambda x, w, _, g: reduce((x @ w).view(15, 4), g), ((6, 6), (6, 10)),
+        reason="how the matmul is laid out in its input is unknown",
+    ),
+    "shards that end within a batch": Graph(
+        lambda x, w, *g: scatter((x @ w).flatten(0, 1), 0, *g), ((3, "2W", 6), (6, 5)),
+        reason="the shards of [12, 5] are not blocks of the matmul's rows",
+    ),
+    "columns in several blocks": Graph(
+        lambda x, w, *g: scatter((x @ w).unflatten(1, (2, -1)), 2, *g), ((4, 6), (6, "2W")),
+        reason="each rank gets several blocks of columns",
+    ),
+    "maximum": Graph(
+        lambda x, w, _, g: reduce(x @ w, g, "max"), ((4, 6), (6, 5)),
+        reason="its reduction is max, and the ops only sum",
+    ),
+    "bias": Graph(
+        lambda x, w, b, *g: scatter(torch.addmm(b, x, w), 0, *g), (("3W", 6), (6, 5), (5,)),
+        reason="aten.addmm adds a bias before the sum, and biases may differ by rank",
+    ),
+    "read twice": Graph(
+        _read_twice, (("3W", 6), (6, 5)),
+        reason="aten.mm in its input is also read by aten.relu",
+    ),
+    "several tensors": Graph(
+        _coalesced, ((4, 6), (6, 5)), reason="it moves several tensors at once",
+    ),
+    "in place": Graph(
+        lambda x, w, _, g: _c10d.wait_tensor(_c10d.all_reduce_(x @ w, "sum", g)),
+        ((4, 6), (6, 5)),
+        reason="it writes into one of its arguments",
+    ),
+    "integers": Graph(
+        lambda x, _, g: reduce(x.long(), g), ((4, 6),), reason="the ops do not take int64",
+    ),
+    "a scalar": Graph(
+        lambda x, _, g: reduce(x.sum(), g), ((4, 6),),
+        reason="its input has shape [], which is not a matrix",
+    ),
+    "its shard is overwritten": Graph(
+        _shard_written, ((4, 6), (6, 5)),
+        reason="aten.add_.Tensor writes in place between it and the matmuls",
+    ),
+    "what it gathers is overwritten": Graph(
+        _written_behind, ((2, 3, 6), (6, 5)),
+        reason="aten.mul_.Tensor writes into the gathered tensor",
+    ),
+    "a factor is overwritten": Graph(
+        _factor_written, ((4, 6), (6, 5)),
+        reason="aten.add_.Tensor writes in place between it and the matmuls",
+    ),
+    "no rows": Graph(
+        lambda x, w, *g: gather(x, 0, *g) @ w, ((0, 6), (6, 5)),
+        reason="its input has shape [0, 6], which is not a matrix",
+    ),
+}  # fmt: skip
+
+
+def fused() -> Any:
+    return FUSED.items()
+
+
+def some_fused() -> Any:
+    return [(name, FUSED[name]) for name in ("gather transposed", "gather kept", "scatter a sum")]
+
+
+def left_alone() -> Any:
+    return LEFT_ALONE.items()
+
+
+def cut() -> Any:
+    why = "aten.mm reads rows in which a view has cut up the shards"
+    return [("cut", Graph(_cut, ((2, 6), (6, 5)), reason=why))]
+
+
+@pytest.mark.parametrize(
+    ("world", "graphs", "dtype", "symbolic"),
+    [
+        (2, fused, torch.float32, False),
+        (2, left_alone, torch.float32, False),
+        pytest.param(2, some_fused, torch.float32, True, marks=pytest.mark.thorough),
+        pytest.param(3, fused, BF16, False, marks=pytest.mark.slow),
+        pytest.param(4, fused, torch.float32, True, marks=pytest.mark.slow),
+        pytest.param(4, cut, torch.float32, False, marks=pytest.mark.slow),
+    ],
+)
+def test_graphs(
+    ranks: RanksFixture, world: int, graphs: Any, dtype: torch.dtype, symbolic: bool
+) -> None:
+    run = ranks(world).run(graphs_job, graphs, dtype, symbolic, timeout=280)
+    report(failure for rank in run for failure in rank)
+
+
+def _reduced(group: str) -> Any:
+    return lambda x, w: reduce(x @ w, group)
+
+
+def single_job() -> list[str]:
+    """A mean is rounded once; nodes that the pass added before it gave up are removed again;
+    collectives of other groups are left alone, and those of a group of one rank."""
     failures = []
-    with fresh_group() as group:
-        for name in names:
-            wrong = check(FUSED[name], group, dtype, symbolic)
-            failures += [f"{name}: {each}" for each in wrong]
+    with fresh_group() as mine, fresh_group() as other:
+        name, world = mine.group_name, mine.size()
+        torch.manual_seed(mine.rank())
+        x, w = torch.randint(-200, 200, (1000, 1)).bfloat16(), torch.ones(1, 2).bfloat16()
+        traced, _ = rewritten(lambda x, w: reduce(x @ w, name, "avg"), [x, w])
+        total = reduce(x.double().expand(-1, 2), name)  # sums overflow 16 bits, their terms do not
+        failures += differences(traced(x, w), (total / world).bfloat16())
+
+        inputs = [torch.ones(3, 6), torch.ones(2, 5)]
+        traced, told = rewritten(lambda *x: _size_of_data(*x, world, name), inputs, symbolic=True)
+        if "cannot be computed from the sizes of the graph's inputs" not in str(told):
+            failures.append(str(told))
+        failures += [f"{op} is left" for op in called(traced) if "tpkernels" in str(op)]
+        failures += differences(traced(*inputs), _size_of_data(*inputs, world, name))
+
+        x, w = torch.randint(-3, 4, (4, 6)).float(), torch.randint(-3, 4, (6, 5)).float()
+
+        def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+            first = reduce(x @ w, name)
+            return first, gather(first, 0, 2, other.group_name) @ w.t()
+
+        traced, told = rewritten(function, [x, w], only=[mine])
+        why = f"group '{other.group_name}' is not one of those given: ['{name}']"
+        left = [(entry.site.group, entry.reason) for entry in told.left_alone]
+        if told.counts != {AR: 1} or left != [(other.group_name, why)]:
+            failures.append(str(told))
+        failures += differences(traced(x, w), function(x, w))
+        _, told = rewritten(function, [x, w])
+        if told.counts != {AR: 1, AG: 1}:
+            failures.append(str(told))
+        alone = [dist.new_group([rank]) for rank in range(world)][mine.rank()].group_name
+        for group, device, why in (
+            (alone, "cpu", f"group '{alone}' has one rank"),
+            (name, "meta", "the ops do not run on meta"),
+        ):
+            _, told = rewritten(_reduced(group), [x.to(device), w.to(device)])
+            if [entry.reason for entry in told.left_alone] != [why]:
+                failures.append(str(told))
     return failures
 
 
-def test_it_is_fused_and_gives_the_same(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(job, F32, False, list(FUSED), timeout=250) for f in rank)
+def test_what_is_no_table(ranks: RanksFixture) -> None:
+    report(failure for rank in ranks(2).run(single_job, timeout=100) for failure in rank)
 
 
-@pytest.mark.thorough
-def test_symbolic_sizes(ranks: RanksFixture) -> None:
-    names = ["gather transposed", "gather kept", "scatter a sum"]
-    report(f for rank in ranks(2).run(job, F32, True, names, timeout=250) for f in rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-def test_four_ranks(ranks: RanksFixture, symbolic: bool) -> None:
-    report(f for rank in ranks(4).run(job, F32, symbolic, list(FUSED), timeout=280) for f in rank)
-
-
-@pytest.mark.slow
-def test_another_dtype(ranks: RanksFixture) -> None:
-    names = list(FUSED)[::4]
-    report(f for rank in ranks(3).run(job, torch.bfloat16, False, names, timeout=250) for f in rank)
-
-
-def mean_job() -> list[str]:
-    """Sums that overflow 16 bits, of terms that do not."""
-    w = torch.ones(1, 2).bfloat16()
-    with fresh_group() as group:
-        torch.manual_seed(group.rank())
-        x = torch.randint(-200, 200, (1000, 1)).bfloat16()
-        name, world = group.group_name, group.size()
-        traced, _ = rewritten(lambda x, w: reduce(x @ w, name, "avg"), [x, w])
-        total = reduce(x.double().expand(-1, 2), name)
-        want = (total / world).bfloat16()
-        got = traced(x, w)
-        return [] if torch.equal(got, want) else [f"{(got != want).sum()} of {got.numel()} differ"]
-
-
-@pytest.mark.thorough
-def test_a_mean_is_rounded_once(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(3).run(mean_job) for f in rank)
+def test_a_group_without_a_name() -> None:
+    graph = fx.Graph()
+    x, group = graph.placeholder("x"), graph.placeholder("group")
+    graph.output(graph.call_function(_c10d.all_reduce.default, (x, "sum", group)))
+    fusion = tpkernels.compile.fuse_collectives()
+    fusion(graph)
+    assert [entry.reason for entry in fusion.report.left_alone] == [
+        "its group has no name in the graph"
+    ]
+    assert "group 'group'" in str(fusion.report)

@@ -27,7 +27,7 @@ from tests.support.ranked import report
 
 pytest.importorskip("transformers")
 
-LAYERS, VOCAB, BATCH, TOKENS, WIDTH, HIDDEN = 2, 64, 2, 16, 32, 48
+LAYERS, VOCAB, BATCH, TOKENS, WIDTH, HIDDEN = 1, 64, 2, 16, 32, 48
 LONGEST = max(VOCAB, BATCH * TOKENS, WIDTH, HIDDEN)  # longest sum in a matmul or a gradient
 
 _SHARD, _WHOLE = Shard(1), Replicate()

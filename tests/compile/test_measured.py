@@ -3,17 +3,17 @@ CPU tensors are taken for CUDA tensors."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 import tpkernels
 from tests.support.cases import RanksFixture
+from tests.support.compiled import AG, AR, RS, gather, reduce, rewritten, scatter
 from tests.support.ranked import fresh_group
-from tests.support.traced import AG, AR, RS, gather, reduce, rewritten, scatter
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
 from tpkernels.compile import graph as compile_graph
@@ -30,96 +30,88 @@ GRAPHS: dict[str, Any] = {
 }
 
 
+FAST, SLOW = {"unfused": 2.0, "direct": 1.0}, {"unfused": 1.0, "direct": 2.0}
+
+
 def times(op: str, world: int, **ms: float) -> Table:
     key = SPECS[op].problem(world, "cuda").tuning_key
     assert key is not None
     return Table((Measurement(*key, other=SPECS[op].other, ms=ms, date="2026-11-22"),))
 
 
-def graph_job(op: str, ms: dict[str, float] | None, rows: int, symbolic: bool) -> list[str]:
-    """What the pass says of a graph with x of that many rows, given these times for `M` rows."""
-    on_gpus = functools.partial(_why, compile_graph.why_left_to_torch)
+@contextmanager
+def group_on_gpus(op: str = AR, ms: dict[str, float] | None = None) -> Iterator[Any]:
+    """A group whose tensors are taken for CUDA tensors, given these times for `M` rows."""
+    why = compile_graph.why_left_to_torch
+    on_gpus = lambda group, op, _, **more: why(group, op, "cuda", **more)  # noqa: E731
     with fresh_group() as group, mock.patch.object(compile_graph, "why_left_to_torch", on_gpus):
-        world, name = group.size(), group.group_name
         if ms is not None:
-            groups.get(name).measured.tables["cuda"] = times(op, world, **ms)
-
-        def function(x: torch.Tensor) -> Any:  # a weight's sizes are known
-            return GRAPHS[op](x, torch.ones(K, N), world, name)
-
-        _, told = rewritten(function, [torch.ones(rows, K)], symbolic=symbolic)
-        return [each.op for each in told.rewritten] + [each.reason for each in told.left_alone]
+            tables = groups.get(group.group_name).measured.tables
+            tables["cuda"] = times(op, group.size(), **ms)
+        yield group
 
 
-def _why(function: Any, group: Any, op: str, device: str, **more: Any) -> Any:
-    return function(group, op, "cuda", **more)
+def reply(function: Any, inputs: list[torch.Tensor], symbolic: bool = False) -> str:
+    """The op that the pass puts into a function, or why it does not."""
+    _, told = rewritten(function, inputs, symbolic=symbolic)
+    (text,) = [entry.op for entry in told.rewritten] + [e.reason for e in told.left_alone]
+    return text
 
 
-FAST, SLOW = {"unfused": 2.0, "direct": 1.0}, {"unfused": 1.0, "direct": 2.0}
+def graph_of(op: str, group: Any) -> Any:
+    """A function of x alone: a weight's sizes are known."""
+    return lambda x: GRAPHS[op](x, torch.ones(K, N), group.size(), group.group_name)
 
 
-@pytest.mark.parametrize("op", [AG, RS, AR])
-def test_only_what_was_measured_to_be_faster(ranks: RanksFixture, op: str) -> None:
-    run = functools.partial(ranks(2).run, graph_job, op)
-    each = (run(None, M, False), run(FAST, M, False), run(SLOW, M, False), run(FAST, 8 * M, False))
-    for (nothing,), (fast,), (slow,), (far,) in zip(*each, strict=True):
-        assert "CUDA tensors keep torch's calls" in nothing and "there are none" in nothing
-        assert fast == op
-        assert slow.endswith("favour the op: tuned: 1 ms, direct 2 ms, 2026-11-22")
-        assert (far == op) == (op == AG)  # AG's rows are cut to M
+def replies_job() -> dict[Any, str]:
+    """What the pass says of graphs with x of so many rows, known or not, given times for `M`."""
+    replies: dict[Any, str] = {}
+    for op in (AG, RS, AR):
+        for ms, rows in ((None, M), (FAST, M), (SLOW, M), (FAST, 8 * M)):
+            with group_on_gpus(op, ms) as group:
+                graph = graph_of(op, group)
+                speed = "none" if ms is None else "fast" if ms is FAST else "slow"
+                replies[op, speed, rows] = reply(graph, [torch.ones(rows, K)])
+                if op == AR and rows == M:
+                    replies[op, speed, "unknown"] = reply(graph, [torch.ones(rows, K)], True)
+    with group_on_gpus(RS, FAST) as group:
+        where = group.size(), group.group_name
+        inputs = [torch.ones(2, M // 2, K), torch.ones(K, N)]
+        replies["split"] = reply(lambda x, w: scatter(x @ w, 1, *where), inputs)
+    return replies
 
 
-@pytest.mark.parametrize(("ms", "rewrites"), [(FAST, True), (SLOW, False)])
-def test_rows_that_are_not_known_yet(ranks: RanksFixture, ms: Any, rewrites: bool) -> None:
-    """Any measured number of rows may be met, and `auto` decides at each call."""
-    for (found,) in ranks(2).run(graph_job, AR, ms, M, True):
-        assert (found == AR) == rewrites
+def test_only_what_was_measured_to_be_faster(ranks: RanksFixture) -> None:
+    for replies in ranks(2).run(replies_job):
+        for op in (AG, RS, AR):
+            nothing = replies[op, "none", M]
+            assert "CUDA tensors keep torch's calls" in nothing and "there are none" in nothing
+            assert replies[op, "fast", M] == op
+            why = "favour the op: tuned: 1 ms, direct 2 ms, 2026-11-22"
+            assert replies[op, "slow", M].endswith(why)
+            assert (replies[op, "fast", 8 * M] == op) == (op == AG)  # AG's rows are cut to M
+        # Any measured number of rows may be met, and `auto` decides at each call.
+        assert replies[AR, "fast", "unknown"] == AR != replies[AR, "slow", "unknown"]
+        assert replies["split"].endswith("none are for this split")
 
 
-def tuned_job() -> tuple[list[str], bool]:
-    """What the pass takes while `autotune` is on, and whether that is part of inductor's key."""
-    on_gpus = functools.partial(_why, compile_graph.why_left_to_torch)
-    with fresh_group() as group, mock.patch.object(compile_graph, "why_left_to_torch", on_gpus):
+def key_job() -> tuple[str, list[bool]]:
+    """What the pass takes while `autotune` is on; and whether inductor's cache tells graphs apart
+    that were made meanwhile, or with other times."""
+    with group_on_gpus() as group:
         world, name = group.size(), group.group_name
-        fusion = tpkernels.compile.fuse_collectives(group)
-        key = fusion.uuid()
-        with tpkernels.autotune(group):
-            graph = functools.partial(GRAPHS[AR], world=world, group=name)
-            _, told = rewritten(lambda x: graph(x, torch.ones(K, N)), [torch.ones(M, K)])
-            return [each.op for each in told.rewritten], fusion.uuid() == key
-
-
-def test_while_autotune_is_on(ranks: RanksFixture) -> None:
-    assert ranks(2).run(tuned_job) == [([AR], False)] * 2
-
-
-def batch_job() -> list[str]:
-    on_gpus = functools.partial(_why, compile_graph.why_left_to_torch)
-    with fresh_group() as group, mock.patch.object(compile_graph, "why_left_to_torch", on_gpus):
-        world, name = group.size(), group.group_name
-        groups.get(name).measured.tables["cuda"] = times(RS, world, **FAST)
-        x, w = torch.ones(2, M // 2, K), torch.ones(K, N)
-        _, told = rewritten(lambda x, w: scatter(x @ w, 1, world, name), [x, w])
-        return [each.op for each in told.rewritten] + [each.reason for each in told.left_alone]
-
-
-def test_a_split_for_which_there_are_no_times(ranks: RanksFixture) -> None:
-    for (reason,) in ranks(2).run(batch_job):
-        assert reason.endswith("none are for this split")
-
-
-def cache_job() -> tuple[bool, bool]:
-    """Whether inductor's cache tells graphs apart that were made with other times."""
-    with fresh_group() as group:
         fusion = tpkernels.compile.fuse_collectives(group)
         keys = [fusion.uuid(), fusion.uuid()]
-        groups.get(group.group_name).measured.tables["cuda"] = times(AR, group.size(), **FAST)
+        with tpkernels.autotune(group):
+            taken = reply(graph_of(AR, group), [torch.ones(M, K)])
+            keys.append(fusion.uuid())
+        groups.get(name).measured.tables["cuda"] = times(AR, world, **FAST)
         keys.append(fusion.uuid())
-    return keys[0] == keys[1], keys[1] == keys[2]
+        return taken, [key == keys[0] for key in keys]
 
 
-def test_times_are_part_of_the_key_of_inductors_cache(ranks: RanksFixture) -> None:
-    assert ranks(2).run(cache_job) == [(True, False)] * 2
+def test_autotune_and_times_are_part_of_inductors_key(ranks: RanksFixture) -> None:
+    assert ranks(2).run(key_job) == [(AR, [True, True, False, False])] * 2
 
 
 def sent_job() -> list[list[str]]:

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.compiled import graph_runner
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import report
 from tpkernels.compile import Report
 
 WIDTH, HIDDEN = 16, 24
@@ -196,25 +196,6 @@ def test_there_is_room_for_one_pass_in_older_torch(monkeypatch: pytest.MonkeyPat
         tpkernels.compile.fuse_collectives(),
     ):
         pass
-
-
-def test_the_key_for_the_cache() -> None:
-    fuse = tpkernels.compile.fuse_collectives
-    assert fuse().uuid() == fuse().uuid()
-    assert fuse("one").uuid() != fuse().uuid()
-    assert fuse("one", "two").uuid() == fuse("two", "one").uuid()
-
-
-def key_job() -> list[bytes]:
-    fusion = tpkernels.compile.fuse_collectives("tp")
-    before = fusion.uuid()
-    with fresh_group():
-        return [before, fusion.uuid()]
-
-
-def test_the_key_for_the_cache_tells_the_groups(ranks: RanksFixture) -> None:
-    for before, after in ranks(2).run(key_job):
-        assert before != after
 
 
 def test_what_is_no_group_is_refused() -> None:

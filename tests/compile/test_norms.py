@@ -1,44 +1,113 @@
-"""All-reduces with the residual and the RMS norm that follow them, in a block like Llama's."""
+"""All-reduces with the residual and the RMS norm that follow them, in a block like Llama's: what
+becomes one op, and what stays as it is."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch._inductor.utils import fresh_cache
 
 import tpkernels
 from tests.support.cases import RanksFixture
-from tests.support.normed import (
-    ALONE,
-    BATCH,
-    BF16,
-    F16,
-    F32,
-    HIDDEN,
-    MATMUL,
-    TOKENS,
-    WIDTH,
-    Layer,
-    Norm,
-    block,
-    compiled,
-    functional,
-    inputs,
-    llama_norm,
-    no_matmul,
-    our_sum,
-    ours,
-    squared_norm,
-    torch_norm,
-)
+from tests.support.compiled import graph_runner, ops_in, reduce, rewritten
 from tests.support.ranked import fresh_group, report
-from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
+from tpkernels.compile import Report
 from tpkernels.compile import graph as compile_graph
 from tpkernels.planning.table import Measurement, Table
+
+EPS, WIDTH, HIDDEN, BATCH, TOKENS = 1e-5, 32, 24, 2, 3
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+MATMUL, ALONE = "matmul_all_reduce_rms_norm", "all_reduce_rms_norm"
+
+
+def llama_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As transformers' LlamaRMSNorm writes it."""
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + EPS)
+    return weight * x.to(dtype)
+
+
+def torch_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, [x.shape[-1]], weight, EPS)
+
+
+def squared_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """With a product in place of a power, and the weight first."""
+    wide = x.float()
+    rows = wide * torch.rsqrt((wide * wide).mean(-1, True) + EPS)
+    return (rows * weight.float()).to(x.dtype)
+
+
+def functional(x: torch.Tensor, w: torch.Tensor, group: str) -> torch.Tensor:
+    return reduce(x @ w, group)
+
+
+def ours(x: torch.Tensor, w: torch.Tensor, group: str) -> torch.Tensor:
+    return tpkernels.matmul_all_reduce(x, w, group)
+
+
+def no_matmul(x: torch.Tensor, w: torch.Tensor, group: str) -> torch.Tensor:
+    return reduce(torch.relu(x @ w), group)
+
+
+def our_sum(x: torch.Tensor, w: torch.Tensor, group: str) -> torch.Tensor:
+    return tpkernels.all_reduce(torch.relu(x @ w), group)
+
+
+Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Layer = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+
+
+def block(h: torch.Tensor, x: torch.Tensor, w: Any, norm: Norm, layer: Layer, group: str) -> Any:
+    """A row-parallel layer, the residual and a norm, twice, and a residual stream that goes on."""
+    h = h + layer(x, w["out"], group)
+    y = norm(h, w["first"])
+    h = layer(torch.relu(y @ w["up"]), w["down"], group) + h
+    return norm(h, w["second"]), h
+
+
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """h is the same on all ranks."""
+    same = torch.Generator().manual_seed(0)
+    own = torch.Generator().manual_seed(1 + dist.get_rank())
+
+    def drawn(draw: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    w = {"out": drawn(own, HIDDEN, WIDTH), "up": drawn(own, WIDTH, HIDDEN)}
+    w |= {"down": drawn(own, HIDDEN, WIDTH)}
+    w |= {name: drawn(same, WIDTH) for name in ("first", "second")}
+    return drawn(same, BATCH, TOKENS, WIDTH), drawn(own, BATCH, TOKENS, HIDDEN), w
+
+
+def traced(
+    function: Callable[..., Any], given: Any, norms: bool = True, symbolic: bool = False
+) -> tuple[Any, Counter[str], Report]:
+    """The results of the graph after the pass, its ops, and the report."""
+    with torch.no_grad():
+        module, told = rewritten(function, given, symbolic=symbolic, norms=norms)
+        return module(*given), ops_in(module), told
+
+
+def compiled(function: Callable[..., Any], given: Any, norms: bool) -> Any:
+    """The same by the compiler."""
+    torch._dynamo.reset()
+    seen: list[Counter[str]] = []
+    fusion = tpkernels.compile.fuse_collectives(norms=norms)
+    with fresh_cache(), fusion as told:
+        results = torch.compile(function, backend=graph_runner(seen), fullgraph=True)(*given)
+    return results, sum(seen, Counter()), told
 
 
 def exactly(given: Any, layer: Layer, group: str) -> Any:
@@ -49,21 +118,19 @@ def exactly(given: Any, layer: Layer, group: str) -> Any:
     return block(h.double(), x.double(), wide, torch_norm, plain, group)
 
 
-def block_job(layer: Layer, norm: Norm, dtype: torch.dtype) -> list[str]:
-    group = dist.group.WORLD
-    assert group is not None
-    name, given = group.group_name, inputs(dtype)
+def block_failures(layer: Layer, norm: Norm, dtype: torch.dtype, name: str, run: Any) -> list[str]:
+    given = inputs(dtype)
 
     def function(h: torch.Tensor, x: torch.Tensor, w: Any) -> Any:
         return block(h, x, w, norm, layer, name)
 
     with torch.no_grad():
-        plain, before, _ = compiled(function, given, False)
-        fused, after, told = compiled(function, given, True)
+        plain, before, _ = run(function, given, False)
+        fused, after, told = run(function, given, True)
         exact = exactly(given, layer, name)
     op = MATMUL if layer in (functional, ours) else ALONE
     failures = []
-    if told.counts != {op: 2} or [each.op for each in told.left_alone]:
+    if told.counts != {op: 2} or told.left_alone:
         failures.append(str(told))
     left = [key for key in after if "pow" in key or "rsqrt" in key or "add" in key]
     if after[f"tpkernels::{op}"] != 2 or before[f"tpkernels::{op}"] or left:
@@ -75,124 +142,203 @@ def block_job(layer: Layer, norm: Norm, dtype: torch.dtype) -> list[str]:
         off = float((got - right).abs().max())
         if not off <= bound or error > 0.1 * scale or got.stride() != without.stride():
             failures.append(f"off by {off}, without the pass by {error}, of {scale}")
+    return [f"{layer.__name__} {norm.__name__} {dtype}: {failure}" for failure in failures]
+
+
+# Every norm, every dtype, and every layer.
+BLOCKS = [(functional, llama_norm, BF16), (no_matmul, squared_norm, F32), (ours, torch_norm, F16)]
+BLOCKS += [(our_sum, llama_norm, BF16), (ours, llama_norm, F32)]
+
+
+def blocks_job() -> list[str]:
+    failures = []
+    with fresh_group() as group:
+        for number, (layer, norm, dtype) in enumerate(BLOCKS):
+            # Torch's own norm writes in place until the compiler has made its graph functional.
+            run = compiled if number == 0 or norm is torch_norm else traced
+            failures += block_failures(layer, norm, dtype, group.group_name, run)
     return failures
 
 
-# First every norm and every dtype, then the other layers.
-CASES = [(functional, llama_norm, BF16), (no_matmul, squared_norm, F32), (ours, torch_norm, F16)]
-CASES += [(our_sum, llama_norm, BF16), (ours, llama_norm, F32)]
-
-
-@pytest.mark.parametrize(
-    ("layer", "norm", "dtype"),
-    sweep(CASES, later=3),
-    ids=lambda each: getattr(each, "__name__", str(each)),
-)
-def test_a_block(ranks: RanksFixture, layer: Layer, norm: Norm, dtype: torch.dtype) -> None:
-    report(each for rank in ranks(2).run(block_job, layer, norm, dtype) for each in rank)
-
-
-def written_job(what: str) -> list[str]:
+def written_job() -> list[str]:
     """Between the all-reduce and the norm the graph writes into what one of them reads, by an op
     that stays in place in the graph."""
+    failures = []
     with fresh_group() as group:
         name = group.group_name
+        for what in ("residual", "input", "weight"):
 
-        def function(h: torch.Tensor, x: torch.Tensor, w: Any) -> Any:
-            read = {"residual": h * 2, "input": x * 2, "weight": w["first"] * 2}
-            y = ours(read["input"], w["out"], name)
-            tpkernels.all_reduce_(read[what], name)
-            total = read["residual"] + y
-            return llama_norm(total, read["weight"]), total, read[what]
+            def function(h: torch.Tensor, x: torch.Tensor, w: Any, what: str = what) -> Any:
+                read = {"residual": h * 2, "input": x * 2, "weight": w["first"] * 2}
+                y = ours(read["input"], w["out"], name)
+                tpkernels.all_reduce_(read[what], name)
+                total = read["residual"] + y
+                return llama_norm(total, read["weight"]), total, read[what]
 
-        given = inputs(F32)
-        with torch.no_grad():
-            want = function(*given)
-            got, after, told = compiled(function, given, True)
-        failures = [] if told.counts == {MATMUL: 1} else [str(told)]
-        return failures + [
-            f"{what}: off by {(a - b).abs().max()}; {after}; {told}"
-            for a, b in zip(got, want, strict=True)
-            if not torch.allclose(a, b, rtol=1e-4, atol=1e-4)
-        ]
+            given = inputs(F32)
+            with torch.no_grad():
+                want = function(*given)
+                got, after, told = compiled(function, given, True)
+            if told.counts != {MATMUL: 1} or not all(map(close, got, want)):
+                failures.append(f"{what}: {got}, not {want}; {after}; {told}")
+    return failures
 
 
-@pytest.mark.parametrize("what", sweep(["residual", "input", "weight"]))
-def test_a_write_in_place_before_the_norm(ranks: RanksFixture, what: str) -> None:
-    report(each for rank in ranks(2).run(written_job, what) for each in rank)
-
-
-def measured_job(ms: dict[str, float] | None) -> dict[str, int]:
-    """The ops of a block whose tensors are taken for CUDA tensors, given times for its products."""
-    why = compile_graph.why_left_to_torch
-    spec = Spec(MATMUL, (BATCH * TOKENS, WIDTH, 2 * HIDDEN), F32)
-    with fresh_group() as group, pytest.MonkeyPatch.context() as patch:
-        on_gpus = lambda own, op, _, **more: why(own, op, "cuda", **more)  # noqa: E731
-        patch.setattr(compile_graph, "why_left_to_torch", on_gpus)
-        name, given = group.group_name, inputs(F32)
-        key = spec.problem(group.size(), "cuda").tuning_key
-        if ms is not None and key is not None:
-            found = Measurement(*key, other=spec.other, ms=ms, date="2026-11-23")
-            groups.get(name).measured.tables["cuda"] = Table((found,))
-
-        def function(h: torch.Tensor, x: torch.Tensor, w: Any) -> Any:
-            return block(h, x, w, llama_norm, ours, name)
-
-        with torch.no_grad():
-            _, _, told = compiled(function, given, True)
-        return told.counts
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 FAST, SLOW = {"unfused": 2.0, "direct": 1.0}, {"unfused": 1.0, "direct": 2.0}
 
 
-@pytest.mark.parametrize(("ms", "count"), sweep([(FAST, 2), (SLOW, 0)]))
-def test_cuda_tensors_need_times(
-    ranks: RanksFixture, ms: dict[str, float] | None, count: int
-) -> None:
-    wanted = {MATMUL: count} if count else {}
-    assert ranks(2).run(measured_job, ms) == [wanted] * 2
-
-
 def more_job() -> list[str]:
     """Without a residual, with one and a bias in the op, read by others, of symbolic sizes; with no
-    ``norms`` on a CPU; outside the groups that are named."""
-    group = dist.group.WORLD
-    assert group is not None
-    name, (h, x, w) = group.group_name, inputs(F32)
-
-    def plain(h: torch.Tensor, x: torch.Tensor, w: Any) -> Any:
-        y = functional(x, w["out"], name)
-        return torch_norm(y, w["first"]), y * 2
-
-    def full(h: torch.Tensor, x: torch.Tensor, w: Any) -> Any:
-        y = tpkernels.matmul_all_reduce(
-            x, w["out"], name, bias=w["second"], residual=h, algorithm="unfused"
-        )
-        return llama_norm(y, w["first"]), torch.relu(y)
-
+    ``norms`` on a CPU; and of tensors that are taken for CUDA tensors, given times."""
     failures = []
-    with torch.no_grad():
-        for function in (plain, full):
-            expected = function(h, x, w)
-            got, ops, told = compiled(function, (h, x, w), True)
-            close = all(map(torch.allclose, got, expected))
-            if ops[f"tpkernels::{MATMUL}"] != 1 or not close or told.counts != {MATMUL: 1}:
-                failures.append(f"{function.__name__}: {ops} {told} {got} {expected}")
-        _, ops, told = compiled(plain, (h, x, w), None)
-        if MATMUL in told.counts:
-            failures.append(f"by default: {told}")
-        for given in (h, x):
-            torch._dynamo.mark_dynamic(given, 1)
-        got, ops, told = compiled(plain, (h, x, w), True)
-        if told.counts != {MATMUL: 1} or not all(map(torch.allclose, got, plain(h, x, w))):
-            failures.append(f"symbolic: {told}")
+    why = compile_graph.why_left_to_torch
+    with fresh_group() as group:
+        name, given = group.group_name, inputs(F32)
+
+        def plain(h: torch.Tensor, x: torch.Tensor, w: Any) -> Any:
+            y = functional(x, w["out"], name)
+            return squared_norm(y, w["first"]), y * 2
+
+        def full(h: torch.Tensor, x: torch.Tensor, w: Any) -> Any:
+            y = tpkernels.matmul_all_reduce(
+                x, w["out"], name, bias=w["second"], residual=h, algorithm="unfused"
+            )
+            return llama_norm(y, w["first"]), torch.relu(y)
+
+        for function, symbolic in ((plain, False), (full, False), (plain, True)):
+            got, ops, told = traced(function, given, symbolic=symbolic)
+            if ops[f"tpkernels::{MATMUL}"] != 1 or told.counts != {MATMUL: 1}:
+                failures.append(f"{function.__name__}: {ops} {told}")
+            if not all(map(close, got, function(*given))):
+                failures.append(f"{function.__name__}: {got}, not {function(*given)}")
+        fusion = tpkernels.compile.fuse_collectives()
+        with fusion, torch.no_grad():
+            torch.compile(plain, backend=graph_runner([]))(*given)
+        if MATMUL in fusion.report.counts:
+            failures.append(f"by default: {fusion.report}")
+
+        spec = Spec(MATMUL, (BATCH * TOKENS, WIDTH, 2 * HIDDEN), F32)
+        key = spec.problem(group.size(), "cuda").tuning_key
+        assert key is not None
+        on_gpus = lambda own, op, _, **more: why(own, op, "cuda", **more)  # noqa: E731
+        with mock.patch.object(compile_graph, "why_left_to_torch", on_gpus):
+            for ms, count in ((FAST, {MATMUL: 2}), (SLOW, {})):
+                measured = Measurement(*key, other=spec.other, ms=ms, date="2026-11-23")
+                groups.get(name).measured.tables["cuda"] = Table((measured,))
+                _, _, told = traced(lambda h, x, w: block(h, x, w, llama_norm, ours, name), given)
+                if told.counts != count:
+                    failures.append(f"{ms}: {told}")
     return failures
 
 
-@pytest.mark.thorough
-def test_other_forms(ranks: RanksFixture) -> None:
-    report(each for rank in ranks(2).run(more_job) for each in rank)
+def read_twice(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    y = ours(x, w["out"], group)
+    return llama_norm(h + y, w["first"]), y
+
+
+def rounded_twice(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    total = (h.float() + ours(x, w["out"], group).float()).relu().to(h.dtype)
+    return llama_norm(total, w["first"])
+
+
+def its_square(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    y = ours(x, w["out"], group)
+    return llama_norm(y + y.relu(), w["first"])
+
+
+def its_rows(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    """The norm's factor is read by others."""
+    total = (h + ours(x, w["out"], group)).float()
+    factor = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS)
+    return w["first"] * (total * factor).to(BF16), factor
+
+
+def other_dim(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    total = (h + ours(x, w["out"], group)).float()
+    factor = torch.rsqrt(total.pow(2).mean(-2, keepdim=True) + EPS)
+    return w["first"] * (total * factor).to(BF16)
+
+
+def other_power(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    total = (h + ours(x, w["out"], group)).float()
+    factor = torch.rsqrt(total.pow(4).mean(-1, keepdim=True) + EPS)
+    return w["first"] * (total * factor).to(BF16)
+
+
+def its_weight(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    total = h + ours(x, w["out"], group)
+    return llama_norm(total, total[0, 0] * 2)
+
+
+def scaled_sum(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    return llama_norm(torch.add(h, ours(x, w["out"], group), alpha=2), w["first"])
+
+
+def broadcast(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    return llama_norm(ours(x, w["out"], group) + h[:1, :1], w["first"])
+
+
+def transposed(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    return llama_norm(h.transpose(0, 1) + ours(x, w["out"], group).transpose(0, 1), w["first"])
+
+
+def wide_result(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    y = tpkernels.matmul_all_reduce(x, w["out"], group, out_dtype=F32)
+    return llama_norm(y + h.float(), w["first"].float())
+
+
+def wide_wire(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    y = tpkernels.matmul_all_reduce(x, w["out"], group, wire_dtype=F32)
+    return llama_norm(y + h, w["first"])
+
+
+def two_residuals(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    y = tpkernels.matmul_all_reduce(x, w["out"], group, residual=h)
+    return llama_norm(y + h, w["first"])
+
+
+def mean_of_ranks(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    return llama_norm(reduce(torch.relu(x @ w["out"]), group, "avg") + h, w["first"])
+
+
+def a_gradient(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
+    """The backward needs the factor."""
+    return llama_norm(h + ours(x, w["out"], group), w["first"])
+
+
+KEPT = [read_twice, rounded_twice, its_square, its_rows, other_dim, other_power, scaled_sum]
+KEPT += [its_weight, broadcast, transposed, wide_result, wide_wire, two_residuals, mean_of_ranks]
+
+
+def kept_job() -> list[str]:
+    """Graphs in which the norm stays outside the all-reduce."""
+    failures = []
+    with fresh_group() as group:
+        h, x, w = inputs(BF16)
+        for function in (*KEPT, a_gradient):
+            needs_grad = function is a_gradient
+            by, given = (compiled if needs_grad else traced), (h, x, w)
+            if needs_grad:
+                given = h.clone().requires_grad_(), x, w
+            run = _in_group(function, group.group_name)
+            _, before, _ = by(run, given, False)
+            _, after, told = by(run, given, True)
+            if before != after or any("rms_norm" in op for op in told.counts):
+                failures.append(f"{function.__name__}: {told}\n{before} -> {after}")
+    return failures
+
+
+def _in_group(function: Callable[..., Any], group: str) -> Callable[..., Any]:
+    return lambda h, x, w: function(h, x, w, group)
+
+
+@pytest.mark.parametrize("job", [blocks_job, written_job, more_job, kept_job])
+def test_norms(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
+    report(failure for rank in ranks(2).run(job) for failure in rank)
 
 
 def test_graphs_with_and_without_norms_are_kept_apart() -> None:

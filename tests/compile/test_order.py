@@ -1,21 +1,30 @@
-"""All ranks run the ops in the same order, even if their shards differ."""
+"""All ranks run the ops in the same order, even if their shards differ. So do ops that write in
+place, which write what they write in eager mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+import torch.distributed as dist
+import torch.distributed.tensor  # defines shard_dim_alltoall
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
+from torch.utils._pytree import tree_leaves
 
 import tpkernels
 from tests.support.cases import RanksFixture
-from tests.support.compiled import graph_runner
-from tests.support.ordered import tied
+from tests.support.compiled import differences, gather, graph_runner, reduce, rewritten, tied
 from tests.support.ranked import fresh_group, messages_of, report
-from tests.support.traced import gather, reduce, rewritten
+from tpkernels import all_reduce, all_reduce_, matmul_all_reduce
+from tpkernels.compile.graph import is_wrapped
+from tpkernels.compile.order import functional, unwrap
+
+_c10d = torch.ops._c10d_functional
 
 
 def tied_job() -> list[str]:
@@ -34,30 +43,15 @@ def tied_job() -> list[str]:
         first, second = ties
         if second.args[0] != (first,):
             failures.append(f"{second} runs behind {second.args[0]}")
-        for got, expected in zip(traced(*inputs), function(*inputs), strict=True):
-            failures += [] if torch.equal(got, expected) else [f"{got}, not {expected}"]
-        return failures
+        failures += differences(traced(*inputs), function(*inputs))
 
-
-def by_hand_job() -> list[str]:
-    """Ops that the function calls itself, and a local matmul."""
-    with fresh_group() as group:
-        name = group.group_name
-
-        def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+        def by_hand(x: torch.Tensor, w: torch.Tensor) -> Any:
             local = torch.ops.tpkernels._matmul(x, w)
             return local, tpkernels.all_reduce(x, name), tpkernels.all_gather(w, name)
 
-        traced, _ = rewritten(function, [torch.ones(4, 6), torch.ones(6, 5)])
+        traced, _ = rewritten(by_hand, inputs)
         alike = list(tied(traced.graph).values()) == ["tpkernels.all_gather.default"]
-        return [] if alike else [str(traced.graph)]
-
-
-@pytest.mark.parametrize("job", [tied_job, by_hand_job])
-def test_each_op_is_tied_to_the_collective_before_it(
-    ranks: RanksFixture, job: Callable[[], list[str]]
-) -> None:
-    report(f for rank in ranks(2).run(job, timeout=100) for f in rank)
+        return failures if alike else [*failures, str(traced.graph)]
 
 
 def _two_layers(group: str) -> Callable[..., Any]:
@@ -77,33 +71,243 @@ def uneven_job() -> list[str]:
         compiled = torch.compile(_two_layers(group.group_name), options=fusion.options)
         results = compiled(*(torch.ones(shape) for shape in shapes))
         failures = [] if len(fusion.report.rewritten) == 4 else [str(fusion.report)]
-        for got, width in zip(results, (7, 8), strict=True):
-            if not torch.equal(got, torch.full((8, 8), 6.0 * width)):
-                failures.append(f"{got}, not {6 * width}")
-        return failures
+        wanted = [torch.full((8, 8), 6.0 * width) for width in (7, 8)]
+        return failures + differences(results, wanted)
 
 
-@pytest.mark.slow
-def test_inductor_runs_uneven_shares_in_one_order(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(uneven_job, timeout=280) for f in rank)
-
-
-def narrow_job(least: int) -> list[str]:
-    """On the rank with the smallest shard, inductor turns the matmul into an outer product."""
+def narrow_job() -> list[str]:
+    """On the rank with the smallest shard, of one column, inductor turns the matmul into an outer
+    product; or that rank has none."""
+    failures = []
     with fresh_group() as group:
-        k, name = (2, least)[group.rank()], group.group_name
-        with tpkernels.compile.fuse_collectives(group) as pass_report:
-            compiled = torch.compile(lambda x, w: reduce(x @ w, name), backend=graph_runner([]))
-            got = compiled(torch.ones(4, k), torch.ones(k, 5))
-        failures = [str(pass_report)] if pass_report.left_alone else []
-        return (
-            failures if torch.equal(got, torch.full((4, 5), 2.0 + least)) else [*failures, str(got)]
-        )
+        name = group.group_name
+        for least in (1, 0):
+            k = (2, least)[group.rank()]
+            torch._dynamo.reset()
+            with tpkernels.compile.fuse_collectives(group) as told:
+                compiled = torch.compile(lambda x, w: reduce(x @ w, name), backend=graph_runner([]))
+                got = compiled(torch.ones(4, k), torch.ones(k, 5))
+            failures += [str(told)] * len(told.left_alone)
+            failures += differences(got, torch.full((4, 5), 2.0 + least))
+    return failures
 
 
-@pytest.mark.parametrize("least", [1, 0])
-def test_a_share_of_one_column_or_none(ranks: RanksFixture, least: int) -> None:
-    report(f for rank in ranks(2).run(narrow_job, least, timeout=100) for f in rank)
+def _several(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
+    first, second = h @ c, k @ d
+    all_reduce_(first, group)
+    all_reduce_(second, group)
+    return first, second, all_reduce(h @ c.relu(), group), matmul_all_reduce(k, d, group)
+
+
+def _clone(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
+    first, second = h @ c, k @ d
+    copy = first.clone()
+    all_reduce_(copy, group)
+    all_reduce_(second, group)
+    return first, copy, second
+
+
+def _input(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) -> Any:
+    second = all_reduce(k @ d, group)
+    all_reduce_(given, group)
+    return second, matmul_all_reduce(h, c, group) + given
+
+
+def _part(of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Writes into a view of a matmul's result, then into another matmul's result."""
+
+    def function(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
+        first, second = (h @ c).relu(), k @ d
+        all_reduce_(of(first), group)
+        all_reduce_(second, group)
+        return first, second
+
+    return function
+
+
+def _part_of_transposed(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
+    """Of a tensor that inductor makes no copy of, but a view."""
+    first, second = (h @ c).t().clone(), k @ d
+    all_reduce_(first[1], group)
+    all_reduce_(first, group)
+    all_reduce_(second, group)
+    return first, second
+
+
+def _part_of_input(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) -> Any:
+    second = all_reduce(k @ d, group)
+    all_reduce_(given.t()[1:3], group)
+    return second, matmul_all_reduce(h, c, group)
+
+
+def _part_of_gathered(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) -> Any:
+    """Of a copy that is laid out as no view of what the op gathers is."""
+    whole = gather(given.view(2, -1, 8), 0, 2, group)
+    copy = whole.permute(2, 1, 0).clone()
+    all_reduce_(copy[1], group)
+    return copy, torch.cat(whole.chunk(2, 0), 1) @ c.t()
+
+
+def _twice(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) -> Any:
+    first = h @ c
+    all_reduce_(first[:2], group)
+    all_reduce_(first, group)
+    given.copy_(k @ d)
+    all_reduce_(given, group)
+    return first
+
+
+def _with_torchs(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
+    first, second = h @ c, k @ d
+    moved = torch.ops._dtensor.shard_dim_alltoall(first, 0, 1, group)
+    all_reduce_(second, group)
+    return reduce(first, group), second, moved, all_reduce(moved, group)
+
+
+def _into_a_buffer(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
+    first, second = all_reduce(h @ c, group), k @ d
+    whole = torch.empty(8, 8)
+    _c10d.wait_tensor(_c10d.all_gather_into_tensor_out(second, 2, group, out=whole))
+    return first, whole, all_reduce(second, group)
+
+
+CASES: dict[str, tuple[Callable[..., Any], int]] = {  # function, collectives
+    "several": (_several, 4),
+    "a clone": (_clone, 2),
+    "an input": (_input, 3),
+    "rows": (_part(lambda x: x[1:3]), 2),
+    "columns": (_part(lambda x: x[:, 2:5]), 2),
+    "one row": (_part(lambda x: x[2]), 2),
+    "flattened": (_part(lambda x: x.view(-1)), 2),
+    "every other column": (_part(lambda x: x[1:, ::2]), 2),
+    "all of it": (_part(lambda x: x[:]), 2),
+    "part of a transposed one": (_part_of_transposed, 3),
+    "part of an input": (_part_of_input, 3),
+    "part of what is gathered": (_part_of_gathered, 2),
+    "the same one twice": (_twice, 3),
+    "beside torch's": (_with_torchs, 4),
+}
+if torch.__version__ >= "2.13":  # the call compiles it
+    CASES["into a buffer"] = (_into_a_buffer, 3)
+
+
+def _inputs(rank: int, rows: int = 4) -> list[torch.Tensor]:
+    """Shards of two layers; on each rank one is large and the other small. Small integers, whose
+    sums are exact."""
+    draw = torch.Generator().manual_seed(rank)
+    n, m = ((3, 40), (30, 4))[rank]
+    shapes = [(rows, 6), (rows, 6), (6, n), (6, m), (n, 8), (m, 8), (rows, 8)]
+    return [torch.randint(-1, 2, shape, generator=draw).float() for shape in shapes]
+
+
+def _compared(name: str, group: dist.ProcessGroup, compiler: dict[str, Any]) -> list[str]:
+    body, _ = CASES[name]
+    where = group.group_name
+
+    def function(x: Any, y: Any, a: Any, b: Any, c: Any, d: Any, given: Any) -> Any:
+        return body(x @ a, y @ b, c, d, given, where)
+
+    want_inputs, inputs = _inputs(group.rank()), _inputs(group.rank())
+    want = function(*want_inputs)
+    torch._dynamo.reset()
+    got = torch.compile(function, **compiler)(*inputs)
+    pairs = (got, inputs[-1]), (want, want_inputs[-1])
+    got, want = ([*tree_leaves(results), written] for results, written in pairs)
+    failures = [f"{name}: {failure}" for failure in differences(got, want)]
+    if [each.stride() for each in got] != [each.stride() for each in want]:
+        failures.append(f"{name}: other strides")
+    return failures
+
+
+def inductor_job(name: str) -> list[str]:
+    with fresh_group() as group, fresh_cache():
+        fusion = tpkernels.compile.fuse_collectives(group)
+        return _compared(name, group, {"options": fusion.options})
+
+
+class Recorder(CustomGraphPass):
+    """Records which ops of the graphs are tied, and which nodes wrap an op."""
+
+    def __init__(self) -> None:
+        self.tied: list[str] = []
+        self.wrapped: list[fx.Node] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.tied += tied(graph).values()
+        self.wrapped += [node for node in graph.nodes if is_wrapped(node)]
+
+    def uuid(self) -> None:
+        return None
+
+
+def in_place_job(names: Sequence[str], dynamic: bool = False) -> list[str]:
+    failures = []
+    with fresh_group() as group:
+        for name in names:
+            seen, fusion = Recorder(), tpkernels.compile.fuse_collectives()
+            with inductor_config.patch(post_grad_custom_post_pass=seen), fusion as told:
+                compiler = {"backend": graph_runner([]), "dynamic": dynamic}
+                failures += _compared(name, group, compiler)
+            if len(seen.tied) != CASES[name][1] - 1 or seen.wrapped:
+                failures.append(f"{name}: tied are {seen.tied}, wrapped {seen.wrapped}")
+            if ("writes into one of its arguments" in str(told)) != (name == "into a buffer"):
+                failures.append(f"{name}: {told}")
+    return failures
+
+
+def first_version_job() -> list[str]:
+    """The wrapper of earlier versions of torch."""
+    with inductor_config.patch(enable_auto_functionalized_v2=False):
+        return in_place_job(["several", "an input", "one row"])
+
+
+QUICK = ["several", "part of an input", "part of a transposed one"]
+LATER = [name for name in CASES if name not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("job", "arguments"),
+    [
+        (tied_job, ()),
+        (narrow_job, ()),
+        (in_place_job, (QUICK,)),
+        pytest.param(in_place_job, (LATER,), marks=pytest.mark.thorough),
+        pytest.param(first_version_job, (), marks=pytest.mark.thorough),
+        pytest.param(in_place_job, (list(CASES), True), marks=pytest.mark.slow),
+        pytest.param(uneven_job, (), marks=pytest.mark.slow),
+        *(pytest.param(inductor_job, (name,), marks=pytest.mark.slow) for name in CASES),
+    ],
+)  # fmt: skip
+def test_order(ranks: RanksFixture, job: Callable[..., list[str]], arguments: Any) -> None:
+    report(f for rank in ranks(2).run(job, *arguments, timeout=280) for f in rank)
+
+
+def test_every_op_that_writes_has_one_that_returns() -> None:
+    every = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    public = [name for space, name in every if space == "tpkernels" and name[0] != "_"]
+    ops = [getattr(torch.ops.tpkernels, name).default for name in public]
+    writing = [op for op in ops if op._schema.is_mutable]
+    assert torch.ops.tpkernels.all_reduce_.default in writing
+    assert all(functional(op) is not None for op in writing)
+
+
+@pytest.mark.parametrize(
+    "op, wrapped, why",
+    [
+        (torch.ops.aten.requires_grad_.default, {}, "no op returns what it writes into self"),
+        (torch.ops.tpkernels.all_reduce_.default, {"_x_bits": 3}, "a view described by bits"),
+        (torch.ops.aten.add_.Tensor, {}, "it also returns something else"),
+    ],
+)
+def test_what_cannot_be_tied_is_refused(op: Any, wrapped: dict[str, Any], why: str) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    arguments = {"group": "0", "_x_base_index": 0, "_all_bases": [x], **wrapped}
+    wrapper = torch.ops.higher_order.auto_functionalized_v2
+    node = graph.call_function(wrapper, (op,), arguments)
+    with pytest.raises(NotImplementedError, match=why):
+        unwrap(node)
+    assert list(graph.nodes)[1] is node
 
 
 def one_token_job(dynamic: bool, compiler: str) -> list[str]:
@@ -128,8 +332,7 @@ def one_token_job(dynamic: bool, compiler: str) -> list[str]:
         got = torch.compile(function, dynamic=dynamic, backend=compiler)(*leaves)
         got.sum().backward()
         tpkernels.all_reduce(torch.ones(3), group)  # the ranks are still in step
-        pairs = zip([got, *(leaf.grad for leaf in leaves)], [want, *grads], strict=True)
-        failures = [f"{got}, not {want}" for got, want in pairs if not torch.equal(got, want)]
+        failures = differences([got, *(leaf.grad for leaf in leaves)], [want, *grads])
         raw = torch.compile(
             lambda x: torch.ops.tpkernels.all_gather(x, group.group_name, **sizes),
             backend="eager",

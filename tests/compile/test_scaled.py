@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +15,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import tpkernels
 from tests.support.cases import RanksFixture
-from tests.support.compiled import graph_runner
+from tests.support.compiled import (
+    Graph,
+    differences,
+    gather,
+    graph_runner,
+    graphs_job,
+    reduce,
+    rewritten,
+    scatter,
+)
 from tests.support.ranked import fresh_group, report
 from tests.support.scaled import BF16, E4M3, E5M2, F32
 from tests.support.tiers import thorough
-from tests.support.traced import Graph, check, gather, reduce, scatter
 
 AG, RS = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
 AR = "scaled_matmul_all_reduce"
@@ -147,60 +156,89 @@ def _own_scale(x: Any, w: Any, world: int, group: str) -> Any:
 LEFT_ALONE = {
     "no product": Graph(
         lambda x, *g: bytes_gathered(x.to(E4M3), 0, *g).float(), ((4, 32),),
-        reasons=("aten._to_copy reads it and is not a plain matmul",),
+        reason="aten._to_copy reads it and is not a plain matmul",
     ),
     "bytes": Graph(
         lambda x, w, *g: gather(x.to(torch.uint8), 0, *g) @ w.to(torch.uint8), ((4, 6), (6, 5)),
-        reasons=("the ops do not take uint8",),
+        reason="the ops do not take uint8",
     ),
     "fp8 results": Graph(
         lambda x, w, *g: product(bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3), out_dtype=E4M3),
         ((4, 32), (5, 32)),
-        reasons=("aten._scaled_mm reads it and is not a plain matmul",),
+        reason="aten._scaled_mm reads it and is not a plain matmul",
     ),
     "a result scale": Graph(
         lambda x, w, *g: product(
             bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3), scale_result=torch.ones([])
         ),
         ((4, 32), (5, 32)),
-        reasons=("aten._scaled_mm reads it and is not a plain matmul",),
+        reason="aten._scaled_mm reads it and is not a plain matmul",
     ),
     "scales of a gathered tensor": Graph(
         _own_scale, ((4, 32), (5, 32)),
-        reasons=(
-            "aten._to_copy reads it and is not a plain matmul; the other factor of "
-            "aten._scaled_mm, or its bias, depends on it too",
-        ),
+        reason=("aten._to_copy reads it and is not a plain matmul; the other factor of "
+            "aten._scaled_mm, or its bias, depends on it too"),
     ),
     "scattered columns": Graph(
         lambda x, w, *g: scatter(product(x.to(E4M3), w.to(E4M3)), 1, *g),
         ((3, 32), ("4W", 32)),
-        reasons=("scaled products are scattered along their rows only",),
+        reason="scaled products are scattered along their rows only",
+    ),
+    "a gathered tensor, as another dtype": Graph(
+        lambda x, w, *g: gather(x.half(), 0, *g).view(BF16) @ w.to(BF16), ((4, 6), (6, 5)),
+        reason="aten.mm reads its bytes as bfloat16",
+    ),
+    "a product, as another dtype": Graph(
+        lambda x, w, *g: scatter((x.half() @ w.half()).view(BF16), 0, *g), (("3W", 6), (6, 5)),
+        reason="its input has the bytes of aten.mm as bfloat16",
+    ),
+    "an addend, as another dtype": Graph(
+        lambda x, w, _, g: reduce(x.to(BF16) @ w.to(BF16) + (x.half() @ w.half()).view(BF16), g),
+        ((4, 6), (6, 5)),
+        reason="its input has the bytes of aten.mm as bfloat16",
     ),
     "a sum of two": Graph(
-        _sum_of_two, ((3, 32), (5, 32)), reasons=("its input is a sum of scaled matmuls",)
+        _sum_of_two, ((3, 32), (5, 32)), reason="its input is a sum of scaled matmuls"
     ),
 }  # fmt: skip
 
 
-def graphs_job(kind: str, symbolic: bool) -> list[str]:
-    failures = []
-    with fresh_group() as group, torch.no_grad():
-        for name, graph in GRAPHS_BY_KIND[kind].items():
-            found = check(graph, group, symbolic=symbolic)
-            failures += [f"{name}: {failure}" for failure in found]
-    return failures
+def rewritten_graphs() -> Any:
+    return GRAPHS.items()
 
 
-GRAPHS_BY_KIND = {"rewritten": GRAPHS, "left alone": LEFT_ALONE}
+def left_alone() -> Any:
+    return LEFT_ALONE.items()
 
 
 @pytest.mark.parametrize(
-    ("kind", "symbolic"), [("rewritten", False), ("left alone", False), thorough("rewritten", True)]
+    ("graphs", "symbolic"),
+    [(rewritten_graphs, False), (left_alone, False), thorough(rewritten_graphs, True)],
 )
-def test_graphs(ranks: RanksFixture, kind: str, symbolic: bool) -> None:
-    results = ranks(2).run(graphs_job, kind, symbolic, timeout=120)
-    report(failure for rank in results for failure in rank)
+def test_graphs(ranks: RanksFixture, graphs: Any, symbolic: bool) -> None:
+    run = ranks(2).run(graphs_job, graphs, F32, symbolic, timeout=120)
+    report(failure for rank in run for failure in rank)
+
+
+def _scales_as_integers(x: Any, w: Any, *where: Any) -> Any:
+    """The scales of the rows travel as int32."""
+    rows, scale = by_row(x)
+    scale = gather(scale.view(torch.int32), 0, *where).view(F32)
+    one = torch.ones(1, w.shape[0])
+    return product(bytes_gathered(rows, 0, *where), w.to(E4M3), scale, one)
+
+
+def integers_job() -> list[str]:
+    """The gather of scales that travel as integers stays."""
+    failures = []
+    with fresh_group() as group, torch.no_grad():
+        where = group.size(), group.group_name
+        x, w = torch.randint(-1, 2, (4, 32)).float(), torch.randint(-1, 2, (5, 32)).float()
+        traced, found = rewritten(lambda *xw: _scales_as_integers(*xw, *where), [x, w])
+        if found.counts != {AG: 1} or len(found.left_alone) != 1:
+            failures.append(str(found))
+        failures += differences(traced(x, w), _scales_as_integers(x, w, *where))
+    return failures
 
 
 def model_job() -> list[str]:
@@ -248,11 +286,9 @@ def model_job() -> list[str]:
     (ops,) = seen
     if any("c10d" in name for name in ops):
         failures.append(f"a collective is left: {ops}")
-    if got.dtype != want.dtype or not torch.equal(got, want):
-        failures.append(f"{got}, not {want}")
-    return failures
+    return failures + differences(got, want)
 
 
-@pytest.mark.parametrize("world", [2])
-def test_a_model_of_dtensors(ranks: RanksFixture, world: int) -> None:
-    report(failure for rank in ranks(world).run(model_job, timeout=120) for failure in rank)
+@pytest.mark.parametrize("job", [model_job, integers_job])
+def test_scales_that_are_gathered(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
+    report(failure for rank in ranks(2).run(job, timeout=120) for failure in rank)

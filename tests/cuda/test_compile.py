@@ -70,6 +70,21 @@ def test_there_is_code_for_every_architecture_without_spills() -> None:
     assert _C.cuda.architectures().startswith("sm_80 sm_90 sm_100 compute_100, nvcc")
 
 
+def test_the_table_of_launches_has_the_kernels_threads_and_arguments() -> None:
+    """The host launches by csrc/cuda/kernels.h, and passes what it says."""
+    if not (ROOT / "csrc").is_dir():
+        pytest.skip("no sources here")
+    table = re.sub(r"\s*\\\n\s*", " ", (ROOT / "csrc/cuda/kernels.h").read_text())
+    rows = re.findall(r"each\((\w+), (\w+), ([\w, ]+)\)", table)
+    kernel = r"TPK_KERNEL\((\w+)\)\s+(\w+)\(([^)]*)\)"
+    source = re.findall(kernel, dict(_C.cuda.sources())["cuda/kernels.cu"])
+    wanted = {
+        (name, threads, ", ".join(re.findall(r"TPK_PARAM (\w+)", parameters)))
+        for threads, name, parameters in source
+    }
+    assert len(rows) == len(entries()) and set(rows) == wanted
+
+
 @pytest.mark.slow
 def test_spills_would_be_seen() -> None:
     """Negative control: blocks so many to an SM that registers are few."""

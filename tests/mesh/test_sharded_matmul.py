@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from tests.support.meshes import (
     placements_of,
 )
 from tests.support.ranked import report
-from tests.support.tiers import sweep, thorough
 from tpkernels.mesh.planner import MatmulProblem, plans_for
 
 
@@ -105,12 +103,6 @@ def products_job(mesh_shape: tuple[int, ...], products: Iterable[Product]) -> li
     return failures
 
 
-def run(ranks: RanksFixture, mesh_shape: tuple[int, ...], products: list[Product]) -> None:
-    assert products
-    results = ranks(math.prod(mesh_shape)).run(products_job, mesh_shape, products, timeout=280)
-    report(failure for rank in results for failure in rank)
-
-
 def every(dims: int, **options: object) -> list[Product]:
     """Every placement of x, w and the result."""
     return [
@@ -121,11 +113,6 @@ def every(dims: int, **options: object) -> list[Product]:
     ]
 
 
-@pytest.mark.parametrize("world", [2, thorough(3)])
-def test_every_placement_on_one_dim(ranks: RanksFixture, world: int) -> None:
-    run(ranks, (world,), every(1))
-
-
 def spread(products: list[Product]) -> list[Product]:
     """For each x and w one result, each result as often as the others."""
     outs = list(dict.fromkeys(product.out for product in products))
@@ -134,103 +121,84 @@ def spread(products: list[Product]) -> list[Product]:
     return [product for product in products if (product.x, product.w, product.out) in wanted]
 
 
-FOUR_RANKS = [(2, 2), (1, 4), (4, 1)]
-
-
-def slow(mesh_shape: tuple[int, ...]) -> Any:
-    return pytest.param(mesh_shape, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("mesh_shape", [(2, 2), slow((3, 2))], ids=str)
-def test_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
-    """K is split by different mesh dims, the same dim by both, sums over both, and all at once."""
-    run(
-        ranks,
-        mesh_shape,
-        [
-            Product(x=x, w=w, out=out)
-            for x, w, out in [
-                ((S1, R), (R, S0), None),
-                ((S0, S0), (S1, S1), (R, R)),
-                ((S1, S1), (S0, S0), (P, S0)),
-                ((P, S0), (S1, P), (S1, S0)),
-                ((P, P), (R, S1), None),
-                ((S0, S1), (S1, S0), (P, P)),
-            ]
-        ],
-    )
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("mesh_shape", [(2, 2), slow((3, 2))], ids=str)
-def test_some_pairs_of_operands(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
-    run(ranks, mesh_shape, spread(every(2))[::4])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("x", list(placements_of(2)), ids=str)
-@pytest.mark.parametrize("mesh_shape", [*FOUR_RANKS, (3, 2)], ids=str)
-def test_every_placement_on_two_dims(
-    ranks: RanksFixture, mesh_shape: tuple[int, ...], x: Placements
-) -> None:
-    run(ranks, mesh_shape, [product for product in every(2) if product.x == x])
-
-
 def every_strategy(products: list[Product], mesh_shape: tuple[int, ...]) -> list[Product]:
     """Each of the products by each of its strategies."""
     result = []
     for product in products:
         m, k, n = product.shape
-        problem = MatmulProblem(
-            m=m,
-            k=k,
-            n=n,
-            mesh_shape=mesh_shape,
-            x=product.x,
-            w=product.w,
-            out=product.out,
-            itemsize=4,
-        )
+        placements = {"x": product.x, "w": product.w, "out": product.out}
+        problem = MatmulProblem(m=m, k=k, n=n, mesh_shape=mesh_shape, itemsize=4, **placements)
         result += [replace(product, strategy=plan.strategy) for plan in plans_for(problem)]
     return result
 
 
-@pytest.mark.parametrize("world", sweep((2, 3)))
-def test_every_strategy(ranks: RanksFixture, world: int) -> None:
-    run(ranks, (world,), every_strategy(spread(every(1)), (world,)))
+# K is split by different mesh dims, the same dim by both, sums over both, and all at once.
+TWO_DIMS = [
+    Product(x=x, w=w, out=out)
+    for x, w, out in [
+        ((S1, R), (R, S0), None),
+        ((S0, S0), (S1, S1), (R, R)),
+        ((S1, S1), (S0, S0), (P, S0)),
+        ((P, S0), (S1, P), (S1, S0)),
+        ((P, P), (R, S1), None),
+        ((S0, S1), (S1, S0), (P, P)),
+    ]
+]
 
 
-@pytest.mark.parametrize("algorithm", sweep(("pipelined", "ring", "direct", "unfused")))
-def test_every_algorithm(ranks: RanksFixture, algorithm: str) -> None:
+def few_rows(shape: tuple[int, int, int]) -> list[Product]:
+    """Most ranks have none of the rows, columns or summands."""
+    return spread(every(2, shape=shape))[::48]
+
+
+def algorithms(*names: str) -> list[Product]:
     """Also those that cannot do a collective alone, or split the product along the summed dim."""
-    run(ranks, (2,), every_strategy(spread(every(1, algorithm=algorithm)), (2,)))
+    named = [product for name in names for product in spread(every(1, algorithm=name))]
+    return every_strategy(named, (2,))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh_shape", [(2, 2), slow((3, 2))], ids=str)
-def test_every_strategy_on_two_dims(ranks: RanksFixture, mesh_shape: tuple[int, ...]) -> None:
-    products = spread(every(2))[::48]
-    run(ranks, mesh_shape, every_strategy(products, mesh_shape))
+def random_numbers(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> list[Product]:
+    options = {"dtype": dtype, "wire_dtype": wire_dtype, "integers": False}
+    return spread(every(1, shape=(33, 70, 20), **options))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wire_dtype"),
+    ("mesh_shape", "products"),
     [
-        (torch.bfloat16, torch.float32),
-        thorough(torch.float32, None),
+        ((2,), every(1)),
+        ((2, 2), [*TWO_DIMS, *few_rows((0, 5, 6))]),
+        ((2,), algorithms("pipelined", "auto")),
+        ((2,), random_numbers(torch.bfloat16, torch.float32)),
+        *(
+            pytest.param(mesh_shape, products, marks=pytest.mark.thorough)
+            for mesh_shape, products in [
+                ((3,), every(1)),
+                ((2, 2), [*spread(every(2))[::4], *few_rows((1, 1, 1))]),
+                ((2,), random_numbers(torch.float32, None)),
+            ]
+        ),
+        *(
+            pytest.param(mesh_shape, products, marks=pytest.mark.slow)
+            for mesh_shape, products in [
+                ((2,), algorithms("ring", "direct", "unfused")),
+                ((3,), every_strategy(spread(every(1)), (3,))),
+                ((3, 2), TWO_DIMS),
+                ((3, 2), spread(every(2))[::4]),
+                ((2, 2), every_strategy(spread(every(2))[::48], (2, 2))),
+                ((3, 2), every_strategy(spread(every(2))[::48], (3, 2))),
+            ]
+        ),
+        *(
+            pytest.param(mesh_shape, [p for p in every(2) if p.x == x], marks=pytest.mark.slow)
+            for mesh_shape in [(2, 2), (1, 4), (4, 1), (3, 2)]
+            for x in placements_of(2)
+        ),
     ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else str(len(value)),
 )
-def test_random_numbers(
-    ranks: RanksFixture, dtype: torch.dtype, wire_dtype: torch.dtype | None
+def test_products(
+    ranks: RanksFixture, mesh_shape: tuple[int, ...], products: list[Product]
 ) -> None:
-    products = every(1, dtype=dtype, wire_dtype=wire_dtype, integers=False, shape=(33, 70, 20))
-    run(ranks, (2,), spread(products))
-
-
-EMPTY = [(0, 5, 6), (1, 1, 1)]
-
-
-@pytest.mark.parametrize("shape", [EMPTY[0], thorough(EMPTY[1])])
-def test_few_rows_or_none(ranks: RanksFixture, shape: tuple[int, int, int]) -> None:
-    """Most ranks have none of the rows, columns or summands."""
-    run(ranks, (2, 2), spread(every(2, shape=shape))[::48])
+    assert products
+    results = ranks(math.prod(mesh_shape)).run(products_job, mesh_shape, products, timeout=280)
+    report(failure for rank in results for failure in rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -174,28 +175,32 @@ class Split:
         return frozenset(size for size in found if 0 not in size)
 
 
+# A weight, its bias, and the product's memory, which a partial has not yet.
+Factor: TypeAlias = tuple[Weight, torch.Tensor | None, torch.Tensor]
+PartialFactor: TypeAlias = tuple[Weight, None, None]
+_weight_of = operator.itemgetter(0)
+
+
 def _split_of(
-    call: Call,
-    x: torch.Tensor,
-    weights: Sequence[Weight],
-    results: Sequence[tuple[torch.dtype, torch.dtype | None]],
-    room: int | None,
+    call: Call, x: torch.Tensor, factors: Sequence[Factor | PartialFactor], room: int | None
 ) -> Split:
-    """Return how a call splits its matmul; ``results`` are the dtypes of each product and bias."""
-    key = "split", room, torch.get_num_threads(), *map(layout_of, weights)
+    """Return how a call splits its matmul."""
+    layouts = map(layout_of, map(_weight_of, factors))
+    key = "split", room, torch.get_num_threads(), *layouts
     split: Split | None = call.kept.get(key)
     if split is None:
-        problem, k = call.problem, x.shape[-1]
-        columns = [columns_of(w) for w in weights]
-        split = Split.of_matmul(problem, k if problem.spec.gathers else columns[0], room)
+        problem, k, exact = call.problem, x.shape[-1], []
+        columns = k if problem.spec.gathers else columns_of(factors[0][0])
+        split = Split.of_matmul(problem, columns, room)
         whole_parts = problem.spec.reduces and call.node is not None  # partials that travel
-        exact = [
-            x.is_cuda  # vendors' products promise no bits
-            or multiplies_parts_exactly(
-                w, split.products(n, whole_parts), (problem.rows, k, n), x.dtype, *dtypes
+        for w, bias, out in factors:
+            n, dtype = columns_of(w), problem.dtype if out is None else out.dtype
+            products, shape = split.products(n, whole_parts), (problem.rows, k, n)
+            bias_dtype = None if bias is None else bias.dtype
+            exact.append(
+                x.is_cuda  # vendors' products promise no bits
+                or multiplies_parts_exactly(w, products, shape, x.dtype, dtype, bias_dtype)
             )
-            for w, n, dtypes in zip(weights, columns, results, strict=True)
-        ]
         split = call.kept[key] = replace(split, exact=exact)
     return split
 
@@ -222,8 +227,8 @@ class Products:
         return empty(call.problem.shape, x.dtype, x.device)
 
     @property
-    def factors(self) -> list[tuple[Weight, torch.Tensor | None, torch.Tensor]]:
-        """Return each (weight, bias, output [rows, N])."""
+    def factors(self) -> list[Factor]:
+        """Return each weight with its bias and output [rows, N]."""
         outs = [out.flatten(0, -2) for out in self.outs]
         return list(zip(self.weights, self.biases, outs, strict=True))
 
@@ -241,12 +246,13 @@ class SplitProducts:
     """
 
     def __init__(self, call: Call, x: torch.Tensor, products: Products, room: int | None) -> None:
-        factors = products.factors
-        results = [(out.dtype, None if bias is None else bias.dtype) for _, bias, out in factors]
-        self.split = _split_of(call, x, products.weights, results, room)
+        self._parts, self._rest = products.factors, list[Factor]()
+        self.split = _split_of(call, x, self._parts, room)
         exact = self.split.exact
-        self._parts = [factor for factor, yes in zip(factors, exact, strict=True) if yes]
-        self._rest = [factor for factor, yes in zip(factors, exact, strict=True) if not yes]
+        if not all(exact):
+            factors = list(zip(self._parts, exact, strict=True))
+            self._parts = [factor for factor, is_exact in factors if is_exact]
+            self._rest = [factor for factor, is_exact in factors if not is_exact]
         needed = products.gathered is not None or self._rest
         self.gathered = products.memory(call, x) if needed else None
         self._rows = None if self.gathered is None else self.gathered.flatten(0, -2)
@@ -319,7 +325,7 @@ def partials_of_product(call: Call, x: torch.Tensor, w: Weight, room: int | None
     """Return the partials of ``x @ w``, which is made part by part, or at once where the parts
     would have other bits. A step takes ``room`` bytes."""
     problem, rows = call.problem, x.flatten(0, -2)
-    split = _split_of(call, x, [w], [(problem.dtype, None)], room)
+    split = _split_of(call, x, [(w, None, None)], room)
     product = None
     if not split.exact[0]:
         product = empty((problem.rows, columns_of(w)), problem.dtype, x.device)

@@ -378,7 +378,7 @@ def _parse(content: bytes) -> Report:
 
 
 def _require_consistent(report: Report) -> None:
-    """Every right result, and no other, has times, as many as all."""
+    """Check that every right result, and no other, has times, as many as all."""
     for result in report.results:
         case, times = f"case {shown(result.case)}", result.times
         for name in report.sweep.algorithms:

@@ -17,15 +17,8 @@ from torch._inductor.pattern_matcher import is_mutation_op, stable_topological_s
 from torch.distributed import distributed_c10d
 
 from tpkernels import dtypes, groups
-from tpkernels.compile import LeftAlone, Report, Rewritten, Site, gathers, norms, reductions
-from tpkernels.compile.graph import (
-    Change,
-    Collective,
-    Unsupported,
-    is_wrapped,
-    op_of,
-    read_sizes_of_inputs,
-)
+from tpkernels.compile import LeftAlone, Report, Rewritten, Site, rewrites
+from tpkernels.compile.graph import Collective, Unsupported, is_wrapped, op_of, read_sizes_of_inputs
 from tpkernels.compile.layout import same, shape_of, value
 from tpkernels.compile.matmuls import FP8
 from tpkernels.compile.order import functional, tie_ops
@@ -39,10 +32,10 @@ _SLOT = "post_grad_custom_pre_pass"
 # would then find a matmul on some ranks, and a slice of a larger one on others.
 _ALIKE = {"shape_padding": False}
 
-_FUSE: dict[Any, Callable[[Collective], Change]] = {
-    _c10d.all_gather_into_tensor.default: gathers.fuse,
-    _c10d.reduce_scatter_tensor.default: reductions.fuse,
-    _c10d.all_reduce.default: reductions.fuse,
+_FUSE: dict[Any, Callable[[Collective], rewrites.Change]] = {
+    _c10d.all_gather_into_tensor.default: rewrites.fuse_gather,
+    _c10d.reduce_scatter_tensor.default: rewrites.fuse_reduction,
+    _c10d.all_reduce.default: rewrites.fuse_reduction,
 }
 _COALESCED = {
     _c10d.all_gather_into_tensor_coalesced.default,
@@ -140,12 +133,14 @@ class CollectiveFusion(CustomGraphPass):
         """Make norms part of the all-reduces in front of them. Return whether there are any."""
         changed, writes, report = False, list(filter(is_mutation_op, graph.nodes)), self.report
         for node in list(graph.nodes):
-            if not norms.is_reduction(node) or not self._takes_norms(node):
+            if not rewrites.is_reduction(node) or not self._takes_norms(node):
                 continue
-            group = norms.group_of(node)
+            group = rewrites.group_of(node)
             site = sites.get(node) or Site(name, node.name, str(group), _module_of(node))
             try:
-                change = norms.fuse(Collective(node, group, self._eligible(node, group), writes))
+                change = rewrites.fuse_norm(
+                    Collective(node, group, self._eligible(node, group), writes)
+                )
             except Unsupported:  # the collective alone is reported
                 continue
             if change is not None:
@@ -155,7 +150,7 @@ class CollectiveFusion(CustomGraphPass):
                 self._rewrote(site, change)
         return changed
 
-    def _rewrote(self, site: Site, change: Change) -> None:
+    def _rewrote(self, site: Site, change: rewrites.Change) -> None:
         self.report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
 
     def _takes_norms(self, node: fx.Node) -> bool:

@@ -91,16 +91,6 @@ class Collective:
             raise Unsupported(reason)
 
 
-@dataclass(frozen=True)
-class Change:
-    """What replaced a collective. The first fields are those of ``Rewritten``."""
-
-    op: str
-    matmuls: int
-    detail: str
-    node: fx.Node | None = None  #: the op's, where it may become part of another
-
-
 class Editor:
     """``with Editor(at) as editor:`` adds nodes before the node ``at``, with that node's metadata.
     If the block raises `Unsupported`, they are removed again.

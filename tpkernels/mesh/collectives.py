@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from tpkernels import dtypes, ops
 from tpkernels.groups import name_of
-from tpkernels.mesh.layout import text_of
+from tpkernels.mesh.layout import checked, text_of
 
 Axes: TypeAlias = int | str | Sequence[int | str]
 
@@ -42,8 +42,7 @@ def all_gather(
 
     And what the op raises.
     """
-    _plain(x)
-    group = _group_of(mesh, axes)
+    group = _group_of(mesh, axes, x)
     return ops.all_gather(x, group, gather_dim, shard_sizes=shard_sizes, algorithm=algorithm)
 
 
@@ -59,10 +58,9 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Run ``tpkernels.reduce_scatter`` over the ranks that differ only along ``axes``. The axes,
     their order and the errors are those of `all_gather`."""
-    _plain(x)
     return ops.reduce_scatter(
         x,
-        _group_of(mesh, axes),
+        _group_of(mesh, axes, x),
         scatter_dim,
         out_dtype=out_dtype,
         shard_sizes=shard_sizes,
@@ -80,8 +78,7 @@ def all_reduce(
 ) -> torch.Tensor:
     """Run ``tpkernels.all_reduce`` over the ranks that differ only along ``axes``: one sum, rounded
     once, for several axes too. The axes and the errors are those of `all_gather`."""
-    _plain(x)
-    return ops.all_reduce(x, _group_of(mesh, axes), out_dtype=out_dtype, algorithm=algorithm)
+    return ops.all_reduce(x, _group_of(mesh, axes, x), out_dtype=out_dtype, algorithm=algorithm)
 
 
 def sharded_sum(
@@ -111,8 +108,7 @@ def sharded_sum(
         ValueError: there is no such dim or axis, or nothing to sum over along an axis.
         NotImplementedError: a dtype or a placement.
     """
-    local, placements, _ = _summed(x, dim, axes, keepdim, algorithm)
-    return _like(x, local.to(x.dtype), placements, _shape(x, dim, keepdim))
+    return _summed(x, dim, axes, keepdim, algorithm, mean=False)
 
 
 def sharded_mean(
@@ -125,89 +121,61 @@ def sharded_mean(
 ) -> DTensor:
     """Average a DTensor over tensor dims: `sharded_sum`, divided by the number of elements of the
     whole tensor, whatever the sizes of the shards."""
-    local, placements, count = _summed(x, dim, axes, keepdim, algorithm)
-    return _like(x, (local / count).to(x.dtype), placements, _shape(x, dim, keepdim))
-
-
-def _plain(x: torch.Tensor) -> None:
-    if isinstance(x, DTensor):
-        raise TypeError("x is a DTensor; pass x.to_local(), or use x.redistribute")
-
-
-def _dims(x: DTensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    listed = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    dims = {number % x.ndim for number in listed if -x.ndim <= number < x.ndim}
-    if len(dims) < len(listed):
-        raise ValueError(f"dim is {dim}; x has {x.ndim} dims, and each can be named once")
-    return tuple(sorted(dims))
-
-
-def _shape(x: DTensor, dim: int | Sequence[int] | None, keepdim: bool) -> torch.Size:
-    dims = _dims(x, dim)
-    sizes = [1 if i in dims else size for i, size in enumerate(x.shape)]
-    return torch.Size(size for i, size in enumerate(sizes) if keepdim or i not in dims)
+    return _summed(x, dim, axes, keepdim, algorithm, mean=True)
 
 
 def _summed(
-    x: DTensor, dim: int | Sequence[int] | None, axes: Axes | None, keepdim: bool, algorithm: str
-) -> tuple[torch.Tensor, list[Placement], int]:
-    """Return (this rank's part of the sum, in the accumulator's dtype; its placements; elements
-    summed)"""
+    x: DTensor,
+    dim: int | Sequence[int] | None,
+    axes: Axes | None,
+    keepdim: bool,
+    algorithm: str,
+    mean: bool,
+) -> DTensor:
     if not isinstance(x, DTensor):
         raise TypeError(f"x is a {type(x).__name__}, not a DTensor")
     dtypes.check_supported(x.dtype, "x")
-    dims, mesh = _dims(x, dim), x.device_mesh
+    mesh, before = x.device_mesh, checked(x.placements, x.ndim, x.device_mesh.ndim, "x")
+    listed = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    dims = sorted({number % x.ndim for number in listed if -x.ndim <= number < x.ndim})
+    if len(dims) < len(listed):
+        raise ValueError(f"dim is {dim}; x has {x.ndim} dims, and each can be named once")
     placements: list[Placement] = []
-    for placement in x.placements:
-        if type(placement) is Shard:
+    for placement in before:
+        if isinstance(placement, Shard):
             below = 0 if keepdim else sum(d < placement.dim for d in dims)
             summed = placement.dim in dims
             placements.append(Partial() if summed else Shard(placement.dim - below))
-        elif type(placement) is Replicate or (
-            type(placement) is Partial and placement.reduce_op == "sum"
-        ):
-            placements.append(placement)
         else:
-            raise NotImplementedError(
-                f"x has {placement!r}; supported: Shard, Replicate and Partial('sum'): "
-                "redistribute it first"
+            placements.append(placement)
+    split = [i for i, (b, a) in enumerate(zip(before, placements, strict=True)) if b != a]
+    over = [i for i in split if placements[i] == Partial()] if axes is None else _dims(mesh, axes)
+    for i in over:
+        if not isinstance(placements[i], Partial):
+            raise ValueError(
+                f"mesh axis {i} is {text_of((before[i],))} and splits none of the dims "
+                f"{tuple(dims)}: there is nothing to sum over along it"
             )
-    if axes is None:
-        over = tuple(
-            i
-            for i, (before, after) in enumerate(zip(x.placements, placements, strict=True))
-            if isinstance(before, Shard) and isinstance(after, Partial)
-        )
-    else:
-        over = _axis_dims(mesh, axes)
-        for i in over:
-            if not isinstance(placements[i], Partial):
-                raise ValueError(
-                    f"mesh axis {i} is {text_of((x.placements[i],))} and splits none of the dims "
-                    f"{dims}: there is nothing to sum over along it"
-                )
-    grads = [Replicate() if isinstance(p, Partial) else p for p in x.placements]
+    grads = [Replicate() if isinstance(p, Partial) else p for p in before]
     local = x.to_local(grad_placements=grads)
     wide = dtypes.accumulator(x.dtype)
     # torch's sum over no dims is one over all.
     part = local.sum(dims, keepdim=keepdim, dtype=wide) if dims else local.to(wide)
     if over and part.numel():
         part = ops.all_reduce(part, _group_of(mesh, over), algorithm=algorithm)
+    if mean:
+        part = part / prod(x.shape[d] for d in dims)
     for i in over:
         placements[i] = Replicate()
-    return part, placements, prod(x.shape[d] for d in dims)
-
-
-def _like(
-    x: DTensor, local: torch.Tensor, placements: Sequence[Placement], shape: torch.Size
-) -> DTensor:
+    sizes = [1 if i in dims else size for i, size in enumerate(x.shape)]
+    shape = torch.Size(size for i, size in enumerate(sizes) if keepdim or i not in dims)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local, x.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        part.to(x.dtype), mesh, placements, run_check=False, shape=shape, stride=stride
     )
 
 
-def _axis_dims(mesh: DeviceMesh, axes: Axes) -> tuple[int, ...]:
+def _dims(mesh: DeviceMesh, axes: Axes) -> list[int]:
     """Return the mesh dims that ``axes`` name, in the mesh's order.
 
     Raises:
@@ -228,25 +196,23 @@ def _axis_dims(mesh: DeviceMesh, axes: Axes) -> tuple[int, ...]:
             )
     if not dims or len(set(dims)) < len(dims):
         raise ValueError(f"axes is {axes!r}; name at least one axis, and each once")
-    return tuple(sorted(dims))
+    return sorted(dims)
 
 
-def _group_of(mesh: DeviceMesh, axes: Axes) -> str:
+def _group_of(mesh: DeviceMesh, axes: Axes, x: torch.Tensor | None = None) -> str:
     """Return the group of the ranks that differ from this one only along ``axes``: row-major, the
     first axis of the mesh outermost. Collective at the first call for several axes, which makes
-    groups.
-
-    Raises:
-        ValueError: as an unknown axis, or several axes of a mesh without names.
-    """
-    dims = _axis_dims(mesh, axes)
+    groups."""
+    if isinstance(x, DTensor):
+        raise TypeError("x is a DTensor; pass x.to_local(), or use x.redistribute")
+    dims = _dims(mesh, axes)
     if len(dims) == 1:
         return name_of((mesh, dims[0]))
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError(
-            f"axes {dims} of a mesh without names cannot be made one group; pass mesh_dim_names to "
-            "init_device_mesh"
+            f"axes {tuple(dims)} of a mesh without names cannot be made one group; pass "
+            "mesh_dim_names to init_device_mesh"
         )
     # One group instead of one collective per axis: the sum has one rounding, in rank order.
     return name_of(mesh[tuple(names[dim] for dim in dims)]._flatten())

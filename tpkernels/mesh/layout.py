@@ -27,13 +27,9 @@ def split_sizes(
     mesh_dim: int,
     tensor_dim: int,
 ) -> tuple[int, ...]:
-    """Return the sizes of the shards of ``tensor_dim`` over ``mesh_dim``, in the group of that mesh
-    dim to which the rank at ``coordinate`` belongs.
-
-    Args:
-        length: of the whole tensor in ``tensor_dim``.
-        placements: those on the mesh dims before ``mesh_dim`` count.
-    """
+    """Return the sizes of the shards of ``tensor_dim``, of ``length`` in all, over ``mesh_dim``, in
+    the group of that mesh dim to which the rank at ``coordinate`` belongs. Only the placements on
+    the mesh dims before count."""
     for before in range(mesh_dim):
         if placements[before] == Shard(tensor_dim):
             length = chunk_sizes(length, mesh_shape[before])[coordinate[before]]
@@ -58,12 +54,8 @@ def local_shape(
 def held_elements(shape: Sequence[int], placements: Placements, mesh_shape: Sequence[int]) -> int:
     """Count the elements that all ranks of the mesh hold together: those of the tensor, once for
     each rank along the mesh dims that do not split it. Exact for uneven shards, too."""
-    copies = [
-        size
-        for size, placement in zip(mesh_shape, placements, strict=True)
-        if not isinstance(placement, Shard)
-    ]
-    return prod(shape) * prod(copies)
+    sizes = zip(mesh_shape, placements, strict=True)
+    return prod(shape) * prod(size for size, one in sizes if not isinstance(one, Shard))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
@@ -100,11 +100,8 @@ class Step:
 
     def after(self, placements: Placements) -> Placements:
         """Return the placements that the step leaves behind."""
-        to: Placement = Replicate()
         split = self.tensor_dim if self.kind in ("reduce_scatter", "slice") else self.scatter_dim
-        if split is not None:
-            to = Shard(split)
-        return (*placements[: self.mesh_dim], to, *placements[self.mesh_dim + 1 :])
+        return _with(placements, self.mesh_dim, Replicate() if split is None else Shard(split))
 
     def __str__(self) -> str:
         name = self.kind.replace("_", "-")
@@ -159,9 +156,9 @@ class MatmulPlan:
 
 def steps_from(
     operand: str,
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     placements: Placements,
-    mesh_shape: Sequence[int],
+    mesh_shape: tuple[int, ...],
     itemsize: int,
     partial_itemsize: int,
 ) -> list[Step]:
@@ -172,8 +169,24 @@ def steps_from(
     split from left to right, so the later one's shards are shards of this one's.
     """
     steps = []
-    for mesh_dim in range(len(placements)):
-        for kind, dim, scatter_dim in _changes(placements, mesh_dim, len(shape)):
+    for mesh_dim, placement in enumerate(placements):
+        free = [dim for dim in range(len(shape)) if Shard(dim) not in placements[mesh_dim + 1 :]]
+        changes: list[tuple[str, int | None, int | None]]  # kind, tensor dim, scattered dim
+        if isinstance(placement, Replicate):
+            changes = [("slice", dim, None) for dim in free]
+        elif not isinstance(placement, Shard):
+            changes = [("all_reduce", None, None)]
+            changes += [("reduce_scatter", dim, None) for dim in free]
+        elif placement.dim in free:
+            others = [dim for dim in free if dim != placement.dim]
+            changes = [("all_gather", placement.dim, None)]
+            changes += [("all_to_all", placement.dim, dim) for dim in others]
+        else:
+            changes = []
+        # The ranks along the mesh dim hold the whole once, together, in the size before the step.
+        whole = held_elements(shape, _with(placements, mesh_dim, Shard(0)), mesh_shape)
+        before = partial_itemsize if Partial() in placements else itemsize
+        for kind, dim, scatter_dim in changes:
             step = Step(
                 kind=kind,
                 operand=operand,
@@ -182,53 +195,19 @@ def steps_from(
                 scatter_dim=scatter_dim,
                 nbytes=0,
             )
-            after = step.after(placements)
-            sizes = [
-                partial_itemsize if Partial() in one else itemsize for one in (placements, after)
-            ]
-            if step.communicates:
-                nbytes = _nbytes(step, tuple(shape), placements, tuple(mesh_shape), sizes)
-                step = replace(step, nbytes=nbytes)
-            steps.append(step)
+            if scatter_dim is not None:
+                moved = exchanged_elements(shape, placements, mesh_shape, mesh_dim, scatter_dim)
+            else:
+                moved = whole * (mesh_shape[mesh_dim] - 1) * step.communicates
+            each = before
+            if kind == "all_reduce":
+                each += partial_itemsize if Partial() in step.after(placements) else itemsize
+            steps.append(replace(step, nbytes=moved * each))
     return steps
 
 
-def _changes(
-    placements: Placements, mesh_dim: int, ndim: int
-) -> Iterator[tuple[str, int | None, int | None]]:
-    """Yield (kind, tensor_dim, scatter_dim) of the steps on a mesh dim."""
-    free = [dim for dim in range(ndim) if Shard(dim) not in placements[mesh_dim + 1 :]]
-    placement = placements[mesh_dim]
-    if isinstance(placement, Replicate):
-        yield from (("slice", dim, None) for dim in free)
-    elif not isinstance(placement, Shard):
-        yield "all_reduce", None, None
-        yield from (("reduce_scatter", dim, None) for dim in free)
-    elif placement.dim in free:
-        yield "all_gather", placement.dim, None
-        yield from (("all_to_all", placement.dim, dim) for dim in free if dim != placement.dim)
-
-
-def _nbytes(
-    step: Step,
-    shape: tuple[int, ...],
-    placements: Placements,
-    mesh_shape: tuple[int, ...],
-    itemsizes: Sequence[int],
-) -> int:
-    """Count the bytes that all ranks receive together in a step.
-
-    Args:
-        itemsizes: of an element before and after.
-    """
-    before, after = itemsizes
-    if step.scatter_dim is not None:
-        moved = exchanged_elements(shape, placements, mesh_shape, step.mesh_dim, step.scatter_dim)
-        return moved * before
-    rest = list(placements)
-    rest[step.mesh_dim] = Shard(0)  # its ranks hold the whole once, together
-    moved = held_elements(shape, tuple(rest), mesh_shape) * (mesh_shape[step.mesh_dim] - 1)
-    return moved * (before + after if step.kind == "all_reduce" else before)
+def _with(placements: Placements, mesh_dim: int, placement: Placement) -> Placements:
+    return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -265,25 +244,19 @@ def _fusable(step: Step) -> bool:
 
 
 def _plan(
-    problem: MatmulProblem,
-    strategy: tuple[str, ...],
-    routes: tuple[tuple[Step, ...], tuple[Step, ...], tuple[Step, ...]],
+    problem: MatmulProblem, strategy: tuple[str, ...], routes: Sequence[tuple[Step, ...]]
 ) -> MatmulPlan:
+    """Make the plan of a strategy with the steps on x, on w and on the result."""
     x_route, w_route, out_route = routes
     candidates = [*x_route[-1:], *w_route[-1:], *out_route[:1]]
     fusable = [step for step in candidates if step.nbytes and _fusable(step)]
     fused = max(fusable, key=lambda step: step.nbytes, default=None)
-
-    x, w, product = (tuple(_SPLITS[one][i] for one in strategy) for i in range(3))
+    x, w, product = _placements_of(strategy)
     if fused is not None and fused.operand == "out":
         product = fused.after(product)
     after = tuple(step for step in out_route if step is not fused)
-    copies = [
-        size
-        for size, one in zip(problem.mesh_shape, strategy, strict=True)
-        if one not in ("M", "N", "K")
-    ]
-    steps = [*x_route, *w_route, *out_route]
+    sizes = zip(problem.mesh_shape, strategy, strict=True)
+    copies = prod(size for size, split in sizes if split not in ("M", "N", "K"))
     return MatmulPlan(
         strategy=",".join(strategy),
         before=tuple(step for step in (*x_route, *w_route) if step is not fused),
@@ -293,9 +266,15 @@ def _plan(
         w=w,
         product=product,
         out=functools.reduce(lambda placements, step: step.after(placements), after, product),
-        nbytes=sum(step.nbytes for step in steps),
-        flops=2 * problem.m * problem.k * problem.n * prod(copies),
+        nbytes=sum(step.nbytes for route in routes for step in route),
+        flops=2 * problem.m * problem.k * problem.n * copies,
     )
+
+
+def _placements_of(strategy: Sequence[str]) -> tuple[Placements, Placements, Placements]:
+    """Return where x, w and the local product's result lie."""
+    x, w, out = zip(*(_SPLITS[split] for split in strategy), strict=True)
+    return x, w, out
 
 
 def _cost(plan: MatmulPlan) -> tuple[int, int, int]:
@@ -315,7 +294,7 @@ def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
     from_x, from_w = routes("x", problem.x), routes("w", problem.w)
     plans = []
     for strategy in itertools.product(SPLITS, repeat=len(problem.mesh_shape)):
-        x, w, out = (tuple(_SPLITS[one][i] for one in strategy) for i in range(3))
+        x, w, out = _placements_of(strategy)
         if x not in from_x or w not in from_w:
             continue
         from_out = routes("out", out)

@@ -174,12 +174,12 @@ def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
 
 
 def unsupported_algorithms(problem: Problem, means: Means) -> dict[str, str | None]:
-    """For each algorithm, why it cannot run ``problem`` (None: it can)."""
+    """Return why each algorithm cannot run ``problem``; None: it can."""
     return {name: _unsupported(problem, name, means) for name in ALGORITHMS}
 
 
 def _rows_per_part(problem: Problem) -> int:
-    """Rows of the smallest matmul after a split by rank, ignoring ranks without rows."""
+    """Return the rows of the smallest matmul after a split by rank, but for ranks without rows."""
     if problem.dim is None:
         return problem.rows // problem.world
     if problem.dim == len(problem.shape) - 1:

@@ -390,10 +390,10 @@ def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, fl
         profile: of GPUs; all ranks of the problem are in one node.
     """
     model = _GpuModel(profile, problem, ceil_div(other, problem.world))
-    found = {"unfused": model.unfused(), "ring": model.ring(), "direct": model.direct()}
+    seconds = {"unfused": model.unfused(), "ring": model.ring(), "direct": model.direct()}
     if problem.spec.has_matmul:
-        found |= {"pipelined": model.pipelined(), "fused": model.fused()}
-    return found
+        seconds |= {"pipelined": model.pipelined(), "fused": model.fused()}
+    return seconds
 
 
 class _GpuModel:

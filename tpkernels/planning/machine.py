@@ -38,7 +38,7 @@ class Machine:
 
     @property
     def file_name(self) -> str:
-        """Unique to this machine and these versions."""
+        """Return a name that is unique to this machine and these versions."""
         identity = repr((sorted(asdict(self).items()), sorted(versions().items())))
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         return f"tuning-{self.kind}-{self.ranks}-ranks-{digest}.json"
@@ -47,7 +47,7 @@ class Machine:
 def this_machine(
     kind: str, ranks: int, hosts: int, shared_memory: bool, *, threads: int | None = None
 ) -> Machine:
-    """This process's machine. ``threads`` defaults to torch's in this process."""
+    """Describe this process's machine. ``threads`` defaults to torch's in this process."""
     return Machine(
         kind=kind,
         device=processor() if kind == "cpu" else torch.cuda.get_device_name(),
@@ -61,12 +61,12 @@ def this_machine(
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     return _cpuinfo().get("model name", platform.machine())
 
 
 def last_level_cache_bytes(device: str) -> int:
-    """Size of the CPU's largest cache, or of the current GPU's for "cuda"."""
+    """Return the size of the CPU's largest cache, or of the current GPU's for "cuda"."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
     sizes = []
@@ -79,7 +79,7 @@ def last_level_cache_bytes(device: str) -> int:
 
 @functools.cache
 def instructions() -> frozenset[str]:
-    """Which of `thresholds.INSTRUCTIONS` the processor has."""
+    """Return which of `thresholds.INSTRUCTIONS` the processor has."""
     return INSTRUCTIONS & frozenset(_cpuinfo().get("flags", "").split())
 
 
@@ -92,7 +92,7 @@ def _cpuinfo() -> dict[str, str]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of the packages that times depend on."""
+    """Return the versions of the packages that times depend on."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -79,22 +79,22 @@ class Problem:
 
     @functools.cached_property
     def outer(self) -> int:
-        """Elements before ``dim``: the number of blocks in one rank's shard."""
+        """Return the elements before ``dim``: the number of blocks in one rank's shard."""
         return prod(self.shape[: self.dim]) if self.dim is not None else 1
 
     @property
     def inner(self) -> int:
-        """Elements after ``dim``."""
+        """Return the elements after ``dim``."""
         return prod(self.shape[self.dim + 1 :]) if self.dim is not None else 1
 
     @functools.cached_property
     def rows(self) -> int:
-        """Rows of the matrix product: all dims but the last."""
+        """Return the rows of the matrix product: all dims but the last."""
         return prod(self.shape[:-1])
 
     @functools.cached_property
     def shard_rows(self) -> tuple[int, ...]:
-        """Matrix rows of each rank's shard. The sharded dim must not be the last."""
+        """Return the matrix rows of each rank's shard. The sharded dim must not be the last."""
         assert self.dim is not None  # an all-reduce has no shards
         each = self.outer * prod(self.shape[self.dim + 1 : -1])
         return tuple(size * each for size in self.sizes)

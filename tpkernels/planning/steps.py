@@ -30,7 +30,7 @@ def step_bytes(problem: Problem) -> int:
 
 
 def step_rows(problem: Problem, workspace_bytes: int) -> int:
-    """Rows of each rank that fit into a step of `pipelined`."""
+    """Return the rows of each rank that fit into a step of `pipelined`."""
     return (workspace_bytes - 2 * problem.world * LINE_BYTES) // max(step_bytes(problem), 1)
 
 
@@ -49,8 +49,8 @@ def chunk_bytes(problem: Problem, workspace_bytes: int) -> int:
 
 
 def hierarchical_rows(problem: Problem, workspace_bytes: int) -> int:
-    """Rows of each rank in a step of `hierarchical`, which splits no row of a matmul. Elements
-    alone can always be split."""
+    """Return the rows of each rank in a step of `hierarchical`, which splits no row of a matmul.
+    Elements alone can always be split."""
     return step_rows(problem, workspace_bytes) if problem.spec.has_matmul else 1
 
 
@@ -72,7 +72,7 @@ def direct_bytes(problem: Problem, workspace_bytes: int) -> int:
 
 
 def _most_rows(problem: Problem) -> int:
-    """Matrix rows of the largest shard."""
+    """Return the matrix rows of the largest shard."""
     assert problem.dim is not None  # an all-reduce has no shards
     if problem.dim == len(problem.shape) - 1:
         return problem.rows

@@ -81,7 +81,7 @@ class Measurement:
     tried: bool = False  #: in calls of ``auto`` (planning/trials.py), not by `tpkernels tune`
 
     def ratio(self, algorithm: str, among: Collection[str]) -> float:
-        """Its time over the time of the fastest in ``among``."""
+        """Return its time over the time of the fastest in ``among``."""
         return self.ms[algorithm] / min(self.ms[name] for name in among)
 
 
@@ -120,7 +120,7 @@ class Table:
         return max(extents[extent], key=lambda one: one.other).config
 
     def extents(self, series: Series) -> list[int]:
-        """The measured extents."""
+        """Return the measured extents."""
         return sorted(self._by_series.get(series, {}))
 
     def choice(
@@ -163,7 +163,7 @@ def are_alike(left: int, right: int) -> bool:
 
 
 def _ratio(left: int, right: int) -> float:
-    """By how much two extents differ; they may be 0."""
+    """Return by how much two extents differ; they may be 0."""
     return max(left, right, 1) / max(min(left, right), 1)
 
 

@@ -65,7 +65,7 @@ def _kind_of(dtype: torch.dtype, instructions: Collection[str]) -> _Kind:
 
 
 def pipeline_min_rows(dtype: torch.dtype, instructions: Collection[str]) -> int:
-    """Minimum rows per rank for `pipelined`, on a CPU with these of the `INSTRUCTIONS`."""
+    """Return the minimum rows per rank for `pipelined` on a CPU with these instructions."""
     return _kind_of(dtype, instructions).pipeline_min_rows
 
 

@@ -87,7 +87,7 @@ class Contest:
         self.remaining = [
             name
             for name in self.remaining
-            if any(each[name] <= _CLEARLY_SLOWER * min(each.values()) for each in shortest)
+            if any(times[name] <= _CLEARLY_SLOWER * min(times.values()) for times in shortest)
         ]
 
     @property
@@ -120,16 +120,16 @@ class Contest:
         that remains, or its shortest time if it is the only one. What has dropped out keeps its
         ratio to the fastest of these by the shortest times, for which it dropped out."""
         typical = min if len(self.remaining) == 1 else statistics.median
-        found = {}
+        outcome = {}
         for other, times in self._comparable().items():
             shortest = _shortest(times)
             fastest = min(self.remaining, key=lambda name: shortest.get(name, math.inf))
             scale = typical(times[fastest]) / shortest[fastest]
-            found[other] = {
+            outcome[other] = {
                 name: typical(seconds) if name in self.remaining else scale * shortest[name]
                 for name, seconds in times.items()
             }
-        return found
+        return outcome
 
     def measurements(self, series: Series, extent: int) -> list[Measurement]:
         """Return today's measurements of one problem, one for each other extent."""
@@ -219,7 +219,7 @@ class Trial:
         contest.drop_slower()
         if not self._last and len(contest.remaining) > 1:
             self._last = True
-            long = max(min(each.values()) for each in contest.times().values()) >= _LONG_SECONDS
+            long = max(min(times.values()) for times in contest.times().values()) >= _LONG_SECONDS
             self._start_stage(_FEW_MORE_ROUNDS if long else _MORE_ROUNDS)
             return
         self.over = True

@@ -182,7 +182,7 @@ class Tried:
         samples = torch.tensor(trial.samples, **_FLOAT64)
         what = f"the times of {len(samples)} calls"
         times = exchanged(group, problem, what, samples)
-        trial.advance([[Sample(*each) for each in rank] for rank in times.tolist()])
+        trial.advance([[Sample(*sample) for sample in rank] for rank in times.tolist()])
         if trial.over:
             known = group.tuned(problem.device)
             group.use_times(problem.device, known.extended(trial.measurements))
@@ -191,14 +191,14 @@ class Tried:
 # On the spot.
 
 
-def tuned(call: Call, names: Sequence[str], plan: Plan, make_run: MakeRun, given: Any) -> bool:
+def tuned(call: Call, names: Sequence[str], plan: Plan, make_run: MakeRun, arguments: Any) -> bool:
     """Tune the problem of a call that ``auto`` makes, if nothing was measured for it; return
     whether it is to be planned again. Collective.
 
     Args:
         names: the algorithms that ``auto`` may take.
-        make_run: makes what runs the op's planned call, with the arguments ``given``, of which it
-            overwrites none.
+        make_run: makes what runs the op's planned call, with ``arguments``, of which it overwrites
+            none.
     """
     group, problem, tuning = call.group, call.problem, call.group.measured.tuning
     assert tuning is not None  # the caller has looked
@@ -221,12 +221,12 @@ def tuned(call: Call, names: Sequence[str], plan: Plan, make_run: MakeRun, given
         left_out = group.measured.left_out_of(problem) is not None
         return left_out or group.tuned(problem.device).near(*key)
 
-    if is_known() or group.is_met_in_capture(given.x.device):
+    if is_known() or group.is_met_in_capture(arguments.x.device):
         return False
     try:
         with group.together():
             if not is_known():  # another thread was first
-                _Tuner(group, problem, plan, given, tuning).tune(names, make_run)
+                _Tuner(group, problem, plan, arguments, tuning).tune(names, make_run)
     except BaseException as error:
         if not group.open:  # between ranks that share no memory nothing else tells the others
             backends.failed(call, error)
@@ -250,12 +250,12 @@ class _Tuner:
     """Tunes one problem. ``group`` is the real one, whose turn the caller has."""
 
     def __init__(
-        self, group: Group, problem: Problem, plan: Plan, given: Any, tuning: Tuning
+        self, group: Group, problem: Problem, plan: Plan, arguments: Any, tuning: Tuning
     ) -> None:
         self._group, self._problem, self._plan, self._tuning = group, problem, plan, tuning
-        self._x: torch.Tensor = given.x
-        w = getattr(given, "weights", None) or getattr(given, "w", None)
-        self._other = _other_extent(given.x, w)
+        self._x: torch.Tensor = arguments.x
+        w = getattr(arguments, "weights", None) or getattr(arguments, "w", None)
+        self._other = _other_extent(arguments.x, w)
         self._seconds = group.timeout_on(problem.device)
         self._rounds = 0  # counted so far
         self._begun = self._reported = time.perf_counter()
@@ -283,10 +283,10 @@ class _Tuner:
         except _Skipped as skipped:
             self._warn(f"not tuned: {skipped}")
         if self._rounds:
-            found = contest.measurements(*key)
-            group.use_times(problem.device, group.tuned(problem.device).extended(found))
+            measurements = contest.measurements(*key)
+            group.use_times(problem.device, group.tuned(problem.device).extended(measurements))
             if self._tuning.save and group.rank == 0:
-                self._save(found)
+                self._save(measurements)
 
     def _warn(self, text: str) -> None:
         if self._group.rank == 0:
@@ -305,8 +305,8 @@ class _Tuner:
     def _exchanged(self, what: str, *mine: float) -> list[list[float]]:
         """Return the numbers of all ranks, in rank order. Collective."""
         numbers = torch.tensor(mine, **_FLOAT64)
-        found: list[list[float]] = exchanged(self._group, self._problem, what, numbers).tolist()
-        return found
+        ranks: list[list[float]] = exchanged(self._group, self._problem, what, numbers).tolist()
+        return ranks
 
     def _prepare(self, make_run: MakeRun) -> None:
         """Allocate what the runs need; `_Skipped` on all ranks if one of them cannot."""
@@ -370,7 +370,7 @@ class _Tuner:
         timed = functools.partial(self._timed, call)
         samples = self._attempt(name, call.group, timed, len(Sample._fields))
         assert samples is not None  # it can run
-        return [Sample(*each) for each in samples]
+        return [Sample(*sample) for sample in samples]
 
     def _timed(self, call: Call) -> Sample:
         self._scratch.fill_(1)  # takes the place of the inputs in the caches
@@ -439,11 +439,11 @@ class _Tuner:
                 flush=True,
             )
 
-    def _save(self, found: Sequence[Measurement]) -> None:
+    def _save(self, measurements: Sequence[Measurement]) -> None:
         group, device = self._group, self._problem.device
         try:
             machine = this_machine(device, group.world, group.hosts, group.shared_memory)
-            store.update(machine, *found)
+            store.update(machine, *measurements)
         except Exception as error:  # a warning, too, may be one: rank 0 alone must not raise it
             group.notices.append(f"tpkernels.autotune could not save its times: {error}")
 
