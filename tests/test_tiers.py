@@ -7,6 +7,7 @@ from types import FunctionType
 
 import pytest
 
+from tests.ops import test_all_to_all, test_results, test_scaled
 from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS
 from tests.support.paths import ROOT
 from tests.support.tiers import covering, sweep, thorough
@@ -29,16 +30,19 @@ def in_default_tier(test: FunctionType) -> bool:
     )
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_op_by_every_algorithm(op: str) -> None:
-    module = importlib.import_module(f"tests.ops.test_{op}")
-    assert in_default_tier(module.test_every_dtype_by_every_algorithm)
-    run = MATMUL_ALGORITHMS if "matmul" in op else COLLECTIVE_ALGORITHMS
+def test_every_op_by_every_algorithm() -> None:
+    assert in_default_tier(test_results.test_every_dtype_by_every_algorithm)
+    assert in_default_tier(test_scaled.test_a_sum_of_every_dtype_by_every_algorithm)
+    assert in_default_tier(test_scaled.test_a_gather_of_every_dtype_by_every_algorithm)
+    assert in_default_tier(test_all_to_all.test_every_dtype_by_every_algorithm)
+    elsewhere = {spec.name for spec in OPS.values() if spec.scaled or spec.exchanges}
+    assert {*test_results.NAMES, *elsewhere} == set(OPS)
     # What the interpreter of kernels runs is in algorithms/test_fused.py, what needs several hosts
     # in algorithms/test_hierarchical.py.
-    elsewhere = {"fused", "hierarchical"}
-    there = {algorithm for name, algorithm in TABLES["cpu"] if name == op} - elsewhere
-    assert set(run) == there | {"auto"}
+    for op, spec in OPS.items():
+        run = MATMUL_ALGORITHMS if spec.has_matmul else COLLECTIVE_ALGORITHMS
+        there = {algorithm for name, algorithm in TABLES["cpu"] if name == op}
+        assert set(run) == there - {"fused", "hierarchical"} | {"auto"}, op
 
 
 def test_every_op_across_hosts() -> None:
