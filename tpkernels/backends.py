@@ -116,15 +116,17 @@ def run(
                 group.forget_stale_calls(call.problem, given.x.device)
             if call.generation != group.generation:
                 call = plan()
-            with group.turn():
-                try:
-                    if call.problem.device == "cuda":
-                        group.check_kernels(call.plan.text)
-                    with recorded_waits(group.nearby) if profiling() else nullcontext():
-                        result = execute(call, given)
-                except BaseException as error:
-                    failed(call, error)
-                    raise
+            try:
+                group.in_call = True
+                if call.problem.device == "cuda":
+                    group.check_kernels(call.plan.text)
+                with recorded_waits(group.nearby) if profiling() else nullcontext():
+                    result = execute(call, given)
+            except BaseException as error:
+                failed(call, error)
+                raise
+            finally:
+                group.in_call = False
     except (TpkernelsError, CaptureError):
         raise
     except BaseException as error:  # also of a signal handler, in the wait for the turn

@@ -42,9 +42,20 @@ Region make_region(std::shared_ptr<Arena> arena, int rank, std::size_t offset,
   return {std::move(arena), data, wanted};
 }
 
-// By FailureKind.
-constexpr const char* kClasses[] = {"", "PeerLostError", "CollectiveTimeoutError",
-                                    "CollectiveMismatchError", "GroupBrokenError"};
+// A peer's failure has its kind from shared memory: an unknown one only means that it is broken.
+const char* class_of(FailureKind kind) {
+  switch (kind) {
+    case FailureKind::kPeerLost:
+      return "PeerLostError";
+    case FailureKind::kTimeout:
+      return "CollectiveTimeoutError";
+    case FailureKind::kMismatch:
+      return "CollectiveMismatchError";
+    case FailureKind::kBroken:
+      break;
+  }
+  return "GroupBrokenError";
+}
 
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
@@ -282,7 +293,7 @@ bool set_python_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const Failure& failure) {
-    raise_error(kClasses[static_cast<int>(failure.kind)], failure.what(), failure.peer);
+    raise_error(class_of(failure.kind), failure.what(), failure.peer);
   } catch (const std::system_error& failure) {
     errno = failure.code().value();
     PyErr_SetFromErrno(PyExc_OSError);

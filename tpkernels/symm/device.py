@@ -221,7 +221,7 @@ def kernel_error(
     Args:
         failure: see ``DeviceWorkspace.failure``.
         where: which call it was in, or which has found it.
-        groups: the groups whose calls have run on this rank's
+        groups: the groups whose calls have run on this rank's device.
     """
     kind, peer, expected, seen = failure
     hint = ""
