@@ -18,7 +18,7 @@ TESTS = (
     "tests/native/test_vectors.py",
     "tests/ops/test_bits.py",
     "tests/ops/test_packed.py",
-    "tests/ops/test_all_gather_scaled_matmul.py",
+    "tests/ops/test_scaled.py",
 )
 _ONEDNN, _TORCH = "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"
 # Every value of each variable, and one thread and two. A cap above the processor changes nothing.

@@ -70,6 +70,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
         why_no_node=group.why_no_node,
     )
     _, before = planned(case.copy(), "auto")
+    (call,) = group.planned_calls()
     results: dict[str, Outputs] = {}
     for name in candidates(problem, means):
         with contextlib.suppress(NotImplementedError):  # kernels that do not run on these GPUs
@@ -80,7 +81,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
         for name, verdict in verdicts.items()
         if verdict.right and (device != "cpu" or _same_bits(results[name], results["unfused"]))
     ]
-    known, key = group.tuned(device), problem.tuning_key
+    known, key = group.tuned(device), call.problem.tuning_key
     assert key is not None  # a spec is split evenly
     config: Config = ()
     try:

@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Annotated, Any
@@ -33,6 +33,7 @@ from tpkernels.launch.session import (
     under_torchrun,
     world_size,
 )
+from tpkernels.parallel.joint_work import PeerFailedError
 from tpkernels.terminal import UsageError, check_workers, dtype_named
 
 
@@ -67,7 +68,12 @@ def generate(
     ffn_only: options.FfnOnly = False,
     device: options.Device = None,
     threads: options.Threads = 1,
-    timeout: Annotated[int, typer.Option(help="Seconds for loading, and for each token.")] = 300,
+    timeout: Annotated[
+        int,
+        typer.Option(
+            help="Seconds for loading, and for each token; under torchrun, of the process group."
+        ),
+    ] = 300,
 ) -> None:
     """Continue prompts with a model of the Llama family on several ranks.
 
@@ -93,9 +99,7 @@ def generate(
         with ThreadPoolExecutor(1) as loading:
             loaded = loading.submit(load_tokenizer, model)
             with _driving(world, held, backend_of(world, where), threads, timeout) as driver:
-                if under_torchrun():
-                    sampling = gather_objects(sampling)[0]  # all ranks draw by one seed
-                tokenizer = loaded.result()
+                tokenizer, sampling = _agreed(loaded, sampling)
                 prompts = [prompt_tokens(tokenizer, text, chat=chat) for text in prompt]
                 facts = driver.call("describe", rank=0)
                 completions = Completions(tokenizer, prompts, facts, sampling, stop or ())
@@ -106,12 +110,32 @@ def generate(
                             sys.stdout.flush()
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
+    except PeerFailedError as error:
+        typer.echo(f"FAIL: {error}", err=True)
+        raise typer.Exit(1) from error
     if not is_leader():
         return
     if as_json:
         typer.echo(json.dumps({"ranks": world, **_json(completions, prompt)}, indent=2))
     else:
         _show(completions, prompt, world, stream)
+
+
+def _agreed(loaded: Future[Any], sampling: Sampling) -> tuple[Any, Sampling]:
+    """Return the tokenizer and the sampling. Among torchrun's ranks rank 0's seed counts, and a
+    tokenizer that one rank cannot load is an error of all."""
+    if not under_torchrun():
+        return loaded.result(), sampling
+    tokenizer, failure = None, None
+    try:
+        tokenizer = loaded.result()
+    except (OSError, ValueError, ImportError) as error:
+        failure = f"rank {dist.get_rank()}: {error}"
+    everyone = gather_objects((failure, sampling))
+    for failure, _ in everyone:
+        if failure is not None:
+            raise UsageError(failure)
+    return tokenizer, everyone[0][1]
 
 
 class _Joined:

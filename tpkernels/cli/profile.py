@@ -159,6 +159,7 @@ CALL = "tpkernels profile: call"  # the range around each call of `tpkernels pro
 # COPY: the rank itself copies, excluding waits within the copy. MOVE: data moves without the rank.
 # QUEUED: a host's ops, which count as compute unless the rank runs kernels on a GPU.
 COMPUTE, QUEUED, COPY, MOVE, WAIT = "compute", "queued", "copy", "transfer", "wait"
+_KERNEL = "kernel"  # of a GPU, whatever it does
 _PIDS = 100  # process ids reserved for each rank in the merged trace
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
 # ATen ops that create, move or view tensors and compute nothing.
@@ -220,8 +221,8 @@ def kinds(event: Event) -> tuple[str, ...]:
         return (MOVE,)
     if category == "kernel":
         if name.startswith("nccl"):
-            return (MOVE,)
-        return (COMPUTE, MOVE) if name in _FUSED else (COMPUTE,)
+            return (_KERNEL, MOVE)
+        return (_KERNEL, COMPUTE, MOVE) if name in _FUSED else (_KERNEL, COMPUTE)
     namespace, _, op = name.partition("::")
     computes = name == ranges.MATMUL or (namespace == "aten" and op not in _NO_COMPUTE)
     return (QUEUED,) if computes else ()
@@ -267,7 +268,7 @@ def _rank_time(spans: Spans) -> RankTime:
     ends = [end for span in spans["all"] for end in span]
     window = union(spans["calls"] or ([(min(ends), max(ends))] if ends else []))
     wait = both(union(spans[WAIT]), window)
-    compute = both(union(spans[COMPUTE] or spans[QUEUED]), window)
+    compute = both(union(spans[COMPUTE] if spans[_KERNEL] else spans[QUEUED]), window)
     copied = without(union(spans[COPY]), without(wait, compute))
     moved = both(union([*copied, *spans[MOVE]]), window)
     exposed = without(moved, compute)

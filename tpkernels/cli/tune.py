@@ -153,8 +153,8 @@ def _tune_cases(session: Session, specs: list[Spec], repeat: int, budget: int, d
 
 
 _LEGEND = (
-    "ms: the slowest rank's median, interleaved. Empty: the algorithm cannot run this case, see "
-    "tpkernels explain, or it rounds differently."
+    "ms: of all ranks together, interleaved. Empty: the algorithm cannot run this case, see "
+    "tpkernels explain, it rounds differently, or there was nothing, or no memory, to compare it."
 )
 
 

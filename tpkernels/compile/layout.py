@@ -260,9 +260,9 @@ def _chunk(part: fx.Node) -> tuple[fx.Node, int, Size] | None:
     """Return (source, dim, start) of a part of a tensor along a dim."""
     args: Any = part.args
     if part.target is aten.slice.Tensor:
-        start = value(args[2]) if len(args) > 2 else None
+        start = value(args[2]) if len(args) > 2 and args[2] is not None else 0
         step = args[4] if len(args) > 4 else 1
-        return (args[0], _dim(part, 1), start or 0) if step == 1 else None
+        return (args[0], _dim(part, 1), start) if step == 1 else None
     if part.target is not operator.getitem or args[0].target not in _SPLITS:
         return None
     split, index = args

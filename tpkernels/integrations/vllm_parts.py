@@ -18,7 +18,6 @@ import tpkernels
 from tpkernels import _C, dtypes, groups
 from tpkernels.integrations.vllm import MANY_ROWS, logger
 from tpkernels.local import packed
-from tpkernels.nn.linear import row_parallel
 from tpkernels.ops.autograd import matmul
 
 # s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
@@ -86,7 +85,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 
 
 class FusedRowParallelLinear(RowParallelLinear):
-    """vLLM's row-parallel layer as `row_parallel`, where it is not quantised. Else it is vLLM's."""
+    """vLLM's row-parallel layer, as `matmul_all_reduce` where it is not quantised."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -123,7 +122,7 @@ class FusedRowParallelLinear(RowParallelLinear):
         on_cpu = self.weight.device.type == "cpu"
         w = self.tpkernels_weight if on_cpu else self.weight.t()
         bias = None if self.skip_bias_add else self.bias
-        output = row_parallel(x, w, self._group, bias=bias)
+        output = tpkernels.matmul_all_reduce(x, w, self._group, bias=bias)
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None

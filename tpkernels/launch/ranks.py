@@ -213,8 +213,9 @@ class Ranks:
                 self.close()
                 raise
         if factory is not None:
-            with self._my_turn(timeout):
-                made = self._run(Job(factory, world, timeout), making, close_on_error=True)
+            with self._my_turn(self._timeout):
+                job = Job(factory, world, self._timeout)
+                made = self._run(job, making, close_on_error=True)
             self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in made))
 
     def run(
@@ -444,7 +445,7 @@ class Ranks:
         """Hold the turn. Ctrl-C, or any other error that leaves the ranks at work, closes.
 
         Args:
-            busy: ranks may be at work on a function.
+            busy: ranks may be at work on a function, and go on if the caller leaves.
         """
         self._check_open()
         if self._streaming == threading.get_ident():
@@ -461,7 +462,8 @@ class Ranks:
             except (GeneratorExit, RankError):
                 raise
             except BaseException as error:
-                self._close(f"a call was left with {type(error).__name__}")
+                if not busy:
+                    self._close(f"a call was left with {type(error).__name__}")
                 raise
         finally:
             self._turn.release()

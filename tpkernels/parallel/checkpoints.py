@@ -23,7 +23,7 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -155,8 +155,8 @@ class SafetensorsCheckpoint:
         return package("transformers").GenerationConfig.from_pretrained(self.path)
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights, for a config that names none."""
-        return next(iter(self._stored.values())).dtype
+        """Return the dtype of the weights, the widest of several, for a config that names none."""
+        return max((x.dtype for x in self._stored.values()), key=lambda dtype: dtype.itemsize)
 
     def tensors(self, model: nn.Module) -> Mapping[str, StoredTensor]:
         """Return the tensors by the names that ``model``, unsharded and on the meta device, has for
@@ -203,11 +203,13 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _tensors_of(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file."""
+def _tensors_of(path: Path, names: Container[str] | None = None) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file, all or those of these names."""
     stored = {}
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118
+            if names is not None and name not in names:
+                continue
             tensor = file.get_slice(name)
             shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
             if dtype not in _DTYPES:
@@ -235,7 +237,7 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
                 f"{folder / INDEX} names the file {shown(file)}, not one in its folder"
             )
         if file not in files:
-            files[file] = _tensors_of(folder / file)
+            files[file] = _tensors_of(folder / file, index["weight_map"])
         if name not in files[file]:
             raise ValueError(f"{folder / file} has no {name}, which the index says it has")
         return files[file][name]

@@ -154,11 +154,12 @@ def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **option
 
 def _create_with_local_heads(model: Any, manager: Any, create: Callable[[Any], Any]) -> Any:
     """Make a batch processor, and its cache, while ``model.config`` has the heads of this rank."""
-    config, model.config = model.config, copy.copy(model.config)
+    config, local = model.config, copy.copy(model.config)
     attention = model.base_model.layers[0].self_attn
-    model.config.head_dim = attention.head_dim
-    model.config.num_key_value_heads = _features(attention.k_proj) // attention.head_dim
-    model.config.num_attention_heads = _features(attention.q_proj) // attention.head_dim
+    local.head_dim = attention.head_dim
+    local.num_key_value_heads = _features(attention.k_proj) // attention.head_dim
+    local.num_attention_heads = _features(attention.q_proj) // attention.head_dim
+    model.config = local
     try:
         return create(manager)
     finally:

@@ -64,8 +64,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Milliseconds of each algorithm on one problem: the slowest rank's, interleaved; medians, or
-    in trials what `Contest.times` says.
+    """Milliseconds of each algorithm on one problem: of all ranks together, interleaved, as
+    `Contest.times` says.
 
     ``extent`` counts the rows of a matmul op, or the elements of a collective alone, over all
     ranks; if they are split, they are split evenly. ``other`` is the extent of the matmul that is
@@ -78,7 +78,7 @@ class Measurement:
     ms: Mapping[str, float]
     date: str
     config: Config = ()  #: of the `fused` kernels when measured; (): their table's default
-    tried: bool = False  #: in calls of ``auto`` (planning/trials.py), not by `tpkernels tune`
+    tried: bool = False  #: in calls of ``auto`` (tuning/contest.py), not by `tpkernels tune`
 
     def ratio(self, algorithm: str, among: Collection[str]) -> float:
         """Return its time over the time of the fastest in ``among``."""

@@ -45,7 +45,7 @@ from tpkernels.groups.group import Group
 from tpkernels.groups.registry import GroupLike, named_or_default
 from tpkernels.groups.tuning import LIMIT, Tuning
 from tpkernels.local.packed import columns_of
-from tpkernels.local.product import Product, Weight
+from tpkernels.local.product import Product
 from tpkernels.planning import store
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import is_worth_trying
@@ -163,13 +163,12 @@ class Tried:
         self._trial, self._calls = trial, calls
 
     def __call__(self, call: Call, x: torch.Tensor, factor: Any, *operands: Any) -> Any:
-        """Make the call; ``factor``: a weight, or what has several ``weights``."""
+        """Make the call; ``factor``: None, a weight, or what has several ``weights``."""
         trial, chosen = self._trial, self._calls[self._trial.algorithm]
         begin = time.perf_counter()
         result = chosen.function(chosen, x, factor, *operands)
         end = time.perf_counter()
-        weights = getattr(factor, "weights", factor)
-        trial.samples.append(Sample(begin, end, _other_extent(x, weights)))
+        trial.samples.append(Sample(begin, end, _other_extent(x, factor)))
         if trial.stage_over:
             self._end_stage(call)
         return result
@@ -460,14 +459,12 @@ def _scratch(device: torch.device, world: int) -> torch.Tensor:
     return torch.empty(min(nbytes, _MOST_SCRATCH_BYTES), dtype=torch.uint8, device=device)
 
 
-def _other_extent(x: torch.Tensor, w: Weight | Sequence[Weight] | None) -> int:
+def _other_extent(x: torch.Tensor, factor: Any) -> int:
     """Return the extent of the matmul that is not part of the problem, on this rank: N of
-    column-parallel weights, which come in a list, K of a row-parallel one; 0 without a matmul."""
-    if w is None:
-        return 0
-    if isinstance(w, (torch.Tensor, Product)):
+    column-parallel ``factor.weights``, K of a row-parallel weight; 0 without a matmul."""
+    if isinstance(factor, (torch.Tensor, Product)):
         return int(x.shape[-1])
-    return sum(map(columns_of, w))
+    return sum(map(columns_of, getattr(factor, "weights", ())))
 
 
 def exchanged(group: Group, problem: Problem, what: str, mine: torch.Tensor) -> torch.Tensor:
