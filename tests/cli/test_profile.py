@@ -106,6 +106,9 @@ def test_a_host_that_waits_hides_no_communication_of_its_gpu() -> None:
     (spent,) = times(merged, 1)
     assert (spent.total, spent.compute, spent.copy) == (40, 20, 10 + 3)
     assert (spent.moved, spent.overlapped) == (23, 10)
+    kernel = event("ncclDevKernel_AllGather", 0, 20 * ms, cat="kernel", pid=0)
+    (spent,) = times(merge([trace(event("aten::add", 0, 5 * ms), kernel)]), 1)
+    assert (spent.compute, spent.moved, spent.overlapped) == (0, 20, 0)
 
 
 def test_intervals() -> None:

@@ -302,9 +302,14 @@ def test_a_stream_waits_for_each_item_only() -> None:
 # What ends ranks from outside, and what is left then: nothing.
 
 
-def test_an_interrupt_ends_a_call() -> None:
-    with Ranks(2, Held) as ranks:
+def test_an_interrupt_ends_a_call_but_no_submitted_function() -> None:
+    with Ranks(2, Held, timeout=1e10) as ranks:  # more than locks take
         pids = ranks.pids
+        ranks.submit(time.sleep, 1.0)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            ranks.collect(30)
+        assert all(outcome.ok for outcome in ranks.collect(30))
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             ranks.call("sleep", 100)

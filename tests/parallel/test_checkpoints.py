@@ -3,6 +3,7 @@ configuration is that of transformers."""
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,13 @@ import torch
 
 from tests.support import hf_folders
 from tpkernels.parallel import checkpoints
-from tpkernels.parallel.checkpoints import Box, GGUFCheckpoint, StoredTensor, open_checkpoint
+from tpkernels.parallel.checkpoints import (
+    Box,
+    GGUFCheckpoint,
+    SafetensorsCheckpoint,
+    StoredTensor,
+    open_checkpoint,
+)
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -108,6 +115,23 @@ def test_a_count_of_tokens_that_the_file_cannot_hold(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(ValueError, match="cannot be read as a GGUF model"):
         GGUFCheckpoint(path).config()
+
+
+def test_tensors_that_no_index_names_and_the_widest_dtype(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(2)}
+    safetensors.save_file(
+        tensors | {"c": torch.ones(2, dtype=torch.complex64)}, tmp_path / "x.safetensors"
+    )
+    index: dict[str, dict[str, str]] = {
+        "metadata": {},
+        "weight_map": dict.fromkeys(tensors, "x.safetensors"),
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert SafetensorsCheckpoint(tmp_path).dtype() == torch.float32
+    index["weight_map"]["c"] = "x.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(NotImplementedError, match="c has dtype"):
+        SafetensorsCheckpoint(tmp_path).dtype()
 
 
 def test_what_is_not_supported(tmp_path: Path) -> None:

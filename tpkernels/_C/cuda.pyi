@@ -94,12 +94,120 @@ class Results:
     def __init__(self, outputs: Sequence[tuple[int, int]], /) -> None: ...
 
 class Kernels:
-    # The other attributes queue the kernels of csrc/cuda/kernels.h, each with its arguments:
-    # (stream, *arguments, blocks=1, cluster=1, early=False).
     def __init__(self, device: int, image: bytes | None) -> None: ...
     def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None: ...
     def raise_flag(self, stream: int, space: Space, index: int, captured: bool) -> None: ...
     def streams_write(self, captured: bool) -> bool: ...
+    # Queue the kernels of csrc/cuda/kernels.h.
+    def two_shot_all_reduce(
+        self,
+        stream: int,
+        space: Space,
+        reduction: AllReduce,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    multimem_all_reduce = two_shot_all_reduce
+    ll_all_reduce = two_shot_all_reduce
+    ll_two_shot_all_reduce = two_shot_all_reduce
+    ll128_all_reduce = two_shot_all_reduce
+    def two_shot_all_reduce_rms_norm(
+        self,
+        stream: int,
+        space: Space,
+        reduction: AllReduce,
+        norm: RmsNorm,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    ll_all_reduce_rms_norm = two_shot_all_reduce_rms_norm
+    ll_two_shot_all_reduce_rms_norm = two_shot_all_reduce_rms_norm
+    def rms_norm_of_rows(
+        self,
+        stream: int,
+        rows: Rows,
+        norm: RmsNorm,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    def one_shot_all_gather(
+        self,
+        stream: int,
+        space: Space,
+        shards: Shards,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    one_shot_reduce_scatter = one_shot_all_gather
+    ll_all_gather = one_shot_all_gather
+    ll_reduce_scatter = one_shot_all_gather
+    def sum_of_partials(
+        self,
+        stream: int,
+        partials: SumPartials,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    def paced_copy(
+        self,
+        stream: int,
+        copy: PacedCopy,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    def call_barrier(
+        self,
+        stream: int,
+        space: Space,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    def call_begin(
+        self,
+        stream: int,
+        space: Space,
+        index: int,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    call_flag = call_begin
+    def call_publish(
+        self,
+        stream: int,
+        space: Space,
+        signal: Signal,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    call_wait = call_publish
+    def call_end(
+        self,
+        stream: int,
+        space: Space,
+        results: Results,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
 
 def architectures() -> str: ...
 def image() -> bytes: ...
