@@ -114,8 +114,8 @@ class _RowwiseLinear(_FusedLinear):
 class _FusedStyle(ParallelStyle):
     """What the two styles have in common."""
 
-    input_layouts: tuple[Placement, ...]
-    output_layouts: tuple[Placement, ...]
+    input_layouts: Any  # tuples of placements
+    output_layouts: Any
     use_local_output: bool
     _linear: ClassVar[type[_FusedLinear]]
     _split_features: ClassVar[str]  # of the Linear; the op sends rows of the other ones
