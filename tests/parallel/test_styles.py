@@ -15,34 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.cases import RanksFixture
-from tests.support.ranked import report
+from tests.support.ranked import recorded_calls, report, unlike
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel, styles
 from tpkernels.planning.table import Measurement, Table
 
 WHOLE, F64 = Replicate(), torch.float64
-
-
-class Ops(TorchDispatchMode):
-    """The names of the ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def collective(self) -> set[str]:
-        """The ops that communicate; ``_matmul`` is local."""
-        ours = {name for name in self.names if name.startswith(("tpkernels", "_c10d"))}
-        return ours - {"tpkernels::_matmul", "_c10d_functional::wait_tensor"}
 
 
 def _mesh() -> DeviceMesh:
@@ -81,7 +62,7 @@ def _one(
     expected = whole(x)
     cotangent = torch.randn(expected.shape, dtype=F64)
     expected.backward(cotangent)
-    with Ops() as ops:
+    with recorded_calls() as calls:
         y = linear(mine)
     case = f"{style}, {layout}"
     if isinstance(y, DTensor) == style.use_local_output:
@@ -93,18 +74,17 @@ def _one(
     pairs = {"y": (_whole(y.detach(), mesh, output, expected), expected)}
     pairs["x"] = (_whole(mine.grad, mesh, layout, x), x.grad)
     for name, p in linear.named_parameters():
-        grad: Any = p.grad
-        pairs[name] = (grad.full_tensor(), getattr(whole, name).grad)
+        pairs[name] = (p.grad.full_tensor(), getattr(whole, name).grad)  # type: ignore[union-attr]
     failures = [
         f"{case}: {name} differs by {(got - want).abs().max()}"
         for name, (got, want) in pairs.items()
         if not torch.allclose(got, want, rtol=1e-12, atol=1e-12)
     ]
-    op = "tpkernels::all_gather_matmul"
+    op = "all_gather_matmul"
     if isinstance(style, FusedRowwiseParallel):
         replicated = style.output_layouts[0].is_replicate()
-        op = f"tpkernels::matmul_{'all_reduce' if replicated else 'reduce_scatter'}"
-    return failures + ([] if op in ops.collective else [f"{case}: {ops.collective}"])
+        op = f"matmul_{'all_reduce' if replicated else 'reduce_scatter'}"
+    return failures + ([] if calls == [op] else [f"{case}: {calls}"])
 
 
 def layouts_job() -> list[str]:
@@ -165,7 +145,7 @@ def unfused_job() -> list[str]:
 
 
 def refusals_job() -> list[str]:
-    mesh, failures = _mesh(), []
+    mesh = _mesh()
     square = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "tp"))
     column, row = FusedColwiseParallel(input_layouts=Shard(1)), FusedRowwiseParallel()
 
@@ -175,43 +155,33 @@ def refusals_job() -> list[str]:
     done = parallelize_module(nn.Linear(8, 8), mesh, column)
     integers = nn.Linear(8, 8)
     integers.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
-    pair: Any = (Shard(1), Shard(1))
-    double = FusedColwiseParallel(input_layouts=pair)
+    double = FusedColwiseParallel(input_layouts=(Shard(1), Shard(1)))
     wrapped = nn.Linear(8, 8)
     wrapped.weight = nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))
     own = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
-    plain = "Linear(in_features=8, out_features=8"
-    cases: list[tuple[Any, nn.Module, DeviceMesh, type[Exception], list[str]]] = [
-        (column, nn.Linear(8, 8), square, ValueError, [plain, "2 dims", "mesh['tp']"]),
-        (row, nn.Embedding(8, 8), mesh, NotImplementedError, ["Embedding(8, 8)", "torch's styles"]),
-        (row, Special(8, 8), mesh, NotImplementedError, ["Special(in_features=8"]),
-        (column, done, mesh, ValueError, ["_ColwiseLinear(in_features=8", "DTensor"]),
-        (row, integers, mesh, NotImplementedError, [plain, "weight", "int8"]),
-        (row, wrapped, mesh, NotImplementedError, [plain, "weight is a TwoTensor"]),
-        (column, nn.Linear(8, 1), mesh, ValueError, ["out_features 1", "2 ranks is [1, 0]"]),
-        (row, nn.Linear(1, 8), mesh, ValueError, ["in_features 1", "2 ranks is [1, 0]"]),
-        (double, nn.Linear(8, 8), mesh, TypeError, [plain, "one placement"]),
-        (row, own, mesh, ValueError, ["weight is a DTensor", "before fully_shard"]),
-    ]
-    for style, module, on, kind, words in cases:
-        try:
-            parallelize_module(module, on, style)
-        except kind as error:
-            missing = [word for word in words if word not in str(error)]
-            failures += [f"{style} of {module}: {error}: no {missing}"] if missing else []
-        else:
-            failures.append(f"{style} of {module} was accepted")
     outside = parallelize_module(
         nn.Linear(8, 8), mesh, FusedColwiseParallel(input_layouts=Shard(3))
     )
-    try:
-        outside(torch.ones(2, 8))
-    except ValueError as error:
-        if f"{plain}, bias=True): Shard(dim=3) is out of range" not in str(error):
-            failures.append(str(error))
-    else:
-        failures.append("Shard(3) of two dims was accepted")
-    return failures
+
+    def attempt(style: Any, module: nn.Module, on: DeviceMesh = mesh) -> Callable[[], Any]:
+        return lambda: parallelize_module(module, on, style)
+
+    plain = "Linear(in_features=8, out_features=8, bias=True)"
+    return unlike(
+        {
+            f"{plain}: the mesh has 2 dims ('dp', 'tp')": attempt(column, nn.Linear(8, 8), square),
+            "Embedding; for nn.Embedding use torch's styles": attempt(row, nn.Embedding(8, 8)),
+            "NotImplementedError: FusedRowwiseParallel of Special(": attempt(row, Special(8, 8)),
+            "of _ColwiseLinear(in_features=8": attempt(column, done),
+            f"{plain}: its weight is a Tensor of int8": attempt(row, integers),
+            f"{plain}: its weight is a TwoTensor": attempt(row, wrapped),
+            "out_features 1 over 2 ranks is [1, 0]": attempt(column, nn.Linear(8, 1)),
+            "in_features 1 over 2 ranks is [1, 0]": attempt(row, nn.Linear(1, 8)),
+            f"{plain}: input_layouts must be one placement": attempt(double, nn.Linear(8, 8)),
+            "already; apply only one style, before fully_shard": attempt(row, own),
+            f"{plain}: Shard(dim=3) is out of range": lambda: outside(torch.ones(2, 8)),
+        }
+    )
 
 
 JOBS = {layouts_job: 2, uneven_job: 3, unfused_job: 2, refusals_job: 2}  # and the world

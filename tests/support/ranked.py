@@ -7,7 +7,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -275,6 +275,13 @@ def messages_of(attempts: Iterable[Callable[[], Any]], kind: Any = Exception) ->
         except kind as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages
+
+
+def unlike(attempts: Mapping[str, Callable[[], Any]], kind: Any = Exception) -> list[str]:
+    """The messages of attempts that lack the text under which each stands; "nothing" is said where
+    one raises nothing."""
+    pairs = zip(attempts, messages_of(attempts.values(), kind), strict=True)
+    return [f"{message!r} lacks {text!r}" for text, message in pairs if text not in message]
 
 
 def run_each(
