@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, Model, Shape
-from tests.support.ranked import fresh_group, report, unlike
+from tests.support.ranked import fresh_group, on_ranks, report, unlike
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 
@@ -78,7 +78,8 @@ def test_another_number_of_ranks_loads_it(
     report(failure for rank in ranks(loaded).run(load_job, str(tmp_path)) for failure in rank)
 
 
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals() -> list[str]:
     with fresh_group() as group:
         layer = tnn.ColumnParallelLinear(5, 6, group, bias=False, dtype=F64)
         uneven = tnn.ColumnParallelLinear(5, 6, group, bias=False, out_sizes=[5, 1], dtype=F64)
@@ -105,7 +106,3 @@ def refusals_job() -> list[str]:
                 ),
             }
         )
-
-
-def test_refusals(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(refusals_job) for failure in rank)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 
-from tests.support.cases import RanksFixture
 from tests.support.nn_reference import far
-from tests.support.ranked import fresh_group, report, unlike
+from tests.support.ranked import fresh_group, on_ranks, unlike
 from tpkernels import nn as tnn
 from tpkernels.ops.column_matmul import column_matmul
 
 BF16, F64 = torch.bfloat16, torch.float64
 
 
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals() -> list[str]:
     with fresh_group() as group:
         quantised = nn.Linear(4, 4)
         quantised.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
@@ -58,7 +56,8 @@ def refusals_job() -> list[str]:
         )
 
 
-def column_job() -> list[str]:
+@on_ranks(2)
+def test_column_products_and_their_gradients() -> list[str]:
     """`column_matmul` where only some arguments require gradients."""
     failures = []
     with fresh_group() as group:
@@ -83,7 +82,8 @@ def column_job() -> list[str]:
     return failures
 
 
-def autocast_job() -> list[str]:
+@on_ranks(2)
+def test_autocast() -> list[str]:
     with fresh_group() as group:
         failures = []
         for sequence in (False, True):
@@ -102,7 +102,8 @@ def autocast_job() -> list[str]:
         return failures
 
 
-def masked_job() -> list[str]:
+@on_ranks(2)
+def test_masks_and_mixed_biases() -> list[str]:
     """A causal mask gives the result of `is_causal`, a full mask that of `is_causal=False`. Each
     projection has a bias if its linear has one."""
     failures = []
@@ -130,8 +131,3 @@ def masked_job() -> list[str]:
             ):
                 failures.append(f"{layer!r} is not {linear!r}")
     return failures
-
-
-@pytest.mark.parametrize("job", [refusals_job, column_job, autocast_job, masked_job])
-def test_layers_get(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(failure for rank in ranks(2).run(job) for failure in rank)

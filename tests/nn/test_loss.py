@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, SWEEP, far
-from tests.support.ranked import fresh_group, recorded_calls, report, unlike
+from tests.support.ranked import fresh_group, on_ranks, recorded_calls, report, unlike
 from tpkernels import nn as tnn
 from tpkernels.nn.sharding import Split
 
@@ -116,7 +116,8 @@ def test_16_bit_logits_never_gathered(ranks: RanksFixture) -> None:
     assert len(set(ranks(3).run(low_precision_job))) == 1
 
 
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals() -> list[str]:
     with fresh_group() as group:
         logits, target = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
         total = 5 * group.size()
@@ -140,7 +141,3 @@ def refusals_job() -> list[str]:
                 ),
             }
         )
-
-
-def test_refusals(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(refusals_job) for failure in rank)

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.cases import QUICK_WORLDS, RanksFixture
 from tests.support.nn_reference import Model, Shape, inputs
-from tests.support.ranked import fresh_group, messages_of, report, unlike
+from tests.support.ranked import fresh_group, messages_of, on_ranks, report, unlike
 from tests.support.refusals import packable
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
@@ -114,7 +114,8 @@ def test_a_packed_model_is_the_same(
     report(failure for rank in results for failure in rank)
 
 
-def moved_job() -> list[str]:
+@on_ranks(2)
+def test_a_layer_that_moves() -> list[str]:
     """A layer is packed again in its new dtype; where it cannot be, it says what to do."""
     with fresh_group() as group:
         failures = []
@@ -140,11 +141,11 @@ def moved_job() -> list[str]:
     return failures
 
 
-def test_a_layer_that_moves(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(moved_job) for failure in rank)
-
-
-def compiled_job(backend: str) -> list[str]:
+@pytest.mark.parametrize(
+    "backend", [thorough("aot_eager"), pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@on_ranks(2, timeout=300)
+def test_compiled(backend: str) -> list[str]:
     torch._dynamo.reset()
     failures = []
     with fresh_group() as group:
@@ -158,15 +159,8 @@ def compiled_job(backend: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(
-    "backend", [thorough("aot_eager"), pytest.param("inductor", marks=pytest.mark.slow)]
-)
-def test_compiled(ranks: RanksFixture, backend: str) -> None:
-    results = ranks(2).run(compiled_job, backend, timeout=300)
-    report(f"{backend}: {failure}" for rank in results for failure in rank)
-
-
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals() -> list[str]:
     with fresh_group() as group:
         x = torch.ones(2, 4)
         needs = x.clone().requires_grad_()
@@ -189,7 +183,3 @@ def refusals_job() -> list[str]:
                 "nothing": lambda: frozen(x),
             }
         )
-
-
-def test_refusals(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(refusals_job) for failure in rank)

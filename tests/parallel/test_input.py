@@ -15,8 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import tpkernels
 from tests.support import hf_models
-from tests.support.cases import RanksFixture
-from tests.support.ranked import report, unlike
+from tests.support.ranked import on_ranks, unlike
 from tpkernels.parallel import FusedColwiseParallel
 
 pytest.importorskip("transformers")
@@ -68,7 +67,8 @@ def _quantised(linear: nn.Module) -> nn.Module:
     return linear
 
 
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals_name_the_module() -> list[str]:
     import transformers
 
     mesh = hf_models.mesh_of_all()
@@ -129,7 +129,8 @@ def refusals_job() -> list[str]:
     )
 
 
-def plan_job() -> list[str]:
+@on_ranks(2)
+def test_a_plan_of_torchs_styles() -> None:
     torch.manual_seed(3)
     model, x = MLP(), torch.randn(3, 4)
     want = model(x)
@@ -138,9 +139,3 @@ def plan_job() -> list[str]:
     assert returned is model
     assert model.blocks[1]["up"].weight.to_local().shape == (4, 4)
     torch.testing.assert_close(model(x), want, rtol=0, atol=1e-6)
-    return []
-
-
-@pytest.mark.parametrize("job", [refusals_job, plan_job])
-def test_what_is_refused_and_a_plan(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(failure for rank in ranks(2).run(job) for failure in rank)

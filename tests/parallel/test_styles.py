@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.support.cases import RanksFixture
-from tests.support.ranked import recorded_calls, report, unlike
+from tests.support.ranked import on_ranks, recorded_calls, unlike
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel, styles
@@ -87,7 +86,8 @@ def _one(
     return failures + ([] if calls == [op] else [f"{case}: {calls}"])
 
 
-def layouts_job() -> list[str]:
+@on_ranks(2)
+def test_every_layout() -> list[str]:
     world = dist.get_world_size()
     failures = []
     k, even = 4 * world, 2 * world
@@ -108,7 +108,8 @@ def layouts_job() -> list[str]:
     return failures
 
 
-def uneven_job() -> list[str]:
+@on_ranks(3)
+def test_uneven_shards() -> list[str]:
     """DTensors know the unsharded size; with one row, some ranks have none."""
     world = dist.get_world_size()
     failures = []
@@ -124,7 +125,8 @@ def uneven_job() -> list[str]:
     return failures
 
 
-def unfused_job() -> list[str]:
+@on_ranks(2)
+def test_nothing_to_fuse() -> list[str]:
     """Layouts with nothing to fuse give the bits of torch's styles."""
     mesh, failures = _mesh(), []
     x = torch.randn(2, 4, 8)
@@ -144,7 +146,8 @@ def unfused_job() -> list[str]:
     return failures
 
 
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals_name_the_module() -> list[str]:
     mesh = _mesh()
     square = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "tp"))
     column, row = FusedColwiseParallel(input_layouts=Shard(1)), FusedRowwiseParallel()
@@ -184,14 +187,6 @@ def refusals_job() -> list[str]:
     )
 
 
-JOBS = {layouts_job: 2, uneven_job: 3, unfused_job: 2, refusals_job: 2}  # and the world
-
-
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-def test_the_styles(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(f for rank in ranks(JOBS[job]).run(job, timeout=120) for f in rank)
-
-
 STYLES: dict[str, Any] = {
     "all_gather_matmul": lambda: FusedColwiseParallel(input_layouts=Shard(0)),
     "matmul_reduce_scatter": lambda: FusedRowwiseParallel(output_layouts=Shard(0)),
@@ -199,34 +194,31 @@ STYLES: dict[str, Any] = {
 }
 
 
-def measured_job(op: str, ms: dict[str, float] | None, width: int) -> str:
-    """What a Linear(24, 40) becomes on a mesh of GPUs, for which one of CPUs is taken, with times
-    for rows of that width."""
-    world, mesh, linear = dist.get_world_size(), _mesh(), nn.Linear(24, 40)
-    group = groups.get(mesh.get_group().group_name)
-    group.measured.tables.pop("cuda", None)
-    if ms is not None:
-        shape = (64, 40, width) if op == "all_gather_matmul" else (64, width, 24)
-        spec = Spec(op, shape, torch.float32)
-        key = spec.problem(world, "cuda").tuning_key
-        assert key is not None
-        one = Measurement(*key, other=spec.other, ms=ms, date="2026-11-22")
-        group.measured.tables["cuda"] = Table((one,))
-    with mock.patch.object(styles, "_has_gpus", lambda mesh: True):
-        parallelize_module(linear, mesh, STYLES[op]())
-    group.measured.tables.pop("cuda", None)
-    return type(linear).__name__
-
-
 @pytest.mark.parametrize("op", STYLES)
-def test_torchs_style_stays_unless_the_op_is_faster(ranks: RanksFixture, op: str) -> None:
-    width = 24 if op == "all_gather_matmul" else 40
+@on_ranks(2)
+def test_torchs_style_stays_unless_the_op_is_faster(op: str) -> None:
+    """A Linear(24, 40) on a mesh of GPUs, for which one of CPUs is taken, with times for rows of
+    some width."""
+    world, mesh = dist.get_world_size(), _mesh()
+    tables = groups.get(mesh.get_group().group_name).measured.tables
+    gathers = op == "all_gather_matmul"
+    width, fused = (24, "_ColwiseLinear") if gathers else (40, "_RowwiseLinear")
     fast, slow = {"unfused": 2.0, "direct": 1.0}, {"unfused": 1.0, "direct": 2.0}
-    fused = "_ColwiseLinear" if op == "all_gather_matmul" else "_RowwiseLinear"
     for ms, at, name in (
         (None, width, "Linear"),
         (slow, width, "Linear"),
         (fast, width, fused),
         (fast, width + 8, "Linear"),
     ):
-        assert ranks(2).run(measured_job, op, ms, at) == [name] * 2, (ms, at)
+        tables.pop("cuda", None)
+        if ms is not None:
+            spec = Spec(op, (64, 40, at) if gathers else (64, at, 24), torch.float32)
+            key = spec.problem(world, "cuda").tuning_key
+            assert key is not None
+            one = Measurement(*key, other=spec.other, ms=ms, date="2026-11-22")
+            tables["cuda"] = Table((one,))
+        linear = nn.Linear(24, 40)
+        with mock.patch.object(styles, "_has_gpus", lambda mesh: True):
+            parallelize_module(linear, mesh, STYLES[op]())
+        tables.pop("cuda", None)
+        assert type(linear).__name__ == name, (ms, at)
