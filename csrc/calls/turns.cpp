@@ -3,7 +3,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "binding_errors.h"
 #include "calls/python.h"
 
 namespace tpkernels::calls {
