@@ -153,15 +153,8 @@ void bind_kernels(py::module_& m) {
                     std::optional<bool>>(),
            py::arg("arguments"), py::arg("execute"), py::arg("call"), py::arg("alarm"),
            py::arg("deterministic"));
-  m.def(
-      "make_kernel",
-      [](std::shared_ptr<Arguments> arguments, py::object plan, py::object run, py::object failed,
-         py::object check) {
-        return make_kernel(std::move(arguments),
-                           {std::move(plan), std::move(run), std::move(failed), std::move(check)});
-      },
-      py::arg("arguments"), py::arg("plan"), py::arg("run"), py::arg("failed"),
-      py::arg("check") = py::none());
+  m.def("make_kernel", &make_kernel, py::arg("arguments"), py::arg("plan"), py::arg("run"),
+        py::arg("failed"), py::arg("check") = py::none());
 }
 
 void bind_shortcut(py::module_& m) {

@@ -6,7 +6,6 @@
 #include <stdexcept>
 
 #include "calls/python.h"
-#include "host/product.h"
 #include "host/vector.h"
 
 namespace tpkernels::calls {

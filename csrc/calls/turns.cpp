@@ -1,7 +1,6 @@
 #include "calls/turns.h"
 
 #include <stdexcept>
-#include <utility>
 
 #include "calls/python.h"
 
