@@ -7,8 +7,8 @@ from typing import Annotated
 
 import rich.table
 import torch
-import typer
 from rich.markup import escape
+from typer import Option
 
 from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.specs import Spec, check_split, ops_named, spec_of, unsupported_kernels
@@ -36,24 +36,24 @@ from tpkernels.tuning.contest import ELIGIBLE, is_eligible
 
 
 def explain(
-    op: Annotated[str, typer.Option(help="The op.")],
-    m: Annotated[int | None, typer.Option(help="Rows, over all ranks.")] = None,
-    n: Annotated[int | None, typer.Option(help="Columns of the result, over all ranks.")] = None,
-    k: Annotated[int | None, typer.Option(help="Contraction extent, over all ranks.")] = None,
+    op: Annotated[str, Option(help="The op.")],
+    m: Annotated[int | None, Option(help="Rows, over all ranks.")] = None,
+    n: Annotated[int | None, Option(help="Columns of the result, over all ranks.")] = None,
+    k: Annotated[int | None, Option(help="Contraction extent, over all ranks.")] = None,
     nbytes: Annotated[
         str | None,
-        typer.Option("--bytes", help="Size of a collective's tensor, instead of --m, --n, --k."),
+        Option("--bytes", help="Size of a collective's tensor, instead of --m, --n, --k."),
     ] = None,
-    world: Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")] = 2,
+    world: Annotated[int, Option("--tp", "--nproc", help="Number of ranks.")] = 2,
     dtype: options.Dtype = "bf16",
-    device: Annotated[str, typer.Option(help="cpu | cuda")] = "cpu",
+    device: Annotated[str, Option(help="cpu | cuda")] = "cpu",
     hosts: Annotated[
-        int, typer.Option(help="Number of hosts; ranks on several hosts share no memory.")
+        int, Option(help="Number of hosts; ranks on several hosts share no memory.")
     ] = 1,
     threads: options.Threads = 1,
     gpu: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="With --device cuda: the GPUs to predict times of, such as h100. Default: this "
             "machine's, else h100."
         ),

@@ -90,8 +90,7 @@ def plan(
     ] = None,
     dtype: options.Dtype = "bf16",
     wire_dtype: Annotated[
-        str | None,
-        Option(help="Dtype in which partial results travel: --dtype (default) or fp32."),
+        str | None, Option(help="Dtype in which partial results travel: --dtype (default) or fp32.")
     ] = None,
     plot: Annotated[Path | None, Option(help="Draw the times of --model to this file.")] = None,
     as_json: options.AsJson = False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import runpy
 import socket
 import sys
@@ -62,11 +63,12 @@ _KERNEL = "kernel"  # of a GPU, whatever it does
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
 # ATen ops that create, move or view tensors and compute nothing.
 _NO_COMPUTE = frozenset(
-    (
+    re.findall(
+        r"\w+",
         "empty empty_strided empty_like resize_ copy_ to _to_copy clone contiguous item "
         "_local_scalar_dense is_nonzero view _unsafe_view as_strided slice select narrow split "
-        "chunk unbind t transpose permute reshape flatten expand squeeze unsqueeze detach alias"
-    ).split()
+        "chunk unbind t transpose permute reshape flatten expand squeeze unsqueeze detach alias",
+    )
 )
 # By kind: the colour, and the bottom and height within a lane of a timeline. Drawn in this order: a
 # wait covers the copy that contains it.
@@ -83,8 +85,7 @@ which the rank also computes."""
 
 def profile(
     script: Annotated[
-        list[str] | None,
-        typer.Argument(help="A Python script and its arguments, as for torchrun."),
+        list[str] | None, typer.Argument(help="A Python script and its arguments, as for torchrun.")
     ] = None,
     op: Annotated[str | None, Option(help="An op, instead of a script.")] = None,
     shape: Annotated[str, Option(help="M,N,K of a matmul op, over all ranks.")] = "1024,2048,2048",

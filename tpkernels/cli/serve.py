@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from tpkernels.cli import options
 from tpkernels.launch.session import under_torchrun
@@ -18,32 +19,31 @@ def serve(
     model: options.Checkpoint,
     ranks: options.Tp = 2,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")
+        str, Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 for any free one.")] = 8000,
+    port: Annotated[int, Option(help="0 for any free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="Name of the model for clients; by default its file's.")
+        str | None, Option(help="Name of the model for clients; by default its file's.")
     ] = None,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
-    max_requests: Annotated[int, typer.Option(help="Requests in a batch.")] = 32,
+    max_requests: Annotated[int, Option(help="Requests in a batch.")] = 32,
     max_waiting: Annotated[
-        int, typer.Option(help="Requests that wait for a place; more are refused with 429.")
+        int, Option(help="Requests that wait for a place; more are refused with 429.")
     ] = 128,
     max_length: Annotated[
         int | None,
-        typer.Option(help="Tokens of a prompt and its answer; by default what the model takes."),
+        Option(help="Tokens of a prompt and its answer; by default what the model takes."),
     ] = None,
     cache_tokens: Annotated[
-        int, typer.Option(help="Tokens for which there are keys and values, over all requests.")
+        int, Option(help="Tokens for which there are keys and values, over all requests.")
     ] = 16384,
-    request_timeout: Annotated[int, typer.Option(help="Seconds for an answer.")] = 600,
+    request_timeout: Annotated[int, Option(help="Seconds for an answer.")] = 600,
     grace: Annotated[
-        int, typer.Option(help="Seconds for running requests when the server is stopped.")
+        int, Option(help="Seconds for running requests when the server is stopped.")
     ] = 10,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the key that clients must send as a bearer token."),
+        Path | None, Option(help="File with the key that clients must send as a bearer token.")
     ] = None,
     threads: options.Threads = 1,
 ) -> None:
