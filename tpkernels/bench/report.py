@@ -191,10 +191,8 @@ def as_csv(report: Report) -> str:
 
 def _csv_line(result: Result, name: str) -> dict[str, Any]:
     time, algorithm = result.times.get(name), result.algorithms.get(name)
-    line: dict[str, Any] = {
-        "op": result.op,
-        **dict(zip("MNK", result.shape or [""] * 3, strict=True)),
-    }
+    shape: list[Any] = result.shape or [None] * 3
+    line: dict[str, Any] = {"op": result.op, **dict(zip("MNK", shape, strict=True))}
     line |= {one: getattr(result, one) for one in ("bytes", "dtype", "tp", "inputs_over_cache")}
     line |= {"labels": "; ".join(result.labels), "variant": name}
     line |= {one: getattr(algorithm, one, None) for one in ("algorithm", "right")}
