@@ -21,10 +21,9 @@ from tpkernels.bench.specs import Spec
 from tpkernels.bench.tuning_cases import TuneReport, best_config, tune_case
 from tpkernels.launch import session
 from tpkernels.planning import store
-from tpkernels.planning.choose import NOTHING_TUNED, Means, choose
+from tpkernels.planning.choose import NOTHING_TUNED, Means, choose, split_rule
 from tpkernels.planning.machine import instructions, this_machine
 from tpkernels.planning.table import Config, Measurement
-from tpkernels.planning.thresholds import pipeline_min_rows
 from tpkernels.timing import Variant
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
@@ -51,7 +50,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert before.exit_code == 0, before.output
     assert before.output.count("not measured") == 4
     assert "needs" in before.output or "runs Triton kernels" in before.output  # fused
-    fewest = pipeline_min_rows(torch.bfloat16, instructions())
+    fewest = split_rule(torch.bfloat16, instructions()).min_rows
     assert f"auto chooses direct: 4 rows a rank < {fewest}" in before.output
     assert "Nothing was measured here with 2 ranks x 1 threads" in before.output
     assert "In the first calls it tries unfused, direct, pipelined" in before.output

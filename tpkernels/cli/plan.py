@@ -20,9 +20,8 @@ from tpkernels.bench.report import unsupported
 from tpkernels.bench.sweep import LAYER, MODELS, projection
 from tpkernels.cli import options
 from tpkernels.integers import ceil_div
-from tpkernels.mesh.estimates import Estimate, ranked
 from tpkernels.mesh.layout import Placements, text_of
-from tpkernels.mesh.planner import MatmulProblem
+from tpkernels.mesh.planner import Estimate, MatmulProblem, ranked
 from tpkernels.planning.cost import (
     MEASURED,
     Profile,

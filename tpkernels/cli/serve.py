@@ -54,8 +54,8 @@ def serve(
     failed.
     """
     check_workers(tp=ranks, threads=threads)
-    at_least(1, **{"max-requests": max_requests, "cache-tokens": cache_tokens})
-    at_least(1, **{"request-timeout": request_timeout})
+    positive = {"max-requests": max_requests, "cache-tokens": cache_tokens}
+    at_least(1, **positive, **{"request-timeout": request_timeout})
     at_least(0, **{"max-waiting": max_waiting, "grace": grace})
     if max_length is not None:
         at_least(2, **{"max-length": max_length})
@@ -64,8 +64,7 @@ def serve(
     key = None if api_key_file is None else _key_in(api_key_file)
     if under_torchrun():
         raise UsageError("serve starts its own ranks: run it without torchrun, with --tp")
-    path = Path(model)
-    if not path.exists():
+    if not Path(model).exists():
         raise UsageError(f"there is no {model}")
     try:
         import fastapi  # noqa: F401
@@ -76,7 +75,7 @@ def serve(
         raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
     asked = server.Options(
         model=model,
-        name=name or path.resolve().stem,
+        name=name or Path(model).resolve().stem,
         dtype=None if dtype is None else dtype_named(dtype),
         ffn_only=ffn_only,
         max_requests=max_requests,
