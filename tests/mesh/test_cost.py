@@ -15,9 +15,8 @@ from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh
 from tpkernels import mesh as tpmesh
 from tpkernels import sharded_matmul
-from tpkernels.mesh import agreement, estimates, planner
-from tpkernels.mesh.estimates import estimate
-from tpkernels.mesh.planner import MatmulProblem, plans_for
+from tpkernels.mesh import agreement
+from tpkernels.mesh.planner import MatmulProblem, choose, estimate, plans_for, ranked
 from tpkernels.planning import store
 from tpkernels.planning.cost import (
     Link,
@@ -179,9 +178,9 @@ def test_peak_memory_with_wider_partials(
 
 def test_the_fastest_is_not_the_one_with_the_fewest_bytes() -> None:
     given = problem((S0, R), (S1, R), (R, R), mesh=(2, 4), size=8192)
-    by_bytes = planner.choose(given, "auto")
-    by_time = estimates.choose(given, "auto", machine_named("h200"))
-    times = {plan: each.seconds for plan, each in estimates.ranked(given, machine_named("h200"))}
+    by_bytes = choose(given, "auto")
+    by_time = choose(given, "auto", machine_named("h200"))
+    times = {plan: each.seconds for plan, each in ranked(given, machine_named("h200"))}
     assert by_time.nbytes > by_bytes.nbytes and times[by_time] < times[by_bytes]
     assert list(times.values()) == sorted(times.values())
 
@@ -190,15 +189,15 @@ def test_bytes_decide_between_equals() -> None:
     free = Link(call=1e-30, step=0.0, bandwidth=1e30)
     machine = replace(MACHINE, flops=(1e30,) * 3, bandwidth=1e30, within=free, between=free)
     given = problem((S0, S1), (S1, S0), (R, S0), mesh=(2, 2))
-    assert [plan for plan, _ in estimates.ranked(given, machine)] == list(plans_for(given))
+    assert [plan for plan, _ in ranked(given, machine)] == list(plans_for(given))
 
 
 def test_what_does_not_fit_comes_last() -> None:
     given = problem((R, R), (R, S0), (R, S0), mesh=(2, 4), size=64)
-    pairs = estimates.ranked(given, MACHINE)
+    pairs = ranked(given, MACHINE)
     least = min(each.memory for _, each in pairs)
     assert pairs[0][1].memory > least
-    small = estimates.ranked(given, replace(MACHINE, memory=least))
+    small = ranked(given, replace(MACHINE, memory=least))
     assert small[0][1].memory == least and set(small) == set(pairs)
     fits = [each.memory <= least for _, each in small]
     assert fits == sorted(fits, reverse=True)
@@ -206,7 +205,7 @@ def test_what_does_not_fit_comes_last() -> None:
 
 def test_an_unknown_strategy() -> None:
     with pytest.raises(ValueError, match=r"no strategy 'rows' for S0 @ R -> any"):
-        estimates.choose(problem((S0,), (R,), None), "rows", MACHINE)
+        choose(problem((S0,), (R,), None), "rows", MACHINE)
 
 
 @pytest.mark.parametrize("name", machines())

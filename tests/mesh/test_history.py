@@ -16,7 +16,7 @@ from tests.support import meshes
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, R, make_mesh
 from tests.support.ranked import apart, messages_of
-from tpkernels.mesh import history
+from tpkernels.mesh import agreement
 
 
 def known_job(together: bool, behind: int) -> tuple[list[str], float]:
@@ -64,7 +64,7 @@ def slow_job() -> list[str | None]:
     wrong = []
     for late in (None, 0, 1):
         if dist.get_rank() == late:
-            time.sleep(2.5 * history._PATIENCE)
+            time.sleep(2.5 * agreement._PATIENCE)
         wrong += [multiply(mesh, **alone), multiply(mesh, **alone)]
         wrong.append(multiply(mesh, (R,), (S1,), "N"))
     return wrong
@@ -85,7 +85,7 @@ def stuck_job() -> tuple[list[str], float]:
         return [], 0.0
     asked = mock.Mock(side_effect=lambda *_: time.sleep(60))
     begin = time.monotonic()
-    with mock.patch.object(history.History, "_exchanged", asked):
+    with mock.patch.object(agreement.History, "_exchanged", asked):
         messages = messages_of([lambda: multiply(mesh, (S1,), (S0,), "K")])
     assert asked.called
     return messages, time.monotonic() - begin

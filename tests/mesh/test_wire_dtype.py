@@ -18,8 +18,7 @@ from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh, take
 from tests.support.ranked import messages_of, report
 from tests.support.tiers import thorough
 from tpkernels import mesh as tpmesh
-from tpkernels.mesh.estimates import estimate
-from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, plans_for
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, estimate, plans_for
 from tpkernels.planning.cost import machine_named
 
 BF16, F32 = torch.bfloat16, torch.float32

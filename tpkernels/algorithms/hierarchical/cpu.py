@@ -51,7 +51,7 @@ from tpkernels.algorithms.transfers import Transfers, ops_by
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
-from tpkernels.planning.steps import chunk_bytes
+from tpkernels.planning.algorithms import chunk_bytes
 from tpkernels.symm.node import Node
 from tpkernels.transport.point_to_point import Started, enter
 from tpkernels.transport.waits import announce_done
