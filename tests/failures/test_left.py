@@ -187,7 +187,7 @@ _ENDS = {
     "when names have gone": """
         # What the interpreter does to modules before it frees what they held.
         callback = tpkernels.groups.get("0")._pg.__callback__
-        names = tpkernels.groups.registry
+        names = tpkernels.groups
         for name in list(vars(names)):
             setattr(names, name, None)
         callback(None)
