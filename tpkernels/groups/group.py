@@ -38,7 +38,8 @@ from tpkernels.symm.node import Node, make_node
 from tpkernels.text import named_values, of_error
 
 TUNING_SECONDS = 5.0  # for one problem
-_Key, _Value = TypeVar("_Key"), TypeVar("_Value")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _NCCL = timedelta(minutes=10)  # torch's default, where this torch was built without NCCL
 
 
