@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tpkernels import dtypes
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.call import Call
 from tpkernels.local.scaled import (
     FP4,
     FP8,
@@ -189,11 +187,3 @@ class Rows(NamedTuple):
 
 def _as_scalar(scale: torch.Tensor) -> torch.Tensor:
     return scale.reshape(()) if scaling_of(scale) is Scaling.TENSOR else scale
-
-
-def execute_reduction(call: Call, given: Any) -> Any:
-    """Run a planned call of an op that multiplies scaled operands and sums over the ranks."""
-    rows = Rows.of(given.x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
-    dtype = out_dtype(given.out_dtype)
-    reduction = Reduction.of(given.x, dtype, given.bias, given.residual)
-    return call.function(call, rows.packed, rows.weights[0], reduction)
