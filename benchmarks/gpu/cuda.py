@@ -7,15 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.stage import (
-    Result,
-    Setting,
-    checks,
-    delayed,
-    on_gpus,
-    synchronize,
-    times_ms,
-)
+from benchmarks.gpu.stage import Result, Setting, checks, delayed, on_gpus, synchronize, times_ms
 from tpkernels import _C, cuda, groups
 from tpkernels.algorithms import fused
 from tpkernels.dtypes import CODES

@@ -61,12 +61,7 @@ class PacedCall(CopyCall):
     rank 0's partials."""
 
     def __init__(
-        self,
-        ranks: EmulatedRanks,
-        signature: int,
-        rate: float,
-        word: int | None,
-        flags: int = 0,
+        self, ranks: EmulatedRanks, signature: int, rate: float, word: int | None, flags: int = 0
     ) -> None:
         super().__init__(ranks.spaces[0], signature, flags=flags)
         self._ranks, self._rate, self._word = ranks, rate, word

@@ -110,11 +110,7 @@ def integers(seed: int, device: str, dtype: torch.dtype, *shape: int) -> torch.T
 
 
 def over_ranks(
-    setting: Setting,
-    world: int,
-    job: Callable[..., Any],
-    *args: object,
-    backend: str = "gloo",
+    setting: Setting, world: int, job: Callable[..., Any], *args: object, backend: str = "gloo"
 ) -> list[Any]:
     """Runs ``job(device, *args)`` on ``world`` ranks; returns the results by rank. A rehearsal
     takes gloo whatever ``backend`` is."""

@@ -87,9 +87,9 @@ def test_layers_of_all_sizes() -> None:
     with pytest.raises(UsageError):
         tps_of("0,2")
     machine = machine_named("zen4-core")  # a CPU core that copies does not multiply
-    options = {"nodes": None, "prefill": 64, "decode": 1, "itemsize": 2}
-    times = layer_times("smollm2-135m", [1, 2], machine, **options)  # type: ignore[arg-type]
-    assert not any(time.helps for time in times)
+    phases = {"prefill": 64, "decode": 1}
+    layers = layer_times("smollm2-135m", [1, 2], machine, nodes=None, phases=phases, itemsize=2)
+    assert not any(layer["overlap_helps"] for layer in layers)
 
 
 def test_a_picture(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from tpkernels.local.matmul import layout_of, local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
 from tpkernels.local.product import Weight
+from tpkernels.planning.algorithms import LINE_BYTES, step_rows
 from tpkernels.planning.problem import Problem
-from tpkernels.planning.steps import LINE_BYTES, step_rows
 
 Run: TypeAlias = tuple[int, int, int]  # row in a part, row in the whole matrix, number of rows
 

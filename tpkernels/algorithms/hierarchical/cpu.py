@@ -52,7 +52,7 @@ from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
-from tpkernels.planning.steps import chunk_bytes
+from tpkernels.planning.algorithms import chunk_bytes
 from tpkernels.symm.node import Node
 from tpkernels.transport.point_to_point import Started, enter
 from tpkernels.transport.waits import announce_done

@@ -16,7 +16,7 @@ One step of 3 ranks in time; `*r` is a matmul of rank r's rows, `!` publishes:
 
 Sync: every step of rows is one call of the channel, so the channel's proof holds
 (csrc/host/channel.h). In every step each rank waits for a word of every peer, even for parts
-without rows. A step takes as many rows as the workspace holds (planning/steps.py).
+without rows. A step takes as many rows as the workspace holds (planning/algorithms.py).
 """
 
 from __future__ import annotations
