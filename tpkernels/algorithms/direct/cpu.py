@@ -94,19 +94,19 @@ def collective_of(call: Call) -> _C.calls.Collective:
 
 def _new_collective(call: Call) -> _C.calls.Collective:
     problem, plan, workspace = call.problem, call.plan, call.workspace
-    spec, kinds = problem.spec, _C.calls.Kind
+    spec = problem.spec
     id_of_call = workspace.channel, workspace.segments, plan.signature, plan.text
     if spec.keeps_sum:
-        return _C.calls.Collective(*id_of_call, kinds.ALL_REDUCE)
+        return _C.calls.Collective(*id_of_call, "all_reduce")
     if spec.exchanges:
         exchange, result = _exchange(call), list(_result_shape(call))
         given = _layout(shard_shape(problem, call.group.rank), exchange.dim, exchange.sizes)
         taken = _layout(result, problem.dim, problem.sizes)
         largest = exchange.largest(call)
-        return _C.calls.Collective(*id_of_call, kinds.ALL_TO_ALL, given, taken, largest)
-    kind = kinds.ALL_GATHER if spec.gathers else kinds.REDUCE_SCATTER
+        return _C.calls.Collective(*id_of_call, "all_to_all", given, taken, largest)
+    name = "all_gather" if spec.gathers else "reduce_scatter"
     layout = _layout(problem.shape, problem.dim, problem.sizes)
-    return _C.calls.Collective(*id_of_call, kind, layout)
+    return _C.calls.Collective(*id_of_call, name, layout)
 
 
 def _layout(shape: Sequence[int], dim: int | None, sizes: tuple[int, ...]) -> _C.host.ShardLayout:
