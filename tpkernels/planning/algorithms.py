@@ -92,7 +92,7 @@ class Algorithm:
         needs_nodes: is for groups that span hosts, and on CPU tensors reads or writes the memory
             of the ranks of the same host.
         sends: by sends and receives of the process group.
-        no_all_to_all: device types on which it has none.
+        lacks: by device type, the collectives that it has no function for.
         kernels: by device type, the kind of our own kernels that it launches, "Triton" or "CUDA".
         optional_kernels: by op, kernels that it also uses on CUDA tensors where they load.
         whole_rows: device types on which it moves whole rows, so that it can split a product's dims
@@ -111,7 +111,7 @@ class Algorithm:
     needs_shared_memory: bool = False
     needs_nodes: bool = False
     sends: bool = False
-    no_all_to_all: frozenset[str] = frozenset()
+    lacks: Mapping[str, frozenset[str]] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
     whole_rows: frozenset[str] = frozenset()
@@ -126,7 +126,7 @@ _RECORDS = (
     Algorithm(
         "direct",
         needs_shared_memory=True,
-        no_all_to_all=frozenset({"cuda"}),
+        lacks={"cuda": frozenset({"all_to_all"})},
         kernels={"cuda": "CUDA"},
         whole_rows=frozenset({"cuda"}),
         workspace_bytes=_direct_bytes,
@@ -156,7 +156,7 @@ _RECORDS = (
         splits_matmul=True,
         needs_nodes=True,
         sends=True,
-        no_all_to_all=frozenset({"cpu", "cuda"}),
+        lacks=dict.fromkeys(("cpu", "cuda"), frozenset({"all_to_all"})),
         workspace_bytes=_hierarchical_bytes,
         step_rows=_hierarchical_rows,
     ),
