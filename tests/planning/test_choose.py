@@ -13,11 +13,18 @@ import torch
 from tpkernels.backends import TABLES
 from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.choose import Means, Plan, choose, unsupported_algorithms
+from tpkernels.planning.choose import (
+    RING_MIN_BYTES,
+    RING_MIN_ROWS,
+    Means,
+    Plan,
+    choose,
+    split_rule,
+    unsupported_algorithms,
+)
 from tpkernels.planning.problem import Problem
-from tpkernels.planning.thresholds import RING_MIN_BYTES, RING_MIN_ROWS, pipeline_min_rows
 
-PIPELINE_MIN_ROWS = pipeline_min_rows(torch.bfloat16, ())  # of a CPU that is not known
+PIPELINE_MIN_ROWS = split_rule(torch.bfloat16, ()).min_rows  # of a CPU that is not known
 LARGE = 4 * PIPELINE_MIN_ROWS
 
 
@@ -146,7 +153,7 @@ def test_a_gather_of_k_is_never_split() -> None:
 
 def test_where_there_is_no_all_to_all() -> None:
     for device, shared, requested in [("cpu", False, "hierarchical"), ("cuda", True, "direct")]:
-        with pytest.raises(NotImplementedError, match=f"has no all-to-all on {device} tensors"):
+        with pytest.raises(NotImplementedError, match=f"is not implemented on {device} tensors"):
             choose(problem("all_to_all", device=device), Means(shared), requested=requested)
 
 

@@ -21,7 +21,7 @@ from tests.support import reference
 from tests.support.cases import DTYPES, Case, RanksFixture, each
 from tests.support.reference import Expected
 from tpkernels import LocalProduct, backends, groups
-from tpkernels.groups import GroupLike, registry
+from tpkernels.groups import GroupLike
 from tpkernels.symm import colocation
 
 SMALLEST_WORKSPACE = 1 << 16
@@ -81,7 +81,7 @@ def planned_in_python() -> Iterator[None]:
     """No call within is run by the extension alone: what the test replaces has an effect."""
 
     def forget() -> None:
-        for group in registry._groups.values():
+        for group in groups._groups.values():
             group.forget_calls()
 
     forget()
