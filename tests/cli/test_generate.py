@@ -92,6 +92,19 @@ def test_under_torchrun(folder: Path) -> None:
     assert there["completions"] == here["completions"]
 
 
+@on_ranks(2)
+def test_ranks_of_torchrun_agree_on_tokenizer_and_seed() -> None:
+    """Where one rank cannot load the tokenizer, all say so."""
+    rank, (good, bad) = dist.get_rank(), (Future[str](), Future[str]())
+    good.set_result("tokenizer")
+    bad.set_exception(ValueError("tokenizer.json is missing"))
+    sampling = Sampling(seed=5 + rank)
+    with mock.patch.object(command, "under_torchrun", lambda: True):
+        assert command._agreed(good, sampling) == ("tokenizer", Sampling(seed=5))
+        with pytest.raises(UsageError, match=r"rank 1: tokenizer\.json is missing"):
+            command._agreed(bad if rank == 1 else good, sampling)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
