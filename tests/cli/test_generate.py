@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import Result
 
+import tpkernels.cli.generate as command
 from tests.cli import test_cli
 from tests.support import served
 from tests.support.processes import output_of, torchrun
+from tests.support.ranked import on_ranks
+from tpkernels.integrations.transformers.generator import Sampling
+from tpkernels.terminal import UsageError
 
 transformers = pytest.importorskip("transformers")
 
