@@ -90,7 +90,8 @@ class Algorithm:
     needs_shared_memory: bool = False  #: every rank reads or writes its peers' memory
     needs_nodes: bool = False  #: spans hosts; on CPU tensors shares memory with those of its host
     sends: bool = False  #: by sends and receives of the process group
-    no_all_to_all: frozenset[str] = frozenset()
+    #: The collectives that it has no function for.
+    lacks: Mapping[str, frozenset[str]] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)  #: of our own: "Triton" or "CUDA"
     #: By op, kernels that it also uses on CUDA tensors where they load.
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
@@ -111,7 +112,7 @@ _RECORDS = (
     Algorithm(
         "direct",
         needs_shared_memory=True,
-        no_all_to_all=frozenset({"cuda"}),
+        lacks={"cuda": frozenset({"all_to_all"})},
         kernels={"cuda": "CUDA"},
         whole_rows=frozenset({"cuda"}),
         workspace_bytes=_direct_bytes,
@@ -141,7 +142,7 @@ _RECORDS = (
         splits_matmul=True,
         needs_nodes=True,
         sends=True,
-        no_all_to_all=frozenset({"cpu", "cuda"}),
+        lacks=dict.fromkeys(("cpu", "cuda"), frozenset({"all_to_all"})),
         workspace_bytes=_hierarchical_bytes,
         step_rows=_hierarchical_rows,
     ),

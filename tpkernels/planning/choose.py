@@ -238,8 +238,8 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
     last = problem.dim == len(problem.shape) - 1
     if problem.spec.scaled and "Triton" in algorithm.kernels.values():
         return "has no kernel for operands with scales"
-    if problem.spec.exchanges and problem.device in algorithm.no_all_to_all:
-        return f"has no all-to-all on {problem.device} tensors"
+    if problem.op in algorithm.lacks.get(problem.device, ()):
+        return f"is not implemented on {problem.device} tensors"
     if algorithm.splits_matmul and problem.spec.has_matmul and problem.spec.gathers and last:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm.needs_shared_memory and not means.shared_memory:
