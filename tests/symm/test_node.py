@@ -35,7 +35,6 @@ def refusal_job(hosts: str) -> list[str]:
     [
         ("010", "rank 2 shares a host with rank 0, but rank 1, between them, does not"),
         ("012", "needs a host with two or more ranks that share memory, and each has one"),
-        ("000", "is for groups that span hosts, and all ranks of this one are on one host"),
     ],
 )
 def test_hosts_that_do_not_fit(ranks: RanksFixture, hosts: str, reason: str) -> None:

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -71,29 +70,6 @@ def test_a_rank_that_fails_in_the_first_set_up_notifies_the_others(where: str) -
             assert first.error == "PeerLostError" and first.peer == 2, first
             assert reason in first.text and "rank 2" in first.text, first
             assert first.seconds < 0.4 + PROMPT, first
-
-
-def no_thread_job() -> tuple[Ending, str | None, Ending]:
-    """Rank 0 cannot start the thread that accepts the other ranks' connections."""
-    group, start = faults.group_of(dist.new_group()), threading.Thread.start
-
-    def start_none(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    if dist.get_rank() == 0:
-        threading.Thread.start = start_none  # type: ignore[method-assign]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        first = faults.ending_of(lambda: tpkernels.init(group, 6.0, faults.WORKSPACE_BYTES))
-    threading.Thread.start = start  # type: ignore[method-assign]
-    why = groups.get(group.group_name).why_not_shared
-    return first, why, faults.ending_of(lambda: faults.run_op("all_gather", group))
-
-
-def test_rank_0_without_threads_notifies_the_others(ranks: RanksFixture) -> None:
-    for first, why, then in ranks(WORLD).run(no_thread_job):
-        assert not first.error and first.seconds < PROMPT and not then.error, (first, then)
-        assert why == "rank 0 cannot start a thread: can't start new thread"
 
 
 def other_user_job() -> str | None:

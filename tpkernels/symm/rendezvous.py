@@ -25,7 +25,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tpkernels import _C
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
@@ -33,7 +33,7 @@ from tpkernels.symm.exchange import Participant
 from tpkernels.symm.limits import short_of_memory
 
 MOST_DESCRIPTORS = 253  # the kernel's limit for one message
-_BACKLOG = 512  # connections that may wait to be accepted, including those of strangers
+BACKLOG = 512  # connections that may wait to be accepted, including those of strangers
 _CONNECT_SLICE = 0.1  # s
 # Rank 0 gives up at the deadline; the others give it this long (s) to name the missing rank.
 _GRACE = 1.0
@@ -43,8 +43,7 @@ T = TypeVar("T")
 Parts = Sequence[tuple[int, int]]  # (offset, bytes) within a region
 
 
-@dataclass(frozen=True)
-class MappedArena:
+class MappedArena(NamedTuple):
     """An arena that all ranks have mapped, and a pidfd and pid of each rank."""
 
     arena: _C.host.Arena
@@ -65,7 +64,7 @@ def make_arena(
     deadline = time.monotonic() + participant.timeout
     arena = _Arena(participant, region_bytes, parts, deadline)
     if participant.world == 1:
-        return arena.alone()
+        return arena.host(None, "")
     if participant.rank == 0:
         token = secrets.token_hex(16)
         with listening(purpose) as (listener, name):
@@ -77,8 +76,7 @@ def make_arena(
         return arena.join(connection, root["token"])
 
 
-@dataclass(frozen=True)
-class _Peer:
+class _Peer(NamedTuple):
     """A rank that has connected to rank 0."""
 
     connection: socket.socket
@@ -96,25 +94,17 @@ class _Arena:
     deadline: float
     peers: dict[int, _Peer] = field(default_factory=dict)  #: on rank 0
 
-    def alone(self) -> MappedArena:
-        """Make it as the only rank."""
-        memory, error = self._create()
-        arena = None
-        if error is None:
-            arena, error = self._map(memory)
-            os.close(memory)
-        return _verdict(arena, error, [_C.host.open_pidfd(os.getpid())], [os.getpid()])
-
-    def host(self, listener: socket.socket, token: str) -> MappedArena:
-        """Make it as rank 0."""
-        world, peers = self.participant.world, self.peers
-        own, memory, arena = _C.host.open_pidfd(os.getpid()), -1, None
+    def host(self, listener: socket.socket | None, token: str) -> MappedArena:
+        """Make it as rank 0; without a ``listener`` as the only rank."""
+        pids, pidfds, memory, arena = [os.getpid()], [_C.host.open_pidfd(os.getpid())], -1, None
         with contextlib.ExitStack() as open_files:
             try:
-                self._welcome(listener, token, open_files)
-                pids = [os.getpid(), *(peers[rank].pid for rank in range(1, world))]
-                pidfds = [own, *(fd for rank in range(1, world) for fd in peers[rank].pidfds)]
-                error = self._too_few(pidfds, world)
+                if listener is not None:
+                    self._welcome(listener, token, open_files)
+                for _, peer in sorted(self.peers.items()):
+                    pids.append(peer.pid)
+                    pidfds += peer.pidfds
+                error = self._too_few(pidfds, self.participant.world)
                 if error is None:
                     memory, error = self._create()
                 shared = [] if error is not None else [*pidfds, memory]
@@ -123,18 +113,19 @@ class _Arena:
                 if error is None:
                     arena, error = self._map(memory)
                 # Even after an error: closing with unread data would reset the connections.
-                for report, _ in self._for_each(lambda connection: receive(connection, 0)):
+                for report, _ in self._for_each(receive):
                     error = report["error"] or error
                 verdict = {"error": error}
-                self._for_each(lambda connection: send(connection, verdict, []))
+                self._for_each(lambda connection: send(connection, verdict))
             except BaseException as failure:
-                close_all([own, *(fd for peer in peers.values() for fd in peer.pidfds)])
+                received = [fd for peer in self.peers.values() for fd in peer.pidfds]
+                close_all({*pidfds, *received})
                 late = isinstance(failure, CollectiveTimeoutError)
-                peer = getattr(failure, "peer", None)
-                note = {"failed": str(failure), "late": late, "peer": peer}
-                for other in peers.values():
+                note = {"failed": str(failure), "late": late}
+                note["peer"] = getattr(failure, "peer", None)
+                for peer in self.peers.values():
                     with contextlib.suppress(OSError):
-                        send(other.connection, note, [])
+                        send(peer.connection, note)
                 raise
             finally:
                 close_all([memory] if memory >= 0 else [])
@@ -194,9 +185,9 @@ class _Arena:
                 f"user {os.geteuid()}",
                 peer=participant.name(0),
             )
+        hello = {"token": token, "rank": participant.rank, "pid": os.getpid()}
         own = _C.host.open_pidfd(os.getpid())
         try:
-            hello = {"token": token, "rank": participant.rank, "pid": os.getpid()}
             send(connection, hello, [own])
         finally:
             os.close(own)
@@ -209,8 +200,8 @@ class _Arena:
             if error is None:
                 arena, error = self._map(memory[0])
             with contextlib.suppress(BrokenPipeError):  # rank 0 has closed it, and said why
-                send(connection, {"error": error}, [])
-            verdict = receive(connection, 0)[0]["error"]
+                send(connection, {"error": error})
+            verdict = receive(connection)[0]["error"]
         except BaseException:
             close_all(pidfds)
             raise
@@ -290,7 +281,7 @@ def listening(purpose: str) -> Iterator[tuple[socket.socket, str]]:
     name = f"tpkernels-{purpose}-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
         yield listener, name
 
 
@@ -328,12 +319,16 @@ def _set_send_timeout(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, time_value)
 
 
-def send(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
+def send(
+    connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
+) -> None:
     """Send one message with descriptors, which stay open here."""
     socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
 
 
-def receive(connection: socket.socket, most_descriptors: int) -> tuple[dict[str, Any], list[int]]:
+def receive(
+    connection: socket.socket, most_descriptors: int = 0
+) -> tuple[dict[str, Any], list[int]]:
     """Return the next message and its descriptors, which the caller must close. Fewer arrive than
     were sent if this process may open no more.
 
