@@ -578,9 +578,7 @@ class Group(_C.calls.Turns):
                     "symmetric tensors need memory that all ranks share, which those of group "
                     f"'{self.name}' do not: {self.why_not_shared}"
                 )
-            if gpu is not None:
-                return self.workspace.make_symmetric_on(gpu, shape, dtype)
-            return self.workspace.make_symmetric(shape, dtype)
+            return self.workspace.make_symmetric(shape, dtype, gpu)
 
     def unsupported_kernels(
         self, device: torch.device, kernels: str, own: str | None

@@ -24,31 +24,10 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
+from tpkernels.kernels import matmul, sync, words
 from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.kernels.fetching import NO_FETCHING, await_rows, fetch_rows, fetching_of
-from tpkernels.kernels.matmul import (
-    Product,
-    Result,
-    bind_matmul,
-    matmul_tiles,
-    segments_of,
-    store_result,
-    table_of,
-)
-from tpkernels.kernels.sync import (
-    SCALARS,
-    await_value,
-    enter,
-    failed,
-    finish,
-    join,
-    launch_arguments,
-    next_buffer,
-    pointer,
-    poison,
-)
-from tpkernels.kernels.words import fence_async_proxy
 from tpkernels.symm import device
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
@@ -70,16 +49,16 @@ def copy_elements(source, to, count, lane, lanes, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"])
 def shard_kernel(x, gathered, count, workspace, rank, BLOCK: tl.constexpr):
     """Copy this rank's rows to where the peers find them, and to where its own tiles do."""
-    own = pointer(next_buffer(workspace, rank), x.dtype.element_ty)
+    own = sync.pointer(sync.next_buffer(workspace, rank), x.dtype.element_ty)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
-    if failed(workspace.state):
+    if sync.failed(workspace.state):
         count = 0
     copy_elements(x, own, count, lane, lanes, BLOCK)
     copy_elements(x, gathered, count, lane, lanes, BLOCK)
 
 
 class _Arrivals(NamedTuple):
-    """The context of `_await_rows`."""
+    """The context of `_await_rows`: what tells that rows are there."""
 
     peers: Any
     segments: Any
@@ -93,12 +72,12 @@ class _Arrivals(NamedTuple):
 
 @triton.jit
 def _await_rows(arrivals, owner, tile_m):
-    """The `before` hook: waits for the rows of a tile."""
+    """Wait for the rows of a tile: the `before` hook."""
     if owner != arrivals.peers.rank:
         if arrivals.fetching.programs == 0:
             flag = owner * arrivals.chunks + tile_m // arrivals.chunk_tiles
             raised = tl.full((), 1, tl.int64)
-            await_value(
+            sync.await_value(
                 arrivals.peers, owner, arrivals.peers.space.state + _FLAGS_AT + flag, raised, flag
             )
         else:
@@ -107,10 +86,10 @@ def _await_rows(arrivals, owner, tile_m):
                 arrivals.block_m, arrivals.fetching,
             )  # fmt: skip
         if arrivals.tma:
-            fence_async_proxy()
+            words.fence_async_proxy()
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@triton.jit(do_not_specialize=sync.SCALARS)
 def all_gather_matmul_kernel(
     a, b, bias, out, gathered, segments, N, K, stride_bk, stride_bn, workspace, rank, signature,
     timeout_ns, seed, chunk_tiles, chunks, PART: tl.constexpr, fetching: tl.constexpr,
@@ -119,26 +98,26 @@ def all_gather_matmul_kernel(
     """Gather x [M, K] into ``gathered`` and compute ``out = round(x @ b + bias)``. ``a`` is
     ``gathered`` as the tile loop takes it. PART: other launches begin and end the call and gather
     the rows."""
-    peers = join(workspace, rank, signature, timeout_ns, seed)
+    peers = sync.join(workspace, rank, signature, timeout_ns, seed)
     if not PART:
-        enter(peers)
+        sync.enter(peers)
     lane = tl.program_id(0)
     if lane < fetching.programs:
         fetch_rows(peers, gathered, segments, K, lane, fetching)
     else:
-        matmul_tiles(
-            Product(a, b, N, K, K, stride_bk, stride_bn), segments, rank,
+        matmul.matmul_tiles(
+            matmul.Product(a, b, N, K, K, stride_bk, stride_bn), segments, rank,
             lane - fetching.programs, tl.num_programs(0) - fetching.programs,
             _await_rows,
             _Arrivals(
                 peers, segments, K, chunk_tiles, chunks, tiling.block_m, fetching, tiling.a_tma
             ),
-            store_result, Result(out, bias, N), tiling,
+            matmul.store_result, matmul.Result(out, bias, N), tiling,
         )  # fmt: skip
     if not PART:  # noqa: SIM102 - a condition known at compile time and one that is not
-        if finish(peers):
-            poison(out, tl.cast(segments.M, tl.int64) * N)
-            poison(gathered, tl.cast(segments.M, tl.int64) * K)  # later products read it
+        if sync.finish(peers):
+            sync.poison(out, tl.cast(segments.M, tl.int64) * N)
+            sync.poison(gathered, tl.cast(segments.M, tl.int64) * K)  # later products read it
 
 
 def prepare(
@@ -149,16 +128,16 @@ def prepare(
     out_dtype: torch.dtype,
     sizes: tuple[int, ...],
 ) -> Prepared:
-    """x [sizes[rank], K], weights [K, N_i] -> outs [M, N_i] and gathered [M, K], where M is the sum
-    of ``sizes``. Takes x, the lists of weights, biases and outs, and gathered. The first weight's
-    kernel gathers; the others' are plain products."""
+    """Prepare x [sizes[rank], K], weights [K, N_i] -> outs [M, N_i] and gathered [M, K], where M is
+    the sum of ``sizes``. The launch takes x, the lists of weights, biases and outs, and gathered.
+    The first weight's kernel gathers; the others' are plain products."""
     (rows, k), w = x.shape, weights[0]
     operands = config.operands(gathered, w, out_dtype, waits=True)
     fetching = fetching_of(config, x.itemsize, max(sizes) * k, len(sizes))
     multiply_others = bind_others(config, gathered, weights[1:], out_dtype)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        begin, arguments = sum(sizes[: space.rank]), launch_arguments(space, signature)
+        begin, arguments = sum(sizes[: space.rank]), sync.launch_arguments(space, signature)
         share = BoundKernel(
             shard_kernel,
             min(config.programs, ceil_div(rows * k, _COPY_BLOCK)),
@@ -166,9 +145,9 @@ def prepare(
             {},
         )
         lanes = min(config.programs - fetching.programs, config.tiles(sizes, w.shape[1]))
-        rest = segments_of(space, sizes), w.shape[1], k, *w.stride(), *arguments, 1, 1, False
-        programs = fetching.programs + max(lanes, 1)
-        multiply = operands.bind(all_gather_matmul_kernel, programs, (*rest, fetching))
+        programs, segments = fetching.programs + max(lanes, 1), matmul.segments_of(space, sizes)
+        rest = segments, w.shape[1], k, *w.stride(), *arguments, 1, 1, False, fetching
+        multiply = operands.bind(all_gather_matmul_kernel, programs, rest)
 
         def run(x: torch.Tensor, weights: Any, biases: Any, outs: Any, gathered: Any) -> None:
             if rows:
@@ -179,8 +158,9 @@ def prepare(
 
         return run
 
-    words = 1 + ceil_div(max(sizes) * k, fetching.piece)
-    return Prepared(words, max(sizes) * k * x.itemsize, table_of(sizes), bind)
+    elements = max(sizes) * k
+    pieces = ceil_div(elements, fetching.piece)
+    return Prepared(1 + pieces, elements * x.itemsize, matmul.table_of(sizes), bind)
 
 
 def bind_others(
@@ -189,9 +169,9 @@ def bind_others(
     weights: list[torch.Tensor],
     out_dtype: torch.dtype,
 ) -> Callable[..., None]:
-    """Return the products with further weights, once all rows are there: takes gathered, and the
-    lists of weights, biases and outs."""
-    products = [bind_matmul(config, gathered, w, out_dtype) for w in weights]
+    """Return the products with further weights, once all rows are there. They take gathered, and
+    the lists of weights, biases and outs."""
+    products = [matmul.bind_matmul(config, gathered, w, out_dtype) for w in weights]
 
     def run(gathered: torch.Tensor, *lists: Any) -> None:
         for product, w, bias, out in zip(products, *lists, strict=True):
@@ -217,9 +197,9 @@ def prepare_arriving(
     sizes: tuple[int, ...],
     by_kernels: bool = False,
 ) -> ArrivingLaunch:
-    """``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive. Takes
-    gathered, w, bias and out. Its words are ENTERED, one for the bytes in a rank's memory, and
-    one for the call's end. Where flags are raised ``by_kernels``, chunks have twice the bytes."""
+    """Prepare ``out = round(gathered @ w + bias)`` while the rows of ``gathered`` [M, K] arrive.
+    The launch takes gathered, w, bias and out. Its words are ENTERED, one for the bytes in a rank's
+    memory, and one for the call's end. If kernels raise the flags, chunks have twice the bytes."""
     k = gathered.shape[1]
     row_bytes = k * gathered.itemsize
     tiles = ceil_div(max(sizes), config.block_m)
@@ -233,8 +213,9 @@ def prepare_arriving(
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         lanes = min(config.programs - _ROOM, config.tiles(sizes, w.shape[1]))
-        rest = segments_of(space, sizes), w.shape[1], k, *w.stride()
-        rest += *launch_arguments(space, signature), chunk_tiles, chunks, True, NO_FETCHING
+        rest = matmul.segments_of(space, sizes), w.shape[1], k, *w.stride()
+        call = sync.launch_arguments(space, signature)
+        rest = *rest, *call, chunk_tiles, chunks, True, NO_FETCHING
         multiply = operands.bind(all_gather_matmul_kernel, lanes, rest)
 
         def run(gathered: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:
@@ -243,5 +224,5 @@ def prepare_arriving(
         return run
 
     nbytes = ceil_div(max(sizes) * row_bytes, 2)
-    prepared = Prepared(3, nbytes, table_of(sizes), bind)
+    prepared = Prepared(3, nbytes, matmul.table_of(sizes), bind)
     return ArrivingLaunch(prepared, chunk_tiles * config.block_m, chunks)

@@ -53,7 +53,7 @@ NO_FETCHING = Fetching(0, 1, 1, 1)
 
 
 def fetching_of(config: MatmulConfig, itemsize: int, most: int, world: int) -> Fetching:
-    """For shards of ``most`` elements at most; the same on all ranks."""
+    """Choose for shards of at most ``most`` elements; the same on all ranks."""
     piece, blocks = config.piece_bytes // itemsize, RING_BYTES // (BLOCK * itemsize)
     programs = min(config.fetchers, (world - 1) * ceil_div(most, piece))
     return Fetching(programs, piece, BLOCK, blocks)
@@ -61,7 +61,7 @@ def fetching_of(config: MatmulConfig, itemsize: int, most: int, world: int) -> F
 
 @triton.jit
 def _pieces_in(rows, K, fetching: tl.constexpr):
-    """Pieces that begin in the first ``rows`` rows of a peer."""
+    """Count the pieces that begin in the first ``rows`` rows of a peer."""
     return tl.cdiv(tl.cast(rows, tl.int64) * K, fetching.piece).to(tl.int32)
 
 
@@ -102,13 +102,13 @@ def fetch_rows(peers, gathered, segments, K, lane, fetching: tl.constexpr):
 
 @triton.jit
 def _wait_for_range(peers, source, first, last):
-    """`wait_for` the words [first, last) from one rank; THREADS at once if these are there."""
+    """Wait for the words [first, last) from one rank; THREADS at once if these are there."""
     for begin in range(first, last, THREADS):
         index, end = begin + tl.arange(0, THREADS), tl.minimum(begin + THREADS, last)
         words = word_of(peers, peers.rank, source, index)
         if any_lacks(words, index < end, peers.word) | (peers.space.chaos != 0):
-            for each in range(begin, end):
-                wait_for(peers, source, each)
+            for word in range(begin, end):
+                wait_for(peers, source, word)
 
 
 @triton.jit
