@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -214,23 +214,18 @@ def test_strangers_on_the_sockets_do_not_prevent_shared_memory(
 def impostor_job(what: str) -> Ending:
     """Rank 0, or the memory that it hands over, is not what it should be."""
     group = faults.group_of(dist.new_group())
-    undo: Callable[[], None] = lambda: None  # noqa: E731
-    if what == "user" and group.rank() == 1:
-        user_of, rendezvous.user_of = rendezvous.user_of, lambda _: 4321
-        undo = lambda: setattr(rendezvous, "user_of", user_of)  # noqa: E731
-    if what == "memory" and group.rank() == 0:
-        create = rendezvous._Arena._create
 
-        def unsealed(arena: Any) -> tuple[int, None]:
-            memory = _C.host.open_memfd("unsealed")
-            os.ftruncate(memory, arena.region_bytes * arena.participant.world)
-            return memory, None
+    def unsealed(arena: Any) -> tuple[int, None]:
+        memory = _C.host.open_memfd("unsealed")
+        os.ftruncate(memory, arena.region_bytes * arena.participant.world)
+        return memory, None
 
-        rendezvous._Arena._create = unsealed  # type: ignore[method-assign]
-        undo = lambda: setattr(rendezvous._Arena, "_create", create)  # noqa: E731
-    ending = faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
-    undo()
-    return ending
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "user" and group.rank() == 1:
+            patch.setattr(rendezvous, "user_of", lambda _: 4321)
+        if what == "memory" and group.rank() == 0:
+            patch.setattr(rendezvous._Arena, "_create", unsealed)
+        return faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
 
 
 def test_rank_0_must_be_of_the_same_user(ranks: RanksFixture) -> None:

@@ -12,16 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from tpkernels import _C
+from tpkernels.cuda import operands
 from tpkernels.cuda.image import launch
 from tpkernels.cuda.layouts import SEGMENT_UNIT, all_reduce_layout
-from tpkernels.cuda.operands import (
-    check_alike,
-    check_bias,
-    check_contiguous,
-    check_dtypes,
-    epilogue,
-    space_of,
-)
+from tpkernels.cuda.operands import epilogue, space_of
 from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.cost import all_reduce_way
@@ -63,10 +57,9 @@ def all_reduce(
         NotImplementedError: no driver or GPU; a dtype; multimem without multicast memory, a GPU of
             compute capability 9.0, or with an epilogue.
     """
-    check_contiguous(space.regions.device, x=x, out=out, bias=bias, residual=residual)
-    check_dtypes(x=x, out=out, bias=bias, residual=residual)
-    check_alike(False, x=x, out=out, residual=residual)
-    check_bias(bias, x.shape[-1] if x.dim() else 1)
+    operands.check_summed(space.regions.device, x=x, out=out, bias=bias, residual=residual)
+    operands.check_alike(False, x=x, out=out, residual=residual)
+    operands.check_bias(bias, x.shape[-1] if x.dim() else 1)
     if way == "auto":
         way = all_reduce_way(x.numel() * x.element_size(), space.world, space.ll128)
     if way not in WAYS:
@@ -80,19 +73,18 @@ def all_reduce(
         count = min(piece, x.numel() - begin)
         cut = all_reduce_layout(way, count, space.world, *sizes)
         if not space.holds(cut.words, cut.nbytes):  # it goes piece by piece
-            piece = _smaller_piece(space, piece)
+            if piece <= SEGMENT_UNIT:
+                raise ValueError(
+                    f"the workspace has {space.words} words from each source and buffers of "
+                    f"{space.buffer_bytes} bytes: too few for an all-reduce"
+                )
+            piece = round_up(piece // 2, SEGMENT_UNIT)
             continue
+        here, there = x.data_ptr() + begin * sizes[0], out.data_ptr() + begin * sizes[1]
+        after = epilogue(out.dtype, bias, residual, begin)
         call = _C.cuda.AllReduce(
-            x.data_ptr() + begin * sizes[0],
-            out.data_ptr() + begin * sizes[1],
-            count,
-            begin,
-            CODES[x.dtype],
-            epilogue(out.dtype, bias, residual, begin),
-            cut.segment,
-            cut.slot_bytes,
-            cut.results_at,
-            space.multicast,
+            *(here, there, count, begin, CODES[x.dtype], after),
+            *(cut.segment, cut.slot_bytes, cut.results_at, space.multicast),
         )
         starts_early = early and begin == 0
         launch(f"{way}_all_reduce", x.device, words, call, blocks=cut.blocks, early=starts_early)
@@ -132,15 +124,6 @@ def _check_multimem(space: DeviceWorkspace, plain: bool) -> None:
         )
 
 
-def _smaller_piece(space: DeviceWorkspace, piece: int) -> int:
-    if piece <= SEGMENT_UNIT:
-        raise ValueError(
-            f"the workspace has {space.words} words from each source and buffers of "
-            f"{space.buffer_bytes} bytes: too few for an all-reduce"
-        )
-    return round_up(piece // 2, SEGMENT_UNIT)
-
-
 def sum_partials(
     out: torch.Tensor,
     partials: Sequence[torch.Tensor],
@@ -156,18 +139,16 @@ def sum_partials(
         raise ValueError(f"{len(partials)} partials; there must be 1 to {_C.cuda.MAX_WORLD}")
     first = partials[0]
     named = {f"partials[{i}]": partial for i, partial in enumerate(partials)}
-    check_contiguous(out.device, **named, out=out, bias=bias, residual=residual)
-    check_dtypes(**named, out=out, bias=bias, residual=residual)
-    check_alike(True, **named)
-    check_alike(False, partials=first, out=out, residual=residual)
-    check_bias(bias)
+    operands.check_summed(out.device, **named, out=out, bias=bias, residual=residual)
+    operands.check_alike(True, **named)
+    operands.check_alike(False, partials=first, out=out, residual=residual)
+    operands.check_bias(bias)
     if begin < 0:
         raise ValueError(f"begin is {begin}; it must be at least 0")
     addresses = [partial.data_ptr() for partial in partials]
-    call = _C.cuda.SumPartials(
-        out.data_ptr(), addresses, CODES[first.dtype], begin, out.numel(),
-        epilogue(out.dtype, bias, residual),
-    )  # fmt: skip
+    after = epilogue(out.dtype, bias, residual)
+    of_partials = addresses, CODES[first.dtype]
+    call = _C.cuda.SumPartials(out.data_ptr(), *of_partials, begin, out.numel(), after)
     blocks = min(_SUM_BLOCKS, max(1, ceil_div(out.numel(), _SUM_SHARE)))
     launch("sum_of_partials", out.device, call, blocks=blocks)
 
@@ -185,14 +166,15 @@ def paced_copy(
     arrives after ``latency_us``, then ``gb_per_s`` * 1e9 bytes a second. It has ``sms`` blocks of
     1024 threads, and is slower if they cannot move as much. Contiguous, of one shape and dtype.
     """
-    check_contiguous(dst.device, dst=dst, src=src)
-    check_alike(True, dst=dst, src=src)
-    if not (gb_per_s > 0 and math.isfinite(gb_per_s)):
-        raise ValueError(f"gb_per_s is {gb_per_s}; it must be above 0")
-    if not (latency_us >= 0 and math.isfinite(latency_us)):
-        raise ValueError(f"latency_us is {latency_us}; it must be at least 0")
-    if not 1 <= sms <= 1024:
-        raise ValueError(f"sms is {sms}; it must be 1 to 1024")
+    operands.check_contiguous(dst.device, dst=dst, src=src)
+    operands.check_alike(True, dst=dst, src=src)
+    for what, value, valid, allowed in (
+        ("gb_per_s", gb_per_s, 0 < gb_per_s < math.inf, "above 0"),
+        ("latency_us", latency_us, 0 <= latency_us < math.inf, "at least 0"),
+        ("sms", sms, 1 <= sms <= 1024, "1 to 1024"),
+    ):
+        if not valid:
+            raise ValueError(f"{what} is {value}; it must be {allowed}")
     nbytes = src.numel() * src.element_size()
     seconds = latency_us * 1e-6 + nbytes / gb_per_s * 1e-9
     if seconds > _LONGEST_COPY_S:

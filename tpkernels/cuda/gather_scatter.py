@@ -9,16 +9,9 @@ from __future__ import annotations
 import torch
 
 from tpkernels import _C
+from tpkernels.cuda import operands
 from tpkernels.cuda.image import launch
 from tpkernels.cuda.layouts import LANE, LL_BYTES, PACK_BYTES, Layout, shards_layout
-from tpkernels.cuda.operands import (
-    check_bias,
-    check_contiguous,
-    check_dtypes,
-    check_room,
-    epilogue,
-    space_of,
-)
 from tpkernels.dtypes import CODES
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
@@ -44,7 +37,7 @@ def prepare_all_gather(
         _check(space, needs, sizes, x, out, sizes[space.rank], sum(sizes))
         if out.dtype != x.dtype:
             raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must have the same dtype")
-        after = epilogue(x.dtype)
+        after = operands.epilogue(x.dtype)
         _launch(f"{way}_all_gather", space, signature, needs, sizes, x, out, after)
 
     return Launch(needs.words, needs.nbytes, sizes, run)
@@ -66,12 +59,11 @@ def prepare_reduce_scatter(
 
     def run(space: DeviceWorkspace, signature: int) -> None:
         _check(space, needs, sizes, x, out, sum(sizes), sizes[space.rank])
-        check_contiguous(x.device, bias=bias, residual=residual)
-        check_dtypes(bias=bias, residual=residual)
-        check_bias(bias, x.shape[1])
+        operands.check_summed(x.device, bias=bias, residual=residual)
+        operands.check_bias(bias, x.shape[1])
         if residual is not None and residual.shape != out.shape:
             raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
-        after = epilogue(out.dtype, bias, residual)
+        after = operands.epilogue(out.dtype, bias, residual)
         _launch(f"{way}_reduce_scatter", space, signature, needs, sizes, x, out, after)
 
     return Launch(needs.words, needs.nbytes, sizes, run)
@@ -97,8 +89,7 @@ def _check(
     x_rows: int,
     out_rows: int,
 ) -> None:
-    check_contiguous(space.regions.device, x=x, out=out)
-    check_dtypes(x=x, out=out)
+    operands.check_summed(space.regions.device, x=x, out=out)
     if len(sizes) != space.world or x.dim() != 2:
         raise ValueError(f"sizes {list(sizes)} for {space.world} ranks, x {list(x.shape)}")
     row = x.shape[1]
@@ -107,7 +98,7 @@ def _check(
             f"x is {list(x.shape)}, out {list(out.shape)}; with sizes {list(sizes)} rank "
             f"{space.rank} has {[x_rows, row]} and {[out_rows, row]}"
         )
-    check_room(space, needs.words, needs.nbytes)
+    operands.check_room(space, needs.words, needs.nbytes)
 
 
 def _launch(
@@ -120,8 +111,6 @@ def _launch(
     out: torch.Tensor,
     after: _C.cuda.Epilogue,
 ) -> None:
-    starts = space.starts(sizes).data_ptr()
-    call = _C.cuda.Shards(
-        x.data_ptr(), out.data_ptr(), starts, x.shape[1], CODES[x.dtype], needs.slot_bytes, after
-    )
-    launch(kernel, x.device, space_of(space, signature), call, blocks=needs.blocks)
+    addresses = x.data_ptr(), out.data_ptr(), space.starts(sizes).data_ptr()
+    call = _C.cuda.Shards(*addresses, x.shape[1], CODES[x.dtype], needs.slot_bytes, after)
+    launch(kernel, x.device, operands.space_of(space, signature), call, blocks=needs.blocks)

@@ -11,18 +11,9 @@ import functools
 import torch
 
 from tpkernels import _C
+from tpkernels.cuda import operands
 from tpkernels.cuda.image import device_and_stream, launch
 from tpkernels.cuda.layouts import LANE, MOST_BLOCKS, PACK_BYTES, rows_layout
-from tpkernels.cuda.operands import (
-    DTYPES,
-    check_alike,
-    check_bias,
-    check_contiguous,
-    check_dtypes,
-    check_room,
-    epilogue,
-    space_of,
-)
 from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div
 from tpkernels.planning.cost import all_reduce_way
@@ -36,7 +27,7 @@ _WAYS = ("ll", "ll_two_shot", "two_shot")
 
 def normalises(dtype: torch.dtype, columns: int) -> bool:
     """Return whether the kernels take rows of this dtype and length."""
-    return dtype in DTYPES and columns % LANE == 0
+    return dtype in operands.DTYPES and columns % LANE == 0
 
 
 def prepare_normed_all_reduce(
@@ -77,27 +68,19 @@ def prepare_normed_all_reduce(
     needs = rows_layout(way, rows, columns, world, x_bytes, cluster)
 
     def run(space: DeviceWorkspace, signature: int) -> None:
-        check_contiguous(space.regions.device, x=x, bias=bias, residual=residual)
+        operands.check_summed(space.regions.device, x=x, bias=bias, residual=residual)
         _check_rows(x, weight, total=total, normed=normed)
-        check_dtypes(bias=bias, residual=residual)
-        check_alike(False, x=x, residual=residual)
-        check_bias(bias, columns)
-        check_room(space, needs.words, needs.nbytes)
+        operands.check_alike(False, x=x, residual=residual)
+        operands.check_bias(bias, columns)
+        operands.check_room(space, needs.words, needs.nbytes)
         aligned_x, scale = _aligned(x), _aligned(weight)
         aligned_residual = None if residual is None else _aligned(residual)
+        after = operands.epilogue(x.dtype, bias, aligned_residual)
         call = _C.cuda.AllReduce(
-            aligned_x.data_ptr(),
-            total.data_ptr(),
-            x.numel(),
-            0,
-            CODES[x.dtype],
-            epilogue(x.dtype, bias, aligned_residual),
-            needs.segment,
-            needs.slot_bytes,
-            needs.results_at,
-            0,
+            *(aligned_x.data_ptr(), total.data_ptr(), x.numel(), 0, CODES[x.dtype], after),
+            *(needs.segment, needs.slot_bytes, needs.results_at, 0),
         )
-        arguments = space_of(space, signature), call, _norm(normed, scale, eps)
+        arguments = operands.space_of(space, signature), call, _norm(normed, scale, eps)
         shape = {"blocks": needs.blocks, "cluster": cluster, "early": early}
         launch(f"{way}_all_reduce_rms_norm", x.device, *arguments, **shape)
 
@@ -135,9 +118,9 @@ def _matrix(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _check_rows(x: torch.Tensor, weight: torch.Tensor, **outs: torch.Tensor) -> None:
-    check_contiguous(x.device, x=x, weight=weight, **outs)
-    check_dtypes(x=x, weight=weight)
-    check_alike(True, x=x, **outs)
+    operands.check_contiguous(x.device, **outs)
+    operands.check_summed(x.device, x=x, weight=weight)
+    operands.check_alike(True, x=x, **outs)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {list(weight.shape)}; it must be [{x.shape[-1]}]")
     for what, out in outs.items():
@@ -157,14 +140,9 @@ def _capability(device: int) -> int:
 
 def _cluster(rows: int, columns: int, device: torch.device) -> int:
     """Return the blocks that share a row: as many as leave each of their threads a vector."""
-    cluster = 1
-    if _capability(device_and_stream(device)[0]) < _CLUSTERS_SINCE:
-        return cluster
-    while (
-        cluster < _CLUSTER
-        and 2 * cluster * rows <= MOST_BLOCKS
-        and cluster * _THREADS * LANE < columns
-    ):
+    able, cluster = _capability(device_and_stream(device)[0]) >= _CLUSTERS_SINCE, 1
+    most = min(_CLUSTER, MOST_BLOCKS // max(rows, 1)) if able else 1
+    while 2 * cluster <= most and cluster * _THREADS * LANE < columns:
         cluster *= 2
     return cluster
 

@@ -73,8 +73,9 @@ def push(slots, acc, tile, to):
         corner, offsets, inside = matmul.tile_at(
             tile.row - begin, column, tile.end - begin, N, N, part.shape[0], part.shape[1]
         )
-        at, partial = slot + corner + offsets, matmul.rounded(part, slots.wire)
-        tl.store(at, partial, mask=inside & peers.usable)
+        tl.store(
+            slot + corner + offsets, matmul.rounded(part, slots.wire), mask=inside & peers.usable
+        )
 
 
 @triton.jit
