@@ -135,7 +135,7 @@ def raising_job(driver: str) -> list[str]:
         assert isinstance(event, fake_events.Event)
         before = event.records
         try:
-            with space.in_order():
+            with space:
                 raise KeyError
         except KeyError:
             done.append(f"records: {event.records - before}")

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -100,7 +100,10 @@ class CudaWorkspace:
         self.event = streams.new_event(device)  #: after the last call outside a capture
         self._pid = os.getpid()
         self.recorded = False  #: a graph has calls of this group
-        self._turn = _Turn(self, participant.group)
+        on_gpu = device.type == "cuda"
+        self._current_device = torch.cuda.device(device) if on_gpu else nullcontext()
+        self._order = streams.order_of(device)
+        self._stream: torch.cuda.Stream | None = None  # of the call, in the order
 
     @property
     def current(self) -> DeviceWorkspace:
@@ -163,7 +166,7 @@ class CudaWorkspace:
             where=f"an earlier call of the group, found by {text}",
             rank=self._member.rank,
             timeout=self._member.timeout,
-            groups=streams.order_of(self.device).groups,
+            groups=self._order.groups,
         )
 
     def wait(self) -> None:
@@ -171,11 +174,35 @@ class CudaWorkspace:
         while not streams.is_captured(self.device) and not self.ended(_SLICE_S):
             pass
 
-    def in_order(self) -> AbstractContextManager[CudaWorkspace]:
-        """Return the context of a call in this workspace. The calls of all groups on the device run
-        one after the other, even if they come from several streams; in a capture, the streams order
-        them (streams.py)."""
-        return self._turn
+    # A call, which is not nested in another one. The calls of all groups on the device run one after
+    # the other, even if they come from several streams; in a capture, the streams order them. No
+    # generator: it would take five times as many functions of Python.
+
+    def __enter__(self) -> CudaWorkspace:
+        self._current_device.__enter__()
+        try:
+            if streams.is_captured(self.device):
+                self.recorded, self._stream = True, None
+                return self
+            stream = self._stream = streams.current_stream(self.device)
+            if stream is not None:
+                self._order.begin(self._member.group, stream)
+        except BaseException:
+            self._current_device.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._stream is not None:
+                try:
+                    if kind is not None:
+                        self.side.join()  # the event is to cover what is queued there
+                finally:
+                    assert self.event is not None  # there are streams
+                    self._order.end(self._stream, self.event)
+        finally:
+            self._current_device.__exit__(None, None, None)
 
     def ended(self, seconds: float) -> bool:
         """Return whether all calls outside graphs have run, after a wait of at most that long."""
@@ -207,7 +234,7 @@ class CudaWorkspace:
             return
         self._watch.__exit__()
         self._channel.abandon(why, late, culprit)
-        streams.order_of(self.device).groups.discard(self._member.group)
+        self._order.groups.discard(self._member.group)
         for space in self.spaces:
             self._alarm.unwatch(space.failed_word)
         ended = False
@@ -250,43 +277,3 @@ class CudaWorkspace:
     def _keep(self) -> None:
         for memory in (*self.spaces, self.segments):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-
-
-class _Turn:
-    """What `CudaWorkspace.in_order` returns. There is one, as a group's calls are not nested, and
-    it is a class, as a generator takes five times as many functions of Python."""
-
-    def __init__(self, memory: CudaWorkspace, group: str) -> None:
-        self._memory, self._group = memory, group
-        on_gpu = memory.device.type == "cuda"
-        self._device = torch.cuda.device(memory.device) if on_gpu else nullcontext()
-        self._order = streams.order_of(memory.device)
-        self._stream: torch.cuda.Stream | None = None  # in the order
-
-    def __enter__(self) -> CudaWorkspace:
-        memory = self._memory
-        self._device.__enter__()
-        try:
-            if streams.is_captured(memory.device):
-                memory.recorded, self._stream = True, None
-                return memory
-            stream = self._stream = streams.current_stream(memory.device)
-            if stream is not None:
-                self._order.begin(self._group, stream)
-        except BaseException:
-            self._device.__exit__(None, None, None)
-            raise
-        return memory
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        memory, stream = self._memory, self._stream
-        try:
-            if stream is not None:
-                try:
-                    if kind is not None:
-                        memory.side.join()  # the event is to cover what is queued there
-                finally:
-                    assert memory.event is not None  # there are streams
-                    self._order.end(stream, memory.event)
-        finally:
-            self._device.__exit__(None, None, None)
