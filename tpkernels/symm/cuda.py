@@ -174,9 +174,9 @@ class CudaWorkspace:
         while not streams.is_captured(self.device) and not self.ended(_SLICE_S):
             pass
 
-    # A call, which is not nested in another one. The calls of all groups on the device run one after
-    # the other, even if they come from several streams; in a capture, the streams order them. No
-    # generator: it would take five times as many functions of Python.
+    # As a context it is a call, which is not nested in another one. The calls of all groups on the
+    # device run one after the other, whatever streams they come from; in a capture, the streams
+    # order them. No generator: it would take five times as many functions of Python.
 
     def __enter__(self) -> CudaWorkspace:
         self._current_device.__enter__()
