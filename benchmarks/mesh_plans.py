@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import tpkernels
 from tpkernels.bench.probes import measure_machine, profile_of, rates_text
 from tpkernels.launch import Ranks
-from tpkernels.mesh.estimates import ranked
 from tpkernels.mesh.layout import local_shape, text_of
-from tpkernels.mesh.planner import MatmulProblem
+from tpkernels.mesh.planner import MatmulProblem, ranked
 from tpkernels.planning.cost import Profile
 from tpkernels.timing import Samples, Variant, measure, summary
 

@@ -89,7 +89,7 @@ def _pools() -> Iterator[RankPools]:
     pools.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def _interpreting_pools() -> Iterator[RankPools]:
     pools = RankPools(TRITON_INTERPRET="1")
     yield pools

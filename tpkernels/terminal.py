@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,50 +75,46 @@ def number_in(text: str) -> int:
     return number if number <= _MOST else 0
 
 
-def at_least(least: int, **values: int) -> None:
+def at_least(least: int, *, most: int = _MOST, **values: int) -> None:
     """Require values of at least ``least`` that are not unreasonably large."""
     for name, value in values.items():
-        if value < least:
-            raise UsageError(f"--{name} is {value}; it must be at least {least}")
-        if value > _MOST:
-            raise UsageError(f"--{name} is {value}; it must be at most {_MOST}")
+        if not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise UsageError(f"--{name} is {value}; it must be {bound}")
 
 
 def check_workers(**values: int) -> None:
     """Require numbers of ranks or threads from 1 to 1024."""
-    at_least(1, **values)
-    for name, value in values.items():
-        if value > _MOST_WORKERS:
-            raise UsageError(f"--{name} is {value}; it must be at most {_MOST_WORKERS}")
+    at_least(1, most=_MOST_WORKERS, **values)
+
+
+@contextmanager
+def accessing(path: Path, verb: str) -> Iterator[None]:
+    """Turn an ``OSError`` into a ``UsageError``: "cannot VERB 'PATH': reason"."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot {verb} '{path}': {error.strerror or error}") from error
+
+
+def writing(path: Path) -> AbstractContextManager[None]:
+    """Turn an ``OSError`` while writing to a file or folder into a ``UsageError``."""
+    return accessing(path, "write")
 
 
 def read_input(path: Path, *, most: int) -> bytes:
     """Read a file that the user named, of at most ``most`` bytes."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(most + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}") from error
+    with accessing(path, "read"), path.open("rb") as file:
+        content = file.read(most + 1)
     if len(content) > most:
         raise UsageError(f"'{path}' has more than {most} bytes")
     return content
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` while writing to a file or folder into a ``UsageError``."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from error
-
-
 def make_output_folder(path: Path) -> None:
     """Create a folder if it is missing."""
-    try:
+    with accessing(path, "create folder"):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot create folder '{path}': {error.strerror}") from error
 
 
 def writable(path: Path) -> Path:

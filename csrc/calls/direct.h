@@ -17,18 +17,9 @@ namespace tpkernels::calls {
 
 using SharedLayout = std::shared_ptr<host::ShardLayout>;
 
-// Added to a sum; absent where `data` is null.
-struct Addends {
-  Tensor bias{};
-  Tensor residual{};
-};
-
-// The normalisation of a sum's rows; absent where `out` has no data.
-struct Norm {
-  Tensor weight{};
-  Tensor out{};
-  double eps = 0;
-};
+// What follows a sum. Tensors without data are absent.
+host::Epilogue epilogue(const Tensor& out, const Tensor& bias = {}, const Tensor& residual = {});
+host::RmsNorm rms_norm(const Tensor& out, const Tensor& weight, double eps);
 
 // A collective with what the ranks agreed on when it was planned.
 class Collective {
@@ -45,8 +36,8 @@ class Collective {
   // Contiguous tensors of supported dtypes; collectives.h has their shapes. Gives up the GIL, and
   // throws what the channel throws. `out` of an all-reduce may be `x`; then peers cannot read `x`
   // in place, as it is being overwritten.
-  void run(const Tensor& x, const Tensor& out, const Addends& addends = {},
-           const Norm& norm = {}) const;
+  void run(const Tensor& x, const Tensor& out, const host::Epilogue& after,
+           const host::RmsNorm& norm = {}) const;
 
   Kind kind() const { return kind_; }
   // The one rank, which has nothing to copy between shards.

@@ -4,8 +4,6 @@
 #include <cstring>
 #include <numeric>
 
-#include "host/vector.h"
-
 namespace tpkernels::host {
 namespace {
 
@@ -136,27 +134,6 @@ void pack(Channel& channel, std::byte* tensor, const ShardLayout& layout, int to
 
 // Bytes of the sum that are normalised at a time: they are still in the L1 cache.
 constexpr std::size_t kNormBlockBytes = 8 << 10;
-
-// Normalises the rows of a sum as they become complete.
-class Rows {
- public:
-  Rows(const RmsNorm& norm, const std::byte* sum, DType dtype)
-      : norm_(norm), sum_(sum), dtype_(dtype) {}
-
-  // The first `count` elements of the sum are there.
-  void complete(std::size_t count) {
-    if (!norm_.out) return;
-    const std::size_t rows = count / norm_.cols;
-    normalise_rows(norm_, sum_, dtype_, done_, rows);
-    done_ = rows;
-  }
-
- private:
-  const RmsNorm& norm_;
-  const std::byte* sum_;
-  DType dtype_;
-  std::size_t done_ = 0;
-};
 
 }  // namespace
 
@@ -296,7 +273,12 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
   const std::size_t step = align_down(std::min(kChunkBytes * world, room)) / element;
   const bool stream = count * out_element >= kStreamBytes && !norm.out;
   std::vector<const std::byte*> partials(world);
-  Rows rows(norm, out, epilogue.out_dtype);
+  std::size_t normalised = 0;  // rows
+  const auto normalise = [&](std::size_t complete) {
+    if (!norm.out) return;
+    const std::size_t first = std::exchange(normalised, complete / norm.cols);
+    normalise_rows(norm, out, epilogue.out_dtype, first, normalised);
+  };
   in_chunks(channel, call, count * element, step * element, [&](std::size_t begin, bool last) {
     begin /= element;  // from here on in elements
     const std::size_t n = within(count, begin, step);
@@ -345,7 +327,7 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
         here.residual =
             static_cast<const std::byte*>(here.residual) + m * size_of(here.residual_dtype);
       }
-      if (one_shot) rows.complete(begin + at + m);
+      if (one_shot) normalise(begin + at + m);
     }
     if (!one_shot) {
       share(channel, buffer + result_at, own, length * out_element);
@@ -357,7 +339,7 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
         copy(to + part_begin(theirs) * out_element, channel.buffer(peer) + result_at,
              part_count(theirs) * out_element, stream);
       });
-      rows.complete(begin + n);
+      normalise(begin + n);
     }
     if (last) release_sources(channel, in);
   });

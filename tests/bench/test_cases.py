@@ -14,7 +14,6 @@ from tests.support.cases import RanksFixture
 from tests.support.damage import invoke
 from tpkernels import dtypes
 from tpkernels.bench.cases import random_case, run_torch, run_tpkernels
-from tpkernels.bench.results import key
 from tpkernels.bench.specs import Spec, square_of
 from tpkernels.bench.sweep import (
     LAYER,
@@ -37,7 +36,7 @@ SCALED = tuple(op for op, spec in OPS.items() if spec.scaled)
 
 def cases(**options: object) -> list[str]:
     sweep = plan_sweep(Settings(**options), ranks=None, device="cpu")  # type: ignore[arg-type]
-    return [key(item) for item in sweep.items]
+    return [item.key for item in sweep.items]
 
 
 def test_the_products_of_a_model() -> None:
@@ -104,7 +103,7 @@ def test_ops_of_a_model() -> None:
 
 def test_quick_and_what_overrides_it() -> None:
     def effort(**options: object) -> tuple[int, float | None]:
-        effort = plan_sweep(Settings(**options), ranks=None, device="cpu").effort  # type: ignore[arg-type]
+        effort = plan_sweep(Settings(**options), ranks=None, device="cpu").method  # type: ignore[arg-type]
         return effort.repeat, effort.seconds
 
     assert effort() == (20, None)
@@ -136,12 +135,12 @@ def test_a_yaml_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("all_reduce", (262144,)),
     ]
     assert {dtypes.name(item.spec.dtype) for item in sweep.items} == {"float32"}
-    assert (sweep.effort.repeat, sweep.effort.seconds, sweep.effort.cold) == (10, 2.0, False)
+    assert (sweep.method.repeat, sweep.method.seconds, sweep.method.cold) == (10, 2.0, False)
     sweep = sweep_of(monkeypatch, path, "--dtype", "bf16", "--cold", "--op", "all_gather")
     assert {(item.spec.op, dtypes.name(item.spec.dtype)) for item in sweep.items} == {
         ("all_gather", "bfloat16")
     }
-    assert sweep.effort.cold and sweep.effort.seconds == 2.0
+    assert sweep.method.cold and sweep.method.seconds == 2.0
 
 
 def test_costs() -> None:
@@ -187,10 +186,7 @@ def test_every_case_can_be_tuned() -> None:
 
 
 def exchange(
-    shape: tuple[int, ...],
-    dim: int,
-    sizes: tuple[int, ...],
-    scattered: tuple[int, tuple[int, ...]],
+    shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], scattered: tuple[int, tuple[int, ...]]
 ) -> Problem:
     return Problem("all_to_all", "cpu", 2, shape, dim, sizes, F32, Options(scattered=scattered))
 

@@ -21,13 +21,13 @@ from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import Result, result
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.statistics import FEWEST
-from tpkernels.bench.sweep import Effort, Item
+from tpkernels.bench.sweep import Item, Method
 from tpkernels.launch import Ranks
 from tpkernels.op_spec import OPS
 from tpkernels.planning.choose import Plan
 
 SPEC = Spec("matmul_reduce_scatter", (8, 16, 32), torch.float32)
-EFFORT = Effort(repeat=FEWEST, seconds=None, cold=False, baselines=False)
+METHOD = Method(algorithms=["auto"], repeat=FEWEST, cold=False, baselines=False)
 COMPUTE, TRAVEL = 0.04, 0.04
 # Maximum time relative to each, several times the measured ratios: 1.1 and 0.9 on AMD EPYC Zen 3, 2
 # ranks, 2026-11-21. The ratios are interleaved within one run, so a slow machine slows both sides.
@@ -49,7 +49,7 @@ def asleep(op_seconds: float) -> CaseReport:
         mock.patch.object(measuring, "run_tpkernels", op),
         mock.patch.object(measuring, "run_local_matmul", product),
     ):
-        return run_case(SPEC, ["auto"], EFFORT, RATES, "cpu")
+        return run_case(SPEC, METHOD, RATES)
 
 
 @pytest.mark.thorough
@@ -75,7 +75,7 @@ def sabotaged(spec: Spec, algorithms: list[str], wrong: str) -> CaseReport:
         return [y], plan
 
     with mock.patch.object(measuring, "planned", spoiled):
-        return run_case(spec, algorithms, EFFORT, RATES, "cpu")
+        return run_case(spec, replace(METHOD, algorithms=algorithms), RATES)
 
 
 def test_what_is_wrong_is_not_timed(ranks: Callable[[int], Ranks]) -> None:
@@ -92,8 +92,8 @@ def test_what_is_wrong_is_not_timed(ranks: Callable[[int], Ranks]) -> None:
 
 
 def slow_torch() -> CaseReport:
-    effort = Effort(repeat=1, seconds=3.0, cold=False, baselines=True)
-    return run_case(SPEC, ["auto"], effort, replace(RATES, torch_flops=1.0), "cpu")
+    method = replace(METHOD, repeat=1, seconds=3.0, baselines=True)
+    return run_case(SPEC, method, replace(RATES, torch_flops=1.0))
 
 
 def test_baselines_beyond_the_budget_are_left_out_with_the_reason(
@@ -119,7 +119,7 @@ def regressions(case: Result) -> list[str]:
 @pytest.mark.parametrize("op", sweep([op for op, spec in OPS.items() if spec.has_matmul]))
 def test_ops_keep_near_the_local_product(ranks: Callable[[int], Ranks], op: str) -> None:
     spec = Spec(op, (512, 1024, 1024), torch.float32)
-    reports = ranks(2).run(run_case, spec, ["auto"], replace(EFFORT, repeat=12), RATES, "cpu")
+    reports = ranks(2).run(run_case, spec, replace(METHOD, repeat=12), RATES)
     assert not regressions(result(Item(spec, 2), RATES, reports))
 
 

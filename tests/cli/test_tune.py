@@ -18,17 +18,24 @@ from tests.support.cases import RanksFixture
 from tpkernels import groups
 from tpkernels.bench.cases import planned, random_case
 from tpkernels.bench.specs import Spec
-from tpkernels.bench.tuning_cases import TuneReport, best_config, measurement, tune_case
+from tpkernels.bench.tuning_cases import TuneReport, best_config, tune_case
 from tpkernels.launch import session
 from tpkernels.planning import store
-from tpkernels.planning.choose import NOTHING_TUNED, Means, choose
+from tpkernels.planning.choose import NOTHING_TUNED, Means, choose, split_rule
 from tpkernels.planning.machine import instructions, this_machine
-from tpkernels.planning.table import Config
-from tpkernels.planning.thresholds import pipeline_min_rows
+from tpkernels.planning.table import Config, Measurement
 from tpkernels.timing import Variant
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]
+
+
+def measured(n: int, ms: dict[str, float]) -> Measurement:
+    """Return times of 9 rows and ``n`` columns on two ranks."""
+    spec = Spec("all_gather_matmul", (9, n, 32), torch.bfloat16)
+    key = spec.problem(2).tuning_key
+    assert key is not None
+    return Measurement(*key, other=n, ms=ms, date="2026-11-25")
 
 
 @pytest.fixture
@@ -43,7 +50,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert before.exit_code == 0, before.output
     assert before.output.count("not measured") == 4
     assert "needs" in before.output or "runs Triton kernels" in before.output  # fused
-    fewest = pipeline_min_rows(torch.bfloat16, instructions())
+    fewest = split_rule(torch.bfloat16, instructions()).min_rows
     assert f"auto chooses direct: 4 rows a rank < {fewest}" in before.output
     assert "Nothing was measured here with 2 ranks x 1 threads" in before.output
     assert "In the first calls it tries unfused, direct, pipelined" in before.output
@@ -65,7 +72,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert "In the first calls" not in after.output  # the choice is made
     times = written[0]["ms"]
     spec = Spec("all_gather_matmul", (9, 64, 32), torch.bfloat16)
-    table = NOTHING_TUNED.extended([measurement(spec, 2, times)])
+    table = NOTHING_TUNED.extended([measured(64, times)])
     best = choose(spec.problem(2), Means(shared_memory=True), tuned=table).algorithm
     assert f"auto chooses {best}: tuned: {times[best]:.3g} ms, " in after.output
     assert "Measured here with 2 ranks x 1 threads: 3 cases" in after.output
@@ -80,9 +87,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
 def test_explain_weighs_the_cases_of_one_problem(cache: Path) -> None:
     machine = this_machine("cpu", 2, 1, True, threads=1)
     for n, unfused in ((64, 1.0), (128, 4.0)):
-        spec = Spec("all_gather_matmul", (9, n, 32), torch.bfloat16)
-        ms = {"unfused": unfused, "direct": 2.0}
-        store.update(machine, measurement(spec, 2, ms))
+        store.update(machine, measured(n, {"unfused": unfused, "direct": 2.0}))
     shown = invoke(*EXPLAIN, "--m", "9").output
     assert "1.00 (64), 4.00 (128)" in shown
     assert "within 2.00x of the fastest in 2 cases" in shown

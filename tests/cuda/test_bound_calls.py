@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import FUSED_OPS, pretending, space_of
+from tests.support.emulated import on_ranks
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import backends, groups
@@ -67,8 +67,10 @@ def call_of(op: str, group: dist.ProcessGroup, rows: int = 32) -> Callable[[], A
     return functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
 
 
-def warm_job(op: str) -> tuple[list[str], int]:
-    """What a warm call runs of what a cold one does, and its functions of Python."""
+@pytest.mark.parametrize("op", sweep(FUSED_OPS))
+@on_ranks(2)
+def test_a_warm_call_only_launches(op: str) -> None:
+    """Nothing of what a cold one does, and few functions of Python."""
     with rehearsed() as (patch, launches):
         call = call_of(op, faults.new_group())
         call()
@@ -79,23 +81,17 @@ def warm_job(op: str) -> tuple[list[str], int]:
         before = len(launches)
         call()
         count = functions_called(call)
-        assert len(launches) > before
-        return ran, count
+        assert len(launches) > before and not ran, ran
+        assert count <= MOST_FUNCTIONS[op], count
 
 
-@pytest.mark.parametrize("op", sweep(FUSED_OPS))
-def test_a_warm_call_only_launches(ranks: RanksFixture, op: str) -> None:
-    for ran, functions in ranks(2).run(warm_job, op):
-        assert ran == [] and functions <= MOST_FUNCTIONS[op], (ran, functions)
-
-
-def changed_job() -> list[bool]:
-    """Whether launches have the workspace and the timeout that hold when they are made."""
+@on_ranks(2)
+def test_calls_are_bound_anew_when_the_workspace_changes() -> None:
+    """Launches have the workspace and the timeout that hold when they are made."""
     with rehearsed() as (_, launches):
         group = faults.new_group()
         workspace = faults.workspace_of(group)
         small, large = (call_of("matmul_reduce_scatter", group, rows) for rows in (32, 4096))
-        found = []
         small()
         memory = space_of(group)
         first = memory.current
@@ -109,34 +105,26 @@ def changed_job() -> list[bool]:
             small()
             *_, space, _, _, timeout_ns, seed, _, _ = launches[-1][2]
             now = memory.current
-            found.append(space is now.argument and (timeout_ns, seed) == (now.timeout_ns, now.seed))
-        return [*found, memory.current is not first, memory.current.seed == 3]
+            assert space is now.argument and (timeout_ns, seed) == (now.timeout_ns, now.seed)
+        assert memory.current is not first and memory.current.seed == 3
 
 
-def test_calls_are_bound_anew_when_the_workspace_changes(ranks: RanksFixture) -> None:
-    assert ranks(2).run(changed_job) == [[True] * 6] * 2
-
-
-def captured_job() -> list[str]:
-    """Calls whose weight lies otherwise than before: in a capture, outside, in a capture again."""
+@on_ranks(2)
+def test_a_kernel_that_a_capture_lacks_breaks_nothing() -> None:
+    """The weight lies otherwise than before: in a capture, outside, in a capture again."""
     with rehearsed() as (patch, launches):
         group = faults.new_group()
         x, w = torch.ones(32, 64, dtype=torch.bfloat16), torch.ones(64, 48, dtype=torch.bfloat16)
         call = functools.partial(tpkernels.matmul_reduce_scatter, x, group=group, algorithm="fused")
         call(w.t().contiguous().t())
-        found = []
-        for captured in (True, False, True):
+        for captured, error, count in ((True, "CaptureError", 0), (False, "", 1), (True, "", 1)):
             patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
             launches.clear()
-            found.append(f"{faults.ending_of(lambda: call(w)).error} {len(launches)}")
-        return found
+            ending = faults.ending_of(lambda: call(w))
+            assert (ending.error, len(launches)) == (error, count), ending
 
 
-def test_a_kernel_that_a_capture_lacks_breaks_nothing(ranks: RanksFixture) -> None:
-    assert ranks(2).run(captured_job) == [["CaptureError 0", " 1", " 1"]] * 2
-
-
-def killed_job() -> list[Ending] | None:
+def killed_job() -> list[Ending]:
     """No kernel runs that could notice: the thread that watches does."""
     with rehearsed():
         group = faults.new_group()
@@ -145,8 +133,10 @@ def killed_job() -> list[Ending] | None:
         dist.barrier()
         if group.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(2.0)
-        return [faults.ending_of(call), faults.ending_of(call)]
+        until = time.monotonic() + faults.PROMPT
+        while not (first := faults.ending_of(call)).error and time.monotonic() < until:
+            time.sleep(0.05)
+        return [first, faults.ending_of(call)]
 
 
 def test_a_warm_call_finds_that_a_peer_is_lost() -> None:
@@ -155,8 +145,10 @@ def test_a_warm_call_finds_that_a_peer_is_lost() -> None:
         assert [each.error for each in told] == ["PeerLostError", "GroupBrokenError"], told
 
 
-def flag_job() -> list[str]:
-    """The numerics of what was planned in each of the calls, as torch's flag changes."""
+@on_ranks(2)
+def test_torchs_flag_makes_a_warm_call_be_planned_anew() -> None:
+    """The call that finds the change plans for itself, and the next one for all that follow: the
+    numerics of what was planned in each of the calls, as torch's flag changes."""
     with rehearsed() as (patch, _):
         group = faults.new_group()
         patch.setattr("tpkernels.groups.group.Group.by_gloo", lambda *_: False)
@@ -173,19 +165,15 @@ def flag_job() -> list[str]:
             patch.setattr(planned_calls, "_plan_call", note)
             torch.use_deterministic_algorithms(flag)
             call()
-        return found
+    assert found == ["vendor", "", "ordered", "ordered", "", "vendor"], found
 
 
-def test_torchs_flag_makes_a_warm_call_be_planned_anew(ranks: RanksFixture) -> None:
-    """The call that finds the change plans for itself, and the next one for all that follow."""
-    for found in ranks(2).run(flag_job):
-        assert found == ["vendor", "", "ordered", "ordered", "", "vendor"]
-
-
-def layouts_job(op: str) -> list[str]:
-    """Calls with one key whose operands lie otherwise each time; which were wrong."""
+@pytest.mark.parametrize("op", sweep(FUSED_OPS))
+@on_ranks(2, interpreting=True)
+def test_operands_of_any_layout(op: str) -> None:
+    """Calls with one key whose operands lie otherwise each time."""
     with pretending():
-        group, wrong = faults.new_group(), []
+        group = faults.new_group()
         call = functools.partial(getattr(tpkernels, op), group=group, algorithm="fused")
         for turn in range(2):
             x, w = torch.arange(20.0).view(4, 5), torch.arange(35.0).view(5, 7)
@@ -197,12 +185,6 @@ def layouts_job(op: str) -> list[str]:
                 whole = torch.cat([want] * 2) if "gather" in op else 2 * want
                 if "scatter" in op:
                     whole = whole[2 * group.rank() :][:2]
-                if not torch.equal(got, whole):
-                    wrong.append(f"{turn}, {i}")
+                assert torch.equal(got, whole), (turn, i)
         (planned,) = groups.get(group.group_name).planned_calls()
-        return [*wrong, *(["bound for one layout only"] if len(planned.kept) < 2 else [])]
-
-
-@pytest.mark.parametrize("op", sweep(FUSED_OPS))
-def test_operands_of_any_layout(interpreting: RanksFixture, op: str) -> None:
-    assert interpreting(2).run(layouts_job, op) == [[]] * 2
+        assert len(planned.kept) >= 2, "bound for one layout only"

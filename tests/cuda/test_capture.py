@@ -1,85 +1,82 @@
-"""Captured graphs, rehearsed on CPU tensors: what a capture lacks is said before anything is
-queued, and what a graph uses outlives its group."""
+"""Captured graphs, and the end of a group whose kernels may still run, rehearsed on CPU tensors:
+what a capture lacks is said before anything is queued; memory goes back only behind the last
+kernel, and what a graph uses is kept."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import logging
+import time
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support import emulated, faults
-from tests.support.cases import RanksFixture
+from tests.support import faults
 from tests.support.cuda_rehearsal import pretending, space_of
-from tests.support.faults import Ending
-from tests.support.tiers import sweep
+from tests.support.emulated import on_ranks
+from tests.support.tiers import sweep, thorough
 from tpkernels import groups
-from tpkernels.symm import streams
-from tpkernels.symm.device import FAILED, PEER, STATUS, TIMEOUT, DeviceWorkspace
+from tpkernels.symm import cuda, streams
+from tpkernels.symm.device import ABORT, FAILED, PEER, STATUS, TIMEOUT, DeviceWorkspace
 
 OPS = [("all_gather", "direct"), ("all_reduce", "direct"), ("matmul_reduce_scatter", "direct"),
        ("all_gather_matmul", "pipelined"), ("matmul_all_reduce", "pipelined")]  # fmt: skip
 
 
-def advised_job(driver: str, op: str, way: str) -> list[Ending]:
-    """A call in a capture that lacks everything, one that lacks a larger workspace, and the same
-    calls once they have been made outside, as the errors say."""
-    emulated.load(driver)
-    with pretending() as patch:
-        group = faults.new_group()
-        endings = []
-        for rows in (12, 900):
-            call = functools.partial(faults.run_op, op, group, way, rows)
-            for captured in (True, False, True):
-                patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
-                endings.append(faults.ending_of(call))
-        return endings
+def capture(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
+    """Whether a graph is captured from now on."""
+    patch.setattr(streams, "is_captured", lambda _: captured)
 
 
 @pytest.mark.parametrize(("op", "way"), sweep(OPS))
-def test_a_capture_that_lacks_something_breaks_nothing(
-    ranks: RanksFixture, cuda_driver: str, op: str, way: str
-) -> None:
-    for endings in ranks(2).run(advised_job, cuda_driver, op, way):
-        assert [each.error for each in endings] == ["CaptureError", "", ""] * 2, endings
-        assert all("call" in endings[at].text and "once" in endings[at].text for at in (0, 3))
+@on_ranks(2)
+def test_a_capture_that_lacks_something_breaks_nothing(op: str, way: str) -> None:
+    """A call that lacks everything, one that lacks a larger workspace, and the same calls once they
+    have been made outside, as the errors say."""
+    with pretending() as patch:
+        group = faults.new_group()
+        for rows in (12, 900):
+            call = functools.partial(faults.run_op, op, group, way, rows)
+            capture(patch)
+            ending = faults.ending_of(call)
+            assert ending.error == "CaptureError", ending
+            assert "call" in ending.text and "once" in ending.text, ending
+            for captured in (False, True):
+                capture(patch, captured)
+                call()
 
 
-def gathers_job(driver: str) -> list[str]:
-    """New rows in a workspace that is large enough, in the middle of a backward."""
-    emulated.load(driver)
+@on_ranks(2)
+def test_new_rows_break_nothing() -> None:
+    """In a workspace that is large enough, in the middle of a backward."""
     with pretending() as patch:
         group = faults.new_group()
         gather = functools.partial(tpkernels.all_gather, group=group, algorithm="direct")
         gather(torch.ones(8, 4))
         tpkernels.reduce_scatter(torch.ones(16, 4), group, algorithm="direct")
-        patch.setattr(streams, "is_captured", lambda _: True)
         x = torch.ones(3, 4, requires_grad=True)
-        endings = [faults.ending_of(lambda: gather(x))]
-        patch.setattr(streams, "is_captured", lambda _: False)
+        capture(patch)
+        with pytest.raises(tpkernels.errors.CaptureError, match=r"^rows \[3, 3\] are new .* once"):
+            gather(x)
+        capture(patch, False)
         out = gather(x)
-        patch.setattr(streams, "is_captured", lambda _: True)
-        endings.append(faults.ending_of(lambda: gather(torch.ones(2, 4)).sum()))
-        patch.setattr(streams, "is_captured", lambda _: False)
+        capture(patch)
+        with pytest.raises(tpkernels.errors.CaptureError, match=r"^rows \[2, 2\]"):
+            gather(torch.ones(2, 4)).sum()
+        capture(patch, False)
         out.sum().backward()
-        assert x.grad is not None
-        return [*(each.text for each in endings), str(x.grad.unique().tolist())]
+    assert x.grad is not None and x.grad.unique().tolist() == [2.0]
 
 
-def test_new_rows_break_nothing(ranks: RanksFixture, cuda_driver: str) -> None:
-    for rows, fewer, grad in ranks(2).run(gathers_job, cuda_driver):
-        assert rows.startswith("rows [3, 3] are new to this group: call the op with them once")
-        assert fewer.startswith("rows [2, 2]")
-        assert grad == "[2.0]"
-
-
-def failed_job(driver: str) -> list[Ending]:
-    """A call in a capture, and one after it, when a kernel's wait has failed before."""
-    emulated.load(driver)
+@on_ranks(2)
+def test_a_failure_found_in_a_capture_is_raised_after_it() -> None:
+    """A kernel's wait has failed before."""
     with pretending():
         group = faults.new_group()
         call = functools.partial(faults.run_op, "all_gather", group, "direct")
@@ -89,30 +86,25 @@ def failed_job(driver: str) -> list[Ending]:
         space.state[STATUS], space.state[PEER] = TIMEOUT, 1 - dist.get_rank()
         space.control[FAILED] = 1
         with pytest.MonkeyPatch.context() as capturing:
-            capturing.setattr(streams, "is_captured", lambda _: True)
+            capture(capturing)
             capturing.setattr(DeviceWorkspace, "failure", None)  # it cannot be read there
-            within = faults.ending_of(call)
-        return [within, faults.ending_of(call)]
+            with pytest.raises(tpkernels.errors.CaptureError, match="failed on the GPU"):
+                call()
+        with pytest.raises(tpkernels.CollectiveTimeoutError):
+            call()
 
 
-def test_a_failure_found_in_a_capture_is_raised_after_it(
-    ranks: RanksFixture, cuda_driver: str
-) -> None:
-    for within, after in ranks(2).run(failed_job, cuda_driver):
-        assert within.error == "CaptureError" and "failed on the GPU" in within.text, within
-        assert after.error == "CollectiveTimeoutError", after
-
-
-def kept_job(driver: str, captured: bool, broken: bool) -> bool:
-    """Whether the kernels' memory is there after the end of the group."""
-    emulated.load(driver)
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+@on_ranks(2)
+def test_memory_that_a_graph_uses_is_kept(captured: bool, broken: bool) -> None:
     with pretending() as patch:
         group = faults.new_group()
         call = functools.partial(faults.run_op, "all_gather", group, "direct")
         call()
-        patch.setattr(streams, "is_captured", lambda _: captured)
+        capture(patch, captured)
         call()
-        patch.setattr(streams, "is_captured", lambda _: False)
+        capture(patch, False)
         memory = weakref.ref(space_of(group).current)
         dist.barrier()
         if broken:
@@ -121,12 +113,117 @@ def kept_job(driver: str, captured: bool, broken: bool) -> bool:
             tpkernels.finalize()
         gc.collect()
         dist.barrier()
-        return memory() is not None
+        assert (memory() is not None) == captured
 
 
-@pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("captured", [False, True])
-def test_memory_that_a_graph_uses_is_kept(
-    ranks: RanksFixture, cuda_driver: str, captured: bool, broken: bool
-) -> None:
-    assert ranks(2).run(kept_job, cuda_driver, captured, broken) == [captured] * 2
+# The end of a group whose kernels still run: events pass when the test says so.
+
+LIMIT = 0.3  # s that kernels may take to end
+
+
+class Event:
+    """``query`` is asked whether the work before it has ended."""
+
+    def __init__(self, passed: Callable[[], bool]) -> None:
+        self.query, self.records = passed, 0
+
+
+class Stream:
+    def record_event(self, event: Event) -> None:
+        event.records += 1
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+
+def use_events(patch: pytest.MonkeyPatch, passed: Callable[[], bool]) -> None:
+    """From here on, workspaces on CPUs take their calls to be queued."""
+    stream: Any = Stream()
+    patch.setattr(streams, "order_of", lambda _: streams.DeviceOrder())
+    patch.setattr(streams, "current_stream", lambda _: stream)
+    patch.setattr(streams, "new_event", lambda _: Event(passed))
+
+
+# How the group ends; the seconds for which its kernels still run (None: longer than anybody waits),
+# or "fails"; whether waits within them were ended at the first look and at the last, and whether
+# the memory is kept; the line logged.
+NEVER_FREED = "have not ended 0.3 s after their group; their workspaces are never freed"
+ENDS: dict[str, tuple[str, float | str | None, tuple[bool, bool] | None, bool, str]] = {
+    "finalize": ("finalize", 0.15, (False, False), False, ""),
+    "failure": ("failure", 0.15, (True, True), False, ""),
+    "late": ("finalize", LIMIT + 0.15, (False, True), False, ""),
+    "never": ("finalize", None, (False, True), True, NEVER_FREED),
+    "never after a failure": ("failure", None, (True, True), True, NEVER_FREED),
+    "device fails": ("finalize", "fails", None, True, "may not have ended: an illegal memory"),
+    "exit": ("exit", None, None, True, ""),  # waits for nothing
+}
+
+
+@pytest.mark.parametrize(
+    "end", [end if ENDS[end][1] is not None else thorough(end) for end in ENDS]
+)
+@on_ranks(2)
+def test_memory_goes_back_after_the_last_kernel(end: str) -> None:
+    how, lasts, expected, kept, line = ENDS[end]
+    logged, aborted, freed_early, ends_at = [], [], [], float("-inf")
+    with pretending() as patch:
+        patch.setattr(cuda, "_GRACE_S", LIMIT)
+        patch.setattr(cuda, "_LAST_S", LIMIT)
+
+        def passed() -> bool:
+            if lasts == "fails":
+                raise RuntimeError("an illegal memory access was encountered")
+            if time.monotonic() > ends_at:
+                return True
+            space = memory()
+            freed_early.append(space is None)
+            aborted.append(space is not None and bool(space.control[ABORT]))
+            return False
+
+        use_events(patch, passed)
+        group = faults.new_group()
+        faults.run_op("all_gather", group, "direct")
+        memory = weakref.ref(space_of(group).current)
+        dist.barrier()
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("tpkernels").addHandler(handler)
+        begin = time.monotonic()
+        ends_at = begin + (lasts if isinstance(lasts, float) else 1e9)
+        if how == "finalize":
+            tpkernels.finalize()
+        elif how == "exit":
+            groups.get(group.group_name).leave()
+            groups.registry._groups.clear()
+        else:
+            groups.get(group.group_name).mark_broken(RuntimeError("of a test"))
+        seconds = time.monotonic() - begin
+        logging.getLogger("tpkernels").removeHandler(handler)
+        gc.collect()
+        dist.barrier()
+        assert (memory() is not None) == kept and not any(freed_early)
+    assert len(logged) == bool(line) and all(line in one for one in logged), logged
+    if expected is None:
+        assert not aborted and seconds < LIMIT
+        return
+    least = lasts if isinstance(lasts, float) else LIMIT
+    assert least <= seconds < least + LIMIT + faults.PROMPT, seconds
+    assert (aborted[0], aborted[-1]) == expected, aborted
+
+
+@on_ranks(2)
+def test_the_event_covers_a_call_that_raised() -> None:
+    """When it has queued some of its work."""
+    with pretending() as patch:
+        use_events(patch, lambda: True)
+        group = faults.new_group()
+        faults.run_op("all_gather", group, "direct")
+        space, joined = space_of(group), []
+        patch.setattr(space.side, "join", lambda: joined.append("joined"))
+        event = space.event
+        assert isinstance(event, Event)
+        before = event.records
+        with pytest.raises(KeyError), space:
+            raise KeyError
+        assert joined == ["joined"] and event.records - before == 1
+        dist.barrier()

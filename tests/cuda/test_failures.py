@@ -3,213 +3,170 @@ and the launch code when the driver fails."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cuda.test_rms_norm import SPACE, launch
 from tests.support import emulated
-from tests.support.cases import RanksFixture
+from tests.support.emulated import count_of, driver_that, on_ranks, space_of
 from tests.support.tiers import sweep
 from tpkernels import _C, cuda
 from tpkernels.cuda import image
 from tpkernels.launch import Ranks
-from tpkernels.symm import device
-from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.symm.device import ABORTED, MISMATCH, TIMEOUT, DeviceWorkspace
 
-TIMEOUT = 0.6
+SHORT = 0.5
 PROMPT = 5.0  # other waits would take 20 s
-Failure = tuple[int, int, int, int] | None
+NORMED = ("normed ll", "normed ll_two_shot", "normed two_shot")
 
 
-def call_of(way: str, space: DeviceWorkspace, signature: int) -> None:
-    """One call of any kind, with a wait."""
+def call_of(way: str, space: DeviceWorkspace, signature: int) -> list[torch.Tensor]:
+    """One call of any kind, with a wait; its results."""
     if way == "barrier":
-        return cuda.barrier(space, signature)
+        cuda.barrier(space, signature)
+        return []
     if way == "copies":
         with cuda.CopyCall(space, signature) as copies:
             peer = (space.rank + 1) % space.world
             copies.publish(1)
             copies.fetch(peer, 1, torch.empty(8), 0)
-        return
-    x = torch.ones(100)
+        return []
+    if way in NORMED:
+        x = torch.ones(3, 4160)
+        return list(launch(space, signature, x, x[0], way.removeprefix("normed ")))
+    x = torch.ones(192)  # two-shot: a segment for each rank
     cuda.all_reduce(space, signature, x, x, way=way)
+    return [x]
 
 
-def words_of(space: DeviceWorkspace) -> torch.Tensor:
-    """All signal words of this rank's region."""
-    region = space._memory[space.rank]
-    count = 2 * space.world * space.words
-    return torch.frombuffer(region, dtype=torch.int64, count=count).clone()
+def is_spoilt(results: list[torch.Tensor]) -> bool:
+    return all(bool(x.isnan().all()) for x in results)
 
 
-def late_job(driver: str, way: str) -> tuple[Failure, float, bool, int]:
-    """Rank 1 does not come to the second call of rank 0, which queues three more before it looks.
-    Returns rank 0's failure and the seconds that its first wait took, whether it has written
-    nothing into rank 1's region after that, and how many words it has told it before."""
-    space = emulated.space_of(driver, TIMEOUT)
+@pytest.mark.parametrize(
+    "way", [*sweep(["copies", "multimem", "barrier", "two_shot", *NORMED[1:]]), "ll", NORMED[0]]
+)
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_a_timeout(way: str) -> None:
+    """Rank 1 does not come to the second call of rank 0, which queues two more before it looks:
+    those touch no peer. Before any wait a two-shot publishes its own shard."""
+    space = space_of(SHORT, **SPACE)
     call_of(way, space, 5)
     dist.barrier()
     if space.rank == 1:
         dist.barrier()  # rank 0 has given up
         entered = (5 << 32) | (int(space.state[0]) + 1)
-        told = words_of(space).view(2, space.world, space.words)[:, 0]
-        return None, 0.0, True, int((told == entered)[:, 1:].sum())
+        words = torch.frombuffer(space._memory[1], dtype=torch.int64)
+        sources = words[: 4 * space.words].view(2, 2, space.words)[:, 0]
+        told = int((sources == entered)[:, 1:].sum())
+        assert told == (way.endswith("two_shot") and "ll" not in way) + (way == "multimem"), told
+        return
     begin = time.monotonic()
-    call_of(way, space, 5)
-    seconds = time.monotonic() - begin
+    results = call_of(way, space, 5)
+    seconds, failure = time.monotonic() - begin, space.failure()
     region = torch.frombuffer(space._memory[1], dtype=torch.uint8)
     before, begin = region.clone(), time.monotonic()
-    for _ in range(3):
+    for _ in range(2):
         call_of(way, space, 5)
-    untouched = bool((region == before).all()) and time.monotonic() - begin < 2.5 * TIMEOUT
+    assert torch.equal(region, before) and time.monotonic() - begin < 2 * SHORT
     dist.barrier()
-    return space.failure(), seconds, untouched, 0
+    assert is_spoilt(results) and SHORT <= seconds < 2 * SHORT + PROMPT, seconds
+    assert failure is not None and failure[:2] == (TIMEOUT, 1) and failure[2] >> 32 == 5, failure
 
 
-@pytest.mark.parametrize("way", [*sweep(["copies", "multimem", "barrier", "two_shot"]), "ll"])
-def test_a_rank_that_does_not_come_is_a_timeout(
-    ranks: RanksFixture, cuda_driver: str, way: str
-) -> None:
-    """Calls queued behind the failure touch no peer."""
-    (failure, seconds, untouched, _), (*_, told) = ranks(2).run(late_job, cuda_driver, way)
-    assert failure is not None and failure[:2] == (device.TIMEOUT, 1), failure
-    assert failure[2] == (5 << 32) | (int(failure[2]) & 0xFFFFFFFF)
-    assert TIMEOUT <= seconds < 2 * TIMEOUT + PROMPT, seconds
-    before_any_wait = {"two_shot": 1, "multimem": 1}  # the word of its only shard
-    assert untouched and told == before_any_wait.get(way, 0)
+@pytest.mark.parametrize(
+    ("way", "other"),
+    [(way, way) for way in ("two_shot", "barrier", "copies", "ll", "ll_two_shot", "ll128")]
+    + [("ll", "two_shot"), ("ll128", "ll_two_shot")],
+)
+@on_ranks(2)
+def test_another_call_is_a_mismatch_on_both(way: str, other: str) -> None:
+    """Words of another way have the epoch as well, in the places of data."""
+    space = space_of()
+    rank, begin = space.rank, time.monotonic()
+    results = call_of((way, other)[rank], space, 5 + rank)
+    failure = space.failure()
+    assert is_spoilt(results) and time.monotonic() - begin < PROMPT
+    assert failure is not None and failure[:2] == (MISMATCH, 1 - rank), failure
+    if way == other:
+        assert (failure[2] >> 32, failure[3] >> 32) == (5 + rank, 6 - rank), failure
 
 
-def mismatch_job(driver: str, way: str) -> tuple[Failure, float]:
-    space = emulated.space_of(driver)
-    begin = time.monotonic()
-    call_of(way, space, 5 + space.rank)
-    return space.failure(), time.monotonic() - begin
-
-
-@pytest.mark.parametrize("way", ["two_shot", "barrier", "copies", "ll", "ll_two_shot", "ll128"])
-def test_another_call_is_a_mismatch_on_both(
-    ranks: RanksFixture, cuda_driver: str, way: str
-) -> None:
-    for rank, (failure, seconds) in enumerate(ranks(2).run(mismatch_job, cuda_driver, way)):
-        assert failure is not None and failure[:2] == (device.MISMATCH, 1 - rank), failure
-        assert failure[2] >> 32 == 5 + rank and failure[3] >> 32 == 6 - rank, failure
-        assert seconds < PROMPT
-
-
-def abort_job(driver: str) -> tuple[Failure, float]:
+@on_ranks(2)
+def test_abort_ends_a_wait() -> None:
     """Rank 0 waits; the host says that rank 1 is lost."""
-    import threading
-
-    space = emulated.space_of(driver)
-    begin = time.monotonic()
+    space, begin = space_of(), time.monotonic()
     if space.rank == 0:
         timer = threading.Timer(0.2, space.abort, [1])
         timer.start()
         call_of("two_shot", space, 5)
         timer.join()
-    seconds = time.monotonic() - begin
+        failure = space.failure()
+        assert failure is not None and failure[:2] == (ABORTED, 1), failure
+        assert 0.2 <= time.monotonic() - begin < 0.2 + PROMPT
     dist.barrier()
-    return space.failure(), seconds
-
-
-def test_abort_ends_a_wait(ranks: RanksFixture, cuda_driver: str) -> None:
-    failure, seconds = ranks(2).run(abort_job, cuda_driver)[0]
-    assert failure is not None and failure[:2] == (device.ABORTED, 1), failure
-    assert 0.2 <= seconds < 0.2 + PROMPT
-
-
-def impatient_job(driver: str, way: str) -> tuple[bool, bool]:
-    """Rank 2 comes when rank 0 has given up, but in time for rank 1. Whether this rank's sums are
-    right, and whether it has been told of a failure."""
-    space = emulated.space_of(driver, TIMEOUT if dist.get_rank() == 0 else 3 * TIMEOUT)
-    x = torch.full((192,), 1.0 + space.rank)  # two-shot: a segment for each rank
-    out = torch.zeros_like(x)
-    if space.rank == 2:
-        time.sleep(2 * TIMEOUT)
-    cuda.all_reduce(space, 5, x, out, way=way)
-    dist.barrier()
-    return bool((out == 6.0).all()), space.failure() is not None and bool(out.isnan().all())
 
 
 @pytest.mark.parametrize("way", sweep(["ll128", "ll_two_shot", "two_shot"], later=2))
-def test_no_rank_takes_what_another_made_of_a_failed_wait(
-    ranks: RanksFixture, cuda_driver: str, way: str
-) -> None:
-    told = ranks(3).run(impatient_job, cuda_driver, way)
-    assert told[0] == (False, True)
-    assert all(right != failed for right, failed in told), told
+@on_ranks(3)
+def test_no_rank_takes_what_another_made_of_a_failed_wait(way: str) -> None:
+    """Rank 2 comes when rank 0 has given up, but in time for rank 1."""
+    rank = dist.get_rank()
+    space = space_of(SHORT if rank == 0 else 3 * SHORT)
+    out = torch.zeros(192)
+    if rank == 2:
+        time.sleep(2 * SHORT)
+    cuda.all_reduce(space, 5, torch.full((192,), 1.0 + rank), out, way=way)
+    dist.barrier()
+    right, failed = bool((out == 6.0).all()), space.failure() is not None and is_spoilt([out])
+    assert right != failed and not (right and rank == 0)
 
 
-@contextlib.contextmanager
-def failing(driver: str, function: str, code: int, capability: int = 90) -> Iterator[None]:
-    """The driver fails in one of its functions."""
-    library = emulated.load(driver)
-    image.kernels.cache_clear()
-    library.emulated_fail(function.encode(), code)
-    library.emulated_capability(capability)
-    try:
-        yield
-    finally:
-        library.emulated_fail(b"", 0)
-        library.emulated_capability(90)
-        image.kernels.cache_clear()
-
-
-def error_of(error: type[Exception], call: object) -> str:
-    try:
-        call()  # type: ignore[operator]
-    except error as raised:
-        return str(raised)
-    return "nothing was raised"
-
-
-def driver_job(driver: str) -> dict[str, str | int]:
-    """What is raised when driver functions fail, and whether it recovers."""
+def driver_job(driver: str) -> None:
+    """What is raised when driver functions fail; it recovers."""
+    emulated.load(driver)
     x = torch.ones(8)
-    told: dict[str, str | int] = {}
 
     def call() -> None:
         cuda.sum_partials(torch.empty(8), [x, x])
 
-    with failing(driver, "cuInit", 100):
-        told["init"] = error_of(NotImplementedError, call)
-    with failing(driver, "cuModuleLoadData", 209, capability=75):
-        told["load"] = error_of(NotImplementedError, call)
-    with failing(driver, "cuLaunchKernelEx", 719):
-        told["launch"] = error_of(RuntimeError, call)
-    told["device"] = error_of(NotImplementedError, lambda: image.kernels(3))
-    space = emulated.space_of(driver)
-    with failing(driver, "", 0, capability=80):
-        reduce = lambda: cuda.all_reduce(space, 1, x, x, way="multimem")  # noqa: E731
-        told["multimem"] = error_of(NotImplementedError, reduce)
+    def raises(error: type[Exception], match: str, call: Callable[[], object] = call) -> None:
+        with pytest.raises(error, match=match):
+            call()
+
+    with driver_that("cuInit", 100):
+        raises(NotImplementedError, "found no usable GPU: cuInit: on request")
+    with driver_that("cuModuleLoadData", 209, capability=75):
+        raises(
+            NotImplementedError, r"CUDA kernels on GPU 0 \(sm_75\): no kernel image is available"
+        )
+    with driver_that("cuLaunchKernelEx", 719):
+        raises(RuntimeError, r"^cuLaunchKernelEx: CUDA_ERROR_EMULATED \(on request\)$")
+    raises(NotImplementedError, "^no GPU 3: the driver reports 1$", lambda: image.kernels(3))
+    space = space_of()
+    with driver_that(capability=80):
+        reduce = functools.partial(cuda.all_reduce, space, 1, x, x, way="multimem")
+        raises(NotImplementedError, "compute capability 9.0", reduce)
     with (
-        failing(driver, "cuStreamWriteValue64", 719),
-        pytest.raises(RuntimeError) as raised,
+        driver_that("cuStreamWriteValue64", 719),
         cuda.CopyCall(space, 1, flags=1) as copies,
     ):
-        copies.raise_flag(0)
-    told["write"] = str(raised.value)
+        match = r"^cuStreamWriteValue64: CUDA_ERROR_EMULATED \(on request\)$"
+        raises(RuntimeError, match, lambda: copies.raise_flag(0))
     call()
-    told["status"] = cuda.driver_status()
-    told["depth"] = int(emulated.load(driver).emulated_depth())
-    return told
+    assert cuda.driver_status() == "for CUDA 13.0, GPUs: sm_90"
+    assert count_of("depth") == 0
 
 
 def test_driver_errors_have_names(cuda_driver: str) -> None:
     with Ranks(1) as fresh:  # whose driver is not initialised
-        told = fresh.run(driver_job, cuda_driver)[0]
-    assert "found no usable GPU: cuInit: on request" in str(told["init"])
-    assert "CUDA kernels on GPU 0 (sm_75): no kernel image is available" in str(told["load"])
-    assert told["launch"] == "cuLaunchKernelEx: CUDA_ERROR_EMULATED (on request)"
-    assert told["write"] == "cuStreamWriteValue64: CUDA_ERROR_EMULATED (on request)"
-    assert told["device"] == "no GPU 3: the driver reports 1"
-    assert "compute capability 9.0" in str(told["multimem"])
-    assert told["status"] == "for CUDA 13.0, GPUs: sm_90"
-    assert told["depth"] == 0
+        fresh.run(driver_job, cuda_driver)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

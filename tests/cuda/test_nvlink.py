@@ -14,6 +14,7 @@ import torch
 from tests.support import emulated
 from tests.support.cases import Case, RanksFixture, each
 from tests.support.cuda_rehearsal import pretending, space_of
+from tests.support.emulated import on_ranks, require_none
 from tests.support.ranked import check_cases, fresh_group
 from tests.support.tiers import sweep
 from tpkernels import groups
@@ -47,9 +48,10 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def links(library: str, rank: int, found: dict[str, str]) -> Iterator[pytest.MonkeyPatch]:
+def links(library: str, rank: int, doubt: str) -> Iterator[pytest.MonkeyPatch]:
+    """What a rank finds: all GPUs linked, or less in a doubt of ``DOUBTS``."""
     with pytest.MonkeyPatch.context() as patch:
-        found = dict(found)
+        found = dict(DOUBTS[doubt][0].get(rank, {})) if doubt else {}
         patch.setattr(nvlink, "_LIBRARY", found.pop("library", library))
         gpu = found.pop("gpu", f"GPU-{rank}") or None
         patch.setattr(nvlink, "_uuid", lambda _: gpu)
@@ -58,11 +60,12 @@ def links(library: str, rank: int, found: dict[str, str]) -> Iterator[pytest.Mon
         yield patch
 
 
-def ways_job(driver: str, library: str, found: dict[int, dict[str, str]]) -> list[Any]:
-    """The ways that calls of two sizes take, what is wrong, and what the log says."""
-    emulated.load(driver)
-    ways, run = [], calls.all_reduce
-    said: list[str] = []
+@pytest.mark.parametrize("doubt", ["", *sweep(DOUBTS, count=1, later=2)])
+@on_ranks(4)
+def test_ll128_over_nvlink(nvml: str, doubt: str) -> None:
+    """The ways that calls of two sizes take, in every workspace of the group, however it grows;
+    with the bits of the other algorithms. A doubt of one rank is a no for all."""
+    ways, run, logged = [], calls.all_reduce, []
 
     def spy(*given: Any) -> None:
         ways.append(given[6])
@@ -71,9 +74,9 @@ def ways_job(driver: str, library: str, found: dict[int, dict[str, str]]) -> lis
     with pretending() as patch, fresh_group() as group:
         patch.setattr(calls, "all_reduce", spy)
         patch.setattr(
-            "tpkernels.symm.cuda._logger.info", lambda text, *more: said.append(text % more)
+            "tpkernels.symm.cuda._logger.info", lambda text, *more: logged.append(text % more)
         )
-        with links(library, group.rank(), found.get(group.rank(), {})):
+        with links(nvml, group.rank(), doubt):
             cases = each(
                 Case(op="all_reduce", shape=SMALL),
                 Case(op="all_reduce", shape=MIDDLE),
@@ -82,43 +85,28 @@ def ways_job(driver: str, library: str, found: dict[int, dict[str, str]]) -> lis
                 algorithms=("direct",),
                 integers=(False,),
             )
-            wrong = check_cases(cases, group)
+            require_none(check_cases(cases, group))
         space = space_of(group)
-        same = {each.ll128 for each in space.spaces} == {space.current.ll128}
-    return [ways, wrong, same and len(space.spaces) > 1, said]
+    # 75 KiB without LL128: by words one hop, on 4 ranks
+    assert ways == (["ll"] * 3 if doubt else ["ll", "ll128", "ll128"]), ways
+    assert len(space.spaces) > 1
+    assert {each.ll128 for each in space.spaces} == {space.current.ll128}
+    if not doubt:
+        told = ["are sent by LL128, over NVLink" in line for line in logged]
+        assert told == [True] * (group.rank() == 0), logged
 
 
-def test_ll128_over_nvlink(ranks: RanksFixture, cuda_driver: str, nvml: str) -> None:
-    """In every workspace of the group, however it grows; with the bits of the other algorithms."""
-    ways = ["ll", "ll128", "ll128"]
-    said = "are sent by LL128, over NVLink"
-    for rank, told in enumerate(ranks(4).run(ways_job, cuda_driver, nvml, {})):
-        assert told[:3] == [ways, [], True]
-        assert [said in each for each in told[3]] == [True] * (rank == 0)
-
-
-@pytest.mark.parametrize("doubt", sweep(DOUBTS, count=3))
-def test_a_doubt_of_one_rank_is_a_no_for_all(
-    ranks: RanksFixture, cuda_driver: str, nvml: str, doubt: str
-) -> None:
-    found, _ = DOUBTS[doubt]
-    ways = ["ll", "ll", "ll"]  # 75 KiB: by words one hop, on 4 ranks
-    for told in ranks(4).run(ways_job, cuda_driver, nvml, found):
-        assert told[:3] == [ways, [], True]
-
-
-def why_job(library: str, found: dict[int, dict[str, str]]) -> str | None:
-    with fresh_group() as group, links(library, group.rank(), found.get(group.rank(), {})):
+def why_job(library: str, doubt: str) -> str | None:
+    with fresh_group() as group, links(library, group.rank(), doubt):
         participant = groups.get(group.group_name).participant(20.0)
         return nvlink.why_lines_may_tear(participant, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("doubt", DOUBTS)
 def test_all_ranks_are_told_alike(ranks: RanksFixture, nvml: str, doubt: str) -> None:
-    found, wanted = DOUBTS[doubt]
-    told = ranks(4).run(why_job, nvml, found)
+    told = ranks(4).run(why_job, nvml, doubt)
     assert len(set(told)) == 1 and told[0] is not None
-    assert re.match(wanted, told[0]), told[0]
+    assert re.match(DOUBTS[doubt][1], told[0]), told[0]
 
 
 @pytest.mark.parametrize(

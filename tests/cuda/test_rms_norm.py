@@ -5,27 +5,39 @@ them, under delays, over the end of the epochs; and what goes wrong without wait
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import emulated
-from tests.support.cases import Case, RanksFixture, each
+from tests.support.cases import Case, each
 from tests.support.cuda_rehearsal import pretending
-from tests.support.emulated import DTYPES, F16, F32, host_sum, random, same_bits
-from tests.support.ranked import check_cases, fresh_group, report
+from tests.support.emulated import (
+    DTYPES,
+    F16,
+    F32,
+    anywhere,
+    counts,
+    driver_that,
+    host_sum,
+    on_ranks,
+    random,
+    require_none,
+    same_bits,
+    space_of,
+)
+from tests.support.ranked import check_cases, fresh_group
 from tests.support.tiers import sweep
 from tpkernels import cuda
-from tpkernels.cuda import image
-from tpkernels.cuda import normed as rows
+from tpkernels.cuda import calls as rows
 from tpkernels.cuda.layouts import ll_words, rows_layout
-from tpkernels.symm.device import EPOCH, LAST_EPOCH, TIMEOUT, DeviceWorkspace
+from tpkernels.symm.device import EPOCH, LAST_EPOCH, DeviceWorkspace
 
 WAYS = ("ll", "ll_two_shot", "two_shot")
-SHAPES = ((0, 8), (1, 8), (3, 264), (5, 4160), (2, 9000), (70, 16))  # 1, 2 and 4 blocks for a row
-MOST = max(rows * columns for rows, columns in SHAPES)
-WORDS, BUFFER_BYTES = ll_words(4 * MOST, 4 * MOST), 16 * MOST
+SHAPES = ((0, 8), (1, 8), (3, 264), (2, 4160), (1, 9000), (70, 16))  # 1, 2 and 4 blocks for a row
+MOST = 5 * 4160
+SPACE = {"words": ll_words(4 * MOST, 4 * MOST), "buffer_bytes": 16 * MOST}
 EPS = 1e-5
 
 
@@ -61,26 +73,8 @@ def is_near(normed: torch.Tensor, total: torch.Tensor, weight: torch.Tensor) -> 
     return bool(((normed.double() - exact).abs() <= exact.abs() * relative + tiny).all())
 
 
-def flat(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.view(-1)
-
-
-def rows_job(driver: str, capability: int) -> list[str]:
+def wrong_rows(space: DeviceWorkspace) -> list[str]:
     """All dtypes, shapes, epilogues, weights and ways; what was wrong."""
-    library, caches = emulated.load(driver), (rows._capability, image.kernels)
-    library.emulated_capability(capability)
-    for cached in caches:
-        cached.cache_clear()
-    try:
-        return _check_rows(driver)
-    finally:
-        library.emulated_capability(90)
-        for cached in caches:
-            cached.cache_clear()
-
-
-def _check_rows(driver: str) -> list[str]:
-    space = emulated.space_of(driver, words=WORDS, buffer_bytes=BUFFER_BYTES)
     wrong, cases = [], itertools.product(SHAPES, DTYPES, (False, True))
     for number, (shape, dtype, more) in enumerate(cases):
         count, columns = shape[0] * shape[1], shape[1]
@@ -89,66 +83,56 @@ def _check_rows(driver: str) -> list[str]:
         flats = [random(count, dtype, 100 * number + r, at) for r, at in enumerate(offsets)]
         if columns == 264:  # so that eps counts
             flats = [x * 2**-9 for x in flats]
-        xs = [x.view(shape) for x in flats]
+        x = flats[space.rank].view(shape)
         weight = random(columns, F32 if more else dtype, 5, off)
         bias = random(columns, DTYPES[number % 3], 7) if more else None
-        residual = random(count, DTYPES[number // 2 % 3], 9, off).view(shape) if more else None
-        want = host_sum(flats, dtype, bias, flat(residual)).view(shape)
+        flat_residual = random(count, DTYPES[number // 2 % 3], 9, off) if more else None
+        residual = None if flat_residual is None else flat_residual.view(shape)
+        want = host_sum(flats, dtype, bias, flat_residual).view(shape)
         alone = torch.empty(shape, dtype=dtype)
         cuda.rms_norm(want, alone, weight, EPS)
         if not is_near(alone, want, weight):
             wrong.append(f"{shape} {dtype} alone: beyond the bound")
-        for way in WAYS:
-            signature = 1000 + 3 * number + WAYS.index(way)
-            x = xs[space.rank]
-            normed, total = launch(space, signature, x, weight, way, bias, residual)
+        for at, way in enumerate(WAYS):
+            normed, total = launch(space, 1000 + 3 * number + at, x, weight, way, bias, residual)
             if not same_bits(total, want):
                 wrong.append(f"{shape} {dtype} {way}: the sum")
             if not same_bits(normed, alone):
                 wrong.append(f"{shape} {dtype} {way}: the rows")
-    return [*wrong, *emulated.failures(space)]
+    return wrong
 
 
-@pytest.mark.parametrize("world", sweep([3, 1, 4]))
-def test_sums_and_rows(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
-    assert ranks(world).run(rows_job, cuda_driver, 90) == [[]] * world
+# Before sm_90 there are no clusters.
+@pytest.mark.parametrize(("world", "sm"), sweep([(3, 90), (2, 80), (1, 90), (4, 90)], later=1))
+@on_ranks()
+def test_sums_and_rows(sm: int) -> None:
+    with driver_that(capability=sm):
+        space = space_of(**SPACE)
+        require_none(wrong_rows(space), space)
 
 
-def test_rows_without_clusters(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(2).run(rows_job, cuda_driver, 80) == [[]] * 2
-
-
-def clusters_job(driver: str) -> bool:
-    """Whether a row has the same bits in a cluster of 4 blocks, of 2 and of 1, and with another
-    number of threads."""
-    library = emulated.load(driver)
+@on_ranks(1)
+def test_bits_depend_on_the_row_alone() -> None:
+    """A row has the same bits in a cluster of 4 blocks, of 2 and of 1, and with another number of
+    threads."""
     x, weight = random(8 * 9000, F32, 1).view(8, 9000), random(9000, F32, 2)
     found = []
-    try:
-        for largest, threads in ((4, 2), (2, 2), (1, 2), (4, 5)):
-            rows._CLUSTER = largest
-            library.emulated_threads(threads)
+    for largest, threads in ((4, 2), (2, 2), (1, 2), (4, 5)):
+        with driver_that(threads=threads), mock.patch.object(rows, "_CLUSTER", largest):
             assert rows._cluster(8, 9000, x.device) == largest
             cuda.rms_norm(x, normed := torch.empty_like(x), weight, EPS)
             found.append(normed)
-    finally:
-        rows._CLUSTER = 4
-        library.emulated_threads(2)
-    return all(same_bits(one, found[0]) for one in found)
+    assert all(same_bits(one, found[0]) for one in found)
 
 
-def test_bits_depend_on_the_row_alone(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(1).run(clusters_job, cuda_driver) == [True]
-
-
-def delays_job(driver: str, delay_us: int, broken: dict[str, bool], first: int = 0) -> int:
+def wrong_calls(delay_us: int, first: int = 0, **broken: bool) -> int:
     """Calls right after one another, each rank late at random places, in place and not, among
-    others; how many were wrong. ``first``: the last epoch before them."""
-    space = emulated.space_of(driver, words=WORDS, buffer_bytes=BUFFER_BYTES)
+    others; how many were wrong on all ranks. ``first``: the last epoch before them."""
+    space = space_of(**SPACE)
     space.state[EPOCH] = first
     weight, wants, results = torch.ones(4160), [], []
     for call in range(18):
-        x = torch.arange((1 + call % 3) * 4160).add(call).remainder(7).view(-1, 4160)
+        x = torch.arange((1 + call % 2) * 4160).add(call).remainder(7).view(-1, 4160)
         wants.append((space.world * x + sum(range(space.world))).to(F32))
         results.append((x + space.rank).to(F32))
     dist.barrier()
@@ -167,87 +151,49 @@ def delays_job(driver: str, delay_us: int, broken: dict[str, bool], first: int =
     for (normed, total), want in zip(results, wants, strict=True):
         wrong += not torch.equal(total, want)
         wrong += normed is not total and not is_near(normed, want, weight)
-    return wrong
+    return anywhere(wrong)
 
 
 @pytest.mark.parametrize("world", sweep([3, 2]))
-def test_call_after_call_under_delays(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
-    assert ranks(world).run(delays_job, cuda_driver, 300, {}) == [0] * world
+@on_ranks()
+def test_call_after_call_under_delays() -> None:
+    assert wrong_calls(300) == 0
 
 
-def test_epochs_begin_anew(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(2).run(delays_job, cuda_driver, 50, {}, LAST_EPOCH - 9) == [0] * 2
+@on_ranks(2)
+def test_epochs_begin_anew() -> None:
+    assert wrong_calls(50, LAST_EPOCH - 9) == 0
 
 
-def test_a_broken_protocol_is_seen(ranks: RanksFixture, cuda_driver: str) -> None:
+@on_ranks(3)
+def test_a_broken_protocol_is_seen() -> None:
     """Negative control of the tests above."""
-    assert sum(ranks(3).run(delays_job, cuda_driver, 2000, {"skip_waits": True})) > 0
+    assert wrong_calls(2000, skip_waits=True) > 0
 
 
-def loose_job(driver: str) -> int:
-    library = emulated.load(driver)
-    library.emulated_loose(True)
-    try:
-        return delays_job(driver, 500, {})
-    finally:
-        library.emulated_loose(False)
-
-
-def test_clusters_need_their_barrier(ranks: RanksFixture, cuda_driver: str) -> None:
+@on_ranks(2)
+def test_clusters_need_their_barrier() -> None:
     """Negative control: blocks read the sums of squares before the others have stored them."""
-    assert sum(ranks(2).run(loose_job, cuda_driver)) > 0
+    with driver_that(loose=1):
+        assert wrong_calls(500) > 0
 
 
-def counts_job(driver: str) -> list[tuple[int, ...]]:
-    """Barriers, releases at system scope and ordering atomics that one thread does one after the
-    other, with a thread for each peer: for one row in one block, then in a cluster of 4."""
-    library = emulated.load(driver)
-    space = emulated.space_of(driver, words=WORDS, buffer_bytes=BUFFER_BYTES)
-    library.emulated_threads(8)
-    found = []
-    try:
+@on_ranks(3)
+def test_what_a_call_does_in_turn() -> None:
+    """With a thread for each peer, for one row in one block, then in a cluster of 4. Of the
+    barriers, one is that of a cluster that starts, and two are a row's."""
+    space, found = space_of(**SPACE), []
+    with driver_that(threads=8):
         for way, columns in itertools.product(WAYS, (256, 8192)):
             launch(space, 1, torch.ones(1, columns), torch.ones(columns), way)
-            found.append(emulated.counts(library))
-    finally:
-        library.emulated_threads(2)
-    return found
+            found.append(counts())
+    assert found[:4] == [(5, 0, 0), (5, 0, 1)] * 2 and found[4][1:] == (3, 0), found
 
 
-def test_what_a_call_does_in_turn(ranks: RanksFixture, cuda_driver: str) -> None:
-    """Of the barriers, one is that of a cluster that starts, and two are a row's."""
-    for *low, two, _ in ranks(3).run(counts_job, cuda_driver):
-        assert low == [(5, 0, 0), (5, 0, 1)] * 2
-        assert two[1:] == (3, 0)
-
-
-def late_job(driver: str, way: str) -> tuple[bool, bool, bool]:
-    """Rank 1 does not come. Rank 0: whether the wait ended, no result is left, and later calls left
-    rank 1's memory alone."""
-    space = emulated.space_of(driver, 0.5, words=WORDS, buffer_bytes=BUFFER_BYTES)
-    if space.rank == 1:
-        dist.barrier()
-        return True, True, True
-    x, weight = torch.ones(3, 4160), torch.ones(4160)
-    normed, total = launch(space, 5, x, weight, way)
-    failure, region = space.failure(), torch.frombuffer(space._memory[1], dtype=torch.uint8)
-    before = region.clone()
-    for _ in range(2):
-        launch(space, 5, x, weight, way)
-    dist.barrier()
-    ended = failure is not None and failure[:2] == (TIMEOUT, 1)
-    nothing = bool(normed.isnan().all() and total.isnan().all())
-    return ended, nothing, bool((region == before).all())
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_lost_peer_leaves_no_result(ranks: RanksFixture, cuda_driver: str, way: str) -> None:
-    assert ranks(2).run(late_job, cuda_driver, way) == [(True, True, True)] * 2
-
-
-def ops_job(driver: str, way: str) -> list[str]:
-    """The ops by `direct` on the way of CUDA tensors, and rows that are no whole vectors."""
-    emulated.load(driver)
+@pytest.mark.parametrize("way", ["auto", "ll_two_shot", "two_shot"])
+@on_ranks(3)
+def test_the_ops(way: str) -> None:
+    """By `direct` on the way of CUDA tensors, and rows that are no whole vectors."""
     cases = each(
         *(Case(op="all_reduce_rms_norm", shape=s, residual=F32) for s in ((40, 24), (2, 3, 20))),
         Case(op="all_reduce_rms_norm", shape=(9, 2056), norm=F32),
@@ -259,12 +205,7 @@ def ops_job(driver: str, way: str) -> list[str]:
     with pretending() as patch, fresh_group() as group:
         if way != "auto":
             patch.setattr(rows, "all_reduce_way", lambda *_, **__: way)
-        return check_cases(cases, group)
-
-
-@pytest.mark.parametrize("way", ["auto", "ll_two_shot", "two_shot"])
-def test_the_ops(ranks: RanksFixture, cuda_driver: str, way: str) -> None:
-    report(failure for rank in ranks(3).run(ops_job, cuda_driver, way) for failure in rank)
+        require_none(check_cases(cases, group))
 
 
 def test_what_auto_takes() -> None:

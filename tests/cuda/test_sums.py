@@ -12,25 +12,35 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import emulated
-from tests.support.cases import RanksFixture
-from tests.support.emulated import BF16, DTYPES, F16, F32, host_sum, random, same_bits
+from tests.support.emulated import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    host_sum,
+    on_ranks,
+    random,
+    require_none,
+    same_bits,
+    space_of,
+)
 from tpkernels import cuda
 from tpkernels.cuda import image
 from tpkernels.errors import CaptureError
 from tpkernels.symm.device import DeviceWorkspace
 
-COUNTS = (0, 1, 7, 8, 9, 17, 2048, 2055, 20_011)
+COUNTS = (0, 1, 7, 8, 9, 17, 2055, 20_011)
 
 
-def sums_job(driver: str, world: int) -> list[str]:
-    emulated.load(driver)
+@pytest.mark.parametrize("partial_count", [1, 3])
+@on_ranks(1)
+def test_sums_are_the_hosts_bit_for_bit(partial_count: int) -> None:
     wrong = []
     places = itertools.product((0, 1, 8), (0, 1))
     residuals = (None, *DTYPES)
     for wire, out_dtype, residual_dtype in itertools.product(DTYPES, DTYPES, residuals):
         for count, (offset, columns_of) in itertools.product(COUNTS, places):
-            partials = [random(count, wire, r, offset) for r in range(world)]
+            partials = [random(count, wire, r, offset) for r in range(partial_count)]
             columns, bias_dtype = 13 if count % 13 == 0 else count, DTYPES[count % 3]
             bias = random(columns, bias_dtype, 8) if columns_of else None
             residual = random(count, residual_dtype, 9, count % 2) if residual_dtype else None
@@ -42,17 +52,12 @@ def sums_job(driver: str, world: int) -> list[str]:
             beyond = (around[:at] == 77).all() and (around[at + count :] == 77).all()
             if not (right and beyond):
                 wrong.append(f"{count} {offset} {wire} {out_dtype} {residual_dtype}")
-    return wrong
+    require_none(wrong)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_sums_are_the_hosts_bit_for_bit(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
-    assert ranks(1).run(sums_job, cuda_driver, world)[0] == []
-
-
-def places_job(driver: str) -> list[str]:
+@on_ranks(1)
+def test_parts_replaced_partials_and_special_values() -> None:
     """A part of a larger output with its bias; a result that replaces a partial; 72 partials."""
-    emulated.load(driver)
     wrong = []
     whole, bias = [random(1300, BF16, r) for r in range(3)], random(13, F32, 8)
     want = host_sum(whole, BF16, bias)
@@ -67,8 +72,7 @@ def places_job(driver: str) -> list[str]:
         if not same_bits(given[own], host_sum(whole, BF16)):
             wrong.append(f"in place of {own}")
     many = [random(100, F16, r) for r in range(72)]
-    out = torch.empty(100)
-    cuda.sum_partials(out, many)
+    cuda.sum_partials(out := torch.empty(100), many)
     if not torch.equal(out, host_sum(many, F32)):
         wrong.append("72 partials")
     special = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 1e-45, 65520.0, 3e38] * 3)
@@ -78,16 +82,12 @@ def places_job(driver: str) -> list[str]:
         cuda.sum_partials(got, partials)
         if not torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)):
             wrong.append(f"special {dtype} {out_dtype}")
-    return wrong
+    require_none(wrong)
 
 
-def test_parts_replaced_partials_and_special_values(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(1).run(places_job, cuda_driver)[0] == []
-
-
-def paced_job(driver: str) -> list[str]:
-    """Bytes arrive, and no earlier than a link would bring them."""
-    emulated.load(driver)
+@on_ranks(1)
+def test_a_paced_copy_takes_its_time() -> None:
+    """And copies every byte and no more, no earlier than a link would bring them."""
     wrong = []
     for nbytes, offset, sms in itertools.product((0, 1, 15, 4097, 300_001), (0, 1, 4), (1, 3)):
         src = torch.arange(nbytes + offset).to(torch.uint8)[offset:]
@@ -102,11 +102,7 @@ def paced_job(driver: str) -> list[str]:
         seconds, due = time.monotonic() - begin, 4 * src.numel() / rate * 1e-9 + latency_us * 1e-6
         if not torch.equal(src, dst) or not due <= seconds < due + 0.5:
             wrong.append(f"{seconds:.4f} s at {rate} GB/s, due {due:.4f}")
-    return wrong
-
-
-def test_a_paced_copy_takes_its_time(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(1).run(paced_job, cuda_driver)[0] == []
+    require_none(wrong)
 
 
 def reduce(**changed: Any) -> None:
@@ -190,30 +186,21 @@ def test_whether_the_kernels_can_be_launched(monkeypatch: pytest.MonkeyPatch) ->
     assert found == [False, False, False, True]
 
 
-def copies_refusals_job(driver: str) -> list[str]:
-    space = emulated.space_of(driver, words=16, buffer_bytes=1 << 10)
-    told, x = [], torch.ones(8)
+@on_ranks(2)
+def test_refusals_of_copies() -> None:
+    space = space_of(words=16, buffer_bytes=1 << 10)
+    x = torch.ones(8)
     with cuda.CopyCall(space, 1) as copies:
-        for call in (
-            lambda: copies.put(x, 2048 - 31),
-            lambda: copies.put(torch.ones(4, 4).t()[1:], 0),
-            lambda: copies.publish(0),
-            lambda: copies.publish(15),
-            lambda: copies.publish(1, to=space.rank),
-            lambda: copies.fetch(2, 1, x, 0),
+        for call, match in (
+            (
+                lambda: copies.put(x, 2048 - 31),
+                r"bytes \[2017, \+32\) of the 2048 that each rank has",
+            ),
+            (lambda: copies.put(torch.ones(4, 4).t()[1:], 0), "tensor has strides"),
+            (lambda: copies.publish(0), "word 0; it must be 1 to 14"),
+            (lambda: copies.publish(15), "word 15; it must be 1 to 14"),
+            (lambda: copies.publish(1, to=space.rank), f"rank {space.rank} is no peer of rank"),
+            (lambda: copies.fetch(2, 1, x, 0), f"rank 2 is no peer of rank {space.rank} among 2"),
         ):
-            with pytest.raises(ValueError) as raised:
+            with pytest.raises(ValueError, match=match):
                 call()
-            told.append(str(raised.value))
-    return told
-
-
-def test_refusals_of_copies(ranks: RanksFixture, cuda_driver: str) -> None:
-    told = ranks(2).run(copies_refusals_job, cuda_driver)[0]
-    assert told[0] == "bytes [2017, +32) of the 2048 that each rank has"
-    assert "tensor has strides" in told[1]
-    assert told[2:4] == ["word 0; it must be 1 to 14", "word 15; it must be 1 to 14"]
-    assert told[4:] == [
-        "rank 0 is no peer of rank 0 among 2",
-        "rank 2 is no peer of rank 0 among 2",
-    ]

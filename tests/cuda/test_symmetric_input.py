@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support import emulated, faults
+from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.cuda_rehearsal import pretending, space_of
+from tests.support.cuda_rehearsal import copy_engines, pretending, space_of
+from tests.support.emulated import anywhere, on_ranks
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import cuda, groups
@@ -31,7 +32,9 @@ def symmetric(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
     return own.make_symmetric(shape, torch.float32, torch.device("cpu"))
 
 
-def gather_of(group: dist.ProcessGroup, way: str, **options: Any) -> Callable[..., Any]:
+def gather_of(
+    group: dist.ProcessGroup, way: str = "pipelined", **options: Any
+) -> Callable[..., Any]:
     op = tpkernels.all_gather_matmul
     return functools.partial(op, weights=torch.ones(K, N), group=group, algorithm=way, **options)
 
@@ -41,12 +44,11 @@ def wanted(group: dist.ProcessGroup, turn: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def overwritten_job(driver: str, way: str, skip_waits: bool) -> tuple[int, int]:
-    """Calls under delays on input that is spoilt as soon as the op returns; how many were wrong,
-    and how often something was put."""
-    emulated.load(driver)
+def check_in_place(way: str, skip_waits: bool = False) -> None:
+    """Calls under delays on input that is spoilt as soon as the op returns, which copy nothing.
+    Negative control: they do not wait."""
     with pretending() as patch:
-        patch.setattr("tpkernels.algorithms.fused.COPY_ENGINE_BYTES", 0)
+        copy_engines(patch)
         group, puts, wrong = faults.new_group(), list[int](), 0
         put = cuda.CopyCall.put
         patch.setattr(cuda.CopyCall, "put", lambda *given: puts.append(1) or put(*given))
@@ -60,98 +62,73 @@ def overwritten_job(driver: str, way: str, skip_waits: bool) -> tuple[int, int]:
             got = call(x)
             x.fill_(math.nan)
             wrong += not torch.equal(got, wanted(group, turn))
-        return wrong, len(puts)
+    assert (anywhere(wrong) > 0) == skip_waits and not puts
 
 
-@pytest.mark.parametrize("world", sweep([3, 2]))
-def test_peers_read_it_in_place(ranks: RanksFixture, cuda_driver: str, world: int) -> None:
-    told = ranks(world).run(overwritten_job, cuda_driver, "pipelined", False)
-    assert told == [(0, 0)] * world
+@pytest.mark.parametrize(
+    ("world", "skip_waits"), sweep([(3, False), (3, True), (2, False)], count=2)
+)
+@on_ranks()
+def test_peers_read_it_in_place(skip_waits: bool) -> None:
+    check_in_place("pipelined", skip_waits)
 
 
 @pytest.mark.thorough
-def test_peers_read_it_in_place_for_fused(interpreting: RanksFixture, cuda_driver: str) -> None:
-    assert interpreting(2).run(overwritten_job, cuda_driver, "fused", False) == [(0, 0)] * 2
+@on_ranks(2, interpreting=True)
+def test_peers_read_it_in_place_for_fused() -> None:
+    check_in_place("fused")
 
 
-def test_calls_that_do_not_wait_are_wrong(ranks: RanksFixture, cuda_driver: str) -> None:
-    """Negative control of the tests above."""
-    told = ranks(3).run(overwritten_job, cuda_driver, "pipelined", True)
-    assert sum(wrong for wrong, _ in told) > 0
-
-
-def inputs_job(driver: str) -> list[str]:
-    """Input of several kinds in one group, with what was gathered; which results were wrong."""
-    emulated.load(driver)
+@on_ranks(2)
+def test_other_input_is_copied() -> None:
+    """Input of several kinds in one group, with what was gathered."""
     with pretending():
-        group, wrong = faults.new_group(), []
-        rank, call = group.rank(), gather_of(group, "pipelined", return_gathered=True)
+        group = faults.new_group()
+        rank, call = group.rank(), gather_of(group, return_gathered=True)
         large, small = symmetric(group, 2 * ROWS, K), symmetric(group, ROWS, K)
-        strided = symmetric(group, K, ROWS).t()
         kinds = {
             "whole": small,
             "a part": large[:ROWS],
             "a part of each rank's own": large[rank : rank + ROWS],
-            "strided": strided,
+            "strided": symmetric(group, K, ROWS).t(),
             "plain": torch.empty(ROWS, K),
         }
         for turn in range(2):
             for kind, x in kinds.items():
                 x.fill_(rank + turn)
                 whole, got = call(x)
-                right = torch.equal(got, wanted(group, turn))
-                if not right or not torch.equal(whole[:, 0] * K, got[:, 0]):
-                    wrong.append(f"{kind}: {got}")
-        return wrong
-
-
-def test_other_input_is_copied(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(2).run(inputs_job, cuda_driver) == [[], []]
-
-
-def suite_job(driver: str, way: str, delay_us: int) -> list[tuple[str, bool]]:
-    from benchmarks.gpu.in_place import check_job
-
-    emulated.load(driver)
-    with pretending():
-        return check_job("cpu", way, 3, delay_us)
-
-
-def test_the_gpu_suites_check(ranks: RanksFixture, cuda_driver: str) -> None:
-    """It has not seen a GPU; here it runs on the CPU."""
-    told = ranks(2).run(suite_job, cuda_driver, "pipelined", 200)
-    assert told == [[("symmetric input", True)]] * 2
+                assert torch.equal(got, wanted(group, turn)), kind
+                assert torch.equal(whole[:, 0] * K, got[:, 0]), kind
 
 
 @pytest.mark.thorough
-def test_the_gpu_suites_check_for_fused(interpreting: RanksFixture, cuda_driver: str) -> None:
-    told = interpreting(2).run(suite_job, cuda_driver, "copied", 0)
-    assert told == [[("symmetric input", True)]] * 2
+@pytest.mark.parametrize(("way", "delay_us"), [("pipelined", 200), ("copied", 0)])
+@on_ranks(2, interpreting=True)
+def test_the_gpu_suites_check(way: str, delay_us: int) -> None:
+    """It has not seen a GPU; here it runs on the CPU."""
+    from benchmarks.gpu.in_place import check_job
+
+    with pretending() as patch:
+        copy_engines(patch)  # which the check changes, and the patch puts back
+        assert check_job("cpu", way, 3, delay_us) == [("symmetric input", True)]
 
 
-def unlike_job(driver: str) -> tuple[bool, Ending]:
-    """Rank 1 passes another tensor than the others."""
-    emulated.load(driver)
+@on_ranks(2)
+def test_ranks_that_pass_different_tensors_are_told() -> None:
     with pretending():
         group = faults.new_group(timeout=5.0)
-        call, x = gather_of(group, "pipelined"), symmetric(group, ROWS, K)
+        call, x = gather_of(group), symmetric(group, ROWS, K)
         call(x)
         dist.barrier()
-        result = call(torch.ones(ROWS, K) if group.rank() == 1 else x)
-        spoilt = bool(result.isnan().all())
+        assert bool(call(torch.ones(ROWS, K) if group.rank() == 1 else x).isnan().all())
         dist.barrier()
-        return spoilt, faults.ending_of(functools.partial(call, x))
+        with pytest.raises(tpkernels.CollectiveMismatchError):
+            call(x)
 
 
-def test_ranks_that_pass_different_tensors_are_told(ranks: RanksFixture, cuda_driver: str) -> None:
-    for spoilt, after in ranks(2).run(unlike_job, cuda_driver):
-        assert spoilt
-        assert after.error == "CollectiveMismatchError", after
-
-
-def dropped_job(driver: str) -> list[int]:
+@on_ranks(2)
+def test_it_lives_as_long_as_its_tensors() -> None:
     """How many tensors a group knows of, as they come and go."""
-    emulated.load(driver)
     with pretending():
         group = faults.new_group()
         kept, known = symmetric(group, ROWS, K), list[int]()
@@ -164,44 +141,35 @@ def dropped_job(driver: str) -> list[int]:
         del view
         gc.collect()
         assert segments.find(kept) is not None and segments.find(torch.ones(2)) is None
-        return [*known, len(segments._at), len(symmetric(group, 0, 4))]
+        assert [*known, len(segments._at), len(symmetric(group, 0, 4))] == [2, 2, 1, 0]
 
 
-def test_it_lives_as_long_as_its_tensors(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(2).run(dropped_job, cuda_driver) == [[2, 2, 1, 0]] * 2
-
-
-def recorded_job(driver: str) -> list[bool]:
-    """Which tensors' memory is there when they have been dropped: one before a capture and one
-    that was read in it, within the capture, after the next call, and after the group."""
-    emulated.load(driver)
+@on_ranks(2)
+def test_what_a_capture_has_read_is_kept() -> None:
+    """When tensors have been dropped, one before a capture and one that was read in it. And nothing
+    goes in it: torch waits for the device then, which ends the capture."""
     with pretending() as patch:
-        group, found = faults.new_group(), []
+        group = faults.new_group()
         before, read = symmetric(group, ROWS, K), symmetric(group, ROWS, K)
-        call, segments = gather_of(group, "pipelined"), space_of(group).segments
+        call, segments = gather_of(group), space_of(group).segments
         call(read)
         known = [segments.find(x) for x in (before, read)]
         memory = [weakref.ref(each.memory) for each in known if each is not None]
         del known, before
         patch.setattr(streams, "is_captured", lambda _: True)
-        ending = faults.ending_of(functools.partial(symmetric, group, ROWS, K))
+        with pytest.raises(tpkernels.errors.CaptureError):
+            symmetric(group, ROWS, K)
         call(read)
-        found += [each() is not None for each in memory]
+        assert [each() is not None for each in memory] == [True, True]
         patch.setattr(streams, "is_captured", lambda _: False)
         del read
         call(symmetric(group, ROWS, K))
-        found += [each() is not None for each in memory]
+        assert [each() is not None for each in memory] == [False, True]
         dist.barrier()
         del segments
         tpkernels.finalize()
         gc.collect()
-        return [*found, memory[1]() is not None, ending.error == "CaptureError"]
-
-
-def test_what_a_capture_has_read_is_kept(ranks: RanksFixture, cuda_driver: str) -> None:
-    """And nothing goes in it: torch waits for the device then, which ends the capture."""
-    told = ranks(2).run(recorded_job, cuda_driver)
-    assert told == [[True, True, False, True, True, True]] * 2
+        assert memory[1]() is not None
 
 
 def refused_job() -> list[Ending]:

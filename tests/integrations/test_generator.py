@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate_job(path: str, sampling: Sampling) -> list[list[int]]:
     """The tokens of each prompt."""
-    steps = Generator(path).generate(PROMPTS, sampling.to_message())
+    steps = Generator(path).generate(PROMPTS, asdict(sampling))
     return [list(tokens) for tokens in zip(*steps, strict=True)]
 
 
@@ -62,7 +63,7 @@ def prefill_job(path: str) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens after a prompt that is split over the ranks, by this and by transformers."""
     prompt = [1 + number % (hf_models.VOCAB - 1) for number in range(60)]
     generator = Generator(path)
-    got = list(generator.generate([prompt], Sampling(max_new_tokens=3).to_message()))
+    got = list(generator.generate([prompt], asdict(Sampling(max_new_tokens=3))))
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     want = model.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)
     return got, want[0, 60:].view(-1, 1).tolist()
@@ -79,12 +80,12 @@ def test_an_executor_ends_generation_at_any_step(folder: Path) -> None:
     want = of_one_process(folder, GREEDY)
     with Ranks(2, Generator, str(folder), timeout=60) as executor:
         for steps in (1, 3):
-            stream: Any = executor.stream("generate", PROMPTS, GREEDY.to_message())
+            stream: Any = executor.stream("generate", PROMPTS, asdict(GREEDY))
             got = list(islice(stream, steps))
             stream.close()
             assert got == [list(tokens) for tokens in zip(*want, strict=True)][:steps]
         assert executor.call("describe", rank=1)["ends"] == [2]
-        whole = list(executor.stream("generate", PROMPTS, GREEDY.to_message()))
+        whole = list(executor.stream("generate", PROMPTS, asdict(GREEDY)))
         assert whole == [list(tokens) for tokens in zip(*want, strict=True)]
 
 
@@ -92,7 +93,7 @@ def paused_job(path: str) -> tuple[int, int]:
     """Forwards of a generator that is left alone after three tokens, and after it is closed."""
     generator, forwards = Generator(path), []
     generator._model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    steps: Any = generator.generate(PROMPTS, Sampling(max_new_tokens=40).to_message())
+    steps: Any = generator.generate(PROMPTS, asdict(Sampling(max_new_tokens=40)))
     list(islice(steps, 3))
     time.sleep(0.3)
     paused = len(forwards)
@@ -117,7 +118,7 @@ def failing_job(path: str) -> str:
     generator._model.register_forward_pre_hook(fail)
     seen = []
     try:
-        for tokens in generator.generate(PROMPTS, GREEDY.to_message()):
+        for tokens in generator.generate(PROMPTS, asdict(GREEDY)):
             seen.append(tokens)
     except ArithmeticError as error:
         return f"{len(seen)} tokens, then {error}"

@@ -36,10 +36,9 @@ class Check:
 
 
 def checks(group: dist.ProcessGroup, sequence: bool) -> Iterator[Check]:
-    rank, world = group.rank(), group.size()
     torch.manual_seed(11)
     x = torch.randn(ROWS, BATCH, WIDTH, dtype=F64)
-    rows = Split.of(0, ROWS, None, rank, world, "rows") if sequence else None
+    rows = Split.of(0, ROWS, group.group_name, "rows") if sequence else None
     how: dict[str, Any] = {"sequence_parallel": sequence}
 
     def linear(inner: int, outer: int, bias: bool = True) -> nn.Linear:

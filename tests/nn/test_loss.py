@@ -45,7 +45,7 @@ def samples(vocab: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def loss_job(vocab: int) -> list[str]:
     failures = []
     with fresh_group() as group:
-        split = Split.of(2, vocab, None, group.rank(), group.size(), "vocab")
+        split = Split.of(2, vocab, group.group_name, "vocab")
         for name, (logits, target) in samples(vocab).items():
             for reduction in ("mean", "sum", "none"):
                 whole = logits.clone().requires_grad_()
@@ -101,7 +101,7 @@ def low_precision_job() -> str:
         torch.manual_seed(1)
         logits = torch.randn(64, 1000 * group.size())
         target = torch.randint(0, logits.shape[1], (64,))
-        split = Split.of(1, logits.shape[1], None, group.rank(), group.size(), "vocab")
+        split = Split.of(1, logits.shape[1], group.group_name, "vocab")
         mine = split.shard(logits).bfloat16().requires_grad_()
         with recorded_calls() as calls, Largest() as largest:
             loss = tnn.vocab_parallel_cross_entropy(mine, target, group, logits.shape[1])

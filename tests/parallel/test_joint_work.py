@@ -18,6 +18,7 @@ import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, ending_of, run_op
 from tpkernels import groups
+from tpkernels.groups.group import Group
 from tpkernels.launch import Ranks
 from tpkernels.parallel import joint_work
 
@@ -54,7 +55,7 @@ def work_job(what: str, seconds: float = 20.0) -> tuple[Ending, Ending]:
 
     broken = {
         "thread": mock.patch.object(threading.Thread, "start", start_none),
-        "message": mock.patch.object(joint_work, "all_gather", send_none),
+        "message": mock.patch.object(Group, "exchange", send_none),
     }
     if rank == 1 and what == "absent":
         first = ending_of(lambda: None)

@@ -13,11 +13,18 @@ import torch
 from tpkernels.backends import TABLES
 from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.choose import Means, Plan, choose, unsupported_algorithms
+from tpkernels.planning.choose import (
+    RING_MIN_BYTES,
+    RING_MIN_ROWS,
+    Means,
+    Plan,
+    choose,
+    split_rule,
+    unsupported_algorithms,
+)
 from tpkernels.planning.problem import Problem
-from tpkernels.planning.thresholds import RING_MIN_BYTES, RING_MIN_ROWS, pipeline_min_rows
 
-PIPELINE_MIN_ROWS = pipeline_min_rows(torch.bfloat16, ())  # of a CPU that is not known
+PIPELINE_MIN_ROWS = split_rule(torch.bfloat16, ()).min_rows  # of a CPU that is not known
 LARGE = 4 * PIPELINE_MIN_ROWS
 
 

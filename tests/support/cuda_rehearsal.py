@@ -58,5 +58,11 @@ def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
+def copy_engines(patch: pytest.MonkeyPatch) -> None:
+    """`fused` gathers by copy engines, whatever the size; a chunk is a row of tiles."""
+    patch.setattr("tpkernels.algorithms.fused.COPY_ENGINE_BYTES", 0)
+    patch.setattr("tpkernels.kernels.all_gather_matmul._CHUNK_BYTES", 1)
+
+
 def space_of(group: dist.ProcessGroup) -> CudaWorkspace:
     return faults.workspace_of(group).on_gpus[torch.device("cpu")]

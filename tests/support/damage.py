@@ -55,7 +55,7 @@ def good_report(given: Mapping[str, Any] = SWEEP) -> Report:
     sweep = plan_sweep(Settings(**given), ranks=None, device="cpu")
     report = new_report(sweep)
     for item in sweep.items:
-        names = dict.fromkeys((*sweep.algorithms, *_BASELINES))
+        names = dict.fromkeys((*sweep.method.algorithms, *_BASELINES))
         samples = {
             name: Samples(tuple(1e-3 * (1 + i + j / 50) for j in range(6)), calls=2, warmup=1)
             for i, name in enumerate(names)
@@ -63,7 +63,7 @@ def good_report(given: Mapping[str, Any] = SWEEP) -> Report:
         }
         choices = {
             name: Choice(name.replace("auto", "direct"), "4 rows a rank", Verdict(0.5, 0.5, 1.0))
-            for name in (*sweep.algorithms, "unfused")
+            for name in (*sweep.method.algorithms, "unfused")
         }
         left_out = {"nccl": "no GPU: pip install 'tpkernels[cu13]'"}
         case_report = CaseReport(choices, samples, left_out, inputs_over_cache=2.5)

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import hashlib
+import importlib
+import inspect
 import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,12 +30,12 @@ import tpkernels
 from tests.support.paths import NATIVE, ROOT
 from tpkernels import _C, groups
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.cuda import image
+from tpkernels.cuda import image, normed
 from tpkernels.dtypes import CODES
 from tpkernels.symm.device import DeviceWorkspace
 
 EMULATED = NATIVE / "emulated"
-FLAGS = ["-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-pthread"]
+FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-pthread"]
 FLAGS += [f"-I{EMULATED}", f"-I{ROOT / 'csrc'}"]
 SONAME = "libcuda.so.1"
 WORDS, BUFFER_BYTES = 160, 1 << 15
@@ -72,34 +74,90 @@ def build_driver(folder: Path) -> Path:
     return build(folder, "driver.cpp", "-fPIC", "-shared", f"-Wl,-soname,{SONAME}")
 
 
-@functools.cache
-def load(path: str) -> ctypes.CDLL:
-    """Makes it the CUDA driver of this process: dlopen returns the library that is already loaded
+_loaded: list[ctypes.CDLL] = []
+
+
+def load(path: str) -> None:
+    """Make it the CUDA driver of this process: dlopen returns the library that is already loaded
     under that name."""
-    if not _C.cuda.architectures():  # any image will do
-        image.nvrtc_image = lambda capability: b"an image"
-    return ctypes.CDLL(path)
+    if not _loaded:
+        if not _C.cuda.architectures():  # any image will do
+            image.nvrtc_image = lambda capability: b"an image"
+        _loaded.append(ctypes.CDLL(path))
+
+
+def library() -> ctypes.CDLL:
+    """The driver of this process."""
+    return _loaded[0]
 
 
 @contextlib.contextmanager
-def new_kernels(path: str) -> Iterator[ctypes.CDLL]:
-    """A driver that the block may have refuse calls; the kernels are loaded anew in it."""
-    library = load(path)
-    image.kernels.cache_clear()
+def driver_that(fails: str = "", code: int = 0, **settings: int) -> Iterator[None]:
+    """Change the driver: its settings (tests/native/emulated/driver.cpp), and a function of it that
+    fails. The kernels are loaded anew."""
+    change = library().emulated_set
+    before = {name: change(name.encode(), at) for name, at in settings.items()}
+    library().emulated_fail(fails.encode(), code)
+    _forget_kernels()
     try:
-        yield library
+        yield
     finally:
-        library.emulated_streams_write(True)
-        library.emulated_captures_writes(True)
-        library.emulated_fail(b"", 0)
-        image.kernels.cache_clear()
+        for name, at in before.items():
+            change(name.encode(), at)
+        library().emulated_fail(b"", 0)
+        _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    for cached in (image.kernels, image._loads, normed._capability):
+        cached.cache_clear()
+
+
+def count_of(name: str) -> int:
+    """What the driver has counted (tests/native/emulated/driver.cpp)."""
+    return int(library().emulated_get(name.encode()))
+
+
+def counts() -> tuple[int, ...]:
+    """Of the last launch: barriers, releases at system scope, and ordering atomics that one thread
+    did one after the other."""
+    return tuple(map(count_of, ("barriers", "releases", "atomics")))
+
+
+def on_ranks(world: int | None = None, interpreting: bool = False) -> Callable[..., Any]:
+    """Make a test of a function that asserts on every rank, where the emulated driver is loaded.
+
+    The function takes the test's parameters. Without ``world`` the test has a parameter of that
+    name, which the function does not get."""
+
+    def decorate(job: Callable[..., None]) -> Callable[..., None]:
+        pool = "interpreting" if interpreting else "ranks"
+        fixtures = ["cuda_driver", pool, *(["world"] if world is None else [])]
+
+        def test(**given: Any) -> None:
+            driver, pools, *sizes = (given.pop(name) for name in fixtures)
+            size = sizes[0] if sizes else world
+            pools(size).run(_run_job, job.__module__, job.__name__, driver, given, timeout=240)
+
+        names = [*fixtures, *inspect.signature(job).parameters]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = job.__name__, job.__doc__, job.__module__
+        test.job = job  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_job(module: str, name: str, driver: str, given: dict[str, Any]) -> None:
+    load(driver)
+    getattr(importlib.import_module(module), name).job(**given)
 
 
 def space_of(
-    driver: str, timeout: float = 20.0, words: int = WORDS, buffer_bytes: int = BUFFER_BYTES
+    timeout: float = 20.0, words: int = WORDS, buffer_bytes: int = BUFFER_BYTES
 ) -> DeviceWorkspace:
-    """On a rank: loads the driver, and makes a workspace of all ranks for its kernels."""
-    load(driver)
+    """On a rank: a workspace of all ranks for the kernels."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     tpkernels.init(group)
@@ -109,6 +167,18 @@ def space_of(
     space.timeout_ns = int(timeout * 1e9)
     space.multicast = 1 << 60  # tests/native/emulated/grid.h
     return space
+
+
+def require_none(wrong: Sequence[object], *spaces: DeviceWorkspace) -> None:
+    """Fail with what is wrong, and with waits that have failed."""
+    found = [*wrong, *(space.failure() for space in spaces if space.failure() is not None)]
+    assert not found, f"{len(found)} failures: {found[:10]}"
+
+
+def anywhere(count: int) -> int:
+    """The sum over all ranks."""
+    dist.all_reduce(total := torch.tensor(count))
+    return int(total)
 
 
 def random(count: int, dtype: torch.dtype, seed: int, offset: int = 0) -> torch.Tensor:
@@ -137,16 +207,3 @@ def host_sum(
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     integers = torch.int32 if x.dtype == F32 else torch.int16
     return x.dtype == y.dtype and torch.equal(x.view(integers), y.view(integers))
-
-
-def failures(space: DeviceWorkspace) -> list[str]:
-    """The failed wait, if there is one."""
-    return [] if space.failure() is None else [str(space.failure())]
-
-
-def counts(library: ctypes.CDLL) -> tuple[int, ...]:
-    """Of the last launch: barriers, releases at system scope, and ordering atomics that one thread
-    did one after the other."""
-    found = (ctypes.c_int * 3)()
-    library.emulated_counts(found)
-    return tuple(found)

@@ -61,10 +61,11 @@ class LikeNccl:
 
 
 @contextlib.contextmanager
-def over_nccl(driver: str) -> Iterator[Any]:
+def over_nccl(driver: str = "") -> Iterator[Any]:
     """CPU tensors are taken for CUDA tensors of groups that have NCCL; ``driver``: the emulated
-    one. There are no measured times."""
-    emulated.load(driver)
+    one, if it is not loaded yet. There are no measured times."""
+    if driver:
+        emulated.load(driver)
     image._loads.cache_clear()
     with pretending() as patch:
         patch.setattr(Group, "by_gloo", lambda self, device: device != "cuda")

@@ -85,6 +85,26 @@ def test_what_has_dropped_out_does_not_win_by_a_later_burst() -> None:
     assert min(ms_of(one), key=ms_of(one).__getitem__) == "direct"
 
 
+@pytest.mark.parametrize(("stages", "fastest"), [(1, "direct"), (4, "direct"), (99, "unfused")])
+def test_a_candidate_whose_calls_are_all_disturbed_for_a_while(stages: int, fastest: str) -> None:
+    """Other work on the core: in calls by `direct` the rank that waited goes on only after a time
+    slice, while the one that came last needs 30 us. Bounded."""
+    one, stage, made = trial(("unfused", "direct")), 0, 0
+    while not one.over:
+        late, made = list[Sample](), made + len(one.samples)
+        while not one.stage_over:
+            seconds = {"unfused": 7e-4, "direct": 3e-5}[one.algorithm]
+            waited = 2e-3 if one.algorithm == "direct" and stage <= stages else seconds
+            one.samples.append(Sample(5.0, 6.0 + waited, 64))
+            late.append(Sample(6.0, 6.0 + seconds, 64))
+        if stage:
+            one.advance([one.samples, late])
+        else:
+            one.begin()
+        stage += 1
+    assert min(ms_of(one), key=ms_of(one).__getitem__) == fastest and made <= MOST_CALLS
+
+
 def test_the_time_counts_from_the_last_arrival() -> None:
     """The rank that came a second early waited for it."""
     one = trial()

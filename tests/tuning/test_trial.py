@@ -162,10 +162,10 @@ def lost_job(number: int, timeout: float) -> tuple[faults.Report, float] | None:
     group = faults.new_group(timeout)
     exchanged = tuner.exchanged
 
-    def disturbed(made: Any, problem: Any, what: str, mine: torch.Tensor) -> torch.Tensor:
+    def disturbed(made: Any, problem: Any, what: str, numbers: Any) -> list[list[float]]:
         if "times" in what and dist.get_rank() == VICTIM:
             faults.disturb_now(number)
-        return exchanged(made, problem, what, mine)
+        return exchanged(made, problem, what, numbers)
 
     def calls() -> None:
         for _ in range(MOST_CALLS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -95,18 +94,3 @@ class Inputs:
         turn, self._next = self._next, (self._next + 1) % len(self._sharded)
         self._used.add(turn)
         return turn
-
-
-def warm_cases(over_cache: Mapping[str, float]) -> str:
-    """Return a sentence that lists the cases whose inputs are not cold; "" if all are.
-
-    Args:
-        over_cache: `Inputs.over_cache` by case.
-    """
-    warm = [f"{case} ({over:.2g}x)" for case, over in over_cache.items() if over < COLD]
-    if not warm:
-        return ""
-    return (
-        "Inputs that may be partly or fully in the cache, with the size of all copies relative to "
-        f"the cache (cold from {COLD:g}x): {'; '.join(warm)}."
-    )

@@ -13,9 +13,8 @@ A fused op cannot be faster than the faster of `matmul` and `local_matmul`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +34,12 @@ from tpkernels.bench.cases import (
 )
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.specs import Spec
-from tpkernels.bench.sweep import Effort
+from tpkernels.bench.sweep import Method
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.errors import TpkernelsError
 from tpkernels.launch.session import gather_objects, rank_device, synchronizer
 from tpkernels.local.packed import native
-from tpkernels.local.scaled import torch_takes
+from tpkernels.local.scaled import ScaledMatrix, torch_takes
 from tpkernels.planning.cost import Rates
 from tpkernels.timing import Samples, Variant, measure
 
@@ -77,32 +76,40 @@ class CaseReport:
     inputs_over_cache: float
 
 
-def run_case(
-    spec: Spec, algorithms: Sequence[str], effort: Effort, rates: Rates, device: str
-) -> CaseReport:
+def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
     """Verify a case, then time whatever is right, interleaved with the baselines. `unfused` is
     always included. Collective.
 
     Args:
         rates: the same on all ranks.
     """
-    case = random_case(spec, rank_device(device))
-    names = list(dict.fromkeys([*algorithms, "unfused"]))
-    seconds = math.inf if effort.seconds is None else effort.seconds
+    case = random_case(spec, rank_device(method.device))
+    names = list(dict.fromkeys([*method.algorithms, "unfused"]))
+    seconds = math.inf if method.seconds is None else method.seconds
     expected = spec.cost(dist.get_world_size()).flops / rates.torch_flops
     if "auto" in names:
         settle(case, seconds)
     affordable = expected * _FEWEST <= seconds
-    choices = _verified(
-        case, names, with_torch=affordable and effort.baselines and _torch_multiplies(case)
+    with_torch = affordable and method.baselines and _torch_multiplies(case)
+    planned_runs = {name: planned(case.copy(), name) for name in names}
+    # Without torch's result the bound makes no allowance for its error.
+    verdicts = verify(
+        case,
+        run_torch(case.copy()) if with_torch else None,
+        {name: outputs for name, (outputs, _) in planned_runs.items()},
     )
-    inputs = Inputs(case, cold=effort.cold)
+    choices = {
+        name: Choice(plan.algorithm, plan.reason, verdicts[name])
+        for name, (_, plan) in planned_runs.items()
+    }
+    del planned_runs  # frees their results
+    inputs = Inputs(case, cold=method.cold)
     with contextlib.ExitStack() as stack:
         runs: Runs = {}
         left_out: dict[str, str] = {}
         if case.weights:
             runs["local_matmul"] = lambda: run_local_matmul(inputs.whole())
-        if effort.baselines:
+        if method.baselines:
             by_torch, left_out = _torch_baselines(case, inputs, stack)
             if not affordable:
                 slow = "" if native(case.x.dtype) else ": no instructions for this dtype"
@@ -110,32 +117,15 @@ def run_case(
                 by_torch, left_out = {}, left_out | dict.fromkeys(by_torch, reason)
             runs |= by_torch
         for name in names:
-            if choices[name].verdict.right:
-                runs[name] = functools.partial(_run_next, inputs, name)
+            if verdicts[name].right:
+                runs[name] = lambda name=name: run_tpkernels(inputs.sharded(), name)  # type: ignore[misc]
         # all_reduce works in place, and so does torch with what is normalised: each timed region
         # starts from the same values.
         undo = inputs.restore if case.spec.keeps_sum and not case.weights else None
         variants = {name: Variant(run, undo) for name, run in runs.items()}
-        samples = measure(
-            variants, repeat=effort.repeat, budget=seconds, synchronize=synchronizer(device)
-        )
+        synchronize = synchronizer(method.device)
+        samples = measure(variants, repeat=method.repeat, budget=seconds, synchronize=synchronize)
     return CaseReport(choices, samples, left_out, inputs.over_cache)
-
-
-def _run_next(inputs: Inputs, algorithm: str) -> object:
-    return run_tpkernels(inputs.sharded(), algorithm)
-
-
-def _verified(case: Case, algorithms: list[str], *, with_torch: bool) -> dict[str, Choice]:
-    """Compare each algorithm's result with float64. Without torch's result the bound makes no
-    allowance for the error of torch's result."""
-    runs = {name: planned(case.copy(), name) for name in algorithms}
-    outputs = {name: output for name, (output, _) in runs.items()}
-    verdicts = verify(case, run_torch(case.copy()) if with_torch else None, outputs)
-    return {
-        name: Choice(plan.algorithm, plan.reason, verdicts[name])
-        for name, (_, plan) in runs.items()
-    }
 
 
 def _torch_baselines(
@@ -152,10 +142,15 @@ def _torch_baselines(
         runs, left_out = {}, dict.fromkeys(runs, reason)
     if case.x.is_cuda:
         for name, prepare in {"nccl": _nccl, "symm_mem": _symm_mem}.items():
-            run, reason = _prepared_on_all(functools.partial(prepare, inputs.sharded(), stack))
-            if run is None:
-                left_out[name] = reason
-            else:
+            run, reason = None, ""
+            try:
+                run = prepare(inputs.sharded(), stack)
+            except (NotImplementedError, RuntimeError, AttributeError, TpkernelsError) as error:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reasons = list(filter(None, gather_objects(reason)))
+            if reasons:
+                left_out[name] = reasons[0]
+            elif run is not None:
                 runs[name] = lambda run=run: run(inputs.sharded())  # type: ignore[misc]
     return runs, left_out
 
@@ -164,32 +159,16 @@ def _torch_multiplies(case: Case) -> bool:
     """Return whether torch has the product of a case. On CPUs it has all that are in cases."""
     if not (case.scales and case.x.is_cuda):
         return True
-    (x, scale_x), (w, scale_w) = case.operands
-    return torch_takes(x, w, scale_x, scale_w, case.out_dtype)
-
-
-def _prepared_on_all(
-    prepare: Callable[[], Callable[[Case], object]],
-) -> tuple[Callable[[Case], object] | None, str]:
-    """Return the result of ``prepare`` if it succeeds on every rank; otherwise None and the first
-    reason."""
-    run, reason = None, ""
-    try:
-        run = prepare()
-    except (NotImplementedError, RuntimeError, AttributeError, TpkernelsError) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    reasons = [each for each in gather_objects(reason) if each]
-    return (None, reasons[0]) if reasons else (run, "")
+    x, w = (ScaledMatrix(*operand) for operand in case.operands)
+    return torch_takes(x, w, case.out_dtype)
 
 
 def _nccl(case: Case, stack: contextlib.ExitStack) -> Callable[[Case], object]:
     """Prepare the op's collective by NCCL and torch.matmul; run it once."""
     if case.scales or case.spec.exchanges:
         raise NotImplementedError(f"no {case.op} is made of tpkernels.nccl here")
-    if min(case.sizes) != max(case.sizes):
-        raise NotImplementedError("NCCL needs equal shards")
-    assert dist.group.WORLD is not None
-    comm = stack.enter_context(nccl.Communicator(dist.group.WORLD))
+    group = _world_of_equal_shards(case, "NCCL")
+    comm = stack.enter_context(nccl.Communicator(group))
 
     def run(copy: Case) -> object:
         if copy.spec.gathers:
@@ -209,12 +188,9 @@ def _symm_mem(case: Case, stack: contextlib.ExitStack) -> Callable[[Case], objec
     """Prepare torch's own fused op; run it once."""
     if case.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
         raise NotImplementedError(f"torch.ops.symm_mem has no fused {case.op}")
-    if min(case.sizes) != max(case.sizes):
-        raise NotImplementedError("torch.ops.symm_mem needs equal shards")
+    name, ops = _world_of_equal_shards(case, "torch.ops.symm_mem").group_name, torch.ops.symm_mem
     import torch.distributed._symmetric_memory as symmetric
 
-    assert dist.group.WORLD is not None
-    name, ops = dist.group.WORLD.group_name, torch.ops.symm_mem
     symmetric.enable_symm_mem_for_group(name)
 
     def run(copy: Case) -> object:
@@ -225,3 +201,11 @@ def _symm_mem(case: Case, stack: contextlib.ExitStack) -> Callable[[Case], objec
     run(case)
     torch.cuda.synchronize()
     return run
+
+
+def _world_of_equal_shards(case: Case, who: str) -> dist.ProcessGroup:
+    """Return the group of all ranks; refuse uneven shards, which a baseline cannot have."""
+    if min(case.sizes) != max(case.sizes):
+        raise NotImplementedError(f"{who} needs equal shards")
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import base64
 import csv
+import functools
 import importlib.util
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,18 +17,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tpkernels.bench.inputs import warm_cases
-from tpkernels.bench.results import Algorithm, Report, Result, Time
-from tpkernels.bench.statistics import Estimate, Speedup
+from tpkernels.bench.inputs import COLD
+from tpkernels.bench.results import Report, Result, gemm
+from tpkernels.bench.statistics import Estimate
 from tpkernels.integers import ceil_div
 from tpkernels.terminal import byte_size, milliseconds, table, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLUMNS, _WIDTH, _HEIGHT = 2, 5.6, 3.2  # panels side by side; inches of one panel
-_COMPUTE, _EXPOSED = "#4878a8", "#d8743c"
-
+_WIDTH, _HEIGHT = 5.6, 3.2  # inches of a panel of a plot
 _PAGE_COLUMNS = 260
 _PAGE = """\
 <!DOCTYPE html>
@@ -37,8 +36,7 @@ _PAGE = """\
 <pre id="results" style="font-size: 12px">{code}</pre></body>
 </html>
 """
-_BASELINES = ("unfused", "torch", "matmul", "local_matmul")
-_NUMBERS = (
+_COLUMNS = (
     *("tpkernels\nms", "p95", "skew", "runs", "inputs/\ncache", "TFLOP/s", "GB/s"),
     *("% of\nroofline", "unfused\nms", "torch\nms", "matmul\nms", "local_\nmatmul\nms"),
     *("ECT\nms", "E_over-\nlap", "speed-up\nover\nunfused", "speed-up\nover\ntorch"),
@@ -65,7 +63,7 @@ def show(report: Report, console: Console) -> None:
     """Print the table, the meaning of its columns, and notes; nothing without results."""
     if not report.results:
         return
-    grid = table("op\nM, N, K", _NUMBERS, "algorithm: reason")
+    grid = table("op\nM, N, K", _COLUMNS, "algorithm: reason")
     for result in report.results:
         for name in report.sweep.algorithms:
             grid.add_row(*_cells(result, name))
@@ -84,13 +82,19 @@ def _notes(report: Report) -> list[str]:
         for rates in report.rooflines
     ]
     limit = "" if sweep.seconds is None else f", fewer after {sweep.seconds:g} s per case"
-    over_cache = {result.case: result.inputs_over_cache for result in report.results}
-    warm = warm_cases(over_cache) if sweep.cold else ""
     cache = "not in the cache" if sweep.cold else "the same in each call, possibly in the cache"
+    warm = [
+        f"{result.case} ({result.inputs_over_cache:.2g}x)"
+        for result in report.results
+        if sweep.cold and result.inputs_over_cache < COLD
+    ]
     exceptions = " except as listed below" if warm else ""
     lines.append(f"{sweep.repeat} repetitions{limit}; inputs {cache}{exceptions}.")
     if warm:
-        lines.append(warm)
+        lines.append(
+            "Inputs that may be partly or fully in the cache, with the size of all copies relative "
+            f"to the cache (cold from {COLD:g}x): {'; '.join(warm)}."
+        )
     left_out: dict[str, list[str]] = {}
     for result in report.results:
         for reason in dict.fromkeys(result.left_out.values()):
@@ -103,52 +107,42 @@ def _notes(report: Report) -> list[str]:
     return lines
 
 
-def _size(result: Result) -> str:
-    """Return M, N, K of a matmul op, the bytes of a collective."""
-    return byte_size(result.bytes) if result.shape is None else ", ".join(map(str, result.shape))
-
-
 def _cells(result: Result, name: str) -> list[str]:
-    case = [f"{_size(result)} {result.dtype} x{result.tp}", *result.labels]
+    size = byte_size(result.bytes) if result.shape is None else ", ".join(map(str, result.shape))
+    case = [f"{size} {result.dtype} x{result.tp}", *result.labels]
     first = "\n".join([escape(result.op), *(f"[dim]{escape(line)}[/]" for line in case)])
     algorithm, times = result.algorithms[name], result.times
-    others = [milliseconds(times[one].median) if one in times else "" for one in _BASELINES]
+    others = [
+        milliseconds(times[one].median) if one in times else ""
+        for one in ("unfused", "torch", "matmul", "local_matmul")
+    ]
     chosen = escape(f"{algorithm.algorithm}: {algorithm.reason}")
     if name not in times:
         return [first, "[bold red]WRONG[/]", *[""] * 7, *others, "", "", "", "", chosen]
-    measured = _measured(times[name], result.inputs_over_cache)
-    return [first, *measured, *others, *_derived(algorithm), chosen]
-
-
-def _measured(time: Time, over_cache: float) -> list[str]:
-    calls = "" if time.calls == 1 else f"x{time.calls}"
+    time, hidden = times[name], algorithm.e_overlap
+    overlap = "" if algorithm.ect is None else "-"
+    if hidden is not None:
+        overlap = _with_interval(hidden, ".0f", " %" if hidden.low is not None else " % ?", 100)
+    speedups = [algorithm.speedup.get(other) for other in ("unfused", "torch")]
     return [
+        first,
         f"[bold]{milliseconds(time.median)}[/]",
         milliseconds(time.p95),
         milliseconds(time.skew),
-        f"{time.iterations}{calls}",
-        f"{over_cache:.2g}x",
+        f"{time.iterations}" if time.calls == 1 else f"{time.iterations}x{time.calls}",
+        f"{result.inputs_over_cache:.2g}x",
         "" if time.tflops is None else f"{time.tflops:.3g}",
         "" if time.gb_per_s is None else f"{time.gb_per_s:.3g}",
         f"{100 * time.roofline:.0f}",
-    ]
-
-
-def _derived(algorithm: Algorithm) -> list[str]:
-    ect, hidden = algorithm.ect, algorithm.e_overlap
-    overlap = "" if ect is None else "-"
-    if hidden is not None:
-        overlap = _with_interval(hidden, ".0f", " %" if hidden.low is not None else " % ?", 100)
-    speedups = [algorithm.speedup.get(name) for name in ("unfused", "torch")]
-    return [
-        "" if ect is None else f"{ect:.3g}",
+        *others,
+        "" if algorithm.ect is None else f"{algorithm.ect:.3g}",
         overlap,
-        *("" if one is None else _speedup(one) for one in speedups),
+        *(
+            "" if one is None else _with_interval(one, ".2f", f"x{_MARKS.get(one.verdict, '')}")
+            for one in speedups
+        ),
+        chosen,
     ]
-
-
-def _speedup(speedup: Speedup) -> str:
-    return _with_interval(speedup, ".2f", f"x{_MARKS.get(speedup.verdict, '')}")
 
 
 def _with_interval(estimate: Estimate, form: str, unit: str, scale: float = 1.0) -> str:
@@ -168,52 +162,50 @@ def write(report: Report, folder: Path) -> None:
     with writing(folder):
         (folder / "bench.csv").write_text(as_csv(report), encoding="utf-8")
         for title, picture in pictures.items():
-            (folder / f"{_NAMES[title]}.png").write_bytes(picture)
+            (folder / f"{_PLOTS[title]}.png").write_bytes(picture)
         (folder / "report.html").write_text(as_html(report, pictures), encoding="utf-8")
 
 
 def as_csv(report: Report) -> str:
-    """Write one line per variant of every case, each with the environment."""
-    lines = [line for result in report.results for line in _lines(result)]
-    constants = {
-        f"{part}.{name}": value
-        for part, values in (
-            ("environment", report.environment),
-            ("sweep", asdict(report.sweep)),
-            ("run", asdict(report.runs[-1])),
-        )
-        for name, value in values.items()
+    """Write one line per variant of every case, wrong and left out ones too, each with the
+    environment."""
+    parts = {
+        "environment": report.environment,
+        "sweep": asdict(report.sweep),
+        "run": asdict(report.runs[-1]),
     }
+    constants = {
+        f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()
+    }
+    lines = [
+        _csv_line(result, name) | constants
+        for result in report.results
+        for name in dict.fromkeys([*result.algorithms, *result.times, *result.left_out])
+    ]
     file = io.StringIO()
-    writer = csv.DictWriter(file, [*(lines[0] if lines else []), *constants], lineterminator="\n")
+    writer = csv.DictWriter(file, lines[0] if lines else constants, lineterminator="\n")
     writer.writeheader()
-    for line in lines:
-        writer.writerow(line | constants)
+    writer.writerows(lines)
     return file.getvalue()
 
 
-def _lines(result: Result) -> list[dict[str, Any]]:
-    """Return all variants of a case, including wrong ones and those that were left out."""
-    lines: list[dict[str, Any]] = []
-    shape: Sequence[int | None] = result.shape or [None] * 3
-    for name in dict.fromkeys([*result.algorithms, *result.times, *result.left_out]):
-        time, algorithm = result.times.get(name), result.algorithms.get(name)
-        line: dict[str, Any] = {"op": result.op, **dict(zip("MNK", shape, strict=True))}
-        line |= {one: getattr(result, one) for one in ("bytes", "dtype", "tp", "inputs_over_cache")}
-        line |= {"labels": "; ".join(result.labels), "variant": name}
-        line |= {one: getattr(algorithm, one, None) for one in ("algorithm", "right")}
-        line["left_out"] = result.left_out.get(name)
-        line |= {one: getattr(time, one, None) for one in _TIMES}
-        line["ect"] = getattr(algorithm, "ect", None)
-        estimates: dict[str, Estimate | None] = {"e_overlap": getattr(algorithm, "e_overlap", None)}
-        for other in ("unfused", "torch", "local_matmul"):
-            estimates[f"over_{other}"] = algorithm.speedup.get(other) if algorithm else None
-        for what, estimate in estimates.items():
-            line[what] = getattr(estimate, "value", None)
-            line[f"{what}_low"] = getattr(estimate, "low", None)
-            line[f"{what}_high"] = getattr(estimate, "high", None)
-        lines.append(line)
-    return lines
+def _csv_line(result: Result, name: str) -> dict[str, Any]:
+    time, algorithm = result.times.get(name), result.algorithms.get(name)
+    shape: list[Any] = result.shape or [None] * 3
+    line: dict[str, Any] = {"op": result.op, **dict(zip("MNK", shape, strict=True))}
+    line |= {one: getattr(result, one) for one in ("bytes", "dtype", "tp", "inputs_over_cache")}
+    line |= {"labels": "; ".join(result.labels), "variant": name}
+    line |= {one: getattr(algorithm, one, None) for one in ("algorithm", "right")}
+    line["left_out"] = result.left_out.get(name)
+    line |= {one: getattr(time, one, None) for one in _TIMES}
+    line["ect"] = getattr(algorithm, "ect", None)
+    speedup = algorithm.speedup if algorithm else {}
+    estimates: dict[str, Estimate | None] = {"e_overlap": getattr(algorithm, "e_overlap", None)}
+    estimates |= {f"over_{one}": speedup.get(one) for one in ("unfused", "torch", "local_matmul")}
+    for what, estimate in estimates.items():
+        for end, field in (("", "value"), ("_low", "low"), ("_high", "high")):
+            line[f"{what}{end}"] = getattr(estimate, field, None)
+    return line
 
 
 def as_html(report: Report, pictures: dict[str, bytes]) -> str:
@@ -228,7 +220,7 @@ def as_html(report: Report, pictures: dict[str, bytes]) -> str:
         facts.add_row(f"run {escape(run.date)}", escape(f"{run.command}, load {run.load}"))
     screen.print(facts)
     images = [
-        f'<h2>{title}</h2><img id="{_NAMES[title]}" alt="{title}" '
+        f'<h2>{title}</h2><img id="{_PLOTS[title]}" alt="{title}" '
         f'src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
         for title, picture in pictures.items()
     ]
@@ -239,7 +231,7 @@ def as_html(report: Report, pictures: dict[str, bytes]) -> str:
 
 # Plots.
 
-_NAMES = {  # of the files, by title
+_PLOTS = {  # names of the files, by title
     "Speed-up over the baselines": "speedup",
     "Overlap efficiency, E_overlap": "overlap",
     "Compute and exposed communication": "split",
@@ -264,13 +256,13 @@ def plots(report: Report) -> dict[str, bytes]:
         panels.setdefault(title, []).append(result)
     matmuls = {title: cases for title, cases in panels.items() if cases[0].shape}
     names = report.sweep.algorithms
-    speedup, overlap, split = _NAMES
-    drawn = {
-        speedup: _picture(speedup, panels, lambda axes, cases: _speedups(axes, cases, names)),
-        overlap: _picture(overlap, matmuls, lambda axes, cases: _overlaps(axes, cases, names)),
-        split: _picture(split, matmuls, lambda axes, cases: _split(axes, cases, names)),
-    }
-    return {title: picture for title, picture in drawn.items() if picture is not None}
+    drawn = (
+        _picture(title, shown, functools.partial(draw, names=names))
+        for title, shown, draw in zip(
+            _PLOTS, (panels, matmuls, matmuls), (_speedups, _overlaps, _split), strict=True
+        )
+    )
+    return {title: image for title, image in zip(_PLOTS, drawn, strict=True) if image is not None}
 
 
 def _x(result: Result) -> int:
@@ -283,24 +275,17 @@ def _picture(
     """Draw a panel for each group of cases; return None if none has anything to show."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
-    if not panels:
-        return None
-    columns = min(_COLUMNS, len(panels))
-    lines = ceil_div(len(panels), columns)
+    columns = min(2, len(panels))
+    lines = ceil_div(len(panels), columns) if columns else 0
     figure = Figure(figsize=(columns * _WIDTH, lines * _HEIGHT + 0.4), layout="constrained")
     figure.suptitle(title)
-    grid = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes in grid[len(panels) :]:
-        axes.set_axis_off()
-    shown = False
-    for axes, (panel, cases) in zip(grid, panels.items(), strict=False):
+    for at, (panel, cases) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(lines, columns, at)
         axes.set_title(panel, fontsize=8, parse_math=False)
         draw(axes, cases)
-        if axes.has_data():
-            shown = True
-        else:
+        if not axes.has_data():
             axes.text(0.5, 0.5, "no values", ha="center", transform=axes.transAxes)
-    if not shown:
+    if not any(axes.has_data() for axes in figure.axes):
         return None
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
@@ -309,7 +294,7 @@ def _picture(
 
 def _speedups(axes: Axes, cases: list[Result], names: list[str]) -> None:
     lines = {
-        f"{name} vs. {other}": [(one, one.algorithms[name].speedup.get(other)) for one in cases]
+        f"{name} vs. {other}": [(case, case.algorithms[name].speedup.get(other)) for case in cases]
         for name in names
         for other in ("unfused", "torch")
         if name != other
@@ -318,37 +303,36 @@ def _speedups(axes: Axes, cases: list[Result], names: list[str]) -> None:
 
 
 def _overlaps(axes: Axes, cases: list[Result], names: list[str]) -> None:
-    lines = {name: [(one, one.algorithms[name].e_overlap) for one in cases] for name in names}
+    lines = {name: [(case, case.algorithms[name].e_overlap) for case in cases] for name in names}
     _over_size(axes, lines, "E_overlap, %", neutral=0.0, scale=100.0)
 
 
 def _over_size(
     axes: Axes,
-    lines: dict[str, list[tuple[Result, Any]]],
+    lines: Mapping[str, Sequence[tuple[Result, Estimate | None]]],
     ylabel: str,
     neutral: float,
     scale: float = 1.0,
 ) -> None:
     """Draw a line of estimates over M or the bytes, with a vertical bar for each interval."""
-    shown = []
+    shown: list[Result] = []
     for label, points in lines.items():
         known = [(result, estimate) for result, estimate in points if estimate is not None]
         if not known:
             continue
         shown += [result for result, _ in known]
-        xs = [_x(result) for result, _ in known]
-        (line,) = axes.plot(xs, [scale * e.value for _, e in known], marker="o", ms=4, label=label)
+        xs, ys = [_x(result) for result, _ in known], [scale * e.value for _, e in known]
+        (line,) = axes.plot(xs, ys, marker="o", ms=4, label=label)
         for x, (_, estimate) in zip(xs, known, strict=True):
-            if estimate.low is not None:
+            if estimate.low is not None and estimate.high is not None:
                 low, high = scale * estimate.low, scale * estimate.high
                 axes.vlines(x, low, high, color=line.get_color(), lw=1)
     if not shown:
         return
     axes.axhline(neutral, color="grey", lw=0.8, ls="--")
     axes.set_xscale("log", base=2)
-    xs, matmul = sorted({_x(result) for result in shown}), bool(shown[0].shape)
-    labels = [str(x) if matmul else byte_size(x) for x in xs]
-    axes.set_xticks(xs, labels=labels, fontsize=8)
+    ticks, matmul = sorted({_x(result) for result in shown}), bool(shown[0].shape)
+    axes.set_xticks(ticks, [str(x) if matmul else byte_size(x) for x in ticks], fontsize=8)
     axes.set_xlabel("M" if matmul else "bytes", fontsize=8)
     axes.set_ylabel(ylabel, fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
@@ -359,20 +343,19 @@ def _split(axes: Axes, cases: list[Result], names: list[str]) -> None:
     """Draw bars relative to the local matmul, so that every M is visible."""
     exposed: dict[str, float] = {}
     for result in cases:
-        local = result.gemm
+        local = gemm(result.times)
         for name in dict.fromkeys([*names, "unfused"]):
             time = result.times.get(name)
             if local is not None and time is not None:
                 exposed[f"{_x(result)} {name}"] = 100 * (time.median / local.median - 1)
     if not exposed:
         return
-    labels: Sequence[str] = list(exposed)
-    at, values = range(len(labels)), exposed.values()
-    axes.barh(at, [100 + min(0.0, one) for one in values], color=_COMPUTE, label="compute")
-    positive, left = [max(0.0, one) for one in values], [100.0] * len(labels)
-    axes.barh(at, positive, left=left, color=_EXPOSED, label="exposed communication")
+    at, values = range(len(exposed)), exposed.values()
+    axes.barh(at, [100 + min(0.0, one) for one in values], color="#4878a8", label="compute")
+    positive, label = [max(0.0, one) for one in values], "exposed communication"
+    axes.barh(at, positive, left=[100.0] * len(exposed), color="#d8743c", label=label)
     axes.axvline(100, color="grey", lw=0.8, ls="--")
-    axes.set_yticks(at, labels=labels, fontsize=7)
+    axes.set_yticks(at, list(exposed), fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("% of the local matmul's time; left: M and algorithm", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)

@@ -15,18 +15,19 @@ import statistics as plain
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tpkernels import _C, dtypes
+from tpkernels import _C
 from tpkernels.bench.measuring import LOCAL, CaseReport, Choice
 from tpkernels.bench.statistics import Estimate, Speedup, difference, overlap, paired, ratio
-from tpkernels.bench.sweep import Item, Sweep
+from tpkernels.bench.sweep import Item, Method, Sweep
 from tpkernels.cache import locked, replace_file
+from tpkernels.dtypes import name as dtype_name
 from tpkernels.launch.session import is_leader, under_torchrun
 from tpkernels.planning.cost import Cost, Rates
 from tpkernels.planning.machine import last_level_cache_bytes, processor
@@ -40,6 +41,7 @@ from tpkernels.version import VERSION
 FORMAT = "tpkernels-bench/3"
 _MOST_BYTES = 256 << 20  # a case takes about 10 KiB
 _MOST_MESSAGE = 300  # characters
+_UNITS = (1e12, 1e12, 1e9, 1)  # of the rates in a `Roofline`
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,8 @@ class Result:
         """Return whether every requested algorithm's result is right."""
         return all(algorithm.right for algorithm in self.algorithms.values())
 
-    @property
-    def gemm(self) -> Time | None:
-        """Return the times of the faster local matmul, which no fused op can beat."""
-        return gemm(self.times)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Roofline:
     """The rates that every rank reaches while all ranks run the probes: see `Rates`."""
 
@@ -129,36 +126,13 @@ class Roofline:
     def of(cls, world: int, dtype: str, rates: Rates) -> Roofline:
         """Return the entry for the rates of ``world`` ranks."""
         return cls(
-            tp=world,
-            dtype=dtype,
-            tflops=rates.flops / 1e12,
-            torch_tflops=rates.torch_flops / 1e12,
-            copy_gb_per_s=rates.copy_bytes / 1e9,
-            copy_over_cache=rates.copy_over_cache,
+            world, dtype, *(r / unit for r, unit in zip(astuple(rates), _UNITS, strict=True))
         )
 
     @property
     def rates(self) -> Rates:
         """Return the rates in the entry."""
-        return Rates(
-            flops=self.tflops * 1e12,
-            torch_flops=self.torch_tflops * 1e12,
-            copy_bytes=self.copy_gb_per_s * 1e9,
-            copy_over_cache=self.copy_over_cache,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepFacts:
-    """What runs must have in common, besides the cases, to share a file."""
-
-    algorithms: list[str]
-    threads: int
-    device: str
-    repeat: int
-    seconds: float | None
-    cold: bool
-    baselines: bool
+        return Rates(*(r * unit for r, unit in zip(astuple(self)[2:], _UNITS, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,23 +146,22 @@ class Run:
 
 @dataclass(kw_only=True)
 class Report:
-    """The content of a file. ``cases``: all cases of the sweep, measured or not."""
+    """The content of a file. ``sweep``: what runs must have in common, besides the cases, to share
+    it. ``cases``: all cases of the sweep, measured or not."""
 
     format: str
     complete: bool
-    sweep: SweepFacts
+    sweep: Method
     cases: list[str]
     environment: dict[str, str | int | float | bool | list[int] | list[str] | None]
     runs: list[Run]
     rooflines: list[Roofline]
     results: list[Result]
 
-
-def key(item: Item) -> str:
-    """Return the name of a case, the same in every run."""
-    spec = item.spec
-    size = "x".join(map(str, spec.shape))
-    return f"{spec.op} {size} {dtypes.name(spec.dtype)} tp{item.world}"
+    @property
+    def done(self) -> set[str]:
+        """Return the cases that are measured."""
+        return {result.case for result in self.results}
 
 
 def result(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> Result:
@@ -201,11 +174,11 @@ def result(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> Result:
     least = min([1e3 * rates.least_seconds(cost), *fastest])
     times = {name: _time(name, cost, least, samples) for name, samples in ranks.items()}
     return Result(
-        case=key(item),
+        case=item.key,
         op=spec.op,
         shape=list(spec.shape) if spec.op_spec.has_matmul else None,
         bytes=spec.problem(item.world).nbytes,
-        dtype=dtypes.name(spec.dtype),
+        dtype=dtype_name(spec.dtype),
         tp=item.world,
         labels=list(item.labels),
         flops=cost.flops,
@@ -221,7 +194,7 @@ def result(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> Result:
 
 
 def gemm(times: Mapping[str, Time]) -> Time | None:
-    """Return the faster local matmul."""
+    """Return the times of the faster local matmul, which no fused op can beat."""
     local = (times[name] for name in LOCAL if name in times)
     return min(local, key=lambda time: time.median, default=None)
 
@@ -243,9 +216,9 @@ def _time(name: str, cost: Cost, least: float, ranks: Sequence[Samples]) -> Time
 
 
 def _algorithm(name: str, choice: Choice, times: Mapping[str, Time]) -> Algorithm:
-    ect, hidden, speedup = None, None, {}
+    ect, hidden, speedup, local = None, None, {}, gemm(times)
     if name in times:
-        samples, local = times[name].samples, gemm(times)
+        samples = times[name].samples
         speedup = {
             other: Speedup.of(paired(ratio, time.samples, samples))
             for other, time in times.items()
@@ -265,6 +238,9 @@ def _algorithm(name: str, choice: Choice, times: Mapping[str, Time]) -> Algorith
         e_overlap=hidden,
         speedup=speedup,
     )
+
+
+# Files.
 
 
 @contextmanager
@@ -289,24 +265,18 @@ def result_file(out: Path | None, json_file: Path | None, *, resume: bool) -> It
 
 def new_report(sweep: Sweep) -> Report:
     """Return a report without results."""
+    run = Run(
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=shlex.join(["tpkernels", *sys.argv[1:]]),
+        load=list(os.getloadavg()),
+    )
     return Report(
         format=FORMAT,
         complete=False,
-        sweep=SweepFacts(
-            algorithms=list(sweep.algorithms),
-            threads=sweep.threads,
-            device=sweep.device,
-            **asdict(sweep.effort),
-        ),
-        cases=[key(item) for item in sweep.items],
-        environment=all_printable(environment(sweep.device)),
-        runs=[
-            Run(
-                date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                command=shlex.join(["tpkernels", *sys.argv[1:]]),
-                load=list(os.getloadavg()),
-            )
-        ],
+        sweep=sweep.method,
+        cases=[item.key for item in sweep.items],
+        environment=all_printable(environment(sweep.method.device)),
+        runs=[run],
         rooflines=[],
         results=[],
     )
@@ -321,16 +291,13 @@ def resumed(path: Path, fresh: Report) -> Report:
     if not path.exists():
         return fresh
     report = load(path)
-    for old, new in (
-        (report.environment, fresh.environment),
-        (asdict(report.sweep), asdict(fresh.sweep)),
-    ):
-        for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
-                raise UsageError(
-                    f"cannot resume '{path}': its {name} is {shown(old.get(name))}, here it is "
-                    f"{shown(new.get(name))}; choose another --out or omit --resume"
-                )
+    old, new = ({**each.environment, **asdict(each.sweep)} for each in (report, fresh))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise UsageError(
+                f"cannot resume '{path}': its {name} is {shown(old.get(name))}, here it is "
+                f"{shown(new.get(name))}; choose another --out or omit --resume"
+            )
     different = sorted(set(report.cases) ^ set(fresh.cases))
     if different:
         raise UsageError(
@@ -341,6 +308,13 @@ def resumed(path: Path, fresh: Report) -> Report:
     return report
 
 
+def save(report: Report, path: Path) -> None:
+    """Write the file atomically. ``UsageError`` if that fails."""
+    text = json.dumps(asdict(report), indent=1, allow_nan=False) + "\n"
+    with writing(path):
+        replace_file(path, text.encode(), private=False)
+
+
 def load(path: Path) -> Report:
     """Read a report; control characters in its texts are escaped. ``UsageError`` if it is
     invalid."""
@@ -349,13 +323,6 @@ def load(path: Path) -> Report:
         return _parse(content)
     except ValueError as error:
         raise UsageError(f"'{path}' {error}; measure again") from error
-
-
-def save(report: Report, path: Path) -> None:
-    """Write the file atomically. ``UsageError`` if that fails."""
-    text = json.dumps(asdict(report), indent=1, allow_nan=False) + "\n"
-    with writing(path):
-        replace_file(path, text.encode(), private=False)
 
 
 def _parse(content: bytes) -> Report:
@@ -371,26 +338,28 @@ def _parse(content: bytes) -> Report:
         raise ValueError(f"is not a result of this `tpkernels bench`: {found}, not '{FORMAT}'")
     try:
         report = from_json(Report, all_printable(data))
-        _require_consistent(report)
+        for result in report.results:
+            _require_consistent(result, report.sweep.algorithms)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is damaged: {short(str(error), _MOST_MESSAGE)}") from error
     return report
 
 
-def _require_consistent(report: Report) -> None:
-    """Check that every right result, and no other, has times, as many as all."""
-    for result in report.results:
-        case, times = f"case {shown(result.case)}", result.times
-        for name in report.sweep.algorithms:
-            if name not in result.algorithms:
-                raise ValueError(f"{case} has no entry for algorithm {name}")
-        for name, algorithm in result.algorithms.items():
-            if algorithm.right != (name in times):
-                has = "no" if algorithm.right else "a"
-                raise ValueError(f"{case} has {has} time for {name}")
-        counts = {name: len(time.samples) for name, time in times.items()}
-        if len(set(counts.values())) > 1 or 0 in counts.values():
-            raise ValueError(f"{case} has unequal numbers of samples: {counts}")
+def _require_consistent(result: Result, algorithms: Sequence[str]) -> None:
+    """Check that every right algorithm, and no other, has times, as many as all."""
+    case, times = f"case {shown(result.case)}", result.times
+    for name in algorithms:
+        if name not in result.algorithms:
+            raise ValueError(f"{case} has no entry for algorithm {name}")
+    for name, algorithm in result.algorithms.items():
+        if algorithm.right != (name in times):
+            raise ValueError(f"{case} has {'no' if algorithm.right else 'a'} time for {name}")
+    counts = {name: len(time.samples) for name, time in times.items()}
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        raise ValueError(f"{case} has unequal numbers of samples: {counts}")
+
+
+# Machines.
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -423,12 +392,11 @@ def vector_units() -> dict[str, Any]:
 
 def devices() -> dict[str, Any]:
     """Return the processor, memory in bytes, and the GPUs that torch sees."""
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": processor(),
         "cores": os.cpu_count(),
         "usable_cores": sorted(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "available_bytes": available_bytes(),
-        "gpus": names,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }

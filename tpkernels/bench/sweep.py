@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import yaml
 
+from tpkernels import dtypes
 from tpkernels.bench.specs import (
     Spec,
     algorithms_named,
@@ -39,6 +40,12 @@ from tpkernels.text import printable, shown
 
 PROJECTIONS = ("qkv", "out", "gate_up", "down", "lm_head")
 LAYER = PROJECTIONS[:4]  # those of a layer; a model has one lm_head
+ROWS = ("16", "256", "2048")  # of a model, without --m
+SHAPES = ("16,2048,2048", "1024,2048,2048")
+BYTES = ("64K", "1M", "32M")
+REPEAT, QUICK_REPEAT, QUICK_SECONDS = 20, 10, 2.0
+_LAYER_OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
+_MOST_BYTES = 1 << 20  # of a YAML file
 
 
 @dataclass(frozen=True)
@@ -83,43 +90,32 @@ def projection(model: Model, name: str, world: int) -> Projection:
     """Return one of `PROJECTIONS`. Q, K and V form one weight, and so do gate and up. If there are
     more ranks than KV heads, each rank holds a copy of one, so N depends on ``world``."""
     hidden, queries = model.hidden, model.heads * model.head_dim
-    match name:
-        case "qkv":
-            pairs = max(model.kv_heads, world) * model.head_dim
-            return Projection(True, queries + 2 * pairs, hidden)
-        case "out":
-            return Projection(False, hidden, queries)
-        case "gate_up":
-            return Projection(True, model.ffn * (2 if model.gated else 1), hidden)
-        case "down":
-            return Projection(False, hidden, model.ffn)
-        case "lm_head":
-            return Projection(True, model.vocab, hidden)
-    raise ValueError(f"unknown projection '{name}'; choose from {', '.join(PROJECTIONS)}")
+    pairs = max(model.kv_heads, world) * model.head_dim
+    return {
+        "qkv": Projection(True, queries + 2 * pairs, hidden),
+        "out": Projection(False, hidden, queries),
+        "gate_up": Projection(True, model.ffn * (2 if model.gated else 1), hidden),
+        "down": Projection(False, hidden, model.ffn),
+        "lm_head": Projection(True, model.vocab, hidden),
+    }[name]
 
 
-ROWS = ("16", "256", "2048")  # of a model, without --m
-SHAPES = ("16,2048,2048", "1024,2048,2048")
-BYTES = ("64K", "1M", "32M")
-_LAYER_OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
-QUICK_REPEAT, QUICK_SECONDS = 10, 2.0
-REPEAT = 20
-_MOST_BYTES = 1 << 20  # of a YAML file
+Many: TypeAlias = Sequence[str] | None
 
 
 @dataclass(frozen=True)
 class Settings:
     """The options of a sweep by name; None: not given."""
 
-    op: Sequence[str] | None = None
-    model: Sequence[str] | None = None
-    projection: Sequence[str] | None = None
-    m: Sequence[str] | None = None
-    shape: Sequence[str] | None = None
-    bytes: Sequence[str] | None = None
-    tp: Sequence[str] | None = None
-    dtype: Sequence[str] | None = None
-    algorithm: Sequence[str] | None = None
+    op: Many = None
+    model: Many = None
+    projection: Many = None
+    m: Many = None
+    shape: Many = None
+    bytes: Many = None
+    tp: Many = None
+    dtype: Many = None
+    algorithm: Many = None
     repeat: int | None = None
     seconds: float | None = None
     threads: int | None = None
@@ -138,10 +134,12 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def read_file(path: Path, known: Sequence[str]) -> dict[str, list[str]]:
-    """Read options by name from a YAML file, as text that stands for them on a command line: a list
-    has an item for each time that its option is given, and an inner list is joined by commas."""
+def read_file(path: Path) -> dict[str, list[str]]:
+    """Read `Settings` by name from a YAML file, as text that stands for them on a command line: a
+    list has an item for each time that its option is given, and an inner list is joined by
+    commas."""
     content = read_input(path, most=_MOST_BYTES)
+    known = [field.name for field in dataclasses.fields(Settings)]
     try:
         options = yaml.load(content, _Loader)
     except Exception as error:  # malformed tags and deep nesting raise errors of any class
@@ -153,24 +151,22 @@ def read_file(path: Path, known: Sequence[str]) -> dict[str, list[str]]:
     for name, value in options.items():
         if name not in known:
             raise UsageError(f"'{path}': unknown key {shown(name)}; choose from {', '.join(known)}")
-        values = value if isinstance(value, list) else [value]
-        items = [item if isinstance(item, list) else [item] for item in values]
+        items = [
+            item if isinstance(item, list) else [item]
+            for item in (value if isinstance(value, list) else [value])
+        ]
         try:
-            texts[name] = [",".join(map(_text, item)) for item in items]
-        except (TypeError, ValueError) as error:
+            if not all(isinstance(part, (str, int, float)) for item in items for part in item):
+                raise ValueError(value)
+            texts[name] = [",".join(printable(str(part)) for part in item) for item in items]
+        except ValueError as error:  # also an integer with more digits than Python converts
             raise UsageError(f"'{path}': {name}: {shown(value)} is no value of it") from error
     return texts
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, (str, int, float)):
-        raise TypeError(value)
-    return printable(str(value))
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How a case is measured.
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How all cases are measured.
 
     Attributes:
         repeat: interleaved repetitions of all variants.
@@ -180,10 +176,13 @@ class Effort:
         baselines: whether to run baselines that use torch.matmul.
     """
 
-    repeat: int
-    seconds: float | None
-    cold: bool
-    baselines: bool
+    algorithms: list[str]
+    threads: int = 1
+    device: str = "cpu"
+    repeat: int = REPEAT
+    seconds: float | None = None
+    cold: bool = True
+    baselines: bool = True
 
 
 @dataclass(frozen=True)
@@ -194,16 +193,19 @@ class Item:
     world: int
     labels: tuple[str, ...] = ()
 
+    @property
+    def key(self) -> str:
+        """Return the name of the case, the same in every run."""
+        size = "x".join(map(str, self.spec.shape))
+        return f"{self.spec.op} {size} {dtypes.name(self.spec.dtype)} tp{self.world}"
+
 
 @dataclass(frozen=True)
 class Sweep:
     """Everything that a run measures, and how."""
 
     items: tuple[Item, ...]
-    algorithms: tuple[str, ...]
-    effort: Effort
-    threads: int
-    device: str
+    method: Method
 
 
 def plan_sweep(settings: Settings, *, ranks: int | None, device: str) -> Sweep:
@@ -219,44 +221,20 @@ def plan_sweep(settings: Settings, *, ranks: int | None, device: str) -> Sweep:
     if settings.quick:
         repeat = QUICK_REPEAT if repeat is None else repeat
         seconds = QUICK_SECONDS if seconds is None else seconds
-    repeat = REPEAT if repeat is None else repeat
-    threads = 1 if settings.threads is None else settings.threads
-    at_least(1, repeat=repeat)
-    check_workers(threads=threads)
+    method = Method(
+        algorithms=algorithms_named(_split(settings.algorithm) or ["auto"]),
+        threads=1 if settings.threads is None else settings.threads,
+        device=device,
+        repeat=REPEAT if repeat is None else repeat,
+        seconds=seconds,
+        cold=not settings.warm,
+        baselines=settings.baselines is not False,
+    )
+    at_least(1, repeat=method.repeat)
+    check_workers(threads=method.threads)
     if seconds is not None and not 0 < seconds < math.inf:
         raise UsageError(f"--seconds is {seconds:g}; it must be positive and finite")
-    effort = Effort(repeat, seconds, not settings.warm, settings.baselines is not False)
-    types = [dtype_named(name) for name in _split(settings.dtype) or ["bf16"]]
-    algorithms = algorithms_named(_split(settings.algorithm) or ["auto"])
-    items: dict[tuple[Spec, int], Item] = {}
-    for world in _worlds(settings, ranks):
-        for dtype in dict.fromkeys(types):
-            for item in _items(settings, world, dtype):
-                same = items.setdefault((item.spec, world), item)
-                labels = tuple(dict.fromkeys((*same.labels, *item.labels)))
-                items[item.spec, world] = dataclasses.replace(item, labels=labels)
-    for item in items.values():
-        label = " ".join(item.labels[:1])
-        check_split(item.spec, item.world, label=label, uneven=bool(settings.uneven))
-        for name in algorithms:
-            check_algorithm(item.spec, item.world, name, device)
-    return Sweep(tuple(items.values()), tuple(algorithms), effort, threads, device)
-
-
-def _split(values: Sequence[str] | None) -> list[str]:
-    return [part.strip() for value in values or () for part in value.split(",")]
-
-
-def _numbers(name: str, values: Sequence[str] | None) -> list[int]:
-    """Parse positive integers, without repetitions."""
-    parts = _split(values)
-    for part in parts:
-        if not number_in(part):
-            raise UsageError(f"--{name}: '{part}' is not a positive number")
-    return list(dict.fromkeys(map(number_in, parts)))
-
-
-def _worlds(settings: Settings, ranks: int | None) -> list[int]:
+    types = dict.fromkeys(dtype_named(name) for name in _split(settings.dtype) or ["bf16"])
     worlds = _numbers("tp", settings.tp) or [2 if ranks is None else ranks]
     for world in worlds:
         check_workers(tp=world)
@@ -264,7 +242,32 @@ def _worlds(settings: Settings, ranks: int | None) -> list[int]:
             raise UsageError(
                 f"--tp is {world} but torchrun started {ranks} ranks (WORLD_SIZE); leave --tp out"
             )
-    return worlds
+    items: dict[tuple[Spec, int], Item] = {}
+    for world in worlds:
+        for dtype in types:
+            for item in _items(settings, world, dtype):
+                same = items.setdefault((item.spec, world), item)
+                labels = tuple(dict.fromkeys((*same.labels, *item.labels)))
+                items[item.spec, world] = dataclasses.replace(item, labels=labels)
+    for item in items.values():
+        label = " ".join(item.labels[:1])
+        check_split(item.spec, item.world, label=label, uneven=bool(settings.uneven))
+        for name in method.algorithms:
+            check_algorithm(item.spec, item.world, name, device)
+    return Sweep(tuple(items.values()), method)
+
+
+def _split(values: Many) -> list[str]:
+    return [part.strip() for value in values or () for part in value.split(",")]
+
+
+def _numbers(name: str, values: Many) -> list[int]:
+    """Parse positive integers, without repetitions."""
+    parts = _split(values)
+    for part in parts:
+        if not number_in(part):
+            raise UsageError(f"--{name}: '{part}' is not a positive number")
+    return list(dict.fromkeys(map(number_in, parts)))
 
 
 def _items(settings: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:

@@ -62,25 +62,23 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     case = random_case(spec, rank_device(device))
     assert dist.group.WORLD is not None  # cases only run on ranks
     group = groups.get(dist.group.WORLD.group_name).ready(device)
-    problem = spec.problem(group.world, device)
     means = Means(
-        group.shared_memory,
-        group.workspace_bytes,
-        instructions(),
-        why_no_node=group.why_no_node,
+        group.shared_memory, group.workspace_bytes, instructions(), why_no_node=group.why_no_node
     )
     _, before = planned(case.copy(), "auto")
     (call,) = group.planned_calls()
     results: dict[str, Outputs] = {}
-    for name in candidates(problem, means):
+    for name in candidates(spec.problem(group.world, device), means):
         with contextlib.suppress(NotImplementedError):  # kernels that do not run on these GPUs
             results[name] = run_tpkernels(case.copy(), name)
     verdicts = verify(case, None, results)
-    right = [
-        name
-        for name, verdict in verdicts.items()
-        if verdict.right and (device != "cpu" or _same_bits(results[name], results["unfused"]))
-    ]
+
+    def as_others(name: str) -> bool:
+        """Return whether an algorithm's bits are those of `unfused` on all ranks."""
+        same = map(torch.equal, results[name], results["unfused"])
+        return device != "cpu" or all(gather_objects(all(same)))
+
+    right = [name for name, verdict in verdicts.items() if verdict.right and as_others(name)]
     known, key = group.tuned(device), call.problem.tuning_key
     assert key is not None  # a spec is split evenly
     config: Config = ()
@@ -103,47 +101,30 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     return TuneReport(machine, before, after, verdicts, new[0] if new else None)
 
 
-def _same_bits(left: Outputs, right: Outputs) -> bool:
-    """Return whether two algorithms give the same results on all ranks."""
-    return all(gather_objects(all(map(torch.equal, left, right))))
-
-
-def measurement(
-    spec: Spec, world: int, ms: dict[str, float], device: str = "cpu", config: Config = ()
-) -> Measurement:
-    """Return today's measurement of a case."""
-    tuning_key = spec.problem(world, device).tuning_key
-    assert tuning_key is not None  # a spec is split evenly
-    today = date.today().isoformat()
-    return Measurement(*tuning_key, other=spec.other, ms=ms, date=today, config=config)
-
-
 def best_config(
-    spec: Spec,
-    case: Case,
-    group: Group,
-    fused: Variant,
-    finish: Callable[[], object] | None,
+    spec: Spec, case: Case, group: Group, fused: Variant, finish: Callable[[], object] | None
 ) -> Config:
     """Return the fastest of the default config and the candidates, which calls use from here on;
     the same on all ranks. Not interleaved, because a new config requires a new plan."""
     from tpkernels.kernels import configs
 
-    kind, times = case.x.device.type, {}
+    device, times = case.x.device.type, {}
+    key = spec.problem(group.world, device).tuning_key
+    assert key is not None  # a spec is split evenly
+    today = date.today().isoformat()
+
+    def use(config: Config) -> None:
+        forced = Measurement(*key, other=spec.other, ms={"fused": 1.0}, date=today, config=config)
+        group.use_times(device, Table((forced,)))
+
     for config in ((), *configs.candidates(spec.dtype, spec.shape[0])):
-        if not _compiles(case, config, finish):
-            continue
-        _use(spec, group, kind, config)
-        samples = measure({"fused": fused}, repeat=_CONFIG_REPEAT, synchronize=finish)["fused"]
-        (times[config],) = slowest([statistics.median(samples.seconds)])
+        if _compiles(case, config, finish):
+            use(config)
+            samples = measure({"fused": fused}, repeat=_CONFIG_REPEAT, synchronize=finish)["fused"]
+            (times[config],) = slowest([statistics.median(samples.seconds)])
     best = min(times, key=times.__getitem__)
-    _use(spec, group, kind, best)
+    use(best)
     return best
-
-
-def _use(spec: Spec, group: Group, device: str, config: Config) -> None:
-    forced = measurement(spec, group.world, {"fused": 1.0}, device, config)
-    group.use_times(device, Table((forced,)))
 
 
 def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -> bool:
@@ -151,7 +132,7 @@ def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -
     the op, where a failure would break the group."""
     from tpkernels.kernels import configs, matmul
 
-    (w,) = case.weights
+    (w,), fits = case.weights, True
     x = case.x if case.x.shape[0] else w.new_zeros(1, w.shape[0])
     try:
         chosen = configs.choose(x.device, x.dtype, sum(case.sizes), config)
@@ -159,5 +140,5 @@ def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -
         if finish is not None:
             finish()
     except Exception:  # Triton's own classes: out of shared memory or registers
-        return all(gather_objects(False))
-    return all(gather_objects(True))
+        fits = False
+    return all(gather_objects(fits))

@@ -8,13 +8,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer import Option
 
 from tpkernels import dtypes
 from tpkernels.bench.inputs import COLD
@@ -24,7 +19,6 @@ from tpkernels.bench.report import show, unsupported, write
 from tpkernels.bench.results import (
     Report,
     Roofline,
-    key,
     new_report,
     result,
     result_file,
@@ -49,11 +43,12 @@ from tpkernels.bench.sweep import (
 )
 from tpkernels.cli import options
 from tpkernels.cli.exit_codes import exit_codes
-from tpkernels.launch.session import Session, device_named, is_leader, launched_ranks, open_session
+from tpkernels.launch.session import device_named, is_leader, launched_ranks, open_session
 from tpkernels.op_spec import OPS
 from tpkernels.planning.cost import Rates
 from tpkernels.terminal import DTYPES, UsageError, at_least, console
 
+Many = list[str] | None
 _MANY = "Repeatable, or comma-separated."
 
 
@@ -62,7 +57,7 @@ def _use_file(context: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     with exit_codes():
-        options = read_file(path, [field.name for field in dataclasses.fields(Settings)])
+        options = read_file(path)
         several = {param.name for param in context.command.params if getattr(param, "multiple", 0)}
         for name, values in options.items():
             if name not in several and len(values) != 1:
@@ -75,95 +70,79 @@ def _use_file(context: typer.Context, path: Path | None) -> Path | None:
 
 def bench(
     context: typer.Context,
-    op: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(OPS)}; default: all. {_MANY}")
-    ] = None,
+    op: Annotated[Many, Option(help=f"{', '.join(OPS)}; default: all. {_MANY}")] = None,
     model: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Measure the matmuls of a model's layers: {', '.join(MODELS)}. {_MANY}"),
+        Many,
+        Option(help=f"Measure the matmuls of a model's layers: {', '.join(MODELS)}. {_MANY}"),
     ] = None,
     projection: Annotated[
-        list[str] | None,
-        typer.Option(
+        Many,
+        Option(
             help=f"Which of the model's: {', '.join(PROJECTIONS)}; default: {', '.join(LAYER)}."
         ),
     ] = None,
     m: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Tokens for --model, over all ranks; default: {','.join(ROWS)}."),
+        Many,
+        Option(help=f"Tokens for --model, over all ranks; default: {','.join(ROWS)}."),
     ] = None,
     shape: Annotated[
-        list[str] | None,
-        typer.Option(
+        Many,
+        Option(
             help="M,N,K of a matmul op, over all ranks; repeatable. Default without --model: "
             f"{' and '.join(SHAPES)}."
         ),
     ] = None,
     bytes: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Sizes of a collective's tensor, over all ranks; default: {','.join(BYTES)}.",
-        ),
+        Many,
+        Option(help=f"Sizes of a collective's tensor, over all ranks; default: {','.join(BYTES)}."),
     ] = None,
     tp: Annotated[
-        list[str] | None,
-        typer.Option("--tp", "--nproc", help=f"Number of ranks; default 2, or torchrun's. {_MANY}"),
+        Many,
+        Option("--tp", "--nproc", help=f"Number of ranks; default 2, or torchrun's. {_MANY}"),
     ] = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help=f"{' | '.join(DTYPES)}; default: bf16. {_MANY}")
-    ] = None,
-    algorithm: Annotated[
-        list[str] | None, typer.Option(help=f"auto (default) or an algorithm. {_MANY}")
-    ] = None,
+    dtype: Annotated[Many, Option(help=f"{' | '.join(DTYPES)}; default: bf16. {_MANY}")] = None,
+    algorithm: Annotated[Many, Option(help=f"auto (default) or an algorithm. {_MANY}")] = None,
     repeat: Annotated[
-        int | None,
-        typer.Option(help=f"Maximum number of repetitions per case; default: {REPEAT}."),
+        int | None, Option(help=f"Maximum number of repetitions per case; default: {REPEAT}.")
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="Start no further repetition of a case after this time, once there are three; "
             "leave out baselines that use torch.matmul and need longer for three. Default: no "
             "limit."
         ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank; default: 1.")] = None,
+    threads: Annotated[int | None, Option(help="Threads per rank; default: 1.")] = None,
     quick: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--quick/--full", help=f"Same as --repeat {QUICK_REPEAT} --seconds {QUICK_SECONDS:g}."
         ),
     ] = None,
     warm: Annotated[
-        bool | None,
-        typer.Option("--warm/--cold", help="Allow inputs in the cache; default: cold."),
+        bool | None, Option("--warm/--cold", help="Allow inputs in the cache; default: cold.")
     ] = None,
     uneven: Annotated[
         bool | None,
-        typer.Option(
-            "--uneven/--even", help="Allow an M that is not divisible by the number of ranks."
-        ),
+        Option("--uneven/--even", help="Allow an M that is not divisible by the number of ranks."),
     ] = None,
     baselines: Annotated[
         bool | None,
-        typer.Option(help="Run baselines that use torch.matmul, slow in 16 bits on old CPUs."),
+        Option(help="Run baselines that use torch.matmul, slow in 16 bits on old CPUs."),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            help="YAML file with these options by name.", callback=_use_file, is_eager=True
-        ),
+        Option(help="YAML file with these options by name.", callback=_use_file, is_eager=True),
     ] = None,
     device: options.Device = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write bench.json, bench.csv, report.html and plots to this folder."),
+        Option(help="Write bench.json, bench.csv, report.html and plots to this folder."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the JSON to this file.")
-    ] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write the JSON to this file.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Only measure cases that the JSON does not contain.")
+        bool, Option("--resume", help="Only measure cases that the JSON does not contain.")
     ] = False,
     timeout: options.Timeout = 1800,
 ) -> None:
@@ -181,35 +160,29 @@ def bench(
     at_least(1, timeout=timeout)
     sweep = plan_sweep(settings, ranks=launched_ranks(), device=device_named(device))
     with result_file(out, json_file, resume=resume) as file:
-        results = new_report(sweep)
+        report = new_report(sweep)
         if resume and file is not None and is_leader():
-            results = resumed(file, results)
+            report = resumed(file, report)
         interrupted = False
         try:
-            run_sweep(sweep, results, file, timeout=timeout)
+            run_sweep(sweep, report, file, timeout=timeout)
         except KeyboardInterrupt:
             interrupted = True
         finally:
             if is_leader():
-                _show(results, out)
+                show(report, console())
+            if is_leader() and out is not None:
+                write(report, out)
+                if (missing := unsupported()) is not None:
+                    console().print(f"No plots: {missing}.", markup=False)
+                console().print(f"Written: {out}/report.html", markup=False, soft_wrap=True)
     if interrupted:
-        measured = f"{len(results.results)} of {len(results.cases)} cases"
+        measured = f"{len(report.results)} of {len(report.cases)} cases"
         hint = "" if file is None else "; use --resume to continue"
         typer.echo(f"Interrupted: {measured} are measured{hint}.", err=True)
         raise typer.Exit(130)
-    if not all(result.is_right for result in results.results):
+    if not all(case.is_right for case in report.results):
         raise typer.Exit(1)
-
-
-def _show(results: Report, folder: Path | None) -> None:
-    show(results, console())
-    if folder is None:
-        return
-    write(results, folder)
-    missing = unsupported()
-    if missing is not None:
-        console().print(f"No plots: {missing}.", markup=False)
-    console().print(f"Written: {folder}/report.html", markup=False, soft_wrap=True)
 
 
 _START_SECONDS = 0.3  # per case of any size: inputs, set-up, barriers
@@ -224,53 +197,35 @@ def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) 
     Raises:
         RankError: ranks failed. Like an interrupt, this loses the case being measured.
     """
-    with _progress(Console(stderr=True)) as progress:
-        bar = _Bar(sweep, progress)
+    method, path = sweep.method, path if is_leader() else None
+    with _progress(sweep, Console(stderr=True)) as progress:
+        (bar,) = progress.task_ids
         for world in dict.fromkeys(item.world for item in sweep.items):
             items = [item for item in sweep.items if item.world == world]
-            if launched_ranks() is None and {key(item) for item in items} <= _done(report):
+            if launched_ranks() is None and {item.key for item in items} <= report.done:
                 continue  # no need to start ranks
             with open_session(
-                world, threads=sweep.threads, timeout=timeout, device=sweep.device
+                world, threads=method.threads, timeout=timeout, device=method.device
             ) as session:
-                _run_world(items, sweep, report, path if session.leader else None, session, bar)
+                done, rooflines = session.run(_identity, (report.done, report.rooflines))[0]
+                rates = {entry.dtype: entry.rates for entry in rooflines if entry.tp == world}
+                for item in items:
+                    progress.update(bar, description=item.key)
+                    if item.key not in done:
+                        spec, dtype = item.spec, dtypes.name(item.spec.dtype)
+                        if dtype not in rates:
+                            measured = session.run(measure_rates, spec.dtype, method.device)
+                            rates[dtype] = slowest_rates(measured)
+                            report.rooflines.append(Roofline.of(world, dtype, rates[dtype]))
+                        ranks = session.run(run_case, spec, method, rates[dtype])
+                        report.results.append(result(item, rates[dtype], ranks))
+                        if path is not None:
+                            save(report, path)
+                    done_cases = progress.tasks[0].fields["done"] + 1
+                    progress.update(bar, advance=_weight(item), done=done_cases)
     report.complete = True
-    if path is not None and is_leader():
+    if path is not None:
         save(report, path)
-
-
-def _run_world(
-    items: list[Item],
-    sweep: Sweep,
-    report: Report,
-    path: Path | None,
-    session: Session,
-    bar: _Bar,
-) -> None:
-    """Measure all cases of one world size."""
-    world = items[0].world
-    done, rooflines = session.run(_identity, (_done(report), report.rooflines))[0]
-    rates = {entry.dtype: entry.rates for entry in rooflines if entry.tp == world}
-    for item in items:
-        bar.begin(item)
-        if key(item) not in done:
-            dtype = dtypes.name(item.spec.dtype)
-            if dtype not in rates:
-                rates[dtype] = slowest_rates(
-                    session.run(measure_rates, item.spec.dtype, sweep.device)
-                )
-                report.rooflines.append(Roofline.of(world, dtype, rates[dtype]))
-            reports = session.run(
-                run_case, item.spec, sweep.algorithms, sweep.effort, rates[dtype], sweep.device
-            )
-            report.results.append(result(item, rates[dtype], reports))
-            if path is not None:
-                save(report, path)
-        bar.end(item)
-
-
-def _done(report: Report) -> set[str]:
-    return {result.case for result in report.results}
 
 
 def _identity(value: object) -> object:
@@ -278,29 +233,13 @@ def _identity(value: object) -> object:
     return value
 
 
-class _Bar:
-    """Progress bar: each case counts with its estimated time."""
-
-    def __init__(self, sweep: Sweep, progress: Progress) -> None:
-        self._progress, self._done = progress, 0
-        total = sum(map(_weight, sweep.items))
-        self._task = progress.add_task("", total=total, done=0, cases=len(sweep.items))
-
-    def begin(self, item: Item) -> None:
-        self._progress.update(self._task, description=key(item))
-
-    def end(self, item: Item) -> None:
-        self._done += 1
-        self._progress.update(self._task, advance=_weight(item), done=self._done)
-
-
 def _weight(item: Item) -> float:
     return _START_SECONDS + _NOMINAL.least_seconds(item.spec.cost(item.world))
 
 
-def _progress(console: Console) -> Progress:
-    """Return a progress bar that is only shown on a terminal."""
-    return Progress(
+def _progress(sweep: Sweep, console: Console) -> Progress:
+    """Return a progress bar, shown on a terminal only; a case counts with its estimated time."""
+    progress = Progress(
         TextColumn("{task.fields[done]}/{task.fields[cases]}"),
         BarColumn(bar_width=30),
         TimeElapsedColumn(),
@@ -312,3 +251,5 @@ def _progress(console: Console) -> Progress:
         speed_estimate_period=1e9,  # estimated from all cases so far: one may take minutes
         disable=not (console.is_terminal and is_leader()),
     )
+    progress.add_task("", total=sum(map(_weight, sweep.items)), done=0, cases=len(sweep.items))
+    return progress

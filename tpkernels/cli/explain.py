@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-import rich.table
 import torch
-import typer
 from rich.markup import escape
+from typer import Option
 
 from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.specs import Spec, check_split, ops_named, spec_of, unsupported_kernels
@@ -16,10 +15,9 @@ from tpkernels.cli import options
 from tpkernels.launch.session import device_known
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store
-from tpkernels.planning.choose import Means, Plan, candidates, choose, unsupported_algorithms
+from tpkernels.planning.choose import Means, candidates, choose, unsupported_algorithms
 from tpkernels.planning.cost import DEFAULTS, all_reduce_way, predicted
 from tpkernels.planning.machine import instructions, this_machine
-from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
@@ -36,24 +34,24 @@ from tpkernels.tuning.contest import ELIGIBLE, is_eligible
 
 
 def explain(
-    op: Annotated[str, typer.Option(help="The op.")],
-    m: Annotated[int | None, typer.Option(help="Rows, over all ranks.")] = None,
-    n: Annotated[int | None, typer.Option(help="Columns of the result, over all ranks.")] = None,
-    k: Annotated[int | None, typer.Option(help="Contraction extent, over all ranks.")] = None,
+    op: Annotated[str, Option(help="The op.")],
+    m: Annotated[int | None, Option(help="Rows, over all ranks.")] = None,
+    n: Annotated[int | None, Option(help="Columns of the result, over all ranks.")] = None,
+    k: Annotated[int | None, Option(help="Contraction extent, over all ranks.")] = None,
     nbytes: Annotated[
         str | None,
-        typer.Option("--bytes", help="Size of a collective's tensor, instead of --m, --n, --k."),
+        Option("--bytes", help="Size of a collective's tensor, instead of --m, --n, --k."),
     ] = None,
-    world: Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")] = 2,
+    world: Annotated[int, Option("--tp", "--nproc", help="Number of ranks.")] = 2,
     dtype: options.Dtype = "bf16",
-    device: Annotated[str, typer.Option(help="cpu | cuda")] = "cpu",
+    device: Annotated[str, Option(help="cpu | cuda")] = "cpu",
     hosts: Annotated[
-        int, typer.Option(help="Number of hosts; ranks on several hosts share no memory.")
+        int, Option(help="Number of hosts; ranks on several hosts share no memory.")
     ] = 1,
     threads: options.Threads = 1,
     gpu: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="With --device cuda: the GPUs to predict times of, such as h100. Default: this "
             "machine's, else h100."
         ),
@@ -80,11 +78,22 @@ def explain(
         known = store.load_or_warn(machine)
     chosen = choose(problem, means, tuned=known)
     forecast, model = _predicted(spec, world, gpu) if device == "cuda" else ({}, "")
-    console().print(f"{op} {spec}, {world} ranks, {device}")
-    console().print(_table(problem, means, known, chosen, forecast))
+    cases = [] if problem.tuning_key is None else known.at(*problem.tuning_key)
+    grid = table("algorithm", ("ms", *(["predicted ms"] if forecast else [])), "why not")
+    for name, reason in unsupported_algorithms(problem, means).items():
+        cells = [_times(name, cases) if reason is None else ""]
+        if forecast:
+            cells.append(milliseconds(1e3 * forecast[name]) if name in forecast else "")
+        label = f"[bold green]{name}[/]" if name == chosen.algorithm else name
+        grid.add_row(label, *cells, escape(reason or ""))
     notes = [f"Predicted for {model} by data sheets; not measured"] if forecast else []
-    if device == "cuda" and problem.op in ("all_reduce", "matmul_all_reduce"):
-        notes.append(_ways(problem))
+    if device == "cuda" and op in ("all_reduce", "matmul_all_reduce"):
+        # Where NVLink connects all GPUs, and where not.
+        lines, words = (all_reduce_way(problem.nbytes, world, linked) for linked in (True, False))
+        where = f" where NVLink connects all GPUs, else by {words}" if words != lines else ""
+        notes.append(
+            f"direct sums by {lines}{where}, for these bytes and ranks by the model of hops"
+        )
     notes.append(f"auto chooses [bold]{chosen.algorithm}[/]: {escape(chosen.reason)}")
     if is_eligible(problem, shared_memory, known):
         tries = ", ".join(name for name in candidates(problem, means) if name in ELIGIBLE)
@@ -94,13 +103,11 @@ def explain(
         )
     if machine is not None:
         count, where = len(known.measurements), f"{world} ranks x {threads} threads"
-        if count:
-            path = escape(str(store.path_for(machine)))
-            notes.append(f"Measured here with {where}: {count} cases, {path}")
-        else:
-            notes.append(f"Nothing was measured here with {where}: see tpkernels tune")
-    for note in notes:
-        console().print(note)
+        path = escape(str(store.path_for(machine)))
+        nothing = f"Nothing was measured here with {where}: see tpkernels tune"
+        notes.append(f"Measured here with {where}: {count} cases, {path}" if count else nothing)
+    for part in (f"{op} {spec}, {world} ranks, {device}", grid, *notes):
+        console().print(part)
 
 
 def _spec_of_extents(
@@ -119,20 +126,6 @@ def _spec_of_extents(
     return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
 
 
-def _table(
-    problem: Problem, means: Means, known: Table, chosen: Plan, forecast: Mapping[str, float]
-) -> rich.table.Table:
-    cases = [] if problem.tuning_key is None else known.at(*problem.tuning_key)
-    grid = table("algorithm", ("ms", *(["predicted ms"] if forecast else [])), "why not")
-    for name, reason in unsupported_algorithms(problem, means).items():
-        cells = [_times(name, cases) if reason is None else ""]
-        if forecast:
-            cells.append(milliseconds(1e3 * forecast[name]) if name in forecast else "")
-        label = f"[bold green]{name}[/]" if name == chosen.algorithm else name
-        grid.add_row(label, *cells, escape(reason or ""))
-    return grid
-
-
 def _times(name: str, cases: list[Measurement]) -> str:
     """Return the time for each measured extent that is not part of the problem."""
     times = [
@@ -141,13 +134,6 @@ def _times(name: str, cases: list[Measurement]) -> str:
         if name in case.ms
     ]
     return ", ".join(times) or "not measured"
-
-
-def _ways(problem: Problem) -> str:
-    """Say how `direct` sums, where NVLink connects all GPUs and where not."""
-    lines, words = (all_reduce_way(problem.nbytes, problem.world, each) for each in (True, False))
-    where = f" where NVLink connects all GPUs, else by {words}" if words != lines else ""
-    return f"direct sums by {lines}{where}, for these bytes and ranks by the model of hops"
 
 
 def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, float], str]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from typer import Option
 
 from tpkernels.cli import options
 from tpkernels.integrations.transformers.generator import (
@@ -39,38 +40,34 @@ from tpkernels.terminal import UsageError, check_workers, dtype_named
 
 def generate(
     model: options.Checkpoint,
-    prompt: Annotated[
-        list[str], typer.Option(help="Text to continue; several are continued together.")
-    ],
+    prompt: Annotated[list[str], Option(help="Text to continue; several are continued together.")],
     nproc: options.Ranks = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a user's message to a chat model.")
+        bool, Option("--chat", help="Each prompt is a user's message to a chat model.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens after which a text ends.")] = 128,
+    max_new_tokens: Annotated[int, Option(help="Tokens after which a text ends.")] = 128,
     temperature: Annotated[
-        float, typer.Option(help="0: always the likeliest token; 1: as the model predicts.")
+        float, Option(help="0: always the likeliest token; 1: as the model predicts.")
     ] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest; 0: all.")] = 0,
+    top_k: Annotated[int, Option(help="Sample among the k likeliest; 0: all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Sample among the likeliest tokens of this total probability.")
+        float, Option(help="Sample among the likeliest tokens of this total probability.")
     ] = 1.0,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed samples the same; by default random.")
+        int | None, Option(help="The same seed samples the same; by default random.")
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End a text before this string; may be repeated.")
+        list[str] | None, Option(help="End a text before this string; may be repeated.")
     ] = None,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Print text as it is generated.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object; see the docs.")] = False,
+    stream: Annotated[bool, Option("--stream", help="Print text as it is generated.")] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object; see the docs.")] = False,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
     device: options.Device = None,
     threads: options.Threads = 1,
     timeout: Annotated[
         int,
-        typer.Option(
+        Option(
             help="Seconds for loading, and for each token; under torchrun, of the process group."
         ),
     ] = 300,

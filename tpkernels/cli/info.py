@@ -24,8 +24,10 @@ from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.symm import colocation
 from tpkernels.terminal import DTYPES, byte_size, console, table
 
-_NATIVE = "native: torch multiplies it at full speed"
-_CONVERTED = "converted to float32 in panels: this processor has no instructions for it"
+_MATMULS = {
+    "native": "native: torch multiplies it at full speed",
+    "converted": "converted to float32 in panels: this processor has no instructions for it",
+}
 
 
 def info(as_json: options.AsJson = False) -> None:
@@ -39,9 +41,23 @@ def info(as_json: options.AsJson = False) -> None:
 
 def facts() -> dict[str, Any]:
     """Collect everything that `tpkernels info` shows."""
+    parts = {"calls": _C.calls, "host": _C.host, "nccl": _C.nccl, "cuda": _C.cuda}
+    public = [
+        f"{part}.{name}"
+        for part, module in parts.items()
+        for name in dir(module)
+        if not name.startswith("_")
+    ]
+    algorithms, across_hosts = (
+        {
+            device: {op: unsupported_here(device, op, shared_memory=shared) for op in OPS}
+            for device in TABLES
+        }
+        for shared in (True, False)
+    )
     return {
         "versions": versions(),
-        "extension": {"file": _C.__file__, "holds": _public_names()},
+        "extension": {"file": _C.__file__, "holds": public},
         "vector_unit": vector_units(),
         "local_matmul": {
             dtypes.name(dtype): "native" if native(dtype) else "converted"
@@ -52,14 +68,8 @@ def facts() -> dict[str, Any]:
         "shared_memory": colocation.unsupported(),
         "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},
         "nccl": nccl.facts(),
-        "algorithms": {
-            device: {op: unsupported_here(device, op, shared_memory=True) for op in OPS}
-            for device in TABLES
-        },
-        "algorithms_across_hosts": {
-            device: {op: unsupported_here(device, op, shared_memory=False) for op in OPS}
-            for device in TABLES
-        },
+        "algorithms": algorithms,
+        "algorithms_across_hosts": across_hosts,
     }
 
 
@@ -77,35 +87,21 @@ def unsupported_here(device: str, op: str, *, shared_memory: bool) -> dict[str, 
     return reasons
 
 
-def _public_names() -> list[str]:
-    """List the public names of the extension."""
-    parts = {"calls": _C.calls, "host": _C.host, "nccl": _C.nccl, "cuda": _C.cuda}
-    return [
-        f"{part}.{name}"
-        for part, module in parts.items()
-        for name in dir(module)
-        if not name.startswith("_")
-    ]
-
-
 def _show(facts: dict[str, Any], out: Console) -> None:
     devices, units, pool = facts["devices"], facts["vector_unit"], facts["result_pool"]
     kept, idle, in_use = (byte_size(pool[name]) for name in ("limit", "idle", "in_use"))
     alone = facts["shared_memory"]
     cores = ", ".join(map(str, devices["usable_cores"]))
+    memory, available = (byte_size(devices[f"{which}_bytes"]) for which in ("memory", "available"))
     lines = {
         **facts["versions"],
         "extension": facts["extension"]["file"],
         "contains": ", ".join(facts["extension"]["holds"]),
         "vector unit": f"{units['in_use']} (available: {', '.join(units['available'])})",
-        **{
-            f"{name} matmul": _NATIVE if how == "native" else _CONVERTED
-            for name, how in facts["local_matmul"].items()
-        },
+        **{f"{name} matmul": _MATMULS[how] for name, how in facts["local_matmul"].items()},
         "processor": devices["cpu"],
         "cores": f"{len(devices['usable_cores'])} of {devices['cores']} usable: {cores}",
-        "memory": f"{byte_size(devices['memory_bytes'])}, "
-        f"{byte_size(devices['available_bytes'])} available",
+        "memory": f"{memory}, {available} available",
         "shared memory": f"none: this process {alone}"
         if alone
         else "between ranks of one user, on one machine and in one network namespace",
@@ -121,13 +117,20 @@ def _show(facts: dict[str, Any], out: Console) -> None:
     for name, text in lines.items():
         grid.add_row(f"[bold]{name}[/bold]", escape(str(text)))
     out.print(grid)
-    for device in TABLES:
-        reasons = {why for of_op in facts["algorithms"][device].values() for why in of_op.values()}
-        out.print(
-            f"on {device}: nothing, it {kernels.NO_GPU}"
-            if reasons == {kernels.NO_GPU}
-            else _algorithm_table(device, facts)
-        )
+    for device, ops in facts["algorithms"].items():
+        if all(why == kernels.NO_GPU for of_op in ops.values() for why in of_op.values()):
+            out.print(f"on {device}: nothing, it {kernels.NO_GPU}")
+            continue
+        grid = table(f"on {device}", tuple(ALGORITHMS), "why not")
+        for op, reasons in ops.items():
+            marks = ["yes" if reasons[name] is None else "no" for name in ALGORITHMS]
+            texts = [f"{name} {why}" for name, why in reasons.items() if why is not None]
+            grid.add_row(op, *marks, escape("; ".join(texts)))
+        apart = facts["algorithms_across_hosts"][device].values()
+        left = [name for name in ALGORITHMS if all(reasons[name] is None for reasons in apart)]
+        grid.caption_justify = "left"
+        grid.caption = f"If the ranks of a group share no memory: {', '.join(left)}."
+        out.print(grid)
 
 
 def _nccl_text(nccl: dict[str, Any]) -> str:
@@ -136,17 +139,3 @@ def _nccl_text(nccl: dict[str, Any]) -> str:
     missing = [name for name, present in nccl["features"].items() if not present]
     without = f", without {', '.join(missing)}" if missing else ""
     return f"{nccl['version']}, {nccl['origin']}: {nccl['path']}{without}"
-
-
-def _algorithm_table(device: str, facts: dict[str, Any]) -> Table:
-    """Return one row per op, with the reasons in the last column."""
-    grid = table(f"on {device}", tuple(ALGORITHMS), "why not")
-    for op, reasons in facts["algorithms"][device].items():
-        marks = ["yes" if reasons[name] is None else "no" for name in ALGORITHMS]
-        texts = [f"{name} {why}" for name, why in reasons.items() if why is not None]
-        grid.add_row(op, *marks, escape("; ".join(texts)))
-    across_hosts = facts["algorithms_across_hosts"][device].values()
-    left = [name for name in ALGORITHMS if all(reasons[name] is None for reasons in across_hosts)]
-    grid.caption_justify = "left"
-    grid.caption = f"If the ranks of a group share no memory: {', '.join(left)}."
-    return grid

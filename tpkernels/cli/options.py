@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from tpkernels.terminal import DTYPES
 
 Ranks = Annotated[
-    int | None,
-    typer.Option("--nproc", "--tp", help="Number of ranks; default 2, or torchrun's."),
+    int | None, Option("--nproc", "--tp", help="Number of ranks; default 2, or torchrun's.")
 ]
-Tp = Annotated[int, typer.Option("--tp", "--nproc", help="Number of ranks.")]
-Dtype = Annotated[str, typer.Option(help=" | ".join(DTYPES))]
-Device = Annotated[str | None, typer.Option(help="cpu | cuda; by default cuda if there is a GPU.")]
-Threads = Annotated[int, typer.Option(help="Threads per rank.")]
-Sizes = Annotated[
-    str, typer.Option("--bytes", help="Size(s) of a collective's tensor, over all ranks.")
-]
-Timeout = Annotated[
-    int, typer.Option(help="Abort a case that takes longer than this many seconds.")
-]
+Tp = Annotated[int, Option("--tp", "--nproc", help="Number of ranks.")]
+Dtype = Annotated[str, Option(help=" | ".join(DTYPES))]
+Device = Annotated[str | None, Option(help="cpu | cuda; by default cuda if there is a GPU.")]
+Threads = Annotated[int, Option(help="Threads per rank.")]
+Sizes = Annotated[str, Option("--bytes", help="Size(s) of a collective's tensor, over all ranks.")]
+Timeout = Annotated[int, Option(help="Abort a case that takes longer than this many seconds.")]
 Checkpoint = Annotated[
-    str, typer.Option(help="Folder with config.json and *.safetensors, or a GGUF file.")
+    str, Option(help="Folder with config.json and *.safetensors, or a GGUF file.")
 ]
 CheckpointDtype = Annotated[
-    str | None, typer.Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
+    str | None, Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
 ]
-FfnOnly = Annotated[bool, typer.Option("--ffn-only", help="Split the feed-forward layers only.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
+FfnOnly = Annotated[bool, Option("--ffn-only", help="Split the feed-forward layers only.")]
+AsJson = Annotated[bool, Option("--json", help="One JSON object instead of tables.")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +12,16 @@ import torch
 import typer
 from rich.markup import escape
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from typer import Option
 
 from tpkernels import validation
 from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.report import unsupported
-from tpkernels.bench.sweep import LAYER, MODELS, Model, projection
+from tpkernels.bench.sweep import LAYER, MODELS, projection
 from tpkernels.cli import options
 from tpkernels.integers import ceil_div
-from tpkernels.mesh.estimates import Estimate, ranked
 from tpkernels.mesh.layout import Placements, text_of
-from tpkernels.mesh.planner import MatmulProblem
+from tpkernels.mesh.planner import Estimate, MatmulProblem, ranked
 from tpkernels.planning.cost import (
     MEASURED,
     Profile,
@@ -44,45 +43,44 @@ from tpkernels.terminal import (
     writing,
 )
 
-_PHASES = ("prefill", "decode")
 _HELPS = 0.98  # of the time without overlap; less is within the spread of a measurement
-_MOST_RANKS = 1024
+_MOST_RANKS, _MOST_MESH_RANKS = 1024, 1 << 20
 _FORMATS = (".png", ".svg", ".pdf")
-_NAMES: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial()}
+_PLACEMENTS: dict[str, Placement] = {
+    "S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial(),
+}  # fmt: skip
 _LEGEND = (
     "MiB moved: received by all ranks together. ms: predicted. Exposed: the part of it in which a "
     "rank does not multiply. Steps in brackets are one op with the product."
 )
-_MOST_MESH_RANKS = 1 << 20
 
 
 def plan(
-    m: Annotated[int | None, typer.Option(help="Rows of x.")] = None,
-    k: Annotated[int | None, typer.Option(help="Columns of x, rows of w.")] = None,
-    n: Annotated[int | None, typer.Option(help="Columns of w.")] = None,
-    mesh: Annotated[str | None, typer.Option(help="Ranks along each mesh dim: 8 or 2x4.")] = None,
+    m: Annotated[int | None, Option(help="Rows of x.")] = None,
+    k: Annotated[int | None, Option(help="Columns of x, rows of w.")] = None,
+    n: Annotated[int | None, Option(help="Columns of w.")] = None,
+    mesh: Annotated[str | None, Option(help="Ranks along each mesh dim: 8 or 2x4.")] = None,
     x: Annotated[
-        str, typer.Option(help="Placement of x on each mesh dim: S0, S1, R, P; such as S0,S1.")
+        str, Option(help="Placement of x on each mesh dim: S0, S1, R, P; such as S0,S1.")
     ] = "R",
-    w: Annotated[str, typer.Option(help="The same of w.")] = "R",
+    w: Annotated[str, Option(help="The same of w.")] = "R",
     out: Annotated[
-        str | None, typer.Option(help="The same of the result. Default: the cheapest without P.")
+        str | None, Option(help="The same of the result. Default: the cheapest without P.")
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help=f"Predict a layer of a model instead: {', '.join(MODELS)}."),
+        str | None, Option(help=f"Predict a layer of a model instead: {', '.join(MODELS)}.")
     ] = None,
     tp: Annotated[
-        str, typer.Option(help="Ranks for --model: 1,2,8, or 1..64 for powers of two.")
+        str, Option(help="Ranks for --model: 1,2,8, or 1..64 for powers of two.")
     ] = "1..8",
     nodes: Annotated[
-        int | None, typer.Option(help="Nodes for --model. Default: as many as --tp needs.")
+        int | None, Option(help="Nodes for --model. Default: as many as --tp needs.")
     ] = None,
-    prefill: Annotated[int, typer.Option(help="Tokens of a prefill for --model.")] = 8192,
-    decode: Annotated[int, typer.Option(help="Sequences of a decode step for --model.")] = 64,
+    prefill: Annotated[int, Option(help="Tokens of a prefill for --model.")] = 8192,
+    decode: Annotated[int, Option(help="Sequences of a decode step for --model.")] = 64,
     machine: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--machine",
             "--gpu",
             help=f"{', '.join(machines())}, or {MEASURED} as measured by tpkernels tune --machine. "
@@ -91,12 +89,9 @@ def plan(
     ] = None,
     dtype: options.Dtype = "bf16",
     wire_dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype in which partial results travel: --dtype (default) or fp32."),
+        str | None, Option(help="Dtype in which partial results travel: --dtype (default) or fp32.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the times of --model to this file.")
-    ] = None,
+    plot: Annotated[Path | None, Option(help="Draw the times of --model to this file.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Rank the ways to compute a product on a mesh, or predict a model's layer for many TP sizes.
@@ -113,19 +108,20 @@ def plan(
         tps = tps_of(tp)
         if nodes is not None:
             at_least(1, nodes=nodes)
-        if plot is not None:
-            _check_plot(plot)
+        if plot is not None and (missing := unsupported()) is not None:
+            raise UsageError(f"--plot: {missing}")
+        if plot is not None and plot.suffix not in _FORMATS:
+            raise UsageError(f"--plot is '{plot}'; it must end in {', '.join(_FORMATS)}")
         profile = machine_by_name(machine, tps[-1], device)
-        times = layer_times(
-            model, tps, profile, nodes=nodes, prefill=prefill, decode=decode, itemsize=itemsize
-        )
+        phases = {"prefill": prefill, "decode": decode}
+        layers = layer_times(model, tps, profile, nodes=nodes, phases=phases, itemsize=itemsize)
         title = f"{model}, a layer on {profile.title}, {prefill} tokens and {decode} sequences"
         if plot is not None:
-            _draw(times, plot, title)
+            _draw(layers, plot, title)
         if as_json:
-            _print_json(profile, "layers", [time.to_json() for time in times])
+            _print_json(profile, layers=layers)
         else:
-            _show_layers(times, title)
+            _show_layers(layers, title)
         return
     try:
         wire = validation.wire_dtype(
@@ -138,7 +134,9 @@ def plan(
     if plot is not None:
         raise UsageError("--plot needs --model")
     at_least(1, m=m, k=k, n=n)
-    shape = _mesh(mesh)
+    shape = tuple(number_in(part) for part in mesh.lower().split("x"))
+    if len(shape) > 2 or not all(1 <= size <= _MOST_MESH_RANKS for size in shape):
+        raise UsageError(f"--mesh is '{mesh}'; pass one or two numbers of ranks, such as 8 or 2x4")
     problem = MatmulProblem(
         m=m,
         k=k,
@@ -153,19 +151,8 @@ def plan(
     _show_product(problem, machine_by_name(machine, torch.Size(shape).numel(), device), as_json)
 
 
-def _print_json(profile: Profile, name: str, content: list[dict[str, Any]]) -> None:
-    typer.echo(json.dumps({"machine": profile.title, name: content}, indent=2))
-
-
-# A product on a mesh.
-
-
-def _mesh(text: str) -> tuple[int, ...]:
-    """Parse the shape of a mesh, ``"8"`` or ``"2x4"``."""
-    sizes = tuple(number_in(part) for part in text.lower().split("x"))
-    if len(sizes) > 2 or not all(1 <= size <= _MOST_MESH_RANKS for size in sizes):
-        raise UsageError(f"--mesh is '{text}'; pass one or two numbers of ranks, such as 8 or 2x4")
-    return sizes
+def _print_json(profile: Profile, **content: list[dict[str, Any]]) -> None:
+    typer.echo(json.dumps({"machine": profile.title, **content}, indent=2))
 
 
 def _placements(option: str, text: str, dims: int) -> Placements:
@@ -174,53 +161,52 @@ def _placements(option: str, text: str, dims: int) -> Placements:
     names = [part.strip().upper() for part in text.split(",")]
     names += ["R"] * (dims - len(names)) if len(names) == 1 else []
     for name in names:
-        if name not in _NAMES:
+        if name not in _PLACEMENTS:
             raise UsageError(
-                f"unknown placement '{name}' in --{option}; choose from {', '.join(_NAMES)}"
+                f"unknown placement '{name}' in --{option}; choose from {', '.join(_PLACEMENTS)}"
             )
     if len(names) != dims:
         raise UsageError(
             f"--{option} is '{text}' with {len(names)} placements; the mesh has {dims} dims"
         )
-    return tuple(_NAMES[name] for name in names)
+    return tuple(_PLACEMENTS[name] for name in names)
 
 
 def _show_product(problem: MatmulProblem, profile: Profile, as_json: bool) -> None:
     """Show the strategies, the fastest first."""
     pairs = ranked(problem, profile)
-    rows = [(plan, cost, _reason(cost, pairs[0][1], profile)) for plan, cost in pairs]
+    plans: list[dict[str, Any]] = [
+        {
+            "strategy": plan.strategy,
+            "result": text_of(plan.out),
+            "steps": str(plan),
+            "bytes": plan.nbytes,
+            "flops": plan.flops,
+            "seconds": cost.seconds,
+            "product_seconds": cost.product,
+            "communication_seconds": cost.communication,
+            "exposed_seconds": cost.exposed,
+            "memory_bytes": cost.memory,
+            "reason": _reason(cost, pairs[0][1], profile),
+        }
+        for plan, cost in pairs
+    ]
     if as_json:
-        plans = [
-            {
-                "strategy": plan.strategy,
-                "result": text_of(plan.out),
-                "steps": str(plan),
-                "bytes": plan.nbytes,
-                "flops": plan.flops,
-                "seconds": cost.seconds,
-                "product_seconds": cost.product,
-                "communication_seconds": cost.communication,
-                "exposed_seconds": cost.exposed,
-                "memory_bytes": cost.memory,
-                "reason": reason,
-            }
-            for plan, cost, reason in rows
-        ]
-        _print_json(profile, "plans", plans)
+        _print_json(profile, plans=plans)
         return
     columns = ("result", "MiB moved", "ms", "exposed ms", "memory/rank")
     grid = table("strategy", columns, "steps")
     grid.add_column("reason")
-    for i, (plan, cost, reason) in enumerate(rows):
+    for i, row in enumerate(plans):
         grid.add_row(
-            plan.strategy if i else f"[bold green]{plan.strategy}[/]",
-            text_of(plan.out),
-            f"{plan.nbytes / 2**20:.4g}",
-            milliseconds(1e3 * cost.seconds),
-            milliseconds(1e3 * cost.exposed),
-            byte_size(cost.memory),
-            escape(str(plan)),
-            escape(reason),
+            row["strategy"] if i else f"[bold green]{row['strategy']}[/]",
+            row["result"],
+            f"{row['bytes'] / 2**20:.4g}",
+            milliseconds(1e3 * row["seconds"]),
+            milliseconds(1e3 * row["exposed_seconds"]),
+            byte_size(row["memory_bytes"]),
+            escape(row["steps"]),
+            escape(row["reason"]),
         )
     screen = console()
     screen.print(
@@ -254,46 +240,6 @@ def _reason(cost: Estimate, best: Estimate, profile: Profile) -> str:
 # A layer of a model.
 
 
-@dataclass(frozen=True)
-class LayerTime:
-    """A layer in one phase on so many ranks, in seconds.
-
-    Attributes:
-        product: the products alone.
-        communication: the collectives alone.
-        overlapped: both, each collective as one op with the product next to it.
-    """
-
-    tp: int
-    nodes: int
-    phase: str
-    product: float
-    communication: float
-    overlapped: float
-
-    @property
-    def unfused(self) -> float:
-        """Return the time of products and collectives one after the other."""
-        return self.product + self.communication
-
-    @property
-    def exposed(self) -> float:
-        """Return what overlap leaves of the communication."""
-        return self.overlapped - self.product
-
-    @property
-    def helps(self) -> bool:
-        """Return whether overlap makes the layer faster."""
-        return self.overlapped < _HELPS * self.unfused
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "unfused": self.unfused,
-            "exposed": self.exposed,
-            "overlap_helps": self.helps,
-        }
-
-
 def tps_of(text: str) -> list[int]:
     """Parse numbers of ranks: ``"1..64"`` for the powers of two from 1 to 64, or ``"1,2,6"``."""
     span = re.fullmatch(r"(\d{1,4})\.\.(\d{1,4})", text.strip())
@@ -316,22 +262,22 @@ def layer_times(
     profile: Profile,
     *,
     nodes: int | None,
-    prefill: int,
-    decode: int,
+    phases: dict[str, int],
     itemsize: int,
-) -> list[LayerTime]:
-    """Predict both phases on each number of ranks.
+) -> list[dict[str, Any]]:
+    """Predict the seconds of a layer on each number of ranks: ``product`` and ``communication``
+    alone, and ``overlapped``, each collective as one op with the product next to it.
 
     Args:
         nodes: how many there are; None: as many as the ranks need.
-        prefill, decode: rows of the activations, over all ranks.
+        phases: rows of the activations, over all ranks, by phase.
 
     Raises:
         UsageError: an unknown model, or more ranks than heads or than the nodes have.
     """
     check_known("model", [model], MODELS)
-    at_least(1, prefill=prefill, decode=decode)
-    heads = MODELS[model].heads
+    at_least(1, **phases)
+    heads, layers = MODELS[model].heads, []
     for tp in tps:
         if tp > heads:
             raise UsageError(f"--tp {tp}: {model} has {heads} heads, which are not split")
@@ -340,65 +286,64 @@ def layer_times(
                 f"--tp {tp}: {nodes} nodes of {profile.node} have {nodes * profile.node} devices; "
                 "pass more --nodes"
             )
-    return [
-        _layer(MODELS[model], tp, profile, phase, rows, itemsize)
-        for phase, rows in zip(_PHASES, (prefill, decode), strict=True)
-        for tp in tps
-    ]
+    for (phase, rows), tp in ((pair, tp) for pair in phases.items() for tp in tps):
+        product = communication = overlapped = 0.0
+        for name in LAYER:
+            matmul = projection(MODELS[model], name, tp)
+            k, n = matmul.k, matmul.n
+            shape = (rows, k, ceil_div(n, tp)) if matmul.column else (rows, ceil_div(k, tp), n)
+            move = 0.0
+            if phase == "prefill" or not matmul.column:
+                nbytes = rows * (k if matmul.column else n) * itemsize
+                passes = 1 if phase == "prefill" else 2
+                move = collective_seconds(profile, nbytes, tp, passes=passes)
+            product += product_seconds(profile, *shape, itemsize)
+            communication += move
+            overlapped += fused_seconds(profile, shape, 0, move, tp, itemsize)
+        layers.append(
+            {
+                "tp": tp,
+                "nodes": ceil_div(tp, profile.node),
+                "phase": phase,
+                "product": product,
+                "communication": communication,
+                "overlapped": overlapped,
+                "unfused": product + communication,
+                "exposed": overlapped - product,
+                "overlap_helps": overlapped < _HELPS * (product + communication),
+            }
+        )
+    return layers
 
 
-def _layer(
-    model: Model, tp: int, profile: Profile, phase: str, rows: int, itemsize: int
-) -> LayerTime:
-    product = communication = overlapped = 0.0
-    for name in LAYER:
-        matmul = projection(model, name, tp)
-        k, n = matmul.k, matmul.n
-        shape = (rows, k, ceil_div(n, tp)) if matmul.column else (rows, ceil_div(k, tp), n)
-        multiply = product_seconds(profile, *shape, itemsize)
-        move = 0.0
-        if phase == "prefill" or not matmul.column:
-            nbytes = rows * (k if matmul.column else n) * itemsize
-            move = collective_seconds(profile, nbytes, tp, passes=1 if phase == "prefill" else 2)
-        product += multiply
-        communication += move
-        overlapped += fused_seconds(profile, shape, 0, move, tp, itemsize)
-    return LayerTime(tp, ceil_div(tp, profile.node), phase, product, communication, overlapped)
-
-
-def _show_layers(times: list[LayerTime], title: str) -> None:
+def _show_layers(layers: list[dict[str, Any]], title: str) -> None:
     columns = ("TP", "nodes", "products", "communication", "unfused", "overlapped", "exposed")
     grid = table("phase", columns, "overlap")
-    for time in times:
-        parts = (time.product, time.communication, time.unfused, time.overlapped, time.exposed)
-        numbers = [milliseconds(1e3 * seconds) for seconds in parts]
-        speedup = f"{time.unfused / time.overlapped:.2f}x" if time.helps else "no gain"
-        grid.add_row(time.phase, str(time.tp), str(time.nodes), *numbers, speedup)
+    for layer in layers:
+        names = ("product", "communication", "unfused", "overlapped", "exposed")
+        speedup = f"{layer['unfused'] / layer['overlapped']:.2f}x"
+        grid.add_row(
+            layer["phase"],
+            *(str(layer[name]) for name in ("tp", "nodes")),
+            *(milliseconds(1e3 * layer[name]) for name in names),
+            speedup if layer["overlap_helps"] else "no gain",
+        )
     screen = console()
     screen.print(title, markup=False)
     screen.print(grid)
     screen.print("ms per layer, predicted; attention itself and norms are left out.", markup=False)
 
 
-def _check_plot(path: Path) -> None:
-    """Raise ``UsageError`` if no picture can be drawn, or not in this format."""
-    missing = unsupported()
-    if missing is not None:
-        raise UsageError(f"--plot: {missing}")
-    if path.suffix not in _FORMATS:
-        raise UsageError(f"--plot is '{path}'; it must end in {', '.join(_FORMATS)}")
-
-
-def _draw(times: Sequence[LayerTime], path: Path, title: str) -> None:
-    """Draw a panel for each phase: lines of the products, the communication, and both with and
-    without overlap."""
+def _draw(layers: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw a panel for each phase."""
     from matplotlib.figure import Figure as Canvas
 
+    phases = list(dict.fromkeys(layer["phase"] for layer in layers))
     canvas = Canvas(figsize=(10, 3.6), layout="constrained")
     canvas.suptitle(title, fontsize="medium", parse_math=False)
-    for axes, phase in zip(canvas.subplots(1, len(_PHASES)), _PHASES, strict=True):
-        layers = [time for time in times if time.phase == phase]
-        tps = [layer.tp for layer in layers]
+    for axes, phase in zip(canvas.subplots(1, len(phases)), phases, strict=True):
+        shown = [layer for layer in layers if layer["phase"] == phase]
+        tps = [layer["tp"] for layer in shown]
         for label, style, name in (
             ("products", "b:", "product"),
             ("communication", "r:", "communication"),
@@ -406,7 +351,7 @@ def _draw(times: Sequence[LayerTime], path: Path, title: str) -> None:
             ("with overlap", "g-o", "overlapped"),
         ):
             # A log scale has no 0.
-            ms = [1e3 * getattr(layer, name) or float("nan") for layer in layers]
+            ms = [1e3 * layer[name] or float("nan") for layer in shown]
             axes.plot(tps, ms, style, label=label, markersize=4)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import runpy
 import socket
 import sys
@@ -15,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+from numpy.typing import NDArray
 from torch import profiler
 from torch.profiler import ProfilerActivity, record_function
+from typer import Option
 
 from tpkernels.bench import report
 from tpkernels.bench.cases import planned, random_case, run_tpkernels
@@ -48,6 +52,31 @@ from tpkernels.terminal import (
     writing,
 )
 
+Event = dict[str, Any]
+Spans = dict[str, list[tuple[float, float]]]  # [begin, end) in microseconds, by kind of time
+
+CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
+# COPY: the rank itself copies, excluding waits within the copy. MOVE: data moves without the rank.
+# QUEUED: a host's ops, which count as compute unless the rank runs kernels on a GPU.
+COMPUTE, QUEUED, COPY, MOVE, WAIT = "compute", "queued", "copy", "transfer", "wait"
+_KERNEL = "kernel"  # of a GPU, whatever it does
+_FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
+# ATen ops that create, move or view tensors and compute nothing.
+_NO_COMPUTE = frozenset(
+    re.findall(
+        r"\w+",
+        "empty empty_strided empty_like resize_ copy_ to _to_copy clone contiguous item "
+        "_local_scalar_dense is_nonzero view _unsafe_view as_strided slice select narrow split "
+        "chunk unbind t transpose permute reshape flatten expand squeeze unsqueeze detach alias",
+    )
+)
+# By kind: the colour, and the bottom and height within a lane of a timeline. Drawn in this order: a
+# wait covers the copy that contains it.
+COLOURS = {COMPUTE: "tab:blue", COPY: "tab:orange", WAIT: "tab:red", MOVE: "tab:green"}
+_BARS = {COMPUTE: (-0.4, 0.8), COPY: (-0.4, 0.3), WAIT: (-0.4, 0.8), MOVE: (0.1, 0.3)}
+_MOST_INCHES = 30.0
+_PIDS = 100  # process ids reserved for each rank in the merged trace
+_WARM_UP = 3
 _LEGEND = """\
 Each moment of a rank counts once: as compute, else copy, else wait. overlapped: the fraction of the
 time in which data moves (copies, messages in flight, matmuls that read a peer's memory) during
@@ -56,19 +85,16 @@ which the rank also computes."""
 
 def profile(
     script: Annotated[
-        list[str] | None,
-        typer.Argument(help="A Python script and its arguments, as for torchrun."),
+        list[str] | None, typer.Argument(help="A Python script and its arguments, as for torchrun.")
     ] = None,
-    op: Annotated[str | None, typer.Option(help="An op, instead of a script.")] = None,
-    shape: Annotated[
-        str, typer.Option(help="M,N,K of a matmul op, over all ranks.")
-    ] = "1024,2048,2048",
+    op: Annotated[str | None, Option(help="An op, instead of a script.")] = None,
+    shape: Annotated[str, Option(help="M,N,K of a matmul op, over all ranks.")] = "1024,2048,2048",
     size: options.Sizes = "1M",
     nproc: options.Ranks = None,
     dtype: options.Dtype = "bf16",
-    algorithm: Annotated[str, typer.Option(help="auto or an algorithm.")] = "auto",
-    calls: Annotated[int, typer.Option(help="Number of calls of the op.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for trace.json and timeline.png.")] = Path(
+    algorithm: Annotated[str, Option(help="auto or an algorithm.")] = "auto",
+    calls: Annotated[int, Option(help="Number of calls of the op.")] = 3,
+    out: Annotated[Path, Option(help="Folder for trace.json and timeline.png.")] = Path(
         "tpkernels-profile"
     ),
     threads: options.Threads = 1,
@@ -91,8 +117,10 @@ def profile(
         check_split(spec, world)
         algorithms_named([algorithm])
         check_algorithm(spec, world, algorithm)
-    else:
-        _check_script(script or [])
+    elif under_torchrun():
+        raise UsageError("a script's ranks are started here: run this command without torchrun")
+    elif script and not Path(script[0]).is_file():
+        raise UsageError(f"no script '{script[0]}'")
     files: list[Path] = []
     if is_leader():
         make_output_folder(out)
@@ -108,13 +136,6 @@ def profile(
             recordings = session.run(record_script, script[0], script[1:], store.port)
         if files:
             _report(recordings, what, *files)
-
-
-def _check_script(script: list[str]) -> None:
-    if under_torchrun():
-        raise UsageError("a script's ranks are started here: run this command without torchrun")
-    if not Path(script[0]).is_file():
-        raise UsageError(f"no script '{script[0]}'")
 
 
 def _report(recordings: list[Recording], what: str, trace_file: Path, picture: Path) -> None:
@@ -151,25 +172,77 @@ def _report(recordings: list[Recording], what: str, trace_file: Path, picture: P
     out.print(f"{trace_file} (ui.perfetto.dev), {shown}", markup=False)
 
 
-Event = dict[str, Any]
-Interval = tuple[float, float]
-Spans = dict[str, list[Interval]]  # by kind of time
+# On a rank.
 
-CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
-# COPY: the rank itself copies, excluding waits within the copy. MOVE: data moves without the rank.
-# QUEUED: a host's ops, which count as compute unless the rank runs kernels on a GPU.
-COMPUTE, QUEUED, COPY, MOVE, WAIT = "compute", "queued", "copy", "transfer", "wait"
-_KERNEL = "kernel"  # of a GPU, whatever it does
-_PIDS = 100  # process ids reserved for each rank in the merged trace
-_FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
-# ATen ops that create, move or view tensors and compute nothing.
-_MAKES = "empty empty_strided empty_like resize_"
-_MOVES = "copy_ to _to_copy clone contiguous item _local_scalar_dense is_nonzero"
-_LOOKS = (
-    "view _unsafe_view as_strided slice select narrow split chunk unbind t transpose permute "
-    "reshape flatten expand squeeze unsqueeze detach alias"
-)
-_NO_COMPUTE = frozenset(f"{_MAKES} {_MOVES} {_LOOKS}".split(" "))
+
+@dataclass(frozen=True)
+class Recording:
+    """One rank's compressed trace and its host; for an op also the plan in words."""
+
+    trace: bytes
+    host: str
+    plan: str = ""
+
+
+def record_op(spec: Spec, algorithm: str, calls: int) -> Recording:
+    """Profile calls of an op, with a barrier before each. Collective."""
+    case = random_case(spec)
+    _, plan = planned(case, algorithm)
+    for _ in range(_WARM_UP):
+        run_tpkernels(case, algorithm)
+    with _profiler() as recorder:
+        for i in range(calls):
+            dist.barrier()
+            with record_function(f"{CALL} {i}"):
+                run_tpkernels(case, algorithm)
+    return _recording(recorder, f"{plan.algorithm}: {plan.reason}")
+
+
+def record_script(path: str, arguments: Sequence[str], port: int) -> Recording:
+    """Profile a script in an environment like torchrun's. ``port`` belongs to a running store.
+
+    Raises:
+        SystemExit: the script exited with a code other than 0.
+    """
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()  # the script creates its own
+    os.environ |= {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is already running
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    with _profiler() as recorder:
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+    sys.stdout.flush()
+    return _recording(recorder)
+
+
+def _profiler() -> profiler.profile:
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    return profiler.profile(activities=activities)
+
+
+def _recording(recorder: profiler.profile, plan: str = "") -> Recording:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        recorder.export_chrome_trace(str(file))
+        return Recording(gzip.compress(file.read_bytes(), 1), socket.gethostname(), plan)
+
+
+# Traces.
 
 
 def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -228,12 +301,6 @@ def kinds(event: Event) -> tuple[str, ...]:
     return (QUEUED,) if computes else ()
 
 
-# Kinds of time in a timeline. Drawn in this order: a wait covers the copy that contains it.
-COLOURS = {COMPUTE: "tab:blue", COPY: "tab:orange", WAIT: "tab:red", MOVE: "tab:green"}
-_SPANS = {COMPUTE: (-0.4, 0.8), COPY: (-0.4, 0.3), WAIT: (-0.4, 0.8), MOVE: (0.1, 0.3)}
-_MOST_INCHES = 30.0
-
-
 @dataclass(frozen=True)
 class RankTime:
     """What one rank spent its time on, in milliseconds.
@@ -265,21 +332,29 @@ def times(trace: dict[str, Any], ranks: int) -> list[RankTime]:
 
 
 def _rank_time(spans: Spans) -> RankTime:
-    ends = [end for span in spans["all"] for end in span]
-    window = union(spans["calls"] or ([(min(ends), max(ends))] if ends else []))
-    wait = both(union(spans[WAIT]), window)
-    compute = both(union(spans[COMPUTE] if spans[_KERNEL] else spans[QUEUED]), window)
-    copied = without(union(spans[COPY]), without(wait, compute))
-    moved = both(union([*copied, *spans[MOVE]]), window)
-    exposed = without(moved, compute)
-    waited = without(without(wait, compute), exposed)
-    parts = (window, compute, exposed, waited, moved, both(moved, compute))
-    return RankTime(*(sum(end - begin for begin, end in part) / 1e3 for part in parts))
+    """Cut time at every begin and end: each piece is of a kind as a whole, or not at all."""
+    edges = np.unique([edge for every in spans.values() for span in every for edge in span])
+
+    def covered(kind: str) -> NDArray[np.bool_]:
+        """Return which pieces the spans of a kind cover."""
+        pieces = np.searchsorted(edges, np.array(spans[kind]).reshape(-1, 2))
+        changes = np.zeros(len(edges) + 1, int)
+        np.add.at(changes, pieces[:, 0], 1)
+        np.add.at(changes, pieces[:, 1], -1)
+        return changes.cumsum()[: max(0, len(edges) - 1)] > 0
+
+    within = covered("calls") if spans["calls"] else np.ones(max(0, len(edges) - 1), bool)
+    compute = covered(COMPUTE if spans[_KERNEL] else QUEUED) & within
+    wait = covered(WAIT) & within & ~compute
+    moved = (covered(COPY) & ~wait | covered(MOVE)) & within
+    copy = moved & ~compute
+    parts = (within, compute, copy, wait & ~copy, moved, moved & compute)
+    return RankTime(*(float(np.diff(edges)[part].sum()) / 1e3 for part in parts))
 
 
 def lanes(trace: dict[str, Any]) -> dict[tuple[int, Any], Spans]:
-    """Return the intervals, in microseconds, of each kind of time, of all events and of calls, by
-    process and thread or stream."""
+    """Return the spans of each kind of time, of all events and of calls, by process and thread or
+    stream."""
     found: dict[tuple[int, Any], Spans] = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
@@ -288,108 +363,6 @@ def lanes(trace: dict[str, Any]) -> dict[tuple[int, Any], Spans]:
             for kind in ("all", *called, *kinds(event)):
                 lane[kind].append((event["ts"], event["ts"] + event["dur"]))
     return found
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return sorted, disjoint intervals that cover the same time."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def both(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """Return the time in both of two unions."""
-    result, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if begin < end:
-            result.append((begin, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return result
-
-
-def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """Return the time in union ``a`` but not in union ``b``."""
-    edges = [edge for interval in b for edge in interval]
-    outside = zip([-float("inf"), *edges[1::2]], [*edges[::2], float("inf")], strict=True)
-    return both(a, list(outside))
-
-
-_WARM_UP = 3
-
-
-@dataclass(frozen=True)
-class Recording:
-    """One rank's compressed trace and its host; for an op also the plan in words."""
-
-    trace: bytes
-    host: str
-    plan: str = ""
-
-
-def record_op(spec: Spec, algorithm: str, calls: int) -> Recording:
-    """Profile calls of an op, with a barrier before each. Collective."""
-    case = random_case(spec)
-    _, plan = planned(case, algorithm)
-    for _ in range(_WARM_UP):
-        run_tpkernels(case, algorithm)
-    with _profiler() as recorder:
-        for i in range(calls):
-            dist.barrier()
-            with record_function(f"{CALL} {i}"):
-                run_tpkernels(case, algorithm)
-    return _recording(recorder, f"{plan.algorithm}: {plan.reason}")
-
-
-def record_script(path: str, arguments: Sequence[str], port: int) -> Recording:
-    """Profile a script in an environment like torchrun's. ``port`` belongs to a running store.
-
-    Raises:
-        SystemExit: the script exited with a code other than 0.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()  # the script creates its own
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is already running
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    with _profiler() as recorder:
-        try:
-            runpy.run_path(path, run_name="__main__")
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
-    sys.stdout.flush()
-    return _recording(recorder)
-
-
-def _profiler() -> profiler.profile:
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    return profiler.profile(activities=activities)
-
-
-def _recording(recorder: profiler.profile, plan: str = "") -> Recording:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        recorder.export_chrome_trace(str(file))
-        return Recording(gzip.compress(file.read_bytes(), 1), socket.gethostname(), plan)
 
 
 def timeline(trace: dict[str, Any], path: Path, title: str) -> None:
@@ -409,18 +382,19 @@ def timeline(trace: dict[str, Any], path: Path, title: str) -> None:
     rows: list[tuple[str, Spans]] = []
     labelled: set[int] = set()
     for (pid, tid), spans in sorted(lanes(trace).items(), key=str):
-        lane = {kind: union(spans[kind]) for kind in COLOURS}
-        lane[COMPUTE] = union(spans[COMPUTE] + spans[QUEUED])
+        lane = {kind: spans[kind] for kind in COLOURS}
+        lane[COMPUTE] = spans[COMPUTE] + spans[QUEUED]
         if any(lane.values()):
             name = names.get(pid, f"process {pid}")
             rows.append((f"{name}, {tid}" if pid in labelled else name, lane))
             labelled.add(pid)
-    start = min((drawn[0][0] for _, lane in rows for drawn in lane.values() if drawn), default=0.0)
+    drawn = [span for _, lane in rows for spans in lane.values() for span in spans]
+    start = min(drawn, default=(0.0, 0.0))[0]
     canvas = Canvas(figsize=(10, min(1.5 + 0.5 * len(rows), _MOST_INCHES)), layout="constrained")
     axes = canvas.subplots()
     for row, (_, lane) in enumerate(rows):
         for kind, colour in COLOURS.items():
-            bottom, height = _SPANS[kind]
+            bottom, height = _BARS[kind]
             bars = [((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in lane[kind]]
             axes.broken_barh(bars, (row + bottom, height), color=colour, linewidth=0)
     axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize="small")

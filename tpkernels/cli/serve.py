@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from tpkernels.cli import options
 from tpkernels.launch.session import under_torchrun
@@ -18,32 +19,31 @@ def serve(
     model: options.Checkpoint,
     ranks: options.Tp = 2,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")
+        str, Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 for any free one.")] = 8000,
+    port: Annotated[int, Option(help="0 for any free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="Name of the model for clients; by default its file's.")
+        str | None, Option(help="Name of the model for clients; by default its file's.")
     ] = None,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
-    max_requests: Annotated[int, typer.Option(help="Requests in a batch.")] = 32,
+    max_requests: Annotated[int, Option(help="Requests in a batch.")] = 32,
     max_waiting: Annotated[
-        int, typer.Option(help="Requests that wait for a place; more are refused with 429.")
+        int, Option(help="Requests that wait for a place; more are refused with 429.")
     ] = 128,
     max_length: Annotated[
         int | None,
-        typer.Option(help="Tokens of a prompt and its answer; by default what the model takes."),
+        Option(help="Tokens of a prompt and its answer; by default what the model takes."),
     ] = None,
     cache_tokens: Annotated[
-        int, typer.Option(help="Tokens for which there are keys and values, over all requests.")
+        int, Option(help="Tokens for which there are keys and values, over all requests.")
     ] = 16384,
-    request_timeout: Annotated[int, typer.Option(help="Seconds for an answer.")] = 600,
+    request_timeout: Annotated[int, Option(help="Seconds for an answer.")] = 600,
     grace: Annotated[
-        int, typer.Option(help="Seconds for running requests when the server is stopped.")
+        int, Option(help="Seconds for running requests when the server is stopped.")
     ] = 10,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the key that clients must send as a bearer token."),
+        Path | None, Option(help="File with the key that clients must send as a bearer token.")
     ] = None,
     threads: options.Threads = 1,
 ) -> None:
@@ -54,8 +54,8 @@ def serve(
     failed.
     """
     check_workers(tp=ranks, threads=threads)
-    at_least(1, **{"max-requests": max_requests, "cache-tokens": cache_tokens})
-    at_least(1, **{"request-timeout": request_timeout})
+    positive = {"max-requests": max_requests, "cache-tokens": cache_tokens}
+    at_least(1, **positive, **{"request-timeout": request_timeout})
     at_least(0, **{"max-waiting": max_waiting, "grace": grace})
     if max_length is not None:
         at_least(2, **{"max-length": max_length})
@@ -64,8 +64,7 @@ def serve(
     key = None if api_key_file is None else _key_in(api_key_file)
     if under_torchrun():
         raise UsageError("serve starts its own ranks: run it without torchrun, with --tp")
-    path = Path(model)
-    if not path.exists():
+    if not Path(model).exists():
         raise UsageError(f"there is no {model}")
     try:
         import fastapi  # noqa: F401
@@ -76,7 +75,7 @@ def serve(
         raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
     asked = server.Options(
         model=model,
-        name=name or path.resolve().stem,
+        name=name or Path(model).resolve().stem,
         dtype=None if dtype is None else dtype_named(dtype),
         ffn_only=ffn_only,
         max_requests=max_requests,

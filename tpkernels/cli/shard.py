@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Option
 
 from tpkernels.cli import options
 from tpkernels.parallel.pretrained import Slot
@@ -22,13 +23,13 @@ def shard(
     model: options.Checkpoint,
     ranks: options.Tp = 2,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show how the model is split; write nothing.")
+        bool, Option("--dry-run", help="Show how the model is split; write nothing.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder to write to.")] = None,
+    out: Annotated[Path | None, Option(help="Folder to write to.")] = None,
     ffn_only: options.FfnOnly = False,
     dtype: options.CheckpointDtype = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a model that is in the folder of --out.")
+        bool, Option("--force", help="Replace a model that is in the folder of --out.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:

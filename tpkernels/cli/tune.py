@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.markup import escape
+from typer import Option
 
 from tpkernels.bench.probes import measure_machine, profile_of, rates_text
 from tpkernels.bench.specs import Spec, check_split, ops_named, specs_of
@@ -39,13 +40,17 @@ from tpkernels.terminal import (
 
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]
 _BYTES = "4K,64K,1M,16M,64M"
+_LEGEND = (
+    "ms: of all ranks together, interleaved. Empty: the algorithm cannot run this case, see "
+    "tpkernels explain, it rounds differently, or there was nothing, or no memory, to compare it."
+)
 
 
 def tune(
-    op: Annotated[list[str] | None, typer.Option(help="An op; repeatable. Default: all.")] = None,
+    op: Annotated[list[str] | None, Option(help="An op; repeatable. Default: all.")] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="M,N,K of a matmul op, over all ranks; repeatable. Default: M from 1 to 4096 of "
             "M,4096,4096. auto interpolates between two measured M."
         ),
@@ -54,17 +59,17 @@ def tune(
     nproc: options.Ranks = None,
     dtype: options.Dtype = "bf16",
     device: options.Device = None,
-    repeat: Annotated[int, typer.Option(help="Maximum number of timed rounds.")] = 40,
+    repeat: Annotated[int, Option(help="Maximum number of timed rounds.")] = 40,
     budget: Annotated[
-        int, typer.Option(help="Start no further round of a case after this many seconds.")
+        int, Option(help="Start no further round of a case after this many seconds.")
     ] = 20,
     threads: Annotated[
-        int, typer.Option(help="Threads per rank, here and in the job that uses the times.")
+        int, Option(help="Threads per rank, here and in the job that uses the times.")
     ] = 1,
     timeout: options.Timeout = 1800,
     machine: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--machine",
             help="Measure this machine's rates instead, for tpkernels plan --machine this and for "
             "products on meshes.",
@@ -90,9 +95,8 @@ def tune(
         for name in ops_named(op or list(OPS))
         for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
     ]
-    if not machine:
-        for spec in specs:
-            check_split(spec, world)
+    for spec in () if machine else specs:
+        check_split(spec, world)
     device = device_named(device)
     if device == "cuda" and ranks_share_gpus(world):
         raise UsageError(
@@ -144,7 +148,7 @@ def _tune_cases(session: Session, specs: list[Spec], repeat: int, budget: int, d
             path = store.path_for(report.machine)
             with writing(path):
                 store.update(report.machine, *filter(None, [report.measurement]))
-            grid.add_row(f"{spec.op}\n[dim]{spec}[/]", *_cells(report), escape(_change(report)))
+            grid.add_row(f"{spec.op}\n[dim]{spec}[/]", *_cells(report))
     if session.leader:
         out.print(grid)
         for line in (_LEGEND, f"Kept in {path}"):
@@ -152,27 +156,16 @@ def _tune_cases(session: Session, specs: list[Spec], repeat: int, budget: int, d
     return right
 
 
-_LEGEND = (
-    "ms: of all ranks together, interleaved. Empty: the algorithm cannot run this case, see "
-    "tpkernels explain, it rounds differently, or there was nothing, or no memory, to compare it."
-)
-
-
 def _cells(report: TuneReport) -> list[str]:
+    """Return the time of each algorithm, and how the choice changes."""
     times = report.measurement.ms if report.measurement is not None else {}
-    best = min(times, key=times.__getitem__, default=None)
-    cells = []
-    for name in ALGORITHMS:
-        if name in times:
-            text = milliseconds(times[name])
-            cells.append(f"[bold green]{text}[/]" if name == best else text)
-        else:
-            verdict = report.verdicts.get(name)
-            cells.append("[bold red]WRONG[/]" if verdict and not verdict.right else "")
-    return cells
-
-
-def _change(report: TuneReport) -> str:
+    cells = {name: milliseconds(ms) for name, ms in times.items()}
+    if times:
+        best = min(times, key=times.__getitem__)
+        cells[best] = f"[bold green]{cells[best]}[/]"
+    wrong = {name for name, verdict in report.verdicts.items() if not verdict.right}
+    cells |= dict.fromkeys(wrong - times.keys(), "[bold red]WRONG[/]")
     before, after = report.before, report.after
     now = "" if before.algorithm == after.algorithm else f"{before.algorithm}, now "
-    return f"{now}{after.algorithm}: {after.reason}"
+    change = escape(f"{now}{after.algorithm}: {after.reason}")
+    return [*(cells.get(name, "") for name in ALGORITHMS), change]

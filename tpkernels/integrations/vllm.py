@@ -43,11 +43,8 @@ class Choice:
 
 def choose(requested: str, version: str, platform: str, fast_products: bool) -> Choice:
     """Return what to replace in a vLLM of that version on "cpu", "cuda" or another platform.
-    ``fast_products``: the extension multiplies by packed weights in the dtypes of models.
-
-    Raises:
-        ValueError: ``requested`` is none of `MODES`.
-    """
+    ``fast_products``: the extension multiplies by packed weights in the dtypes of models. Raise
+    ValueError if ``requested`` is none of `MODES`."""
     if requested not in MODES:
         raise ValueError(f"{VARIABLE} is '{requested}'; it must be one of {', '.join(MODES)}")
     if requested == "off":
@@ -77,11 +74,8 @@ def _has_fast_products() -> bool:
 
 
 def register() -> None:
-    """Replace vLLM's parts, before any model is made. May be called several times.
-
-    Raises:
-        ValueError: ``TPKERNELS_VLLM`` has no valid value.
-    """
+    """Replace vLLM's parts, before any model is made; may be called several times. Raise ValueError
+    if ``TPKERNELS_VLLM`` has no valid value."""
     from vllm import __version__
     from vllm.platforms import current_platform
 

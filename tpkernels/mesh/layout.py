@@ -19,21 +19,9 @@ from tpkernels.shards import chunk_sizes
 Placements: TypeAlias = tuple[Placement, ...]
 
 
-def split_sizes(
-    length: int,
-    placements: Placements,
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    mesh_dim: int,
-    tensor_dim: int,
-) -> tuple[int, ...]:
-    """Return the sizes of the shards of ``tensor_dim``, of ``length`` in all, over ``mesh_dim``, in
-    the group of that mesh dim to which the rank at ``coordinate`` belongs. Only the placements on
-    the mesh dims before count."""
-    for before in range(mesh_dim):
-        if placements[before] == Shard(tensor_dim):
-            length = chunk_sizes(length, mesh_shape[before])[coordinate[before]]
-    return tuple(chunk_sizes(length, mesh_shape[mesh_dim]))
+def with_placement(placements: Placements, mesh_dim: int, placement: Placement) -> Placements:
+    """Return the placements with another one on a mesh dim."""
+    return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
 
 
 def local_shape(
@@ -42,12 +30,12 @@ def local_shape(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the shape of what the rank at ``coordinate`` holds."""
+    """Return the shape of what the rank at ``coordinate`` holds. Placements on the first mesh dims
+    alone may be given."""
     local = list(shape)
-    for mesh_dim, placement in enumerate(placements):
+    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=False):
         if isinstance(placement, Shard):
-            sizes = chunk_sizes(local[placement.dim], mesh_shape[mesh_dim])
-            local[placement.dim] = sizes[coordinate[mesh_dim]]
+            local[placement.dim] = chunk_sizes(local[placement.dim], size)[index]
     return tuple(local)
 
 
@@ -68,10 +56,9 @@ def exchanged_elements(
 ) -> int:
     """Count the elements that all ranks receive if Shard(i) on a mesh dim becomes Shard(to): what
     they hold after it and not before."""
-    one = placements[mesh_dim]
+    one, ranks = placements[mesh_dim], prod(mesh_shape)
     assert isinstance(one, Shard)
-    after = (*placements[:mesh_dim], Shard(to), *placements[mesh_dim + 1 :])
-    ranks = prod(mesh_shape)
+    after = with_placement(placements, mesh_dim, Shard(to))
     if not (shape[one.dim] % ranks or shape[to] % ranks):  # all shards are alike
         held = held_elements(shape, after, mesh_shape)
         return held // mesh_shape[mesh_dim] * (mesh_shape[mesh_dim] - 1)

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tpkernels import dtypes, ops, validation
-from tpkernels.mesh import estimates
 from tpkernels.mesh.agreement import Agreement, known_machine
-from tpkernels.mesh.layout import Placements, checked, split_sizes, text_of
-from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, choose
+from tpkernels.mesh.layout import Placements, checked, local_shape, text_of
+from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, choose, ranked
 from tpkernels.ops.autograd import algorithm_like, matmul
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
+from tpkernels.shards import chunk_sizes
 
 _MOST_MESH_DIMS = 2
 
@@ -84,8 +84,8 @@ def plans(
     """Return all plans of `sharded_matmul` for these operands, the cheapest first. Local: before
     the first product on a mesh, the rates are those of this rank's machine."""
     _check_operands(x, w)
-    problem = _checked_problem(x._spec, w._spec, out_placements, wire_dtype)
-    return tuple(plan for plan, _ in estimates.ranked(problem, known_machine(x.device_mesh)))
+    problem = _problem_of(x._spec, w._spec, out_placements, wire_dtype)
+    return tuple(plan for plan, _ in ranked(problem, known_machine(x.device_mesh)))
 
 
 def explain(
@@ -99,10 +99,10 @@ def explain(
     together, flops of all ranks together, and the steps. Steps in brackets are one op with the
     product. Local, as `plans`."""
     _check_operands(x, w)
-    problem = _checked_problem(x._spec, w._spec, out_placements, wire_dtype)
+    problem = _problem_of(x._spec, w._spec, out_placements, wire_dtype)
     machine = known_machine(x.device_mesh)
     table = [("strategy", "result", "ms", "bytes", "flops", "steps")]
-    for plan, costs in estimates.ranked(problem, machine):
+    for plan, costs in ranked(problem, machine):
         numbers = (f"{1e3 * costs.seconds:.3g}", str(plan.nbytes), str(plan.flops))
         table.append((plan.strategy, text_of(plan.out), *numbers, str(plan)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -132,7 +132,7 @@ def _check_operands(x: DTensor, w: DTensor) -> None:
             )
 
 
-def _checked_problem(
+def _problem_of(
     x: DTensorSpec,
     w: DTensorSpec,
     out_placements: Sequence[Placement] | None,
@@ -144,15 +144,15 @@ def _checked_problem(
         TypeError, ValueError: invalid, or not on one mesh.
         NotImplementedError: three mesh dims or more, a dtype, or a placement.
     """
+    mesh, dims = x.mesh, x.mesh.ndim
     for name, spec in (("x", x), ("w", w)):
         if spec.ndim != 2:
             raise ValueError(f"{name} has shape {list(spec.shape)}; it must be a matrix")
-    mesh = x.mesh
     if w.mesh != mesh:
         raise ValueError(f"x is on {mesh} and w on {w.mesh}; both must be on the same mesh")
-    if mesh.ndim > _MOST_MESH_DIMS:
+    if dims > _MOST_MESH_DIMS:
         raise NotImplementedError(
-            f"the mesh has {mesh.ndim} dims {mesh.shape}; meshes of one and two dims are supported"
+            f"the mesh has {dims} dims {mesh.shape}; meshes of one and two dims are supported"
         )
     x_dtype, w_dtype = _dtype_of(x), _dtype_of(w)
     for name, dtype in (("x", x_dtype), ("w", w_dtype)):
@@ -165,33 +165,22 @@ def _checked_problem(
         raise ValueError(
             f"x has shape {list(x.shape)} and w {list(w.shape)}: x's columns must be w's rows"
         )
-    return _problem_of(x, w, out_placements, validation.wire_dtype(wire_dtype, x_dtype))
+    return MatmulProblem(
+        m=x.shape[0],
+        k=x.shape[1],
+        n=w.shape[1],
+        mesh_shape=tuple(mesh.shape),
+        x=checked(x.placements, 2, dims, "x"),
+        w=checked(w.placements, 2, dims, "w"),
+        out=None if out_placements is None else checked(out_placements, 2, dims, "out_placements"),
+        itemsize=x_dtype.itemsize,
+        partial_itemsize=validation.wire_dtype(wire_dtype, x_dtype).itemsize,
+    )
 
 
 def _dtype_of(spec: DTensorSpec) -> torch.dtype:
     assert spec.tensor_meta is not None  # DTensors have it
     return spec.tensor_meta.dtype
-
-
-def _problem_of(
-    x: DTensorSpec,
-    w: DTensorSpec,
-    out_placements: Sequence[Placement] | None,
-    wire_dtype: torch.dtype,
-) -> MatmulProblem:
-    """Return the problem of operands that have been checked."""
-    dims = x.mesh.ndim
-    return MatmulProblem(
-        m=x.shape[0],
-        k=x.shape[1],
-        n=w.shape[1],
-        mesh_shape=tuple(x.mesh.shape),
-        x=checked(x.placements, 2, dims, "x"),
-        w=checked(w.placements, 2, dims, "w"),
-        out=None if out_placements is None else checked(out_placements, 2, dims, "out_placements"),
-        itemsize=_dtype_of(x).itemsize,
-        partial_itemsize=wire_dtype.itemsize,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +216,7 @@ def _checked_call(
 ) -> Call:
     """Check the arguments. Without the mesh: specs are equal for equal meshes, which may have other
     groups."""
-    problem = _checked_problem(x, w, out, wire_dtype)
+    problem = _problem_of(x, w, out, wire_dtype)
     choose(problem, strategy)  # raises if there is no such strategy
     if algorithm != "auto":
         check_algorithm(algorithm)
@@ -256,7 +245,7 @@ def _run(call: Call, x: DTensor, w: DTensor, mesh: DeviceMesh) -> DTensor:
             raise different
     with agreed.in_step():
         if product is None:
-            plan = estimates.choose(call.problem, call.strategy, agreed.agreed_machine())
+            plan = choose(call.problem, call.strategy, agreed.agreed_machine())
             product = Product(call, plan, agreed, mesh.get_coordinate() or (), text)
             agreed.add(call, product)
         if product.plan.nbytes:  # what communicates nothing need not be made by all ranks
@@ -382,11 +371,10 @@ class Product:
     def _sizes(self, step: Step, placements: Placements, dim: int) -> tuple[int, ...]:
         """Return the sizes of the shards along ``dim`` in the step's group. ``placements`` may be
         those before or after the step: only earlier mesh dims matter."""
-        problem = self.call.problem
-        length = problem.shape(step.operand)[dim]
-        return split_sizes(
-            length, placements, problem.mesh_shape, self._coordinate, step.mesh_dim, dim
-        )
+        problem, at = self.call.problem, step.mesh_dim
+        shape, mesh = problem.shape(step.operand), problem.mesh_shape
+        length = local_shape(shape, placements[:at], mesh, self._coordinate)[dim]
+        return tuple(chunk_sizes(length, mesh[at]))
 
 
 def _local(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

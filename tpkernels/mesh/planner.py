@@ -1,12 +1,14 @@
-"""Every way to compute a sharded matrix product on a mesh, and the cheapest.
-
-Problem: ``MatmulProblem``, pure data. Nothing here touches a device or a process group.
+"""Every way to compute a sharded matrix product on a mesh, and what each costs on a machine. Pure.
 
 Algorithm: on each mesh dim the ranks split the product in one of a few ways (`_SPLITS`), which
 fixes where x and w must lie before the local product and where the result lies after it. For
-every combination of splits over the mesh dims, the cheapest steps lead there from where x and w
-are, and from the result to where it is wanted (a shortest path over placements, `_routes`). One
-step next to the product, the one that moves the most, becomes one op with it.
+every combination of splits over the mesh dims, the steps that move the fewest bytes lead there from
+where x and w are, and from the result to where it is wanted (a shortest path over placements,
+`_routes`). One step next to the product, the one that moves the most, becomes one op with it, cut
+into one chunk for each rank.
+
+The cost model is that of planning/cost.py. Left out: flops and copies of reductions and slices,
+tiles that do not fill a device, and the time of launching.
 """
 
 from __future__ import annotations
@@ -21,7 +23,21 @@ from types import MappingProxyType
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from tpkernels.mesh.layout import Placements, exchanged_elements, held_elements, text_of
+from tpkernels.mesh.layout import (
+    Placements,
+    exchanged_elements,
+    held_elements,
+    local_shape,
+    text_of,
+    with_placement,
+)
+from tpkernels.planning.cost import (
+    Profile,
+    all_to_all_seconds,
+    collective_seconds,
+    fused_seconds,
+    product_seconds,
+)
 
 # What the ranks along a mesh dim split: where x [M, K] and w [K, N] lie, and the result then.
 _SPLITS: Mapping[str, tuple[Placement, Placement, Placement]] = MappingProxyType(
@@ -34,7 +50,6 @@ _SPLITS: Mapping[str, tuple[Placement, Placement, Placement]] = MappingProxyType
         "sum_w": (Replicate(), Partial(), Partial()),
     }
 )
-SPLITS = tuple(_SPLITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +85,12 @@ class MatmulProblem:
         """Return the shape of the whole "x", "w" or "out"."""
         return {"x": (self.m, self.k), "w": (self.k, self.n), "out": (self.m, self.n)}[operand]
 
+    def largest(self, operand: str, placements: Placements) -> tuple[int, int]:
+        """Return the shape of the first rank's shard: none is larger."""
+        first = (0,) * len(self.mesh_shape)
+        rows, columns = local_shape(self.shape(operand), placements, self.mesh_shape, first)
+        return rows, columns
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -91,7 +112,7 @@ class Step:
     operand: str
     mesh_dim: int
     tensor_dim: int | None
-    nbytes: int
+    nbytes: int = 0
     scatter_dim: int | None = None
 
     @property
@@ -101,7 +122,20 @@ class Step:
     def after(self, placements: Placements) -> Placements:
         """Return the placements that the step leaves behind."""
         split = self.tensor_dim if self.kind in ("reduce_scatter", "slice") else self.scatter_dim
-        return _with(placements, self.mesh_dim, Replicate() if split is None else Shard(split))
+        left = Replicate() if split is None else Shard(split)
+        return with_placement(placements, self.mesh_dim, left)
+
+    def seconds(self, profile: Profile, mesh_shape: Sequence[int]) -> float:
+        """Return what the step alone takes on a machine."""
+        ranks = mesh_shape[self.mesh_dim]
+        if not self.communicates or ranks == 1:
+            return 0.0
+        passes = 2 if self.kind == "all_reduce" else 1
+        whole = self.nbytes / prod(mesh_shape) / passes * ranks / (ranks - 1)
+        stride = prod(mesh_shape[self.mesh_dim + 1 :])
+        if self.kind == "all_to_all":
+            return all_to_all_seconds(profile, whole, ranks, stride=stride)
+        return collective_seconds(profile, whole, ranks, stride=stride, passes=passes)
 
     def __str__(self) -> str:
         name = self.kind.replace("_", "-")
@@ -143,6 +177,16 @@ class MatmulPlan:
         """Return all steps, in order."""
         return (*self.before, *([self.fused] if self.fused else []), *self.after)
 
+    @property
+    def moves_product(self) -> bool:
+        """Return whether a step moves the product's result."""
+        return bool(self.after) or (self.fused is not None and self.fused.operand == "out")
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Return what decides between plans without a machine."""
+        return self.nbytes, self.flops, len(self.steps)
+
     def __str__(self) -> str:
         texts = [str(step) for step in self.before]
         if self.fused is None:
@@ -152,6 +196,9 @@ class MatmulPlan:
         else:
             texts.append(f"[{self.fused} + matmul]")
         return "; ".join(texts + [str(step) for step in self.after])
+
+
+# The plans of a problem.
 
 
 def steps_from(
@@ -171,7 +218,7 @@ def steps_from(
     steps = []
     for mesh_dim, placement in enumerate(placements):
         free = [dim for dim in range(len(shape)) if Shard(dim) not in placements[mesh_dim + 1 :]]
-        changes: list[tuple[str, int | None, int | None]]  # kind, tensor dim, scattered dim
+        changes: list[tuple[str, int | None, int | None]] = []  # kind, tensor dim, scattered dim
         if isinstance(placement, Replicate):
             changes = [("slice", dim, None) for dim in free]
         elif not isinstance(placement, Shard):
@@ -181,10 +228,8 @@ def steps_from(
             others = [dim for dim in free if dim != placement.dim]
             changes = [("all_gather", placement.dim, None)]
             changes += [("all_to_all", placement.dim, dim) for dim in others]
-        else:
-            changes = []
         # The ranks along the mesh dim hold the whole once, together, in the size before the step.
-        whole = held_elements(shape, _with(placements, mesh_dim, Shard(0)), mesh_shape)
+        whole = held_elements(shape, with_placement(placements, mesh_dim, Shard(0)), mesh_shape)
         before = partial_itemsize if Partial() in placements else itemsize
         for kind, dim, scatter_dim in changes:
             step = Step(
@@ -193,7 +238,6 @@ def steps_from(
                 mesh_dim=mesh_dim,
                 tensor_dim=dim,
                 scatter_dim=scatter_dim,
-                nbytes=0,
             )
             if scatter_dim is not None:
                 moved = exchanged_elements(shape, placements, mesh_shape, mesh_dim, scatter_dim)
@@ -204,10 +248,6 @@ def steps_from(
                 each += partial_itemsize if Partial() in step.after(placements) else itemsize
             steps.append(replace(step, nbytes=moved * each))
     return steps
-
-
-def _with(placements: Placements, mesh_dim: int, placement: Placement) -> Placements:
-    return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -277,10 +317,6 @@ def _placements_of(strategy: Sequence[str]) -> tuple[Placements, Placements, Pla
     return x, w, out
 
 
-def _cost(plan: MatmulPlan) -> tuple[int, int, int]:
-    return plan.nbytes, plan.flops, len(plan.steps)
-
-
 @functools.lru_cache(maxsize=1024)
 def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
     """Make one plan for each strategy that can give the result, the cheapest first: the fewest
@@ -293,7 +329,7 @@ def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
 
     from_x, from_w = routes("x", problem.x), routes("w", problem.w)
     plans = []
-    for strategy in itertools.product(SPLITS, repeat=len(problem.mesh_shape)):
+    for strategy in itertools.product(_SPLITS, repeat=len(problem.mesh_shape)):
         x, w, out = _placements_of(strategy)
         if x not in from_x or w not in from_w:
             continue
@@ -301,32 +337,128 @@ def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
         targets = [problem.out] if problem.out else [t for t in from_out if Partial() not in t]
         ways = [(from_x[x], from_w[w], from_out[t]) for t in targets if t in from_out]
         if ways:
-            plans.append(min((_plan(problem, strategy, way) for way in ways), key=_cost))
-    return tuple(sorted(plans, key=_cost))
+            made = (_plan(problem, strategy, way) for way in ways)
+            plans.append(min(made, key=lambda plan: plan.cost))
+    return tuple(sorted(plans, key=lambda plan: plan.cost))
 
 
-def choose(problem: MatmulProblem, strategy: str) -> MatmulPlan:
-    """Return the plan of that strategy; for "auto" the one that moves the fewest bytes.
+# What they cost on a machine.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a plan costs the rank with the largest shards.
+
+    Attributes:
+        seconds: from begin to end.
+        product: of these, the local product alone.
+        communication: seconds of all collectives alone.
+        memory: peak bytes of operands, temporaries and results.
+    """
+
+    seconds: float
+    product: float
+    communication: float
+    memory: int
+
+    @property
+    def exposed(self) -> float:
+        """Return the seconds in which the rank does not multiply."""
+        return self.seconds - self.product
+
+    def fits(self, profile: Profile) -> bool:
+        """Return whether the device's memory, if its size is known, is enough."""
+        return not 0 < profile.memory < self.memory
+
+
+def estimate(plan: MatmulPlan, problem: MatmulProblem, profile: Profile) -> Estimate:
+    """Estimate what a plan costs on a machine."""
+    mesh = problem.mesh_shape
+    (m, k), n = problem.largest("x", plan.x), problem.largest("w", plan.w)[1]
+    product = product_seconds(profile, m, k, n, problem.itemsize)
+    seconds = {step: step.seconds(profile, mesh) for step in plan.steps}
+    total = product + sum(time for step, time in seconds.items() if step is not plan.fused)
+    if plan.fused is not None:
+        fused, ranks = plan.fused, mesh[plan.fused.mesh_dim]
+        # Rows of the result, but its columns for a gather of w or a scatter of columns.
+        cut = 2 if fused.operand == "w" or fused.tensor_dim == 1 else 0
+        both = fused_seconds(profile, (m, k, n), cut, seconds[fused], ranks, problem.itemsize)
+        total += both - product
+    return Estimate(
+        seconds=total,
+        product=product,
+        communication=sum(seconds.values()),
+        memory=_peak_memory(plan, problem),
+    )
+
+
+def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
+    """Estimate the peak. The operands are there throughout, and each step's input until the step
+    ends. A Partial result that no step moves is in the operands' dtype from the product on."""
+
+    def nbytes(operand: str, placements: Placements) -> int:
+        elements = prod(problem.largest(operand, placements))
+        if operand == "out" and not plan.moves_product:
+            return elements * problem.itemsize
+        return elements * problem.itemsize_of(operand, placements)
+
+    at = {"x": problem.x, "w": problem.w}
+    operands, temporary = sum(nbytes(name, at[name]) for name in at), {"x": 0, "w": 0, "out": 0}
+    peak = operands
+
+    def change(operand: str, placements: Placements) -> None:
+        nonlocal peak
+        size = nbytes(operand, placements)
+        peak = max(peak, operands + sum(temporary.values()) + size)
+        temporary[operand] = size
+
+    reduction = plan.fused if plan.fused is not None and plan.fused.operand == "out" else None
+    gather = plan.fused if reduction is None else None
+    for step in (*plan.before, *([gather] if gather else [])):
+        at[step.operand] = step.after(at[step.operand])
+        if step.communicates:  # a slice is a view
+            change(step.operand, at[step.operand])
+    if reduction is not None:  # the product comes before it
+        change("out", with_placement(plan.product, reduction.mesh_dim, Partial()))
+        temporary["x"] = temporary["w"] = 0
+    change("out", plan.product)
+    temporary["x"] = temporary["w"] = 0
+    after = plan.product
+    for step in plan.after:
+        after = step.after(after)
+        change("out", after)
+    return peak
+
+
+@functools.lru_cache(maxsize=1024)
+def ranked(problem: MatmulProblem, profile: Profile) -> tuple[tuple[MatmulPlan, Estimate], ...]:
+    """Return the plans of `plans_for` with their cost: those that fit into the device's memory
+    first, of these the fastest; the fewest bytes decide between equals. The same on all ranks that
+    have the same profile."""
+    pairs = [(plan, estimate(plan, problem, profile)) for plan in plans_for(problem)]
+    # Rounded, because sums of the same times in another order differ in the last bits. The sort is
+    # stable, and plans_for sorts by bytes.
+    return tuple(
+        sorted(pairs, key=lambda pair: (not pair[1].fits(profile), round(pair[1].seconds, 12)))
+    )
+
+
+def choose(problem: MatmulProblem, strategy: str, profile: Profile | None = None) -> MatmulPlan:
+    """Return the plan of that strategy; for "auto" the fastest on a machine, without one that which
+    moves the fewest bytes.
 
     Raises:
         ValueError: there is no such strategy, or it cannot give the result.
     """
-    return by_name(plans_for(problem), problem, strategy)
-
-
-def by_name(plans: tuple[MatmulPlan, ...], problem: MatmulProblem, strategy: str) -> MatmulPlan:
-    """Return the first of ``plans`` with that strategy; the first of all for "auto".
-
-    Raises:
-        ValueError: there is none.
-    """
+    plans: Sequence[MatmulPlan] = plans_for(problem)
+    if profile is not None:
+        plans = [plan for plan, _ in ranked(problem, profile)]
     for plan in plans:
         if strategy in ("auto", plan.strategy):
             return plan
-    wanted = f"{text_of(problem.x)} @ {text_of(problem.w)} -> " + (
-        text_of(problem.out) if problem.out else "any"
-    )
+    out = text_of(problem.out) if problem.out else "any"
     raise ValueError(
-        f"no strategy {strategy!r} for {wanted} on a mesh of {problem.mesh_shape}; there are "
-        f"'auto' and {', '.join(repr(plan.strategy) for plan in plans)}"
+        f"no strategy {strategy!r} for {text_of(problem.x)} @ {text_of(problem.w)} -> {out} on a "
+        f"mesh of {problem.mesh_shape}; there are 'auto' and "
+        f"{', '.join(repr(plan.strategy) for plan in plans)}"
     )

@@ -77,7 +77,7 @@ class ParallelMLP(nn.Module):
 
     Args:
         hidden_size, intermediate_size: of the unsharded block.
-        group: see `tpkernels.nn`, as for the options.
+        group, options: see `tpkernels.nn`.
         bias: whether the three layers have biases.
         activation: applied to the gate.
     """
@@ -124,7 +124,7 @@ class ParallelAttention(nn.Module):
     Args:
         hidden_size: of input and output.
         heads, kv_heads, head_dim: of the unsharded attention, as `QKVParallelLinear` takes them.
-        group: see `tpkernels.nn`, as for the options not listed here.
+        group, options: see `tpkernels.nn`.
         bias: whether the query, key and value projections have biases.
         out_bias: whether the output projection has a bias.
         sequence_dim: the dim of the sequence, 0 (the default) or 1.

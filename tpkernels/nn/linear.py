@@ -16,13 +16,7 @@ from tpkernels import groups
 from tpkernels.groups import GroupLike
 from tpkernels.local.packed import check_packable, pack
 from tpkernels.nn.regions import gather_from_ranks
-from tpkernels.nn.sharding import (
-    LayerOptions,
-    SequenceOptions,
-    ShardedModule,
-    Split,
-    check_parameter,
-)
+from tpkernels.nn.sharding import LayerOptions, ShardedModule, Split, check_parameter, position
 from tpkernels.ops.all_gather_matmul import run_all_gather_matmul
 from tpkernels.ops.column_matmul import column_matmul
 from tpkernels.ops.matmul_all_reduce import run_matmul_all_reduce
@@ -38,13 +32,10 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class ParallelLinear(ShardedModule):
-    """``x @ weight^T + bias``, the weight [out_features, in_features] split along one of its dims.
+    """``x @ weight^T + bias``, the weight [out_features, in_features] split along one of its
+    dims."""
 
-    A subclass sets that dim: 0 splits the output features, and the bias with them; 1 splits the
-    input features, and every rank has the whole bias.
-    """
-
-    _split_dim: ClassVar[int]
+    _split_dim: ClassVar[int]  # 0: the output features, and the bias with them; 1: the input's
     weight: nn.Parameter
     bias: nn.Parameter | None
     _packed: torch.Tensor | None = None  # what the ops get in place of weight.t()
@@ -62,8 +53,7 @@ class ParallelLinear(ShardedModule):
         super().__init__(group, **options)
         self.in_features, self.out_features = in_features, out_features
         what = ("out_features", "in_features")[self._split_dim]
-        total = getattr(self, what)
-        split = Split.of(self._split_dim, total, sizes, self.rank, self.world, what)
+        split = Split.of(self._split_dim, getattr(self, what), self.group, what, sizes)
         self.empty = split.size == 0  #: this rank has no features
         self.add_parameter("weight", (out_features, in_features), split)
         if bias:
@@ -96,14 +86,10 @@ class ParallelLinear(ShardedModule):
 
     def reset_parameters(self) -> None:
         """Draw weight and bias as ``nn.Linear`` does, by the unsharded fan-in."""
-
-        def draw(full: torch.Tensor) -> None:
-            bound = self.in_features**-0.5
-            nn.init.uniform_(full, -bound, bound)
-
+        bound = self.in_features**-0.5
         with self._plain_weight():
             for name, _ in self.named_parameters():
-                self.fill(name, draw)
+                self.fill(name, lambda full: nn.init.uniform_(full, -bound, bound))
 
     def pack_(self, *, drop: bool = False) -> Self:
         """Pack the weight for inference on CPUs, as `tpkernels.pack`; return the layer.
@@ -134,7 +120,6 @@ class ParallelLinear(ShardedModule):
         return self
 
     def _dense_weight(self) -> nn.Parameter:
-        """Return the weight, unpacked if `pack_` has dropped the plain one."""
         if not self.weight.is_mkldnn:
             return self.weight
         return nn.Parameter(self.weight.detach().to_dense(), self.weight.requires_grad)
@@ -174,8 +159,7 @@ class ParallelLinear(ShardedModule):
             super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        weight = self.weight
-        self._parameters["weight"] = self._dense_weight()
+        weight, self._parameters["weight"] = self.weight, self._dense_weight()
         try:
             super()._save_to_state_dict(destination, prefix, keep_vars)
         finally:
@@ -183,16 +167,15 @@ class ParallelLinear(ShardedModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, of which an opaque tensor has neither."""
-        state = self.__dict__.copy()
-        state["_parameters"] = self._parameters | {"weight": self._dense_weight()}
-        state["_packed"] = None if self._packed is None else {"drop": self.weight.is_mkldnn}
-        return state
+        return self.__dict__ | {
+            "_parameters": self._parameters | {"weight": self._dense_weight()},
+            "_packed": None if self._packed is None else {"drop": self.weight.is_mkldnn},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        how = state["_packed"]
         super().__setstate__(state | {"_packed": None})
-        if how is not None:
-            self.pack_(**how)
+        if state["_packed"] is not None:
+            self.pack_(**state["_packed"])
 
     def extra_repr(self) -> str:
         features: list[Any] = [self.out_features, self.in_features]
@@ -239,24 +222,24 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> None:
         super().__init__(in_features, out_features, group, out_sizes, bias=bias, **options)
         self.gather_output, self.stand_in = gather_output, stand_in
-
-    @property
-    def out_sizes(self) -> tuple[int, ...]:
-        """Return the output features of each rank."""
-        return self.splits["weight"].sizes
+        self.out_sizes = self.splits["weight"].sizes  #: output features of each rank
 
     def forward(self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Map x [..., in_features] to [..., out_features of this rank, or all]."""
         return column_parallel(x, [self], shard_sizes=shard_sizes)[0]
 
-    def _zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return zero weight and bias for a rank without features. The ops need a column on every
-        rank, and the padding keeps this rank's backward in step with the others'."""
-        weight, bias, width = self.weight, self.bias, max(self.stand_in, 1)
-        return F.pad(weight, (0, 0, 0, width)), None if bias is None else F.pad(bias, (0, width))
+    def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight [K, N] and bias for the ops; zeros on a rank without features. The ops need
+        a column on every rank, and the padding keeps this rank's backward in step with the
+        others'."""
+        if not self.empty:
+            return self._operand(x), self.bias
+        width = max(self.stand_in, 1)
+        bias = None if self.bias is None else F.pad(self.bias, (0, width))
+        return F.pad(self.weight, (0, 0, 0, width)).t(), bias
 
     def _finish(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output, given its matmul's result ``y``."""
+        """Return the layer's output, given its matmul's result."""
         if self.empty and (self.gather_output or not self.stand_in):
             y = y[..., :0]
         if self.gather_output:
@@ -286,7 +269,7 @@ def column_parallel(
         ValueError: the layers differ in group or sequence parallelism.
     """
     # Function calls are saved here, since each takes about 1 % of a small layer's time: the ops are
-    # called directly, and `_zeros` and `_finish` only where they do something.
+    # called directly, and `_operands` and `_finish` only where they do something.
     first = layers[0]
     rows_split = first.sequence_parallel if sequence_parallel is None else sequence_parallel
     weights, biases, biased, finished = [], [], False, True
@@ -297,11 +280,7 @@ def column_parallel(
             or layer.sequence_dim != first.sequence_dim
         ):
             raise ValueError(f"layers of one input differ: {first!r} and {layer!r}")
-        if layer.empty:
-            weight, bias = layer._zeros()
-            w = weight.t()
-        else:
-            w, bias = layer._operand(x), layer.bias
+        w, bias = layer._operands(x) if layer.empty else (layer._operand(x), layer.bias)
         weights.append(w)
         biases.append(bias)
         biased = biased or bias is not None
@@ -355,11 +334,7 @@ class RowParallelLinear(ParallelLinear):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_features, out_features, group, in_sizes, bias=bias, **options)
-
-    @property
-    def in_sizes(self) -> tuple[int, ...]:
-        """Return the input features of each rank."""
-        return self.splits["weight"].sizes
+        self.in_sizes = self.splits["weight"].sizes  #: input features of each rank
 
     def forward(
         self,
@@ -414,8 +389,14 @@ def row_parallel(
 
 
 class _SharedInputLinears(nn.Module):
-    """Column-parallel layers of one input, by name. The first argument of a subclass is the number
-    of input features."""
+    """Column-parallel layers of one input, by name, each with options of its own."""
+
+    def __init__(
+        self, in_features: int, layers: Mapping[str, Mapping[str, Any]], **options: Any
+    ) -> None:
+        super().__init__()
+        for name, own_options in layers.items():
+            self.add_module(name, ColumnParallelLinear(in_features, **own_options, **options))
 
     @property
     def layers(self) -> list[ColumnParallelLinear]:
@@ -428,8 +409,8 @@ class _SharedInputLinears(nn.Module):
 
     @classmethod
     def _from(cls, linears: Mapping[str, nn.Linear], *args: Any, **options: Any) -> Self:
-        """Make the layers with copies of this rank's shards of ``linears``, which `check_linear`
-        has accepted. They have biases; those whose linear has none lose theirs."""
+        """Make the layers with copies of this rank's shards of ``linears``, each with a bias if its
+        linear has one."""
         first = next(iter(linears.values()))
         dtype = first.weight.dtype
         merged = cls(first.in_features, *args, bias=True, device="meta", dtype=dtype, **options)
@@ -451,7 +432,7 @@ class MergedColumnParallelLinear(_SharedInputLinears):
         in_features: of the unsharded layers.
         out_features: of each unsharded layer, by its name; the layers are submodules of these
             names.
-        group: see `tpkernels.nn`, as for the options.
+        group, options: see `tpkernels.nn`.
         bias: whether the layers have biases.
     """
 
@@ -464,14 +445,12 @@ class MergedColumnParallelLinear(_SharedInputLinears):
         bias: bool = True,
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__()
-        for name, features in out_features.items():
-            layer = ColumnParallelLinear(in_features, features, group, bias=bias, **options)
-            self.add_module(name, layer)
+        layers = {name: {"out_features": features} for name, features in out_features.items()}
+        super().__init__(in_features, layers, group=group, bias=bias, **options)
 
     @classmethod
     def from_linear(
-        cls, linears: Mapping[str, nn.Linear], group: GroupLike, **options: Unpack[SequenceOptions]
+        cls, linears: Mapping[str, nn.Linear], group: GroupLike, **options: Any
     ) -> Self:
         """Make the layers with copies of this rank's shards of ``linears``, each with a bias if its
         linear has one.
@@ -507,14 +486,12 @@ class Heads:
                 f"head_dim={self.head_dim} >= 1"
             )
 
-    @property
-    def splits(self) -> dict[str, tuple[list[int], int]]:
-        """Return the output features of each rank, and those that a rank without heads returns as
-        zeros, of each projection in `QKV`."""
-        query_width = self.heads // self.kv_heads * self.head_dim
-        widths = zip(QKV, (query_width, self.head_dim, self.head_dim), strict=True)
-        counts = balanced_sizes(self.kv_heads, self.world)  # key-value groups of each rank
-        return {name: ([count * width for count in counts], width) for name, width in widths}
+    def split_of(self, name: str) -> dict[str, Any]:
+        """Return how a projection in `QKV` is split, as options of `ColumnParallelLinear`. A rank
+        without heads returns zeros of one key-value group."""
+        width = self.head_dim * (self.heads // self.kv_heads if name == "q_proj" else 1)
+        groups_by_rank = balanced_sizes(self.kv_heads, self.world)
+        return {"out_sizes": [count * width for count in groups_by_rank], "stand_in": width}
 
 
 class QKVParallelLinear(_SharedInputLinears):
@@ -529,13 +506,9 @@ class QKVParallelLinear(_SharedInputLinears):
         hidden_size: input features.
         heads, kv_heads, head_dim: of the unsharded attention; ValueError if ``heads`` is not a
             multiple of ``kv_heads``.
-        group: see `tpkernels.nn`, as for the options.
+        group, options: see `tpkernels.nn`.
         bias: whether the projections have biases.
     """
-
-    q_proj: ColumnParallelLinear
-    k_proj: ColumnParallelLinear
-    v_proj: ColumnParallelLinear
 
     def __init__(
         self,
@@ -548,19 +521,13 @@ class QKVParallelLinear(_SharedInputLinears):
         bias: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__()
-        self.heads = Heads(heads, kv_heads, head_dim, groups.get(groups.name_of(group)).world)
-        for name, (sizes, stand_in) in self.heads.splits.items():
-            layer = ColumnParallelLinear(
-                hidden_size,
-                sum(sizes),
-                group,
-                bias=bias,
-                out_sizes=sizes,
-                stand_in=stand_in,
-                **options,
-            )
-            self.add_module(name, layer)
+        _, world = position(groups.name_of(group))
+        split = Heads(heads, kv_heads, head_dim, world)
+        layers = {name: split.split_of(name) for name in QKV}
+        for layer in layers.values():
+            layer["out_features"] = sum(layer["out_sizes"])
+        super().__init__(hidden_size, layers, group=group, bias=bias, **options)
+        self.heads = split
 
     @classmethod
     def from_linear(
@@ -570,7 +537,7 @@ class QKVParallelLinear(_SharedInputLinears):
         v: nn.Linear,
         head_dim: int,
         group: GroupLike,
-        **options: Unpack[SequenceOptions],
+        **options: Any,
     ) -> Self:
         """Make the projections with copies of this rank's shards, each with a bias if its linear
         has one. Raises what `MergedColumnParallelLinear.from_linear` does, and ValueError if

@@ -33,35 +33,28 @@ class _Copy(torch.autograd.Function):
         return all_reduce(grad, ctx.group), None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: str, dim: int, sizes: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+def _moved(
+    x: torch.Tensor, group: str, dim: int, sizes: Sequence[int], gather: bool
+) -> torch.Tensor:
+    """Gather the ranks' shards, or take this rank's shard."""
+    if gather:
         return all_gather(x, group, dim, shard_sizes=sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _shard(grad, ctx.group, ctx.dim, ctx.sizes), None, None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: str, dim: int, sizes: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _shard(x, group, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return all_gather(grad, ctx.group, ctx.dim, shard_sizes=ctx.sizes), None, None, None
-
-
-def _shard(x: torch.Tensor, group: str, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     rank, _ = position(group)
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+
+
+class _Move(torch.autograd.Function):
+    """`_moved`, whose backward does the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *how: Any) -> torch.Tensor:
+        ctx.how = how
+        return _moved(x, *how)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        group, dim, sizes, gather = ctx.how
+        return _moved(grad, group, dim, sizes, not gather), None, None, None, None
 
 
 def _check_dim(x: torch.Tensor, dim: int) -> None:
@@ -82,15 +75,9 @@ def copy_to_ranks(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
 def gather_from_ranks(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Concatenate the ranks' shards ``x`` along ``dim``, which is not negative. All ranks must then
-    use the result in the same way: the gradient of a shard is this rank's shard of the gradient.
-
-    Args:
-        sizes: ``sizes[r]`` is the size of rank r's shard in ``dim``.
-
-    Raises:
-        ValueError: ``dim`` is not a dim of ``x``, or ``sizes`` do not fit the group or ``x``.
-    """
+    """Concatenate the ranks' shards ``x``, rank r's of ``sizes[r]`` entries along ``dim``, which is
+    not negative. All ranks must then use the result in the same way: the gradient of a shard is
+    this rank's shard of the gradient. Raise ValueError if ``dim`` or ``sizes`` do not fit."""
     name = groups.name_of(group)
     rank, world = position(name)
     _check_dim(x, dim)
@@ -99,7 +86,7 @@ def gather_from_ranks(
         raise ValueError(
             f"rank {rank} has a shard of size {x.shape[dim]} in dim {dim}, but sizes are {checked}"
         )
-    result: torch.Tensor = _Gather.apply(x, name, dim, checked)
+    result: torch.Tensor = _Move.apply(x, name, dim, checked, True)
     return result
 
 
@@ -107,17 +94,10 @@ def split_over_ranks(
     x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Return this rank's shard of ``x``, which is the same on all ranks, along ``dim``, which is
-    not negative; the gradients of the shards are gathered.
-
-    Args:
-        sizes: ``sizes[r]`` is the size of rank r's shard in ``dim``; by default balanced.
-
-    Raises:
-        ValueError: ``dim`` is not a dim of ``x``, or ``sizes`` do not fit the group or do not add
-            up to that dim.
-    """
+    not negative; the gradients of the shards are gathered. Rank r's shard has ``sizes[r]`` entries;
+    by default they are balanced. Raise ValueError if ``dim`` or ``sizes`` do not fit."""
     name = groups.name_of(group)
     _check_dim(x, dim)
-    split = Split.of(dim, x.shape[dim], sizes, *position(name), f"dim {dim}")
-    result: torch.Tensor = _Split.apply(x, name, dim, split.sizes)
+    split = Split.of(dim, x.shape[dim], name, f"dim {dim}", sizes)
+    result: torch.Tensor = _Move.apply(x, name, dim, split.sizes, False)
     return result

@@ -68,13 +68,11 @@ class Split:
 
     @classmethod
     def of(
-        cls, dim: int, total: int, sizes: Sequence[int] | None, rank: int, world: int, what: str
+        cls, dim: int, total: int, group: str, what: str, sizes: Sequence[int] | None = None
     ) -> Split:
-        """Split ``total`` entries of ``what``: into ``sizes``, or balanced if ``sizes`` is None.
-
-        Raises:
-            ValueError: ``sizes`` do not fit the group, or do not add up to ``total``.
-        """
+        """Split ``total`` entries of ``what`` over a group: into ``sizes``, by default balanced.
+        Raise ValueError if the sizes do not fit."""
+        rank, world = position(group)
         if sizes is None:
             return cls(dim, tuple(shard_sizes(total, world)), rank)
         checked = check_sizes(sizes, world)
@@ -101,13 +99,13 @@ class Split:
         """Return this rank's shard of an unsharded tensor, as a view."""
         return full.narrow(self.dim, self.offset, self.size)
 
-    def local_shape(self, full: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of this rank's shard of a tensor of shape ``full``."""
-        return (*full[: self.dim], self.size, *full[self.dim + 1 :])
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of this rank's shard, given that of a tensor or of any shard."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
-    def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """Return the unsharded shape of a tensor whose shard has shape ``local`` on this rank."""
-        return (*local[: self.dim], self.total, *local[self.dim + 1 :])
+    def full_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the unsharded shape."""
+        return (*shape[: self.dim], self.total, *shape[self.dim + 1 :])
 
 
 class ShardTensor(torch.Tensor):
@@ -167,8 +165,7 @@ class ShardTensor(torch.Tensor):
         )
 
     def untyped_storage(self) -> NoReturn:
-        """Raise TypeError. safetensors and others call it to save the unsharded memory, which no
-        rank has."""
+        """Raise TypeError: safetensors and others would save the unsharded memory."""
         raise TypeError(
             "a ShardTensor is one rank's shard and has no storage of the unsharded tensor: save "
             "with torch.distributed.checkpoint, or call tpkernels.nn.full_state_dict(model) on all "
@@ -207,26 +204,18 @@ class ShardTensor(torch.Tensor):
         return self.local
 
 
-class SequenceOptions(TypedDict, total=False):
-    """How a layer splits its activations; see `tpkernels.nn`."""
+class LayerOptions(TypedDict, total=False):
+    """The options that all parallel layers take; see `tpkernels.nn`."""
 
     sequence_parallel: bool
     sequence_dim: int
-
-
-class LayerOptions(SequenceOptions, total=False):
-    """The options that all parallel layers take; see `tpkernels.nn`."""
-
     device: torch.device | str | None
     dtype: torch.dtype | None
 
 
 class ShardedModule(nn.Module):
-    """A module of which each rank of a group holds a shard; see `tpkernels.nn` for the arguments.
-
-    A subclass creates its parameters with `add_parameter` and draws their values in
-    `reset_parameters`.
-    """
+    """A module of which each rank of a group holds a shard; see `tpkernels.nn` for the arguments. A
+    subclass creates its parameters with `add_parameter`, and draws them in `reset_parameters`."""
 
     def __init__(
         self,
@@ -253,35 +242,30 @@ class ShardedModule(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(*shape, **self._factory)))
 
     def fill(self, name: str, draw: Callable[[torch.Tensor], Any]) -> None:
-        """Draw the unsharded parameter and keep this rank's shard, so that ranks with the same
-        random state get the values of the unsharded module. Needs memory for the unsharded
-        parameter. Does nothing on the meta device."""
+        """Draw the unsharded parameter, which needs memory for it, and keep this rank's shard: with
+        the same random state, ranks get the values of the unsharded module."""
         parameter = self.get_parameter(name)
-        if parameter.is_meta:
-            return
-        split = self.splits.get(name)
-        full = parameter.new_empty(self.full_shape(name))
-        with torch.no_grad():
-            draw(full)
-            parameter.copy_(full if split is None else split.shard(full))
+        if not parameter.is_meta:
+            full = parameter.new_empty(self.full_shape(name))
+            with torch.no_grad():
+                draw(full)
+                parameter.copy_(self.shard_of(name, full))
+
+    def shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of an unsharded parameter, or of its gradient."""
+        return self.splits[name].shard(full) if name in self.splits else full
 
     def adopt(self, module: nn.Module) -> None:
         """Replace the parameters with copies of this rank's shards of ``module``'s parameters, of
-        the same dtype, device and ``requires_grad``.
-
-        Raises:
-            ValueError: ``module`` has different parameters, or different shapes.
-        """
+        the same dtype, device and ``requires_grad``; or raise ValueError if they do not fit."""
         full_shapes = {name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
         expected = {name: list(self.full_shape(name)) for name, _ in self.named_parameters()}
         if full_shapes != expected:
             raise ValueError(f"{module} has parameters {full_shapes}, expected {expected}")
         for name in expected:
             full = module.get_parameter(name)
-            value = full.detach()
-            if name in self.splits:
-                value = self.splits[name].shard(value)
-            self.register_parameter(name, nn.Parameter(value.clone(), full.requires_grad))
+            value = self.shard_of(name, full.detach()).clone()
+            self.register_parameter(name, nn.Parameter(value, full.requires_grad))
         self.train(module.training)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
@@ -340,8 +324,7 @@ def _shard_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Ten
 
 
 def check_parameter(value: torch.Tensor | None, what: str) -> None:
-    """Check that a parameter can be split: that it is not quantised, packed or distributed, and an
-    op takes its dtype."""
+    """Raise NotImplementedError if a parameter cannot be split."""
     if value is None:
         return
     data = value.data
@@ -366,8 +349,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
 
 def gather_state(module: nn.Module, shards: Mapping[str, Any], rank0_only: bool) -> dict[str, Any]:
     """Return `full_state_dict` for ``shards``, a state dict of the module or a part of one."""
-    # Keyed by the parameter's identity: tied parameters are gathered once, on every rank, and stay
-    # one tensor.
+    # Tied parameters are gathered once, on every rank, and stay one tensor.
     identity = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
     gathered: dict[int, torch.Tensor | None] = {}
     state: dict[str, Any] = {}
@@ -393,10 +375,8 @@ def clip_grad_norm_(
     norm of each rank's own gradients, and replicated parameters would drift apart.
 
     A sharded parameter counts with the shards of all ranks, a replicated one once. Sums are in
-    float64. Collective: all ranks call it, with gradients for the same parameters.
-
-    Returns:
-        The norm before clipping, a float32 scalar with the same bits on every rank.
+    float64. Collective: all ranks call it, with gradients for the same parameters. Return the norm
+    before clipping, a float32 scalar with the same bits on every rank.
 
     Raises:
         NotImplementedError: a gradient is a DTensor.

@@ -23,14 +23,7 @@ from torch import nn
 from tpkernels import dtypes, groups, validation
 from tpkernels.groups import GroupLike
 from tpkernels.nn.linear import ColumnParallelLinear
-from tpkernels.nn.sharding import (
-    LayerOptions,
-    SequenceOptions,
-    ShardedModule,
-    Split,
-    check_parameter,
-    position,
-)
+from tpkernels.nn.sharding import LayerOptions, ShardedModule, Split, check_parameter, position
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.reduce_scatter import reduce_scatter
@@ -62,16 +55,8 @@ def _local_ids(
     ids: torch.Tensor, split: Split, allowed: torch.Tensor | None, what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids relative to this rank's shard of the vocabulary, 0 for those of other ranks; and
-    which ids are this rank's.
-
-    Args:
-        allowed: which ids may be outside the vocabulary.
-        what: subject of the error message.
-
-    Raises:
-        RuntimeError: another id is outside the vocabulary. On a GPU the error is raised when the
-            device is next synchronised, like torch's own.
-    """
+    which ids are this rank's. Raise RuntimeError if one that is not ``allowed`` is outside the
+    vocabulary; on a GPU, when the device is next synchronised, like torch's own error."""
     valid = (ids >= 0) & (ids < split.total)
     if allowed is not None:
         valid = valid | allowed
@@ -86,7 +71,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     Args:
         num_embeddings, embedding_dim: of the unsharded embedding.
-        group: see `tpkernels.nn`, as for the options not listed here.
+        group, options: see `tpkernels.nn`.
         padding_idx: an id whose vector is zero at first and gets no gradient.
         sequence_parallel: each rank gets its rows of the sequence, by default all rows.
 
@@ -112,7 +97,7 @@ class VocabParallelEmbedding(ShardedModule):
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx {padding_idx} is outside {num_embeddings} embeddings")
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        split = Split.of(0, num_embeddings, None, self.rank, self.world, "num_embeddings")
+        split = Split.of(0, num_embeddings, self.group, "num_embeddings")
         self.add_parameter("weight", (num_embeddings, embedding_dim), split)
         self.reset_parameters()
 
@@ -127,15 +112,10 @@ class VocabParallelEmbedding(ShardedModule):
         self.fill("weight", draw)
 
     @classmethod
-    def from_embedding(
-        cls, embedding: nn.Embedding, group: GroupLike, **options: Unpack[SequenceOptions]
-    ) -> Self:
-        """Make a layer with a copy of this rank's shard of ``embedding``'s vectors.
-
-        Raises:
-            TypeError: ``embedding`` is not a plain ``nn.Embedding``.
-            NotImplementedError: its weight is quantised, or an option of it is not supported.
-        """
+    def from_embedding(cls, embedding: nn.Embedding, group: GroupLike, **options: Any) -> Self:
+        """Make a layer with a copy of this rank's shard of ``embedding``'s vectors. Raise TypeError
+        if it is not a plain ``nn.Embedding``, NotImplementedError if its weight is quantised or an
+        option of it is not supported."""
         check_embedding(embedding, "embedding")
         layer = cls(
             embedding.num_embeddings,
@@ -153,10 +133,7 @@ class VocabParallelEmbedding(ShardedModule):
         self, ids: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
         """Map ids [...], the same on all ranks, to [..., embedding_dim], all rows or this rank's.
-
-        Raises:
-            RuntimeError: an id is outside the vocabulary.
-        """
+        Raise RuntimeError if an id is outside the vocabulary."""
         validation.tensors({"x": ids, "weight": self.weight})
         split = self.splits["weight"]
         local, here = _local_ids(ids, split, None, "an id is")
@@ -283,7 +260,7 @@ def vocab_parallel_cross_entropy(
     """
     name = groups.name_of(group)
     rank, world = position(name)
-    split = Split.of(0, vocab_size, None, rank, world, "vocab_size")
+    split = Split.of(0, vocab_size, name, "vocab_size")
     if logits.device != target.device:
         raise ValueError(f"target is on {target.device} but logits are on {logits.device}")
     if logits.dim() < 1 or logits.shape[-1] != split.size:

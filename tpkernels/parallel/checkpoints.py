@@ -21,7 +21,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import struct
 import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,7 +52,7 @@ _DTYPES = {
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _INTERLEAVED = {"llama", "mistral"}  # model types
 _LONGEST = 1024  # entries of an array in a configuration, which has one per layer
-_TOKENS = "tokenizer.ggml.tokens"
+_ARCHITECTURE, _TOKENS = "general.architecture", "tokenizer.ggml.tokens"
 
 
 @dataclass(frozen=True)
@@ -79,17 +78,12 @@ class Box:
         pairs = zip(self.offsets, self.shape, strict=True)
         return tuple(slice(begin, begin + size) for begin, size in pairs)
 
-    def within(self, other: Box) -> bool:
-        """Return whether all of this box is in ``other``."""
-        return len(self.shape) == len(other.shape) and self.common(other) == self
-
     def common(self, other: Box) -> Box:
         """Return the intersection, whose size may be 0."""
         pairs = list(zip(self.slices, other.slices, strict=True))
-        begins = [max(a.start, b.start) for a, b in pairs]
-        ends = [min(a.stop, b.stop) for a, b in pairs]
-        sizes = [max(0, end - begin) for begin, end in zip(begins, ends, strict=True)]
-        return Box(tuple(begins), tuple(sizes))
+        begins = tuple(max(a.start, b.start) for a, b in pairs)
+        ends = (min(a.stop, b.stop) for a, b in pairs)
+        return Box(begins, tuple(max(0, e - b) for b, e in zip(begins, ends, strict=True)))
 
     def relative_to(self, other: Box) -> Box:
         """Return this box with the first entry of ``other`` as the origin."""
@@ -99,13 +93,8 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor, in one file.
-
-    Args:
-        box: the part.
-        path: the file.
-        copy: copies a part of the piece into a tensor of any dtype and device.
-    """
+    """A part of a tensor, in one file. ``copy`` copies a part of the piece into a tensor of any
+    dtype and device."""
 
     box: Box
     path: Path
@@ -159,8 +148,7 @@ class SafetensorsCheckpoint:
         return max((x.dtype for x in self._stored.values()), key=lambda dtype: dtype.itemsize)
 
     def tensors(self, model: nn.Module) -> Mapping[str, StoredTensor]:
-        """Return the tensors by the names that ``model``, unsharded and on the meta device, has for
-        them."""
+        """Return the tensors by the names that ``model``, unsharded and on the meta device, has."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         names = set(model.state_dict())
         if names & self._stored.keys():
@@ -247,14 +235,14 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
         return {name: tensor_in(file, name) for name, file in index["weight_map"].items()}
     stored = {}
     for name, entry in index["weight_map"].items():
+        what = f"{folder / INDEX}: {shown(name)}"
         try:
             shape = tuple(map(int, index["shapes"][name]))
             places = [(piece["file"], tuple(map(int, piece["offsets"]))) for piece in entry]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{folder / INDEX}: {shown(name)} has a malformed entry") from error
-        stored[name] = _joined(
-            folder, name, shape, [(offsets, tensor_in(file, name)) for file, offsets in places]
-        )
+            raise ValueError(f"{what} has a malformed entry") from error
+        parts = [(offsets, tensor_in(file, name)) for file, offsets in places]
+        stored[name] = _joined(what, shape, parts)
     return stored
 
 
@@ -271,26 +259,24 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _joined(
-    folder: Path,
-    name: str,
-    shape: tuple[int, ...],
-    places: Sequence[tuple[tuple[int, ...], StoredTensor]],
+    what: str, shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], StoredTensor]]
 ) -> StoredTensor:
-    """Join a tensor from its pieces, each with its offsets; they must fill it."""
+    """Join a tensor from its parts, each with its offsets; they must fill it."""
     pieces: list[Piece] = []
-    for offsets, stored in places:
+    for offsets, stored in parts:
         box = Box(offsets, stored.shape)
-        if len(offsets) != len(stored.shape) or not box.within(Box.full(shape)):
+        dims = {len(offsets), len(stored.shape), len(shape)}
+        if len(dims) > 1 or box.common(Box.full(shape)) != box:
             raise ValueError(
-                f"{stored.files}: {name} has shape {list(stored.shape)} at {list(offsets)}, which "
-                f"is not within {list(shape)}; the files are of different checkpoints"
+                f"{what} has shape {list(stored.shape)} in {stored.files} at {list(offsets)}, "
+                f"which is not within {list(shape)}; the files are of different checkpoints"
             )
         pieces += [replace(piece, box=box) for piece in stored.pieces]
     boxes = [piece.box for piece in pieces]
     overlap = any(a.common(b).size for a, b in combinations(boxes, 2))
     if overlap or sum(box.size for box in boxes) != prod(shape):
-        raise ValueError(f"{folder / INDEX}: the pieces of {name} do not fill {list(shape)}")
-    return StoredTensor(shape, places[0][1].dtype, tuple(pieces))
+        raise ValueError(f"{what}: its pieces do not fill {list(shape)}")
+    return StoredTensor(shape, parts[0][1].dtype, tuple(pieces))
 
 
 class GGUFCheckpoint:
@@ -361,36 +347,31 @@ class GGUFCheckpoint:
     @property
     def _architecture(self) -> str:
         """Return the architecture's name in GGUF, such as "llama"."""
-        name: bytes = self._reader.fields["general.architecture"].parts[-1].tobytes()
+        name: bytes = self._reader.fields[_ARCHITECTURE].parts[-1].tobytes()
         return name.decode()
 
     @contextmanager
     def _without_vocabulary(self) -> Iterator[Path]:
         """Write a small file with the same configuration and names of tensors, without long arrays
         and values. transformers would spend 5 s on 49,152 tokens, which no configuration needs."""
-        gguf, reader = package("gguf"), self._reader
-        fields = {name: field for name, field in reader.fields.items() if name[:5] != "GGUF."}
-        entries = [
-            b"".join(part.tobytes() for part in field.parts)
-            for field in fields.values()
-            if len(field.data) <= _LONGEST
-        ]
-        size = f"{self._architecture}.vocab_size"
-        if size not in fields and _TOKENS in fields:
-            # transformers would count the tokens. Without them, the file names their number.
-            kind, count = int(gguf.GGUFValueType.UINT64), len(fields[_TOKENS].data)
-            entries.append(struct.pack(f"=Q{len(size)}sIQ", len(size), size.encode(), kind, count))
-        one_value = struct.pack("=IQIQ", 1, 1, int(gguf.GGMLQuantizationType.F32), 0)
-        names = [
-            b"".join(part.tobytes() for part in tensor.field.parts[:2]) for tensor in reader.tensors
-        ]
-        counts = struct.pack("=QQ", len(names), len(entries))
-        header = [bytes(reader.data[:8]), counts, *entries, *(name + one_value for name in names)]
+        import numpy as np
+
+        gguf, fields = package("gguf"), self._reader.fields
         with tempfile.TemporaryDirectory(prefix="tpkernels-") as folder:
             path = Path(folder) / "header.gguf"
-            path.write_bytes(b"".join(header))
-            # The one value begins at a multiple of the alignment.
-            os.truncate(path, path.stat().st_size + int(reader.alignment) + 4)
+            writer = gguf.GGUFWriter(path, self._architecture)
+            for name, field in fields.items():
+                if name[:5] != "GGUF." and name != _ARCHITECTURE and len(field.data) <= _LONGEST:
+                    kind = field.types[0]
+                    writer.add_key_value(name, field.contents(), kind, sub_type=field.types[-1])
+            if f"{self._architecture}.vocab_size" not in fields and _TOKENS in fields:
+                writer.add_vocab_size(len(fields[_TOKENS].data))  # transformers would count them
+            for tensor in self._reader.tensors:
+                writer.add_tensor(tensor.name, np.zeros(1, np.float32))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
             yield path
 
     def _names(self, model: nn.Module) -> dict[str, str]:
@@ -419,13 +400,8 @@ class GGUFCheckpoint:
 
 
 def _copy_gguf(rows: Any, kind: Any, head: int, box: Box, out: torch.Tensor) -> None:
-    """Decode a part of a tensor into ``out``.
-
-    Args:
-        rows: what lies in the file, mapped, [rows, ...].
-        kind: gguf's type of it.
-        head: rows of a head, whose two halves are interleaved; 1: they are not.
-    """
+    """Decode a part of a tensor into ``out``. ``rows`` is what lies in the file, of gguf's type
+    ``kind``; ``head`` is the rows of a head whose two halves are interleaved, 1 if none are."""
     import numpy as np
 
     dequantize = package("gguf").dequantize
@@ -469,12 +445,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
-    """Return the folder or the GGUF file of the checkpoint at ``path``.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder.
-        ValueError: the file is of no known format, or a folder has several that could be meant.
-    """
+    """Return the folder or the GGUF file of the checkpoint at ``path``. Raise FileNotFoundError if
+    there is none, ValueError if it has no known format or several files could be meant."""
     place = Path(path)
     if place.is_dir():
         files = sorted(place.glob("*.gguf"))

@@ -14,25 +14,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from enum import IntEnum
+from typing import Any
 
 import torch
 
 from tpkernels import groups
-from tpkernels.ops.all_gather import all_gather
+from tpkernels.groups.group import Group
 from tpkernels.text import of_error
 
 THREAD = "tpkernels-joint-work"
 _INTERVAL = 1.0  # s, between rounds
-_LENGTH = 1024  # bytes of a message
-
-
-class Status(IntEnum):
-    """What a rank announces."""
-
-    WORKING = 0
-    DONE = 1
-    FAILED = 2
 
 
 class PeerFailedError(RuntimeError):
@@ -42,11 +33,11 @@ class PeerFailedError(RuntimeError):
 class JointWork:
     """One rank's part of the work; see `joint_work`."""
 
-    def __init__(self, group: str, device: torch.device, what: str) -> None:
+    def __init__(self, group: Group, device: torch.device, what: str) -> None:
         self.texts: list[str] = []  #: the final texts of all ranks, in rank order
         self.text = ""  #: what this rank announces when it is done
-        self._group, self._device, self._what = group, device, what
-        self._status = Status.WORKING
+        self._group, self._device, self._what = group, device.type, what
+        self._report: dict[str, Any] | None = None  # how the work ended here; None: it has not
         self._ended, self._over = threading.Event(), threading.Event()
         self._error: BaseException | None = None  # of the rounds
 
@@ -56,14 +47,18 @@ class JointWork:
             raise self._error
 
     def take_part(self) -> None:
-        """Exchange statuses with the other ranks until the work is over."""
-        interval = min(_INTERVAL, groups.get(self._group).timeout / 4)
+        """Exchange reports with the other ranks until the work is over."""
+        interval = min(_INTERVAL, self._group.timeout / 4)
+        failed: list[int] = []
+        reports: list[dict[str, Any] | None] = [None]
         try:
-            statuses = [Status.WORKING]
-            while Status.WORKING in statuses and Status.FAILED not in statuses:
+            while None in reports and not failed:
                 self._ended.wait(interval)
-                statuses, self.texts = self._exchange()
-            failed = [rank for rank, status in enumerate(statuses) if status is Status.FAILED]
+                reports = self._group.statements("joint work", self._report, self._device)
+                failed = [
+                    rank for rank, report in enumerate(reports) if report and report["failed"]
+                ]
+            self.texts = [report["text"] if report else "" for report in reports]
             if failed:
                 also = f" (also rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
                 self._error = PeerFailedError(
@@ -74,20 +69,11 @@ class JointWork:
         finally:
             self._over.set()
 
-    def _exchange(self) -> tuple[list[Status], list[str]]:
-        """Return the statuses and the texts of all ranks. Collective."""
-        status = self._status
-        message = bytes([status, *(self.text.encode() if status else b"")])[:_LENGTH]
-        with groups.told_of_errors(self._group):
-            data = torch.tensor(list(message.ljust(_LENGTH, b"\0")), device=self._device)
-            messages = all_gather(data.float(), self._group).view(-1, _LENGTH).tolist()
-        texts = [bytes(map(int, message[1:])).rstrip(b"\0") for message in messages]
-        return [Status(int(m[0])) for m in messages], [t.decode(errors="ignore") for t in texts]
-
-    def end(self, status: Status, thread: threading.Thread) -> None:
+    def end(self, error: BaseException | None, thread: threading.Thread) -> None:
         """Announce how this rank's part ended, and wait for the last round."""
-        with groups.told_of_errors(self._group):
-            self._status = status
+        with groups.told_of_errors(self._group.name):
+            text = self.text if error is None else of_error(error)
+            self._report = {"failed": error is not None, "text": text}
             self._ended.set()
             if thread.ident is None:  # it could not be started
                 self.take_part()
@@ -102,7 +88,7 @@ def joint_work(group: str, device: torch.device, what: str) -> Iterator[JointWor
 
     Args:
         group: the group's name.
-        device: of the tensors that the ranks exchange.
+        device: on which the ranks work: how long they wait for one another depends on it.
         what: what is done, for messages.
 
     Raises:
@@ -113,16 +99,15 @@ def joint_work(group: str, device: torch.device, what: str) -> Iterator[JointWor
     members = groups.get(group)
     with members.lock:  # else the thread would wait for a call that waits for this block
         members.check_usable()
-    work = JointWork(group, device, what)
+    work = JointWork(members, device, what)
     thread = threading.Thread(target=work.take_part, name=THREAD, daemon=True)
-    status = Status.DONE
+    failure: BaseException | None = None
     try:
         thread.start()
         yield work
     except BaseException as error:
-        status = Status.FAILED
-        work.text = of_error(error)
+        failure = error
         raise
     finally:
-        work.end(status, thread)
+        work.end(failure, thread)
     work.check()

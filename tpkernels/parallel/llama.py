@@ -33,8 +33,9 @@ torch.compile traces into one graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -121,60 +122,44 @@ class SplitRowsNorm(RMSNorm):
         return self.weight if self.rows.sizes is None else super().shared_weight()
 
 
-@dataclass(frozen=True)
-class ShareInput:
+def share_input(
+    names: tuple[str, ...], rows: Rows | None, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
     """Forward pre-hook (with keyword arguments) of the parent of the projections ``names``."""
-
-    names: tuple[str, ...]
-    rows: Rows | None  #: None: no sequence parallelism
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        layers = [getattr(module, name) for name in self.names]
-        shape, sizes = list(x.shape), None
-        if self.rows is not None:
-            # A checkpointed layer is recomputed alone, perhaps after a forward of another length.
-            # Its attention runs first and reads the number of tokens from the rotary embedding.
-            if "position_embeddings" in kwargs:
-                self.rows.split(kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
-            sizes = self.rows.sizes
-        if sizes is not None:
-            shape[SEQUENCE_DIM] = sum(sizes)
-        outputs = column_parallel(x, layers, shard_sizes=sizes, sequence_parallel=sizes is not None)
-        for layer, output in zip(layers, outputs, strict=True):
-            layer.output = output
-        placeholder = x.new_zeros(()).expand(shape)
-        if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": placeholder}
-        return (placeholder, *args[1:]), kwargs
+    x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    layers = [getattr(module, name) for name in names]
+    shape, sizes = list(x.shape), None
+    if rows is not None:
+        # A checkpointed layer is recomputed alone, perhaps after a forward of another length. Its
+        # attention runs first and reads the number of tokens from the rotary embedding.
+        if "position_embeddings" in kwargs:
+            rows.split(kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
+        sizes = rows.sizes
+    if sizes is not None:
+        shape[SEQUENCE_DIM] = sum(sizes)
+    outputs = column_parallel(x, layers, shard_sizes=sizes, sequence_parallel=sizes is not None)
+    for layer, output in zip(layers, outputs, strict=True):
+        layer.output = output
+    placeholder = x.new_zeros(()).expand(shape)
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": placeholder}
+    return (placeholder, *args[1:]), kwargs
 
 
-@dataclass(frozen=True)
-class SplitRows:
+def split_rows(group: str, rows: Rows, module: nn.Module, args: Any) -> Any:
     """Forward pre-hook of the first layer: each rank keeps its rows."""
-
-    group: str
-    rows: Rows
-
-    def __call__(self, module: nn.Module, args: Any) -> Any:
-        x, *others = args
-        self.rows.split(x.shape[SEQUENCE_DIM])
-        if self.rows.sizes is None:
-            return None
-        return (split_over_ranks(x, self.group, SEQUENCE_DIM, self.rows.sizes), *others)
+    x, *others = args
+    rows.split(x.shape[SEQUENCE_DIM])
+    if rows.sizes is None:
+        return None
+    return (split_over_ranks(x, group, SEQUENCE_DIM, rows.sizes), *others)
 
 
-@dataclass(frozen=True)
-class GatherRows:
+def gather_rows(group: str, rows: Rows, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
     """Forward hook of the last norm: all ranks get all rows again."""
-
-    group: str
-    rows: Rows
-
-    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if self.rows.sizes is None:
-            return output
-        return gather_from_ranks(output, self.group, SEQUENCE_DIM, self.rows.sizes)
+    if rows.sizes is None:
+        return output
+    return gather_from_ranks(output, group, SEQUENCE_DIM, rows.sizes)
 
 
 def head_norms_of(config: Any, what: str) -> tuple[str, ...]:
@@ -214,7 +199,10 @@ def apply(
     prefix = "" if base is model else f"{inner}."
     check_embedding(_module(base, "embed_tokens", prefix), f"{prefix}embed_tokens")
     _check_norm(base, "norm", prefix)
-    layers = list(_checked_layers(base, prefix, head_norms, world))
+    layers: list[tuple[Any, Heads]] = [
+        (layer, _check_layer(layer, f"{prefix}layers.{number}.", head_norms, world))
+        for number, layer in _module(base, "layers", prefix).named_children()
+    ]
     head = getattr(model, "lm_head", None)
     if head is not None:
         check_linear(head, "lm_head")
@@ -225,30 +213,22 @@ def apply(
     fewest = PROMPT_ROWS * world if sequence_parallel == "prefill" else 1
     rows = Rows(world, fewest) if sequence_parallel and not ffn_only else None
     for layer, heads in layers:
-        _replace_mlp(layer.get_submodule("mlp"), group, rows)
+        _replace_inputs(layer.mlp, {name: {} for name in GATE_UP}, group, rows)
+        _replace_linear(layer.mlp, "down_proj", SplitRowsLinear, group, rows)
         if not ffn_only:
-            _replace_attention(layer.get_submodule("self_attn"), group, rows, heads, head_norms)
+            splits = {name: heads.split_of(name) for name in QKV}
+            in_sizes = splits["q_proj"]["out_sizes"]
+            attention = layer.self_attn
+            _replace_inputs(attention, splits, group, rows)
+            _replace_linear(attention, "o_proj", SplitRowsLinear, group, rows, in_sizes=in_sizes)
+            for name in head_norms:
+                _replace_norm(attention, name, group, None)
         for name in LAYER_NORMS if rows is not None else ():
             _replace_norm(layer, name, group, rows)
     if not ffn_only:
         _replace_ends(model, base, group, rows)
     if pack:
         pack_(model)
-
-
-def _replace_ends(model: Any, base: Any, group: str, rows: Rows | None) -> None:
-    """Replace what comes before and after the layers."""
-    head = getattr(model, "lm_head", None)
-    embedding = VocabParallelEmbedding.from_embedding(base.embed_tokens, group)
-    if head is not None:
-        model.lm_head = ParallelLMHead.from_linear(head, group, gather_output=True)
-        if head.weight is base.embed_tokens.weight:
-            model.lm_head.tie(embedding)
-    base.embed_tokens = embedding
-    if rows is not None:
-        _replace_norm(base, "norm", group, rows)
-        base.layers[0].register_forward_pre_hook(SplitRows(group, rows))
-        base.norm.register_forward_hook(GatherRows(group, rows))
 
 
 def _module(parent: nn.Module, name: str, prefix: str) -> nn.Module:
@@ -269,62 +249,63 @@ def _check_norm(parent: nn.Module, name: str, prefix: str) -> None:
     check_parameter(norm.get_parameter("weight"), f"{prefix}{name}.weight")
 
 
-def _checked_layers(
-    base: nn.Module, prefix: str, head_norms: tuple[str, ...], world: int
-) -> Iterator[tuple[nn.Module, Heads]]:
-    """Yield the decoder layers, whose modules are checked, and the split of their heads."""
-    layers = _module(base, "layers", prefix)
-    for number, layer in layers.named_children():
-        path = f"{prefix}layers.{number}."
-        names = [f"self_attn.{name}" for name in (*QKV, "o_proj")]
-        names += [f"mlp.{name}" for name in (*GATE_UP, "down_proj")]
-        linears = {name: check_linear(_module(layer, name, path), path + name) for name in names}
-        for name in (*LAYER_NORMS, *(f"self_attn.{norm}" for norm in head_norms)):
-            _check_norm(layer, name, path)
-        attention: Any = layer.get_submodule("self_attn")
-        head_dim = attention.head_dim
-        queries, keys = (linears[f"self_attn.{name}"].out_features for name in QKV[:2])
-        try:
-            heads = Heads(queries // head_dim, keys // head_dim, head_dim, world)
-        except ValueError as error:
-            raise ValueError(f"{path}self_attn: {error}") from None
-        values = linears["self_attn.v_proj"].out_features
-        for name, width, expected in (
-            ("v_proj", values, keys),
-            ("o_proj", linears["self_attn.o_proj"].in_features, queries),
-        ):
-            if width != expected:
-                raise ValueError(
-                    f"{path}self_attn.{name} has {width} features, expected {expected}: q_proj has "
-                    f"{queries} and k_proj {keys}"
-                )
-        if queries % head_dim or keys % head_dim:
+def _check_layer(layer: nn.Module, prefix: str, head_norms: tuple[str, ...], world: int) -> Heads:
+    """Check the modules of a decoder layer; return the split of its heads."""
+
+    def linear(name: str) -> nn.Linear:
+        return check_linear(_module(layer, name, prefix), prefix + name)
+
+    q, k, v, o = (linear(f"self_attn.{name}") for name in (*QKV, "o_proj"))
+    for name in (*GATE_UP, "down_proj"):
+        linear(f"mlp.{name}")
+    for name in (*LAYER_NORMS, *(f"self_attn.{norm}" for norm in head_norms)):
+        _check_norm(layer, name, prefix)
+    attention: Any = layer.get_submodule("self_attn")
+    head_dim, queries, keys = attention.head_dim, q.out_features, k.out_features
+    try:
+        heads = Heads(queries // head_dim, keys // head_dim, head_dim, world)
+    except ValueError as error:
+        raise ValueError(f"{prefix}self_attn: {error}") from None
+    for name, width, expected in (
+        ("v_proj", v.out_features, keys),
+        ("o_proj", o.in_features, queries),
+    ):
+        if width != expected:
             raise ValueError(
-                f"{path}self_attn: q_proj has {queries} features and k_proj {keys}; both must be "
-                f"multiples of head_dim, {head_dim}"
+                f"{prefix}self_attn.{name} has {width} features, expected {expected}: q_proj has "
+                f"{queries} and k_proj {keys}"
             )
-        yield layer, heads
-
-
-def _replace_attention(
-    attention: nn.Module, group: str, rows: Rows | None, heads: Heads, head_norms: tuple[str, ...]
-) -> None:
-    for name, (sizes, stand_in) in heads.splits.items():
-        _replace_linear(
-            attention, name, SharedInputLinear, group, rows, out_sizes=sizes, stand_in=stand_in
+    if queries % head_dim or keys % head_dim:
+        raise ValueError(
+            f"{prefix}self_attn: q_proj has {queries} features and k_proj {keys}; both must be "
+            f"multiples of head_dim, {head_dim}"
         )
-    in_sizes, _ = heads.splits["q_proj"]
-    _replace_linear(attention, "o_proj", SplitRowsLinear, group, rows, in_sizes=in_sizes)
-    attention.register_forward_pre_hook(ShareInput(QKV, rows), with_kwargs=True)
-    for name in head_norms:
-        _replace_norm(attention, name, group, None)
+    return heads
 
 
-def _replace_mlp(mlp: nn.Module, group: str, rows: Rows | None) -> None:
-    for name in GATE_UP:
-        _replace_linear(mlp, name, SharedInputLinear, group, rows)
-    _replace_linear(mlp, "down_proj", SplitRowsLinear, group, rows)
-    mlp.register_forward_pre_hook(ShareInput(GATE_UP, rows), with_kwargs=True)
+def _replace_ends(model: Any, base: Any, group: str, rows: Rows | None) -> None:
+    """Replace what comes before and after the layers."""
+    head = getattr(model, "lm_head", None)
+    embedding = VocabParallelEmbedding.from_embedding(base.embed_tokens, group)
+    if head is not None:
+        model.lm_head = ParallelLMHead.from_linear(head, group, gather_output=True)
+        if head.weight is base.embed_tokens.weight:
+            model.lm_head.tie(embedding)
+    base.embed_tokens = embedding
+    if rows is not None:
+        _replace_norm(base, "norm", group, rows)
+        base.layers[0].register_forward_pre_hook(partial(split_rows, group, rows))
+        base.norm.register_forward_hook(partial(gather_rows, group, rows))
+
+
+def _replace_inputs(
+    parent: nn.Module, projections: Mapping[str, Any], group: str, rows: Rows | None
+) -> None:
+    """Replace projections of one input, each with options of its layer."""
+    for name, options in projections.items():
+        _replace_linear(parent, name, SharedInputLinear, group, rows, **options)
+    hook = partial(share_input, tuple(projections), rows)
+    parent.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _replace_linear(
@@ -336,17 +317,15 @@ def _replace_linear(
     **options: Any,
 ) -> None:
     """Replace a linear layer by a parallel one; without ``rows``, no sequence is split."""
-    linear = getattr(parent, name)
     options |= {"sequence_parallel": rows is not None, "sequence_dim": SEQUENCE_DIM}
-    layer = kind.from_linear(linear, group, **options)
+    layer = kind.from_linear(getattr(parent, name), group, **options)
     if isinstance(layer, SplitRowsLinear):
         layer.rows = rows
     setattr(parent, name, layer)
 
 
 def _replace_norm(parent: nn.Module, name: str, group: str, rows: Rows | None) -> None:
-    """Replace a norm by one that each rank applies to its rows, or without ``rows`` to its
-    heads."""
+    """Replace a norm by one that each rank applies to its rows; without ``rows``, to its heads."""
     norm = getattr(parent, name)
     kind = RMSNorm if rows is None else SplitRowsNorm
     parallel: Any = kind(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")

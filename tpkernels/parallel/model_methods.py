@@ -79,7 +79,18 @@ def save_pretrained(model: Any, group: str, /, *args: Any, **options: Any) -> No
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= arguments.pop(name, {})
-    _check_saving(model, arguments)
+    if arguments.get("distributed_checkpoint"):
+        raise NotImplementedError(
+            "distributed_checkpoint=True is for models that transformers has sharded; save "
+            "model.state_dict() with torch.distributed.checkpoint"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise NotImplementedError(
+            "the model has adapters, whose weights are not gathered; save them before "
+            "tpkernels.parallelize"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device and has no weights to save")
     device = next(model.parameters()).device
     with joint_work(group, device, "preparing to save the model") as work:
         work.text = _WRITE if arguments.get("is_main_process", True) else ""
@@ -97,30 +108,15 @@ def save_pretrained(model: Any, group: str, /, *args: Any, **options: Any) -> No
                 write(**arguments)
 
 
-def _check_saving(model: Any, arguments: dict[str, Any]) -> None:
-    if arguments.get("distributed_checkpoint"):
-        raise NotImplementedError(
-            "distributed_checkpoint=True is for models that transformers has sharded; save "
-            "model.state_dict() with torch.distributed.checkpoint"
-        )
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise NotImplementedError(
-            "the model has adapters, whose weights are not gathered; save them before "
-            "tpkernels.parallelize"
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("the model is on the meta device and has no weights to save")
-
-
 @contextlib.contextmanager
 def _as_unsharded(model: Any) -> Iterator[None]:
     """Make transformers count all parameters, for the index of several files, and write on rank 0
     of the group, which may not be rank 0 of the job."""
-    sizes = {}
+    sizes = {parameter: parameter.numel() for parameter in model.parameters()}
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            sharded = isinstance(module, ShardedModule)
-            sizes[parameter] = prod(module.full_shape(name) if sharded else parameter.shape)
+        if isinstance(module, ShardedModule):
+            for name in module.splits:
+                sizes[module.get_parameter(name)] = prod(module.full_shape(name))
     total = sum(sizes.values())
     model.num_parameters = lambda *args, **options: total
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
@@ -131,11 +127,8 @@ def _as_unsharded(model: Any) -> Iterator[None]:
 
 
 def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **options: Any) -> Any:
-    """Run ``model.init_continuous_batching``, which is ``start``.
-
-    Raises:
-        NotImplementedError: this version of transformers makes its cache in another way.
-    """
+    """Run ``model.init_continuous_batching``, which is ``start``. Raise NotImplementedError if this
+    version of transformers makes its cache in another way."""
     manager = start(model, *args, **options)
     ranks: Any = getattr(manager, "distributed_helper", None)
     create = getattr(type(manager), "_create_batch_processor", None)
@@ -147,23 +140,22 @@ def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **option
             "tpkernels, which was tested with 5.23; use model.generate"
         )
     ranks.tp_plan = {}  # of which it would derive the heads of a rank
-    # The class's function, since transformers may keep a manager for later calls.
-    manager._create_batch_processor = lambda: _create_with_local_heads(model, manager, create)
+
+    def create_with_local_heads() -> Any:
+        """Make a batch processor, and its cache, while ``model.config`` has this rank's heads."""
+        config, local = model.config, copy.copy(model.config)
+        attention = model.base_model.layers[0].self_attn
+        local.head_dim = attention.head_dim
+        local.num_key_value_heads = _features(attention.k_proj) // attention.head_dim
+        local.num_attention_heads = _features(attention.q_proj) // attention.head_dim
+        model.config = local
+        try:
+            return create(manager)  # the class's function: transformers may keep the manager
+        finally:
+            model.config = config
+
+    manager._create_batch_processor = create_with_local_heads
     return manager
-
-
-def _create_with_local_heads(model: Any, manager: Any, create: Callable[[Any], Any]) -> Any:
-    """Make a batch processor, and its cache, while ``model.config`` has the heads of this rank."""
-    config, local = model.config, copy.copy(model.config)
-    attention = model.base_model.layers[0].self_attn
-    local.head_dim = attention.head_dim
-    local.num_key_value_heads = _features(attention.k_proj) // attention.head_dim
-    local.num_attention_heads = _features(attention.q_proj) // attention.head_dim
-    model.config = local
-    try:
-        return create(manager)
-    finally:
-        model.config = config
 
 
 def _features(projection: nn.Module) -> int:

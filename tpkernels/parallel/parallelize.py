@@ -97,7 +97,6 @@ def parallelize(
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Check that ``mesh`` is a mesh of one dim."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")
     if mesh.ndim != 1:

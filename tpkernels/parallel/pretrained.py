@@ -37,21 +37,13 @@ _MOST_NAMES = 5  # in a message
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter of the parallel model.
+    """A parameter of the parallel model."""
 
-    Args:
-        name: of the parameter, as the unsharded model has it.
-        owners: (module, attribute) pairs that hold it; several if weights are tied.
-        split: how it is split; None: it is not, or a plan has split it.
-        stored: the unsharded parameter in the checkpoint.
-        linear: it is the weight of a linear layer, [out_features, in_features].
-    """
-
-    name: str
-    owners: tuple[tuple[nn.Module, str], ...]
-    split: Split | None
-    stored: StoredTensor
-    linear: bool
+    name: str  #: as the unsharded model has it
+    owners: tuple[tuple[nn.Module, str], ...]  #: (module, attribute); several if weights are tied
+    split: Split | None  #: None: it is not split, or by a plan
+    stored: StoredTensor  #: the unsharded parameter in the checkpoint
+    linear: bool  #: the weight of a linear layer, [out_features, in_features]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,8 +57,7 @@ class Slot:
         return module.get_parameter(attribute)
 
     def part(self, rank: int | None = None) -> Box:
-        """Return the part that a rank holds, by default this one; others only if the parameter is
-        not split by a plan."""
+        """Return the part that a rank holds, by default this one; a plan's only of this one."""
         data: Any = self.parameter.data
         if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -93,8 +84,9 @@ class Blueprint:
     def digest(self) -> str:
         """Return a digest that is equal on all ranks if they make the same model."""
         facts = [str(self.model.config)]
-        facts += [f"{slot.name} {slot.shape} {slot.parameter.dtype}" for slot in self.slots]
-        facts += [f"{slot.split and slot.split.sizes}" for slot in self.slots]
+        for slot in self.slots:
+            sizes = slot.split and slot.split.sizes
+            facts.append(f"{slot.name} {slot.shape} {slot.parameter.dtype} {sizes}")
         return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
@@ -105,12 +97,8 @@ def draw(
     any_architecture: bool,
 ) -> Blueprint:
     """Draw the blueprint of a checkpoint's model; raise what `from_pretrained` raises for files.
-
-    Args:
-        dtype: of the parameters; None: the checkpoint's.
-        parallelize: splits a model on the meta device in place.
-        any_architecture: ``parallelize`` takes other models than `tpkernels.parallel.llama` knows.
-    """
+    ``parallelize`` splits a model on the meta device in place: those that
+    `tpkernels.parallel.llama` knows, or ``any_architecture``."""
     transformers = package("transformers")
     config = checkpoint.config()
     if not any_architecture:
@@ -126,39 +114,36 @@ def draw(
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     stored = checkpoint.tensors(model)
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    sources = _sources(checkpoint, model, shapes, stored)
+    sources = _sources(checkpoint, model, stored)
+    names = model.state_dict().keys()
     generation_config = checkpoint.generation_config()
     if generation_config is not None:
         model.generation_config = generation_config
     slots = tuple(_slots(parallelize(model), sources))
-    unexpected = [name for name in stored if name not in shapes and not _IGNORED.search(name)]
+    unexpected = [name for name in stored if name not in names and not _IGNORED.search(name)]
     return Blueprint(model, slots, tuple(unexpected))
 
 
 def _sources(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    shapes: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, StoredTensor],
+    checkpoint: Checkpoint, model: nn.Module, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """Find what is read for each parameter: the tensor of its name, or of a weight that it is tied
     to."""
-    tied: dict[int, list[str]] = {}
+    tied: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(parameter), []).append(name)
+        tied.setdefault(parameter, []).append(name)
     sources: dict[str, StoredTensor] = {}
     missing: list[str] = []
-    for names in tied.values():
-        present = [name for name in names if name in stored]
-        if not present:
+    for parameter, names in tied.items():
+        present = next((name for name in names if name in stored), None)
+        if present is None:
             missing.append(names[0])
             continue
-        source = stored[present[0]]
-        if source.shape != shapes[names[0]]:
+        source = stored[present]
+        if source.shape != tuple(parameter.shape):
             raise ValueError(
-                f"{source.files}: {present[0]} has shape {list(source.shape)}, but config.json "
-                f"makes it {list(shapes[names[0]])}; the two are of different models"
+                f"{source.files}: {present} has shape {list(source.shape)}, but config.json "
+                f"makes it {list(parameter.shape)}; the two are of different models"
             )
         sources |= dict.fromkeys(names, source)
     if missing:
@@ -172,22 +157,16 @@ def _sources(
 
 
 def _slots(model: nn.Module, sources: Mapping[str, StoredTensor]) -> Iterator[Slot]:
-    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            owners.setdefault(id(parameter), []).append((name, module, attribute))
-    for places in owners.values():
-        name, module, attribute = places[0]
-        stored = sources[name]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for tied in names.values():
+        places = [name.rpartition(".") for name in tied]
+        owners = tuple((model.get_submodule(owner), attribute) for owner, _, attribute in places)
+        module, attribute = owners[0]
         split = module.splits.get(attribute) if isinstance(module, ShardedModule) else None
-        yield Slot(
-            name,
-            tuple((module, attribute) for _, module, attribute in places),
-            split,
-            stored,
-            linear=attribute == "weight" and hasattr(module, "in_features"),
-        )
+        linear = attribute == "weight" and hasattr(module, "in_features")
+        yield Slot(tied[0], owners, split, sources[tied[0]], linear)
 
 
 def from_pretrained(
@@ -296,10 +275,9 @@ def _fill(slot: Slot, device: torch.device) -> None:
 
 
 def _restore_buffers(model: nn.Module) -> None:
-    """Make the rotary embeddings again on the default device: their buffers are in no state
-    dict."""
+    """Make the rotary embeddings again on the default device: no state dict has their buffers."""
     for name, module in list(model.named_modules()):
-        if not any(True for _ in module.named_buffers(recurse=False)):
+        if not list(module.buffers(recurse=False)):
             continue
         config = getattr(module, "config", None)
         if not type(module).__name__.endswith("RotaryEmbedding") or config is None:

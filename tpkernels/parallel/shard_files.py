@@ -54,12 +54,11 @@ class ShardPlan:
 
     def without(self) -> dict[int, list[str]]:
         """Name the parameters of which a rank has nothing, by the rank."""
-        names: dict[int, list[str]] = {}
-        for slot in self.slots:
-            for rank in range(self.ranks):
-                if not slot.part(rank).size:
-                    names.setdefault(rank, []).append(slot.name)
-        return names
+        names = {
+            rank: [slot.name for slot in self.slots if not slot.part(rank).size]
+            for rank in range(self.ranks)
+        }
+        return {rank: missing for rank, missing in names.items() if missing}
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values; shapes and dims as in the checkpoint."""

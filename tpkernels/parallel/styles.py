@@ -31,12 +31,9 @@ from tpkernels.tuning.replacement import read_times, why_left_to_torch
 class _FusedLinear(nn.Linear):
     """A Linear whose parameters are DTensors on a mesh of one dim."""
 
-    _name: str  #: of the module, for messages
+    _style: _FusedStyle
     _mesh: DeviceMesh
     _group: str
-    _input_layout: Placement
-    _output_layout: Placement
-    _use_local_output: bool
 
     def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return this rank's weight [K, N] and bias."""
@@ -48,14 +45,15 @@ class _FusedLinear(nn.Linear):
         dim = cast(Shard, layout).dim
         if not -x.dim() <= dim < x.dim():
             raise ValueError(
-                f"{self._name}: {layout!r} is out of range for a tensor of shape {list(x.shape)}"
+                f"Linear({self.extra_repr()}): {layout!r} is out of range for a tensor of shape "
+                f"{list(x.shape)}"
             )
         return dim % x.dim()
 
     def _local(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, list[int] | None]:
         """Return this rank's shard of the input along ``dim``, and all shards' sizes if they
         differ."""
-        layout = self._input_layout
+        layout = self._style.input_layouts[0]
         if not isinstance(x, DTensor):
             if layout.is_shard() and self._sharded_dim(layout, x) == dim:
                 return x, None
@@ -70,16 +68,13 @@ class _FusedLinear(nn.Linear):
         return None if total % world == 0 else chunk_sizes(total, world)
 
     def _output(self, y: torch.Tensor, dim: int | None, shape: Sequence[int]) -> torch.Tensor:
-        """Return the module's output, of ``shape``, in the requested layout.
-
-        Args:
-            y: this rank's shard of the output along ``dim``; with None, all of it.
-        """
-        target = self._output_layout
+        """Return the module's output, of ``shape``, in the requested layout, given this rank's
+        shard along ``dim``, or with None all of it."""
+        target, use_local = self._style.output_layouts[0], self._style.use_local_output
         if target.is_shard():
             target = Shard(self._sharded_dim(target, y))
         placement = Replicate() if dim is None else Shard(dim)
-        if self._use_local_output and target == placement:
+        if use_local and target == placement:
             return y
         strides = torch.empty(shape, device="meta").stride()
         out = DTensor.from_local(
@@ -87,14 +82,14 @@ class _FusedLinear(nn.Linear):
         )
         if target != placement:
             out = out.redistribute(placements=[target])
-        return out.to_local() if self._use_local_output else out
+        return out.to_local() if use_local else out
 
 
 class _ColwiseLinear(_FusedLinear):
     """``y[..., N/W] = concat_r(x_r) @ w^T + b`` for a sharded input."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        dim = self._sharded_dim(self._input_layout, input)
+        dim = self._sharded_dim(self._style.input_layouts[0], input)
         x, sizes = self._local(input, dim)
         w, bias = self._local_parameters()
         y = all_gather_matmul(x, w, self._group, dim, biases=bias, shard_sizes=sizes)
@@ -109,8 +104,8 @@ class _RowwiseLinear(_FusedLinear):
         w, bias = self._local_parameters()
         shape = [*x.shape[:-1], self.out_features]
         dim, sizes = None, None
-        if not self._output_layout.is_replicate():
-            dim = self._sharded_dim(self._output_layout, x)
+        if not self._style.output_layouts[0].is_replicate():
+            dim = self._sharded_dim(self._style.output_layouts[0], x)
             sizes = self._uneven(shape[dim])
         y = row_parallel(x, w, self._group, dim, bias, shard_sizes=sizes)
         return self._output(y, dim, shape)
@@ -119,18 +114,19 @@ class _RowwiseLinear(_FusedLinear):
 class _FusedStyle(ParallelStyle):
     """What the two styles have in common."""
 
+    input_layouts: Any  # tuples of placements
+    output_layouts: Any
     use_local_output: bool
     _linear: ClassVar[type[_FusedLinear]]
     _split_features: ClassVar[str]  # of the Linear; the op sends rows of the other ones
     _placements: ClassVar[dict[str, Placement]]  # of the parameters
 
-    def _op(self, input_layout: Placement, output_layout: Placement) -> str | None:
-        """Return the op for these layouts; None: there is nothing to fuse."""
+    def _op(self) -> str | None:
+        """Return the op for the layouts; None: there is nothing to fuse."""
         raise NotImplementedError
 
-    def check(self, module: nn.Module, mesh: DeviceMesh) -> tuple[nn.Linear, Placement, Placement]:
-        """Return the module and the layouts of its input and output, or raise if the style does not
-        fit."""
+    def check(self, module: nn.Module, mesh: DeviceMesh) -> nn.Linear:
+        """Return the module, or raise if the style does not fit."""
         name = f"{type(self).__name__} of {module}"
         if mesh.ndim != 1:
             dims = mesh.mesh_dim_names or mesh.shape
@@ -151,30 +147,26 @@ class _FusedStyle(ParallelStyle):
             )
         for key, parameter in module.named_parameters():
             check_parameter(parameter, f"{name}: its {key}")
-        layouts = []
         for what in ("input_layouts", "output_layouts"):
-            found = getattr(self, what)
-            if len(found) != 1 or not isinstance(found[0], Placement):
+            layouts = getattr(self, what)
+            if len(layouts) != 1 or not isinstance(layouts[0], Placement):
                 raise TypeError(
                     f"{name}: {what} must be one placement, such as Shard(1), not "
-                    f"{found[0] if len(found) == 1 else found}"
+                    f"{layouts[0] if len(layouts) == 1 else layouts}"
                 )
-            layouts.append(found[0])
         size = getattr(module, self._split_features)
         sizes = chunk_sizes(size, mesh.size())
-        if self._op(*layouts) is not None and not all(sizes):  # the ops take no empty matrices
+        if self._op() is not None and not all(sizes):  # the ops take no empty matrices
             raise ValueError(
                 f"{name}: {self._split_features} {size} over {mesh.size()} ranks is {sizes}; each "
                 "rank must have at least one"
             )
-        return module, layouts[0], layouts[1]
+        return module
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear, input_layout, output_layout = self.check(module, device_mesh)
-        op = self._op(input_layout, output_layout)
+        linear, op = self.check(module, device_mesh), self._op()
         if op is None or self._is_left_to_torch(linear, device_mesh, op):
             return super()._apply(module, device_mesh)  # type: ignore[safe-super]
-        name = str(linear)
         for key, placement in self._placements.items():
             old = getattr(linear, key)
             if old is not None:
@@ -184,9 +176,7 @@ class _FusedStyle(ParallelStyle):
                 linear.register_parameter(key, nn.Parameter(new, requires_grad=old.requires_grad))
         fused: Any = linear
         fused.__class__ = self._linear
-        fused._name, fused._mesh, fused._group = name, device_mesh, groups.name_of(device_mesh)
-        fused._input_layout, fused._output_layout = input_layout, output_layout
-        fused._use_local_output = self.use_local_output
+        fused._style, fused._mesh, fused._group = self, device_mesh, groups.name_of(device_mesh)
         return linear
 
     def _is_left_to_torch(self, linear: nn.Linear, mesh: DeviceMesh, op: str) -> bool:
@@ -196,14 +186,11 @@ class _FusedStyle(ParallelStyle):
             return False
         name, dtype = groups.name_of(mesh), linear.weight.dtype
         read_times(name)
+        width, options = linear.in_features, NO_OPTIONS
+        if OPS[op].reduces:
+            width, options = linear.out_features, Options(x_dtype=dtype, out_dtype=dtype)
         reason = why_left_to_torch(
-            groups.get(name),
-            op,
-            "cuda",
-            rows=None,
-            width=linear.out_features if OPS[op].reduces else linear.in_features,
-            dtype=dtype,
-            options=(Options(x_dtype=dtype, out_dtype=dtype) if OPS[op].reduces else NO_OPTIONS),
+            groups.get(name), op, "cuda", rows=None, width=width, dtype=dtype, options=options
         )
         return reason is not None
 
@@ -244,8 +231,8 @@ class FusedColwiseParallel(_FusedStyle, ColwiseParallel):
     _split_features = "out_features"
     _placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
 
-    def _op(self, input_layout: Placement, output_layout: Placement) -> str | None:
-        return "all_gather_matmul" if input_layout.is_shard() else None
+    def _op(self) -> str | None:
+        return "all_gather_matmul" if self.input_layouts[0].is_shard() else None
 
 
 class FusedRowwiseParallel(_FusedStyle, RowwiseParallel):
@@ -268,7 +255,7 @@ class FusedRowwiseParallel(_FusedStyle, RowwiseParallel):
     _split_features = "in_features"
     _placements: ClassVar[dict[str, Placement]] = {"weight": Shard(1), "bias": Replicate()}
 
-    def _op(self, input_layout: Placement, output_layout: Placement) -> str | None:
-        if output_layout.is_shard():
+    def _op(self) -> str | None:
+        if self.output_layouts[0].is_shard():
             return "matmul_reduce_scatter"
-        return "matmul_all_reduce" if output_layout.is_replicate() else None
+        return "matmul_all_reduce" if self.output_layouts[0].is_replicate() else None

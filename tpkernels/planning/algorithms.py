@@ -1,4 +1,5 @@
-"""The algorithms: one record each of what an algorithm does and what it needs.
+"""The algorithms: one record each of what an algorithm does and what it needs; and how much of a
+rank's data buffers a call on CPU tensors uses, cut into steps that fit. All ranks compute the same.
 
 Planning, checks, the backward passes and the CLI ask these records instead of comparing names. The
 code of an algorithm is attached to its name in `backends`.
@@ -8,13 +9,75 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
-from tpkernels.planning import steps
+from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.problem import Problem
 
+LINE_BYTES = 64  # parts of a step are aligned to cache lines
+# Bytes per rank of the chunks in which `direct` moves large tensors: `kLimits` in
+# csrc/host/collectives.h.
+_CHUNK_BYTES = 512 << 10
+_SLACK_BYTES = 4 << 10
+_HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned
 
-def _no_bytes(problem: Problem, workspace_bytes: int) -> int:
-    return 0
+
+def step_bytes(problem: Problem) -> int:
+    """Return the bytes of a data buffer that one row of each rank takes in a step of
+    `pipelined`."""
+    width, world = problem.shape[-1], problem.world
+    if problem.spec.gathers:
+        return width * problem.dtype.itemsize
+    if problem.dim is None:  # partials, and sums of 4 bytes an element, or 8 in float64
+        return world * width * (problem.dtype.itemsize + max(4, problem.dtype.itemsize))
+    if problem.dim == len(problem.shape) - 1:
+        width = max(problem.sizes)
+    return world * width * problem.dtype.itemsize
+
+
+def step_rows(problem: Problem, workspace_bytes: int) -> int:
+    """Return the rows of each rank that fit into a step of `pipelined`."""
+    return (workspace_bytes - 2 * problem.world * LINE_BYTES) // max(step_bytes(problem), 1)
+
+
+def _pipelined_bytes(problem: Problem, workspace_bytes: int) -> int:
+    rows = problem.rows  # of the largest shard
+    if problem.dim is None:
+        rows = ceil_div(rows, problem.world)
+    elif problem.dim < len(problem.shape) - 1:
+        inner = prod(problem.shape[problem.dim + 1 : -1])
+        rows = problem.outer * max(problem.sizes) * inner
+    steps = max(1, min(rows, step_rows(problem, workspace_bytes)))
+    return steps * step_bytes(problem) + 2 * problem.world * LINE_BYTES
+
+
+def chunk_bytes(problem: Problem, workspace_bytes: int) -> int:
+    """Return the bytes for each rank of a step of `hierarchical` without a matmul; a multiple of
+    all sizes of elements."""
+    fitting = workspace_bytes // problem.world // LINE_BYTES * LINE_BYTES
+    return max(LINE_BYTES, min(_HIERARCHICAL_CHUNK_BYTES, fitting))
+
+
+def _hierarchical_rows(problem: Problem, workspace_bytes: int) -> int:
+    """Return the rows of each rank in a step of `hierarchical`, which splits no row of a matmul.
+    Elements alone can always be split."""
+    return step_rows(problem, workspace_bytes) if problem.spec.has_matmul else 1
+
+
+def _hierarchical_bytes(problem: Problem, workspace_bytes: int) -> int:
+    """Return at most the bytes of one host with all ranks."""
+    if problem.spec.has_matmul:
+        return _pipelined_bytes(problem, workspace_bytes)
+    each = min(problem.nbytes, chunk_bytes(problem, workspace_bytes))
+    return problem.world * round_up(each, LINE_BYTES)
+
+
+def _direct_bytes(problem: Problem, workspace_bytes: int) -> int:
+    """Return the bytes of chunks of the tensor and of sums, at 4 bytes an element, or 8 in
+    float64."""
+    with_sums = 1 + ceil_div(max(4, problem.dtype.itemsize), problem.dtype.itemsize)
+    moved = min(problem.nbytes, _CHUNK_BYTES * problem.world)
+    return moved * with_sums + _SLACK_BYTES
 
 
 @dataclass(frozen=True)
@@ -53,7 +116,7 @@ class Algorithm:
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
     whole_rows: frozenset[str] = frozenset()
     tests_only: frozenset[str] = frozenset()
-    workspace_bytes: Callable[[Problem, int], int] = _no_bytes
+    workspace_bytes: Callable[[Problem, int], int] = lambda problem, limit: 0
     step_rows: Callable[[Problem, int], int] | None = None
 
 
@@ -66,7 +129,7 @@ _RECORDS = (
         no_all_to_all=frozenset({"cuda"}),
         kernels={"cuda": "CUDA"},
         whole_rows=frozenset({"cuda"}),
-        workspace_bytes=steps.direct_bytes,
+        workspace_bytes=_direct_bytes,
     ),
     Algorithm(
         "pipelined",
@@ -75,8 +138,8 @@ _RECORDS = (
         needs_shared_memory=True,
         kernels={"cuda": "CUDA"},
         whole_rows=frozenset({"cuda"}),
-        workspace_bytes=steps.pipelined_bytes,
-        step_rows=steps.step_rows,
+        workspace_bytes=_pipelined_bytes,
+        step_rows=step_rows,
     ),
     Algorithm(
         "fused",
@@ -94,8 +157,8 @@ _RECORDS = (
         needs_nodes=True,
         sends=True,
         no_all_to_all=frozenset({"cpu", "cuda"}),
-        workspace_bytes=steps.hierarchical_bytes,
-        step_rows=steps.hierarchical_rows,
+        workspace_bytes=_hierarchical_bytes,
+        step_rows=_hierarchical_rows,
     ),
 )
 ALGORITHMS: Mapping[str, Algorithm] = {record.name: record for record in _RECORDS}

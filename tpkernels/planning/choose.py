@@ -8,24 +8,73 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 
 from tpkernels import defaults
-from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
+from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm, step_bytes, step_rows
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
-from tpkernels.planning.steps import step_bytes, step_rows
 from tpkernels.planning.table import Config, Series, Table
-from tpkernels.planning.thresholds import (
-    RING_MIN_BYTES,
-    RING_MIN_ROWS,
-    TRIED_MIN_ROWS,
-    pipeline_min_rows,
-    splits_all_reduce,
+
+# Where one algorithm becomes faster than another, before anything was measured on the machine.
+
+# Minimum bytes of the communicated tensor, and rows per rank of the matmul, at which `ring` beats
+# `unfused` between ranks that share no memory. Smaller tensors are bound by latency, and `ring`
+# sends more messages. AMD EPYC Zen 3, 2 cores, 2 to 4 network namespaces, gloo, 2026-11-21: `python
+# -m benchmarks.hosts` (benchmarks/results/cpu-2core-zen3-hosts.md).
+# From there on `hierarchical` is 1.01x to 1.68x as fast as `unfused` and 1.00x to 1.27x as fast as
+# `ring` for ops with a matmul. AMD EPYC Zen 4, 2 cores, 2 network namespaces of 2 ranks, gloo,
+# 2026-11-22: the same command (benchmarks/results/cpu-2core-hierarchical.md).
+RING_MIN_BYTES = 8 << 20
+RING_MIN_ROWS = 256
+
+# Fewest rows of a rank with which a split is tried. With fewer, the time is that of streaming the
+# weight, once for each part.
+TRIED_MIN_ROWS = 16
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """On CPUs with these ``instructions``, which multiply these ``dtypes``: the minimum rows per
+    rank at which splitting the matmul pays off, and whether it also does before an all-reduce,
+    whose results are copied between the ranks either way. With fewer rows the matmul is bound by
+    streaming the weight, and a split streams it once per part."""
+
+    instructions: str
+    dtypes: frozenset[torch.dtype]
+    min_rows: int
+    splits_all_reduce: bool = True
+
+
+_ANY = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+# The first that fits counts.
+_RULES = (
+    # Intel Xeon with AMX, 2 cores, 480 MB L3, 2 ranks x 1 thread, 2026-11: `tpkernels bench`,
+    # (M, 4096, 4096) bf16: with 256, 512, 1024 and 2048 rows a rank `pipelined` takes 1.14 to 1.18,
+    # 1.06 to 1.12, 1.0 and 0.88 of the time of `direct`.
+    SplitRule("amx_bf16", frozenset({torch.bfloat16}), 1024),
+    # AMD EPYC Zen 4, 2 cores, 32 MB L3, 2 ranks x 1 thread, 2026-11-22
+    # (benchmarks/results/cpu-2core-auto.md): with 128, 256, 512 and 1024 rows a rank `pipelined`
+    # takes 0.90 to 1.47, 1.03 to 1.21, 0.73 to 1.11 and 0.90 to 1.06 of the time of `direct`,
+    # in the median 1.16, 1.11, 0.97 and 1.01. Zen 5, the same, 2026-11-23: with 1024 and 2048 rows
+    # a rank 0.99 to 1.06 and, before an all-reduce, 1.04 to 1.13.
+    SplitRule("avx512_bf16", frozenset({torch.bfloat16}), 1024, splits_all_reduce=False),
+    # AMD EPYC Zen 3, 2 ranks x 1 thread, 2026-11-21: `tpkernels bench` (benchmarks/results).
+    SplitRule("avx2", _ANY, 256),
 )
+_UNKNOWN_CPU = SplitRule("", _ANY, 1024)  # `direct` loses less where it is wrong
+
+
+def split_rule(dtype: torch.dtype, instructions: Collection[str]) -> SplitRule:
+    """Return when `pipelined` pays off on a CPU with these instructions."""
+    for rule in _RULES:
+        if rule.instructions in instructions and dtype in rule.dtypes:
+            return rule
+    return _UNKNOWN_CPU
 
 
 @dataclass(frozen=True)
@@ -56,7 +105,7 @@ class Means:
     Attributes:
         shared_memory: whether all ranks of the group can map each other's memory.
         workspace_bytes: the limit of each of a rank's two data buffers, if there are any.
-        instructions: which of `thresholds.INSTRUCTIONS` the CPU has.
+        instructions: the flags of the CPU, of which `split_rule` knows some.
         unsupported: algorithms whose kernels cannot run, each with the reason.
         why_no_node: without shared memory, what the group lacks for `hierarchical`; None: nothing.
     """
@@ -123,17 +172,17 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     if problem.spec.scaled:
         return "direct", _ONE_PRODUCT
     rows, most = _rows_per_part(problem), step_rows(problem, means.workspace_bytes)
-    fewest = pipeline_min_rows(problem.dtype, means.instructions)
+    rule = split_rule(problem.dtype, means.instructions)
     reason = _unsupported(problem, "pipelined", means)
     if reason is not None:
         return "direct", f"pipelined {reason}"
-    if rows < fewest:
-        return "direct", f"{rows} rows a rank < {fewest}: one matmul, not split"
-    if most < fewest:
-        return "direct", f"the workspace holds {most} rows a rank < {fewest}"
-    if problem.dim is None and not splits_all_reduce(problem.dtype, means.instructions):
+    if rows < rule.min_rows:
+        return "direct", f"{rows} rows a rank < {rule.min_rows}: one matmul, not split"
+    if most < rule.min_rows:
+        return "direct", f"the workspace holds {most} rows a rank < {rule.min_rows}"
+    if problem.dim is None and not rule.splits_all_reduce:
         return "direct", "before an all-reduce one matmul is faster on this kind of CPU"
-    return "pipelined", f"{rows} rows a rank >= {fewest}"
+    return "pipelined", f"{rows} rows a rank >= {rule.min_rows}"
 
 
 def candidates(problem: Problem, means: Means) -> list[str]:

@@ -1,8 +1,5 @@
 """What work costs: flops and bytes of a call, rates of machines, and the seconds that follow. Pure.
 
-Used by the choice between the kernels of an all-reduce on GPUs (`all_reduce_way`), by the planner
-of products on meshes (mesh/estimates.py), and by `tpkernels bench`, `explain` and `plan`.
-
 Machines: `machines.yaml` has rates by name, and store.py keeps those that `tpkernels tune
 --machine` has measured here.
 
@@ -12,21 +9,8 @@ each step of a ring, and the bytes that a rank receives at the rate of the link.
 goes in two levels.
 
 Algorithms on GPUs of one host (`predicted`), by their data sheets. Nothing of it was measured with
-this package, and nothing is chosen by it: `explain` shows it next to measured times.
-- A product takes the longer of its tiles, in whole waves over the multiprocessors, and of its
-  operands' and result's bytes.
-- `unfused` and `ring` go through NCCL: the product and the collective of the machine's link class,
-  one after the other. For `ring` the product is cut by ranks and overlaps the transfers.
-- `direct` is the product, then one kernel. Up to `LL_BYTES` each word carries its flag:
-  twice the bytes, one hop. An all-reduce goes as in `all_reduce_way`, by LL. Beyond it data is
-  followed by a fence and a word. A reduction reads the slots of all ranks from memory.
-- `pipelined` is one product per rank beside the copy engines, each copy with its start. Two
-  products share their waves. Then the partials are summed.
-- `fused` is one grid: the first tiles of a peer are exposed, the rest of the smaller of product and
-  transfer is hidden. The rows of a gather are brought by `FETCHERS` multiprocessors, each with a
-  ring of reads in flight, or, where shards are large, by copy engines, which leave `ROOM` to the
-  kernels that wait for them. A reduction ends with the sum of its slots, which nothing hides.
-Left out: the time in which the host launches, and that of a kernel before its first store.
+this package, and nothing is chosen by it: `explain` shows it next to measured times. Left out: the
+time in which the host launches, and that of a kernel before its first store.
 """
 
 from __future__ import annotations
@@ -87,19 +71,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one rank while all ranks run the same probe (bench/probes.py).
+    """Rates of one rank while all ranks run the same probe (bench/probes.py)."""
 
-    Attributes:
-        flops: per second, of the faster local matmul.
-        torch_flops: per second, of torch.matmul.
-        copy_bytes: per second, reads plus writes.
-        copy_over_cache: bytes of one copy over the size of the last-level cache.
-    """
-
-    flops: float
-    torch_flops: float
-    copy_bytes: float
-    copy_over_cache: float
+    flops: float  #: per second, of the faster local matmul
+    torch_flops: float  #: of torch.matmul
+    copy_bytes: float  #: per second, reads plus writes
+    copy_over_cache: float  #: bytes of one copy over the size of the last-level cache
 
     def least_seconds(self, cost: Cost) -> float:
         """Return the roofline of a call."""
@@ -114,17 +91,11 @@ DEFAULTS: Mapping[str, str] = MappingProxyType({"cpu": "zen4-core", "cuda": "h10
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A class of links.
+    """A class of links."""
 
-    Attributes:
-        call: seconds that a collective takes at least.
-        step: seconds of each step of a ring over W ranks, which takes W - 1.
-        bandwidth: bytes per second that a rank receives.
-    """
-
-    call: float
-    step: float
-    bandwidth: float
+    call: float  #: seconds that a collective takes at least
+    step: float  #: seconds of each step of a ring over W ranks, which takes W - 1
+    bandwidth: float  #: bytes per second that a rank receives
 
     def __post_init__(self) -> None:
         _check_positive(self.call, self.bandwidth)
@@ -138,34 +109,21 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A machine: devices of one kind, one for each rank.
-
-    Attributes:
-        title: for people.
-        device: "cpu" or "cuda".
-        flops: per second that a large product reaches, for elements of 2, 4 and 8 bytes.
-        bandwidth: bytes per second of the device's memory that a large copy reaches.
-        memory: bytes of the device's memory; 0: not known.
-        node: ranks of a node, with consecutive numbers.
-        within, between: the links of a node, and those between nodes.
-        host: a GPU's link to the host; None: the device is the host.
-        overlaps: whether the device multiplies while it reads its memory or data travels.
-        source: where the figures come from.
-        multiprocessors: of a GPU.
-    """
+    """A machine: devices of one kind, one for each rank."""
 
     title: str
-    device: str
+    device: str  #: "cpu" or "cuda"
+    #: Per second that a large product reaches, for elements of 2, 4 and 8 bytes.
     flops: tuple[float, float, float]
-    bandwidth: float
-    memory: int
-    node: int
-    within: Link
-    between: Link
-    host: Link | None
-    overlaps: bool
-    source: str
-    multiprocessors: int = 0
+    bandwidth: float  #: bytes per second of the device's memory that a large copy reaches
+    memory: int  #: bytes of the device's memory; 0: not known
+    node: int  #: ranks of a node, with consecutive numbers
+    within: Link  #: of a node
+    between: Link  #: nodes
+    host: Link | None  #: a GPU's link to the host; None: the device is the host
+    overlaps: bool  #: whether the device multiplies while it reads its memory or data travels
+    source: str  #: where the figures come from
+    multiprocessors: int = 0  #: of a GPU
 
     def __post_init__(self) -> None:
         _check_positive(*self.flops, self.bandwidth, self.node)
@@ -218,7 +176,13 @@ def machine_named(name: str) -> Profile:
         raise ValueError(
             f"unknown machine '{name}'; choose from {MEASURED}, {', '.join(machines())}"
         )
-    entry = _data()["machines"][name]
+    entry, links = _data()["machines"][name], _data()["links"]
+
+    def link(place: str) -> Link:
+        rates = links[entry[place]]
+        call, step = (1e-6 * rates[name] for name in ("call_us", "step_us"))
+        return Link(call=call, step=step, bandwidth=1e9 * rates["gb_per_s"])
+
     compute, copy = entry["efficiency"]
     flops16, flops32, flops64 = (1e12 * compute * entry["tflops"][bits] for bits in (16, 32, 64))
     return Profile(
@@ -228,21 +192,12 @@ def machine_named(name: str) -> Profile:
         bandwidth=1e9 * copy * entry["memory_gb_per_s"],
         memory=int(1e9 * entry["memory_gb"]),
         node=entry["node"],
-        within=_link(entry["within"]),
-        between=_link(entry["between"]),
-        host=_link(entry["host"]) if "host" in entry else None,
+        within=link("within"),
+        between=link("between"),
+        host=link("host") if "host" in entry else None,
         overlaps=entry["overlaps"],
         source=entry["source"],
         multiprocessors=entry.get("multiprocessors", 0),
-    )
-
-
-def _link(name: str) -> Link:
-    entry = _data()["links"][name]
-    return Link(
-        call=1e-6 * entry["call_us"],
-        step=1e-6 * entry["step_us"],
-        bandwidth=1e9 * entry["gb_per_s"],
     )
 
 
@@ -259,15 +214,8 @@ def product_seconds(profile: Profile, m: int, k: int, n: int, itemsize: int) -> 
 def collective_seconds(
     profile: Profile, nbytes: float, ranks: int, *, stride: int = 1, passes: int = 1
 ) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter.
-
-    Args:
-        nbytes: of the whole tensor, which each rank has after an all-gather or before a
-            reduce-scatter.
-        ranks: of the group.
-        stride: between the numbers of neighbours in the group.
-        passes: 2 for an all-reduce, which is both.
-    """
+    """Return the seconds of an all-gather or a reduce-scatter of a tensor of ``nbytes``, and with
+    two ``passes`` of an all-reduce. ``stride``: between the numbers of neighbours in the group."""
     if ranks == 1:
         return 0.0
     inner = profile.ranks_in_a_node(ranks, stride)
@@ -278,13 +226,8 @@ def collective_seconds(
 
 
 def all_to_all_seconds(profile: Profile, nbytes: float, ranks: int, *, stride: int = 1) -> float:
-    """Return the seconds of an all-to-all, in which ranks of other nodes send each rank its pieces
-    themselves.
-
-    Args:
-        nbytes: of what a rank has after it.
-        ranks, stride: as for `collective_seconds`.
-    """
+    """Return the seconds of an all-to-all after which a rank has ``nbytes``. Ranks of other nodes
+    send each rank its pieces themselves."""
     inner = profile.ranks_in_a_node(ranks, stride)
     far, near = ranks - inner, inner - 1
     seconds = profile.between.ring_seconds(far + 1, far / ranks * nbytes)
@@ -299,16 +242,11 @@ def fused_seconds(
     parts: int,
     itemsize: int,
 ) -> float:
-    """Return the seconds of a product [m, k] @ [k, n] and a collective as one op: all but the first
-    chunk of the one and the last of the other overlap, if the machine overlaps at all, and unless
-    that takes longer than one after the other, because each chunk reads the whole weight.
-
-    Args:
-        shape: (m, k, n).
-        cut: the index in ``shape`` of the extent that is cut into chunks: 0 or 2.
-        communication: seconds of the collective alone.
-        parts: number of chunks.
-    """
+    """Return the seconds of a product [m, k] @ [k, n] and a collective, which alone takes
+    ``communication``, as one op: all but the first chunk of the one and the last of the other
+    overlap, if the machine overlaps at all, and unless that takes longer than one after the other,
+    because each chunk reads the whole weight. The extent number ``cut`` of ``shape``, 0 or 2, is
+    cut into ``parts``."""
     apart = product_seconds(profile, *shape, itemsize) + communication
     if not profile.overlaps:
         return apart
@@ -348,15 +286,10 @@ def hop_seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> f
 @functools.lru_cache(maxsize=4096)
 def all_reduce_way(nbytes: int, world: int, ll128: bool, split: int = 0) -> str:
     """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`): the
-    fastest of those without fences, by the model.
-
-    Args:
-        ll128: stores of 128 bytes arrive whole at all ranks (symm/nvlink.py).
-        split: bytes of all ranks' parts in two hops if that is more, as where parts are whole rows.
-    """
-    way, most = "ll_two_shot", TWO_SHOT_BYTES
-    if ll128:
-        way, most = "ll128", LL128_BYTES
+    fastest of those without fences, by the model. ``ll128``: stores of 128 bytes arrive whole at
+    all ranks (symm/nvlink.py). ``split``: bytes of all ranks' parts in two hops if that is more, as
+    where parts are whole rows."""
+    way, most = ("ll128", LL128_BYTES) if ll128 else ("ll_two_shot", TWO_SHOT_BYTES)
     if nbytes > most:
         return "two_shot"
     one_hop = hop_seconds("ll", nbytes, world)
@@ -383,12 +316,8 @@ OWN_PRODUCT = 0.9
 
 
 def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, float]:
-    """Return the seconds of each algorithm that has something to do for a problem.
-
-    Args:
-        other: the extent of the matmul that is not part of the problem, over all ranks.
-        profile: of GPUs; all ranks of the problem are in one node.
-    """
+    """Return the seconds of each algorithm that has something to do for a problem on GPUs of one
+    node. ``other``: the extent of the matmul that is not part of it, over all ranks."""
     model = _GpuModel(profile, problem, ceil_div(other, problem.world))
     seconds = {"unfused": model.unfused(), "ring": model.ring(), "direct": model.direct()}
     if problem.spec.has_matmul:
@@ -416,13 +345,10 @@ class _GpuModel:
     def _product(
         self, parts: int = 1, *, at_once: int = 1, without: int = 0, rate: float = 1.0
     ) -> float:
-        """Return the seconds of the local product, or of one of ``parts`` of its rows.
-
-        Args:
-            at_once: parts that share the multiprocessors.
-            without: multiprocessors that do something else.
-            rate: relative to the vendor's.
-        """
+        """Return the seconds of the local product, or of one of ``parts`` of its rows: the longer
+        of its tiles, in whole waves over the multiprocessors, and of its bytes. ``at_once`` parts
+        share the multiprocessors, of which ``without`` do something else; ``rate`` is relative to
+        the vendor's."""
         problem, profile = self._problem, self._profile
         if not problem.spec.has_matmul:
             return 0.0
@@ -439,12 +365,14 @@ class _GpuModel:
         return self._product() + (LAUNCH_S if self._problem.spec.has_matmul else 0.0)
 
     def unfused(self) -> float:
+        """Add the product and NCCL's collective."""
         travel = collective_seconds(
             self._profile, self._problem.nbytes, self._ranks, passes=self._passes
         )
         return self._launched_product() + travel
 
     def ring(self) -> float:
+        """Cut the product by ranks; the parts overlap NCCL's transfers."""
         link, steps = self._profile.within, self._ranks - 1
         part = self._product(self._ranks) + LAUNCH_S
         transfer = link.call / self._peers + link.step + self._received / self._peers
@@ -452,6 +380,8 @@ class _GpuModel:
         return part + steps * max(part, transfer) + self._sum + again
 
     def direct(self) -> float:
+        """Add the product and one kernel: with flags in the words, twice the bytes and one hop; or
+        data, a fence and a word. A reduction reads the slots of all ranks from memory."""
         seconds, nbytes = self._launched_product(), self._problem.nbytes
         if self._problem.dim is None:
             way = all_reduce_way(nbytes, self._ranks, ll128=False)
@@ -462,6 +392,8 @@ class _GpuModel:
         return seconds + FENCED_HOP_S + self._received + self._sum
 
     def pipelined(self) -> float:
+        """Overlap one product per rank, two of which share their waves, with the copy engines; then
+        sum the partials."""
         part = self._product(self._ranks, at_once=min(2, self._ranks)) + LAUNCH_S
         copy = COPY_S + self._received / self._peers
         seconds = part + (self._ranks - 1) * max(part, copy)
@@ -470,6 +402,9 @@ class _GpuModel:
         return seconds + copy + LAUNCH_S + self._sum + self._again  # copy: of the last partial
 
     def fused(self) -> float:
+        """Expose the first tiles of a peer, and hide the rest of the smaller of product and
+        transfer. `FETCHERS` multiprocessors bring the rows of a gather, or, where shards are large,
+        copy engines, which leave `ROOM`. Nothing hides the sum of a reduction's slots."""
         problem, received, taken, begin = self._problem, self._received, 0, FENCED_HOP_S
         if problem.spec.gathers:
             shard = ceil_div(problem.nbytes, self._ranks)

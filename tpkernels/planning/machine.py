@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from tpkernels import _C
-from tpkernels.planning.thresholds import INSTRUCTIONS
 from tpkernels.version import VERSION
 
 _CACHE_BYTES = 32 << 20  # assumed if the machine does not report its cache
@@ -79,8 +78,8 @@ def last_level_cache_bytes(device: str) -> int:
 
 @functools.cache
 def instructions() -> frozenset[str]:
-    """Return which of `thresholds.INSTRUCTIONS` the processor has."""
-    return INSTRUCTIONS & frozenset(_cpuinfo().get("flags", "").split())
+    """Return the processor's flags."""
+    return frozenset(_cpuinfo().get("flags", "").split())
 
 
 @functools.cache

@@ -3,10 +3,16 @@
 Problem: thresholds measured on one processor are wrong on another, and on a shared machine a single
 time says little.
 
-Algorithm: the candidates run in interleaved rounds, and their medians are compared. A candidate
-that is clearly slower than the fastest drops out, so that the remaining rounds go to those that are
-close. That is decided by the shortest time of each: after few rounds other work on the machine
-would decide by the medians.
+Algorithm: the candidates run in interleaved rounds, and their medians are compared; their shortest
+times, where other work on the machine has more than doubled a median. A candidate that is clearly
+slower than the fastest drops out, so that the remaining rounds go to those that are close. That is
+decided by the shortest time of each: after few rounds other work would decide by the medians.
+
+Other work may also hit every call of one candidate: a rank that waited gets its core back only
+after another process's time slice of some milliseconds, where the call takes microseconds. But the
+rank that came last waited for nobody. A candidate stays while that rank's time, in any call, is
+less than half of the fastest candidate's, and the last stage is repeated, a bounded number of
+times.
 
 The calls of one problem may differ in the extent that is not part of it: the projections to QKV
 and to gate and up share their input but not their N. Times are compared between calls of one
@@ -17,7 +23,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from typing import NamedTuple
 
@@ -26,6 +32,7 @@ from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Measurement, Series, Table
 
 _CLEARLY_SLOWER = 1.25  # than the fastest
+_DISTURBED = 2.0  # a median over its minimum, or the fastest over what another may reach
 _FEWEST = 2  # times of each candidate from which calls of one extent are compared
 
 ELIGIBLE = ("unfused", "direct", "pipelined")  # `ring` needs no shared memory, and loses to these
@@ -33,9 +40,8 @@ UNTRIED_CALLS = 4
 _ROUNDS = 5  # the first is a warm-up
 # Rounds of the last stage. Long calls vary less, and cost more.
 _MORE_ROUNDS, _FEW_MORE_ROUNDS, _LONG_SECONDS = 8, 3, 20e-3
-MOST_CALLS = UNTRIED_CALLS + len(ELIGIBLE) * (2 * _ROUNDS + _MORE_ROUNDS)
-
-Times = dict[str, list[float]]
+_REPEATS = 4  # of the last stage, while calls are disturbed
+MOST_CALLS = UNTRIED_CALLS + len(ELIGIBLE) * (2 * _ROUNDS + (1 + _REPEATS) * _MORE_ROUNDS)
 
 
 class Sample(NamedTuple):
@@ -47,12 +53,37 @@ class Sample(NamedTuple):
     other: float
 
 
+class _Times:
+    """Seconds of one candidate's calls.
+
+    Attributes:
+        calls: of all ranks together.
+        bound: the shortest of the ranks that came last, which waited for nobody.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[float] = []
+        self.bound = math.inf
+
+    @property
+    def shortest(self) -> float:
+        return min(self.calls)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.calls)
+
+    def add(self, calls: Sequence[float], bound: float) -> None:
+        self.calls += calls
+        self.bound = min(self.bound, bound)
+
+
 class Contest:
     """The candidates that remain, and their times."""
 
     def __init__(self, candidates: Sequence[str]) -> None:
         self.remaining = list(candidates)
-        self._seconds: dict[int, Times] = {}  # by the other extent
+        self._times: dict[int, dict[str, _Times]] = {}  # by the other extent
 
     def rounds(self, count: int, seed: int) -> list[str]:
         """Return the order in which the candidates run, the same on all ranks."""
@@ -68,66 +99,84 @@ class Contest:
                 last rank: a rank that comes late is no fault of the algorithm.
         """
         for name, ranks in zip(order, calls, strict=True):
-            seconds = max(rank.end - rank.begin for rank in ranks)
             if one_clock:
-                seconds = max(rank.end for rank in ranks) - max(rank.begin for rank in ranks)
-            times = self._seconds.setdefault(sum(int(rank.other) for rank in ranks), {})
-            times.setdefault(name, []).append(seconds)
+                last = max(ranks)
+                seconds, bound = max(rank.end for rank in ranks) - last.begin, last.end - last.begin
+            else:
+                seconds = bound = max(rank.end - rank.begin for rank in ranks)
+            times = self._times.setdefault(sum(int(rank.other) for rank in ranks), {})
+            times.setdefault(name, _Times()).add([seconds], bound)
 
     def leave_out(self, name: str) -> None:
         """Take a candidate out, and its times."""
         self.remaining.remove(name)
-        for times in self._seconds.values():
+        for times in self._times.values():
             times.pop(name, None)
 
     def drop_slower(self) -> None:
         """Drop the candidates that are clearly slower than the fastest, whatever the other
-        extent."""
-        shortest = [_shortest(times) for times in self._comparable().values()]
-        self.remaining = [
-            name
-            for name in self.remaining
-            if any(times[name] <= _CLEARLY_SLOWER * min(times.values()) for times in shortest)
-        ]
+        extent, and those in `_doubtful` not."""
+        doubtful, kept = self._doubtful(), set[str]()
+        for times in self._comparable().values():
+            most = _CLEARLY_SLOWER * min(one.shortest for one in times.values())
+            kept |= {name for name, one in times.items() if one.shortest <= most}
+        self.remaining = [name for name in self.remaining if name in kept | doubtful]
+
+    @property
+    def disturbed(self) -> bool:
+        """Return whether a candidate that remains may be far faster than its times say."""
+        return not self._doubtful().isdisjoint(self.remaining)
+
+    def _doubtful(self) -> set[str]:
+        """Return the candidates whose calls may all have been disturbed: by the rank that came
+        last, they may be far faster than the fastest."""
+        doubtful = set()
+        for times in self._comparable().values():
+            fastest = min(one.shortest for one in times.values())
+            doubtful |= {name for name, one in times.items() if _DISTURBED * one.bound < fastest}
+        return doubtful
 
     @property
     def all_compared(self) -> bool:
         """Return whether every extent that came up has enough calls of each candidate."""
-        return len(self._compared()) == len(self._seconds)
+        return len(self._compared()) == len(self._times)
 
-    def _compared(self) -> dict[int, Times]:
+    def _compared(self) -> dict[int, dict[str, _Times]]:
         """Return the times by the other extent, where each candidate has been timed often
         enough."""
         return {
             other: times
-            for other, times in self._seconds.items()
-            if all(len(times.get(name, ())) >= _FEWEST for name in self.remaining)
+            for other, times in self._times.items()
+            if all(name in times and len(times[name].calls) >= _FEWEST for name in self.remaining)
         }
 
-    def _comparable(self) -> dict[int, Times]:
+    def _comparable(self) -> dict[int, dict[str, _Times]]:
         """Return `_compared`, or all extents together where none has enough calls."""
         compared = self._compared()
         if compared:
             return compared
-        together: Times = {}
-        for times in self._seconds.values():
-            for name, seconds in times.items():
-                together.setdefault(name, []).extend(seconds)
-        return {max(self._seconds): together}
+        together: dict[str, _Times] = {}
+        for times in self._times.values():
+            for name, one in times.items():
+                together.setdefault(name, _Times()).add(one.calls, one.bound)
+        return {max(self._times): together}
 
     def times(self) -> dict[int, dict[str, float]]:
         """Return what the outcome follows from, by the other extent: the median of each candidate
-        that remains, or its shortest time if it is the only one. What has dropped out keeps its
-        ratio to the fastest of these by the shortest times, for which it dropped out."""
-        typical = min if len(self.remaining) == 1 else statistics.median
+        that remains, or its shortest time if it is the only one, or if a median was disturbed. What
+        has dropped out keeps its ratio to the fastest of these by the shortest times, for which it
+        dropped out."""
         outcome = {}
         for other, times in self._comparable().items():
-            shortest = _shortest(times)
-            fastest = min(self.remaining, key=lambda name: shortest.get(name, math.inf))
-            scale = typical(times[fastest]) / shortest[fastest]
+            left = {name: times[name] for name in self.remaining if name in times}
+            by_shortest = len(left) == 1 or any(
+                one.median > _DISTURBED * one.shortest for one in left.values()
+            )
+            fastest = min(left.values(), key=lambda one: one.shortest)
+            scale = 1.0 if by_shortest else fastest.median / fastest.shortest
             outcome[other] = {
-                name: typical(seconds) if name in self.remaining else scale * shortest[name]
-                for name, seconds in times.items()
+                name: one.median if name in left and not by_shortest else scale * one.shortest
+                for name, one in times.items()
             }
         return outcome
 
@@ -147,10 +196,6 @@ class Contest:
         ]
 
 
-def _shortest(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: min(seconds) for name, seconds in times.items()}
-
-
 def is_eligible(problem: Problem, shared_memory: bool, tuned: Table) -> bool:
     """Return whether ``auto`` may try algorithms for a problem: nothing was measured for it or for
     nearly the same extent (prompts have any number of tokens), several make sense, and the ranks
@@ -168,7 +213,7 @@ class Trial:
     The first calls run what the thresholds give, because many problems are met only a few times.
     After a stage of rounds the ranks exchange their times and drop the slower candidates; the last
     stage tries the rest some more. The first stage is repeated if there are too few calls of one
-    other extent.
+    other extent, the last one while the contest is disturbed.
     """
 
     def __init__(
@@ -178,7 +223,7 @@ class Trial:
         self._contest = Contest(candidates)
         self._order = [thresholds_give] * UNTRIED_CALLS
         self._uncounted = 0  # calls of the stage, from its beginning
-        self._stage, self._last = 0, False
+        self._stage, self._last_stages = 0, 0
         self.samples: list[Sample] = []  #: this rank's, of the stage
         self.measurements: list[Measurement] = []  #: the outcome
         self.over = False
@@ -217,8 +262,9 @@ class Trial:
             self._start_stage(_ROUNDS)  # once more
             return
         contest.drop_slower()
-        if not self._last and len(contest.remaining) > 1:
-            self._last = True
+        again = contest.disturbed and self._last_stages <= _REPEATS
+        if len(contest.remaining) > 1 and (again or not self._last_stages):
+            self._last_stages += 1
             long = max(min(times.values()) for times in contest.times().values()) >= _LONG_SECONDS
             self._start_stage(_FEW_MORE_ROUNDS if long else _MORE_ROUNDS)
             return

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from tpkernels import _C, backends
+from tpkernels import backends
 from tpkernels.call import Call
 from tpkernels.errors import (
     CollectiveMismatchError,
@@ -60,7 +60,6 @@ _STAGE_ROUNDS = 5
 _FEWEST_ROUNDS = 3  # before a candidate drops out
 _REPORT_SECONDS = 2.0
 _MOST_SCRATCH_BYTES = 256 << 20
-_FLOAT64: Any = {"dtype": torch.float64, "device": "cpu"}
 
 Plan = Callable[[Group, str], Call]  # on a group, by an algorithm
 MakeRun = Callable[[], Callable[[Call], object]]
@@ -125,14 +124,9 @@ def tuning_by(group: Group, tuning: Tuning) -> Iterator[None]:
 
 def tried(call: Call, plan: Callable[[str], Call]) -> Call:
     """Return the call as ``auto`` makes it: one that takes part in a trial, unless there is none
-    for its problem or it is over. All ranks plan the same problems in the same order, and so have
-    the same trials.
-
-    Args:
-        call: what is planned without a trial.
-        plan: plans the same call with a given algorithm; ``NotImplementedError`` if that cannot
-            run.
-    """
+    for its problem or it is over. ``plan`` plans the same call with another algorithm, or raises
+    ``NotImplementedError``. All ranks plan the same problems in the same order, and so have the
+    same trials."""
     group, problem = call.group, call.problem
     if group.autotune is False or problem.device != "cpu":  # whose times are not read for this
         return call
@@ -178,10 +172,9 @@ class Tried:
         if not trial.begun:
             trial.begin()
             return
-        samples = torch.tensor(trial.samples, **_FLOAT64)
-        what = f"the times of {len(samples)} calls"
-        times = exchanged(group, problem, what, samples)
-        trial.advance([[Sample(*sample) for sample in rank] for rank in times.tolist()])
+        numbers = list(itertools.chain(*trial.samples))
+        times = exchanged(group, problem, f"the times of {len(trial.samples)} calls", numbers)
+        trial.advance([list(map(Sample, *(rank[i::3] for i in range(3)))) for rank in times])
         if trial.over:
             known = group.tuned(problem.device)
             group.use_times(problem.device, known.extended(trial.measurements))
@@ -191,30 +184,20 @@ class Tried:
 
 
 def tuned(call: Call, names: Sequence[str], plan: Plan, make_run: MakeRun, arguments: Any) -> bool:
-    """Tune the problem of a call that ``auto`` makes, if nothing was measured for it; return
-    whether it is to be planned again. Collective.
-
-    Args:
-        names: the algorithms that ``auto`` may take.
-        make_run: makes what runs the op's planned call, with ``arguments``, of which it overwrites
-            none.
-    """
+    """Tune the problem of a call that ``auto`` makes, by the algorithms ``names``, if nothing was
+    measured for it; return whether it is to be planned again. Collective. ``make_run`` makes what
+    runs the op's planned call with ``arguments``, of which it overwrites none."""
     group, problem, tuning = call.group, call.problem, call.group.measured.tuning
     assert tuning is not None  # the caller has looked
     if tuning.among is not None:
         names = [name for name in names if name in tuning.among]
     elif problem.device == "cpu":
         names = [name for name in names if is_worth_trying(problem, name)]
-    if problem.tuning_key is None or problem.world == 1 or len(names) < 2:
-        return False
-    if not group.has_times(problem.device):
+    key = problem.tuning_key
+    if key is None or problem.world == 1 or len(names) < 2 or not group.has_times(problem.device):
         return False
 
-    def is_known() -> bool:
-        """Return whether the problem, or one of nearly the same extent, was measured, or nothing
-        can be."""
-        key = problem.tuning_key
-        assert key is not None  # seen above
+    def is_known() -> bool:  # or one of nearly the same extent, or nothing can be
         if tuning.anew:
             return False
         left_out = group.measured.left_out_of(problem) is not None
@@ -238,11 +221,7 @@ class _Skipped(Exception):
 
 
 class _Failed(Exception):
-    """An algorithm is to be left out, on all ranks."""
-
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(why)
-        self.name = name
+    """An algorithm, the first argument, is to be left out, on all ranks; why is the second."""
 
 
 class _Tuner:
@@ -275,7 +254,7 @@ class _Tuner:
                         self._compete(contest, second)
                     break
                 except _Failed as failure:
-                    name, why = failure.name, f"failed when it was tuned: {failure}"
+                    name, why = failure.args
                 contest.leave_out(name)
                 left_out[name] = why
                 self._warn(f"algorithm '{name}' {why}")
@@ -302,10 +281,7 @@ class _Tuner:
                 )
 
     def _exchanged(self, what: str, *mine: float) -> list[list[float]]:
-        """Return the numbers of all ranks, in rank order. Collective."""
-        numbers = torch.tensor(mine, **_FLOAT64)
-        ranks: list[list[float]] = exchanged(self._group, self._problem, what, numbers).tolist()
-        return ranks
+        return exchanged(self._group, self._problem, what, mine)
 
     def _prepare(self, make_run: MakeRun) -> None:
         """Allocate what the runs need; `_Skipped` on all ranks if one of them cannot."""
@@ -419,24 +395,21 @@ class _Tuner:
         )
         why = f"rank {culprit}: {reports[culprit]['why']}"
         if ALGORITHMS[name].needs_shared_memory:
-            return _Failed(name, why)
+            return _Failed(name, f"failed when it was tuned: {why}")
         text = f"{self._problem} by '{name}', which was tuned, failed on {why}"
         return error or PeerLostError(text, peer=culprit)
 
     def _elapsed(self) -> float:
-        """Return the seconds since the tuning began, by rank 0's clock. Collective."""
+        """Return the seconds so far, by rank 0's clock. Collective."""
         return self._exchanged("the time", time.perf_counter() - self._begun)[0][0]
 
     def _report(self, contest: Contest) -> None:
         now = time.perf_counter()
         if self._group.rank == 0 and now - self._reported >= _REPORT_SECONDS:
             self._reported = now
-            print(
-                f"tpkernels.autotune: {self._problem}: {now - self._begun:.0f} s, "
-                f"{self._rounds} rounds of {', '.join(contest.remaining)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            done = f"{self._rounds} rounds of {', '.join(contest.remaining)}"
+            where = f"tpkernels.autotune: {self._problem}: {now - self._begun:.0f} s"
+            print(f"{where}, {done}", file=sys.stderr, flush=True)
 
     def _save(self, measurements: Sequence[Measurement]) -> None:
         group, device = self._group, self._problem.device
@@ -467,21 +440,15 @@ def _other_extent(x: torch.Tensor, factor: Any) -> int:
     return sum(map(columns_of, getattr(factor, "weights", ())))
 
 
-def exchanged(group: Group, problem: Problem, what: str, mine: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of float64 of each rank, in rank order: [W, ...]. Collective: the caller has
-    the turn."""
+def exchanged(
+    group: Group, problem: Problem, what: str, numbers: Sequence[float]
+) -> list[list[float]]:
+    """Return the numbers of each rank, in rank order. Collective, in the caller's turn. Between
+    ranks that share no memory the process group gathers them: the store would delay some ranks."""
     text, seconds = f"{what} of {problem}", group.timeout_on(problem.device)
-    workspace = group.workspace
-    if workspace is not None:
-        everyone = torch.empty((problem.world, *mine.shape), **_FLOAT64)
-        signature = zlib.crc32(text.encode()) or 1
-        layout = _C.host.ShardLayout(1, mine.numel(), (1,) * problem.world)
-        kind, segments = _C.calls.Kind.ALL_GATHER, workspace.segments
-        collective = _C.calls.Collective(workspace.channel, segments, signature, text, kind, layout)
-        with workspace.waiting(seconds):
-            collective.run(mine, everyone)
-        return everyone
-    sent = mine.flatten().to(torch.device(problem.device))
+    if group.workspace is not None:
+        return group.exchange(text, list(numbers), seconds)
+    sent = torch.tensor(numbers, dtype=torch.float64, device=torch.device(problem.device))
     everyone = sent.new_empty(problem.world * sent.numel())
     try:
         work = group.pg._allgather_base(everyone, sent, AllgatherOptions())
@@ -492,4 +459,5 @@ def exchanged(group: Group, problem: Problem, what: str, mine: torch.Tensor) -> 
             f"{text}: rank {group.rank} waited for torch.distributed, timeout {seconds:g} s: "
             f"{error}. The group is broken: make a new one."
         ) from error
-    return everyone.cpu().view(problem.world, *mine.shape)
+    gathered: list[list[float]] = everyone.view(problem.world, -1).tolist()
+    return gathered

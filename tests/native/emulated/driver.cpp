@@ -4,62 +4,80 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "../../../csrc/cuda/kernels.cu"
 #include "cuda/kernels.h"
-#include "graphs.h"
 
 namespace {
 
 constexpr int kAtOnce = 2;
 
-template <class T>
-const T& given(void** parameters, int at) {
-  return *static_cast<const T*>(parameters[at]);
-}
+// What tests set, and read, by name.
+struct Settings {
+  int capability = 90, version = 13000, threads = 2, tearing = 0, loose = 0, awaited = 1;
+  int streams_write = 1, captures_write = 1;  // whether writes of values work; spoil no capture
+  // Launches of kernels, early ones among them, and values that streams wrote; contexts pushed but
+  // not popped; streams, graphs and captures that nobody has ended, and a changed capture mode.
+  int launches = 0, early = 0, writes = 0, depth = 0, left = 0;
+  // Of the last launch, by the thread that did the most: barriers, releases, ordering atomics.
+  int barriers = 0, releases = 0, atomics = 0;
+};
+Settings now;
+#define NAMED(name) {#name, &now.name}
+const std::map<std::string, int*> by_name{
+    NAMED(capability), NAMED(version),  NAMED(threads),       NAMED(tearing),
+    NAMED(loose),      NAMED(awaited),  NAMED(streams_write), NAMED(captures_write),
+    NAMED(launches),   NAMED(early),    NAMED(writes),        NAMED(depth),
+    NAMED(left),       NAMED(barriers), NAMED(releases),      NAMED(atomics)};
 
-// A kernel with copies of its parameters, which a captured graph needs.
-using Bound = std::function<void()>;
+std::string failing;
+int failing_code = 0;
+int code_of(const char* function) { return failing == function ? failing_code : 0; }
 
-template <class T>
-std::function<Bound(void**)> with(void (*kernel)(T)) {
-  return [kernel](void** p) -> Bound { return [=, a = given<T>(p, 0)] { kernel(a); }; };
-}
+// One capture at a time: what is queued on its stream goes into the graph, and runs at each launch.
+struct Graph {
+  void* stream = nullptr;
+  bool invalid = false;
+  std::vector<std::function<void()>> nodes;
+};
+std::unique_ptr<Graph> capture;
+int capture_mode = 0;
 
-template <class T, class U>
-std::function<Bound(void**)> with(void (*kernel)(T, U)) {
-  return [kernel](void** p) -> Bound {
-    return [=, a = given<T>(p, 0), b = given<U>(p, 1)] { kernel(a, b); };
-  };
-}
+bool captured(void* stream) { return capture && capture->stream == stream; }
 
-template <class T, class U, class V>
-std::function<Bound(void**)> with(void (*kernel)(T, U, V)) {
-  return [kernel](void** p) -> Bound {
-    return [=, a = given<T>(p, 0), b = given<U>(p, 1), c = given<V>(p, 2)] { kernel(a, b, c); };
-  };
+void run_or_capture(void* stream, const std::function<void()>& node) {
+  if (captured(stream)) {
+    capture->nodes.push_back(node);
+  } else {
+    node();
+  }
 }
 
 struct Entry {
-  std::function<Bound(void**)> bind;
+  // A kernel with copies of its parameters, which a captured graph needs.
+  std::function<std::function<void()>(void**)> bind;
   bool has_space;
   int threads;  // required of the launch
 };
 
-template <class First, class...>
-constexpr bool has_space() {
-  return std::is_same_v<First, Space>;
+template <class First, class... More>
+Entry entry(void (*kernel)(First, More...), int threads) {
+  const auto bind = [kernel](void** parameters) -> std::function<void()> {
+    const auto next = [&]<class T>(T*) { return *static_cast<T*>(*parameters++); };
+    const std::tuple given{next(static_cast<First*>(nullptr)),
+                           next(static_cast<More*>(nullptr))...};
+    return [kernel, given] { std::apply(kernel, given); };
+  };
+  return {bind, std::is_same_v<First, Space>, threads};
 }
 
-#define EMULATED_ENTRY(name, threads, ...) {#name, {with(name), has_space<__VA_ARGS__>(), threads}},
+#define EMULATED_ENTRY(name, threads, ...) {#name, entry(name, threads)},
 std::map<std::string, Entry> entries{TPK_KERNELS(EMULATED_ENTRY)};
 
-int capability = 90, pushes = 0, threads_of_block = 2;
-int early_launches = 0, version_of_driver = 13000;
-int launches = 0, writes = 0;  // kernels, and values that streams wrote
-bool streams_write = true;
-emulated::Counts most;
 void* current = nullptr;
 char context, module_handle;
 
@@ -83,18 +101,21 @@ int launch(void* function, unsigned blocks, unsigned threads, unsigned cluster, 
                        blocks % cluster != 0 || current != &context;
   if (invalid) return 1;
   if (const int code = code_of("cuLaunchKernelEx"); code != 0) return code;
-  ++launches;
-  emulated::Grid grid{static_cast<int>(blocks), threads_of_block};
-  grid.most = &most;
+  ++now.launches;
+  emulated::Grid grid{static_cast<int>(blocks), now.threads};
   grid.cluster = static_cast<int>(cluster);
   if (entry.has_space) {
-    const auto& space = given<Space>(parameters, 0);
+    const auto& space = *static_cast<const Space*>(parameters[0]);
     grid.world = space.world;
     grid.regions = space.regions;
   }
-  run_or_capture(stream, [grid, kernel = entry.bind(parameters)] {
-    most = {};
+  run_or_capture(stream, [grid, kernel = entry.bind(parameters)]() mutable {
+    emulated::Counts most;
+    grid.most = &most;
     emulated::run(grid, kAtOnce, kernel);
+    now.barriers = most.barriers;
+    now.releases = most.releases;
+    now.atomics = most.atomics;
   });
   return 0;
 }
@@ -103,32 +124,28 @@ int launch(void* function, unsigned blocks, unsigned threads, unsigned cluster, 
 
 extern "C" {
 
-void emulated_capability(int value) { capability = value; }
-int emulated_depth() { return pushes; }  // contexts pushed but not popped
-void emulated_tear(int how) { emulated::tearing = static_cast<emulated::Tearing>(how); }
-// What the kernel before an early launch writes; `awaited` false: the early one does not wait.
-void emulated_previous(char* results, std::size_t bytes, bool awaited) {
+// From now on the driver function `function` fails with `code`; "": none does.
+void emulated_fail(const char* function, int code) {
+  failing = function;
+  failing_code = code;
+}
+int emulated_get(const char* name) { return *by_name.at(name); }
+int emulated_set(const char* name, int value) {  // returns what was there
+  std::swap(*by_name.at(name), value);
+  emulated::tearing = static_cast<emulated::Tearing>(now.tearing);
+  emulated::loose = now.loose != 0;
+  emulated::previous.awaited = now.awaited != 0;
+  return value;
+}
+// What the kernel before an early launch writes.
+void emulated_previous(char* results, std::size_t bytes) {
   emulated::previous.to = results;
   emulated::previous.results.resize(bytes);
-  emulated::previous.awaited = awaited;
-}
-int emulated_launches() { return launches; }
-int emulated_writes() { return writes; }
-void emulated_streams_write(bool can) { streams_write = can; }
-int emulated_early_launches() { return early_launches; }
-void emulated_driver_version(int version) { version_of_driver = version; }
-void emulated_loose(bool loose) { emulated::loose = loose; }
-void emulated_threads(int number) { threads_of_block = number; }
-// What the thread that did the most did in the last launch: barriers, releases, atomics.
-void emulated_counts(int* counts) {
-  counts[0] = most.barriers;
-  counts[1] = most.releases;
-  counts[2] = most.atomics;
 }
 
 int cuInit(unsigned) { return code_of("cuInit"); }
 int cuDriverGetVersion(int* version) {
-  *version = version_of_driver;
+  *version = now.version;
   return 0;
 }
 int cuGetErrorName(int code, const char** name) {
@@ -148,8 +165,8 @@ int cuDeviceGet(int* device, int ordinal) {
   return 0;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : -1;
-  if (attribute == kStreamWrites) *value = streams_write;
+  *value = attribute == 75 ? now.capability / 10 : attribute == 76 ? now.capability % 10 : -1;
+  if (attribute == kStreamWrites) *value = now.streams_write;
   return 0;
 }
 int cuDevicePrimaryCtxRetain(void** made, int) {
@@ -161,14 +178,13 @@ int cuCtxGetCurrent(void** found) {
   return 0;
 }
 int cuCtxPushCurrent_v2(void* pushed) {
-  ++pushes;
+  ++now.depth;
   current = pushed;
   return 0;
 }
 int cuCtxPopCurrent_v2(void** popped) {
-  --pushes;
-  *popped = current;
-  current = nullptr;
+  --now.depth;
+  *popped = std::exchange(current, nullptr);
   return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
@@ -190,10 +206,13 @@ int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t bytes, void*
 }
 int cuStreamWriteValue64_v2(void* stream, std::uint64_t to, std::uint64_t value, unsigned flags) {
   if (const int code = code_of("cuStreamWriteValue64"); code != 0) return code;
-  if (flags != 0 || !streams_write) return 1;
-  if (spoils_capture(stream)) return 900;
+  if (flags != 0 || !now.streams_write) return 1;
+  if (captured(stream) && !now.captures_write) {
+    capture->invalid = true;
+    return 900;
+  }
   run_or_capture(stream, [=] {
-    ++writes;
+    ++now.writes;
     __atomic_store_n(reinterpret_cast<std::uint64_t*>(to), value, __ATOMIC_RELEASE);
   });
   return 0;
@@ -205,7 +224,7 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** paramete
   bool early = false;
   for (unsigned i = 0; i < config->attribute_count; ++i) {
     const LaunchAttribute& attribute = config->attributes[i];
-    if (capability < 90) return 1;
+    if (now.capability < 90) return 1;
     if (attribute.id == kProgrammaticSerialization) {
       early = attribute.value.early == 1;
       continue;
@@ -214,12 +233,61 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** paramete
     if (attribute.value.cluster[1] * attribute.value.cluster[2] != 1) return 1;
     cluster = attribute.value.cluster[0];
   }
-  early_launches += early;
+  now.early += early;
   const bool hides = early && emulated::previous.to != nullptr;
   std::thread previous = hides ? end_previous_later() : std::thread();
   const int code = launch(function, grid[0], block[0], cluster, parameters, config->stream);
   if (hides) previous.join();
   return code;
 }
+
+int cuStreamCreate(void** stream, unsigned) {
+  if (const int code = code_of("cuStreamCreate"); code != 0) return code;
+  *stream = new char;
+  ++now.left;
+  return 0;
+}
+int cuStreamDestroy_v2(void* stream) {
+  delete static_cast<char*>(stream);
+  --now.left;
+  return 0;
+}
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  if (const int code = code_of("cuThreadExchangeStreamCaptureMode"); code != 0) return code;
+  now.left += (*mode != 0) - (capture_mode != 0);
+  std::swap(*mode, capture_mode);
+  return 0;
+}
+int cuStreamBeginCapture_v2(void* stream, int) {
+  if (const int code = code_of("cuStreamBeginCapture"); code != 0) return code;
+  capture = std::make_unique<Graph>();
+  capture->stream = stream;
+  ++now.left;
+  return 0;
+}
+int cuStreamEndCapture(void*, Graph** graph) {
+  const std::unique_ptr<Graph> ended = std::move(capture);
+  --now.left;
+  if (const int code = code_of("cuStreamEndCapture"); code != 0) return code;
+  *graph = ended->invalid ? nullptr : new Graph(*ended);
+  now.left += !ended->invalid;
+  return ended->invalid ? 901 : 0;
+}
+int cuGraphInstantiateWithFlags(Graph** executable, const Graph* graph, std::uint64_t) {
+  if (const int code = code_of("cuGraphInstantiate"); code != 0) return code;
+  *executable = new Graph(*graph);
+  ++now.left;
+  return 0;
+}
+int cuGraphLaunch(const Graph* executable, void*) {
+  for (const auto& node : executable->nodes) node();
+  return 0;
+}
+int cuGraphDestroy(Graph* graph) {
+  delete graph;
+  --now.left;
+  return 0;
+}
+int cuGraphExecDestroy(Graph* executable) { return cuGraphDestroy(executable); }
 
 }  // extern "C"

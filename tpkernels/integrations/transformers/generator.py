@@ -47,22 +47,10 @@ class Sampling:
             if not right:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {allowed}")
 
-    def to_message(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Generator:
-    """What every rank holds. All ranks call each method, with the same arguments.
-
-    Args:
-        path: a model's folder or GGUF file.
-        device: the type of device that the ranks compute on.
-        dtype: torch's name of a dtype; None: the checkpoint's.
-        ffn_only: as `tpkernels.from_pretrained` takes it.
-
-    Raises:
-        As `tpkernels.from_pretrained`.
-    """
+    """What every rank holds. All ranks call each method, with the same arguments. The constructor's
+    are those of `load_model`, with the name of a dtype, and so are its errors."""
 
     def __init__(
         self, path: str, device: str = "cpu", dtype: str | None = None, ffn_only: bool = False
@@ -83,12 +71,8 @@ class Generator:
 
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Iterator[list[int]]:
         """Yield the next token of each prompt, until all have ended or have ``max_new_tokens``.
-        A prompt that has ended goes on with tokens that mean nothing.
-
-        Args:
-            prompts: token ids; at least one each. They may differ in length.
-            sampling: `Sampling.to_message`.
-        """
+        A prompt that has ended goes on with tokens that mean nothing. ``sampling`` is a dict of
+        `Sampling`."""
         from transformers import GenerationConfig
 
         chosen = Sampling(**sampling)
@@ -171,9 +155,6 @@ class _Steps:
             thread.join()
 
 
-# The driver.
-
-
 class Driver(Protocol):
     """Calls a method of the object that every rank holds: `tpkernels.launch.Ranks`, for one."""
 
@@ -197,11 +178,8 @@ class Times:
 
 
 def prompt_tokens(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
-    """Return the tokens of a text; with ``chat``, of a user's message in the chat template.
-
-    Raises:
-        ValueError: the tokenizer has no chat template.
-    """
+    """Return the tokens of a text; with ``chat``, of a user's message in the chat template, or
+    raise ValueError if the tokenizer has none."""
     if not chat:
         return list(tokenizer(text)["input_ids"])
     if not tokenizer.chat_template:
@@ -223,8 +201,7 @@ class Completion:
     reason: Literal["stop", "length"] | None = None  #: why it has ended; None: it has not
 
     def push(self, token: int) -> str:
-        """Take the next token, and return the text that is certain now. After the end it does
-        nothing."""
+        """Take the next token, unless it has ended; return the text that is certain now."""
         if self.reason is not None:
             return ""
         self.tokens.append(token)
@@ -237,20 +214,13 @@ class Completion:
 
 @dataclass
 class Completions:
-    """The completions of one call.
+    """The completions of one call."""
 
-    Args:
-        tokenizer: of transformers.
-        prompts: token ids.
-        facts: `Generator.describe`.
-        stop: strings that end a text.
-    """
-
-    tokenizer: Any
-    prompts: list[list[int]]
-    facts: dict[str, Any]
+    tokenizer: Any  #: of transformers
+    prompts: list[list[int]]  #: token ids
+    facts: dict[str, Any]  #: `Generator.describe`
     sampling: Sampling
-    stop: Sequence[str] = ()
+    stop: Sequence[str] = ()  #: strings that end a text
     times: Times = field(default_factory=Times)
     texts: list[Completion] = field(init=False)
 
@@ -281,17 +251,10 @@ class Completions:
             )
 
     def run(self, driver: Driver) -> Stream[list[str], None, None]:
-        """Generate, and yield the new text of each prompt, token by token. Closing the iterator
-        ends generation.
-
-        Args:
-            driver: calls a `Generator` on every rank.
-
-        Raises:
-            RankError: it failed on a rank.
-        """
+        """Generate on every rank's `Generator`, and yield the new text of each prompt, token by
+        token. Closing the iterator ends generation. Raise RankError if it failed on a rank."""
         begin = time.perf_counter()
-        steps = driver.stream("generate", self.prompts, self.sampling.to_message())
+        steps = driver.stream("generate", self.prompts, asdict(self.sampling))
         try:
             for tokens in steps:
                 self.times.steps += 1

@@ -32,17 +32,11 @@ def load_model(
     dtype: torch.dtype | None = None,
     ffn_only: bool = False,
 ) -> Any:
-    """Return the model at ``path``, split over all ranks for inference. Collective.
+    """Return the model at ``path``, split over all ranks for inference, as
+    `tpkernels.from_pretrained` on ranks of a type of ``device``. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
     CPUs the weights of the parallel layers are packed where that pays off.
-
-    Args:
-        path, dtype, ffn_only: as `tpkernels.from_pretrained` takes them.
-        device: the type of device that the ranks compute on.
-
-    Raises:
-        As `tpkernels.from_pretrained`.
     """
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = tpkernels.from_pretrained(
@@ -65,12 +59,8 @@ def end_tokens(model: Any) -> list[int]:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """Return the tokenizer in a model's folder or GGUF file.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder.
-        ValueError: it is no checkpoint, or has no tokenizer that transformers can read.
-    """
+    """Return the tokenizer in a model's folder or GGUF file. Raise FileNotFoundError if there is no
+    such file or folder, ValueError if it has no tokenizer that transformers can read."""
     from transformers import AutoTokenizer
 
     place = locate(path)

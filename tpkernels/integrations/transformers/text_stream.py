@@ -7,13 +7,8 @@ from typing import Any
 
 
 class TextStream:
-    """The text of one answer.
-
-    Args:
-        tokenizer: a fast one of transformers.
-        stop: strings before which the text ends.
-        end_tokens: tokens that end the answer and have no text.
-    """
+    """The text of one answer, by a fast tokenizer of transformers. It ends before a string of
+    ``stop``, or at a token of ``end_tokens``, which has no text."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], end_tokens: Collection[int]) -> None:
         from tokenizers.decoders import DecodeStream

@@ -28,13 +28,8 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """An error for the client.
-
-    Args:
-        status: of HTTP.
-        param: the field of the request that is wrong.
-        code: a word for programs.
-    """
+    """An error for the client, with HTTP's ``status``, the field of the request that is wrong
+    (``param``) and a word for programs (``code``)."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -132,11 +127,8 @@ class Request(_Strict):
         return self.max_tokens
 
     def sampling(self, room: int) -> Sampling:
-        """Return how to generate after a prompt that leaves room for ``room`` tokens.
-
-        Raises:
-            ApiError: the tokens do not fit, or options exclude each other.
-        """
+        """Return how to generate after a prompt that leaves ``room`` tokens; raise ApiError
+        if they do not fit, or options exclude each other."""
         asked = self.asked_tokens()
         if asked is not None and asked > room:
             raise ApiError(
@@ -236,16 +228,8 @@ class ChatRequest(Request):
 
 
 class Prompts:
-    """Turns prompts into tokens.
-
-    Args:
-        tokenizer: a fast one of transformers.
-        vocabulary: number of tokens that the model knows.
-        most: tokens of a prompt and its answer.
-
-    Raises:
-        ValueError: the tokenizer is not a fast one.
-    """
+    """Turns prompts into tokens, for a model with a ``vocabulary`` of tokens of which a prompt and
+    its answer have at ``most`` so many. Raise ValueError if the tokenizer is not a fast one."""
 
     def __init__(self, tokenizer: Any, *, vocabulary: int, most: int) -> None:
         if not getattr(tokenizer, "is_fast", False):
@@ -260,7 +244,7 @@ class Prompts:
     async def of_completion(self, prompt: str | list[int]) -> list[int]:
         """Return the tokens of a text, or check those that the client sent. Raises ApiError."""
         if isinstance(prompt, str):
-            return self._checked(await asyncio.to_thread(self._tokens, prompt, special=True))
+            return self._checked(await asyncio.to_thread(self._tokens, prompt))
         for token in prompt:
             if not 0 <= token < self._vocabulary:
                 last = self._vocabulary - 1
@@ -280,7 +264,7 @@ class Prompts:
         """Return how many tokens fit after a prompt."""
         return self._most - len(prompt)
 
-    def _tokens(self, text: str, *, special: bool) -> list[int]:
+    def _tokens(self, text: str, special: bool = True) -> list[int]:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return tokens
 
@@ -311,11 +295,13 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Numbers of tokens."""
+class Piece:
+    """More text of an answer, and the numbers of tokens so far."""
 
-    prompt: int
-    generated: int
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    finish: str | None  #: why it has ended, "stop" or "length"
 
 
 @dataclass(frozen=True)
@@ -327,51 +313,47 @@ class Replies:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, finish: str, usage: Usage) -> dict[str, Any]:
+    def whole(self, text: str, last: Piece) -> dict[str, Any]:
         """Return the reply that is not a stream."""
         message = {"role": "assistant", "content": text}
         content = {"message": message} if self.chat else {"text": text}
-        return self._body("chat.completion", [self._choice(content, finish)], usage)
+        return self._body("chat.completion", content, last.finish) | self._usage(last)
 
     def start(self) -> str:
         """Return the first event of a stream, which only chats have."""
         if not self.chat:
             return ""
-        return self._chunk([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])
+        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
 
     def piece(self, text: str, finish: str | None) -> str:
         """Return the event of a stream with more text, or with the reason of its end."""
         delta = {"content": text} if text else {}
-        content = {"delta": delta} if self.chat else {"text": text}
-        return self._chunk([self._choice(content, finish)])
+        return self._chunk({"delta": delta} if self.chat else {"text": text}, finish)
 
-    def usage(self, usage: Usage) -> str:
+    def usage(self, last: Piece) -> str:
         """Return the event of a stream with the numbers of tokens."""
-        return self._chunk([], usage)
+        return event(self._body("chat.completion.chunk") | self._usage(last))
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> str:
-        return event(self._body("chat.completion.chunk", choices, usage))
-
-    def _choice(self, content: Any, finish: str | None) -> dict[str, Any]:
-        return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+    def _chunk(self, content: dict[str, Any], finish: str | None) -> str:
+        return event(self._body("chat.completion.chunk", content, finish))
 
     def _body(
-        self, kind: str, choices: list[dict[str, Any]], usage: Usage | None
+        self, kind: str, content: dict[str, Any] | None = None, finish: str | None = None
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {
+        choices = []
+        if content is not None:
+            choices = [{"index": 0, **content, "logprobs": None, "finish_reason": finish}]
+        return {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
             "object": kind if self.chat else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": choices,
         }
-        if usage is not None:
-            body["usage"] = {
-                "prompt_tokens": usage.prompt,
-                "completion_tokens": usage.generated,
-                "total_tokens": usage.prompt + usage.generated,
-            }
-        return body
+
+    def _usage(self, last: Piece) -> dict[str, Any]:
+        numbers = {"prompt_tokens": last.prompt_tokens, "completion_tokens": last.completion_tokens}
+        return {"usage": {**numbers, "total_tokens": sum(numbers.values())}}
 
 
 def event(body: dict[str, Any]) -> str:

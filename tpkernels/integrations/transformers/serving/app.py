@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tpkernels.integrations.transformers.serving import api
-from tpkernels.integrations.transformers.serving.api import ApiError, Replies
-from tpkernels.integrations.transformers.serving.batcher import Answer, Batcher, Piece
+from tpkernels.integrations.transformers.serving.api import ApiError, Piece, Replies
+from tpkernels.integrations.transformers.serving.batcher import Answer, Batcher
 
 _HUNG_UP = 499  # nginx's status for a client that has gone
 _BODY_S = 30.0  # for a client to send its body
@@ -31,19 +31,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Service:
-    """What is served.
+    """What is served."""
 
-    Args:
-        name: of the model.
-        key: what clients must send as ``Authorization: Bearer KEY``; None lets all in.
-        most_bytes: of a request's body.
-    """
-
-    name: str
+    name: str  #: of the model
     batcher: Batcher
     prompts: api.Prompts
-    key: str | None = None
-    most_bytes: int = 1 << 20
+    key: str | None = None  #: that clients must send as ``Authorization: Bearer KEY``
+    most_bytes: int = 1 << 20  #: of a request's body
 
 
 def make_app(service: Service, lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
@@ -110,8 +104,8 @@ async def _answer(
         if not body.stream:
             received = await _unless_gone(request, _all(pieces))
             answer.close()
-            text, last = "".join(piece.text for piece in received), received[-1]
-            return JSONResponse(replies.whole(text, last.finish or "", last.usage))
+            text = "".join(piece.text for piece in received)
+            return JSONResponse(replies.whole(text, received[-1]))
         # Errors until here have a status of their own.
         first = await _unless_gone(request, anext(pieces))
     except BaseException as error:
@@ -168,7 +162,7 @@ async def _events(
             yield replies.piece(piece.text, None)
         yield replies.piece("", piece.finish)
         if include_usage:
-            yield replies.usage(piece.usage)
+            yield replies.usage(piece)
         request.state.status = 200
     except ApiError as error:
         request.state.status = error.status

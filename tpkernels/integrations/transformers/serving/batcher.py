@@ -20,7 +20,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
 from tpkernels.integrations.transformers.generator import Sampling
-from tpkernels.integrations.transformers.serving.api import ApiError, Usage
+from tpkernels.integrations.transformers.serving.api import ApiError, Piece
 from tpkernels.integrations.transformers.text_stream import TextStream
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -85,37 +85,18 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """More text of an answer. ``finish``: why it has ended, "stop" or "length"."""
-
-    text: str
-    usage: Usage
-    finish: str | None
-
-
+@dataclass
 class Batcher:
-    """Generates text for requests.
+    """Generates text for requests."""
 
-    Args:
-        manager: of transformers, not started yet.
-        tokenizer: a fast one of transformers.
-        end_tokens: tokens that end an answer.
-        most: requests at a time, those that wait included.
-        timeout: seconds for an answer.
-    """
+    manager: Any  #: of transformers, not started yet
+    tokenizer: Any  #: a fast one of transformers
+    _: KW_ONLY
+    end_tokens: Collection[int]  #: which end an answer
+    most: int  #: requests at a time, those that wait included
+    timeout: float  #: seconds for an answer
 
-    def __init__(
-        self,
-        manager: Any,
-        tokenizer: Any,
-        *,
-        end_tokens: Collection[int],
-        most: int,
-        timeout: float,
-    ) -> None:
-        self._manager, self.tokenizer, self.end_tokens = manager, tokenizer, end_tokens
-        self._most, self.timeout = most, timeout
+    def __post_init__(self) -> None:
         self.live: dict[str, Answer] = {}
         self._reported: str | None = None
         self._numbers = itertools.count()
@@ -123,29 +104,25 @@ class Batcher:
 
     def start(self) -> None:
         """Start the generation; called in the event loop."""
-        self._manager.output_router = Router(self.receive)
-        self._manager.start()
+        self.manager.output_router = Router(self.receive)
+        self.manager.start()
 
     def failure(self) -> str | None:
         """Return why no text can be generated; None as long as it can."""
-        error = self._manager.background_thread_status.fatal_error
+        error = self.manager.background_thread_status.fatal_error
         if error is not None:
             return f"{type(error).__name__}: {error}"
-        return None if self._manager.is_running() else "the generation has ended"
+        return None if self.manager.is_running() else "the generation has ended"
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, stop: Sequence[str] = ()) -> Answer:
-        """Add a request.
-
-        Raises:
-            ApiError: there are too many, or none is taken any more.
-        """
-        if len(self.live) >= self._most:
-            raise ApiError(429, f"the server has {self._most} requests already; try again later")
+        """Add a request, or raise ApiError if there are too many or none is taken any more."""
+        if len(self.live) >= self.most:
+            raise ApiError(429, f"the server has {self.most} requests already; try again later")
         name = f"request-{next(self._numbers)}"
         answer = Answer(self, name, len(prompt), stop)
         added = None
         if self.failure() is None:
-            added = self._manager.add_request(
+            added = self.manager.add_request(
                 list(prompt),
                 request_id=name,
                 max_new_tokens=sampling.max_new_tokens,
@@ -176,7 +153,7 @@ class Batcher:
                 if output.is_finished():
                     del self.live[output.request_id]
             elif not output.is_finished():
-                self._manager.cancel_request(output.request_id)
+                self.manager.cancel_request(output.request_id)
 
     def report(self, error: str) -> None:
         """Log why requests have failed, once if it is the same for all."""
@@ -187,7 +164,7 @@ class Batcher:
     def forget(self, name: str) -> None:
         """Cancel a request unless it has ended."""
         if self.live.pop(name, None) is not None:
-            self._manager.cancel_request(name)
+            self.manager.cancel_request(name)
 
     def _count(self, begun: bool) -> int:
         return sum(bool(answer.tokens) is begun for answer in self.live.values())
@@ -228,11 +205,8 @@ class Answer:
         self._arrived.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the text as it is generated; the last piece has `Piece.finish`.
-
-        Raises:
-            ApiError: the generation failed, or took too long.
-        """
+        """Yield the text as it is generated; the last piece has `Piece.finish`. Raise ApiError if
+        the generation failed or took too long."""
         seen, limit = 0, self._batcher.timeout
         while True:
             left = self._begin + limit - time.monotonic()
@@ -248,7 +222,7 @@ class Answer:
             piece = self._text.feed(tokens, last)
             finish = "stop" if self._text.stopped else "length" if last else None
             if piece or finish:
-                yield Piece(piece, Usage(self._prompt, seen), finish)
+                yield Piece(piece, self._prompt, seen, finish)
             if finish:
                 return
 

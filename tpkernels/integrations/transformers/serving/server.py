@@ -16,10 +16,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,12 +36,10 @@ _PRELOAD = [
     "fastapi",
     "uvicorn",
 ]
-# How many prepared products with packed weights oneDNN keeps, and torch in front of it. There is
-# one for each shape of a weight and each number of rows, of half a MiB in fp32. By default they
+# Bound how many prepared products with packed weights oneDNN keeps, and torch in front of it. There
+# is one for each shape of a weight and each number of rows, of half a MiB in fp32. By default they
 # keep 1024, and a rank grows by hundreds of MiB: its batches have all sizes. Preparing takes 1 ms.
-_PREPARED: Mapping[str, str] = MappingProxyType(
-    {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-)
+_CAPACITIES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 _WATCH_S = 0.5  # between two looks at the ranks
 _FAILED_S = 10.0  # for rank 0 to answer its clients after a rank has failed
 _FOLLOW_S = 2.0  # for the other ranks to end after rank 0
@@ -102,7 +100,7 @@ def serve(options: Options, *, ranks: int, threads: int, host: str, port: int) -
 
 def limits() -> dict[str, str]:
     """Return environment of the ranks that bounds their memory, where the user has set none."""
-    return {name: os.environ.get(name, value) for name, value in _PREPARED.items()}
+    return {name: os.environ.get(name, "64") for name in _CAPACITIES}
 
 
 @contextlib.contextmanager
@@ -126,11 +124,9 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _blocked(number: signal.Signals) -> Iterator[Callable[[], object]]:
-    """Let a signal wait until the end of the block, or a call of what it yields.
-
-    A supervisor may send SIGTERM to all processes that it started. It must not end the fork server,
-    nor ranks other than 0: they inherit the mask.
-    """
+    """Let a signal wait until the end of the block, or a call of what it yields. A supervisor may
+    send SIGTERM to all its processes: it must not end the fork server, nor ranks other than 0,
+    which inherit the mask."""
 
     def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
@@ -182,14 +178,8 @@ def _outcomes(ranks: Ranks, stopping: SimpleNamespace, grace: float) -> list[Out
 
 
 def run_rank(options: Options, shared: socket.socket) -> None:
-    """Serve until rank 0 is told to stop.
-
-    Args:
-        shared: the socket that rank 0 listens on, bound to its address.
-
-    Raises:
-        RuntimeError: the generation failed.
-    """
+    """Serve on ``shared``, a bound socket, until rank 0 is told to stop. Raise RuntimeError if the
+    generation failed."""
     first = dist.get_rank() == 0
     if first:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

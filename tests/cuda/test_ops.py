@@ -1,0 +1,549 @@
+"""The ops on the way of CUDA tensors, rehearsed: CPU tensors, the kernels of csrc/cuda run by the
+processor (support/emulated.py), those of Triton by their interpreter, shared memory for torch's
+symmetric memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import emulated, faults
+from tests.support.cases import Case, each, one_of_each, uneven_splits
+from tests.support.cuda_rehearsal import (
+    FUSED_OPS,
+    Handle,
+    SharedMemory,
+    copy_engines,
+    pretending,
+    space_of,
+)
+from tests.support.emulated import BF16, F32, anywhere, on_ranks, require_none
+from tests.support.faults import Ending
+from tests.support.ranked import check_cases, fresh_group
+from tests.support.tiers import sweep, thorough
+from tpkernels import dtypes, groups
+from tpkernels.algorithms import reduction as summing
+from tpkernels.algorithms.reduction import Reduction
+from tpkernels.symm import gpu_memory
+from tpkernels.symm.cuda import CudaWorkspace
+
+WAYS = ("direct", "pipelined")
+
+
+def check_all(
+    cases: Sequence[Case], max_delay_us: int = 0, ll: bool = True, copied: bool = False
+) -> None:
+    """Run the cases on this rank. Without ``ll`` small calls take the way of large ones;
+    ``copied``: copy engines gather for `fused`."""
+    with pretending() as patch, fresh_group() as group:
+        if copied:
+            copy_engines(patch)
+        if not ll:
+            patch.setattr("tpkernels.cuda.layouts.LL_BYTES", -1)
+            patch.setattr("tpkernels.cuda.calls.all_reduce_way", lambda *_: "two_shot")
+        chaos = {"seed": group.rank(), "max_delay_us": max_delay_us}
+        faults.workspace_of(group).set_chaos(**chaos)
+        require_none(check_cases(cases, group))
+
+
+@pytest.mark.parametrize("world", sweep([2, 1, 3]))
+@on_ranks()
+def test_unfused() -> None:
+    cases = [case for case in one_of_each(dist.get_world_size()) if case.algorithm == "unfused"]
+    products = [case for case in cases if "matmul" in case.op]
+    check_all([*cases, *(replace(case, weight_layout="caller's") for case in products)])
+
+
+@pytest.mark.parametrize("world", sweep([3, 1, 2, 4]))
+@on_ranks()
+def test_products() -> None:
+    """Uneven and empty shards, every epilogue; later ones need more memory than there is."""
+    world, cases = dist.get_world_size(), []
+    for rows in (5, 2 * world, 90):
+        for sizes in uneven_splits(rows, world):
+            cases += [
+                Case(op="all_gather_matmul", shape=(rows, 40), sizes=sizes, n=(33, 7)),
+                Case(op="matmul_reduce_scatter", shape=(rows, 70), sizes=sizes, k=(20, 9)),
+            ]
+        cases.append(Case(op="matmul_all_reduce", shape=(rows, 70), k=(20, 9)))
+    shapes = {"shape": (24, 3, 66), "sizes": next(uneven_splits(24, world))}
+    epilogue = {"biases": (F32,), "residual": F32, "out_dtype": F32}
+    check_all(
+        [
+            *each(*cases, dtypes=(BF16,), algorithms=WAYS, integers=(False,)),
+            *each(
+                Case(op="all_gather_matmul", **shapes, n=(4, 9), biases=(F32,),
+                     return_gathered=True),
+                Case(op="matmul_reduce_scatter", **shapes, k=(20,), **epilogue),
+                Case(op="matmul_all_reduce", shape=(24, 3, 66), k=(20,), **epilogue),
+                Case(op="matmul_all_reduce", shape=(24, 66), k=(20,), wire_dtype=F32),
+                algorithms=WAYS,
+                integers=(True,),
+            ),
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world", "ll"), [(4, True), (2, False), thorough(1, True), thorough(4, False)]
+)
+@on_ranks()
+def test_collectives(ll: bool) -> None:
+    cases = [Case(op="all_reduce", shape=(300, 40)), Case(op="all_reduce_", shape=(7, 5))]
+    for total in (1, 50):
+        for sizes in uneven_splits(total, dist.get_world_size()):
+            cases += [
+                Case(op=op, shape=shape, sizes=sizes)
+                for op in ("all_gather", "reduce_scatter")
+                for shape in ((total, 13), (total,))
+            ]
+    check_all(each(*cases, algorithms=("direct",)), ll=ll)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3))])
+@on_ranks(interpreting=True)
+def test_fused() -> None:
+    """The second round needs more memory than there is."""
+    rounds = []
+    for rows in (12, 70):
+        sizes = tuple(tpkernels.shard_sizes(rows, dist.get_world_size()))
+        rounds += each(
+            Case(op="all_gather_matmul", shape=(rows, 40), sizes=sizes, n=(33, 7)),
+            Case(op="matmul_reduce_scatter", shape=(rows, 80), sizes=sizes, k=(20,)),
+            Case(op="matmul_all_reduce", shape=(rows, 80), k=(20,)),
+            dtypes=(BF16,),
+            algorithms=("fused",),
+        )
+    check_all(rounds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "max_delay_us"),
+    [thorough(2, 500), *(pytest.param(3, delay, marks=pytest.mark.slow) for delay in (0, 500))],
+)
+@on_ranks(interpreting=True)
+def test_copy_engines_gather_for_fused(max_delay_us: int) -> None:
+    cases = [
+        Case(op="all_gather_matmul", shape=(rows, 40), sizes=sizes, n=(33, 7), biases=(F32, None))
+        for rows in (6, 150)
+        for sizes in uneven_splits(rows, dist.get_world_size())
+    ]
+    cases = each(*cases, dtypes=(BF16,), algorithms=("fused",), integers=(False,))
+    check_all(cases, max_delay_us, copied=True)
+
+
+def batches_of(world: int) -> list[Case]:
+    """Shards of an inner dim, even and uneven, empty ones too."""
+    cases = []
+    for total in (2 * world, 5):
+        for sizes in uneven_splits(total, world):
+            for lead, tail in (((3,), ()), ((2, 3), ()), ((2,), (3,))):
+                split: dict[str, Any] = {"sizes": sizes, "dim": len(lead)}
+                gathered, summed = (*lead, total, *tail, 12), (*lead, total, *tail, 10)
+                more = {"biases": (F32,), "n": (4, 9), "return_gathered": True}
+                cases += [
+                    Case(op="all_gather_matmul", shape=gathered, **split, n=(7,)),
+                    Case(op="all_gather_matmul", shape=gathered, **split, **more),
+                    Case(op="matmul_reduce_scatter", shape=summed, **split, k=(6,)),
+                    Case(op="matmul_reduce_scatter", shape=summed, **split, k=(6,), residual=F32,
+                         out_dtype=F32, biases=(F32,), layout="transposed"),
+                ]  # fmt: skip
+    return cases
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", sweep([3, 1, 2]))
+@on_ranks()
+def test_shards_of_an_inner_dim() -> None:
+    check_all(each(*batches_of(dist.get_world_size()), algorithms=WAYS, integers=(True,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copied", [False, True])
+@on_ranks(2, interpreting=True)
+def test_shards_of_an_inner_dim_by_fused(copied: bool) -> None:
+    cases = each(*batches_of(2)[::3], algorithms=("fused",), integers=(True,))
+    check_all(cases, copied=copied)
+
+
+@pytest.mark.parametrize("way", sweep(WAYS))
+@on_ranks(3)
+def test_call_after_call_under_delays(way: str) -> None:
+    cases = each(
+        Case(op="all_gather_matmul", shape=(12, 8), sizes=(3, 0, 9), n=(5,)),
+        Case(op="matmul_reduce_scatter", shape=(12, 6), sizes=(3, 0, 9), k=(5,)),
+        Case(op="matmul_all_reduce", shape=(12, 6), k=(5,)),
+        algorithms=(way,),
+    )
+    check_all(cases * 4, 500)
+
+
+@pytest.mark.parametrize("way", sweep(WAYS))
+@on_ranks(3)
+def test_calls_that_do_not_wait_are_wrong(way: str) -> None:
+    """Negative control of the test above."""
+    with pretending(), fresh_group() as group:
+        shapes = [(40 + i, 6) for i in range(20)]
+        cases = [Case(op="matmul_all_reduce", shape=s, k=(5,), algorithm=way) for s in shapes]
+        check_cases(cases[-1:], group)
+        workspace = faults.workspace_of(group)
+        workspace.set_chaos(seed=group.rank(), max_delay_us=2000, skip_waits=True)
+        wrong = len(check_cases(cases, group))
+    assert anywhere(wrong) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ll", [True, False])
+@on_ranks(2, interpreting=True)
+def test_all_algorithms_share_a_workspace(ll: bool) -> None:
+    reductions = [
+        Case(op=op, shape=(12, 6), sizes=sizes, k=(5,), algorithm=way)
+        for op, sizes in (("matmul_reduce_scatter", (5, 7)), ("matmul_all_reduce", None))
+        for way in ("fused", *WAYS, "unfused")
+    ]
+    gathers = [
+        Case(op="all_gather_matmul", shape=(12, 6), sizes=(5, 7), n=(4,), algorithm=way)
+        for way in ("fused", *WAYS)
+    ]
+    check_all([*reductions, *gathers, *reductions], 200, ll)
+
+
+@pytest.mark.slow
+@on_ranks(1, interpreting=True)
+def test_the_gpu_suites_paced_links() -> None:
+    """They have not seen a GPU, their peers in threads; here they run on the CPU."""
+    from benchmarks.gpu import link as gpu_link
+
+    gather = gpu_link.Gather("cpu", 3, 96, 48, 32)
+    scatter = gpu_link.Scatter("cpu", 3, 96, 48, 48)
+    for case, way in ((gather, "pipelined"), (gather, "fused"), (scatter, "pipelined")):
+        assert gpu_link.check(case, way), (case, way)
+
+
+@pytest.mark.parametrize("dtype", dtypes.CODES)
+def test_sums_have_the_bits_of_the_extension(dtype: torch.dtype) -> None:
+    wide = dtypes.accumulator(dtype)
+    for begin, columns in ((0, 33), (7, 33), (100, 50)):
+        torch.manual_seed(begin)
+        partials = [torch.randn(1000).to(dtype) for _ in range(4)]
+        bias, residual = torch.randn(columns).to(wide), torch.randn(1200).to(dtype)
+        for reduction, count in itertools.product(
+            (Reduction(dtype, bias, residual), Reduction(dtype, bias), Reduction(wide)), (4, 1)
+        ):
+            ours = torch.empty(1000, dtype=reduction.out_dtype)
+            theirs = torch.empty_like(ours)
+            given = [partial.clone() for partial in partials[:count]]
+            summing._reduce_by_torch(ours, given, reduction, begin)
+            summing.reduce_into(theirs, partials[:count], reduction, begin)
+            assert torch.equal(ours, theirs)
+            assert all(map(torch.equal, given, partials))  # they are the caller's
+            if ours.dtype == dtype:  # in place
+                summing._reduce_by_torch(given[0], given, reduction, begin)
+                assert torch.equal(given[0], theirs)
+
+
+# What is chosen, and refused.
+
+
+@on_ranks(2)
+def test_all_ranks_know_of_a_callers_product() -> None:
+    """It has no measured times, by which `auto` could take `fused`."""
+    with pretending(), fresh_group() as group:
+        x, w = torch.ones(4, 8), torch.ones(8, 6)
+        product = tpkernels.LocalProduct(lambda x: x @ w, (8, 6), F32)
+        for op in FUSED_OPS:
+            getattr(tpkernels, op)(x, product, group)
+        tpkernels.all_gather_matmul(x, w, group)
+        calls = groups.get(group.group_name).planned_calls()
+    assert sorted(c.problem.options.local_product for c in calls) == [False, True, True, True]
+
+
+@on_ranks(2)
+def test_auto_does_what_is_known_not_to_be_slower() -> None:
+    with pretending(), fresh_group() as group:
+        tpkernels.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 6), group)
+        plan = groups.get(group.group_name).planned_calls()[0].plan
+    assert plan.algorithm == "unfused", plan
+    assert "on this GPU nothing is known to be faster" in plan.reason, plan
+
+
+@on_ranks(2)
+def test_refusals() -> None:
+    with pretending(), fresh_group() as group:
+        x, w = torch.ones(4, 8), torch.ones(8, 6)
+        gather = functools.partial(tpkernels.all_gather_matmul, group=group)
+        columns = functools.partial(gather, x, torch.ones(16, 6), gather_dim=1)
+        for call, text in (
+            (
+                functools.partial(gather, x, w, algorithm="ring"),
+                "which gloo cannot; make the group with NCCL",
+            ),
+            (
+                functools.partial(columns, algorithm="direct"),
+                "of [4, 16] it can split any dim but the last",
+            ),
+            (
+                functools.partial(gather, x.double(), w.double(), algorithm="pipelined"),
+                "accumulates in float32 and takes no float64",
+            ),
+            (
+                functools.partial(tpkernels.all_gather, x, group, algorithm="pipelined"),
+                "overlaps a matmul, and this op has none",
+            ),
+        ):
+            ending = faults.ending_of(call)
+            assert ending.text.endswith(text), ending
+
+
+class NoMemory(SharedMemory):
+    @staticmethod
+    def empty(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("virtual memory management is not supported")
+
+
+class NoPeers(SharedMemory):
+    @staticmethod
+    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
+        SharedMemory.rendezvous(memory, name)  # the other ranks succeed
+        raise RuntimeError("no peer access")
+
+
+class NoPointers(SharedMemory):
+    @staticmethod
+    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
+        handle = SharedMemory.rendezvous(memory, name)
+        return replace(handle, buffer_ptrs=[0] * len(handle.buffer_ptrs))
+
+
+def lacking(way: str, text: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """The algorithm ``way`` cannot run on this rank."""
+    place, why = "tpkernels.tuning.planned_calls.unsupported", {way: text}
+    return lambda patch: patch.setattr(place, lambda name, *_: why.get(name))
+
+
+def with_memory(memory: type[SharedMemory]) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(gpu_memory, "symmetric", memory)
+
+
+OTHER = "H100 (sm_90, 114 processors)"
+# The algorithm, what rank 1 lacks (under MPS: both), and what both are told.
+LACKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], object], str]] = {
+    "kernels": ("direct", lacking("direct", "needs the CUDA kernels"), "1 needs the CUDA kernels"),
+    "sm_80": ("fused", lacking("fused", "needs capability 8.0"), "rank 1 needs capability 8.0"),
+    "memory": ("fused", with_memory(NoMemory), "rank 1 cannot allocate"),
+    "peers": (
+        "fused",
+        with_memory(NoPeers),
+        "rank 1 cannot map the other ranks' memory: no peer access",
+    ),
+    "pointers": (
+        "fused",
+        with_memory(NoPointers),
+        "rank 1 cannot address the other ranks' memory: torch's",
+    ),
+    "own GPU": ("fused", lambda _: None, "ranks 0 and 1 share GPU GPU-5f1c under MPS"),
+    "same GPU": (
+        "fused",
+        lambda patch: patch.setattr(gpu_memory, "_describe", lambda _: OTHER),
+        f"rank 0 has cpu, rank 1 {OTHER}",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LACKS)
+@on_ranks(2, interpreting=True)
+def test_what_one_rank_lacks_is_refused_by_all(what: str) -> None:
+    """Then all go on without kernels."""
+    way, lose, text = LACKS[what]
+    with pretending() as patch:
+        group = faults.new_group()
+        if what == "own GPU":
+            patch.setattr(gpu_memory, "_gpu_under_mps", lambda _: "GPU-5f1c")
+        elif group.rank() == 1:
+            lose(patch)
+        call = functools.partial(faults.run_op, "all_gather_matmul", group)
+        first, second = (faults.ending_of(lambda: call(way)) for _ in range(2))
+        assert first.error == "NotImplementedError" and text in first.text, first
+        assert (second.error, second.text) == (first.error, first.text), second
+        call()
+
+
+def test_a_gpu_has_a_name_only_under_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    properties = SimpleNamespace(uuid="5f1c")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert gpu_memory._gpu_under_mps(torch.device("cuda", 0)) is None
+    (tmp_path / "control").touch()
+    assert gpu_memory._gpu_under_mps(torch.device("cuda", 0)) == "5f1c"
+    assert gpu_memory._gpu_under_mps(torch.device("cpu")) is None
+
+
+# Failures: a call only queues its kernels, so its results are NaN and the next call says why.
+
+CALLS = [
+    *itertools.product(FUSED_OPS, WAYS),
+    *itertools.product(["all_gather", "reduce_scatter", "all_reduce"], ["direct"]),
+]
+FUSED_CALLS = [
+    thorough("all_gather_matmul", "fused"),
+    *(pytest.param(op, "fused", marks=pytest.mark.slow) for op in FUSED_OPS[1:]),
+]
+
+
+def call_of(op: str, way: str, group: dist.ProcessGroup) -> Callable[[], list[torch.Tensor]]:
+    """A call whose results are returned as a list; "copied" is `fused` by copy engines, with
+    several weights."""
+    x, w = torch.ones(70 if way == "copied" else 12, 48), torch.ones(48, 40)
+    factors: Any = (x, w) if "matmul" in op else (w,)
+    options: dict[str, Any] = {"algorithm": way}
+    if way == "copied":
+        factors = x, [w[:, :n].contiguous() for n in (4, 33, 1)]
+        options = {"algorithm": "fused", "return_gathered": True}
+
+    def call() -> list[torch.Tensor]:
+        results = getattr(tpkernels, op)(*factors, group, **options)
+        if way == "copied":
+            return [results[0], *results[1]]
+        return [results]
+
+    return call
+
+
+def is_spoilt(results: list[torch.Tensor]) -> bool:
+    return all(bool(x.isnan().all()) for x in results)
+
+
+@pytest.mark.parametrize(
+    ("op", "way"), [*sweep(CALLS), *FUSED_CALLS, thorough("all_gather_matmul", "copied")]
+)
+@on_ranks(2, interpreting=True)
+def test_a_call_that_gave_up_leaves_nan(op: str, way: str) -> None:
+    """Rank 1 does not come."""
+    with pretending() as patch:
+        if way == "copied":
+            copy_engines(patch)
+        group = faults.new_group(timeout=1.0)
+        call = call_of(op, way, group)
+        call()
+        if group.rank() == 0:
+            assert is_spoilt(call())
+            after = faults.ending_of(call)
+            assert after.error == "CollectiveTimeoutError" and after.peer == 1, after
+            assert f"an earlier call of the group, found by {op}" in after.text, after
+        dist.barrier()
+
+
+def killed_job(driver: str, op: str, way: str) -> Ending | None:
+    """Rank 1 is killed before its kernel starts; the thread that watches ends the others' waits.
+    (Where a rank is so slow that it sees it before its kernel starts, that call raises already.)"""
+    emulated.load(driver)
+    with pretending():
+        group = faults.new_group()
+        call = call_of(op, way, group)
+        call()
+        space_of(group).check("a test")
+        if group.rank() == 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        spoilt: list[bool] = []
+        begin = time.monotonic()
+        ending = faults.ending_of(lambda: spoilt.append(is_spoilt(call())))
+        if not ending.error:
+            ending = faults.ending_of(call)
+        assert all(spoilt) and time.monotonic() - begin < faults.PATIENCE / 2, spoilt
+        return ending
+
+
+@pytest.mark.parametrize(
+    ("op", "way"),
+    [*sweep([("matmul_reduce_scatter", way) for way in reversed(WAYS)]), *FUSED_CALLS],
+)
+def test_a_killed_rank_ends_the_wait(cuda_driver: str, op: str, way: str) -> None:
+    fused = way == "fused"
+    env = {"TRITON_INTERPRET": "1"} if fused else {}
+    with faults.watched_ranks(2 + fused, **env) as ranks:
+        outcomes = faults.collect(ranks, killed_job, cuda_driver, op, way)
+        assert outcomes[1].exitcode == -signal.SIGKILL
+        for ending in faults.values(outcomes, 1).values():
+            assert ending.error == "PeerLostError" and ending.peer == 1, ending
+            assert f"pid {ranks.pids[1]}" in ending.text, ending
+
+
+@on_ranks(2, interpreting=True)
+def test_a_mismatch_is_found_by_the_kernels() -> None:
+    with pretending():
+        group = faults.new_group()
+        faults.run_op("matmul_all_reduce", group, "fused", 40)
+        x, w = torch.ones(40, 8), torch.ones(8, 32 + 8 * (group.rank() == 1))
+        call = functools.partial(tpkernels.matmul_all_reduce, x, w, group, algorithm="fused")
+        assert is_spoilt([call()])
+        after = faults.ending_of(call)
+    assert after.error == "CollectiveMismatchError" and after.peer == 1 - group.rank(), after
+
+
+def closed_job() -> Ending | None:
+    """Rank 1 gives its workspaces back; the others' next call says so."""
+    with pretending():
+        group = faults.new_group()
+        call = functools.partial(faults.run_op, "matmul_all_reduce", group, "fused", 12)
+        call()
+        space_of(group).check("a test")
+        dist.barrier()
+        if group.rank() == 1:
+            tpkernels.finalize()
+        time.sleep(0.3)
+        dist.barrier()
+        return None if group.rank() == 1 else faults.ending_of(call)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_left_is_reported() -> None:
+    with faults.watched_ranks(2, TRITON_INTERPRET="1") as ranks:
+        first = faults.values(faults.collect(ranks, closed_job))[0]
+        assert first.error == "PeerLostError" and "tpkernels.finalize" in first.text, first
+
+
+@pytest.mark.parametrize(("op", "way"), FUSED_CALLS)
+@on_ranks(2, interpreting=True)
+def test_calls_behind_a_failed_one_touch_no_buffer(op: str, way: str) -> None:
+    """Rank 1 stays away; rank 0 goes on as if it had not looked. A call that is in order changes
+    rank 1's buffers."""
+    with pretending() as patch:
+        group = faults.new_group(timeout=1.5)
+        call = call_of(op, way, group)
+        call()
+        space = space_of(group).current
+        memory = (ctypes.c_uint8 * (2 * space.buffer_bytes)).from_address(
+            space.buffers(group.rank())
+        )
+        buffers = torch.frombuffer(memory, dtype=torch.uint8)
+        buffers.fill_(0xA5)
+        dist.barrier()
+        call()
+        in_order = int((buffers != 0xA5).sum())
+        patch.setattr(CudaWorkspace, "check", lambda *_: None)
+        if group.rank() == 0:
+            call()  # fails
+        dist.barrier()
+        buffers.fill_(0xA5)
+        dist.barrier()
+        if group.rank() == 0:
+            assert all(is_spoilt(call()) for _ in range(2))
+        dist.barrier()
+        assert bool((buffers == 0xA5).all()) and in_order > 0
