@@ -108,44 +108,30 @@ def test_an_error_whose_text_cannot_be_encoded_is_reported(ranks: RanksFixture) 
 # Which ranks share memory.
 
 
-def cloned_job() -> tuple[bool, Ending] | str:
-    """Rank 1 moves to its own network namespace once the ranks are connected: same boot ID, same
-    machine, but no socket reaches the other."""
+def apart_job(how: str) -> tuple[bool, Ending] | str:
+    """One rank lets the others reach neither its sockets nor its memory."""
     group = faults.group_of(dist.new_group())
-    if group.rank() == 1 and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+    unshare = ctypes.CDLL(None, use_errno=True).unshare
+    # Once the ranks are connected: the same boot ID, the same machine.
+    if how == "namespace" and group.rank() == 1 and unshare(CLONE_NEWNET):
         return os.strerror(ctypes.get_errno())
+    if how == "user" and group.rank() == 2:
+        os.setresuid(65534, 65534, 0)
     tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
     ending = faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group))
+    if how == "user":
+        os.setresuid(0, 0, 0)
     return groups.get(group.group_name).shared_memory, ending
 
 
-def test_a_rank_that_is_not_reached_shares_no_memory() -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can leave a network namespace")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can leave a namespace or become another")
+@pytest.mark.parametrize("how", ["namespace", "user"])
+def test_ranks_that_do_not_reach_each_other_share_no_memory(how: str) -> None:
     with faults.watched_ranks(3) as ranks:
-        outcomes = faults.collect(ranks, cloned_job)
+        outcomes = faults.collect(ranks, apart_job, how)
         if isinstance(outcomes[1].value, str):
             pytest.skip(f"cannot make a network namespace: {outcomes[1].value}")
         for shared, ending in faults.values(outcomes).values():
-            assert not shared and not ending.error, ending
-
-
-def other_owner_job() -> tuple[bool, Ending]:
-    """Rank 2 runs as another user, whom the memory's owner does not let in."""
-    group = faults.group_of(dist.new_group())
-    if group.rank() == 2:
-        os.setresuid(65534, 65534, 0)
-    tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
-    ending = faults.ending_of(lambda: faults.run_op("all_reduce", group))
-    os.setresuid(0, 0, 0)
-    return groups.get(group.group_name).shared_memory, ending
-
-
-def test_different_users_share_no_memory() -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    with faults.watched_ranks(3) as ranks:
-        for shared, ending in faults.values(faults.collect(ranks, other_owner_job)).values():
             assert not shared and not ending.error, ending
 
 

@@ -61,12 +61,8 @@ def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
     """Return the launch argument for segments of ``sizes`` rows."""
-    found = space.segments.get(sizes)
-    if found is None:
-        starts = space.starts(sizes) if table_of(sizes) else None
-        found = Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
-        space.segments[sizes] = found
-    return found
+    starts = space.starts(sizes) if table_of(sizes) else None
+    return Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
 
 
 class Tile(NamedTuple):

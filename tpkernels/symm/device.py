@@ -105,7 +105,6 @@ class DeviceWorkspace:
         self.buffer_stride = self.buffer_bytes
         self.argument: Any = None  #: the workspace as kernels take it (kernels/sync.py)
         self.state_of_arguments = object()  #: another one when launch arguments change
-        self.segments: dict[tuple[int, ...], Any] = {}  #: the same of sizes (kernels/matmul.py)
 
     @property
     def nbytes(self) -> int:
