@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 import re
 import traceback
@@ -289,6 +291,33 @@ def run_each(
     """Runs `each` of the cases."""
     every = each(*cases, dtypes=dtypes, algorithms=algorithms, integers=integers)
     run_cases(ranks, world, every, workspace_bytes)
+
+
+def on_ranks(
+    world: int | None = 2, *, fixture: str = "ranks", timeout: float = 60.0
+) -> Callable[[Callable[..., Iterable[str]]], Callable[..., Any]]:
+    """Make a test of a job, which returns what is wrong: each of ``world`` ranks runs it. None: as
+    many as the test's parameter ``world`` says."""
+
+    def decorate(job: Callable[..., Iterable[str]]) -> Callable[..., Any]:
+        @functools.wraps(job)
+        def test(**given: Any) -> Any:
+            if fixture not in given:  # in a rank, which finds the test by the job's name
+                return job(**given)
+            ranks, count = given.pop(fixture), given.pop("world", None) if world is None else world
+            results = ranks(count).run(test, timeout=timeout, **given)
+            report(failure for rank in results for failure in rank)
+            return None
+
+        parameters = inspect.signature(job).parameters
+        names = [fixture, *([] if world else ["world"]), *parameters]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, kind) for name in names]
+        )
+        return test
+
+    return decorate
 
 
 def report(failures: Iterator[str]) -> None:
