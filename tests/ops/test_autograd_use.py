@@ -23,7 +23,7 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 VICTIM = 1
 
 
-@on_ranks()
+@on_ranks(2)
 def test_needs() -> list[str]:
     """A backward communicates for those who need it only, and gathers once."""
     ag, mrs, mar, again = (
@@ -70,7 +70,7 @@ def test_needs() -> list[str]:
     return failures
 
 
-@on_ranks()
+@on_ranks(2)
 def test_unused_outputs() -> list[str]:
     """An output without a gradient, and the gathered x alone with one."""
     failures = []
@@ -91,7 +91,7 @@ def test_unused_outputs() -> list[str]:
     return failures
 
 
-@on_ranks()
+@on_ranks(2)
 def test_autocast() -> list[str]:
     """Operands are cast as torch.matmul casts them, and gradients come back in fp32."""
     failures = []
@@ -128,7 +128,7 @@ def test_autocast() -> list[str]:
     return failures
 
 
-@on_ranks()
+@on_ranks(2)
 def test_backward_under_autocast() -> list[str]:
     """The backward of a call in fp32 is in fp32 where autocast is on only then."""
     with fresh_group() as group:
@@ -141,7 +141,7 @@ def test_backward_under_autocast() -> list[str]:
         return [] if all(map(torch.equal, *found)) else ["other bits"]
 
 
-@on_ranks()
+@on_ranks(2)
 def test_grad_dtype() -> list[str]:
     """A leaf that asks for fp32 gradients gets the product's accumulator, not its rounding."""
     with fresh_group() as group:
@@ -156,7 +156,7 @@ def test_grad_dtype() -> list[str]:
         return [f"off by {wrong}"] if wrong > 1e-3 else []
 
 
-@on_ranks()
+@on_ranks(2)
 def test_refusals() -> list[str]:
     failures = []
     with fresh_group() as group:

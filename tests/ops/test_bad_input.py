@@ -58,7 +58,7 @@ def works(group: dist.ProcessGroup) -> bool:
     ],
     ids=lambda table: table.__name__,
 )
-@on_ranks()
+@on_ranks(2)
 def test_refusals(table: Callable[[], Iterator[Refusal]]) -> list[str]:
     """Each wrong call on every rank. Nothing is sent: the group counts no call."""
     failures = []
@@ -80,7 +80,7 @@ def test_refusals(table: Callable[[], Iterator[Refusal]]) -> list[str]:
 # Jobs, run in the ranks.
 
 
-@on_ranks()
+@on_ranks(2)
 def test_on_an_unused_group() -> list[str]:
     """A first call that is wrong sets nothing up, and the next sets it up."""
     group = dist.new_group()
@@ -93,7 +93,7 @@ def test_on_an_unused_group() -> list[str]:
     return [wrong for wrong in found if wrong is not None]
 
 
-@on_ranks()
+@on_ranks(2)
 def test_on_one_rank_only() -> list[str]:
     """The others do not notice: nothing was sent, and all meet in the next call."""
     failures = []
@@ -138,7 +138,7 @@ def test_a_group_that_this_rank_is_not_in() -> list[str]:
     return [wrong for wrong in found if wrong is not None]
 
 
-@on_ranks()
+@on_ranks(2)
 def test_options_that_differ() -> list[str]:
     """All are told at once, and may try again."""
     failures = []
@@ -164,7 +164,7 @@ def test_options_that_differ() -> list[str]:
     return [failure for failure in failures if failure is not None]
 
 
-@on_ranks()
+@on_ranks(2)
 def test_without_gradients() -> list[str]:
     """Inputs that require a gradient are fine where none is recorded."""
     x, w = torch.ones(4, 6).requires_grad_(), torch.ones(6, 8).requires_grad_()

@@ -200,7 +200,7 @@ def _sum(terms: list[torch.Tensor], out_dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(12, 33), (240, 70)])  # one-shot and two-shot
-@on_ranks(None)
+@on_ranks()
 def test_the_order_is_that_of_the_ranks(dtype: torch.dtype, shape: tuple[int, int]) -> list[str]:
     outs = {dtype, F32}
     return [failure for out in outs for failure in order_failures(dtype, out, shape)]
@@ -260,7 +260,7 @@ def test_the_sum_is_rounded_once() -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@on_ranks(None)
+@on_ranks()
 def test_products_accumulate_in_fp32() -> list[str]:
     """4096 products of 1 * 1: accumulated in 16 bits they stick at 2048 or 256."""
     failures = []

@@ -17,7 +17,7 @@ from tpkernels import groups
 
 
 @pytest.mark.parametrize("first", sweep(MATMUL_WAYS, 2))
-@on_ranks()
+@on_ranks(2)
 def test_evaluation_before_training(first: str) -> list[str]:
     """The very first calls of a group under inference mode, then the same outside, and back."""
     with fresh_group() as group:
@@ -32,7 +32,7 @@ def test_evaluation_before_training(first: str) -> list[str]:
         return failures
 
 
-@on_ranks(fixture="interpreting")
+@on_ranks(2, fixture="interpreting")
 def test_kernels_can_be_ended_that_began_in_inference_mode() -> list[str]:
     with fresh_group() as group:
         with torch.inference_mode():
@@ -51,7 +51,7 @@ def _fused(group: torch.distributed.ProcessGroup) -> list[str]:
     return [] if torch.equal(got, want) else [f"{got}"]
 
 
-@on_ranks()
+@on_ranks(2)
 def test_in_place_is_told_to_autograd() -> list[str]:
     """``x`` is saved for the backward, then reduced in place through a tensor that shares it."""
     failures = []
@@ -77,7 +77,7 @@ def test_in_place_is_told_to_autograd() -> list[str]:
     return failures
 
 
-@on_ranks()
+@on_ranks(2)
 def test_forward_mode_is_refused() -> list[str]:
     """Forward mode is refused before anything is sent, also below ``torch.func``."""
     x, w = torch.ones(4, 4), torch.ones(4, 4)
@@ -118,7 +118,7 @@ def test_forward_mode_is_refused() -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@on_ranks()
+@on_ranks(2)
 def test_vmap_and_function_transforms() -> list[str]:
     """What docs/ops.md says of ``torch.vmap`` and ``torch.func``."""
     failures = []

@@ -17,7 +17,7 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
 
 @pytest.mark.parametrize("world", sweep([3, 2, 4]))
-@on_ranks(None)
+@on_ranks()
 def test_the_bits_with_a_matmul_are_the_same() -> list[str]:
     """The sum has the bits of `matmul_all_reduce`, and the rows those of `all_reduce_rms_norm`."""
     failures = []
@@ -39,7 +39,7 @@ def test_the_bits_with_a_matmul_are_the_same() -> list[str]:
     return failures
 
 
-@on_ranks()
+@on_ranks(2)
 def test_autocast() -> list[str]:
     """Operands in bf16, and the norm's weight stays in float32."""
     x, w, residual = torch.randn(4, 6), torch.randn(6, 8), torch.randn(4, 8)
@@ -55,7 +55,7 @@ def test_autocast() -> list[str]:
 
 
 @pytest.mark.parametrize("world", sweep([3, 2, 4]))
-@on_ranks(None)
+@on_ranks()
 def test_the_bits_are_the_same() -> list[str]:
     """All algorithms, vector units and ranks give the same bits; the sum's are `all_reduce`'s."""
     failures = []
@@ -81,7 +81,7 @@ def test_the_bits_are_the_same() -> list[str]:
     return failures
 
 
-@on_ranks()
+@on_ranks(2)
 def test_special_values() -> list[str]:
     """NaN and infinities as torch has them, in their rows only; a row of zeros."""
     failures = []

@@ -103,7 +103,7 @@ def scaled_samples(name: str, sizes: list[int], rank: int) -> Iterator[Sample]:
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), thorough(2)])
 @pytest.mark.parametrize("grads", [False, pytest.param(True, marks=pytest.mark.slow)])
-@on_ranks(None, timeout=250)
+@on_ranks(timeout=250)
 def test_opcheck(grads: bool) -> list[str]:
     failures = []
     with fresh_group() as group:
@@ -125,7 +125,7 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world", [3, thorough(1), pytest.param(2, marks=pytest.mark.slow)])
-@on_ranks(None)
+@on_ranks()
 def test_fake_kernels_foretell_the_results() -> list[str]:
     """Shapes, dtypes and strides are known without running anything."""
     failures = []
@@ -181,7 +181,7 @@ def _in_place(algorithm: str, group: GroupLike) -> _Step:
 
 @pytest.mark.parametrize("dynamic", sweep([False, True, None]), ids=["static", "dynamic", "marked"])
 @pytest.mark.parametrize("make", sweep([_mlp, _attention, _in_place]))
-@on_ranks(timeout=200)
+@on_ranks(2, timeout=200)
 def test_compile(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) -> list[str]:
     """The compiled function gives the eager one's bits, for several M; with ``dynamic`` None, M is
     marked as dynamic."""
@@ -216,7 +216,7 @@ def test_compile(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) 
 
 
 @pytest.mark.thorough
-@on_ranks()
+@on_ranks(2)
 def test_compile_with_every_kind_of_group() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     group = mesh.get_group()
@@ -271,7 +271,7 @@ def _trained(step: _Step, x: torch.Tensor, weights: list[torch.Tensor]) -> list[
         pytest.param(sequence_step, False, "inductor", False, marks=pytest.mark.slow),
     ],
 )
-@on_ranks(timeout=280)
+@on_ranks(2, timeout=280)
 def test_training_in_one_graph_has_the_eager_bits(
     make: Callable[[dist.ProcessGroup, bool], _Step],
     save_gathered: bool,

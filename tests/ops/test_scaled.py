@@ -119,7 +119,7 @@ def test_biases_layouts_and_few_rows_of_a_gather(ranks: RanksFixture, world: int
     run_cases(ranks, world, each(*cases))
 
 
-@on_ranks(None)
+@on_ranks()
 def test_bytes_that_are_no_numbers_arrive() -> list[str]:
     """All 256 bytes travel as they are, also where four of them would be a NaN or a denormal number
     of float32, and so does a denormal scale."""
@@ -173,7 +173,7 @@ def test_all_ranks_refuse_the_tiles_of_one(ranks: RanksFixture, world: int) -> N
     report(text for text in results if not text.startswith(wrong))
 
 
-@on_ranks(None)
+@on_ranks()
 def test_rows_that_lie_across_words() -> list[str]:
     """A row of a matrix whose rows are no whole words, and a matrix that begins in a word."""
     rows, failures = 4, []
@@ -218,7 +218,7 @@ def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scale: Any, grou
 
 
 @pytest.mark.thorough
-@on_ranks(timeout=120)
+@on_ranks(2, timeout=120)
 def test_autocast_and_compile() -> list[str]:
     """Autocast casts no fp8; a compiled step has the eager one's bits, also with symbolic M."""
     failures = []

@@ -84,7 +84,7 @@ def _ops(world: int) -> dict[str, tuple[tuple[int, ...], _Op]]:
 
 
 @pytest.mark.parametrize("world", sweep([4, 2]))
-@on_ranks(None, timeout=120)
+@on_ranks(timeout=120)
 def test_input_may_be_overwritten_at_once() -> list[str]:
     """Every op, with random delays, on input that is spoilt as soon as the op returns."""
     failures = []
@@ -111,7 +111,7 @@ def test_input_may_be_overwritten_at_once() -> list[str]:
 
 
 @pytest.mark.parametrize("world", sweep([2, 3]))
-@on_ranks(None)
+@on_ranks()
 def test_input_that_a_failed_rank_overwrites_is_no_result() -> list[str]:
     """Rank 1 is late for a call that rank 0 has left, whose input the others were to read."""
     failures = []
@@ -134,7 +134,7 @@ def test_input_that_a_failed_rank_overwrites_is_no_result() -> list[str]:
 
 
 @pytest.mark.parametrize("world", sweep([2, 1, 4]))
-@on_ranks(None)
+@on_ranks()
 def test_results_are_kept() -> list[str]:
     """No result is a view of memory that later calls write to."""
     failures = []
@@ -151,7 +151,7 @@ def test_results_are_kept() -> list[str]:
 
 
 @pytest.mark.parametrize("world", sweep([2, 1, 4], 1))
-@on_ranks(None)
+@on_ranks()
 def test_made_and_dropped() -> list[str]:
     """Symmetric tensors come and go; one that others still use is read by its own address."""
     failures = []

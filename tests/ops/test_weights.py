@@ -208,7 +208,7 @@ def test_the_parts_are_multiplied_one_by_one(op: str) -> list[str]:
     return failures
 
 
-@on_ranks()
+@on_ranks(2)
 def test_layers_are_products() -> list[str]:
     """A layer, among plain and packed weights; another product of the same shape."""
     failures = []
@@ -238,7 +238,7 @@ def test_layers_are_products() -> list[str]:
     return failures
 
 
-@on_ranks()
+@on_ranks(2)
 def test_negative_views_are_resolved_and_zeros_without_memory_refused() -> list[str]:
     """What the dispatcher would resolve or wrap: each argument once as a negative view, once as a
     tensor of zeros without memory."""
@@ -276,7 +276,7 @@ def test_negative_views_are_resolved_and_zeros_without_memory_refused() -> list[
     return failures
 
 
-@on_ranks()
+@on_ranks(2)
 def test_a_compiled_graph_breaks_there() -> list[str]:
     torch._dynamo.reset()
     with fresh_group() as group, torch.no_grad():
