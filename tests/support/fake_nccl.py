@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
-import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.support.cxx import compiled, compiler
 from tests.support.paths import NATIVE
 
 SOURCE = NATIVE / "nccl" / "fake_nccl.cpp"
@@ -38,21 +35,19 @@ class Fake:
 Build = Callable[..., Fake]
 
 
-def make_build(folder: Path) -> Build:
+def make_build(folder: Path, cache: Path) -> Build:
     """``build(without=[...])``: a new copy, some of whose symbols are hidden."""
-    compiler = shlex.split(os.environ.get("CXX") or "g++")
-    if shutil.which(compiler[0]) is None:
-        pytest.skip(f"no C++ compiler: {compiler[0]}")
-    options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    compiled, whole = folder / "fake_nccl.o", folder / "whole.so"
-    subprocess.run([*compiler, *options, "-c", str(SOURCE), "-o", str(compiled)], check=True)
+    options = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-c"]
+    whole_object = compiled(cache, "fake_nccl.o", [*options, SOURCE])
+    whole = folder / "whole.so"
 
     def link(target: Path, without: Sequence[str]) -> None:
         script = target.with_suffix(".map")
         hidden = f"local: {'; '.join(without)};" if without else ""
         script.write_text(f"{{ global: *; {hidden} }};")
         shared = ["-shared", "-pthread", f"-Wl,--version-script={script}"]
-        subprocess.run([*compiler, *shared, str(compiled), "-o", str(target)], check=True)
+        command = [*compiler(), *shared, str(whole_object), "-o", str(target)]
+        subprocess.run(command, check=True)
 
     link(whole, [])
     numbers = itertools.count()
