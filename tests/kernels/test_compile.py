@@ -3,21 +3,22 @@ how the tile loop stores tiles and publishes them; and warps with parts of their
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
-import multiprocessing
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton.language as tl
 
+from tests.conftest import RankPools
 from tests.support import kernel_builds
 from tests.support.kernel_builds import COMMUNICATING, KERNELS, UNSPECIALIZED, Build, build
 from tests.support.tiers import sweep, thorough
@@ -55,16 +56,19 @@ GATHERS = ("all_gather_matmul", "multiply_arriving")
 PROXY_FENCE = r"fence\.proxy\.async\.global"
 
 
+def builds_job(wanted: list[dict[str, Any]]) -> None:
+    for params in wanted[dist.get_rank() :: dist.get_world_size()]:
+        with contextlib.suppress(Exception):  # the test has it again
+            build(**params)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _compiled_in_parallel(request: pytest.FixtureRequest) -> None:
-    """Into Triton's cache, in a process for each core."""
+def _compiled_in_parallel(request: pytest.FixtureRequest, _pools: RankPools) -> None:
+    """Into Triton's cache, by a rank for each core."""
     found = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     wanted = [params for params in found if {"name", "arch", "dtype", "config"} <= params.keys()]
     if len(wanted) > 1:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(8, len(os.sched_getaffinity(0))), context) as pool:
-            for done in [pool.submit(build, **params) for params in wanted]:
-                done.exception()  # the test has it again
+        _pools(min(8, len(os.sched_getaffinity(0)))).run(builds_job, wanted, timeout=3600)
 
 
 @pytest.mark.parametrize("name", KERNELS)
