@@ -16,41 +16,47 @@ from tpkernels.algorithms.hierarchical import cpu as hierarchical
 from tpkernels.algorithms.hierarchical import cuda as hierarchical_cuda
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
+from tpkernels.algorithms.reduction import normalising
 from tpkernels.call import Call
 from tpkernels.errors import CaptureError, TpkernelsError
 from tpkernels.local.ranges import profiling, recorded_waits
-from tpkernels.op_spec import OPS
+from tpkernels.op_spec import OPS, OpSpec
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.problem import Problem
 from tpkernels.transport.point_to_point import hang_up
 
 
+def _function(module: Any, spec: OpSpec) -> Callable[..., Any] | None:
+    """Return what carries an op out; None: the algorithm has nothing for it."""
+    if spec.gathers:
+        return module.gather
+    if spec.exchanges:
+        return getattr(module, "exchange", None)
+    if spec.normed:
+        return getattr(module, "reduce_and_normalise", None) or normalising(module.reduce)
+    return module.reduce
+
+
 def _table(**algorithms: Any) -> dict[tuple[str, str], Callable[..., Any]]:
     return {
-        (op, name): getattr(module, spec.runs_as)
+        (op, name): function
         for name, module in algorithms.items()
         for op, spec in OPS.items()
-        if hasattr(module, spec.runs_as) and not (spec.scaled and module is fused)
+        if (function := _function(module, spec)) is not None
+        and (spec.has_matmul or not ALGORITHMS[name].overlaps_matmul)
+        and not (spec.scaled and module is fused)
     }
 
 
+_ANYWHERE = {"unfused": unfused, "ring": ring, "fused": fused}
 TABLES = {
-    "cpu": _table(
-        unfused=unfused,
-        ring=ring.OPS,
-        direct=direct,
-        pipelined=pipelined,
-        fused=fused,
-        hierarchical=hierarchical.OPS,
-    ),
+    "cpu": _table(**_ANYWHERE, direct=direct, pipelined=pipelined, hierarchical=hierarchical),
     "cuda": _table(
-        unfused=unfused,
-        ring=ring.OPS,
+        **_ANYWHERE,
         direct=direct_cuda,
         pipelined=pipelined_cuda,
-        fused=fused,
-        hierarchical=hierarchical_cuda.OPS,
+        hierarchical=hierarchical_cuda,
     ),
 }
 

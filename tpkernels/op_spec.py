@@ -25,8 +25,7 @@ class OpSpec:
         scatters: each rank keeps its shard of the sum, or of what is exchanged.
         has_matmul: multiplies as well as communicates.
         normed: also returns the rows of the sum normalised.
-        runs_as: the op whose algorithms carry it out: itself, or for scaled operands the one
-            without scales.
+        scaled: multiplies operands with scales.
     """
 
     name: str
@@ -35,16 +34,7 @@ class OpSpec:
     scatters: bool = False
     has_matmul: bool = False
     normed: bool = False
-    runs_as: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.runs_as:
-            object.__setattr__(self, "runs_as", self.name)
-
-    @functools.cached_property
-    def scaled(self) -> bool:
-        """Return whether the op multiplies operands with scales."""
-        return self.runs_as != self.name
+    scaled: bool = False
 
     @functools.cached_property
     def exchanges(self) -> bool:
@@ -57,41 +47,21 @@ class OpSpec:
         return self.reduces and not self.scatters
 
 
-def _gather(name: str, *, has_matmul: bool = True, runs_as: str = "") -> OpSpec:
-    return OpSpec(name, gathers=True, has_matmul=has_matmul, runs_as=runs_as)
-
-
-def _sum(
-    name: str,
-    *,
-    scatters: bool = False,
-    has_matmul: bool = True,
-    normed: bool = False,
-    runs_as: str = "",
-) -> OpSpec:
-    return OpSpec(
-        name,
-        reduces=True,
-        scatters=scatters,
-        has_matmul=has_matmul,
-        normed=normed,
-        runs_as=runs_as,
-    )
-
-
+_gather = functools.partial(OpSpec, gathers=True)
+_sum = functools.partial(OpSpec, reduces=True)
 _RECORDS = (
-    _gather("all_gather_matmul"),
-    _sum("matmul_reduce_scatter", scatters=True),
-    _sum("matmul_all_reduce"),
-    _sum("matmul_all_reduce_rms_norm", normed=True),
-    _gather("all_gather", has_matmul=False),
-    _sum("reduce_scatter", scatters=True, has_matmul=False),
-    _sum("all_reduce", has_matmul=False),
-    _sum("all_reduce_rms_norm", has_matmul=False, normed=True),
+    _gather("all_gather_matmul", has_matmul=True),
+    _sum("matmul_reduce_scatter", scatters=True, has_matmul=True),
+    _sum("matmul_all_reduce", has_matmul=True),
+    _sum("matmul_all_reduce_rms_norm", has_matmul=True, normed=True),
+    _gather("all_gather"),
+    _sum("reduce_scatter", scatters=True),
+    _sum("all_reduce"),
+    _sum("all_reduce_rms_norm", normed=True),
     OpSpec("all_to_all", scatters=True),
-    _gather("all_gather_scaled_matmul", runs_as="all_gather_matmul"),
-    _sum("scaled_matmul_reduce_scatter", scatters=True, runs_as="matmul_reduce_scatter"),
-    _sum("scaled_matmul_all_reduce", runs_as="matmul_all_reduce"),
+    _gather("all_gather_scaled_matmul", has_matmul=True, scaled=True),
+    _sum("scaled_matmul_reduce_scatter", scatters=True, has_matmul=True, scaled=True),
+    _sum("scaled_matmul_all_reduce", has_matmul=True, scaled=True),
 )
 OPS: Mapping[str, OpSpec] = {spec.name: spec for spec in _RECORDS}
 

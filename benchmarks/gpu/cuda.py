@@ -7,9 +7,17 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.stage import Result, Setting, checks, delayed, on_gpus, synchronize, times_ms
+from benchmarks.gpu.stage import (
+    Result,
+    Setting,
+    checks,
+    delayed,
+    integers,
+    stage,
+    synchronize,
+    times_ms,
+)
 from tpkernels import _C, cuda, groups
-from tpkernels.algorithms import fused
 from tpkernels.dtypes import CODES
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -184,49 +192,16 @@ def check_job(device: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
     return [*results, ("no failed wait", made.space.failure() is None)]
 
 
-@on_gpus()
+@stage(gpus=1)
 def cuda_check(setting: Setting) -> Iterator[Result]:
     """All-reduces, copies and replays of ``csrc/cuda``, with and without delays."""
     for world in (1, 2, 4):
         for delay_us in (0, 200):
-            given = {"by": delayed(delay_us), "value": cuda.image_status()}
-            yield from checks(
-                "cuda_check", setting, world, check_job, len(COUNTS), delay_us, **given
-            )
+            args, by = (len(COUNTS), delay_us), delayed(delay_us)
+            yield from checks(setting, world, check_job, *args, by=by, value=cuda.image_status())
 
 
-def _queued_job(device: str, algorithm: str, calls: int, delay_us: int) -> list[tuple[str, bool]]:
-    """Runs the ops on one rank, on exact integers and uneven shards; `copied` is `fused` with copy
-    engines even for small shards. On a GPU also replays of a graph."""
-    from benchmarks.gpu.calls import Calls
-
-    if algorithm == "copied":
-        fused.COPY_ENGINE_BYTES = 0
-    made = Calls(device, "fused" if algorithm == "copied" else algorithm)
-    made.set_chaos(seed=dist.get_rank(), max_delay_us=delay_us)
-    results = []
-    for op in ("all_gather_matmul", "matmul_reduce_scatter", "one_shot"):
-        results.append((op, all(made.check(op, i, 300 + i % 3) for i in range(calls))))
-    if device == "cuda":
-        index = torch.cuda.current_device()
-        by = "streams" if cuda.image.kernels(index).streams_write(captured=True) else "kernels"
-        what = f"graph replays, flags by {by}" if algorithm == "copied" else "graph replays"
-        results.append((what, made.replay(10 * calls) == 0))
-    return results
-
-
-@on_gpus()
-def queued_check(setting: Setting) -> Iterator[Result]:
-    """The ops by `direct`, by `pipelined`, and by `fused` with copy engines."""
-    for algorithm in ("direct", "pipelined", "copied"):
-        for world, delay_us in ((1, 0), (2, 0), (4, 0), (2, 200), (4, 200)):
-            given = {"by": f" by {algorithm}{delayed(delay_us)}", "value": "5 calls"}
-            yield from checks(
-                "queued_check", setting, world, _queued_job, algorithm, 5, delay_us, **given
-            )
-
-
-@on_gpus()
+@stage(gpus=1)
 def paced_copy(setting: Setting) -> Iterator[Result]:
     """Whether a paced copy keeps its rate, and the time of a plain copy of the same size."""
     src = torch.randint(0, 255, (PACED_BYTES,), dtype=torch.uint8, device=setting.device)
@@ -238,4 +213,29 @@ def paced_copy(setting: Setting) -> Iterator[Result]:
         due = PACED_BYTES / rate * 1e-6
         value = f"{paced:.4f} ms, due {due:.4f} ms, unpaced {plain:.4f} ms"
         right = bool(torch.equal(src, dst)) and paced >= 0.99 * due
-        yield Result("paced_copy", f"{PACED_BYTES >> 20} MiB at {rate:g} GB/s", value, right)
+        yield Result(f"{PACED_BYTES >> 20} MiB at {rate:g} GB/s", value, right)
+
+
+def _multimem_job(device: str, counts: tuple[int, ...]) -> list[tuple[str, bool]]:
+    """Whether sums by the switch are exact on integers; nothing without multicast memory."""
+    made = CudaCalls(device)
+    results = []
+    for dtype in DTYPES if made.space.multicast else ():
+        right = True
+        for count in counts:
+            xs = [integers(r, device, dtype, count) for r in range(made.world)]
+            out = torch.empty_like(xs[0])
+            cuda.all_reduce(made.space, made.next(), xs[made.rank], out, way="multimem")
+            synchronize(device)
+            right = right and torch.equal(out, torch.stack(xs).sum(0).to(dtype))
+        results.append((f"multimem all-reduce {dtype}", right))
+    dist.barrier()
+    return results
+
+
+@stage(gpus=2)
+def multimem_check(setting: Setting) -> Iterator[Result]:
+    """All-reduces that the switch sums, where there is one."""
+    world, counts = min(8, torch.cuda.device_count()), (8, 65_536, 3_000_000)
+    found = list(checks(setting, world, _multimem_job, counts))
+    yield from found or [Result("multicast memory", "there is none", ok=None)]

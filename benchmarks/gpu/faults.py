@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from benchmarks.gpu.stage import Result, Setting, synchronize
+from benchmarks.gpu.stage import Result, Setting, stage, synchronize
 from tpkernels.launch import RankError, Ranks
 
 TIMEOUT = 3.0
@@ -68,22 +68,22 @@ def _ended(call, device: str) -> tuple[str, torch.Tensor | None]:  # type: ignor
     return "", result
 
 
+@stage()
 def fault_check(setting: Setting) -> Iterator[Result]:
     """Each kind of failure with each algorithm that waits in memory that the ranks share."""
     env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     for algorithm in ("direct",) if setting.rehearsal else ("direct", "pipelined", "fused"):
         for kind, expected in KINDS.items():
+            args = setting.device, algorithm, kind
             with Ranks(2, env=env) as ranks:
                 try:
-                    outcome = ranks.run(
-                        _fault_job, setting.device, algorithm, kind, timeout=setting.budget_s
-                    )[0]
+                    outcome = ranks.run(_fault_job, *args, timeout=setting.budget_s)[0]
                 except RankError as error:  # the killed rank has no result
                     outcome = error.outcomes[0].value
             if outcome is None:
-                yield Result("fault_check", f"{kind} by {algorithm}", "rank 0 failed", ok=False)
+                yield Result(f"{kind} by {algorithm}", "rank 0 failed", ok=False)
                 continue
             name, nan, seconds = outcome
             right = name == expected.__name__ and nan and seconds < 5 * TIMEOUT
             value = f"{name or 'no error'} after {seconds:.1f} s{'' if nan else ', not NaN'}"
-            yield Result("fault_check", f"a peer {kind}, by {algorithm}", value, right)
+            yield Result(f"a peer {kind}, by {algorithm}", value, right)

@@ -17,11 +17,11 @@ from benchmarks.gpu.stage import (
     Result,
     Setting,
     checks,
+    contests,
     delayed,
     integers,
     median_ms,
-    on_gpus,
-    over_ranks,
+    stage,
     synchronize,
 )
 from tpkernels import cuda, groups
@@ -98,35 +98,31 @@ def check_job(device: str, algorithm: str, calls: int, delay_us: int) -> list[tu
     return results
 
 
-@on_gpus()
+@stage(gpus=1)
 def in_place_check(setting: Setting) -> Iterator[Result]:
     """`all_gather_matmul` of symmetric tensors that are overwritten once the call is queued."""
     for algorithm in ALGORITHMS:
         for world, delay_us in ((2, 0), (4, 0), (4, 200)):
-            given = {"by": f" by {algorithm}{delayed(delay_us)}", "value": "5 calls"}
-            yield from checks(
-                "in_place_check", setting, world, check_job, algorithm, 5, delay_us, **given
-            )
+            by = f" by {algorithm}{delayed(delay_us)}"
+            args = algorithm, 5, delay_us
+            yield from checks(setting, world, check_job, *args, by=by, value="5 calls")
 
 
-def speed_job(device: str, algorithm: str, rows: int, n: int, k: int) -> tuple[float, float]:
-    """Milliseconds of the slowest rank with symmetric and with plain input."""
-    made = InPlace(device, algorithm, rows, n, k)
-    made.fill(1)
-    plain = made.x.clone()
-    calls = (functools.partial(made.call, x) for x in (made.x, plain))
-    in_place, copied = (median_ms(made.made.group, device, call) for call in calls)
-    return in_place, copied
+def speed_job(device: str, m: int, n: int, k: int) -> list[tuple[str, float, float]]:
+    """(algorithm, milliseconds with symmetric and with plain input)."""
+    times, world = [], dist.get_world_size()
+    for algorithm in ALGORITHMS:
+        made = InPlace(device, algorithm, m // world, n // world, k)
+        made.fill(1)
+        calls = (functools.partial(made.call, x) for x in (made.x, made.x.clone()))
+        in_place, copied = (median_ms(made.made.group, device, call) for call in calls)
+        times.append((f"all_gather_matmul by {algorithm}", in_place, copied))
+    return times
 
 
-@on_gpus()
+@stage(gpus=1)
 def in_place_speed(setting: Setting) -> Iterator[Result]:
     """What the copy to the workspace costs: one pass over x, beside the first product."""
     for world in (world for world in (2, 4, 8) if world <= torch.cuda.device_count()):
-        for m, n, k in ((2048, 8192, 8192), (8192, 8192, 8192), (16384, 28672, 8192)):
-            for algorithm in ALGORITHMS:
-                ranks = over_ranks(setting, world, speed_job, algorithm, m // world, n // world, k)
-                in_place, copied = (max(times) for times in zip(*ranks, strict=True))
-                value = f"in place {in_place:.4f} ms, copied {copied:.4f} ms"
-                what = f"all_gather_matmul {m}x{n}x{k} by {algorithm}, {world} ranks"
-                yield Result("in_place_speed", what, value, ok=None)
+        for shape in ((2048, 8192, 8192), (8192, 8192, 8192), (16384, 28672, 8192)):
+            yield from contests(setting, world, speed_job, *shape, other="copied")

@@ -9,15 +9,16 @@ peers fetch from rank 0 are not modelled.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.gpu.stage import Result, Setting, on_gpus, random, times_ms
+from benchmarks.gpu.stage import Result, Setting, random, stage, times_ms
 from tpkernels import cuda
 from tpkernels.algorithms import fused
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
@@ -213,7 +214,7 @@ def check(case: Gather | Scatter, name: str) -> bool:
     return right and case.ranks.spaces[0].failure() is None
 
 
-@on_gpus()
+@stage(gpus=1)
 def paced_link(setting: Setting) -> Iterator[Result]:
     """`pipelined` and `fused` compared with the serial transfer and matmul, at several rates."""
     for m, n, k in [(256, 1024, 512)] if setting.small else SHAPES:
@@ -224,21 +225,14 @@ def paced_link(setting: Setting) -> Iterator[Result]:
             ("matmul_reduce_scatter", scatter, "pipelined"),
         ]
         for op, case, name in variants:
-            right = check(case, name)
+            right, run = check(case, name), getattr(case, name)
             for rate in RATES:
-                yield Result("paced_link", *_measured(setting, op, case, name, rate), right)
-
-
-def _measured(
-    setting: Setting, op: str, case: Gather | Scatter, name: str, rate: float
-) -> tuple[str, str]:
-    run: Callable[[float], None] = getattr(case, name)
-    jobs = [lambda: run(rate), lambda: case.serial(rate), case.matmul]
-    ours, serial, matmul = times_ms(setting.device, jobs)
-    overlap = 1 - (ours - matmul) / (serial - matmul)
-    m = sum(case.sizes)
-    return (
-        f"{op} by {name}, M {m}, {WORLD} ranks, {rate:g} GB/s",
-        f"{ours:.4f} ms, serial {serial:.4f} ms, torch.matmul {matmul:.4f} ms, "
-        f"E_overlap {overlap:.0%}",
-    )
+                jobs = [functools.partial(job, rate) for job in (run, case.serial)]
+                ours, serial, matmul = times_ms(setting.device, [*jobs, case.matmul])
+                overlap = 1 - (ours - matmul) / (serial - matmul)
+                yield Result(
+                    f"{op} by {name}, M {m}, {WORLD} ranks, {rate:g} GB/s",
+                    f"{ours:.4f} ms, serial {serial:.4f} ms, torch.matmul {matmul:.4f} ms, "
+                    f"E_overlap {overlap:.0%}",
+                    right,
+                )

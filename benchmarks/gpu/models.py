@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
-from benchmarks.gpu.stage import Result, Setting, nccl_worlds, over_ranks, synchronize
+from benchmarks.gpu.stage import Result, Setting, nccl_worlds, over_ranks, stage, synchronize
 
 HIDDEN, FFN, HEADS, SEQUENCE = 256, 688, 8, 64
 
@@ -23,7 +23,8 @@ class Block(nn.Module):
     def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, **options: Any) -> None:
         super().__init__()
         options["sequence_parallel"] = sequence_parallel
-        self.norm1, self.norm2 = (nn.RMSNorm(HIDDEN, **_kind(options)) for _ in range(2))
+        kind = {name: options[name] for name in ("device", "dtype")}
+        self.norm1, self.norm2 = (nn.RMSNorm(HIDDEN, **kind) for _ in range(2))
         head = HIDDEN // HEADS
         self.attention = tpkernels.nn.ParallelAttention(
             HIDDEN, HEADS, HEADS, head, group, **options
@@ -35,10 +36,6 @@ class Block(nn.Module):
         x = self.attention(self.norm1(x), residual=x)
         y: torch.Tensor = self.mlp(self.norm2(x), residual=x)
         return y
-
-
-def _kind(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in ("device", "dtype")}
 
 
 def _layer_job(device: str, replays: int) -> list[tuple[str, float]]:
@@ -112,6 +109,7 @@ def _replayed(block: Block, inputs: list[torch.Tensor], wanted: list[torch.Tenso
     return worst
 
 
+@stage()
 def layer_check(setting: Setting) -> Iterator[Result]:
     """A transformer block of `tpkernels.nn` in bf16 compared with itself on one rank in float64:
     eager, and captured whole in a CUDA graph."""
@@ -122,7 +120,7 @@ def layer_check(setting: Setting) -> Iterator[Result]:
             # bf16 has 8 bits; a dozen roundings follow each other.
             right = worst < 12 * 2**-8
             value = f"error {worst:.1e} of the largest value"
-            yield Result("layer_check", f"{what}, {world} ranks", value, right)
+            yield Result(f"{what}, {world} ranks", value, right)
 
 
 def _llama_job(device: str) -> tuple[float, bool]:
@@ -149,14 +147,15 @@ def _llama_job(device: str) -> tuple[float, bool]:
     return _error(got, logits.double()), torch.equal(tokens, again)
 
 
+@stage()
 def model_check(setting: Setting) -> Iterator[Result]:
     """A Llama of transformers in fp32, parallelized: logits, and greedy tokens."""
     if importlib.util.find_spec("transformers") is None:
-        yield Result("model_check", "a Llama", "needs transformers", ok=None)
+        yield Result("a Llama", "needs transformers", ok=None)
         return
     for world in nccl_worlds(setting)[0]:
         ranks = over_ranks(setting, world, _llama_job, backend="nccl")
         worst, same = max(error for error, _ in ranks), all(same for _, same in ranks)
         value = f"error {worst:.1e} of the largest logit, tokens {'equal' if same else 'differ'}"
         # TF32, if it is on, keeps 10 bits.
-        yield Result("model_check", f"a Llama, {world} ranks", value, worst < 2e-3 and same)
+        yield Result(f"a Llama, {world} ranks", value, worst < 2e-3 and same)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.stage import Result, Setting, checks, integers, nccl_worlds, on_gpus
+from benchmarks.gpu.stage import Result, Setting, checks, integers, nccl_worlds, stage
 from tpkernels import nccl
 
 
@@ -39,20 +39,21 @@ def _nccl_job(device: str, count: int) -> list[tuple[str, bool]]:
     return exact
 
 
-@on_gpus()
+@stage(gpus=1)
 def nccl_check(setting: Setting) -> Iterator[Result]:
     """Every collective on one rank, and on two that share a GPU where NCCL allows it."""
     worlds, why = nccl_worlds(setting)
     for world in worlds:
         count, version = 100 if setting.small else 100_000, nccl.load().version
-        yield from checks("nccl_check", setting, world, _nccl_job, count, value=version)
-    yield Result("nccl_check", "numbers of ranks", why, ok=None)
+        yield from checks(setting, world, _nccl_job, count, value=version)
+    yield Result("numbers of ranks", why, ok=None)
 
 
+@stage()
 def gpu_tests(setting: Setting) -> Iterator[Result]:
     """The tests marked ``gpu``, except those that would run this suite."""
     if setting.rehearsal or importlib.util.find_spec("hypothesis") is None:
-        yield Result("gpu_tests", "need a GPU and tpkernels[test]", ok=None)
+        yield Result("need a GPU and tpkernels[test]", ok=None)
         return
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
     command += ["--ignore=tests/benchmarks/test_gpu_suite.py"]
@@ -63,7 +64,7 @@ def gpu_tests(setting: Setting) -> Iterator[Result]:
         )
     except subprocess.TimeoutExpired:
         value = f"not finished in {setting.budget_s:.0f} s"
-        yield Result("gpu_tests", "pytest -m gpu", value, ok=None)
+        yield Result("pytest -m gpu", value, ok=None)
         return
     lines = [*ended.stderr.splitlines(), *ended.stdout.splitlines()] or ["no output"]
-    yield Result("gpu_tests", "pytest -m gpu", lines[-1], ended.returncode == 0)
+    yield Result("pytest -m gpu", lines[-1], ended.returncode == 0)

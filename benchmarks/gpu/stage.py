@@ -6,7 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,33 +38,38 @@ class Setting:
 class Result:
     """One line of the report; ``ok`` is None if nothing was checked."""
 
-    stage: str
     what: str
     value: str = ""
     ok: bool | None = True
+    stage: str = ""  #: filled in by `stage`
 
     def __str__(self) -> str:
         return f"{'WRONG ' if self.ok is False else ''}{self.what}: {self.value}"
 
 
 Stage = Callable[[Setting], Iterator[Result]]
+STAGES: dict[str, Stage] = {}
 
 
-def on_gpus(count: int = 1) -> Callable[[Stage], Stage]:
-    """Decorate a stage that needs that many GPUs: elsewhere its only result says so."""
+def stage(gpus: int = 0) -> Callable[[Stage], Stage]:
+    """Register a stage. Where there are fewer GPUs than it needs its only result says so."""
 
-    def decorate(stage: Stage) -> Stage:
-        @functools.wraps(stage)
-        def run(setting: Setting) -> Iterator[Result]:
-            if setting.rehearsal or torch.cuda.device_count() < count:
-                needs = "needs a GPU" if count == 1 else f"needs {count} GPUs"
-                yield Result(stage.__name__, "nothing was run", needs, ok=None)
+    def register(run: Stage) -> Stage:
+        name = run.__name__
+
+        @functools.wraps(run)
+        def named(setting: Setting) -> Iterator[Result]:
+            if gpus and (setting.rehearsal or torch.cuda.device_count() < gpus):
+                needs = "needs a GPU" if gpus == 1 else f"needs {gpus} GPUs"
+                yield Result("nothing was run", needs, None, name)
                 return
-            yield from stage(setting)
+            for result in run(setting):
+                yield replace(result, stage=name)
 
-        return run
+        STAGES[name] = named
+        return named
 
-    return decorate
+    return register
 
 
 def synchronize(device: str) -> None:
@@ -98,11 +103,6 @@ def median_ms(group: Any, device: str, job: Job, warmup: int = 3) -> float:
     return timed.median
 
 
-def compared(ours: float, name: str, theirs: float) -> str:
-    """Our time next to another in milliseconds, and the speed-up."""
-    return f"{ours:.4f} ms, {name} {theirs:.4f} ms: {theirs / ours:.2f}x"
-
-
 def integers(seed: int, device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Small integers, the same on every device, whose products are exact."""
     generator = torch.Generator().manual_seed(seed)
@@ -126,7 +126,6 @@ def over_ranks(
 
 
 def checks(
-    stage: str,
     setting: Setting,
     world: int,
     job: Callable[..., list[tuple[str, bool]]],
@@ -139,7 +138,22 @@ def checks(
     ranks = over_ranks(setting, world, job, *args, backend=backend)
     for what in dict(ranks[0]):
         right = all(dict(rank)[what] for rank in ranks)
-        yield Result(stage, f"{what}{by}, {world} ranks", value, right)
+        yield Result(f"{what}{by}, {world} ranks", value, right)
+
+
+def contests(
+    setting: Setting,
+    world: int,
+    job: Callable[..., list[tuple[str, float, float]]],
+    *shape: int,
+    other: str,
+    backend: str = "gloo",
+) -> Iterator[Result]:
+    """Runs a job on ranks that returns (op, our ms, another's ms). Yields them with the
+    speed-up."""
+    for op, ours, theirs in over_ranks(setting, world, job, *shape, backend=backend)[0]:
+        value = f"{ours:.4f} ms, {other} {theirs:.4f} ms: {theirs / ours:.3f}x"
+        yield Result(f"{op} {'x'.join(map(str, shape))}, {world} ranks", value, ok=None)
 
 
 def delayed(delay_us: int) -> str:

@@ -1,6 +1,4 @@
 // _C.calls: the ops' kernels, and what they find planned calls by.
-#include "calls/bindings.h"
-
 #include <pybind11/stl.h>
 
 #include <cstdint>
@@ -35,25 +33,25 @@ Tensor contiguous(const py::object& object) {
 }
 
 void bind_direct(py::module_& m) {
-  using Kind = Collective::Kind;
-  py::enum_<Kind>(m, "Kind")
-      .value("ALL_GATHER", Kind::kAllGather)
-      .value("REDUCE_SCATTER", Kind::kReduceScatter)
-      .value("ALL_TO_ALL", Kind::kAllToAll)
-      .value("ALL_REDUCE", Kind::kAllReduce);
   py::class_<Collective, std::shared_ptr<Collective>>(m, "Collective")
-      .def(py::init<py::object, std::shared_ptr<host::Segments>, std::uint32_t, std::string, Kind,
-                    SharedLayout, SharedLayout, std::size_t>(),
+      .def(py::init([](const py::object& channel, std::shared_ptr<host::Segments> segments,
+                       std::uint32_t signature, std::string text, const std::string& name,
+                       host::ShardLayout layout, host::ShardLayout taken, std::size_t largest) {
+             host::Shards shards{std::move(layout), std::move(taken), largest};
+             return std::make_shared<Collective>(channel, std::move(segments), signature,
+                                                 std::move(text), name, std::move(shards));
+           }),
            py::arg("channel"), py::arg("segments"), py::arg("signature"), py::arg("text"),
-           py::arg("kind"), py::arg("layout") = nullptr, py::arg("taken") = nullptr,
-           py::arg("largest") = 0)
+           py::arg("name"), py::arg_v("layout", host::ShardLayout{}, "..."),
+           py::arg_v("taken", host::ShardLayout{}, "..."), py::arg("largest") = 0)
       .def(
           "run",
           [](const Collective& self, const py::object& x, const py::object& out,
              const py::object& bias, const py::object& residual, const py::object& normed,
              const py::object& norm_weight, double eps) {
-            self.run(contiguous(x), contiguous(out), {contiguous(bias), contiguous(residual)},
-                     {contiguous(norm_weight), contiguous(normed), eps});
+            const Tensor to = contiguous(out);
+            self.run(contiguous(x), to, epilogue(to, contiguous(bias), contiguous(residual)),
+                     rms_norm(contiguous(normed), contiguous(norm_weight), eps));
           },
           py::arg("x"), py::arg("out"), py::arg("bias") = py::none(),
           py::arg("residual") = py::none(), py::arg("normed") = py::none(),
@@ -99,26 +97,15 @@ void bind_product(py::module_& m) {
            }),
            py::arg("address"), py::arg("pitch"), py::arg("k"), py::arg("n"), py::arg("dtype"),
            py::arg("owner") = py::none());
-  m.def(
-      "matmul",
-      [](const py::object& x, const py::handle& w, bool packed) {
-        return matmul(x, w.ptr(), packed);
-      },
-      py::arg("x"), py::arg("w"), py::arg("packed"));
+  m.def("matmul", &matmul, py::arg("x"), py::arg("w"), py::arg("packed"));
   m.def(
       "multiplies",
       [](int dtype, const std::string& layout, std::size_t rows) {
         return multiplies(static_cast<host::DType>(dtype), form_of(layout), rows);
       },
       py::arg("dtype"), py::arg("layout"), py::arg("rows"));
-  m.def(
-      "multiply",
-      [](const py::object& x, const py::handle& w, const py::handle& out, const py::handle& bias,
-         bool packed, std::pair<std::size_t, std::size_t> whole) {
-        return multiply(x, w.ptr(), out.ptr(), bias.ptr(), packed, {whole.first, whole.second});
-      },
-      py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"), py::arg("packed"),
-      py::arg("whole_shape"));
+  m.def("multiply", &multiply, py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"),
+        py::arg("packed"), py::arg("whole_shape"));
 }
 
 void bind_turns(py::module_& m) {
@@ -165,15 +152,8 @@ void bind_kernels(py::module_& m) {
                     std::optional<bool>>(),
            py::arg("arguments"), py::arg("execute"), py::arg("call"), py::arg("alarm"),
            py::arg("deterministic"));
-  m.def(
-      "make_kernel",
-      [](std::shared_ptr<Arguments> arguments, py::object plan, py::object run, py::object failed,
-         py::object check) {
-        return make_kernel(std::move(arguments),
-                           {std::move(plan), std::move(run), std::move(failed), std::move(check)});
-      },
-      py::arg("arguments"), py::arg("plan"), py::arg("run"), py::arg("failed"),
-      py::arg("check") = py::none());
+  m.def("make_kernel", &make_kernel, py::arg("arguments"), py::arg("plan"), py::arg("run"),
+        py::arg("failed"), py::arg("check") = py::none());
 }
 
 void bind_shortcut(py::module_& m) {
@@ -183,15 +163,8 @@ void bind_shortcut(py::module_& m) {
       py::arg("tensor"));
   m.def("find_key_sets", &find_key_sets, py::arg("samples"), py::arg("thread"));
   m.def("make_is_plain", &make_is_plain, py::arg("states"));
-  m.def(
-      "make_shortcut",
-      [](std::shared_ptr<Arguments> arguments, py::object kernel, py::object op,
-         std::vector<PlainState> states, std::uint64_t versioned, bool overwrites) {
-        return make_shortcut(std::move(arguments), std::move(kernel), std::move(op),
-                             std::move(states), versioned, overwrites);
-      },
-      py::arg("arguments"), py::arg("kernel"), py::arg("op"), py::arg("states"),
-      py::arg("versioned"), py::arg("overwrites"));
+  m.def("make_shortcut", &make_shortcut, py::arg("arguments"), py::arg("kernel"), py::arg("op"),
+        py::arg("states"), py::arg("versioned"), py::arg("overwrites"));
   m.def("make_above", &make_above, py::arg("kernel"), py::arg("otherwise"), py::arg("below"),
         py::arg("plain"), py::arg("overwrites"));
 }

@@ -5,37 +5,11 @@
 #include <tuple>
 #include <utility>
 
-#include "binding_errors.h"
 #include "calls/product.h"
 #include "calls/python.h"
 
 namespace tpkernels::calls {
 namespace {
-
-host::Epilogue epilogue(const Tensor& out, const Addends& addends) {
-  host::Epilogue made;
-  made.out_dtype = dtype_of(out);
-  if (addends.bias.data) {
-    made.bias = data_of(addends.bias);
-    made.cols = std::max<std::size_t>(count_of(addends.bias), 1);
-  }
-  if (addends.residual.data) {
-    made.residual = data_of(addends.residual);
-    made.residual_dtype = dtype_of(addends.residual);
-  }
-  return made;
-}
-
-host::RmsNorm rms_norm(const Norm& norm) {
-  host::RmsNorm made;
-  if (!norm.out.data) return made;
-  made.out = data_of(norm.out);
-  made.weight = data_of(norm.weight);
-  made.weight_dtype = dtype_of(norm.weight);
-  made.cols = count_of(norm.weight);
-  made.eps = norm.eps;
-  return made;
-}
 
 // A new tensor of that shape and of x's dtype.
 py::object empty_like(const py::object& x, const py::tuple& shape) {
@@ -61,48 +35,46 @@ PyObject* at(const Slots& slots, int index) {
 
 }  // namespace
 
+host::Epilogue epilogue(const Tensor& out, const Tensor& bias, const Tensor& residual) {
+  host::Epilogue made;
+  made.out_dtype = dtype_of(out);
+  if (bias.data) {
+    made.bias = data_of(bias);
+    made.cols = std::max<std::size_t>(count_of(bias), 1);
+  }
+  if (residual.data) {
+    made.residual = data_of(residual);
+    made.residual_dtype = dtype_of(residual);
+  }
+  return made;
+}
+
+host::RmsNorm rms_norm(const Tensor& out, const Tensor& weight, double eps) {
+  if (!out.data) return {};
+  return {data_of(out), data_of(weight), dtype_of(weight), count_of(weight), eps};
+}
+
 Collective::Collective(const py::object& channel, std::shared_ptr<host::Segments> segments,
-                       std::uint32_t signature, std::string text, Kind kind, SharedLayout layout,
-                       SharedLayout taken, std::size_t largest)
+                       std::uint32_t signature, std::string text, const std::string& name,
+                       host::Shards shards)
     : keep_(channel),
       channel_(channel.cast<host::Channel&>()),
       segments_(std::move(segments)),
       signature_(signature),
       text_(std::move(text)),
-      kind_(kind),
-      layout_(std::move(layout)),
-      taken_(std::move(taken)),
-      largest_(largest) {
-  if ((kind != Kind::kAllReduce && !layout_) || (kind == Kind::kAllToAll && !taken_)) {
-    throw std::invalid_argument("a collective of shards needs their layout");
-  }
-}
+      shards_(std::move(shards)),
+      run_(host::collective(name, shards_)) {}
 
-void Collective::run(const Tensor& x, const Tensor& out, const Addends& addends,
-                     const Norm& norm) const {
-  const bool in_place = kind_ == Kind::kAllReduce && data_of(x) == data_of(out);
+void Collective::run(const Tensor& x, const Tensor& out, const host::Epilogue& after,
+                     const host::RmsNorm& norm) const {
   host::Source in{data_of(x)};
-  if (!in_place && kind_ != Kind::kAllToAll) {
+  if (in.data != data_of(out)) {
     const auto address = reinterpret_cast<std::uintptr_t>(in.data);
     std::tie(in.segment, in.offset) = segments_->locate(address, bytes_of(x));
   }
-  const host::CallId id{signature_, text_};
-  const host::DType dtype = dtype_of(x);
-  const std::size_t count = count_of(x);
-  const host::Epilogue after = epilogue(out, addends);
-  const host::RmsNorm rows = rms_norm(norm);
-  std::byte* const to = data_of(out);
+  const host::Operands operands{in, data_of(out), count_of(x), dtype_of(x), after, norm};
   const GilReleased released;
-  switch (kind_) {
-    case Kind::kAllGather:
-      return host::all_gather(channel_, id, in, to, *layout_, dtype);
-    case Kind::kReduceScatter:
-      return host::reduce_scatter(channel_, id, in, to, *layout_, dtype, after);
-    case Kind::kAllToAll:
-      return host::all_to_all(channel_, id, in.data, to, *layout_, *taken_, largest_, dtype);
-    case Kind::kAllReduce:
-      return host::all_reduce(channel_, id, in, to, count, dtype, after, rows);
-  }
+  run_(channel_, {signature_, text_}, operands, shards_);
 }
 
 Direct::Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments,
@@ -131,39 +103,38 @@ bool Direct::takes(const Slots& slots, const Tensor& x) const {
 py::object Direct::run(const Slots& slots, const Tensor& x) const {
   if (!products_.empty()) return gather_and_multiply(slots, x);
   if (in_place_) {
-    collective_->run(x, x);
+    collective_->run(x, x, epilogue(x));
     return py::none();
   }
   static PyObject* const to_float = PyUnicode_InternFromString("float");
   auto in = py::reinterpret_borrow<py::object>(slots[0]);
-  Tensor summand = x;
-  Addends addends;
-  py::object bias;
+  Tensor summand = x, bias{}, residual{};
+  py::object wide_bias;
   if (at(slots, bias_) != Py_None) {
-    bias = py::reinterpret_borrow<py::object>(at(slots, bias_));
-    // The sum takes it in the accumulator's dtype.
-    if (tensor(bias).dtype.bits < 32)
-      bias = checked(PyObject_CallMethodNoArgs(bias.ptr(), to_float));
-    addends.bias = tensor(bias);
+    bias = tensor(at(slots, bias_));
+    if (bias.dtype.bits < 32) {  // the sum takes it in the accumulator's dtype
+      wide_bias = checked(PyObject_CallMethodNoArgs(at(slots, bias_), to_float));
+      bias = tensor(wide_bias);
+    }
   }
-  if (at(slots, residual_) != Py_None) addends.residual = tensor(at(slots, residual_));
+  if (at(slots, residual_) != Py_None) residual = tensor(at(slots, residual_));
   py::object out = in;
   if (!packed_.empty()) {
     in = matmul(as_rows(std::move(in), x), slots[1], packed_[0]);
     summand = tensor(in);
-    const bool fits =
-        collective_->kind() == Collective::Kind::kAllReduce || collective_->is_alone();
-    out = fits ? viewed(in, shape_) : empty_like(in, shape_);  // the partial, until it is summed
+    out = collective_->keeps_shape() ? viewed(in, shape_)
+                                     : empty_like(in, shape_);  // the partial, until it is summed
   } else {
     out = empty_like(in, shape_);
   }
-  Norm norm;
+  host::RmsNorm norm;
   py::object normed;
   if (norm_weight_ >= 0) {
     normed = empty_like(out, shape_);
-    norm = {tensor(at(slots, norm_weight_)), tensor(normed), eps_};
+    norm = rms_norm(tensor(normed), tensor(at(slots, norm_weight_)), eps_);
   }
-  collective_->run(summand, tensor(out), addends, norm);
+  const Tensor sum = tensor(out);
+  collective_->run(summand, sum, epilogue(sum, bias, residual), norm);
   return normed ? py::object(py::make_tuple(std::move(normed), std::move(out))) : out;
 }
 
@@ -171,7 +142,8 @@ py::object Direct::gather_and_multiply(const Slots& slots, const Tensor& x) cons
   auto whole = py::reinterpret_borrow<py::object>(slots[0]);
   if (return_gathered_ || !collective_->is_alone()) {
     whole = empty_like(whole, shape_);
-    collective_->run(x, tensor(whole));
+    const Tensor gathered = tensor(whole);
+    collective_->run(x, gathered, epilogue(gathered));
   }
   const py::object rows = as_rows(whole, x);
   py::list results;

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -13,8 +11,8 @@ namespace tpkernels::calls {
 namespace {
 
 struct KernelState {
-  std::shared_ptr<const Arguments> arguments;
-  KernelFunctions functions;
+  std::shared_ptr<Arguments> arguments;
+  py::object plan, run, failed, check;
 };
 
 bool deterministic_now() {
@@ -42,7 +40,7 @@ py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& pla
     set_python_error(std::current_exception());
   }
   py::error_already_set error;
-  kernel.functions.failed(planned.call, error.value());
+  kernel.failed(planned.call, error.value());
   throw error;
 }
 
@@ -93,8 +91,8 @@ py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
   Key key;
   const Found found = find(kernel, slots, &key.text);
   std::shared_ptr<Planned> planned = found.planned;
-  if (!kernel.functions.check.is_none() && !(found.has_key && is_contiguous(found.x))) {
-    kernel.functions.check(py::handle(slots[0]));
+  if (!kernel.check.is_none() && !(found.has_key && is_contiguous(found.x))) {
+    kernel.check(py::handle(slots[0]));
   }
   if (found.runs_in_extension(slots)) {
     if (py::object result = run_bound(kernel, *found.turns, *planned, slots, found.x)) {
@@ -103,14 +101,14 @@ py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
   }
   const py::object given = kernel.arguments->named(slots);
   if (!planned) {
-    const auto made = kernel.functions.plan(given).cast<std::pair<py::object, py::object>>();
+    const auto made = kernel.plan(given).cast<std::pair<py::object, py::object>>();
     const auto generation = made.first.attr("generation").cast<std::uint64_t>();
     planned = std::make_shared<Planned>(Planned{made.first, nullptr, generation});
     if (!made.second.is_none()) planned->bound = made.second.cast<std::shared_ptr<Bound>>();
     Turns* const turns = found.has_key ? Turns::of(group_of(kernel, slots)) : nullptr;
     if (turns) turns->remember(key.text, planned);
   }
-  return kernel.functions.run(planned->call, given);
+  return kernel.run(planned->call, given);
 }
 
 PyObject* call_kernel(PyObject* self, PyObject* args, PyObject* kwargs) {
@@ -129,17 +127,18 @@ py::object run_warm(const py::object& kernel, const Slots& slots) {
   Key key;
   const Found found = find(state, slots, &key.text);
   if (!found.runs_in_extension(slots)) return {};
-  if (!state.functions.check.is_none() && !is_contiguous(found.x)) return {};
+  if (!state.check.is_none() && !is_contiguous(found.x)) return {};
   if (py::object result = run_bound(state, *found.turns, *found.planned, slots, found.x)) {
     return result;
   }
-  return state.functions.run(found.planned->call, state.arguments->named(slots));
+  return state.run(found.planned->call, state.arguments->named(slots));
 }
 
-py::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelFunctions functions) {
-  return Callable<KernelState>::make(
-      "tpkernels._C.calls.Kernel", &call_kernel,
-      std::make_unique<KernelState>(KernelState{std::move(arguments), std::move(functions)}));
+py::object make_kernel(std::shared_ptr<Arguments> arguments, py::object plan, py::object run,
+                       py::object failed, py::object check) {
+  auto made = std::make_unique<KernelState>(KernelState{
+      std::move(arguments), std::move(plan), std::move(run), std::move(failed), std::move(check)});
+  return Callable<KernelState>::make("tpkernels._C.calls.Kernel", &call_kernel, std::move(made));
 }
 
 void Alarm::unwatch(std::uint64_t word) {

@@ -22,16 +22,13 @@
 
 namespace tpkernels::calls {
 
-// What Python gives a kernel.
-struct KernelFunctions {
-  pybind11::object plan;    // (arguments) -> (Call, Bound | None)
-  pybind11::object run;     // (Call, arguments) -> the op's result
-  pybind11::object failed;  // (Call, error): the call's error, before it is raised
-  pybind11::object check;   // (x), for an x that is not contiguous; None: nothing to check
-};
-
-// A kernel, callable with the op's arguments.
-pybind11::object make_kernel(std::shared_ptr<const Arguments> arguments, KernelFunctions functions);
+// A kernel, callable with the op's arguments, of Python's functions:
+//   plan(arguments) -> (Call, Bound | None)
+//   run(Call, arguments) -> the op's result
+//   failed(Call, error)   the call's error, before it is raised
+//   check(x)              for an x that is not contiguous; None: nothing to check
+pybind11::object make_kernel(std::shared_ptr<Arguments> arguments, pybind11::object plan,
+                             pybind11::object run, pybind11::object failed, pybind11::object check);
 
 // The op's result, if the kernel was called with such arguments before and the extension can run
 // the call; null without a Python error otherwise, with nothing done.

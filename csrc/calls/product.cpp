@@ -5,9 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "binding_errors.h"
 #include "calls/python.h"
-#include "host/product.h"
 #include "host/vector.h"
 
 namespace tpkernels::calls {
@@ -116,15 +114,74 @@ bool read_plain(PyObject* object, Weight* weight) {
 
 bool has_threads() { return torch_threads().parallel_for && torch_threads().get_num_threads; }
 
-// way_of() for x with any strides.
-Way way_with_unit_stride(const Tensor& x, const Weight& w, DType out_dtype, const Whole& whole) {
+// What packed.py tells of a weight, or a dense tensor [K, N]. Valid as long as w is. False: it is
+// none that csrc/host/product.h reads.
+bool read_weight(PyObject* w, bool packed, Weight* weight) {
+  if (!packed) return read_plain(w, weight);
+  static PyObject* const name = PyUnicode_InternFromString(kPanelsName);
+  const auto panels = py::reinterpret_steal<py::object>(PyObject_GetAttr(w, name));
+  if (!panels) return PyErr_Clear(), false;
+  *weight = panels.cast<const Panels&>().weight;
+  return true;
+}
+
+// How to compute x @ w to `out_dtype`, for x with any strides; without `multiply` where the
+// extension does not.
+Way way_of(const Tensor& x, const Weight& w, DType out_dtype, const Whole& whole) {
   DType dtype{};
   if (!has_threads() || !supported(x, &dtype) || dtype != w.dtype) return {};
   if (x.shape[0] == 0 || w.k < 2 || w.n == 0 || w.k != x.shape[1]) return {};
-  if (static_cast<std::size_t>(x.shape[0]) > whole.rows) return {};
-  const std::size_t columns = std::max(whole.columns, static_cast<std::size_t>(w.n));
-  return host::fastest_way({whole.rows, static_cast<std::size_t>(w.k), columns}, dtype, w.form,
+  const auto [rows, whole_columns] = whole;
+  if (static_cast<std::size_t>(x.shape[0]) > rows) return {};
+  const std::size_t columns = std::max(whole_columns, static_cast<std::size_t>(w.n));
+  return host::fastest_way({rows, static_cast<std::size_t>(w.k), columns}, dtype, w.form,
                            out_dtype);
+}
+
+// The same, where it also replaces x by a copy with unit column stride if that pays, and fills
+// `rows`.
+Way way_with_unit_stride(py::object* x, Tensor* rows, const Weight& w, DType out_dtype,
+                         const Whole& whole) {
+  if (!read(x->ptr(), rows)) return {};
+  const Way way = way_of(*rows, w, out_dtype, whole);
+  if (!way.multiply || rows->strides[1] == 1) return way;
+  // Otherwise torch reads any strides as fast. In gradients of weights the copy takes 3 to 20 % of
+  // the product's time, and torch.mm, or the conversion to fp32, 1.6 to 3.8 times as long as both.
+  if (w.form != Form::kPanels && w.dtype != DType::kF32 && w.dtype == out_dtype) return {};
+  *x = x->attr("contiguous")();
+  *rows = tensor(*x);
+  return way;
+}
+
+// out [rows, N] = x [rows, K] @ w + bias, rounded once; bias [N] in fp32, or without data. Gives up
+// the GIL.
+void run(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias, const Way& way) {
+  Work work{};
+  work.way = way;
+  Product& product = work.product;
+  product.rows = static_cast<std::size_t>(x.shape[0]);
+  product.k = static_cast<std::size_t>(w.k);
+  product.x = data_of(x);
+  product.x_pitch = pitch(x, 0);
+  product.w = w.data;
+  product.w_pitch = w.pitch;
+  product.columns = static_cast<std::size_t>(w.n);
+  product.out = data_of(out);
+  product.out_dtype = dtype_of(out);
+  product.out_pitch = pitch(out, 0);
+  product.bias = bias.data ? reinterpret_cast<const float*>(data_of(bias)) : nullptr;
+  const std::size_t blocks = (product.columns + work.way.columns - 1) / work.way.columns;
+  work.parts = parts_of_rows(work.way, product.rows, blocks);
+  const std::size_t block_bytes = work.way.columns * product.k * size_of(w.dtype);
+  const std::size_t grain =
+      product.rows > Product::kFewRows ? 1 : std::max<std::size_t>(kGrainBytes / block_bytes, 1);
+  std::int32_t failed = 0;
+  {
+    const GilReleased released;
+    failed = torch_threads().parallel_for(0, static_cast<std::int64_t>(blocks * work.parts),
+                                          static_cast<std::int64_t>(grain), multiply_items, &work);
+  }
+  if (failed) throw std::runtime_error("a product failed in torch_parallel_for, or has no memory");
 }
 
 py::object packed_matmul(const py::object& x, PyObject* w) {
@@ -146,82 +203,12 @@ py::object packed_matmul(const py::object& x, PyObject* w) {
 
 }  // namespace
 
-bool read_weight(PyObject* w, bool packed, Weight* weight) {
-  if (!packed) return read_plain(w, weight);
-  static PyObject* const name = PyUnicode_InternFromString(kPanelsName);
-  PyObject* const found = PyObject_GetAttr(w, name);
-  if (!found) {
-    PyErr_Clear();
-    return false;
-  }
-  const auto panels = py::reinterpret_steal<py::object>(found);
-  *weight = panels.cast<const Panels&>().weight;
-  return true;
-}
-
 bool multiplies(DType dtype, Form form, std::size_t rows) {
   constexpr std::size_t kLarge = 4096;
   return has_threads() && host::fastest_way({rows, kLarge, kLarge}, dtype, form, dtype).multiply;
 }
 
-py::object with_unit_stride(const py::object& x, const Weight& w, DType out_dtype,
-                            const Whole& whole) {
-  Tensor rows{};
-  if (!read(x.ptr(), &rows) || rows.ndim != 2 || rows.strides[1] == 1) return x;
-  // Otherwise torch reads any strides as fast. In gradients of weights the copy takes 3 to 20 % of
-  // the product's time, and torch.mm, or the conversion to fp32, 1.6 to 3.8 times as long as both.
-  const bool pays = w.form == Form::kPanels || w.dtype == DType::kF32 || w.dtype != out_dtype;
-  const bool multiplies = pays && way_with_unit_stride(rows, w, out_dtype, whole).multiply;
-  return multiplies ? x.attr("contiguous")() : x;
-}
-
-Way way_of(const Tensor& x, const Weight& w, DType out_dtype, const Whole& whole) {
-  const bool unit_stride = x.ndim == 2 && x.strides[1] == 1;
-  return unit_stride ? way_with_unit_stride(x, w, out_dtype, whole) : Way{};
-}
-
-bool takes_result(const Tensor& out) {
-  DType dtype{};
-  return supported(out, &dtype) && out.strides[1] == 1;
-}
-
-void multiply(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias,
-              const Way& way) {
-  Work work{};
-  Product& product = work.product;
-  work.way = way;
-  const bool biased = bias.data != nullptr;
-  if (!takes_result(out) || out.shape[0] != x.shape[0] || out.shape[1] != w.n ||
-      (biased && (dtype_of(bias) != DType::kF32 || bias.ndim != 1 || !is_contiguous(bias) ||
-                  bias.shape[0] != w.n))) {
-    throw std::invalid_argument("the result or the bias of a product has another shape or dtype");
-  }
-  product.rows = static_cast<std::size_t>(x.shape[0]);
-  product.k = static_cast<std::size_t>(w.k);
-  product.x = data_of(x);
-  product.x_pitch = pitch(x, 0);
-  product.w = w.data;
-  product.w_pitch = w.pitch;
-  product.columns = static_cast<std::size_t>(w.n);
-  product.out = data_of(out);
-  product.out_dtype = dtype_of(out);
-  product.out_pitch = pitch(out, 0);
-  product.bias = biased ? reinterpret_cast<const float*>(data_of(bias)) : nullptr;
-  const std::size_t blocks = (product.columns + work.way.columns - 1) / work.way.columns;
-  work.parts = parts_of_rows(work.way, product.rows, blocks);
-  const std::size_t block_bytes = work.way.columns * product.k * size_of(w.dtype);
-  const std::size_t grain =
-      product.rows > Product::kFewRows ? 1 : std::max<std::size_t>(kGrainBytes / block_bytes, 1);
-  std::int32_t failed = 0;
-  {
-    const GilReleased released;
-    failed = torch_threads().parallel_for(0, static_cast<std::int64_t>(blocks * work.parts),
-                                          static_cast<std::int64_t>(grain), multiply_items, &work);
-  }
-  if (failed) throw std::runtime_error("a product failed in torch_parallel_for, or has no memory");
-}
-
-py::object matmul(const py::object& x, PyObject* w, bool packed) {
+py::object matmul(const py::object& x, const py::handle& w, bool packed) {
   static const Global mm("torch", "mm");
   static PyObject* const by_name = py::make_tuple("out").release().ptr();
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
@@ -231,20 +218,20 @@ py::object matmul(const py::object& x, PyObject* w, bool packed) {
     return empty(py::make_tuple(a.shape[0], columns), dtype);
   };
   const auto rows = static_cast<std::size_t>(a.shape[0]);
-  const Whole whole{rows, 0};
   Weight weight{};
-  if (read_weight(w, packed, &weight)) {
-    const py::object given = with_unit_stride(x, weight, weight.dtype, whole);
-    const Tensor factor = tensor(given);
-    if (const host::Way way = way_of(factor, weight, weight.dtype, whole); way.multiply) {
+  if (read_weight(w.ptr(), packed, &weight)) {
+    py::object given = x;
+    Tensor factor{};
+    const Way way = way_with_unit_stride(&given, &factor, weight, weight.dtype, {rows, 0});
+    if (way.multiply) {
       py::object out = new_result(weight.n);
-      multiply(factor, weight, tensor(out), {}, way);
+      run(factor, weight, tensor(out), {}, way);
       return out;
     }
   }
-  if (packed) return packed_matmul(x, w);
+  if (packed) return packed_matmul(x, w.ptr());
   const std::int64_t columns = tensor(w).shape[1];
-  PyObject* factors[] = {x.ptr(), w, nullptr};
+  PyObject* factors[] = {x.ptr(), w.ptr(), nullptr};
   const auto bytes = rows * static_cast<std::size_t>(columns) * a.dtype.bits / 8;
   if (bytes < kLargeBytes) return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
   const py::object out = new_result(columns);
@@ -252,17 +239,24 @@ py::object matmul(const py::object& x, PyObject* w, bool packed) {
   return checked(PyObject_Vectorcall(mm.value(), factors, 2, by_name));
 }
 
-bool multiply(const py::object& x, PyObject* w, PyObject* out, PyObject* bias, bool packed,
-              const Whole& whole) {
+bool multiply(const py::object& x, const py::handle& w, const py::handle& out,
+              const py::handle& bias, bool packed, const Whole& whole) {
   Tensor a{}, to{}, added{};
+  DType out_dtype{};
   Weight weight{};
-  const bool known = read_weight(w, packed, &weight) && read(out, &to) && takes_result(to);
-  if (!known || !(bias == Py_None || read(bias, &added))) return false;
-  const py::object given = with_unit_stride(x, weight, dtype_of(to), whole);
-  if (!read(given.ptr(), &a)) return false;
-  const host::Way way = way_of(a, weight, dtype_of(to), whole);
-  if (way.multiply) multiply(a, weight, to, added, way);
-  return way.multiply != nullptr;
+  const bool takes_result = read(out.ptr(), &to) && supported(to, &out_dtype) && to.strides[1] == 1;
+  if (!takes_result || !read_weight(w.ptr(), packed, &weight)) return false;
+  if (!bias.is_none() && !read(bias.ptr(), &added)) return false;
+  py::object given = x;
+  const Way way = way_with_unit_stride(&given, &a, weight, out_dtype, whole);
+  if (!way.multiply) return false;
+  if (to.shape[0] != a.shape[0] || to.shape[1] != weight.n ||
+      (added.data && (dtype_of(added) != DType::kF32 || added.ndim != 1 || !is_contiguous(added) ||
+                      added.shape[0] != weight.n))) {
+    throw std::invalid_argument("the result or the bias of a product has another shape or dtype");
+  }
+  run(a, weight, to, added, way);
+  return true;
 }
 
 }  // namespace tpkernels::calls

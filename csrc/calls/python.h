@@ -6,6 +6,8 @@
 #include <exception>
 #include <memory>
 
+#include "bindings.h"
+
 namespace tpkernels::calls {
 
 namespace py = pybind11;
@@ -32,9 +34,6 @@ class Global {
   PyObject* names_;
   PyObject* name_;
 };
-
-// Sets Python's error to a C++ exception, for the functions that pybind11 does not wrap.
-void set_python_error(const std::exception_ptr& error);
 
 // What f() returns, as a new reference; null with a Python error set where it throws.
 template <class F>

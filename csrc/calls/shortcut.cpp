@@ -290,9 +290,8 @@ py::object make_is_plain(std::vector<PlainState> states) {
                                      std::make_unique<PlainStates>(std::move(states)));
 }
 
-py::object make_shortcut(std::shared_ptr<const Arguments> arguments, py::object kernel,
-                         py::object op, std::vector<PlainState> states, std::uint64_t versioned,
-                         bool overwrites) {
+py::object make_shortcut(std::shared_ptr<Arguments> arguments, py::object kernel, py::object op,
+                         std::vector<PlainState> states, std::uint64_t versioned, bool overwrites) {
   auto made =
       std::make_unique<Shortcut>(Shortcut{std::move(arguments), std::move(kernel), std::move(op),
                                           std::move(states), versioned, overwrites});

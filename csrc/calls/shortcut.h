@@ -44,7 +44,7 @@ using PlainState = std::tuple<std::uint64_t, std::uint64_t, bool, std::vector<st
 // otherwise. Without a kernel, `op` is the local matmul `op(x, w, *, bias, out_dtype)`, of which
 // the extension multiplies a matrix x by a packed w. `versioned` is the key of tensors that count
 // their versions.
-pybind11::object make_shortcut(std::shared_ptr<const Arguments> arguments, pybind11::object kernel,
+pybind11::object make_shortcut(std::shared_ptr<Arguments> arguments, pybind11::object kernel,
                                pybind11::object op, std::vector<PlainState> states,
                                std::uint64_t versioned, bool overwrites);
 

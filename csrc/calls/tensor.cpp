@@ -1,7 +1,6 @@
 #include "calls/tensor.h"
 
 #include <cmath>
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <stdexcept>

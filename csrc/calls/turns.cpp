@@ -1,9 +1,7 @@
 #include "calls/turns.h"
 
 #include <stdexcept>
-#include <utility>
 
-#include "binding_errors.h"
 #include "calls/python.h"
 
 namespace tpkernels::calls {

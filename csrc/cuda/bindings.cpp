@@ -1,6 +1,6 @@
 // _C.cuda: the kernels, and queries of the driver. Memory and streams are passed as integers.
 // tpkernels/cuda checks the arguments.
-#include "cuda/bindings.h"
+#include "bindings.h"
 
 #include <pybind11/stl.h>
 
@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "binding_errors.h"
 #include "cuda/kernels.h"
 
 namespace py = pybind11;
@@ -136,13 +135,6 @@ void bind_kernel(py::class_<Kernels>& kernels, const char* name) {
 }  // namespace
 
 void bind(py::module_& m) {
-  py::register_exception_translator([](std::exception_ptr error) {
-    try {
-      if (error) std::rethrow_exception(error);
-    } catch (const Unsupported& unsupported) {
-      PyErr_SetString(PyExc_NotImplementedError, unsupported.what());
-    }
-  });
   bind_arguments(m);
   py::class_<Kernels> kernels(m, "Kernels");
   kernels.def(py::init(&make_kernels), py::arg("device"), py::arg("image"))

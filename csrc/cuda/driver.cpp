@@ -2,8 +2,6 @@
 
 #include <dlfcn.h>
 
-#include <string>
-
 namespace tpkernels::cuda {
 namespace {
 

@@ -5,15 +5,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
 #include <string>
 
-namespace tpkernels::cuda {
+#include "unsupported.h"
 
-// A valid request that this machine does not support. The text says what is missing.
-struct Unsupported : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+namespace tpkernels::cuda {
 
 using Address = std::uint64_t;
 using Stream = std::uint64_t;  // a CUstream as an integer; 0 is the default stream

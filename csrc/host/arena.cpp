@@ -16,26 +16,8 @@
 #ifndef MADV_POPULATE_WRITE  // Linux 5.14
 #define MADV_POPULATE_WRITE 23
 #endif
-#ifndef MFD_CLOEXEC
-#define MFD_CLOEXEC 1U
-#define MFD_ALLOW_SEALING 2U
-#endif
-#ifndef SYS_memfd_create  // Linux 3.17
-#if defined(__x86_64__)
-#define SYS_memfd_create 319
-#else
-#define SYS_memfd_create 279
-#endif
-#endif
 #ifndef SYS_pidfd_open  // Linux 5.3; the same number on all architectures
 #define SYS_pidfd_open 434
-#endif
-#ifndef F_ADD_SEALS  // in <linux/fcntl.h>, which conflicts with <fcntl.h>
-#define F_ADD_SEALS 1033
-#define F_GET_SEALS 1034
-#define F_SEAL_SEAL 1
-#define F_SEAL_SHRINK 2
-#define F_SEAL_GROW 4
 #endif
 
 namespace tpkernels::host {
@@ -52,9 +34,9 @@ constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 }  // namespace
 
 int open_memfd(const char* name) {
-  const long fd = syscall(SYS_memfd_create, name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
-  return static_cast<int>(fd);
+  return fd;
 }
 
 int open_pidfd(int pid) {

@@ -1,19 +1,16 @@
 // _C.host. Memory is passed as integer addresses, dtypes as the codes of host/vector.h.
-#include "host/bindings.h"
+#include "bindings.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include <cerrno>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
-#include "binding_errors.h"
 #include "host/arena.h"
 #include "host/channel.h"
 #include "host/collectives.h"
@@ -40,21 +37,6 @@ Region make_region(std::shared_ptr<Arena> arena, int rank, std::size_t offset,
   const std::size_t wanted = bytes.value_or(offset > size ? 0 : size - offset);
   std::byte* const data = arena->at(rank, offset, wanted);
   return {std::move(arena), data, wanted};
-}
-
-// A peer's failure has its kind from shared memory: an unknown one only means that it is broken.
-const char* class_of(FailureKind kind) {
-  switch (kind) {
-    case FailureKind::kPeerLost:
-      return "PeerLostError";
-    case FailureKind::kTimeout:
-      return "CollectiveTimeoutError";
-    case FailureKind::kMismatch:
-      return "CollectiveMismatchError";
-    case FailureKind::kBroken:
-      break;
-  }
-  return "GroupBrokenError";
 }
 
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
@@ -283,28 +265,9 @@ void bind_vector_units(py::module_& m) {
   m.def("use_vector_unit", &use_unit, py::arg("name"));
 }
 
-void translate(std::exception_ptr error) {
-  if (error && !set_python_error(error)) std::rethrow_exception(error);
-}
-
 }  // namespace
 
-bool set_python_error(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const Failure& failure) {
-    raise_error(class_of(failure.kind), failure.what(), failure.peer);
-  } catch (const std::system_error& failure) {
-    errno = failure.code().value();
-    PyErr_SetFromErrno(PyExc_OSError);
-  } catch (...) {
-    return false;
-  }
-  return true;
-}
-
 void bind(py::module_& m) {
-  py::register_exception_translator(&translate);
   bind_memory(m);
   bind_channel(m);
   bind_mailbox(m);

@@ -11,8 +11,6 @@
 #include <numeric>
 #include <thread>
 
-#include "host/wait.h"
-
 namespace tpkernels::host {
 
 constexpr std::size_t kTextBytes = 448;

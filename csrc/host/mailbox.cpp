@@ -5,8 +5,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "host/wait.h"
-
 namespace tpkernels::host {
 namespace {
 

@@ -12,41 +12,32 @@
 
 namespace tpkernels::host {
 
-// The fallback for any processor: scalar conversions, vectorised where the compiler can.
+// The fallback for any processor.
 namespace plain {
 
-constexpr std::size_t kLanes = 1;
-using Vec = float;
-
-template <DType D>
-Vec load_vec(const void* from) {
-  return scalar::to_float<D>(from);
-}
-template <DType D>
-void store_vec(void* to, Vec value) {
-  scalar::from_float<D>(to, value);
-}
-struct Pair {
-  Vec first;
-  Vec second;
-};
-
-template <DType D>
-Pair load_pair(const std::byte* from) {
-  return {load_vec<D>(from), load_vec<D>(from + size_of(D))};
-}
-template <DType D>
-void store_pair(std::byte* to, Pair pair) {
-  store_vec<D>(to, pair.first);
-  store_vec<D>(to + size_of(D), pair.second);
-}
-inline Vec add_vec(Vec a, Vec b) { return a + b; }
-inline Vec mul_vec(Vec a, Vec b) { return a * b; }
-inline Vec set_vec(float value) { return value; }
-inline Vec load_acc(const float* from) { return *from; }
-inline void store_acc(float* to, Vec value) { *to = value; }
+constexpr std::size_t kLanes = 4;
 
 #include "host/vector_loops.inc"
+
+using Halves = std::uint16_t __attribute__((vector_size(2 * kLanes)));
+
+inline Vec load_f16(const void* from) {
+  const auto halves = load_bits<Halves>(from);
+  Vec value;
+  for (std::size_t i = 0; i < kLanes; ++i) value[i] = scalar::float_of_f16(halves[i]);
+  return value;
+}
+inline void store_f16(void* to, Vec value) {
+  Halves halves;
+  for (std::size_t i = 0; i < kLanes; ++i) halves[i] = scalar::f16_of(value[i]);
+  store_bits(to, halves);
+}
+inline Words load_u16(const void* from) {
+  return __builtin_convertvector(load_bits<Halves>(from), Words);
+}
+inline void store_u16(void* to, Words words) {
+  store_bits(to, __builtin_convertvector(words, Halves));
+}
 
 void stream(void* dst, const void* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
 

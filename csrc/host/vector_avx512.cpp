@@ -28,84 +28,19 @@ namespace tpkernels::host {
 namespace avx512 {
 
 constexpr std::size_t kLanes = 16;
-using Vec = __m512;
-
-inline __m256i load_halves(const void* from) {
-  return _mm256_loadu_si256(static_cast<const __m256i*>(from));
-}
-
-template <DType D>
-inline Vec load_vec(const void* from) {
-  if constexpr (D == DType::kF32) {
-    return _mm512_loadu_ps(from);
-  } else if constexpr (D == DType::kF16) {
-    return _mm512_cvtph_ps(load_halves(from));
-  } else {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_halves(from)), 16));
-  }
-}
-
-// scalar::bf16_of on sixteen lanes; the result is the upper half of each.
-inline __m512i round_to_bf16(Vec value) {
-  const __m512i bits = _mm512_castps_si512(value);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
-  return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), quiet);
-}
-
-inline __m256i to_bf16(Vec value) {
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_bf16(value), 16));
-}
-
-template <DType D>
-inline void store_vec(void* to, Vec value) {
-  if constexpr (D == DType::kF32) {
-    _mm512_storeu_ps(to, value);
-  } else {
-    const __m256i halves =
-        D == DType::kF16 ? _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT) : to_bf16(value);
-    _mm256_storeu_si256(static_cast<__m256i*>(to), halves);
-  }
-}
-
-struct Pair {
-  Vec first;
-  Vec second;
-};
-
-// A bf16 pair is the even and the odd elements: a shift and a mask separate them, where the natural
-// order would need shuffles.
-template <DType D>
-inline Pair load_pair(const std::byte* from) {
-  if constexpr (D == DType::kBF16) {
-    const __m512i both = _mm512_loadu_si512(from);
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
-            _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(~0xffff)))};
-  } else {
-    return {load_vec<D>(from), load_vec<D>(from + kLanes * size_of(D))};
-  }
-}
-
-template <DType D>
-inline void store_pair(std::byte* to, Pair pair) {
-  if constexpr (D == DType::kBF16) {
-    const __m512i even = _mm512_srli_epi32(round_to_bf16(pair.first), 16);
-    const __m512i odd = _mm512_and_si512(round_to_bf16(pair.second), _mm512_set1_epi32(~0xffff));
-    _mm512_storeu_si512(to, _mm512_or_si512(even, odd));
-  } else {
-    store_vec<D>(to, pair.first);
-    store_vec<D>(to + kLanes * size_of(D), pair.second);
-  }
-}
-
-inline Vec add_vec(Vec a, Vec b) { return _mm512_add_ps(a, b); }
-inline Vec mul_vec(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
-inline Vec set_vec(float value) { return _mm512_set1_ps(value); }
-inline Vec load_acc(const float* from) { return _mm512_loadu_ps(from); }
-inline void store_acc(float* to, Vec value) { _mm512_storeu_ps(to, value); }
 
 #include "host/vector_loops.inc"
+
+inline Vec load_f16(const void* from) { return _mm512_cvtph_ps(load_bits<__m256i>(from)); }
+inline void store_f16(void* to, Vec value) {
+  store_bits(to, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+}
+inline Words load_u16(const void* from) {
+  return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(load_bits<__m256i>(from)));
+}
+inline void store_u16(void* to, Words words) {
+  store_bits(to, _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words)));
+}
 
 // What few_rows.inc and panels.inc ask for, of all dtypes without dot products.
 template <DType D>
@@ -323,7 +258,6 @@ namespace avx512_bf16 {
 
 using avx512::add_block;
 using avx512::add_lanes;
-using avx512::add_vec;
 using avx512::kLanes;
 using avx512::load_acc;
 using avx512::set_vec;

@@ -1,6 +1,6 @@
 // _C.nccl: a NCCL library and its communicators. Memory, streams and windows are passed as
 // integers, dtypes as the codes of host/vector.h.
-#include "nccl/bindings.h"
+#include "bindings.h"
 
 #include <pybind11/stl.h>
 
@@ -9,7 +9,6 @@
 #include <iterator>
 #include <string>
 
-#include "binding_errors.h"
 #include "nccl/communicator.h"
 
 namespace py = pybind11;
@@ -19,16 +18,6 @@ namespace {
 
 using ReleaseGil = py::call_guard<GilReleased>;
 using Address = std::uintptr_t;
-
-void translate(std::exception_ptr error) {
-  try {
-    if (error) std::rethrow_exception(error);
-  } catch (const Error& failure) {
-    raise_error(failure.type, failure.what(), -1);
-  } catch (const Unsupported& unsupported) {
-    PyErr_SetString(PyExc_NotImplementedError, unsupported.what());
-  }
-}
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 Address address(const void* memory) { return reinterpret_cast<Address>(memory); }
@@ -86,8 +75,6 @@ Operation make_operation(const std::string& name, Address send, Address recv, st
 }  // namespace
 
 void bind(py::module_& m) {
-  py::register_exception_translator(&translate);
-
   py::class_<Library, std::shared_ptr<Library>>(m, "Library")
       .def(py::init<const std::string&>(), py::arg("name"), ReleaseGil())
       .def_property_readonly("path", &Library::path)

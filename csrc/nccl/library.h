@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "unsupported.h"
+
 namespace tpkernels::nccl {
 
 struct Comm;  // opaque
@@ -53,11 +55,6 @@ static_assert(sizeof(Config) == 72 && offsetof(Config, blocking) == 16 &&
                   offsetof(Config, net_name) == 32 && offsetof(Config, comm_name) == 48 &&
                   offsetof(Config, cta_policy) == 60,
               "the layout of ncclConfig_t");
-
-// A valid request that this library or machine does not support. The text says what is needed.
-struct Unsupported : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 // A failed call; `type` is the class of tpkernels.errors to raise.
 struct Error : std::runtime_error {

@@ -4,7 +4,6 @@ of the batches, and what is queued. No GPU has confirmed any of it."""
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,8 +29,10 @@ from tests.support.nccl_rehearsal import over_nccl
 from tests.support.ranked import call, check_cases, fresh_group, on_hosts, report
 from tests.support.tiers import sweep
 from tpkernels.algorithms.hierarchical import cuda as hierarchical
+from tpkernels.backends import TABLES
 from tpkernels.call import Call
 from tpkernels.ops.problems import problem_of
+from tpkernels.ops.registration import execution_of
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.problem import ORDERED
 from tpkernels.transport.point_to_point import PeerLinks
@@ -157,7 +158,6 @@ def queue_of(
     op: str, sizes: Sequence[int], make: Callable[[], dict[str, Any]], rank: int | None = None
 ) -> Queue:
     """What a rank queues in a call, by default the last."""
-    module: Any = importlib.import_module(f"tpkernels.ops.{op}")
     on, world = hosts(sizes), sum(sizes)
     rank = world - 1 if rank is None else rank
     ours = next(ranks for ranks in on if rank in ranks)
@@ -175,10 +175,10 @@ def queue_of(
         given = SimpleNamespace(**DEFAULTS | make())
         problem = problem_of(op, group, given)
         plan = choose(problem, Means(shared_memory=False), requested="hierarchical")
-        call = Call(group, problem, plan, getattr(hierarchical.OPS, op), 0)
+        call = Call(group, problem, plan, TABLES["cuda"][op, "hierarchical"], 0)
         queue.launches.clear()
         queue.touched = 0
-        module._execute(call, given)
+        execution_of(problem.spec)(call, given)
     return queue
 
 

@@ -3,7 +3,6 @@ has confirmed it."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -14,10 +13,11 @@ import torch
 
 from tests.support.launches import Queue, queued
 from tpkernels import shard_sizes
-from tpkernels.algorithms import unfused
+from tpkernels.backends import TABLES
 from tpkernels.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.ops.problems import problem_of
+from tpkernels.ops.registration import execution_of
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.problem import ORDERED, VENDOR
 
@@ -46,18 +46,16 @@ def fake(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def queue_of(op: str, numerics: str, make: Callable[[], dict[str, Any]]) -> Queue:
     """What a call of an op queues, from its checked arguments on."""
-    module: Any = importlib.import_module(f"tpkernels.ops.{op.rstrip('_')}")
-    suffix = "_in_place" if op.endswith("_") else ""
     with queued(RANK, WORLD) as (queue, group):
         given = SimpleNamespace(**DEFAULTS | make())
         problem = problem_of(op.rstrip("_"), group, given)
         if problem.spec.reduces:
             problem = replace(problem, numerics=numerics)
         plan = choose(problem, Means(shared_memory=True), requested="unfused")
-        call = Call(group, problem, plan, getattr(unfused, problem.op), 0)
+        call = Call(group, problem, plan, TABLES["cuda"][problem.op, "unfused"], 0)
         queue.launches.clear()
         queue.touched = 0
-        getattr(module, f"_execute{suffix}")(call, given)
+        execution_of(problem.spec, in_place=op.endswith("_"))(call, given)
     return queue
 
 

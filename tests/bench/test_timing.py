@@ -6,6 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -87,14 +88,10 @@ def test_the_warm_up_says_how_many_iterations(clock: Callable[..., Clock]) -> No
 
 def test_arguments_arrive(clock: Callable[..., Clock]) -> None:
     seen, now = [], clock(30.0)
-
-    def spend(*args: object, unit: float) -> None:
-        seen.append((args, unit))
-        now.spend()
-
-    timing = tpkernels.benchmark(functools.partial(spend, unit=1.0), 1, [2], warmup=2, iterations=5)
+    spend = functools.partial(lambda *args, unit: seen.append((args, unit, now.spend())), unit=1.0)
+    timing = tpkernels.benchmark(spend, 1, [2], warmup=2, iterations=5)
     assert timing.min == timing.median == pytest.approx(30)
-    assert seen == [((1, [2]), 1.0)] * 7
+    assert seen == [((1, [2]), 1.0, None)] * 7
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -114,14 +111,9 @@ def test_refusals() -> None:
     for message, options in REFUSED.items():
         with pytest.raises(ValueError, match=message):
             tpkernels.benchmark(pytest.fail, **options)
+    there = torch.empty(1, device="meta")  # the first tensor says whose clock it is
     with pytest.raises(NotImplementedError, match="device meta"):
-        tpkernels.benchmark(pytest.fail, torch.empty(1, device="meta"))
-
-
-def test_the_first_tensor_says_whose_clock() -> None:
-    there = torch.empty(1, device="meta")
-    assert benchmarking._device_of((1, [2, (there,)], torch.empty(1))).type == "meta"
-    assert benchmarking._device_of(("x", [])).type == "cpu"
+        tpkernels.benchmark(pytest.fail, 1, [2, (there,)], torch.empty(1))
 
 
 def test_cuda_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,18 +131,12 @@ def test_cuda_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
             log.append("read")
             return 6.0
 
-    class Device:
-        def __init__(self, device: torch.device) -> None:
-            assert device.type == "cuda"
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            pass
+    def device(device: torch.device) -> AbstractContextManager[None]:
+        assert device.type == "cuda"
+        return nullcontext()
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
     timing = tpkernels.benchmark(
         lambda: log.append("call"), warmup=1, iterations=2, calls=3, device="cuda"

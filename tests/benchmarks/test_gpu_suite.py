@@ -14,18 +14,15 @@ import pytest
 import torch
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import runner
-from benchmarks.gpu.runner import read_results, run_stage, write_results
-from benchmarks.gpu.stage import Result, Setting
+from benchmarks.gpu.stage import STAGES, Result, Setting
+from benchmarks.gpu_suite import ORDER, Ended, read_results, run_stage, write_results
 from tests.support.paths import ROOT
+from tests.support.processes import python
 from tests.support.tiers import sweep
 
 
 def _run(*arguments: str, limit: float = 200) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False
-    )
+    return python("-m", "benchmarks.gpu_suite", *arguments, seconds=limit)
 
 
 @pytest.mark.thorough
@@ -42,7 +39,7 @@ def test_a_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "gpu_suite.json").read_text())
     assert {row["stage"] for row in found["results"]} == set(found["seconds"])
-    assert set(gpu_suite.STAGES) - set(found["seconds"]) == {"sanitize"}
+    assert set(STAGES) - set(found["seconds"]) == {"sanitize"}
     assert all(row["ok"] is not False for row in found["results"])
     report = (tmp_path / "gpu_suite.md").read_text()
     assert report.count("needs a GPU") >= 2  # csrc/cuda has no interpreter
@@ -56,7 +53,7 @@ NEW = ("grad_check", "layer_check", "streams_check", "path_check", "fault_check"
 def test_a_stage_checks(stage: str) -> None:
     """In this process; stages of kernels are rehearsed in the slow tier."""
     setting = Setting("cpu", 120.0, small=True)
-    results = list(gpu_suite.STAGES[stage](setting))
+    results = list(STAGES[stage](setting))
     checked = [result for result in results if result.ok is not None]
     assert len(checked) >= 3 and all(result.ok for result in checked), results
 
@@ -65,7 +62,7 @@ def test_a_stage_checks(stage: str) -> None:
 def test_a_budget_ends_a_stage() -> None:
     ended = _run("--device", "cpu", "--only", "matmul_check", "--budget-s", "0")
     assert ended.returncode == 0 and "budget exhausted" in ended.stdout
-    missing = [name for name in gpu_suite.STAGES if name != "matmul_check"]
+    missing = [*(name for name in ORDER if name != "matmul_check"), "sanitize"]
     assert f"Not run: {', '.join(missing)}." in ended.stdout
 
 
@@ -100,14 +97,14 @@ def _children(pid: int) -> list[int]:
 
 def test_a_stage_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     file = tmp_path / "stage.jsonl"
-    with mock.patch.object(runner, "_GRACE_S", 0.0):
+    with mock.patch.object(gpu_suite, "_GRACE_S", 0.0):
         stage = run_stage("matmul_check", ["--device", "cpu"], file, 0.3)
     assert not stage.complete and "took more than 0 s" in stage.results[-1].what
 
 
 def test_results_of_a_killed_stage(tmp_path: Path) -> None:
     def stage(setting: Setting):  # type: ignore[no-untyped-def]
-        yield Result("wrong", "2 + 2", "5", ok=False)
+        yield Result("2 + 2", "5", ok=False)
         raise ValueError("a fault")
 
     file = tmp_path / "stage.jsonl"
@@ -121,14 +118,14 @@ def test_results_of_a_killed_stage(tmp_path: Path) -> None:
 def test_the_report(tmp_path: Path) -> None:
     facts = {"device": "a GPU", "torch": "2", "triton": "3", "date": "today", "sizes": "full"}
     report = gpu_suite.Report(facts, "the command", tmp_path)
-    report.add("path_check", [Result("path_check", "one", "right")], 2.0, True)
+    report.add("path_check", Ended([Result("one", "right", stage="path_check")], 2.0, True))
     assert not report.wrong
-    report.add("graph", [Result("graph", "two", "WRONG", ok=False)], 1.0, False)
+    report.add("graph", Ended([Result("two", "WRONG", False, "graph")], 1.0, False))
     assert report.wrong and "| graph | two | WRONG | NO |" in report.text()
     later = gpu_suite.Report(facts | {"date": "tomorrow"}, "the command", tmp_path)
     later.resume()
     assert later.has("path_check") and not later.has("graph")
-    later.add("graph", [Result("graph", "two", "right")], 1.0, True)
+    later.add("graph", Ended([Result("two", "right", stage="graph")], 1.0, True))
     assert not later.wrong and later.text().count("| graph |") == 1
     with pytest.raises(SystemExit, match="another device, version or size"):
         gpu_suite.Report(facts | {"torch": "3"}, "the command", tmp_path).resume()
@@ -151,9 +148,7 @@ def test_what_it_cannot_do(message: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize(
-    "stage", [name for name in gpu_suite.STAGES if name.endswith("_check")] + ["graph"]
-)
+@pytest.mark.parametrize("stage", [name for name in ORDER if name.endswith("_check")] + ["graph"])
 def test_the_kernels_are_right_on_a_gpu(stage: str) -> None:
     ended = _run("--only", stage)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 import tpkernels
+from tests.support.processes import python
 from tpkernels.bench import probes
 from tpkernels.bench.cases import Outputs, random_case, run_torch, run_tpkernels
 from tpkernels.bench.specs import Spec
@@ -47,8 +47,7 @@ def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_demo_passes_with_uneven_shards() -> None:
-    command = [*MODULE, *TINY_DEMO, "--nproc", "3"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = python("-m", "tpkernels", *TINY_DEMO, "--nproc", 3, seconds=60)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.rstrip().endswith("PASS: every result is right")
     for row in ("QKV", "attention out", "gate, up", "down, decoding", "18, 3x64, 64", "8, 64, 66"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from typer.testing import Result
 
 from tests.cli import test_cli
 from tests.support import served
+from tests.support.processes import output_of, torchrun
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,8 +40,7 @@ def test_no_benchmark_is_imported_to_generate_text() -> None:
         "import sys, tpkernels.cli.generate, tpkernels.integrations.transformers.generator\n"
         "print([name for name in sys.modules if name.startswith('tpkernels.bench')])"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "[]\n"
+    assert output_of("-c", code) == "[]\n"
 
 
 def invoke(folder: Path, *args: object) -> Result:
@@ -87,14 +85,9 @@ def test_samples_depend_on_the_seed_alone(folder: Path) -> None:
 @pytest.mark.slow
 def test_under_torchrun(folder: Path) -> None:
     """All ranks draw by the seed of rank 0, which is shown, and rank 0 alone prints."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ["--prompt", PROMPT, "--max-new-tokens", "8", "--temperature", "1", "--json"]
-    command = [sys.executable, "-m", *torchrun, "-m", "tpkernels", "generate", "--model"]
-    result = subprocess.run(
-        [*command, str(folder), *options], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    there = json.loads(result.stdout)
+    command = ("-m", "tpkernels", "generate", "--model", folder)
+    there = json.loads(torchrun(2, *command, *options))
     here = done(invoke(folder, *options, "--seed", there["seed"], "--tp", 2))
     assert there["completions"] == here["completions"]
 

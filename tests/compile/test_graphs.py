@@ -21,6 +21,8 @@ from tests.support.compiled import (
     differences,
     gather,
     graphs_job,
+    kept,
+    one,
     reduce,
     rewritten,
     scatter,
@@ -159,216 +161,121 @@ def _factor_written(x: Any, w: Any, world: int, group: str) -> Any:
 
 
 FUSED = {
-    "gather": Graph(lambda x, w, *g: gather(x, 0, *g) @ w, ((4, 6), (6, 5)), ((AG, 1),)),
-    "gather dim 1": Graph(
-        lambda x, w, *g: gather(x, 1, *g) @ w, ((2, 3, 6), (6, 5)), ((AG, 1),)
+    "gather": one(AG, lambda x, w, *g: gather(x, 0, *g) @ w, (4, 6), (6, 5)),
+    "gather dim 1": one(AG, lambda x, w, *g: gather(x, 1, *g) @ w, (2, 3, 6), (6, 5)),
+    "gather dim 1 of one batch": one(
+        AG, lambda x, w, *g: gather(x, 0, *g).view(1, -1, 6) @ w, (1, 3, 6), (6, 5)
     ),
-    "gather dim 1 of one batch": Graph(
-        lambda x, w, *g: gather(x, 0, *g).view(1, -1, 6) @ w, ((1, 3, 6), (6, 5)), ((AG, 1),)
+    "gather dim 2 of 4": one(AG, lambda x, w, *g: gather(x, 2, *g) @ w, (2, 3, 2, 6), (6, 5)),
+    "gather transposed": one(AG, _transposed, (3, 2, 6), (6, 5)),
+    "gather, three products, one bias": one(
+        AG, _several, (2, 3, 6), (6, 5), (6, 4), (4,), matmuls=3
     ),
-    "gather dim 2 of 4": Graph(
-        lambda x, w, *g: gather(x, 2, *g) @ w, ((2, 3, 2, 6), (6, 5)), ((AG, 1),)
-    ),
-    "gather transposed": Graph(_transposed, ((3, 2, 6), (6, 5)), ((AG, 1),)),
-    "gather, three products, one bias": Graph(
-        _several, ((2, 3, 6), (6, 5), (6, 4), (4,)), ((AG, 3),)
-    ),
-    "gather kept": Graph(_kept, ((2, 3, 6), (6, 5)), ((AG, 1),)),
-    "gather returned": Graph(_returned, ((2, 3, 6), (6, 5)), ((AG, 1),)),
-    "gather kept as it came": Graph(_kept_as_gathered, ((2, 3, 6), (6, 5)), ((AG, 1),)),
-    "gather, products of two widths": Graph(
-        _two_widths, ((4, 6), (6, 5), (3, 7)), ((AG, 1),)
-    ),
-    "gather kept, and read by strides": Graph(
-        _kept_in_memory, ((3, 2, 6), (6, 5)), ((AG, 1),)
-    ),
-    "gather kept, and read by strides of a copy": Graph(
-        _kept_in_other_memory, ((2, 3, 6), (6, 5)), ((AG, 1),)
-    ),
+    "gather kept": one(AG, _kept, (2, 3, 6), (6, 5)),
+    "gather returned": one(AG, _returned, (2, 3, 6), (6, 5)),
+    "gather kept as it came": one(AG, _kept_as_gathered, (2, 3, 6), (6, 5)),
+    "gather, products of two widths": one(AG, _two_widths, (4, 6), (6, 5), (3, 7)),
+    "gather kept, and read by strides": one(AG, _kept_in_memory, (3, 2, 6), (6, 5)),
+    "gather kept, and read by strides of a copy": one(AG, _kept_in_other_memory, (2, 3, 6), (6, 5)),
     "what they read is overwritten afterwards": Graph(
         _written_afterwards, ((4, 6), (4, 6), (6, 5)), ((AG, 1), (AR, 1))
     ),
-    "gather, one weight made of it": Graph(_weight_made_of_it, ((4, 6), (6, 5)), ((AG, 1),)),
-    "gather, no columns": Graph(
-        _no_columns, ((2, 3, 6), (6, 0), (0,)), ((AG, 2),)
-    ),
-    "scatter nothing": Graph(
-        lambda x, w, *g: scatter(x @ w, 1, *g), ((2, "3W", 0), (0, 5)), ((RS, 1),)
-    ),
-    "scatter": Graph(lambda x, w, *g: scatter(x @ w, 0, *g), (("3W", 6), (6, 5)), ((RS, 1),)),
-    "scatter dim 1": Graph(
-        lambda x, w, *g: scatter(x @ w, 1, *g), ((2, "3W", 6), (6, 5)), ((RS, 1),)
-    ),
-    "scatter the columns": Graph(
-        lambda x, w, *g: scatter(x @ w, 2, *g), ((2, 3, 6), (6, "3W")), ((RS, 1),)
-    ),
-    "scatter dim 2 of 4": Graph(
-        lambda x, w, *g: scatter(x @ w, 2, *g), ((2, 3, "2W", 6), (6, 5)), ((RS, 1),)
-    ),
-    "scatter a sum": Graph(
-        _sum, ((2, "3W", 6), (2, "3W", 4), (6, 5), (4, 5)), ((RS, 3),)
-    ),
+    "gather, one weight made of it": one(AG, _weight_made_of_it, (4, 6), (6, 5)),
+    "gather, no columns": one(AG, _no_columns, (2, 3, 6), (6, 0), (0,), matmuls=2),
+    "scatter nothing": one(RS, lambda x, w, *g: scatter(x @ w, 1, *g), (2, "3W", 0), (0, 5)),
+    "scatter": one(RS, lambda x, w, *g: scatter(x @ w, 0, *g), ("3W", 6), (6, 5)),
+    "scatter dim 1": one(RS, lambda x, w, *g: scatter(x @ w, 1, *g), (2, "3W", 6), (6, 5)),
+    "scatter the columns": one(RS, lambda x, w, *g: scatter(x @ w, 2, *g), (2, 3, 6), (6, "3W")),
+    "scatter dim 2 of 4": one(RS, lambda x, w, *g: scatter(x @ w, 2, *g), (2, 3, "2W", 6), (6, 5)),
+    "scatter a sum": one(RS, _sum, (2, "3W", 6), (2, "3W", 4), (6, 5), (4, 5), matmuls=3),
     "scatter the mean": Graph(
         lambda x, w, *g: scatter(x @ w, 0, *g, "avg"), (("3W", 6), (6, 5)), ((RS, 1),),
-        reference=lambda x, w, world, g: scatter(x @ w, 0, world, g) / world,
+        reference=lambda x, w, world, g: scatter(x @ w, 0, world, g) / world
     ),
-    "reduce": Graph(lambda x, w, _, g: reduce(x @ w, g), ((4, 6), (6, 5)), ((AR, 1),)),
+    "reduce": one(AR, lambda x, w, _, g: reduce(x @ w, g), (4, 6), (6, 5)),
     "reduce the mean": Graph(
         lambda x, w, _, g: reduce(x @ w, g, "avg"), ((4, 6), (6, 5)), ((AR, 1),),
-        reference=lambda x, w, world, g: reduce(x @ w, g) / world,
+        reference=lambda x, w, world, g: reduce(x @ w, g) / world
     ),
-    "reduce, moved": Graph(_moved, ((4, 6), (6, 5)), ((AR, 1), (AR, 1))),
-    "scatter transposed, flattened": Graph(
-        lambda x, w, *g: scatter((x @ w).t(), 0, *g).view(-1), ((4, 6), (6, "3W")), ((RS, 1),)
+    "reduce, moved": Graph(
+        _moved, ((4, 6), (6, 5)), ((AR, 1), (AR, 1))
     ),
-    "reduce transposed, flattened": Graph(
-        lambda x, w, _, g: reduce((x @ w).t(), g).view(-1), ((4, 6), (6, 5)), ((AR, 1),)
+    "scatter transposed, flattened": one(
+        RS, lambda x, w, *g: scatter((x @ w).t(), 0, *g).view(-1), (4, 6), (6, "3W")
     ),
-    "reduce a column times a row": Graph(
-        lambda x, w, _, g: reduce(x * w, g), ((4, 1), (1, 5)), ((AR, 1),)
+    "reduce transposed, flattened": one(
+        AR, lambda x, w, _, g: reduce((x @ w).t(), g).view(-1), (4, 6), (6, 5)
     ),
-    "reduce a sum": Graph(
-        lambda x, w, _, g: reduce(x @ w + x.relu() @ w, g), ((2, 3, 6), (6, 5)), ((AR, 2),)
+    "reduce a column times a row": one(AR, lambda x, w, _, g: reduce(x * w, g), (4, 1), (1, 5)),
+    "reduce a sum": one(
+        AR, lambda x, w, _, g: reduce(x @ w + x.relu() @ w, g), (2, 3, 6), (6, 5), matmuls=2
     ),
 }  # fmt: skip
 
 
-LEFT_ALONE = {
-    "contraction": Graph(
-        lambda x, g, *rest: gather(x, 0, *rest).t() @ g,
-        ((4, 6), ("4W", 5)),
-        reason="aten.mm sums over the gathered dim, so it needs all shards before it can start",
-    ),
-    "chunks in another order": Graph(
-        lambda x, w, world, g: torch.cat(gather(x, 0, world, g).chunk(world)[::-1], 1) @ w,
-        ((2, 3, 6), (6, 5)),
-        reason="aten.split.Tensor reads it and is not a plain matmul",
-    ),
-    "right factor": Graph(
-        lambda x, a, *g: a @ gather(x, 0, *g), ((2, 6), (3, "2W")),
-        reason="aten.mm has it as its right factor",
-    ),
-    "no matmul": Graph(
-        lambda x, *g: gather(x, 0, *g).relu(), ((4, 6),),
-        reason="aten.relu reads it and is not a plain matmul",
-    ),
-    "a bias of one element": Graph(
-        lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), ((4, 6), (6, 5), (1,)),
-        reason="aten.addmm reads it and is not a plain matmul",
-    ),
-    "a bias for each row": Graph(
-        lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), ((4, 6), (6, 5), ("4W", 5)),
-        reason="aten.addmm reads it and is not a plain matmul",
-    ),
-    "a product with a factor": Graph(
-        lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w, alpha=2),
-        ((4, 6), (6, 5), (5,)),
-        reason="aten.addmm reads it and is not a plain matmul",
-    ),
-    "a batch of matmuls": Graph(
-        lambda x, w, *g: gather(x, 0, *g).bmm(w), ((2, 3, 6), ("2W", 6, 5)),
-        reason="aten.bmm reads it and is not a plain matmul",
-    ),
-    "returned": Graph(
-        lambda x, *g: gather(x, 0, *g), ((4, 6),),
-        reason="the graph's output reads it and is not a plain matmul",
-    ),
-    "own weight": Graph(
-        _own_weight, ((4, 6),),
-        reason=("the other factor of aten.mm, or its bias, depends on it too; "
-            "aten.abs reads it and is not a plain matmul"),
-    ),
-    "own bias": Graph(
-        lambda x, w, *g: _own_bias(gather(x, 0, *g), w), ((4, 6), (6, 5)),
-        reason=("aten.sum.dim_IntList reads it and is not a plain matmul; "
-            "the other factor of aten.addmm, or its bias, depends on it too"),
-    ),
-    "no product": Graph(
-        lambda x, *g: scatter(x.relu(), 0, *g), (("3W", 6),),
-        reason="its input is made by aten.relu, which is not a plain matmul",
-    ),
-    "an input": Graph(
-        lambda x, _, g: reduce(x, g), ((4, 6),),
-        reason="its input is made by an input of the graph, which is not a plain matmul",
-    ),
-    "a sum that broadcasts": Graph(
-        lambda x, w, _, g: reduce(x @ w + w.sum(0), g), ((4, 6), (6, 5)),
-        reason="its input is a sum that broadcasts",
-    ),
-    "a difference": Graph(
-        lambda x, w, _, g: reduce(torch.add(x @ w, x @ w, alpha=-2), g), ((4, 6), (6, 5)),
-        reason="its input is a sum with a factor",
-    ),
-    "a sum of unlike layouts": Graph(
-        lambda x, a, y, b, _, g: reduce((x @ a).t() + y @ b, g),
-        ((4, 6), (6, 5), (5, 6), (6, 4)),
-        reason="its input is a sum of matmuls in different layouts",
-    ),
-    "a sum of unlike shapes": Graph(
-        lambda x, a, y, b, _, g: reduce((x @ a).view(-1) + (y @ b).view(-1), g),
-        ((4, 6), (6, 6), (6, 5), (5, 4)),
-        reason="its input is a sum of matmuls in different layouts",
-    ),
-    "columns times columns": Graph(
-        lambda x, y, _, g: reduce(x * y, g), ((4, 1), (4, 5)),
-        reason="its input is made by aten.mul.Tensor, which is not a plain matmul",
-    ),
-    "a view across rows": Graph(
-        lambda x, w, _, g: reduce((x @ w).view(15, 4), g), ((6, 6), (6, 10)),
-        reason="how the matmul is laid out in its input is unknown",
-    ),
-    "shards that end within a batch": Graph(
-        lambda x, w, *g: scatter((x @ w).flatten(0, 1), 0, *g), ((3, "2W", 6), (6, 5)),
-        reason="the shards of [12, 5] are not blocks of the matmul's rows",
-    ),
-    "columns in several blocks": Graph(
-        lambda x, w, *g: scatter((x @ w).unflatten(1, (2, -1)), 2, *g), ((4, 6), (6, "2W")),
-        reason="each rank gets several blocks of columns",
-    ),
-    "maximum": Graph(
-        lambda x, w, _, g: reduce(x @ w, g, "max"), ((4, 6), (6, 5)),
-        reason="its reduction is max, and the ops only sum",
-    ),
-    "bias": Graph(
-        lambda x, w, b, *g: scatter(torch.addmm(b, x, w), 0, *g), (("3W", 6), (6, 5), (5,)),
-        reason="aten.addmm adds a bias before the sum, and biases may differ by rank",
-    ),
-    "read twice": Graph(
-        _read_twice, (("3W", 6), (6, 5)),
-        reason="aten.mm in its input is also read by aten.relu",
-    ),
-    "several tensors": Graph(
-        _coalesced, ((4, 6), (6, 5)), reason="it moves several tensors at once",
-    ),
-    "in place": Graph(
-        lambda x, w, _, g: _c10d.wait_tensor(_c10d.all_reduce_(x @ w, "sum", g)),
-        ((4, 6), (6, 5)),
-        reason="it writes into one of its arguments",
-    ),
-    "integers": Graph(
-        lambda x, _, g: reduce(x.long(), g), ((4, 6),), reason="the ops do not take int64",
-    ),
-    "a scalar": Graph(
-        lambda x, _, g: reduce(x.sum(), g), ((4, 6),),
-        reason="its input has shape [], which is not a matrix",
-    ),
-    "its shard is overwritten": Graph(
-        _shard_written, ((4, 6), (6, 5)),
-        reason="aten.add_.Tensor writes in place between it and the matmuls",
-    ),
-    "what it gathers is overwritten": Graph(
-        _written_behind, ((2, 3, 6), (6, 5)),
-        reason="aten.mul_.Tensor writes into the gathered tensor",
-    ),
-    "a factor is overwritten": Graph(
-        _factor_written, ((4, 6), (6, 5)),
-        reason="aten.add_.Tensor writes in place between it and the matmuls",
-    ),
-    "no rows": Graph(
-        lambda x, w, *g: gather(x, 0, *g) @ w, ((0, 6), (6, 5)),
-        reason="its input has shape [0, 6], which is not a matrix",
-    ),
-}  # fmt: skip
+LEFT_ALONE = [
+    ("aten.mm sums over the gathered dim, so it needs all shards before it can start",
+     lambda x, g, *rest: gather(x, 0, *rest).t() @ g, (4, 6), ("4W", 5)),
+    ("aten.split.Tensor reads it and is not a plain matmul",
+     lambda x, w, world, g: torch.cat(gather(x, 0, world, g).chunk(world)[::-1], 1) @ w,
+     (2, 3, 6), (6, 5)),
+    ("aten.mm has it as its right factor",
+     lambda x, a, *g: a @ gather(x, 0, *g), (2, 6), (3, "2W")),
+    ("aten.relu reads it and is not a plain matmul", lambda x, *g: gather(x, 0, *g).relu(), (4, 6)),
+    ("aten.addmm reads it and is not a plain matmul",
+     lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), (4, 6), (6, 5), (1,)),
+    ("aten.addmm reads it and is not a plain matmul",
+     lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), (4, 6), (6, 5), ("4W", 5)),
+    ("aten.addmm reads it and is not a plain matmul",
+     lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w, alpha=2), (4, 6), (6, 5), (5,)),
+    ("aten.bmm reads it and is not a plain matmul",
+     lambda x, w, *g: gather(x, 0, *g).bmm(w), (2, 3, 6), ("2W", 6, 5)),
+    ("the graph's output reads it and is not a plain matmul",
+     lambda x, *g: gather(x, 0, *g), (4, 6)),
+    ("the other factor of aten.mm, or its bias, depends on it too; aten.abs reads it "
+     "and is not a plain matmul",
+     _own_weight, (4, 6)),
+    ("aten.sum.dim_IntList reads it and is not a plain matmul; the other factor of "
+     "aten.addmm, or its bias, depends on it too",
+     lambda x, w, *g: _own_bias(gather(x, 0, *g), w), (4, 6), (6, 5)),
+    ("its input is made by aten.relu, which is not a plain matmul",
+     lambda x, *g: scatter(x.relu(), 0, *g), ("3W", 6)),
+    ("its input is made by an input of the graph, which is not a plain matmul",
+     lambda x, _, g: reduce(x, g), (4, 6)),
+    ("its input is a sum that broadcasts",
+     lambda x, w, _, g: reduce(x @ w + w.sum(0), g), (4, 6), (6, 5)),
+    ("its input is a sum with a factor",
+     lambda x, w, _, g: reduce(torch.add(x @ w, x @ w, alpha=-2), g), (4, 6), (6, 5)),
+    ("its input is a sum of matmuls in different layouts",
+     lambda x, a, y, b, _, g: reduce((x @ a).t() + y @ b, g), (4, 6), (6, 5), (5, 6), (6, 4)),
+    ("its input is a sum of matmuls in different layouts",
+     lambda x, a, y, b, _, g: reduce((x @ a).view(-1) + (y @ b).view(-1), g),
+     (4, 6), (6, 6), (6, 5), (5, 4)),
+    ("its input is made by aten.mul.Tensor, which is not a plain matmul",
+     lambda x, y, _, g: reduce(x * y, g), (4, 1), (4, 5)),
+    ("how the matmul is laid out in its input is unknown",
+     lambda x, w, _, g: reduce((x @ w).view(15, 4), g), (6, 6), (6, 10)),
+    ("the shards of [12, 5] are not blocks of the matmul's rows",
+     lambda x, w, *g: scatter((x @ w).flatten(0, 1), 0, *g), (3, "2W", 6), (6, 5)),
+    ("each rank gets several blocks of columns",
+     lambda x, w, *g: scatter((x @ w).unflatten(1, (2, -1)), 2, *g), (4, 6), (6, "2W")),
+    ("its reduction is max, and the ops only sum",
+     lambda x, w, _, g: reduce(x @ w, g, "max"), (4, 6), (6, 5)),
+    ("aten.addmm adds a bias before the sum, and biases may differ by rank",
+     lambda x, w, b, *g: scatter(torch.addmm(b, x, w), 0, *g), ("3W", 6), (6, 5), (5,)),
+    ("aten.mm in its input is also read by aten.relu", _read_twice, ("3W", 6), (6, 5)),
+    ("it moves several tensors at once", _coalesced, (4, 6), (6, 5)),
+    ("it writes into one of its arguments",
+     lambda x, w, _, g: _c10d.wait_tensor(_c10d.all_reduce_(x @ w, "sum", g)), (4, 6), (6, 5)),
+    ("the ops do not take int64", lambda x, _, g: reduce(x.long(), g), (4, 6)),
+    ("its input has shape [], which is not a matrix", lambda x, _, g: reduce(x.sum(), g), (4, 6)),
+    ("aten.add_.Tensor writes in place between it and the matmuls", _shard_written, (4, 6), (6, 5)),
+    ("aten.mul_.Tensor writes into the gathered tensor", _written_behind, (2, 3, 6), (6, 5)),
+    ("aten.add_.Tensor writes in place between it and the matmuls",
+     _factor_written, (4, 6), (6, 5)),
+    ("its input has shape [0, 6], which is not a matrix",
+     lambda x, w, *g: gather(x, 0, *g) @ w, (0, 6), (6, 5)),
+]  # fmt: skip
 
 
 def fused() -> Any:
@@ -380,7 +287,7 @@ def some_fused() -> Any:
 
 
 def left_alone() -> Any:
-    return LEFT_ALONE.items()
+    return kept(LEFT_ALONE)
 
 
 def cut() -> Any:

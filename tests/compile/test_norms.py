@@ -235,83 +235,75 @@ def more_job() -> list[str]:
     return failures
 
 
+def our_layer(h: torch.Tensor, x: torch.Tensor, w: Any, group: str, **options: Any) -> torch.Tensor:
+    return tpkernels.matmul_all_reduce(x, w["out"], group, **options)
+
+
+def after_residual(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """A norm of the residual sum, given that sum and the weights."""
+    return lambda h, x, w, group: norm(h + our_layer(h, x, w, group), w)
+
+
+def factor_of(total: torch.Tensor, power: int = 2, dim: int = -1) -> torch.Tensor:
+    return torch.rsqrt(total.float().pow(power).mean(dim, keepdim=True) + EPS)
+
+
+def scaled(total: torch.Tensor, w: Any, factor: torch.Tensor) -> torch.Tensor:
+    return w["first"] * (total.float() * factor).to(BF16)
+
+
 def read_twice(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    y = ours(x, w["out"], group)
+    y = our_layer(h, x, w, group)
     return llama_norm(h + y, w["first"]), y
 
 
-def rounded_twice(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    total = (h.float() + ours(x, w["out"], group).float()).relu().to(h.dtype)
-    return llama_norm(total, w["first"])
-
-
 def its_square(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    y = ours(x, w["out"], group)
+    y = our_layer(h, x, w, group)
     return llama_norm(y + y.relu(), w["first"])
 
 
-def its_rows(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    """The norm's factor is read by others."""
-    total = (h + ours(x, w["out"], group)).float()
-    factor = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS)
-    return w["first"] * (total * factor).to(BF16), factor
-
-
-def other_dim(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    total = (h + ours(x, w["out"], group)).float()
-    factor = torch.rsqrt(total.pow(2).mean(-2, keepdim=True) + EPS)
-    return w["first"] * (total * factor).to(BF16)
-
-
-def other_power(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    total = (h + ours(x, w["out"], group)).float()
-    factor = torch.rsqrt(total.pow(4).mean(-1, keepdim=True) + EPS)
-    return w["first"] * (total * factor).to(BF16)
-
-
-def its_weight(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    total = h + ours(x, w["out"], group)
-    return llama_norm(total, total[0, 0] * 2)
-
-
-def scaled_sum(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    return llama_norm(torch.add(h, ours(x, w["out"], group), alpha=2), w["first"])
-
-
-def broadcast(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    return llama_norm(ours(x, w["out"], group) + h[:1, :1], w["first"])
-
-
-def transposed(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    return llama_norm(h.transpose(0, 1) + ours(x, w["out"], group).transpose(0, 1), w["first"])
+def its_rows(total: torch.Tensor, w: Any) -> Any:
+    factor = factor_of(total)
+    return scaled(total, w, factor), factor
 
 
 def wide_result(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    y = tpkernels.matmul_all_reduce(x, w["out"], group, out_dtype=F32)
-    return llama_norm(y + h.float(), w["first"].float())
+    return llama_norm(our_layer(h, x, w, group, out_dtype=F32) + h.float(), w["first"].float())
 
 
-def wide_wire(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    y = tpkernels.matmul_all_reduce(x, w["out"], group, wire_dtype=F32)
-    return llama_norm(y + h, w["first"])
-
-
-def two_residuals(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    y = tpkernels.matmul_all_reduce(x, w["out"], group, residual=h)
-    return llama_norm(y + h, w["first"])
-
-
-def mean_of_ranks(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    return llama_norm(reduce(torch.relu(x @ w["out"]), group, "avg") + h, w["first"])
-
-
-def a_gradient(h: torch.Tensor, x: torch.Tensor, w: Any, group: str) -> Any:
-    """The backward needs the factor."""
-    return llama_norm(h + ours(x, w["out"], group), w["first"])
-
-
-KEPT = [read_twice, rounded_twice, its_square, its_rows, other_dim, other_power, scaled_sum]
-KEPT += [its_weight, broadcast, transposed, wide_result, wide_wire, two_residuals, mean_of_ranks]
+# A gradient needs the norm's factor.
+A_GRADIENT = after_residual(lambda total, w: llama_norm(total, w["first"]))
+KEPT: dict[str, Callable[..., Any]] = {
+    "the op's result is read by others": read_twice,
+    "rounded twice": lambda h, *g: llama_norm(
+        (h.float() + our_layer(h, *g).float()).relu().to(h.dtype), g[1]["first"]
+    ),
+    "a sum with itself": its_square,
+    "the norm's factor is read by others": after_residual(its_rows),
+    "another dim": after_residual(lambda total, w: scaled(total, w, factor_of(total, dim=-2))),
+    "another power": after_residual(lambda total, w: scaled(total, w, factor_of(total, power=4))),
+    "a weight made of it": after_residual(lambda total, w: llama_norm(total, total[0, 0] * 2)),
+    "a sum with a factor": lambda h, *g: llama_norm(
+        torch.add(h, our_layer(h, *g), alpha=2), g[1]["first"]
+    ),
+    "a sum that broadcasts": lambda h, *g: llama_norm(
+        our_layer(h, *g) + h[:1, :1], g[1]["first"]
+    ),
+    "transposed": lambda h, *g: llama_norm(
+        h.transpose(0, 1) + our_layer(h, *g).transpose(0, 1), g[1]["first"]
+    ),
+    "a wide result": wide_result,
+    "a wide wire": lambda h, *g: llama_norm(
+        our_layer(h, *g, wire_dtype=F32) + h, g[1]["first"]
+    ),
+    "two residuals": lambda h, *g: llama_norm(
+        our_layer(h, *g, residual=h) + h, g[1]["first"]
+    ),
+    "a mean": lambda h, x, w, group: llama_norm(
+        reduce(torch.relu(x @ w["out"]), group, "avg") + h, w["first"]
+    ),
+    "a gradient": A_GRADIENT,
+}  # fmt: skip
 
 
 def kept_job() -> list[str]:
@@ -319,8 +311,8 @@ def kept_job() -> list[str]:
     failures = []
     with fresh_group() as group:
         h, x, w = inputs(BF16)
-        for function in (*KEPT, a_gradient):
-            needs_grad = function is a_gradient
+        for name, function in KEPT.items():
+            needs_grad = function is A_GRADIENT
             by, given = (compiled if needs_grad else traced), (h, x, w)
             if needs_grad:
                 given = h.clone().requires_grad_(), x, w
@@ -328,7 +320,7 @@ def kept_job() -> list[str]:
             _, before, _ = by(run, given, False)
             _, after, told = by(run, given, True)
             if before != after or any("rms_norm" in op for op in told.counts):
-                failures.append(f"{function.__name__}: {told}\n{before} -> {after}")
+                failures.append(f"{name}: {told}\n{before} -> {after}")
     return failures
 
 

@@ -21,6 +21,8 @@ from tests.support.compiled import (
     gather,
     graph_runner,
     graphs_job,
+    kept,
+    one,
     reduce,
     rewritten,
     scatter,
@@ -95,50 +97,36 @@ def _two_readings(x: Any, w: Any, *where: Any) -> Any:
 
 
 GRAPHS = {
-    "the same bytes as different numbers": Graph(
-        _two_readings, ((4, 32), (5, 32)), ((AG, 1),)
-    ),
-    "tensor-wise": Graph(
-        lambda x, w, *g: product(bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3)),
-        ((4, 32), (5, 32)), ((AG, 1),),
+    "the same bytes as different numbers": one(AG, _two_readings, (4, 32), (5, 32)),
+    "tensor-wise": one(
+        AG, lambda x, w, *g: product(bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3)),
+        (4, 32), (5, 32)
     ),
     "fp8 that is sent as such, which gloo cannot": Graph(
         lambda x, w, *g: product(gather(x.to(E4M3), 0, *g), w.to(E4M3)),
         ((4, 32), (5, 32)), ((AG, 1),),
-        reference=lambda x, w, *g: product(bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3)),
+        reference=lambda x, w, *g: product(bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3))
     ),
-    "row-wise": Graph(lambda x, w, *g: _row_wise(x, w, 0, *g), ((4, 32), (5, 32)), ((AG, 1),)),
-    "row-wise, in blocks": Graph(
-        lambda x, w, *g: _row_wise(x, w, 0, *g), ((2, 3, 32), (5, 32)), ((AG, 1),)
+    "row-wise": one(AG, lambda x, w, *g: _row_wise(x, w, 0, *g), (4, 32), (5, 32)),
+    "row-wise, in blocks": one(AG, lambda x, w, *g: _row_wise(x, w, 0, *g), (2, 3, 32), (5, 32)),
+    "row-wise, along another dim": one(
+        AG, lambda x, w, *g: _row_wise(x, w, 1, *g), (2, 3, 32), (5, 32)
     ),
-    "row-wise, along another dim": Graph(
-        lambda x, w, *g: _row_wise(x, w, 1, *g), ((2, 3, 32), (5, 32)), ((AG, 1),)
-    ),
-    "scales of all ranks' rows": Graph(
-        _replicated_scales, ((4, 32), (5, 32)), ((AG, 1),)
-    ),
-    "several products, and another reader": Graph(
-        _several, ((4, 32), (5, 32), (7, 32)), ((AG, 2),)
-    ),
-    "scattered": Graph(
-        lambda x, w, *g: _scattered(x, w, 0, "sum", *g), (("2W", 32), (5, 32)), ((RS, 1),)
-    ),
-    "scattered along another dim": Graph(
-        lambda x, w, *g: _scattered(x, w, 1, "sum", *g), ((3, "2W", 32), (5, 32)), ((RS, 1),)
+    "scales of all ranks' rows": one(AG, _replicated_scales, (4, 32), (5, 32)),
+    "several products, and another reader": one(AG, _several, (4, 32), (5, 32), (7, 32), matmuls=2),
+    "scattered": one(RS, lambda x, w, *g: _scattered(x, w, 0, "sum", *g), ("2W", 32), (5, 32)),
+    "scattered along another dim": one(
+        RS, lambda x, w, *g: _scattered(x, w, 1, "sum", *g), (3, "2W", 32), (5, 32)
     ),
     "a mean": Graph(
         lambda x, w, *g: _scattered(x, w, 0, "avg", *g), (("2W", 32), (5, 32)), ((RS, 1),),
-        reference=lambda x, w, *g: (_scattered(x, w, 0, "sum", *g) / g[0]).to(BF16),
+        reference=lambda x, w, *g: (_scattered(x, w, 0, "sum", *g) / g[0]).to(BF16)
     ),
-    "a rank without columns": Graph(
-        lambda x, w, *g: _row_wise(x, w, 0, *g), ((4, 32), (0, 32)), ((AG, 1),)
-    ),
-    "a rank without K": Graph(
-        lambda x, w, *g: _scattered(x, w, 0, "sum", *g), (("2W", 0), (5, 0)), ((RS, 1),)
-    ),
-    "reduced": Graph(
-        lambda x, w, _, g: reduce(product(x.to(E4M3), w.to(E4M3), out_dtype=F32), g),
-        ((2, 3, 32), (5, 32)), ((AR, 1),),
+    "a rank without columns": one(AG, lambda x, w, *g: _row_wise(x, w, 0, *g), (4, 32), (0, 32)),
+    "a rank without K": one(RS, lambda x, w, *g: _scattered(x, w, 0, "sum", *g), ("2W", 0), (5, 0)),
+    "reduced": one(
+        AR, lambda x, w, _, g: reduce(product(x.to(E4M3), w.to(E4M3), out_dtype=F32), g),
+        (2, 3, 32), (5, 32)
     ),
 }  # fmt: skip
 
@@ -153,54 +141,32 @@ def _own_scale(x: Any, w: Any, world: int, group: str) -> Any:
     return product(whole, w.to(E4M3), whole.float().abs().amax())
 
 
-LEFT_ALONE = {
-    "no product": Graph(
-        lambda x, *g: bytes_gathered(x.to(E4M3), 0, *g).float(), ((4, 32),),
-        reason="aten._to_copy reads it and is not a plain matmul",
-    ),
-    "bytes": Graph(
-        lambda x, w, *g: gather(x.to(torch.uint8), 0, *g) @ w.to(torch.uint8), ((4, 6), (6, 5)),
-        reason="the ops do not take uint8",
-    ),
-    "fp8 results": Graph(
-        lambda x, w, *g: product(bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3), out_dtype=E4M3),
-        ((4, 32), (5, 32)),
-        reason="aten._scaled_mm reads it and is not a plain matmul",
-    ),
-    "a result scale": Graph(
-        lambda x, w, *g: product(
-            bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3), scale_result=torch.ones([])
-        ),
-        ((4, 32), (5, 32)),
-        reason="aten._scaled_mm reads it and is not a plain matmul",
-    ),
-    "scales of a gathered tensor": Graph(
-        _own_scale, ((4, 32), (5, 32)),
-        reason=("aten._to_copy reads it and is not a plain matmul; the other factor of "
-            "aten._scaled_mm, or its bias, depends on it too"),
-    ),
-    "scattered columns": Graph(
-        lambda x, w, *g: scatter(product(x.to(E4M3), w.to(E4M3)), 1, *g),
-        ((3, 32), ("4W", 32)),
-        reason="scaled products are scattered along their rows only",
-    ),
-    "a gathered tensor, as another dtype": Graph(
-        lambda x, w, *g: gather(x.half(), 0, *g).view(BF16) @ w.to(BF16), ((4, 6), (6, 5)),
-        reason="aten.mm reads its bytes as bfloat16",
-    ),
-    "a product, as another dtype": Graph(
-        lambda x, w, *g: scatter((x.half() @ w.half()).view(BF16), 0, *g), (("3W", 6), (6, 5)),
-        reason="its input has the bytes of aten.mm as bfloat16",
-    ),
-    "an addend, as another dtype": Graph(
-        lambda x, w, _, g: reduce(x.to(BF16) @ w.to(BF16) + (x.half() @ w.half()).view(BF16), g),
-        ((4, 6), (6, 5)),
-        reason="its input has the bytes of aten.mm as bfloat16",
-    ),
-    "a sum of two": Graph(
-        _sum_of_two, ((3, 32), (5, 32)), reason="its input is a sum of scaled matmuls"
-    ),
-}  # fmt: skip
+LEFT_ALONE = [
+    ("aten._to_copy reads it and is not a plain matmul",
+     lambda x, *g: bytes_gathered(x.to(E4M3), 0, *g).float(), (4, 32)),
+    ("the ops do not take uint8",
+     lambda x, w, *g: gather(x.to(torch.uint8), 0, *g) @ w.to(torch.uint8), (4, 6), (6, 5)),
+    ("aten._scaled_mm reads it and is not a plain matmul",
+     lambda x, w, *g: product(bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3), out_dtype=E4M3),
+     (4, 32), (5, 32)),
+    ("aten._scaled_mm reads it and is not a plain matmul",
+     lambda x, w, *g: product(
+         bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3), scale_result=torch.ones([])
+     ), (4, 32), (5, 32)),
+    ("aten._to_copy reads it and is not a plain matmul; the other factor of "
+     "aten._scaled_mm, or its bias, depends on it too",
+     _own_scale, (4, 32), (5, 32)),
+    ("scaled products are scattered along their rows only",
+     lambda x, w, *g: scatter(product(x.to(E4M3), w.to(E4M3)), 1, *g), (3, 32), ("4W", 32)),
+    ("aten.mm reads its bytes as bfloat16",
+     lambda x, w, *g: gather(x.half(), 0, *g).view(BF16) @ w.to(BF16), (4, 6), (6, 5)),
+    ("its input has the bytes of aten.mm as bfloat16",
+     lambda x, w, *g: scatter((x.half() @ w.half()).view(BF16), 0, *g), ("3W", 6), (6, 5)),
+    ("its input has the bytes of aten.mm as bfloat16",
+     lambda x, w, _, g: reduce(x.to(BF16) @ w.to(BF16) + (x.half() @ w.half()).view(BF16), g),
+     (4, 6), (6, 5)),
+    ("its input is a sum of scaled matmuls", _sum_of_two, (3, 32), (5, 32)),
+]  # fmt: skip
 
 
 def rewritten_graphs() -> Any:
@@ -208,7 +174,7 @@ def rewritten_graphs() -> Any:
 
 
 def left_alone() -> Any:
-    return LEFT_ALONE.items()
+    return kept(LEFT_ALONE)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import metadata
 from pathlib import Path
@@ -27,6 +25,7 @@ from tests.nccl.test_communicator import NO_GPU, pretending
 from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import Build
 from tests.support.paths import ROOT
+from tests.support.processes import torchrun
 from tests.support.tiers import thorough
 from tpkernels.cli import app
 
@@ -69,17 +68,7 @@ def test_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
     example.write_text(
         program(PAGES[0]) + "\nassert y.shape == x.shape and y.isfinite().all()\nprint('ran')\n"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(example)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("ran") == 2
+    assert torchrun(2, example).count("ran") == 2
 
 
 def run_job(source: str, name: str) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import served
 from tests.support.paths import ROOT
+from tests.support.processes import output_of
 
 EXAMPLES = ROOT / "examples"
 
@@ -20,17 +18,8 @@ def said_by(name: str, temporary: Path) -> str:
     text = (EXAMPLES / name).read_text()
     command = re.search(r"^    torchrun (.*)$", text, re.MULTILINE)
     assert command is not None and command[1].endswith(f"examples/{name}")
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[1].split()],
-        cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    launcher = ("-m", "torch.distributed.run", *command[1].split())
+    return output_of(*launcher, seconds=250, TMPDIR=str(temporary))
 
 
 @pytest.mark.slow
@@ -43,18 +32,9 @@ def test_eager_ops(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_speak(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    folder = served.folder(tmp_path)
-    command = [sys.executable, "examples/speak.py", "the cat", "--model", str(folder)]
-    result = subprocess.run(
-        [*command, "--ranks", "1", "2", "--tokens", "6"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "The same words on each number of ranks." in result.stdout
+    command = ("examples/speak.py", "the cat", "--model", served.folder(tmp_path))
+    said = output_of(*command, "--ranks", 1, 2, "--tokens", 6)
+    assert "The same words on each number of ranks." in said
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.faults import PATIENCE, Ending, Report
+from tests.support.faults import Ending, Report
 from tests.support.ranked import on_hosts
 from tests.support.tiers import sweep
 from tpkernels.ops.column_matmul import column_matmul
@@ -31,117 +31,77 @@ def _x(rows: int = 6, k: int = 8, dtype: torch.dtype = torch.float32) -> torch.T
     return torch.ones(rows, k, dtype=dtype)
 
 
-def _growth(k: int, group: dist.ProcessGroup) -> None:
-    tpkernels.all_gather_matmul(_x(256, k), torch.ones(k, 2), group, algorithm="pipelined")
-
-
-def _column_backward(rows: int, group: dist.ProcessGroup) -> None:
-    (y,) = column_matmul(_x(rows).requires_grad_(), [W], group, [None])
-    y.sum().backward()
-
-
-def _scaled_gather(scale: torch.Tensor, k: int, group: dist.ProcessGroup) -> None:
-    """The packed rows have 16 bytes in either case."""
-    x, w = _x(6, k).to(torch.float8_e4m3fn), torch.ones(k, 3).to(torch.float8_e4m3fn)
-    tpkernels.all_gather_scaled_matmul(x, w, scale, torch.ones([]), group)
-
-
 W = torch.ones(8, 3)
 BF16, F16 = torch.bfloat16, torch.float16
 
-# What the ranks call, and what the odd one calls meanwhile; by an algorithm, where it matters.
+
+def _op(name: str, *tensors: torch.Tensor, **options: Any) -> Run:
+    """A call, by the algorithm that the test asks for, unless it has its own."""
+    op = getattr(tpkernels, name)
+    return lambda group, way: op(*tensors, group, **{"algorithm": way, **options})
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Run:
+    return lambda group, way: tpkernels.empty(*shape, group=group, dtype=dtype)
+
+
+def _growth(k: int) -> Run:
+    return _op("all_gather_matmul", _x(256, k), torch.ones(k, 2), algorithm="pipelined")
+
+
+def _column_backward(rows: int) -> Run:
+    def run(group: dist.ProcessGroup, way: str) -> None:
+        (y,) = column_matmul(_x(rows).requires_grad_(), [W], group, [None])
+        y.sum().backward()
+
+    return run
+
+
+def _scaled_gather(scale: torch.Tensor, k: int) -> Run:
+    """The packed rows have 16 bytes in either case."""
+    x, w = _x(6, k).to(torch.float8_e4m3fn), torch.ones(k, 3).to(torch.float8_e4m3fn)
+    return _op("all_gather_scaled_matmul", x, w, scale, torch.ones([]))
+
+
+# What the ranks call, and what the odd one calls meanwhile.
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+NARROW = _x(dtype=BF16), W.to(BF16)
 PAIRS: dict[str, tuple[Run, Run]] = {
-    "collectives": (
-        lambda g, way: tpkernels.all_gather(_x(), g, algorithm=way),
-        lambda g, way: tpkernels.all_reduce(_x(18), g, algorithm=way),  # the same bytes
-    ),
-    "fused ops": (
-        lambda g, way: tpkernels.matmul_reduce_scatter(_x(), W, g),
-        lambda g, way: tpkernels.matmul_all_reduce(_x(), W, g),
-    ),
-    "matmul or not": (
-        lambda g, way: tpkernels.matmul_reduce_scatter(_x(), W, g, algorithm=way),
-        lambda g, way: tpkernels.reduce_scatter(_x(6, 3), g, algorithm=way),
-    ),
-    "rows": (
-        lambda g, way: tpkernels.all_reduce(_x(6), g),
-        lambda g, way: tpkernels.all_reduce(_x(7), g),
-    ),
-    "kinds of scales": (
-        lambda g, way: _scaled_gather(torch.ones([]), 16, g),
-        lambda g, way: _scaled_gather(torch.ones(6, 1), 12, g),
-    ),
-    "columns": (
-        lambda g, way: tpkernels.all_gather(_x(6, 8), g, algorithm=way),
-        lambda g, way: tpkernels.all_gather(_x(6, 900), g, algorithm=way),
-    ),
-    "same bytes, other shape": (
-        lambda g, way: tpkernels.all_gather(_x(6, 8), g),
-        lambda g, way: tpkernels.all_gather(_x(8, 6), g),
-    ),
-    "dtype": (
-        lambda g, way: tpkernels.all_gather_matmul(_x(), W, g),
-        lambda g, way: tpkernels.all_gather_matmul(_x(dtype=BF16), W.to(BF16), g),
-    ),
+    "collectives": (_op("all_gather", _x()), _op("all_reduce", _x(18))),  # the same bytes
+    "fused ops": (_op(SCATTER, _x(), W), _op(REDUCE, _x(), W)),
+    "matmul or not": (_op(SCATTER, _x(), W), _op("reduce_scatter", _x(6, 3))),
+    "rows": (_op("all_reduce", _x(6)), _op("all_reduce", _x(7))),
+    "kinds of scales": (_scaled_gather(torch.ones([]), 16), _scaled_gather(torch.ones(6, 1), 12)),
+    "columns": (_op("all_gather", _x(6, 8)), _op("all_gather", _x(6, 900))),
+    "same bytes, other shape": (_op("all_gather", _x(6, 8)), _op("all_gather", _x(8, 6))),
+    "dtype": (_op(GATHER, _x(), W), _op(GATHER, *NARROW)),
     "same bytes, other dtype": (
-        lambda g, way: tpkernels.reduce_scatter(_x(dtype=BF16), g, algorithm=way),
-        lambda g, way: tpkernels.reduce_scatter(_x(dtype=F16), g, algorithm=way),
+        _op("reduce_scatter", _x(dtype=BF16)),
+        _op("reduce_scatter", _x(dtype=F16)),
     ),
-    "dim": (
-        lambda g, way: tpkernels.reduce_scatter(_x(6, 6), g, 0),
-        lambda g, way: tpkernels.reduce_scatter(_x(6, 6), g, 1),
-    ),
+    "dim": (_op("reduce_scatter", _x(6, 6)), _op("reduce_scatter", _x(6, 6), scatter_dim=1)),
     "shard_sizes": (
-        lambda g, way: tpkernels.reduce_scatter(_x(), g, shard_sizes=[1, 2, 3]),
-        lambda g, way: tpkernels.reduce_scatter(_x(), g, shard_sizes=[3, 2, 1]),
+        _op("reduce_scatter", _x(), shard_sizes=[1, 2, 3]),
+        _op("reduce_scatter", _x(), shard_sizes=[3, 2, 1]),
     ),
     "algorithm": (
-        lambda g, way: tpkernels.all_gather_matmul(_x(), W, g, algorithm="direct"),
-        lambda g, way: tpkernels.all_gather_matmul(_x(), W, g, algorithm="pipelined"),
+        _op(GATHER, _x(), W, algorithm="direct"),
+        _op(GATHER, _x(), W, algorithm="pipelined"),
     ),
     "algorithm of the process group": (
-        lambda g, way: tpkernels.all_gather(_x(), g, algorithm="unfused"),
-        lambda g, way: tpkernels.all_gather(_x(), g, algorithm="ring"),
+        _op("all_gather", _x(), algorithm="unfused"),
+        _op("all_gather", _x(), algorithm="ring"),
     ),
-    "out_dtype": (
-        lambda g, way: tpkernels.all_reduce(_x(), g),
-        lambda g, way: tpkernels.all_reduce(_x(), g, out_dtype=BF16),
-    ),
-    "wire_dtype": (
-        lambda g, way: tpkernels.matmul_all_reduce(_x(dtype=BF16), W.to(BF16), g),
-        lambda g, way: tpkernels.matmul_all_reduce(
-            _x(dtype=BF16), W.to(BF16), g, wire_dtype=torch.float32
-        ),
-    ),
-    "bias": (
-        lambda g, way: tpkernels.matmul_all_reduce(_x(), W, g, bias=torch.ones(3)),
-        lambda g, way: tpkernels.matmul_all_reduce(_x(), W, g),
-    ),
-    "residual": (
-        lambda g, way: tpkernels.matmul_all_reduce(_x(), W, g),
-        lambda g, way: tpkernels.matmul_all_reduce(_x(), W, g, residual=torch.ones(6, 3)),
-    ),
-    "column products' backward": (
-        lambda g, way: _column_backward(6, g),
-        lambda g, way: _column_backward(7, g),
-    ),
-    "growth or not": (
-        lambda g, way: tpkernels.all_reduce(_x(), g),
-        lambda g, way: _growth(1024, g),
-    ),
-    "growth": (lambda g, way: _growth(1024, g), lambda g, way: _growth(2048, g)),
-    "symmetric or not": (
-        lambda g, way: tpkernels.empty(6, 8, group=g),
-        lambda g, way: tpkernels.all_gather(_x(), g),
-    ),
-    "symmetric shape": (
-        lambda g, way: tpkernels.empty(6, 8, group=g),
-        lambda g, way: tpkernels.empty(6, 800, group=g),
-    ),
-    "symmetric dtype": (
-        lambda g, way: tpkernels.empty(6, 8, group=g, dtype=BF16),
-        lambda g, way: tpkernels.empty(6, 8, group=g, dtype=F16),
-    ),
+    "out_dtype": (_op("all_reduce", _x()), _op("all_reduce", _x(), out_dtype=BF16)),
+    "wire_dtype": (_op(REDUCE, *NARROW), _op(REDUCE, *NARROW, wire_dtype=torch.float32)),
+    "bias": (_op(REDUCE, _x(), W, bias=torch.ones(3)), _op(REDUCE, _x(), W)),
+    "residual": (_op(REDUCE, _x(), W), _op(REDUCE, _x(), W, residual=torch.ones(6, 3))),
+    "column products' backward": (_column_backward(6), _column_backward(7)),
+    "growth or not": (_op("all_reduce", _x()), _growth(1024)),
+    "growth": (_growth(1024), _growth(2048)),
+    "symmetric or not": (_empty(6, 8), _op("all_gather", _x())),
+    "symmetric shape": (_empty(6, 8), _empty(6, 800)),
+    "symmetric dtype": (_empty(6, 8, dtype=BF16), _empty(6, 8, dtype=F16)),
 }
 # Among ranks of several hosts messages must not be confused: gloo ends a process if sizes differ.
 APART = [
@@ -261,34 +221,26 @@ def test_a_skipped_call_is_detected(ranks: RanksFixture) -> None:
     assert usual.startswith("all_gather(") and odd.startswith("all_reduce(")
 
 
-def different_options_job(timeout: float, workspace_bytes: int) -> tuple[Ending, Ending]:
+def different_options_job(options: dict[str, Any]) -> tuple[Ending, Ending]:
     group = faults.group_of(dist.new_group())
-    mine = (timeout, workspace_bytes) if group.rank() == ODD else (PATIENCE, 1 << 16)
-    first = faults.ending_of(lambda: tpkernels.init(group, *mine))
-    tpkernels.init(group, PATIENCE, 1 << 16)
+    mine = options if group.rank() == ODD else {}
+    first = faults.ending_of(lambda: tpkernels.init(group, **mine))
+    tpkernels.init(group)
     return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
 
 
-@pytest.mark.parametrize(("timeout", "workspace_bytes"), [(21.0, 1 << 16), (PATIENCE, 1 << 17)])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"timeout": 21.0}, "timeout=21.0"),
+        ({"workspace_bytes": 1 << 17}, "workspace_bytes=131072"),
+        ({"timeout": 30.0}, "timeout_on_gpus=30.0"),  # the default on CPUs only
+    ],
+)
 def test_other_options_of_init_are_refused(
-    ranks: RanksFixture, timeout: float, workspace_bytes: int
+    ranks: RanksFixture, options: dict[str, Any], text: str
 ) -> None:
-    for first, then in ranks(WORLD).run(different_options_job, timeout, workspace_bytes):
+    for first, then in ranks(WORLD).run(different_options_job, options):
         assert first.error == "ValueError" and "all ranks must give the same" in first.text, first
-        assert first.seconds < faults.PROMPT, first
-        assert f"{timeout}" in first.text and f"{workspace_bytes}" in first.text, first
-        assert not then.error, then
-
-
-def default_timeout_job() -> tuple[Ending, Ending]:
-    """The default is 30 s on CPUs and another time on GPUs."""
-    group = faults.group_of(dist.new_group())
-    given = {} if group.rank() == ODD else {"timeout": 30.0}
-    first = faults.ending_of(lambda: tpkernels.init(group, **given))
-    return first, faults.ending_of(lambda: tpkernels.init(group))
-
-
-def test_a_timeout_that_is_the_default_on_cpus_only(ranks: RanksFixture) -> None:
-    for first, then in ranks(WORLD).run(default_timeout_job):
-        assert first.error == "ValueError" and "timeout_on_gpus=30.0" in first.text, first
+        assert first.seconds < faults.PROMPT and text in first.text, first
         assert not then.error, then

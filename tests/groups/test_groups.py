@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture, one_of_each
 from tests.support.ranked import check_cases, fresh_group, report
-from tests.support.tiers import sweep, thorough
+from tests.support.tiers import sweep
 from tpkernels.groups import GroupLike
 from tpkernels.launch import Ranks
 from tpkernels.planning import store
@@ -32,18 +32,8 @@ def passed_by_name_or_as_world() -> list[str]:
     return failures + check_cases(one_of_each(world.size()), world)
 
 
-def passed_as_mesh() -> list[str]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    group = mesh.get_group()
-    ways: list[GroupLike] = [mesh, (mesh, 0), (mesh, "tp"), mesh["tp"]]
-    failures = []
-    for way in ways:
-        failures += check_cases(one_of_each(group.size()), group, way)
-    return failures
-
-
-def passed_as_mesh_dim(shape: tuple[int, int]) -> list[str]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+def passed_as_mesh_dim() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     ways: list[tuple[GroupLike, dist.ProcessGroup]] = [
         ((mesh, 0), dp),
@@ -71,22 +61,6 @@ def on_own_subgroup(members: Sequence[Sequence[int]]) -> list[str]:
         if dist.get_rank() in ranks:
             assert isinstance(group, dist.ProcessGroup)
             failures += check_cases(one_of_each(len(ranks)), group)
-    return failures
-
-
-def after_destroy() -> list[str]:
-    """A new group is not affected by a destroyed one."""
-    failures = []
-    for _ in range(3):
-        with fresh_group() as group:
-            failures += check_cases(one_of_each(group.size())[:8], group)
-            name = group.group_name
-        try:
-            tpkernels.all_reduce(torch.ones(3), name)
-            failures.append("a destroyed group still works")
-        except ValueError as error:
-            if name not in str(error):
-                failures.append(f"not helpful: {error}")
     return failures
 
 
@@ -123,22 +97,19 @@ def test_what_was_kept_from_before_another_initialisation() -> None:
 
 
 @pytest.mark.parametrize("world", sweep([2, 1]))
-@pytest.mark.parametrize("job", [passed_by_name_or_as_world, passed_as_mesh, after_destroy])
-def test_a_group_of_all_ranks(
-    ranks: RanksFixture, world: int, job: Callable[[], list[str]]
-) -> None:
-    report(failure for rank in ranks(world).run(job, timeout=120) for failure in rank)
+def test_a_group_of_all_ranks(ranks: RanksFixture, world: int) -> None:
+    results = ranks(world).run(passed_by_name_or_as_world, timeout=120)
+    report(failure for rank in results for failure in rank)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), thorough((4, 1))])
-def test_dims_of_a_mesh(ranks: RanksFixture, shape: tuple[int, int]) -> None:
-    results = ranks(4).run(passed_as_mesh_dim, shape, timeout=120)
+def test_dims_of_a_mesh(ranks: RanksFixture) -> None:
+    results = ranks(4).run(passed_as_mesh_dim, timeout=120)
     report(failure for rank in results for failure in rank)
 
 
 @pytest.mark.parametrize(
     "members",
-    sweep([[(0, 3), (0, 1, 2), (2,)], [(0, 1), (2, 3)], [(0, 2), (1, 3)], [(1, 2, 3)]]),
+    sweep([[(0, 3), (0, 1, 2), (2,)], [(0, 2), (1, 3)]]),
 )
 def test_sub_groups(ranks: RanksFixture, members: list[tuple[int, ...]]) -> None:
     results = ranks(4).run(on_own_subgroup, members, timeout=120)

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support import scaled as support
 from tests.support.scaled import E4M3, E8M0, FP4, GATHER, ScaledCase, operand
 from tpkernels.local import scaled
+from tpkernels.local.scaled import ScaledMatrix
 
 M, K, N = 33, 160, 300
-PRODUCTS = {"panels": scaled.by_panels, "torch": scaled._by_torch}
+PRODUCTS = {"panels": scaled.by_panels, "torch": scaled.by_torch}
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -29,20 +30,13 @@ def test_torch_and_panels(
         x, w = operand(case, M, K, E4M3, "x"), operand(case, N, K, E4M3, "w")
         bias = torch.randn(N).to(out_dtype)
         scale_w = w.scale.t().contiguous() if w.scale.dim() else w.scale
-        if product is scaled._by_torch and not (x.scale.dim() or w.scale.dim()):
+        if product is scaled.by_torch and not (x.scale.dim() or w.scale.dim()):
             try:
                 torch._scaled_mm(x.elements, w.elements.t(), x.scale, w.scale)
             except RuntimeError as error:
                 pytest.skip(f"torch: {error}")
-        got = product(
-            x.elements,
-            layout(w.elements),
-            x.scale,
-            scale_w,
-            torch.empty(M, N, dtype=out_dtype),
-            bias,
-            fast_accum=False,
-        )
+        factors = ScaledMatrix(x.elements, x.scale), ScaledMatrix(layout(w.elements), scale_w)
+        got = product(*factors, torch.empty(M, N, dtype=out_dtype), bias)
         exact = x.worth @ w.worth.t() + bias.double()
         size = x.worth.abs() @ w.worth.abs().t() + bias.double().abs()
         bound = torch.finfo(out_dtype).eps / 2 * exact.abs() + (K + 4) * 2**-24 * size
@@ -56,7 +50,9 @@ def test_cpus_do_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, one = torch.ones(4, 32).to(E4M3), torch.ones(32, 8).to(E4M3), torch.ones([])
     blocks = torch.ones(4, 1).to(E8M0), torch.ones(8, 1).to(E8M0)
     for scale_x, scale_w in ((one, one), blocks):
-        out = scaled.scaled_matmul(x, w, scale_x, scale_w, torch.empty(4, 8))
+        out = scaled.scaled_matmul(
+            ScaledMatrix(x, scale_x), ScaledMatrix(w, scale_w), torch.empty(4, 8)
+        )
         assert (out == 32).all()
 
 
@@ -66,7 +62,7 @@ def test_one_row_or_column_for_torch(rows: int, columns: int) -> None:
     x, w, one = torch.ones(rows, 32).to(E4M3), torch.ones(columns, 32).to(E4M3), torch.ones([])
     for scale_x, scale_w in ((torch.ones(rows, 1), one), (one, torch.ones(1, columns))):
         out = torch.empty(rows, columns)
-        scaled._by_torch(x, w.t(), scale_x, scale_w, out, None, fast_accum=False)
+        scaled.by_torch(ScaledMatrix(x, scale_x), ScaledMatrix(w.t(), scale_w), out, None)
         assert (out == 32).all()
 
 
@@ -81,8 +77,8 @@ def test_which_sizes_gpus_take(monkeypatch: pytest.MonkeyPatch) -> None:
         for k, n, taken in ((32, 16, True), (48, 16, True), (40, 16, False), (32, 8, False)):
             x, w = (torch.zeros(m, k, dtype=torch.uint8).view(dtype) for m in (4, n))
             blocks = [torch.ones(m, max(1, k // block)).to(scale_dtype) for m in (4, n)]
-            x = x.as_subclass(OnGpu)
-            assert scaled.torch_takes(x, w.t(), *blocks, torch.bfloat16) == taken, (dtype, k, n)
+            factors = ScaledMatrix(x.as_subclass(OnGpu), blocks[0]), ScaledMatrix(w.t(), blocks[1])
+            assert scaled.torch_takes(*factors, torch.bfloat16) == taken, (dtype, k, n)
 
 
 def test_panels_bound_the_copy_of_the_weight_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +91,8 @@ def test_panels_bound_the_copy_of_the_weight_on_gpus(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "mm", counted)
     monkeypatch.setattr(scaled, "_GPU_PANEL_COLUMNS", 128)
     x, w, one = torch.ones(4, 32).to(E4M3), torch.ones(N, 32).to(E4M3), torch.ones([])
-    out = scaled.by_panels(x.as_subclass(OnGpu), w.t(), one, one, torch.empty(4, N), None)
+    factors = ScaledMatrix(x.as_subclass(OnGpu), one), ScaledMatrix(w.t(), one)
+    out = scaled.by_panels(*factors, torch.empty(4, N), None)
     assert widths == [128, 128, N - 256] and (out == 32).all()
 
 
@@ -111,7 +108,7 @@ def test_a_bias_with_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, one = torch.ones(4, 32).to(E4M3), torch.ones(16, 32).to(E4M3), torch.ones([])
     bias = torch.arange(32.0, dtype=torch.bfloat16)[::2]
     out = torch.empty(4, 16, dtype=torch.bfloat16)
-    scaled._by_torch(x, w.t(), one, torch.ones(1, 16), out, bias, fast_accum=False)
+    scaled.by_torch(ScaledMatrix(x, one), ScaledMatrix(w.t(), torch.ones(1, 16)), out, bias)
     assert torch.equal(out, (32 + bias).expand(4, 16))
     assert given[0].is_contiguous()
 

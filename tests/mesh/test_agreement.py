@@ -1,4 +1,5 @@
-"""Ranks that are in different products: each learns both, before anything is sent."""
+"""Ranks that are in different products: each learns both, before anything is sent, or, of products
+that all know, while they wait."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpkernels
+from tests.support import meshes
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, Placements, R, draw, error_of, make_mesh
 from tests.support.ranked import TIMEOUT, apart, messages_of
@@ -128,31 +130,26 @@ def counted() -> Iterator[list[str]]:
         yield found
 
 
-def warm_job() -> list[int]:
-    mesh, exchanges = make_mesh((2, 2)), []
+def exchanges_job() -> list[list[int]]:
+    """The exchanges after each product: of two that are known, and with room for two."""
+    counts: list[list[int]] = [[], []]
+    mesh = make_mesh((2, 2))
     with counted() as found:
         for given in (ALONG_0, ALONG_0, ALONG_1, ALONG_0, ALONG_1):
             assert multiply(mesh, **given) is None
-            exchanges.append(len(found))
-    return exchanges
+            counts[0].append(len(found))
+    with mock.patch.object(agreement, "_MOST_KNOWN", 2), counted() as found:
+        mesh = make_mesh((2, 2))
+        for m in (1, 2, 1, 3, 1, 2):
+            assert multiply(mesh, (R, R), (S1, R), shape=(m, 4, 8)) is None
+            counts[1].append(len(found) // 2)
+    return counts
 
 
 def test_a_known_product_is_not_compared_again(ranks: RanksFixture) -> None:
-    assert ranks(4).run(warm_job) == [[2, 2, 4, 4, 4]] * 4
-
-
-def forgetting_job() -> list[int]:
-    """With room for two products."""
-    mesh, exchanges = make_mesh((2,)), []
-    with mock.patch.object(agreement, "_MOST_KNOWN", 2), counted() as found:
-        for m in (1, 2, 1, 3, 1, 2):
-            assert multiply(mesh, (R,), (S1,), shape=(m, 4, 8)) is None
-            exchanges.append(len(found))
-    return exchanges
-
-
-def test_all_ranks_forget_the_same_products(ranks: RanksFixture) -> None:
-    assert ranks(2).run(forgetting_job) == [[1, 2, 2, 3, 4, 5]] * 2
+    """And all ranks forget the same ones."""
+    for known, forgotten in ranks(4).run(exchanges_job):
+        assert (known, forgotten) == ([2, 2, 4, 4, 4], [1, 2, 2, 3, 4, 5])
 
 
 def orders_job() -> str | None:
@@ -176,14 +173,9 @@ def no_memory_job() -> tuple[str, float]:
     fails = mock.patch.object(torch, "matmul", side_effect=MemoryError("none left"))
     begin = time.monotonic()
     with fails if dist.get_rank() else nullcontext():
-        message = messages_of([lambda: multiply_apart(mesh)])[0]
+        # A product without a common op, and then the gather of its rows.
+        message = messages_of([lambda: multiply(mesh, (S0,), (R,), "M")])[0]
     return message, time.monotonic() - begin
-
-
-def multiply_apart(mesh: DeviceMesh) -> None:
-    """A product without a common op, and then the gather of its rows."""
-    a, b = draw("x", (6, 4), mesh, (S0,)), draw("w", (4, 8), mesh, (R,))
-    tpkernels.sharded_matmul(a.sharded, b.sharded, (R,), "M")
 
 
 def test_a_rank_without_memory_is_not_waited_for(ranks: RanksFixture) -> None:
@@ -226,3 +218,84 @@ def test_a_failure_in_one_group_is_told_in_the_others(ranks: RanksFixture) -> No
         kind = "CollectiveMismatchError" if rank in (2, 3) else "PeerLostError"
         assert message.startswith(kind), (rank, message)
         assert seconds < AT_ONCE
+
+
+# Known products, which are compared while ranks wait.
+
+
+def known_job(together: bool, behind: int) -> tuple[list[str], float]:
+    """Rank 0 makes a product along mesh dim 0, the others one along mesh dim 1 and before that
+    ``behind`` products that communicate nothing, which do not count; all know all of them."""
+    with nullcontext() if together else apart():
+        mesh = make_mesh((2, 2))
+        alone: dict[str, Any] = {"x": (R, R), "w": (R, R), "strategy": "none,none"}
+        for given in (ALONG_0, ALONG_1, alone):
+            assert multiply(mesh, **given) is None
+        if dist.get_rank():
+            for _ in range(behind):
+                multiply(mesh, **alone)
+        begin, given = time.monotonic(), ALONG_1 if dist.get_rank() else ALONG_0
+        messages = messages_of([lambda: multiply(mesh, **given)])
+        return messages, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("together", "behind"),
+    [
+        (True, 0),
+        pytest.param(False, 3, marks=pytest.mark.thorough),
+    ],
+)
+def test_known_products_without_a_common_group(
+    ranks: RanksFixture, together: bool, behind: int
+) -> None:
+    """Rank 0 waits for rank 2, which has gone on, and rank 1 for rank 0."""
+    told = ranks(4).run(known_job, together, behind)
+    pattern = r"ProductMismatchError: the ranks are in different products: as number 3 on the "
+    messages = [message for (message,), _ in told[:2]]
+    assert any(re.match(pattern, message) for message in messages), messages
+    for (message,), seconds in told[:2]:
+        assert "strategy 'N,none'" in message and "strategy 'none," in message, message
+        assert seconds < AT_ONCE / 2
+    assert [message for (message,), _ in told[2:]] == ["nothing", "nothing"]
+
+
+def slow_job() -> list[str | None]:
+    """One rank after the other comes late to products that all make; meanwhile the other one is
+    some ahead of it, and waits."""
+    mesh = make_mesh((2,))
+    alone: dict[str, Any] = {"x": (R,), "w": (R,), "strategy": "none"}
+    wrong = []
+    for late in (None, 0, 1):
+        if dist.get_rank() == late:
+            time.sleep(2.5 * agreement._PATIENCE)
+        wrong += [multiply(mesh, **alone), multiply(mesh, **alone)]
+        wrong.append(multiply(mesh, (R,), (S1,), "N"))
+    return wrong
+
+
+@pytest.mark.thorough
+def test_a_late_rank_is_in_the_same_products(ranks: RanksFixture) -> None:
+    assert ranks(2).run(slow_job) == [[None] * 9] * 2
+
+
+def stuck_job() -> tuple[list[str], float]:
+    """One rank does not come, and the stores do not answer the other."""
+    with mock.patch.object(meshes, "TIMEOUT", 1.0):
+        mesh = make_mesh((2,))
+    multiply(mesh, (S1,), (S0,), "K")
+    if dist.get_rank() == 1:
+        time.sleep(1.8)
+        return [], 0.0
+    asked = mock.Mock(side_effect=lambda *_: time.sleep(60))
+    begin = time.monotonic()
+    with mock.patch.object(agreement.History, "_exchanged", asked):
+        messages = messages_of([lambda: multiply(mesh, (S1,), (S0,), "K")])
+    assert asked.called
+    return messages, time.monotonic() - begin
+
+
+@pytest.mark.thorough
+def test_a_store_that_hangs_does_not_keep_a_rank(ranks: RanksFixture) -> None:
+    (messages, seconds), _ = ranks(2).run(stuck_job)
+    assert re.match(r"CollectiveTimeoutError: .*rank 1", messages[0]) and seconds < 2.5, messages

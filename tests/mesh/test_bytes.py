@@ -97,8 +97,6 @@ EACH_ON_TWO: list[Operands] = [
 
 
 IN_FP32 = (torch.bfloat16, torch.float32)
-ON_ONE_DIM = [((S1,), (S0,), (R,)), ((P,), (S1,), (S0,))]
-ROUNDED_LATE = [((S1, S0), (S0, R), (R, R))]  # by a step along the dim of one rank
 
 # With `direct` and `pipelined`, meshes on which at most two ranks reduce need no large tensors.
 SENT: list[tuple[Any, ...]] = [
@@ -109,15 +107,15 @@ SENT: list[tuple[Any, ...]] = [
     ((4,), ONE_DIM, "ring"),
     ((3, 2), TWO_DIMS, "ring"),
     ((2, 2), EACH_ON_TWO, "ring"),
-    ((2,), ON_ONE_DIM, "ring", SHAPE, IN_FP32),
-    ((1, 2), ROUNDED_LATE, "ring", SHAPE, IN_FP32),
+    ((2,), [((S1,), (S0,), (R,)), ((P,), (S1,), (S0,))], "ring", SHAPE, IN_FP32),
+    # Rounded late, by a step along the dim of one rank.
+    ((1, 2), [((S1, S0), (S0, R), (R, R))], "ring", SHAPE, IN_FP32),
     ((2, 2), [*TWO_DIMS[1:], ((S1, S1), (S0, S0), (P, R))], "ring", SHAPE, IN_FP32),
 ]
 for _algorithm in ("direct", "pipelined"):
     SENT += [
         ((2,), ONE_DIM[5::6], _algorithm),
-        ((2, 2), TWO_DIMS, _algorithm),
-        ((2, 2), EACH_ON_TWO, _algorithm),
+        ((2, 2), [*TWO_DIMS, *EACH_ON_TWO], _algorithm),
         ((3,), ONE_DIM[::4], _algorithm, LARGE),
         ((4,), ONE_DIM, _algorithm, LARGE),
         ((3, 2), TWO_DIMS, _algorithm, (97, 95, 96)),

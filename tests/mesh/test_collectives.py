@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,29 +18,8 @@ from tests.support.ranked import messages_of, report
 from tpkernels import mesh as tpmesh
 
 
-def gathers_job() -> dict[str, list[int]]:
-    """What rank (i, j) of a 2 x 2 mesh gathers, each rank giving its number in the mesh."""
-    mesh = make_mesh((2, 2))
-    mine = torch.tensor([float(mesh.get_rank())])
-    return {
-        str(axes): tpmesh.all_gather(mine, mesh, axes).int().tolist()
-        for axes in ("a", 1, ("a", "b"), ("b", "a"))
-    }
-
-
-def test_all_gather_along_each_axis(ranks: RanksFixture) -> None:
-    """Rank (i, j) is number 2 i + j."""
-    for number, got in enumerate(ranks(4).run(gathers_job)):
-        i, j = divmod(number, 2)
-        assert got == {
-            "a": [j, 2 + j],
-            "1": [2 * i, 2 * i + 1],
-            "('a', 'b')": [0, 1, 2, 3],
-            "('b', 'a')": [0, 1, 2, 3],
-        }
-
-
-def reductions_job() -> list[str]:
+def axes_job() -> list[str]:
+    """Rank (i, j) is number 2 i + j; the order of several axes is that of the mesh."""
     mesh = make_mesh((2, 2))
     i, j = mesh.get_coordinate()  # type: ignore[misc]
     base = torch.arange(12.0).view(3, 4)
@@ -47,15 +27,17 @@ def reductions_job() -> list[str]:
     def of(a: int, b: int) -> torch.Tensor:
         return base * (1 + 2 * a + b) - a
 
-    each: dict[Any, list[torch.Tensor]] = {
-        "a": [of(0, j), of(1, j)],
-        ("b",): [of(i, 0), of(i, 1)],
-        ("a", "b"): [of(a, b) for a, b in itertools.product((0, 1), repeat=2)],
+    every = [of(a, b) for a, b in itertools.product((0, 1), repeat=2)]
+    along: dict[Any, tuple[int, list[torch.Tensor]]] = {  # this rank's number, and all addends
+        "a": (i, [of(0, j), of(1, j)]),
+        1: (j, [of(i, 0), of(i, 1)]),
+        ("b",): (j, [of(i, 0), of(i, 1)]),
+        ("a", "b"): (2 * i + j, every),
+        ("b", "a"): (2 * i + j, every),
     }
     wrong = []
-    for axes, addends in each.items():
+    for axes, (number, addends) in along.items():
         total, world = torch.stack(addends).sum(0), len(addends)
-        number = {"a": i, ("b",): j}.get(axes, 2 * i + j)
         got = tpmesh.all_reduce(of(i, j), mesh, axes)
         if not torch.equal(got, total):
             wrong.append(f"all_reduce over {axes}: {got}")
@@ -65,14 +47,11 @@ def reductions_job() -> list[str]:
             wrong.append(f"reduce_scatter over {axes}: {got}")
         x = of(i, j).split(sizes, 1)[number].clone().requires_grad_()
         gathered = tpmesh.all_gather(x, mesh, axes, 1, shard_sizes=sizes)
+        whole = torch.cat([one.split(sizes, 1)[n] for n, one in enumerate(addends)], 1)
         (grad,) = torch.autograd.grad(gathered, x, torch.ones_like(gathered))
-        if gathered.shape != base.shape or not torch.equal(grad, torch.full_like(x, world)):
-            wrong.append(f"all_gather over {axes}: {gathered.shape}, {grad}")
+        if not (torch.equal(gathered, whole) and torch.equal(grad, torch.full_like(x, world))):
+            wrong.append(f"all_gather over {axes}: {gathered}, {grad}")
     return wrong
-
-
-def test_reductions_along_axes(ranks: RanksFixture) -> None:
-    report(one for rank in ranks(4).run(reductions_job) for one in rank)
 
 
 def summed(placement: Placement, dims: tuple[int, ...], keepdim: bool) -> Placement:
@@ -111,26 +90,20 @@ def sums_job() -> list[str]:
     return wrong
 
 
-def test_sums_and_means(ranks: RanksFixture) -> None:
-    report(one for rank in ranks(4).run(sums_job) for one in rank)
-
-
-def axes_job() -> list[Any]:
+def one_axis_job() -> list[str]:
     """A sum over one of two axes that split the dim is Partial along the other."""
     mesh = make_mesh((2, 2))
-    x = draw("x", (5, 3), mesh, (S0, S0))
+    x, exact = draw("x", (5, 3), mesh, (S0, S0)), torch.zeros(3, dtype=torch.float64)
     half = tpmesh.sharded_sum(x.sharded, 0, "b")
     whole = tpmesh.sharded_sum(half, (), "a")
-    return [
-        half.placements,
-        error_of(half, x.value.sum(0), torch.zeros(3, dtype=torch.float64), (P, R)),
-        error_of(whole, x.value.sum(0), torch.zeros(3, dtype=torch.float64), (R, R)),
-    ]
+    pairs = (half, (P, R)), (whole, (R, R))
+    errors = [error_of(got, x.value.sum(0), exact, left) for got, left in pairs]
+    return [error for error in errors if error is not None]
 
 
-def test_a_sum_over_one_axis(ranks: RanksFixture) -> None:
-    for result in ranks(4).run(axes_job):
-        assert result == [(P, R), None, None]
+@pytest.mark.parametrize("job", [axes_job, sums_job, one_axis_job])
+def test_collectives(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
+    report(one for rank in ranks(4).run(job) for one in rank)
 
 
 def refusals_job() -> list[str]:
@@ -151,8 +124,7 @@ def refusals_job() -> list[str]:
     )
 
 
-@pytest.mark.parametrize("world", [2])
-def test_refusals(ranks: RanksFixture, world: int) -> None:
+def test_refusals(ranks: RanksFixture) -> None:
     expected = [
         "ValueError: the mesh has no axis 'c'; it has axes 0 to 1 named 'a', 'b'",
         "ValueError: the mesh has no axis 'a'; it has axes 0 to 1, without names",
@@ -166,5 +138,5 @@ def test_refusals(ranks: RanksFixture, world: int) -> None:
         "ValueError: mesh axis 1 is S1 and splits none of the dims (0,): there is nothing to sum "
         "over along it",
     ]
-    for got in ranks(world).run(refusals_job):
+    for got in ranks(2).run(refusals_job):
         assert got == expected

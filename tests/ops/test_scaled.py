@@ -34,7 +34,7 @@ from tests.support.scaled import (
 )
 from tests.support.scaled_run import check, run_cases
 from tests.support.tiers import sweep
-from tpkernels.local.scaled import scaled_matmul
+from tpkernels.local.scaled import ScaledMatrix, scaled_matmul
 
 PATTERNS = (0x7F800001, 0xFFBFFFFF, 0x00000001, 0x807FFFFF)  # of float32: NaNs, denormal numbers
 DENORMALS = (1, 0x123456, 0x7FFFFF)
@@ -149,7 +149,8 @@ def every_byte_job() -> list[str]:
                 *factors, group, out_dtype=F32, algorithm=algorithm
             )
             # Where the product takes denormal numbers for zero, there are no bits to compare.
-            local = scaled_matmul(*factors, torch.empty(len(DENORMALS), 1))
+            left, right = ScaledMatrix(factors[0], scale), ScaledMatrix(factors[1], factors[3])
+            local = scaled_matmul(left, right, torch.empty(len(DENORMALS), 1))
             want = local.repeat(group.size(), 1)
             if not torch.equal(y.view(torch.int32), want.view(torch.int32)):
                 failures.append(f"{algorithm}: {y.flatten()}, not {want.flatten()}")

@@ -152,6 +152,16 @@ class Graph:
         return [torch.randint(-1, 2, shape, generator=draw).to(dtype) for shape in shapes]
 
 
+def one(op: str, function: Callable[..., Any], *shapes: Any, matmuls: int = 1) -> Graph:
+    """A graph in which one collective becomes part of an op."""
+    return Graph(function, shapes, ((op, matmuls),))
+
+
+def kept(table: Iterable[tuple[Any, ...]]) -> list[tuple[str, Graph]]:
+    """Graphs whose collective is left alone, from rows of a reason, a function, and shapes."""
+    return [(why, Graph(function, tuple(s), reason=why)) for why, function, *s in table]
+
+
 def _check(graph: Graph, group: dist.ProcessGroup, dtype: torch.dtype, symbolic: bool) -> list[str]:
     where = (group.size(), group.group_name)
     inputs = graph.inputs(group.rank(), group.size(), dtype)

@@ -24,12 +24,11 @@ import torch
 
 from tpkernels import cuda
 from tpkernels._C.host import Phase
-from tpkernels.algorithms.parts import Products, shard_shape
+from tpkernels.algorithms.parts import Products
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
-from tpkernels.algorithms.reduction import Reduction, behind_matmul_all_reduce
+from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue_alike, queued
-from tpkernels.local.memory import empty
 from tpkernels.symm.cuda import Watch
 from tpkernels.symm.device import Prepared, kernel_error
 from tpkernels.symm.streams import SideStream
@@ -88,7 +87,7 @@ def _place(x: torch.Tensor) -> Hashable:
 
 
 @gathers_in_rank_order
-def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     sizes, whole = call.problem.shard_rows, products.memory(call, x).flatten(0, -2)
     rows, outs = x.contiguous().flatten(0, -2), [out.flatten(0, -2) for out in products.outs]
     weights = list(products.weights)
@@ -182,37 +181,20 @@ def bring_rows(
 
 
 @scatters_in_rank_order
-def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
-) -> torch.Tensor:
+def reduce(
+    call: Call, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, reduction: Reduction
+) -> None:
     problem, rows = call.problem, x.flatten(0, -2)
-    out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
 
     def prepare() -> Prepared:
-        from tpkernels.kernels import matmul_reduce_scatter as kernel
+        config = _config(call, x)
+        if problem.spec.scatters:
+            from tpkernels.kernels import matmul_reduce_scatter as scatter
 
-        return kernel.prepare(_config(call, x), rows, w, problem.shard_rows, problem.dtype)
-
-    added = reduction.bias, reduction.residual
-    _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, out.flatten(0, -2))
-    return out
-
-
-def matmul_all_reduce(
-    call: Call, x: torch.Tensor, w: torch.Tensor, reduction: Reduction
-) -> torch.Tensor:
-    problem, rows = call.problem, x.flatten(0, -2)
-    out = empty(problem.shape, reduction.out_dtype, x.device)
-
-    def prepare() -> Prepared:
+            return scatter.prepare(config, rows, w, problem.shard_rows, problem.dtype)
         from tpkernels.kernels import matmul_all_reduce as kernel
 
-        config = _config(call, x)
         return kernel.prepare(config, rows, w, out.dtype, problem.world, problem.dtype)
 
     added = reduction.bias, reduction.residual
     _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, out.flatten(0, -2))
-    return out
-
-
-matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)

@@ -35,14 +35,16 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, -2)
 
 
-def partial_for(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
-    """Return memory for `matmul_partial`."""
+def new_partial(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
+    """Return memory for ``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N]."""
     return empty((*x.shape[:-1], columns_of(w)), call.problem.dtype, x.device)
 
 
-def matmul_partial(call: Call, x: torch.Tensor, w: Weight) -> torch.Tensor:
-    """Return ``x @ w`` in the dtype in which partials travel. x [..., K], w [K, N]."""
-    partial = partial_for(call, x, w)
+def partial_of(call: Call, x: torch.Tensor, w: Weight | None) -> torch.Tensor:
+    """Return this rank's partial of the sum: ``x @ w``, or x itself without a matmul."""
+    if w is None:
+        return x
+    partial = new_partial(call, x, w)
     local_matmul(as_rows(x), w, as_rows(partial))
     return partial
 
@@ -52,12 +54,27 @@ def shard_counts(problem: Problem) -> list[int]:
     return [problem.outer * size * problem.inner for size in problem.sizes]
 
 
-def shard_shape(problem: Problem, owner: int) -> list[int]:
-    """Return the shape of ``owner``'s shard of the gathered or scattered tensor."""
-    assert problem.dim is not None  # an all-reduce has no shards
-    shape = list(problem.shape)
-    shape[problem.dim] = problem.sizes[owner]
+def result_shape(problem: Problem, rank: int) -> list[int]:
+    """Return the shape of what a call leaves on a rank: all of the tensor, or the rank's shard."""
+    shape, spec = list(problem.shape), problem.spec
+    if spec.exchanges:
+        assert problem.options.scattered is not None  # an exchange has one
+        dim, sizes = problem.options.scattered
+        shape[dim] = sizes[rank]
+    elif spec.scatters:
+        assert problem.dim is not None  # a scatter has one
+        shape[problem.dim] = problem.sizes[rank]
     return shape
+
+
+def pieces_of(
+    problem: Problem, x: torch.Tensor, out: torch.Tensor
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return this rank's piece for each rank in an exchange, and the places in ``out`` of the
+    ranks' pieces for this one."""
+    assert problem.dim is not None and problem.options.scattered is not None  # an exchange has both
+    dim, sizes = problem.options.scattered
+    return x.split(list(sizes), dim), out.split(list(problem.sizes), problem.dim)
 
 
 def edges_of(total: int, world: int) -> list[int]:
@@ -207,8 +224,8 @@ def _split_of(
 
 @dataclass(frozen=True)
 class Products:
-    """The results of an all-gather and matmul: ``outs[i] = x @ weights[i] + biases[i]``, and the
-    gathered x itself, unless ``gathered`` is None."""
+    """The results of a gather: ``outs[i] = x @ weights[i] + biases[i]`` of the gathered x, and this
+    itself, unless ``gathered`` is None. Without weights it is the only result."""
 
     weights: Sequence[Any]  #: each a `Weight` or another `Product`
     biases: Sequence[torch.Tensor | None]

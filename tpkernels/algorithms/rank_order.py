@@ -47,7 +47,7 @@ def join(flat: torch.Tensor, out: torch.Tensor, dim: int, sizes: Sequence[int]) 
 
 
 def gathers_in_rank_order(function: Callable[..., None]) -> Callable[..., None]:
-    """Make an all_gather_matmul that splits the first dim split any dim but the last."""
+    """Make a `gather` that splits the first dim split any dim but the last."""
 
     @functools.wraps(function)
     def gather(call: Call, x: torch.Tensor, products: Products) -> None:
@@ -66,15 +66,15 @@ def gathers_in_rank_order(function: Callable[..., None]) -> Callable[..., None]:
     return gather
 
 
-def scatters_in_rank_order(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Make a matmul_reduce_scatter that splits the first dim split any dim but the last."""
+def scatters_in_rank_order(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a `reduce` that splits the first dim split any dim but the last."""
 
     @functools.wraps(function)
-    def scatter(call: Call, x: torch.Tensor, w: Any, reduction: Any) -> torch.Tensor:
+    def scatter(call: Call, x: torch.Tensor, *operands: Any) -> None:
         problem = call.problem
         if problem.outer != 1:
             assert problem.dim is not None  # a scatter has one
             x = by_owner(x, problem.dim, problem.sizes).view(problem.rows, x.shape[-1])
-        return function(call, x, w, reduction)
+        function(call, x, *operands)
 
     return scatter

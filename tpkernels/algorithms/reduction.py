@@ -7,9 +7,9 @@ normalises behind them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -79,20 +79,6 @@ class RmsNorm:
     eps: float
 
 
-# The results of an op with a norm: the rows normalised, and the rows.
-Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-
-def reduced(partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """Return the result for a single rank, whose partial is the whole sum. May be ``partial``
-    itself."""
-    if reduction.keeps(partial.dtype):
-        return partial
-    out = empty(partial.shape, reduction.out_dtype, partial.device)
-    reduce_into(out, [partial.contiguous()], reduction)
-    return out
-
-
 def reduce_into(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int = 0
 ) -> None:
@@ -142,31 +128,22 @@ def normalised(call: Call, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
     return out
 
 
-def behind_all_reduce(all_reduce: Callable[..., None]) -> Callable[..., Rows]:
-    """Return ``all_reduce_rms_norm`` by an algorithm's ``all_reduce``."""
+def normalising(reduce: Callable[..., None]) -> Callable[..., torch.Tensor]:
+    """Make an algorithm's `reduce` return the rows of the sum normalised."""
 
-    def all_reduce_rms_norm(
-        call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm
-    ) -> Rows:
-        total = empty(x.shape, reduction.out_dtype, x.device)
-        all_reduce(call, x, total, reduction)
-        return normalised(call, total, norm), total
+    @functools.wraps(reduce)
+    def reduce_and_normalise(
+        call: Call,
+        x: torch.Tensor,
+        w: Weight | None,
+        out: torch.Tensor,
+        reduction: Reduction,
+        norm: RmsNorm,
+    ) -> torch.Tensor:
+        reduce(call, x, w, out, reduction)
+        return normalised(call, out, norm)
 
-    all_reduce_rms_norm.__module__ = all_reduce.__module__
-    return all_reduce_rms_norm
-
-
-def behind_matmul_all_reduce(matmul_all_reduce: Callable[..., Any]) -> Callable[..., Rows]:
-    """Return ``matmul_all_reduce_rms_norm`` by an algorithm's ``matmul_all_reduce``."""
-
-    def matmul_all_reduce_rms_norm(
-        call: Call, x: torch.Tensor, w: Weight, reduction: Reduction, norm: RmsNorm
-    ) -> Rows:
-        total = matmul_all_reduce(call, x, w, reduction)
-        return normalised(call, total, norm), total
-
-    matmul_all_reduce_rms_norm.__module__ = matmul_all_reduce.__module__
-    return matmul_all_reduce_rms_norm
+    return reduce_and_normalise
 
 
 def _on_gpu(x: torch.Tensor) -> bool:

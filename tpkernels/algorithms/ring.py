@@ -36,12 +36,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tpkernels.algorithms.parts import Partials
-from tpkernels.algorithms.pieces import Exchange, counts_of, place
+from tpkernels.algorithms import transfers
+from tpkernels.algorithms.parts import Partials, Products, pieces_of
 from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.algorithms.transfers import Transfers, ops_by
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
+from tpkernels.local.product import Weight
 from tpkernels.local.ranges import TRANSFER, recorded
 from tpkernels.transport.point_to_point import enter
 from tpkernels.transport.waits import announce_done
@@ -80,7 +80,7 @@ def hops(rank: int, world: int) -> Iterator[list[Hop]]:
             yield [replace(up, part=0, parts=2), replace(down, part=1, parts=2)]
 
 
-class Ring(Transfers):
+class Ring(transfers.Transfers):
     """One call of a rank."""
 
     def __init__(self, call: Call) -> None:
@@ -143,17 +143,24 @@ class Ring(Transfers):
         announce_done(self.call)
 
 
-def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def gather(call: Call, x: torch.Tensor, products: Products) -> None:
+    transfers.gather(Ring(call), x, products)
+
+
+def reduce(
+    call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
+) -> None:
+    transfers.reduce(Ring(call), x, w, out, reduction)
+
+
+def exchange(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     """Send each piece straight to its owner."""
-    ring, out, given = Ring(call), exchange.result(call, x), exchange.given(x)
-    places = exchange.taken(call, out)
+    ring, (pieces, places) = Ring(call), pieces_of(call.problem, x, out)
 
     def part_of(owner: int) -> torch.Tensor:
-        return given[owner].contiguous().view(-1)
+        return pieces[owner].contiguous().view(-1)
 
-    place(ring.scatter(part_of, counts_of(places), x.device), places)
+    received = ring.scatter(part_of, [place.numel() for place in places], x.device)
+    for piece, place in zip(received, places, strict=True):
+        place.copy_(piece.view(place.shape))
     ring.end()
-    return out
-
-
-OPS = ops_by(Ring, all_to_all=all_to_all)

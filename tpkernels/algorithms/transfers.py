@@ -1,19 +1,14 @@
-"""The ops by an algorithm that transfers shards and partials: what `ring` and `hierarchical`
-share.
+"""What `ring` and `hierarchical` share, which transfer shards and partials.
 
-all_gather             shards arrive, in parts, and are put in their places
-all_gather_matmul      each part is multiplied meanwhile
-reduce_scatter         this rank's partials go to where they are added
-matmul_reduce_scatter  each partial is computed meanwhile
-all_reduce, matmul_all_reduce   a reduce-scatter of the elements or rows, then an all-gather
+gather      shards arrive, in parts, and are put in their places, or multiplied meanwhile
+reduce      this rank's partials, each computed meanwhile, go to where they are added; for a sum
+            that all ranks keep, of their parts of the elements or rows, then a gather
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -24,9 +19,8 @@ from tpkernels.algorithms.parts import (
     partials_of,
     partials_of_product,
     shard_counts,
-    shard_shape,
 )
-from tpkernels.algorithms.reduction import Reduction, behind_all_reduce, behind_matmul_all_reduce
+from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
@@ -90,31 +84,11 @@ class Transfers(ABC):
         self.gather(shards, counts, max(1, step), place)
 
 
-def ops_by(begin: Callable[[Call], Transfers], **others: Callable[..., Any]) -> SimpleNamespace:
-    """Return the ops of an algorithm, by name, with the ``others`` that it has. ``begin`` begins a
-    call."""
-
-    def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
-        problem, counts, transfers = call.problem, shard_counts(call.problem), begin(call)
-        out = empty(problem.shape, x.dtype, x.device)
-        places = out.split(list(problem.sizes), problem.dim)
-        whole, own = list(out.view(-1).split(counts)), call.group.rank
-        if problem.outer == 1:
-            whole[own].copy_(x.reshape(-1))
-        else:  # shards are not contiguous in the output
-            whole = [empty([0 if r == own else n], x.dtype, x.device) for r, n in enumerate(counts)]
-            whole[own] = x.contiguous().view(-1)
-
-        def put(owner: int) -> None:
-            if problem.outer != 1:
-                places[owner].copy_(whole[owner].view(places[owner].shape))
-
-        transfers.gather_flat(whole, put)
-        transfers.end()
-        return out
-
-    def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
-        problem, counts, transfers = call.problem, shard_counts(call.problem), begin(call)
+def gather(transfers: Transfers, x: torch.Tensor, products: Products) -> None:
+    """Carry out a call that gathers."""
+    call = transfers.call
+    problem, counts, rank = call.problem, shard_counts(call.problem), call.group.rank
+    if products.weights:
         made = SplitProducts(call, x, products, transfers.room)
         memory, width = None, problem.shape[-1]
         if made.gathered is not None and problem.outer == 1:  # shards are contiguous in it
@@ -128,63 +102,45 @@ def ops_by(begin: Callable[[Call], Transfers], **others: Callable[..., Any]) -> 
             in_place = memory is not None and owner in transfers.received
             made.use(owner, begin // width, part.view(-1, width), in_place)
 
-        shards[call.group.rank] = x.contiguous().view(-1)
+        shards[rank] = x.contiguous().view(-1)
         transfers.gather(shards, counts, made.split.step * width, multiply)
         transfers.end()
         made.finish()
+        return
+    out = products.memory(call, x)
+    places, whole = out.split(list(problem.sizes), problem.dim), list(out.view(-1).split(counts))
+    if problem.outer == 1:
+        whole[rank].copy_(x.reshape(-1))
+    else:  # shards are not contiguous in the output
+        whole = [empty([0 if r == rank else n], x.dtype, x.device) for r, n in enumerate(counts)]
+        whole[rank] = x.contiguous().view(-1)
 
-    def scatter(
-        transfers: Transfers, partials: Partials, reduction: Reduction, device: torch.device
-    ) -> torch.Tensor:
-        call = transfers.call
-        out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, device)
-        transfers.reduce(partials, out.view(-1), reduction)
-        transfers.end()
-        return out
+    def put(owner: int) -> None:
+        if problem.outer != 1:
+            places[owner].copy_(whole[owner].view(places[owner].shape))
 
-    def reduce(
-        transfers: Transfers, partials: Partials, out: torch.Tensor, reduction: Reduction
-    ) -> None:
-        sums = out.view(-1).tensor_split(list(partials.split.begins[1:]))
-        transfers.reduce(partials, sums[transfers.call.group.rank], reduction)
-        transfers.gather_flat(sums)
-        transfers.end()
+    transfers.gather_flat(whole, put)
+    transfers.end()
 
-    def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-        transfers = begin(call)
-        return scatter(transfers, partials_of(call, x, transfers.chunk), reduction, x.device)
 
-    def matmul_reduce_scatter(
-        call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
-    ) -> torch.Tensor:
-        transfers = begin(call)
+def reduce(
+    transfers: Transfers,
+    x: torch.Tensor,
+    w: Weight | None,
+    out: torch.Tensor,
+    reduction: Reduction,
+) -> None:
+    """Carry out a call that reduces. ``out`` may be ``x``: a part is overwritten with its sum,
+    which is complete only when the partials of all ranks have been read or received."""
+    call = transfers.call
+    if w is None:
+        partials = partials_of(call, x, transfers.chunk)
+    else:
         partials = partials_of_product(call, x, w, transfers.room)
-        return scatter(transfers, partials, reduction, x.device)
-
-    def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
-        """``out`` may be ``x``: a part is overwritten with its sum, which is complete only when the
-        partials of all ranks have been read or received."""
-        transfers = begin(call)
-        reduce(transfers, partials_of(call, x, transfers.chunk), out, reduction)
-
-    def matmul_all_reduce(
-        call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
-    ) -> torch.Tensor:
-        transfers = begin(call)
-        out = empty(call.problem.shape, reduction.out_dtype, x.device)
-        reduce(transfers, partials_of_product(call, x, w, transfers.room), out, reduction)
-        return out
-
-    ops = (
-        all_gather,
-        all_gather_matmul,
-        reduce_scatter,
-        matmul_reduce_scatter,
-        all_reduce,
-        matmul_all_reduce,
-        behind_all_reduce(all_reduce),
-        behind_matmul_all_reduce(matmul_all_reduce),
-    )
-    for function in ops:
-        function.__module__ = begin.__module__  # where the reader of a trace finds the algorithm
-    return SimpleNamespace(**{function.__name__: function for function in ops}, **others)
+    if call.problem.spec.scatters:
+        transfers.reduce(partials, out.view(-1), reduction)
+    else:
+        sums = out.view(-1).tensor_split(list(partials.split.begins[1:]))
+        transfers.reduce(partials, sums[call.group.rank], reduction)
+        transfers.gather_flat(sums)
+    transfers.end()

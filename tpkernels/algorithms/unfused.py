@@ -38,23 +38,12 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from tpkernels.algorithms.parts import (
-    Products,
-    matmul_partial,
-    shard_counts,
-    shard_shape,
-)
-from tpkernels.algorithms.pieces import Exchange, counts_of
+from tpkernels.algorithms.parts import Products, as_rows, new_partial, pieces_of, shard_counts
 from tpkernels.algorithms.rank_order import by_owner, join
-from tpkernels.algorithms.reduction import (
-    Reduction,
-    behind_all_reduce,
-    behind_matmul_all_reduce,
-    reduce_into,
-    reduced,
-)
+from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.call import Call
 from tpkernels.integers import ceil_div, round_up
+from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.planning.problem import VENDOR
@@ -67,14 +56,7 @@ _STEP_BYTES = 4 << 20
 _PART_UNIT = 8  # elements of a rank's part of an all-reduce: the kernel on GPUs loads 8 at a time
 
 
-def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
-    enter(call).wait()
-    out = empty(call.problem.shape, x.dtype, x.device)
-    _gather(call, x, out)
-    return out
-
-
-def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     enter(call).wait()
     if call.group.world == 1 and products.gathered is None:
         whole = x if call.problem.device == "cuda" else x.contiguous()
@@ -84,61 +66,46 @@ def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
     products.multiply(whole)
 
 
-def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def exchange(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     enter(call).wait()
-    out = exchange.result(call, x)
+    problem = call.problem
     if call.group.world == 1:
-        return out.copy_(x)
-    places, counts = exchange.taken(call, out), counts_of(exchange.given(x))
-    even = _even(call.problem.sizes) and _even(exchange.sizes)
-    sent = by_owner(x, exchange.dim, exchange.sizes)
-    received = _exchange(call, sent, counts, None if even else counts_of(places))
+        out.copy_(x)
+        return
+    assert problem.dim is not None and problem.options.scattered is not None  # it has both
+    (pieces, places), (dim, sizes) = pieces_of(problem, x, out), problem.options.scattered
+    even = _even(problem.sizes) and _even(sizes)
+    counts = [piece.numel() for piece in pieces]
+    received_counts = None if even else [place.numel() for place in places]
+    received = _exchange(call, by_owner(x, dim, sizes), counts, received_counts)
     announce_done(call)
-    pieces = [piece.view(to.shape) for piece, to in zip(received, places, strict=True)]
-    assert call.problem.dim is not None  # an all-to-all has one
-    return torch.cat(pieces, call.problem.dim, out=out)
+    shaped = [piece.view(place.shape) for piece, place in zip(received, places, strict=True)]
+    torch.cat(shaped, problem.dim, out=out)
 
 
-def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    enter(call).wait()
-    out = _reduce_scatter(call, x, reduction)
-    return out.clone(memory_format=torch.contiguous_format) if out is x else out
-
-
-def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
-) -> torch.Tensor:
-    link = enter(call)
-    partial = matmul_partial(call, x, w)
-    link.wait()
-    return _reduce_scatter(call, partial, reduction)
-
-
-def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+def reduce(
+    call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
+) -> None:
     """``out`` may be ``x``."""
-    enter(call).wait()
-    total = x
-    if _sums_by_nccl(call) and out is not x:
-        total = out if out.dtype == x.dtype else empty(x.shape, x.dtype, x.device)
-        total.copy_(x)
-    _all_reduce(call, total, out, reduction)
-
-
-def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
-    link = enter(call)
-    partial = matmul_partial(call, x, w)
-    if call.group.world == 1:
-        return reduced(partial, reduction)
+    link, problem = enter(call), call.problem
+    in_place = out.dtype == problem.dtype and (problem.spec.keeps_sum or problem.world == 1)
+    partial = x
+    if w is not None:
+        partial = out if in_place else new_partial(call, x, w)
+        local_matmul(as_rows(x), w, as_rows(partial))
     link.wait()
-    out = partial
-    if reduction.out_dtype != partial.dtype:
-        out = empty(partial.shape, reduction.out_dtype, partial.device)
-    _all_reduce(call, partial, out, reduction)
-    return out
-
-
-all_reduce_rms_norm = behind_all_reduce(all_reduce)
-matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)
+    if problem.world == 1:
+        if not reduction.keeps(partial.dtype):
+            reduce_into(out, [partial.contiguous()], reduction)
+        elif partial is not out:
+            out.copy_(partial)
+    elif problem.spec.scatters:
+        _reduce_scatter(call, partial, out, reduction)
+    else:
+        if w is None and out is not x and _sums_by_nccl(call):
+            partial = out if in_place else empty(x.shape, x.dtype, x.device)
+            partial.copy_(x)
+        _all_reduce(call, partial, out, reduction)
 
 
 def _gather(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -155,12 +122,11 @@ def _gather(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
         join(flat, out, problem.dim, problem.sizes)
 
 
-def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    problem, group = call.problem, call.group
-    if group.world == 1:
-        return reduced(partial, reduction)
+def _reduce_scatter(
+    call: Call, partial: torch.Tensor, out: torch.Tensor, reduction: Reduction
+) -> None:
+    problem = call.problem
     assert problem.dim is not None  # a reduce-scatter has one
-    out = empty(shard_shape(problem, group.rank), reduction.out_dtype, partial.device)
     own, counts = out.view(-1), shard_counts(problem)
     flat = by_owner(partial, problem.dim, problem.sizes)
     if _sums_by_nccl(call):
@@ -172,27 +138,22 @@ def _reduce_scatter(call: Call, partial: torch.Tensor, reduction: Reduction) -> 
             _wait(call, _pg(call).reduce_scatter([total], [list(flat.split(counts))], options))
         if not reduction.keeps(flat.dtype):
             reduce_into(own, [total], reduction)
-        return out
+        return
     step = _step(call, flat)
     for begin in range(0, max(counts), step):
         sent, lengths = flat, counts
         if max(counts) > step:
             pieces = [shard[begin : begin + step] for shard in flat.split(counts)]
-            sent, lengths = torch.cat(pieces), counts_of(pieces)
+            sent, lengths = torch.cat(pieces), [piece.numel() for piece in pieces]
         received = _exchange(call, sent, lengths)
         reduce_into(own[begin : begin + step], received, reduction, begin)
     announce_done(call)
-    return out
 
 
 def _all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
     """Sum each rank's part of every step in its place in ``out``, then gather the parts in place.
     ``out`` may be x. NCCL overwrites x."""
     group, flat, result = call.group, x.contiguous().view(-1), out.view(-1)
-    if group.world == 1:
-        if x.data_ptr() != out.data_ptr():
-            result.copy_(reduced(flat, reduction))
-        return
     if _sums_by_nccl(call):
         _wait(call, _pg(call).allreduce([x], _options(AllreduceOptions, call)))
         if not reduction.keeps(x.dtype):
@@ -261,7 +222,7 @@ def _by_nccl(call: Call) -> bool:
 
 
 def _sums_by_nccl(call: Call) -> bool:
-    return _by_nccl(call) and call.group.world > 1 and call.plan.numerics == VENDOR
+    return _by_nccl(call) and call.plan.numerics == VENDOR
 
 
 def _pg(call: Call) -> ProcessGroup:

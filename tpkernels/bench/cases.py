@@ -21,7 +21,7 @@ import tpkernels
 from tpkernels import groups
 from tpkernels.bench.specs import NORM_EPS, OPERANDS, Spec, matrix_of, square_of
 from tpkernels.local.matmul import local_matmul
-from tpkernels.local.scaled import scaled_matmul
+from tpkernels.local.scaled import ScaledMatrix, scaled_matmul
 from tpkernels.op_spec import OPS, OpSpec
 from tpkernels.planning.choose import Plan
 from tpkernels.shards import shard_sizes
@@ -210,9 +210,9 @@ def run_local_matmul(case: Case) -> Outputs:
     """Run the local matmul of this package on local operands, see `gathered`."""
     rows = case.x.shape[0]
     if case.scales:
-        (x, scale_x), (w, scale_w) = case.operands
-        out = x.new_empty(rows, w.shape[1], dtype=case.out_dtype)
-        return [scaled_matmul(x, w, scale_x, scale_w, out)]
+        x, w = (ScaledMatrix(*operand) for operand in case.operands)
+        out = case.x.new_empty(rows, w.elements.shape[1], dtype=case.out_dtype)
+        return [scaled_matmul(x, w, out)]
     return [local_matmul(case.x, w, case.x.new_empty(rows, w.shape[1])) for w in case.weights]
 
 

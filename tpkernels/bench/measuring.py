@@ -39,7 +39,7 @@ from tpkernels.bench.verification import Verdict, verify
 from tpkernels.errors import TpkernelsError
 from tpkernels.launch.session import gather_objects, rank_device, synchronizer
 from tpkernels.local.packed import native
-from tpkernels.local.scaled import torch_takes
+from tpkernels.local.scaled import ScaledMatrix, torch_takes
 from tpkernels.planning.cost import Rates
 from tpkernels.timing import Samples, Variant, measure
 
@@ -159,8 +159,8 @@ def _torch_multiplies(case: Case) -> bool:
     """Return whether torch has the product of a case. On CPUs it has all that are in cases."""
     if not (case.scales and case.x.is_cuda):
         return True
-    (x, scale_x), (w, scale_w) = case.operands
-    return torch_takes(x, w, scale_x, scale_w, case.out_dtype)
+    x, w = (ScaledMatrix(*operand) for operand in case.operands)
+    return torch_takes(x, w, case.out_dtype)
 
 
 def _nccl(case: Case, stack: contextlib.ExitStack) -> Callable[[Case], object]:

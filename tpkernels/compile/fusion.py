@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,9 +17,15 @@ from torch.distributed import distributed_c10d
 
 from tpkernels import dtypes, groups
 from tpkernels.compile import LeftAlone, Report, Rewritten, Site, rewrites
-from tpkernels.compile.graph import Collective, Unsupported, is_wrapped, op_of, read_sizes_of_inputs
+from tpkernels.compile.graph import (
+    FP8,
+    Collective,
+    Unsupported,
+    is_wrapped,
+    op_of,
+    read_sizes_of_inputs,
+)
 from tpkernels.compile.layout import same, shape_of, value
-from tpkernels.compile.matmuls import FP8
 from tpkernels.compile.order import functional, tie_ops
 
 _c10d = torch.ops._c10d_functional
@@ -68,13 +73,8 @@ class CollectiveFusion(CustomGraphPass):
         self._entered.append(patch)
         return self.report
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
     def uuid(self) -> bytes:
         """Return the pass's part of inductor's cache key.
@@ -133,9 +133,9 @@ class CollectiveFusion(CustomGraphPass):
         """Make norms part of the all-reduces in front of them. Return whether there are any."""
         changed, writes, report = False, list(filter(is_mutation_op, graph.nodes)), self.report
         for node in list(graph.nodes):
-            if not rewrites.is_reduction(node) or not self._takes_norms(node):
+            group = rewrites.reduction_group(node)
+            if group is None or not (self._norms or _is_on_gpu(node)):
                 continue
-            group = rewrites.group_of(node)
             site = sites.get(node) or Site(name, node.name, str(group), _module_of(node))
             try:
                 change = rewrites.fuse_norm(
@@ -153,17 +153,8 @@ class CollectiveFusion(CustomGraphPass):
     def _rewrote(self, site: Site, change: rewrites.Change) -> None:
         self.report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
 
-    def _takes_norms(self, node: fx.Node) -> bool:
-        result = value(node)
-        on_gpu = isinstance(result, torch.Tensor) and result.device.type == "cuda"
-        return self._norms is True or on_gpu
-
     def _eligible(self, node: fx.Node, group: Any) -> int:
-        """Check what holds for all kinds of collectives; return the number of ranks.
-
-        Raises:
-            Unsupported: the collective cannot be rewritten.
-        """
+        """Check what holds for all kinds of collectives; return the number of ranks."""
         if _kind(node) in _COALESCED:
             raise Unsupported("it moves several tensors at once")
         if _kind(node) is not node.target:
@@ -194,6 +185,11 @@ class CollectiveFusion(CustomGraphPass):
                 "one from the other"
             )
         return (*custom_graph_pass.get_custom_graph_passes(present), self)
+
+
+def _is_on_gpu(node: fx.Node) -> bool:
+    result = value(node)
+    return isinstance(result, torch.Tensor) and result.device.type == "cuda"
 
 
 def _moves_bytes(node: fx.Node) -> bool:

@@ -1,14 +1,13 @@
-"""A functional collective of a graph, and editing the graph: new nodes with their fake values, also
-with symbolic sizes."""
+"""The collectives and matmuls of a graph, and editing the graph: new nodes with their fake values,
+also with symbolic sizes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import sympy
@@ -52,12 +51,8 @@ class Collective:
     writes: Sequence[fx.Node]
 
     def check_fusible(self, others: Iterable[fx.Node]) -> None:
-        """Check that the collective and others can become one op, which reads all their inputs at
-        one place in the graph.
-
-        Raises:
-            Unsupported: an op writes in place between them.
-        """
+        """Raise `Unsupported` if an op writes in place between the collective and others, with
+        which it is to become one op that reads all their inputs at one place in the graph."""
         nodes = [self.node, *others]
         between = [write for write in self.writes if min(nodes) < write < max(nodes)]
         if between:
@@ -67,16 +62,9 @@ class Collective:
     def check_worthwhile(
         self, op: str, rows: Size | None, width: Size, options: Options = NO_OPTIONS
     ) -> None:
-        """Check that an op is to replace the collective: on CUDA tensors by measured times.
-
-        Args:
-            rows: of the tensor that travels, on all ranks; None: it is not split along its rows.
-            width: its last dim.
-            options: of the op's `Problem`.
-
-        Raises:
-            Unsupported: torch's calls are to stay.
-        """
+        """Raise `Unsupported` if torch's calls are to stay: on CUDA tensors by measured times. The
+        tensor that travels has ``rows`` on all ranks, None if it is not split along them, and the
+        last dim ``width``."""
         tensor = value(self.node)
         reason = why_left_to_torch(
             groups.get(self.group),
@@ -105,12 +93,7 @@ class Editor:
     def __enter__(self) -> Editor:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Unsupported):
             for node in reversed(self._made):
                 node.graph.erase_node(node)
@@ -182,11 +165,8 @@ class Editor:
         return self.as_dtype(self.call(aten.constant_pad_nd.default, plain, pad), dtype)
 
     def size(self, size: Size) -> int | fx.Node:
-        """Return a size as a node's argument; compute a symbolic one from sizes of the inputs.
-
-        Raises:
-            Unsupported: the size cannot be computed from them.
-        """
+        """Return a size as a node's argument; compute a symbolic one from sizes of the inputs, or
+        raise `Unsupported`."""
         return size if isinstance(size, int) else self._computed(size.node.expr)
 
     def _computed(self, expression: Any) -> int | fx.Node:
@@ -208,6 +188,118 @@ class Editor:
         raise Unsupported(
             f"the size {expression} cannot be computed from the sizes of the graph's inputs"
         )
+
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The arguments of aten._scaled_mm behind its factors and their scales, and their defaults.
+_OPTIONS = {"bias": None, "scale_result": None, "out_dtype": None, "use_fast_accum": False}
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Scales of the factors in float32, each tensor-wise or row-wise."""
+
+    left: fx.Node  #: of one element, or [M, 1]
+    right: fx.Node  #: of one element, or [1, N]
+    fast_accum: bool
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """``left @ right (+ bias)``: left [M, K], right [K, N], bias [N]. With ``scales`` the factors
+    are fp8, and bias and product have ``node``'s dtype."""
+
+    node: fx.Node
+    left: fx.Node
+    right: fx.Node
+    bias: fx.Node | None = None
+    scales: Scales | None = None
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Matmul | None:
+        """Return the matmul that a node computes; None if it is not one, or none that the ops
+        support."""
+        args: Any = node.args
+        if node.target is aten.mm.default or (node.target is aten.mul.Tensor and _is_outer(*args)):
+            return cls(node, args[0], args[1])
+        if node.target is aten._scaled_mm.default:
+            return cls._of_scaled(node)
+        scaled = any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
+        if node.target is not aten.addmm.default or scaled:
+            return None
+        bias, columns = shape_of(args[0]), shape_of(args[2])[1]
+        fits = len(bias) == 1 and same(bias[0], columns)
+        return cls(node, args[1], args[2], args[0]) if fits else None
+
+    @classmethod
+    def _of_scaled(cls, node: fx.Node) -> Matmul | None:
+        args: Any = node.args
+        if not all(isinstance(arg, fx.Node) for arg in args[:4]):
+            return None
+        left, right, *scales = args[:4]
+        options: Any = {**_OPTIONS, **dict(zip(_OPTIONS, args[4:], strict=False)), **node.kwargs}
+        shapes = (shape_of(left)[0], 1), (1, shape_of(right)[1])
+        dtype, bias = value(node).dtype, options["bias"]
+        fits = (
+            all(value(factor).dtype in FP8 for factor in (left, right))
+            and all(
+                value(scale).dtype == torch.float32
+                and (is_tensor_wise(scale) or same_shape(shape_of(scale), shape))
+                for scale, shape in zip(scales, shapes, strict=True)
+            )
+            and (bias is None or value(bias).dtype == dtype)
+            and dtype in _OUT_DTYPES
+            and not options["scale_result"]
+        )
+        found = Scales(scales[0], scales[1], options["use_fast_accum"])
+        return cls(node, left, right, bias, found) if fits else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options of the op on scaled operands that makes it."""
+        assert self.scales is not None  # the caller has asked
+        return {"out_dtype": value(self.node).dtype, "use_fast_accum": self.scales.fast_accum}
+
+    def depends_on(self, nodes: Container[fx.Node]) -> bool:
+        """Return whether something besides the left factor is among the nodes."""
+        scales = (self.scales.left, self.scales.right) if self.scales else ()
+        return any(node in nodes for node in (self.right, self.bias, *scales) if node is not None)
+
+    def shares_input(self, other: Matmul) -> bool:
+        """Return whether one op can make both, given that the left factors have the same bytes."""
+        if self.scales is None or other.scales is None:
+            return self.scales is other.scales
+        return (
+            value(self.left).dtype == value(other.left).dtype
+            and self.scales.left is other.scales.left
+            and self.options == other.options
+        )
+
+
+def is_tensor_wise(scale: fx.Node) -> bool:
+    """Return whether there is one scale for all."""
+    return all(same(size, 1) for size in shape_of(scale))
+
+
+def row_scale(editor: Editor, scale: fx.Node, rows: Sequence[Size]) -> Any:
+    """Reshape the scale of an x [*rows, K] as the ops take it."""
+    return editor.reshape(scale, [] if is_tensor_wise(scale) else [*rows, 1])
+
+
+def column_scale(editor: Editor, scale: fx.Node) -> Any:
+    """Return the op's scale of a weight, which has a column even on a rank without columns."""
+    return editor.reshape(scale, []) if is_tensor_wise(scale) else editor.padded(scale, 1)
+
+
+def _is_outer(left: Any, right: Any) -> bool:
+    """Return whether an elementwise product is that of a column and a row. Inductor turns some
+    matmuls with K = 1 into this form, perhaps only on the rank with the smallest shard."""
+    if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
+        return False
+    columns, rows = shape_of(left), shape_of(right)
+    alike = value(left).dtype == value(right).dtype
+    return alike and len(columns) == len(rows) == 2 and same(columns[1], 1) and same(rows[0], 1)
 
 
 def descendants(node: fx.Node) -> set[fx.Node]:

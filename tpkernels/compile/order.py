@@ -78,14 +78,9 @@ def functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 
 def unwrap(node: fx.Node) -> fx.Node:
-    """Replace a wrapped op by the functional one, and what the op wrote by what that returns.
-
-    Returns:
-        The node of the functional op.
-
-    Raises:
-        NotImplementedError: there is no functional op, or it is not known what is written.
-    """
+    """Replace a wrapped op by the functional one, whose node is returned, and what the op wrote by
+    what that returns. ``NotImplementedError`` if there is none, or it is not known what is
+    written."""
     op = op_of(node)
     assert op is not None  # a wrapper has an op
     try:

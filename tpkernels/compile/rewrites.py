@@ -1,4 +1,5 @@
-"""The three rewrites, each of a collective and its neighbours into one op.
+"""The three rewrites, each of a collective and its neighbours into one op; `Unsupported` where they
+cannot be one.
 
 - all-gather -> matmuls: one ``all_gather_matmul`` for all matmuls of one gathered tensor.
 - matmuls -> reduce-scatter or all-reduce: ``matmul_reduce_scatter`` or ``matmul_all_reduce``. The
@@ -32,13 +33,16 @@ from tpkernels.compile import layout as moving
 from tpkernels.compile.graph import (
     Collective,
     Editor,
+    Matmul,
     Unsupported,
+    column_scale,
     descendants,
     describe,
     erase_unread,
+    is_tensor_wise,
+    row_scale,
 )
 from tpkernels.compile.layout import Axis, Layout, Size, same, same_shape, shape_of, size_of, value
-from tpkernels.compile.matmuls import Matmul, column_scale, is_tensor_wise, row_scale
 from tpkernels.op_spec import OPS, Options
 
 aten = torch.ops.aten
@@ -73,17 +77,12 @@ class Change:
 
 
 class _Gathered:
-    """A gathered tensor.
-
-    Attributes:
-        shard, inner: this rank's part, and its layout.
-        ranks: the axis of the ranks.
-        moves: the layouts of the nodes that only move it.
-    """
+    """A gathered tensor."""
 
     def __init__(self, gather: fx.Node, world: int) -> None:
         self.node, self.shard, self.ranks = gather, gather.all_input_nodes[0], Axis(world)
         self.inner = Layout.of(self.shard)
+        #: The layouts of the nodes that only move it.
         self.moves = moving.follow(gather, self.inner.with_leading(0, self.ranks))
 
     def lead(self, layout: Layout) -> list[Size]:
@@ -101,11 +100,7 @@ class _Gathered:
 
     def readers(self) -> tuple[list[Matmul], dict[fx.Node, list[fx.Node]]]:
         """Return the matmuls that can be fused, which read it in one layout, and for each node that
-        moves it its other readers.
-
-        Raises:
-            Unsupported: there is no such matmul.
-        """
+        moves it its other readers."""
         matmuls: list[Matmul] = []
         rest: dict[fx.Node, list[fx.Node]] = {}
         reasons, dependent = [], descendants(self.node)
@@ -149,11 +144,7 @@ class _Gathered:
 
 
 def fuse_gather(gather: Collective) -> Change:
-    """Rewrite an ``all_gather_into_tensor`` and the matmuls of the gathered tensor.
-
-    Raises:
-        Unsupported: they cannot be rewritten.
-    """
+    """Rewrite an ``all_gather_into_tensor`` and the matmuls of the gathered tensor."""
     gathered = _Gathered(gather.node, gather.world)
     matmuls, rest = gathered.readers()
     gather.check_fusible(matmul.node for matmul in matmuls)
@@ -219,13 +210,9 @@ def fuse_gather(gather: Collective) -> Change:
 def _own_scale(
     editor: Editor, gather: Collective, scale: fx.Node, lead: Sequence[Size]
 ) -> tuple[fx.Node | None, list[fx.Node]]:
-    """Return this rank's row-wise scales, if they come from a gather of their own over the same
-    ranks, as DTensor writes it, and the nodes of that gather: the op sends a row with its scale.
-
-    Args:
-        scale: of the gathered rows, in the order of the matmul.
-        lead: the leading dims of this rank's x.
-    """
+    """Return this rank's row-wise scales, and the nodes of their gather, if they come from one of
+    their own over the same ranks, as DTensor writes it: the op sends a row with its scale.
+    ``scale`` is of the gathered rows, ``lead`` the leading dims of this rank's x."""
     source, moves = moving.chain_to(scale)
     if (
         is_tensor_wise(scale)
@@ -244,14 +231,8 @@ def _own_scale(
 
 
 class _Sum:
-    """The input of a collective: a sum of matmuls, and the moves after it.
-
-    Attributes:
-        total: the sum.
-        moves: the nodes between the sum and the collective that only move elements.
-        replaced: the nodes that the op replaces; nothing else reads them.
-        matmuls: the terms of the sum.
-    """
+    """The input of a collective: a ``total`` of ``matmuls``, and the ``moves`` after it. Nothing
+    but the op reads the nodes ``replaced``."""
 
     def __init__(self, collective: Collective) -> None:
         source: Any = collective.node.args[0]
@@ -317,11 +298,7 @@ class _Sum:
 
 
 def fuse_reduction(collective: Collective) -> Change:
-    """Rewrite a ``reduce_scatter_tensor`` or ``all_reduce``, and the matmuls that it reduces.
-
-    Raises:
-        Unsupported: they cannot be rewritten.
-    """
+    """Rewrite a ``reduce_scatter_tensor`` or ``all_reduce``, and the matmuls that it reduces."""
     node, kind = collective.node, collective.node.args[1]
     scatters = node.target is _c10d.reduce_scatter_tensor.default
     if kind not in ("sum", "avg"):
@@ -372,12 +349,8 @@ def fuse_reduction(collective: Collective) -> Change:
 def _split(
     matmul: Layout, source: Layout, world: int
 ) -> tuple[object, Layout, list[Size], list[int]]:
-    """Return how a scatter splits a matmul.
-
-    Returns:
-        The axis of the ranks, the layout of a shard, the leading dims of x where they are not the
-        matmul's, and the scattered dim.
-    """
+    """Return how a scatter splits a matmul: the axis of the ranks, the layout of a shard, the
+    leading dims of x where they are not the matmul's, and the scattered dim."""
     split = source.without_leading(0, world)
     if split is None:
         raise Unsupported(f"the shards of {source.shape} are not blocks of the matmul's rows")
@@ -404,14 +377,11 @@ def _chain_to(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     return source, moves
 
 
-def is_reduction(node: fx.Node) -> bool:
-    """Return whether a norm may become part of what ``node`` calls."""
-    return node.target in _NORMED
-
-
-def group_of(node: fx.Node) -> Any:
-    """Return the group of such a node."""
-    return node.args[-1] if node.target is _FUNCTIONAL else _arguments(node)["group"]
+def reduction_group(node: fx.Node) -> Any:
+    """Return the group of a reduction of which a norm may become part; None for other nodes."""
+    if node.target is _FUNCTIONAL:
+        return node.args[-1]
+    return _arguments(node)["group"] if node.target in _NORMED else None
 
 
 @dataclass(frozen=True)
@@ -428,11 +398,7 @@ class _Norm:
 
 
 def fuse_norm(reduction: Collective) -> Change | None:
-    """Rewrite an all-reduce with the norm that follows it; None where none does.
-
-    Raises:
-        Unsupported: they cannot be rewritten.
-    """
+    """Rewrite an all-reduce with the norm that follows it; None where none does."""
     node = reduction.node
     moves = _moves_of_rows(node)
     end = moves[-1] if moves else node
@@ -497,16 +463,12 @@ def _moves_of_rows(node: fx.Node) -> list[fx.Node]:
     """Return the chain of nodes behind ``node`` that only move elements, and keep their order and
     the rows."""
     moves: list[fx.Node] = []
-    end = node
-    while (user := _only_user(end)) is not None:
+    end: fx.Node | None = node
+    while end is not None and (user := _only_user(end)) is not None:
         if moving.moved_from(user) is not end or value(user).dtype != value(node).dtype:
             break
-        shape = shape_of(user)
-        if not (
-            shape
-            and same(shape[-1], shape_of(node)[-1])
-            and moving.keep_order(node, [*moves, user])
-        ):
+        shape, alike = shape_of(user), moving.keep_order(node, [*moves, user])
+        if not (shape and same(shape[-1], shape_of(node)[-1]) and alike):
             break
         moves.append(user)
         end = user

@@ -30,6 +30,7 @@ import enum
 import functools
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +45,13 @@ _UNIT_BYTES = 16  # rows that travel are padded to it, so that GPUs load them in
 _PANEL_COLUMNS = 256
 _GPU_PANEL_COLUMNS = 2048  # bounds the fp32 copy of the weight; not measured
 _MULTIPLE = 16  # of K and N, on GPUs; K in elements, of which fp4 has one for two numbers
+
+
+class ScaledMatrix(NamedTuple):
+    """Elements, x [M, K] or w [K, N], and their scales."""
+
+    elements: torch.Tensor
+    scale: torch.Tensor
 
 
 class Scaling(enum.Enum):
@@ -148,13 +156,11 @@ class Packing:
 
     @classmethod
     def of(cls, x: torch.Tensor, scale: torch.Tensor) -> Packing:
-        match scaling_of(scale):
-            case Scaling.TENSOR:
-                return cls(x.dtype, x.shape[-1], None, 0)
-            case Scaling.ROW:
-                return cls(x.dtype, x.shape[-1], scale.dtype, 1)
-        block, _ = block_of(x.dtype)
-        return cls(x.dtype, x.shape[-1], scale.dtype, numbers_in(x.dtype, x.shape[-1]) // block)
+        kind, columns = scaling_of(scale), x.shape[-1]
+        if kind is Scaling.TENSOR:
+            return cls(x.dtype, columns, None, 0)
+        scales = 1 if kind is Scaling.ROW else numbers_in(x.dtype, columns) // block_of(x.dtype)[0]
+        return cls(x.dtype, columns, scale.dtype, scales)
 
     @property
     def words(self) -> int:
@@ -217,7 +223,6 @@ class ScaledWeight(Product):
 
     Args:
         w: [K, N].
-        scale: of ``w``.
         packing: of the rows.
         row_scale: the scale of all rows, if these have none of their own.
         fast_accum: torch's ``use_fast_accum``.
@@ -226,128 +231,94 @@ class ScaledWeight(Product):
     dtype = torch.float32
 
     def __init__(
-        self,
-        w: torch.Tensor,
-        scale: torch.Tensor,
-        packing: Packing,
-        row_scale: torch.Tensor,
-        fast_accum: bool,
+        self, w: ScaledMatrix, packing: Packing, row_scale: torch.Tensor, fast_accum: bool
     ) -> None:
-        self._w, self._scale, self._packing = w, scale, packing
+        self._w, self._packing = w, packing
         self._row_scale, self._fast_accum = row_scale, fast_accum
-        self.shape = tuple(w.shape)
+        self.shape = tuple(w.elements.shape)
 
     def multiply(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         data, own = self._packing.unpack(x)
-        scale = self._row_scale if own is None else own
-        return scaled_matmul(data, self._w, scale, self._scale, out, bias, self._fast_accum)
+        rows = ScaledMatrix(data, self._row_scale if own is None else own)
+        return scaled_matmul(rows, self._w, out, bias, self._fast_accum)
 
 
 def scaled_matmul(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    scale_x: torch.Tensor,
-    scale_w: torch.Tensor,
+    x: ScaledMatrix,
+    w: ScaledMatrix,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Set ``out = (x * scale_x) @ (w * scale_w) + bias``. x [M, K], w [K, N], out [M, N] with unit
-    column stride, bias [N] of out's dtype; `local.scaled` has the scales. Tensor-wise and row-wise
-    ones mix."""
-    by_torch = torch_takes(x, w, scale_x, scale_w, out.dtype)
-    return (_by_torch if by_torch else by_panels)(
-        x, w, scale_x, scale_w, out, bias, fast_accum=fast_accum
-    )
+    """Set ``out = (x * scale_x) @ (w * scale_w) + bias``. out [M, N] with unit column stride, bias
+    [N] of out's dtype. Tensor-wise and row-wise scales mix."""
+    if torch_takes(x, w, out.dtype):
+        return by_torch(x, w, out, bias, fast_accum)
+    return by_panels(x, w, out, bias)
 
 
-def torch_takes(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    scale_x: torch.Tensor,
-    scale_w: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> bool:
+def torch_takes(x: ScaledMatrix, w: ScaledMatrix, out_dtype: torch.dtype) -> bool:
     """Return whether ``torch._scaled_mm`` supports these operands and should be used. It follows
     from dtypes, layouts, K and N, never from M: all parts of a product are computed alike."""
-    blocks = scaling_of(scale_x) is Scaling.BLOCK
-    if not x.is_cuda:
+    (left, scale), right = x, w.elements
+    if not left.is_cuda or left.shape[1] % _MULTIPLE or right.shape[1] % _MULTIPLE:
         return False
-    capability = torch.cuda.get_device_capability(x.device)
-    if x.shape[1] % _MULTIPLE or w.shape[1] % _MULTIPLE or w.stride(0) != 1:
+    if right.stride(0) != 1 or left.dtype == right.dtype == torch.float8_e5m2:
         return False
-    if x.dtype == w.dtype == torch.float8_e5m2:
-        return False
-    if blocks:
+    capability = torch.cuda.get_device_capability(left.device)
+    if scaling_of(scale) is Scaling.BLOCK:
         return capability >= (10, 0)
-    if Scaling.ROW in (scaling_of(scale_x), scaling_of(scale_w)):
+    if Scaling.ROW in (scaling_of(scale), scaling_of(w.scale)):
         return capability >= (9, 0) and out_dtype == torch.bfloat16
     return capability >= (8, 9)
 
 
-def _by_torch(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    scale_x: torch.Tensor,
-    scale_w: torch.Tensor,
+def by_torch(
+    x: ScaledMatrix,
+    w: ScaledMatrix,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    *,
-    fast_accum: bool,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
+    """Do `scaled_matmul` by torch."""
+    scale_x, scale_w = x.scale, w.scale
     if scaling_of(scale_x) is Scaling.BLOCK:
         scale_x, scale_w = swizzled(scale_x), swizzled(scale_w)
     elif scale_x.dim() != scale_w.dim():
-        scale_x = scale_x.expand(x.shape[0], 1)
-        scale_w = scale_w.expand(1, w.shape[1])
-    fused = None if bias is None or out.dtype == torch.float32 else bias.contiguous()
-    torch._scaled_mm(
-        x,
-        w,
-        dense(scale_x),
-        dense(scale_w),
-        bias=fused,
-        out_dtype=out.dtype,
-        use_fast_accum=fast_accum,
-        out=out,
-    )
-    return out if bias is None or fused is not None else out.add_(bias)
+        scale_x, scale_w = scale_x.expand(out.shape[0], 1), scale_w.expand(1, out.shape[1])
+    added = None if bias is None or out.dtype == torch.float32 else bias.contiguous()
+    scales = dense(scale_x), dense(scale_w)
+    options: dict[str, Any] = {"out_dtype": out.dtype, "use_fast_accum": fast_accum, "out": out}
+    torch._scaled_mm(x.elements, w.elements, *scales, bias=added, **options)
+    return out if bias is None or added is not None else out.add_(bias)
 
 
 def by_panels(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    scale_x: torch.Tensor,
-    scale_w: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    fast_accum: bool = False,
+    x: ScaledMatrix, w: ScaledMatrix, out: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Do `scaled_matmul` in fp32, whatever the device has. Products of numbers and block scales are
     exact where they do not leave fp32's range."""
-    blocks = scaling_of(scale_x) is Scaling.BLOCK
-    wide, columns = unscaled(x), w.shape[1]
-    by_column = scale_w.expand(1, columns) if not blocks else None
+    blocks = scaling_of(x.scale) is Scaling.BLOCK
+    wide, (rows, columns) = unscaled(x.elements), out.shape
+    scale_w = w.scale.expand(1, columns) if not blocks else w.scale
     if blocks:
-        block, _ = block_of(x.dtype)
-        per_row = wide.shape[1] // block
-        scaled_by_blocks(wide, plain(scale_x, x.shape[0], per_row))
+        per_row = wide.shape[1] // block_of(x.elements.dtype)[0]
+        scaled_by_blocks(wide, plain(x.scale, rows, per_row))
         scale_w = plain(scale_w, columns, per_row)
-    step = min(_GPU_PANEL_COLUMNS if x.is_cuda else _PANEL_COLUMNS, columns)
-    product = empty((x.shape[0], step), torch.float32, x.device)
+    step = min(_GPU_PANEL_COLUMNS if x.elements.is_cuda else _PANEL_COLUMNS, columns)
+    product = empty((rows, step), torch.float32, out.device)
     for begin in range(0, columns, step):
         some = slice(begin, begin + step)
-        panel = w[:, some].t()
-        panel = unscaled(panel) if w.dtype == FP4 else panel.float().contiguous()
+        panel = w.elements[:, some].t()
+        panel = unscaled(panel) if panel.dtype == FP4 else panel.float().contiguous()
         if blocks:
             scaled_by_blocks(panel, scale_w[some])
         part = product[:, : panel.shape[0]]
         torch.mm(wide, panel.t(), out=part)
-        if by_column is not None:
-            part.mul_(scale_x).mul_(by_column[:, some])
+        if not blocks:
+            part.mul_(x.scale).mul_(scale_w[:, some])
         if bias is not None:
             part.add_(bias[some])
         out[:, some].copy_(part)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tpkernels.call import Call
-from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.ops.registration import define
+from tpkernels.groups import GroupLike
+from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
     "all_gather(Tensor x, str group, int gather_dim=0, *, SymInt[]? shard_sizes=None, "
     "str algorithm='auto') -> Tensor"
 )
-
-
-def _execute(call: Call, given: Any) -> Any:
-    return call.function(call, given.x)
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
@@ -33,9 +28,7 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return {"x": grad_x}
 
 
-_run: Callable[..., torch.Tensor] = define(SCHEMA, execute=_execute, save=_save, backward=_backward)
-
-
+@documented(define(SCHEMA, save=_save, backward=_backward))
 def all_gather(
     x: torch.Tensor,
     group: GroupLike,
@@ -54,8 +47,3 @@ def all_gather(
     The gradient of ``x`` is the sum over the ranks of the gradients of its part of their results:
     the loss is the sum of what the ranks compute from theirs.
     """
-    try:
-        return _run(x, name_of(group), gather_dim, shard_sizes=shard_sizes, algorithm=algorithm)
-    except BaseException as error:
-        break_if_left(group, error)
-        raise

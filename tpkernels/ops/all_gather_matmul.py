@@ -9,11 +9,7 @@ from typing import Any, overload
 import torch
 
 from tpkernels import dtypes
-from tpkernels.algorithms.parts import Products
-from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.local.memory import empty
-from tpkernels.local.packed import columns_of
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops.autograd import ColumnGrads, algorithm_like, matmul
 from tpkernels.ops.registration import bias_list, callable_for, define
@@ -23,16 +19,6 @@ SCHEMA = (
     "Tensor[]? biases=None, *, ScalarType? out_dtype=None, bool return_gathered=False, "
     "SymInt[]? shard_sizes=None, str algorithm='auto') -> (Tensor gathered, Tensor[] outs)"
 )
-
-
-def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    x, weights, biases = given.x, given.weights, given.biases
-    lead, out_dtype = call.problem.shape[:-1], given.out_dtype or x.dtype
-    outs = [empty((*lead, columns_of(w)), out_dtype, x.device) for w in weights]
-    gathered = empty(call.problem.shape, x.dtype, x.device) if given.return_gathered else None
-    each_bias = [b if b.numel() else None for b in biases] if biases else [None] * len(weights)
-    call.function(call, x, Products(weights, each_bias, outs, gathered))
-    return (x.new_empty(0) if gathered is None else gathered), outs
 
 
 def _save(ctx: Any, given: Any, output: Any) -> None:
@@ -95,7 +81,7 @@ def _options(ctx: Any, *, has_matmul: bool, last_dim: bool = False) -> dict[str,
 
 
 run_all_gather_matmul = define(  # with tensors
-    SCHEMA, execute=_execute, save=_save, backward=_backward, autocast=True
+    SCHEMA, save=_save, backward=_backward, autocast=True
 )
 
 

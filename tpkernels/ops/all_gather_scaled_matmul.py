@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.algorithms.parts import Products
-from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.local.memory import empty
 from tpkernels.ops import scaled
 from tpkernels.ops.registration import bias_list, define
 
@@ -23,23 +20,7 @@ SCHEMA = (
 )
 
 
-def _execute(call: Call, given: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    x, weights, problem = given.x, given.weights, call.problem
-    scale = scaled.own_scale(given.scale_x, problem, call.group.rank)
-    rows = scaled.Rows.of(x, scale, weights, given.scales_w, given.use_fast_accum)
-    out_dtype = scaled.out_dtype(given.out_dtype)
-    outs = [empty((*problem.shape[:-1], w.shape[1]), out_dtype, x.device) for w in weights]
-    biases = [b if b.numel() else None for b in given.biases or [x.new_empty(0)] * len(weights)]
-    gathered = None
-    if given.return_gathered:
-        gathered = empty(problem.shape, problem.dtype, x.device)
-    call.function(call, rows.packed, Products(rows.weights, biases, outs, gathered))
-    if gathered is None:
-        return x.new_empty(0), outs
-    return rows.packing.data(gathered).contiguous(), outs
-
-
-_run = define(SCHEMA, execute=_execute, no_gradient=scaled.NO_GRADIENT)
+_run = define(SCHEMA, no_gradient=scaled.NO_GRADIENT)
 
 
 def all_gather_scaled_matmul(

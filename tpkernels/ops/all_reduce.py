@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tpkernels import validation
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.call import Call
 from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.local.memory import empty
-from tpkernels.ops.registration import define
+from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
     "all_reduce(Tensor x, str group, *, ScalarType? out_dtype=None, str algorithm='auto') -> Tensor"
 )
 
 SCHEMA_IN_PLACE = "all_reduce_(Tensor(a!) x, str group, *, str algorithm='auto') -> ()"
-
-
-def _execute(call: Call, given: Any) -> torch.Tensor:
-    x = given.x
-    out = empty(x.shape, given.out_dtype or x.dtype, x.device)
-    call.function(call, x, out, Reduction.of(x, given.out_dtype))
-    return out
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
@@ -36,23 +25,14 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return {"x": grad.to(ctx.dtype)}
 
 
-def _execute_in_place(call: Call, given: Any) -> None:
-    x = given.x
-    out = x if x.is_contiguous() else empty(x.shape, x.dtype, x.device)
-    call.function(call, x, out, Reduction.of(x))
-    if out is not x:
-        x.copy_(out)
-
-
-_run: Callable[..., torch.Tensor] = define(SCHEMA, execute=_execute, save=_save, backward=_backward)
 _run_in_place = define(
     SCHEMA_IN_PLACE,
-    execute=_execute_in_place,
     no_gradient="it overwrites its input: use tpkernels.all_reduce",
     check=validation.written_once,
 )
 
 
+@documented(define(SCHEMA, save=_save, backward=_backward))
 def all_reduce(
     x: torch.Tensor,
     group: GroupLike,
@@ -75,11 +55,6 @@ def all_reduce(
     weights needs the opposite, the sum of its gradients: pass ``x = x.view_as(x)`` to those matmuls
     and call ``x.register_hook(lambda grad: tpkernels.all_reduce(grad, group))``.
     """
-    try:
-        return _run(x, name_of(group), out_dtype=out_dtype, algorithm=algorithm)
-    except BaseException as error:
-        break_if_left(group, error)
-        raise
 
 
 def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -> torch.Tensor:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tpkernels.algorithms.reduction import Reduction, RmsNorm
-from tpkernels.call import Call
-from tpkernels.groups import GroupLike, break_if_left, name_of
+from tpkernels.groups import GroupLike
 from tpkernels.ops.autograd import norm_grads
-from tpkernels.ops.registration import define
+from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
     "all_reduce_rms_norm(Tensor x, Tensor weight, str group, Tensor? residual=None, *, "
     "float eps=1e-6, str algorithm='auto') -> (Tensor, Tensor)"
 )
-
-
-def _execute(call: Call, given: Any) -> Any:
-    reduction = Reduction.of(given.x, residual=given.residual)
-    return call.function(call, given.x, reduction, RmsNorm(given.weight.contiguous(), given.eps))
 
 
 def _save(ctx: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -40,11 +32,7 @@ def _backward(ctx: Any, needs: Any, *grads: torch.Tensor) -> dict[str, Any]:
     }
 
 
-_run: Callable[..., tuple[torch.Tensor, torch.Tensor]] = define(
-    SCHEMA, execute=_execute, save=_save, backward=_backward
-)
-
-
+@documented(define(SCHEMA, save=_save, backward=_backward))
 def all_reduce_rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -80,8 +68,3 @@ def all_reduce_rms_norm(
     All ranks compute the same loss from the results, so its gradient is the same on all ranks and
     the backward is local. For an input that all ranks share see `all_reduce`.
     """
-    try:
-        return _run(x, weight, name_of(group), residual=residual, eps=eps, algorithm=algorithm)
-    except BaseException as error:
-        break_if_left(group, error)
-        raise

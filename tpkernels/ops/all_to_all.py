@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tpkernels.algorithms.pieces import Exchange
-from tpkernels.call import Call
-from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.ops.registration import define
+from tpkernels.groups import GroupLike
+from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
     "all_to_all(Tensor x, str group, int gather_dim=0, int scatter_dim=1, *, "
     "SymInt[]? gather_sizes=None, SymInt[]? scatter_sizes=None, str algorithm='auto') -> Tensor"
 )
-
-
-def _execute(call: Call, given: Any) -> Any:
-    return call.function(call, given.x, Exchange.of(given, call.group.world))
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
@@ -41,9 +35,7 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return {"x": grad_x}
 
 
-_run: Callable[..., torch.Tensor] = define(SCHEMA, execute=_execute, save=_save, backward=_backward)
-
-
+@documented(define(SCHEMA, save=_save, backward=_backward))
 def all_to_all(
     x: torch.Tensor,
     group: GroupLike,
@@ -66,16 +58,3 @@ def all_to_all(
 
     The gradient is exchanged back.
     """
-    try:
-        return _run(
-            x,
-            name_of(group),
-            gather_dim,
-            scatter_dim,
-            gather_sizes=gather_sizes,
-            scatter_sizes=scatter_sizes,
-            algorithm=algorithm,
-        )
-    except BaseException as error:
-        break_if_left(group, error)
-        raise

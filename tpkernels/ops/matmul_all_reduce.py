@@ -7,22 +7,15 @@ from typing import Any
 
 import torch
 
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.call import Call
-from tpkernels.groups import GroupLike, break_if_left, name_of
+from tpkernels.groups import GroupLike
 from tpkernels.local.product import Weight
 from tpkernels.ops.autograd import operand_grads, save_operands
-from tpkernels.ops.registration import callable_for, define
+from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
     "matmul_all_reduce(Tensor x, Tensor w, str group, Tensor? bias=None, Tensor? residual=None, *, "
     "ScalarType? out_dtype=None, ScalarType? wire_dtype=None, str algorithm='auto') -> Tensor"
 )
-
-
-def _execute(call: Call, given: Any) -> Any:
-    reduction = Reduction.of(given.x, given.out_dtype, given.bias, given.residual)
-    return call.function(call, given.x, given.w, reduction)
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
@@ -36,10 +29,11 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
 
 
 run_matmul_all_reduce: Callable[..., torch.Tensor] = define(  # with tensors
-    SCHEMA, execute=_execute, save=_save, backward=_backward, autocast=True
+    SCHEMA, save=_save, backward=_backward, autocast=True
 )
 
 
+@documented(run_matmul_all_reduce)
 def matmul_all_reduce(
     x: torch.Tensor,
     w: Weight,
@@ -71,17 +65,3 @@ def matmul_all_reduce(
     the backward is local: ``grad_x = grad @ w^T``, ``grad_w = x^T @ grad``. For an input that all
     ranks share see ``all_reduce``.
     """
-    try:
-        return callable_for("matmul_all_reduce", [w], run_matmul_all_reduce)(
-            x,
-            w,
-            name_of(group),
-            bias=bias,
-            residual=residual,
-            out_dtype=out_dtype,
-            wire_dtype=wire_dtype,
-            algorithm=algorithm,
-        )
-    except BaseException as error:
-        break_if_left(group, error)
-        raise

@@ -3,29 +3,20 @@ layer without sequence parallelism, and the norm of the next layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tpkernels.algorithms.reduction import Reduction, RmsNorm
-from tpkernels.call import Call
-from tpkernels.groups import GroupLike, break_if_left, name_of
+from tpkernels.groups import GroupLike
 from tpkernels.local.product import Weight
 from tpkernels.ops.autograd import norm_grads, operand_grads, save_operands
-from tpkernels.ops.registration import callable_for, define
+from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
     "matmul_all_reduce_rms_norm(Tensor x, Tensor w, Tensor norm_weight, str group, "
     "Tensor? bias=None, Tensor? residual=None, *, float eps=1e-6, str algorithm='auto') "
     "-> (Tensor, Tensor)"
 )
-
-
-def _execute(call: Call, given: Any) -> Any:
-    reduction = Reduction.of(given.x, None, given.bias, given.residual)
-    norm = RmsNorm(given.norm_weight.contiguous(), given.eps)
-    return call.function(call, given.x, given.w, reduction, norm)
 
 
 def _save(ctx: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -43,11 +34,7 @@ def _backward(ctx: Any, needs: Any, *grads: torch.Tensor) -> dict[str, Any]:
     }
 
 
-_run: Callable[..., Any] = define(  # with tensors
-    SCHEMA, execute=_execute, save=_save, backward=_backward, autocast=True
-)
-
-
+@documented(define(SCHEMA, save=_save, backward=_backward, autocast=True))
 def matmul_all_reduce_rms_norm(
     x: torch.Tensor,
     w: Weight,
@@ -79,17 +66,3 @@ def matmul_all_reduce_rms_norm(
     All ranks compute the same loss from the results, so its gradient is the same on all ranks and
     the backward is local. For an input that all ranks share see `all_reduce`.
     """
-    try:
-        return callable_for("matmul_all_reduce_rms_norm", [w], _run)(
-            x,
-            w,
-            norm_weight,
-            name_of(group),
-            bias=bias,
-            residual=residual,
-            eps=eps,
-            algorithm=algorithm,
-        )
-    except BaseException as error:
-        break_if_left(group, error)
-        raise

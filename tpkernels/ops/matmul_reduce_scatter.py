@@ -8,27 +8,16 @@ from typing import Any
 
 import torch
 
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.call import Call
-from tpkernels.groups import GroupLike, break_if_left, name_of
+from tpkernels.groups import GroupLike
 from tpkernels.local.product import Weight
 from tpkernels.ops.autograd import algorithm_like, bias_grad, save_operands
-from tpkernels.ops.registration import callable_for, define
+from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
     "matmul_reduce_scatter(Tensor x, Tensor w, str group, int scatter_dim=0, "
     "Tensor? bias=None, Tensor? residual=None, *, ScalarType? out_dtype=None, "
     "ScalarType? wire_dtype=None, SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor"
 )
-
-
-def _execute(call: Call, given: Any) -> Any:
-    x, bias = given.x, given.bias
-    if bias is not None and call.problem.dim == x.dim() - 1:
-        sizes, rank = call.problem.sizes, call.group.rank
-        bias = bias.narrow(0, sum(sizes[:rank]), sizes[rank])
-    reduction = Reduction.of(x, given.out_dtype, bias, given.residual)
-    return call.function(call, x, given.w, reduction)
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
@@ -67,10 +56,11 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
 
 
 run_matmul_reduce_scatter: Callable[..., torch.Tensor] = define(  # with tensors
-    SCHEMA, execute=_execute, save=_save, backward=_backward, autocast=True
+    SCHEMA, save=_save, backward=_backward, autocast=True
 )
 
 
+@documented(run_matmul_reduce_scatter)
 def matmul_reduce_scatter(
     x: torch.Tensor,
     w: Weight,
@@ -107,19 +97,3 @@ def matmul_reduce_scatter(
 
     The argument meanings are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
     """
-    try:
-        return callable_for("matmul_reduce_scatter", [w], run_matmul_reduce_scatter)(
-            x,
-            w,
-            name_of(group),
-            scatter_dim,
-            bias=bias,
-            residual=residual,
-            out_dtype=out_dtype,
-            wire_dtype=wire_dtype,
-            shard_sizes=shard_sizes,
-            algorithm=algorithm,
-        )
-    except BaseException as error:
-        break_if_left(group, error)
-        raise

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.call import Call
-from tpkernels.groups import GroupLike, break_if_left, name_of
-from tpkernels.ops.registration import define
+from tpkernels.groups import GroupLike
+from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
     "reduce_scatter(Tensor x, str group, int scatter_dim=0, *, ScalarType? out_dtype=None, "
     "SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor"
 )
-
-
-def _execute(call: Call, given: Any) -> Any:
-    return call.function(call, given.x, Reduction.of(given.x, given.out_dtype))
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
@@ -38,9 +32,7 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return {"x": grad_x}
 
 
-_run: Callable[..., torch.Tensor] = define(SCHEMA, execute=_execute, save=_save, backward=_backward)
-
-
+@documented(define(SCHEMA, save=_save, backward=_backward))
 def reduce_scatter(
     x: torch.Tensor,
     group: GroupLike,
@@ -62,15 +54,3 @@ def reduce_scatter(
         The shard, summed in fp32 in rank order and rounded once; on CUDA tensors as ``numerics`` of
         `init` says. The gradient of ``x`` is the gathered gradient of all shards.
     """
-    try:
-        return _run(
-            x,
-            name_of(group),
-            scatter_dim,
-            out_dtype=out_dtype,
-            shard_sizes=shard_sizes,
-            algorithm=algorithm,
-        )
-    except BaseException as error:
-        break_if_left(group, error)
-        raise

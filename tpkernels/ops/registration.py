@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._guards import TracingContext
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
 from tpkernels import _C, backends, groups, validation
 from tpkernels.call import Call
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.packed import is_packed
-from tpkernels.local.product import LocalProduct, Weight
+from tpkernels.local.product import LocalProduct
+from tpkernels.op_spec import OPS, OpSpec
+from tpkernels.ops import execution
 from tpkernels.ops.problems import fake_result, problem_of
 from tpkernels.ops.shortcut import PLAIN_KEYS, arguments_of, kernel_above, shortcut
 from tpkernels.tuning.planned_calls import plan_call
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _BELOW = torch._C._after_ADInplaceOrView_keyset
@@ -58,7 +65,7 @@ def define_local(
     torch.library.register_fake(f"tpkernels::{name}", checked_fake, lib=_LIBRARY)
     _KERNELS[name] = run
     if save is not None and backward is not None:
-        _define_backward(name, save, backward)
+        _define_above(name, recorded=_recorded(name, save, backward))
     if autocast:
         _define_autocast(name)
 
@@ -66,7 +73,6 @@ def define_local(
 def define(
     schema: str,
     *,
-    execute: Callable[[Call, Any], Any],
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     no_gradient: str = "",
@@ -78,8 +84,6 @@ def define(
     the arguments as a named tuple with the schema's names.
 
     Args:
-        execute: ``execute(call, given)`` runs a planned call. All that can fail for one rank alone,
-            such as an allocation, belongs there.
         save: ``save(ctx, given, output)`` keeps for the backward what it needs.
         backward: ``backward(ctx, needs, *grads)``, where ``needs`` has the names of the positional
             arguments and says whose gradient is needed; returns gradients by name. It runs in the
@@ -93,6 +97,7 @@ def define(
     arguments, op = arguments_of(parsed), schema.partition("(")[0]
     written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
     record = op.removesuffix("_") if written else op
+    execute = execution_of(OPS[record], in_place=bool(written))
 
     def on_trial(given: Any) -> Callable[[Call], Any]:
         """Return what runs a planned call and overwrites none of the caller's arguments."""
@@ -127,11 +132,18 @@ def define(
     define_local(
         schema, run=kernel, fake=fake_kernel, save=save, backward=backward, autocast=autocast
     )
-    if written:
-        _define_in_place(op, no_gradient)
-    elif no_gradient:
-        _define_without_gradient(op, no_gradient)
+    if no_gradient:
+        _define_above(op, instead=no_gradient, overwrites=bool(written))
     return shortcut(op, kernel, overwrites=bool(written))
+
+
+def execution_of(spec: OpSpec, *, in_place: bool = False) -> Callable[[Call, Any], Any]:
+    """Return what runs an op's planned calls."""
+    if spec.gathers:
+        return execution.gather
+    if spec.exchanges:
+        return execution.exchange
+    return execution.reduce_in_place if in_place else execution.reduce
 
 
 def _add_positions() -> None:
@@ -151,8 +163,11 @@ def _add_positions() -> None:
         config.cache_key_tag = tag
 
 
-def _define_backward(op: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
-    overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
+def _recorded(
+    op: str, save: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return what runs an op and records it for autograd."""
+    overload = getattr(torch.ops.tpkernels, op).default
     arguments = arguments_of(overload._schema)
     names = [each.name for each in overload._schema.arguments if not each.kwarg_only]
     needs_of = namedtuple("Needs", names, defaults=[False] * len(names))  # type: ignore[misc]
@@ -177,57 +192,50 @@ def _define_backward(op: str, save: Callable[..., None], backward: Callable[...,
 
     # What torch.library.register_autograd registers. By itself it would go through the dispatcher
     # once more in a call without a gradient: 13 us, AMD EPYC Zen 3, torch 2.13, 2026-11-21.
-    recorded = make_autograd_impl(overload, Info(first_order, keep))
-
-    def otherwise(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            _forbid_tangents(op, args)
-        if torch.is_grad_enabled():
-            _forbid_packed(op, args)
-        return recorded(keys, *args, **options)
-
-    _LIBRARY.impl(op, kernel_above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
+    return make_autograd_impl(overload, Info(first_order, keep))
 
 
-def _define_without_gradient(op: str, instead: str) -> None:
-    """Make an op refuse tensors that need a gradient; ``instead`` says what to do then."""
+def _define_above(
+    op: str,
+    *,
+    recorded: Callable[..., Any] | None = None,
+    instead: str = "",
+    overwrites: bool = False,
+) -> None:
+    """Define what autograd does for an op.
+
+    Args:
+        recorded: runs it and records it; None: the op refuses tensors that need a gradient, and
+            ``instead`` says what to do then.
+        overwrites: the op changes its first argument, and refuses one that cannot be overwritten.
+    """
     overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
 
     def otherwise(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(args)):
-            raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
+        if torch.is_grad_enabled():
+            if recorded is not None:
+                _forbid_packed(op, args)
+            elif any(x.requires_grad for x in _tensors(args)):
+                raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
         if forward_ad._current_level >= 0:
             _forbid_tangents(op, args)
+        if overwrites:
+            torch.autograd.graph.increment_version(args[0])  # what a backward has saved is stale
+        if recorded is not None:
+            return recorded(keys, *args, **options)
         return overload.redispatch(keys & _BELOW, *args, **options)
 
-    _LIBRARY.impl(op, kernel_above(run, otherwise, overwrites=False), "Autograd", with_keyset=True)
-
-
-def _define_in_place(op: str, instead: str) -> None:
-    """Make an op that overwrites its first argument tell autograd so, and refuse tensors that need
-    a gradient or cannot be overwritten; ``instead`` says what to do in that case."""
-    overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
-
-    def refuse_negative(x: torch.Tensor, *args: Any, **options: Any) -> None:
+    def refuse_negative(*args: Any, **options: Any) -> None:
         raise NotImplementedError(
             f"tpkernels.{op} cannot overwrite a negative view, such as z.conj().imag; pass "
             "x.resolve_neg()"
         )
 
-    def otherwise(
-        keys: torch._C.DispatchKeySet, x: torch.Tensor, *args: Any, **options: Any
-    ) -> None:
-        if x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
-        if forward_ad._current_level >= 0:
-            _forbid_tangents(op, [x])
-        torch.autograd.graph.increment_version(x)  # tensors saved for a backward are stale
-        overload.redispatch(keys & _BELOW, x, *args, **options)
-
-    above = kernel_above(run, otherwise, overwrites=True)
+    above = kernel_above(run, otherwise, overwrites=overwrites)
     _LIBRARY.impl(op, above, "Autograd", with_keyset=True)
-    _LIBRARY.impl(op, above, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
-    _LIBRARY.impl(op, refuse_negative, "Negative")
+    if overwrites:
+        _LIBRARY.impl(op, above, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
+        _LIBRARY.impl(op, refuse_negative, "Negative")
 
 
 def _define_autocast(op: str) -> None:
@@ -296,9 +304,50 @@ def _has_tangent(x: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def callable_for(
-    op: str, weights: Sequence[Weight], usual: Callable[..., Any]
-) -> Callable[..., Any]:
+def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Make a function without a body, the signature and documentation of an op, call it. Its group
+    may be anything that has a name, and its ``w`` a `LocalProduct`.
+
+    Args:
+        run: what `define` returned.
+    """
+
+    def decorate(function: Function) -> Function:
+        op, signature = function.__name__, inspect.signature(function)
+        names = list(signature.parameters)
+        at, takes_products = names.index("group"), "w" in names and not OPS[op].scaled
+        kinds = [parameter.kind for parameter in signature.parameters.values()]
+        positional = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+        past_dispatcher: Callable[..., Any] = run.past_dispatcher  # type: ignore[attr-defined]
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                if at < len(args) <= positional:
+                    args = args[:at] + (name_of(args[at]),) + args[at + 1 :]  # noqa: RUF005
+                elif "group" in options and len(args) <= at:
+                    options["group"] = name_of(options["group"])
+                else:
+                    signature.bind(*args, **options)  # which raises
+                if takes_products:
+                    w = args[1] if len(args) > 1 else options.get("w")
+                    if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
+                        return _run_products(op, *args, **options)
+                if is_dynamo_compiling():
+                    return run(*args, **options)
+                return past_dispatcher(*args, **options)
+            except BaseException as error:
+                group: GroupLike | None = args[at] if at < len(args) else options.get("group")
+                groups.break_if_left(group, error)
+                raise
+
+        return cast(Function, call)
+
+    return decorate
+
+
+def callable_for(op: str, weights: Sequence[Any], usual: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs an op with these weights: what runs it with tensors, or, as the dispatcher
     takes no functions, its kernel where one of them is a `LocalProduct`."""
     for w in weights:

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tpkernels import dtypes
-from tpkernels.algorithms.reduction import Reduction
-from tpkernels.call import Call
 from tpkernels.local.scaled import (
     FP4,
     FP8,
     TILE_ROWS,
     Packing,
+    ScaledMatrix,
     ScaledWeight,
     Scaling,
     block_of,
@@ -33,15 +32,9 @@ NO_GRADIENT = (
 )
 
 
-def _check_dtype(x: torch.Tensor, what: str) -> None:
-    if x.dtype not in (*FP8, FP4):
-        allowed = ", ".join(map(dtypes.name, (*FP8, FP4)))
-        raise NotImplementedError(f"{what} has dtype {dtypes.name(x.dtype)}; supported: {allowed}")
-
-
 def check_input(x: torch.Tensor) -> None:
     """Check x [..., K] of a dtype that has scales."""
-    _check_dtype(x, "x")
+    _among(x.dtype, (*FP8, FP4), "x has dtype")
     if x.dim() < 2 or x.shape[-1] < 1:
         raise ValueError(f"x must have at least 2 dims [..., K] with K >= 1, not {list(x.shape)}")
 
@@ -78,7 +71,7 @@ def check_weight(
     w: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, scale_x: torch.Tensor, what: str
 ) -> None:
     """w [K, N] and its scales, next to an x that has been checked."""
-    _check_dtype(w, what)
+    _among(w.dtype, (*FP8, FP4), f"{what} has dtype")
     if w.dim() != 2 or w.shape[0] != x.shape[-1] or w.shape[1] < 1:
         raise ValueError(
             f"{what} has shape {list(w.shape)}, but x of shape {list(x.shape)} needs "
@@ -133,18 +126,18 @@ def _scale(
 
 def out_dtype(value: torch.dtype | None) -> torch.dtype:
     """Return the dtype of the result, bfloat16 by default."""
-    return _among(value or torch.bfloat16, OUT_DTYPES, "out_dtype")
+    return _among(value or torch.bfloat16, OUT_DTYPES, "out_dtype is")
 
 
 def wire_dtype(value: torch.dtype | None, result: torch.dtype) -> torch.dtype:
     """Return the dtype that partials travel in: the result's, or float32."""
-    return _among(value or result, (result, torch.float32), "wire_dtype")
+    return _among(value or result, (result, torch.float32), "wire_dtype is")
 
 
 def _among(value: torch.dtype, allowed: Sequence[torch.dtype], what: str) -> torch.dtype:
     if value not in allowed:
         names = ", ".join(dict.fromkeys(map(dtypes.name, allowed)))
-        raise NotImplementedError(f"{what} is {dtypes.name(value)}; supported: {names}")
+        raise NotImplementedError(f"{what} {dtypes.name(value)}; supported: {names}")
     return value
 
 
@@ -181,7 +174,9 @@ class Rows(NamedTuple):
     ) -> Rows:
         packing = Packing.of(x, scale)
         made = [
-            ScaledWeight(w, _as_scalar(scale_w), packing, _as_scalar(scale), fast_accum)
+            ScaledWeight(
+                ScaledMatrix(w, _as_scalar(scale_w)), packing, _as_scalar(scale), fast_accum
+            )
             for w, scale_w in zip(weights, scales, strict=True)
         ]
         return cls(packing.pack(x, scale), made, packing)
@@ -189,11 +184,3 @@ class Rows(NamedTuple):
 
 def _as_scalar(scale: torch.Tensor) -> torch.Tensor:
     return scale.reshape(()) if scaling_of(scale) is Scaling.TENSOR else scale
-
-
-def execute_reduction(call: Call, given: Any) -> Any:
-    """Run a planned call of an op that multiplies scaled operands and sums over the ranks."""
-    rows = Rows.of(given.x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
-    dtype = out_dtype(given.out_dtype)
-    reduction = Reduction.of(given.x, dtype, given.bias, given.residual)
-    return call.function(call, rows.packed, rows.weights[0], reduction)

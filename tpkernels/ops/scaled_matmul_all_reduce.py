@@ -3,13 +3,11 @@ fp8 or fp4 operands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from tpkernels.groups import GroupLike, break_if_left, name_of
+from tpkernels.groups import GroupLike
 from tpkernels.ops import scaled
-from tpkernels.ops.registration import define
+from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
     "scaled_matmul_all_reduce(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, str group, "
@@ -18,11 +16,7 @@ SCHEMA = (
 )
 
 
-_run: Callable[..., torch.Tensor] = define(
-    SCHEMA, execute=scaled.execute_reduction, no_gradient=scaled.NO_GRADIENT
-)
-
-
+@documented(define(SCHEMA, no_gradient=scaled.NO_GRADIENT))
 def scaled_matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -48,20 +42,3 @@ def scaled_matmul_all_reduce(
         ``sum_r(partial_r) + bias + residual`` [..., N] on every rank, summed as in
         `scaled_matmul_reduce_scatter`.
     """
-    try:
-        return _run(
-            x,
-            w,
-            scale_x,
-            scale_w,
-            name_of(group),
-            bias=bias,
-            residual=residual,
-            out_dtype=out_dtype,
-            wire_dtype=wire_dtype,
-            use_fast_accum=use_fast_accum,
-            algorithm=algorithm,
-        )
-    except BaseException as error:
-        break_if_left(group, error)
-        raise

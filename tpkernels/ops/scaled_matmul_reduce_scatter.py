@@ -3,13 +3,13 @@ sequence parallelism, on fp8 or fp4 operands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from tpkernels.groups import GroupLike, break_if_left, name_of
+from tpkernels.groups import GroupLike
 from tpkernels.ops import scaled
-from tpkernels.ops.registration import define
+from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
     "scaled_matmul_reduce_scatter(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, str group, "
@@ -19,11 +19,7 @@ SCHEMA = (
 )
 
 
-_run: Callable[..., torch.Tensor] = define(
-    SCHEMA, execute=scaled.execute_reduction, no_gradient=scaled.NO_GRADIENT
-)
-
-
+@documented(define(SCHEMA, no_gradient=scaled.NO_GRADIENT))
 def scaled_matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -65,22 +61,3 @@ def scaled_matmul_reduce_scatter(
     The arguments mean what they mean in ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``
     and ``torch._scaled_mm``.
     """
-    try:
-        return _run(
-            x,
-            w,
-            scale_x,
-            scale_w,
-            name_of(group),
-            scatter_dim,
-            bias=bias,
-            residual=residual,
-            out_dtype=out_dtype,
-            wire_dtype=wire_dtype,
-            use_fast_accum=use_fast_accum,
-            shard_sizes=shard_sizes,
-            algorithm=algorithm,
-        )
-    except BaseException as error:
-        break_if_left(group, error)
-        raise

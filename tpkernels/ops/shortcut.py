@@ -159,6 +159,7 @@ def shortcut(
             return overload(*args, **options)
         return short(*args, **options)
 
+    call.past_dispatcher = short  # type: ignore[attr-defined]
     return call
 
 

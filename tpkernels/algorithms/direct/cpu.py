@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from tpkernels import _C
-from tpkernels.algorithms.parts import Products, matmul_partial, shard_shape
-from tpkernels.algorithms.pieces import Exchange
-from tpkernels.algorithms.reduction import Reduction, RmsNorm, Rows
+from tpkernels.algorithms.parts import Products, partial_of, result_shape
+from tpkernels.algorithms.reduction import Reduction, RmsNorm
 from tpkernels.call import Call
 from tpkernels.local.matmul import converts
 from tpkernels.local.memory import empty
@@ -63,25 +62,12 @@ def bind(
         collective_of(call),
         arguments,
         in_place=in_place,
-        shape=_result_shape(call),
+        shape=tuple(result_shape(problem, call.group.rank)),
         packed=[is_packed(w) for w in weights],
         products=products,
         return_gathered=getattr(given, "return_gathered", False),
         eps=getattr(given, "eps", 0.0),
     )
-
-
-def _result_shape(call: Call) -> tuple[int, ...]:
-    """Return the shape of the tensor that the collective makes on this rank."""
-    problem, rank = call.problem, call.group.rank
-    if problem.spec.exchanges:
-        return tuple(_exchange(call).result_shape(call))
-    return tuple(shard_shape(problem, rank)) if problem.spec.scatters else problem.shape
-
-
-def _exchange(call: Call) -> Exchange:
-    assert call.problem.options.scattered is not None  # an all-to-all's
-    return Exchange(*call.problem.options.scattered)
 
 
 def collective_of(call: Call) -> _C.calls.Collective:
@@ -93,24 +79,29 @@ def collective_of(call: Call) -> _C.calls.Collective:
 
 
 def _new_collective(call: Call) -> _C.calls.Collective:
-    problem, plan, workspace = call.problem, call.plan, call.workspace
-    spec, kinds = problem.spec, _C.calls.Kind
+    problem, plan, workspace, rank = call.problem, call.plan, call.workspace, call.group.rank
+    spec = problem.spec
     id_of_call = workspace.channel, workspace.segments, plan.signature, plan.text
     if spec.keeps_sum:
-        return _C.calls.Collective(*id_of_call, kinds.ALL_REDUCE)
-    if spec.exchanges:
-        exchange, result = _exchange(call), list(_result_shape(call))
-        given = _layout(shard_shape(problem, call.group.rank), exchange.dim, exchange.sizes)
-        taken = _layout(result, problem.dim, problem.sizes)
-        largest = exchange.largest(call)
-        return _C.calls.Collective(*id_of_call, kinds.ALL_TO_ALL, given, taken, largest)
-    kind = kinds.ALL_GATHER if spec.gathers else kinds.REDUCE_SCATTER
+        return _C.calls.Collective(*id_of_call, "all_reduce")
+    assert problem.dim is not None  # it is split
     layout = _layout(problem.shape, problem.dim, problem.sizes)
-    return _C.calls.Collective(*id_of_call, kind, layout)
+    if not spec.exchanges:
+        name = "all_gather" if spec.gathers else "reduce_scatter"
+        return _C.calls.Collective(*id_of_call, name, layout)
+    assert problem.options.scattered is not None  # an exchange has one
+    dim, sizes = problem.options.scattered
+    given = list(problem.shape)
+    given[problem.dim] = problem.sizes[rank]
+    taken = _layout(result_shape(problem, rank), problem.dim, problem.sizes)
+    others = prod(size for d, size in enumerate(problem.shape) if d not in (dim, problem.dim))
+    largest = others * max(problem.sizes) * max(sizes)  # elements of a piece
+    return _C.calls.Collective(
+        *id_of_call, "all_to_all", _layout(given, dim, sizes), taken, largest
+    )
 
 
-def _layout(shape: Sequence[int], dim: int | None, sizes: tuple[int, ...]) -> _C.host.ShardLayout:
-    assert dim is not None  # it is split
+def _layout(shape: Sequence[int], dim: int, sizes: tuple[int, ...]) -> _C.host.ShardLayout:
     return _C.host.ShardLayout(prod(shape[:dim]), prod(shape[dim + 1 :]), sizes)
 
 
@@ -128,56 +119,30 @@ def _run(
         collective_of(call).run(x.contiguous(), out, bias, residual, normed, weight, eps)
 
 
-def all_gather(call: Call, x: torch.Tensor) -> torch.Tensor:
-    out = empty(call.problem.shape, x.dtype, x.device)
-    _run(call, x, out)
-    return out
-
-
-def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     whole = products.memory(call, x)
     _run(call, x, whole)
     products.multiply(whole)
 
 
-def all_to_all(call: Call, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    out = exchange.result(call, x)
-    _run(call, x, out)
-    return out
+exchange = _run
 
 
-def reduce_scatter(call: Call, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    out = empty(shard_shape(call.problem, call.group.rank), reduction.out_dtype, x.device)
-    _run(call, x, out, reduction)
-    return out
-
-
-def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
-) -> torch.Tensor:
-    return reduce_scatter(call, matmul_partial(call, x, w), reduction)
-
-
-def all_reduce(call: Call, x: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+def reduce(
+    call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
+) -> None:
     """``out`` may be ``x``. Peers cannot read ``x`` in place then, as it is being overwritten."""
-    _run(call, x, out, reduction)
+    _run(call, partial_of(call, x, w), out, reduction)
 
 
-def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
-    partial = matmul_partial(call, x, w)
-    out = empty(partial.shape, reduction.out_dtype, x.device)
-    _run(call, partial, out, reduction)
-    return out
-
-
-def all_reduce_rms_norm(call: Call, x: torch.Tensor, reduction: Reduction, norm: RmsNorm) -> Rows:
-    total = empty(x.shape, reduction.out_dtype, x.device)
-    normed = empty(x.shape, reduction.out_dtype, x.device)
-    _run(call, x, total, reduction, normed, norm)
-    return normed, total
-
-
-def matmul_all_reduce_rms_norm(
-    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction, norm: RmsNorm
-) -> Rows:
-    return all_reduce_rms_norm(call, matmul_partial(call, x, w), reduction, norm)
+def reduce_and_normalise(
+    call: Call,
+    x: torch.Tensor,
+    w: Weight | None,
+    out: torch.Tensor,
+    reduction: Reduction,
+    norm: RmsNorm,
+) -> torch.Tensor:
+    normed = empty(out.shape, out.dtype, out.device)
+    _run(call, partial_of(call, x, w), out, reduction, normed, norm)
+    return normed

@@ -45,11 +45,12 @@ import torch
 
 from tpkernels import dtypes
 from tpkernels._C.host import Phase
-from tpkernels.algorithms.parts import Partials
+from tpkernels.algorithms import transfers
+from tpkernels.algorithms.parts import Partials, Products
 from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.algorithms.transfers import Transfers, ops_by
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
+from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
 from tpkernels.planning.algorithms import chunk_bytes
 from tpkernels.symm.node import Node
@@ -126,7 +127,7 @@ def routes(sizes: tuple[int, ...], partial_bytes: int, sum_bytes: int) -> tuple[
     return tuple(sorted(best, key=lambda route: (-route.hops, -route.home)))
 
 
-class Shared(Transfers):
+class Shared(transfers.Transfers):
     """One call of a rank: its steps within the host, and its messages between hosts."""
 
     def __init__(self, call: Call) -> None:
@@ -407,4 +408,11 @@ def add_to(
         reduce_into(to, terms, reduction or Reduction(to.dtype), begin)
 
 
-OPS = ops_by(Shared)
+def gather(call: Call, x: torch.Tensor, products: Products) -> None:
+    transfers.gather(Shared(call), x, products)
+
+
+def reduce(
+    call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
+) -> None:
+    transfers.reduce(Shared(call), x, w, out, reduction)

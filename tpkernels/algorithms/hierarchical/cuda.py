@@ -34,12 +34,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from tpkernels import dtypes
+from tpkernels.algorithms import transfers
 from tpkernels.algorithms.hierarchical.cpu import Route, add_to, delegate, routes
-from tpkernels.algorithms.parts import Partials
+from tpkernels.algorithms.parts import Partials, Products
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.transfers import Transfers, ops_by
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
+from tpkernels.local.product import Weight
 from tpkernels.local.ranges import TRANSFER, recorded
 from tpkernels.symm.streams import SideStream
 from tpkernels.transport.point_to_point import enter
@@ -104,7 +105,7 @@ def _batches_of(
     return [[t for t in batch if rank in (t.source, t.to)] for batch in batches]
 
 
-class Batches(Transfers):
+class Batches(transfers.Transfers):
     """One call of a rank. Shards and partials move whole, into memory of its own."""
 
     def __init__(self, call: Call) -> None:
@@ -188,4 +189,11 @@ class Batches(Transfers):
         """The current stream has waited for everything."""
 
 
-OPS = ops_by(Batches)
+def gather(call: Call, x: torch.Tensor, products: Products) -> None:
+    transfers.gather(Batches(call), x, products)
+
+
+def reduce(
+    call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
+) -> None:
+    transfers.reduce(Batches(call), x, w, out, reduction)

@@ -24,20 +24,14 @@ from __future__ import annotations
 import torch
 
 from tpkernels._C.host import Phase
-from tpkernels.algorithms.parts import (
-    Products,
-    SplitProducts,
-    partials_of_product,
-    shard_shape,
-)
-from tpkernels.algorithms.reduction import Reduction, behind_matmul_all_reduce, reduce_into
+from tpkernels.algorithms.parts import Products, SplitProducts, partials_of_product
+from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.call import Call
-from tpkernels.local.memory import empty_on_host
 from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
 
 
-def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     workspace, rank, peers = call.group.workspace, call.group.rank, call.peers_in_ring_order
     assert workspace is not None  # else `choose` takes another algorithm
     x = x.contiguous()
@@ -70,32 +64,7 @@ def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
     made.finish()
 
 
-def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
-) -> torch.Tensor:
-    out = empty_on_host(tuple(shard_shape(call.problem, call.group.rank)), reduction.out_dtype)
-    _reduce(call, x, w, reduction, out, everywhere=False)
-    return out
-
-
-def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
-    out = empty_on_host(call.problem.shape, reduction.out_dtype)
-    _reduce(call, x, w, reduction, out, everywhere=True)
-    return out
-
-
-matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)
-
-
-def _reduce(
-    call: Call,
-    x: torch.Tensor,
-    w: Weight,
-    reduction: Reduction,
-    out: torch.Tensor,
-    *,
-    everywhere: bool,
-) -> None:
+def reduce(call: Call, x: torch.Tensor, w: Weight, out: torch.Tensor, reduction: Reduction) -> None:
     """Fill ``out`` with this rank's part of the sum, or with all of it. A data buffer has a slot
     for each rank's part of this rank's partial, then one for this rank's sum."""
     workspace, problem = call.group.workspace, call.problem
@@ -114,7 +83,7 @@ def _reduce(
             channel.wait(peer, Phase.DATA, rank)
         begin, count = split.piece(rank, index)
         terms = [workspace.read(r, wire, (count,), rank * slot) for r in range(problem.world)]
-        if not everywhere:
+        if problem.spec.scatters:
             reduce_into(result[begin : begin + count], terms, reduction, begin)
             continue
         total = workspace.view(rank, out.dtype, (count,), sums_at)

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tpkernels.algorithms.parts import Products, as_rows, shard_shape
+from tpkernels.algorithms.parts import Products, as_rows
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
-from tpkernels.algorithms.reduction import Reduction, behind_matmul_all_reduce
+from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
 from tpkernels.cuda import CopyCall, sum_partials
 from tpkernels.cuda.queued import queued
@@ -45,7 +45,7 @@ _ALIGNMENT = 256  # bytes, of the results
 
 
 @gathers_in_rank_order
-def all_gather_matmul(call: Call, x: torch.Tensor, products: Products) -> None:
+def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     sizes, whole = list(call.problem.shard_rows), products.memory(call, x)
     rows, row_bytes = as_rows(x.contiguous()), x.shape[-1] * x.element_size()
     with (
@@ -105,22 +105,37 @@ def fetch(copies: CopyCall, side: SideStream, source: int, to: torch.Tensor, off
 
 
 @scatters_in_rank_order
-def matmul_reduce_scatter(
-    call: Call, x: torch.Tensor, w: Weight, reduction: Reduction
-) -> torch.Tensor:
-    problem, columns = call.problem, w.shape[1]
-    sizes = list(problem.shard_rows)
-    out = empty(shard_shape(problem, call.group.rank), reduction.out_dtype, x.device)
-    nbytes = sum(sizes) * columns * problem.dtype.itemsize
+def reduce(call: Call, x: torch.Tensor, w: Weight, out: torch.Tensor, reduction: Reduction) -> None:
+    problem, rank, columns, peers = (
+        call.problem,
+        call.group.rank,
+        w.shape[1],
+        call.peers_in_ring_order,
+    )
+    rows, result, everywhere = as_rows(x), as_rows(out), problem.spec.keeps_sum
+    sizes = shard_sizes(rows.shape[0], problem.world) if everywhere else list(problem.shard_rows)
+    begins = [sum(sizes[:r]) for r in range(problem.world)]
+    results_at = nbytes = rows.shape[0] * columns * problem.dtype.itemsize
+    if everywhere:
+        results_at = round_up(nbytes, _ALIGNMENT)
+        nbytes = results_at + max(sizes) * columns * out.dtype.itemsize
     with (
         queued(call, x.device, _WORDS, ceil_div(nbytes, 2)) as memory,
         CopyCall(memory.current, call.plan.signature, [out]) as copies,
     ):
-        partials = multiply_and_scatter(
-            copies, memory.side, call.peers_in_ring_order, sizes, as_rows(x), w, problem.dtype
-        )
-        sum_partials(as_rows(out), partials, reduction.bias, _residual_rows(reduction))
-    return out
+        partials = multiply_and_scatter(copies, memory.side, peers, sizes, rows, w, problem.dtype)
+        residual = None if reduction.residual is None else as_rows(reduction.residual)
+        own = result
+        if everywhere:
+            own = result.narrow(0, begins[rank], sizes[rank])
+            if residual is not None:
+                residual = residual.narrow(0, begins[rank], sizes[rank])
+        sum_partials(own, partials, reduction.bias, residual)
+        if everywhere:
+            copies.put(own, results_at)
+            copies.publish(_RESULT)
+            for peer in peers:
+                copies.fetch(peer, _RESULT, result.narrow(0, begins[peer], sizes[peer]), results_at)
 
 
 def multiply_and_scatter(
@@ -156,36 +171,3 @@ def multiply_and_scatter(
     finally:
         side.join()
     return partials
-
-
-def _residual_rows(reduction: Reduction) -> torch.Tensor | None:
-    return None if reduction.residual is None else as_rows(reduction.residual)
-
-
-def matmul_all_reduce(call: Call, x: torch.Tensor, w: Weight, reduction: Reduction) -> torch.Tensor:
-    problem, rank, columns = call.problem, call.group.rank, w.shape[1]
-    out = empty(problem.shape, reduction.out_dtype, x.device)
-    rows, result = as_rows(x), as_rows(out)
-    sizes = shard_sizes(rows.shape[0], problem.world)
-    begins = [sum(sizes[:r]) for r in range(problem.world)]
-    results_at = round_up(rows.shape[0] * columns * problem.dtype.itemsize, _ALIGNMENT)
-    nbytes = results_at + max(sizes) * columns * reduction.out_dtype.itemsize
-    with (
-        queued(call, x.device, _WORDS, ceil_div(nbytes, 2)) as memory,
-        CopyCall(memory.current, call.plan.signature, [out]) as copies,
-    ):
-        partials = multiply_and_scatter(
-            copies, memory.side, call.peers_in_ring_order, sizes, rows, w, problem.dtype
-        )
-        own = result.narrow(0, begins[rank], sizes[rank])
-        residual = _residual_rows(reduction)
-        more = None if residual is None else residual.narrow(0, begins[rank], sizes[rank])
-        sum_partials(own, partials, reduction.bias, more)
-        copies.put(own, results_at)
-        copies.publish(_RESULT)
-        for peer in call.peers_in_ring_order:
-            copies.fetch(peer, _RESULT, result.narrow(0, begins[peer], sizes[peer]), results_at)
-    return out
-
-
-matmul_all_reduce_rms_norm = behind_matmul_all_reduce(matmul_all_reduce)

@@ -1,18 +1,30 @@
-// Shared by all bindings: raising the package's errors, releasing the GIL, handling Ctrl-C.
+// Shared by all bindings: raising errors in Python, releasing the GIL, handling Ctrl-C.
 #pragma once
 
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
+#include <exception>
+#include <stdexcept>
+
 namespace tpkernels {
 
-// Sets an exception of tpkernels.errors. `peer` is the rank to blame, or -1.
-inline void raise_error(const char* name, const char* text, int peer) {
-  namespace py = pybind11;
-  const py::object cls = py::module_::import("tpkernels.errors").attr(name);
-  const py::object culprit = peer < 0 ? py::object(py::none()) : py::int_(peer);
-  PyErr_SetObject(cls.ptr(), cls(text, py::arg("peer") = culprit).ptr());
+// Each fills a submodule of _C.
+namespace calls {
+void bind(pybind11::module_& m);
 }
+namespace cuda {
+void bind(pybind11::module_& m);
+}
+namespace host {
+void bind(pybind11::module_& m);
+}
+namespace nccl {
+void bind(pybind11::module_& m);
+}
+
+// Sets Python's error to a C++ exception; does nothing for a null one.
+void set_python_error(std::exception_ptr error);
 
 // Parks a daemon thread when the interpreter is shutting down. Taking the GIL at that point would
 // unwind the thread, and unwinding through C++ frames calls std::terminate. The parked thread ends
