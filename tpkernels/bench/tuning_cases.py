@@ -15,8 +15,7 @@ from tpkernels.bench.cases import Case, Outputs, planned, random_case, run_tpker
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.verification import Verdict, verify
-from tpkernels.groups.group import Group
-from tpkernels.groups.tuning import Tuning
+from tpkernels.groups.group import Group, Tuning
 from tpkernels.launch.session import gather_objects, rank_device, synchronizer
 from tpkernels.planning.choose import Means, Plan, candidates
 from tpkernels.planning.machine import Machine, instructions, this_machine
