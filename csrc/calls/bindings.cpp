@@ -33,18 +33,17 @@ Tensor contiguous(const py::object& object) {
 }
 
 void bind_direct(py::module_& m) {
-  using Kind = Collective::Kind;
-  py::enum_<Kind>(m, "Kind")
-      .value("ALL_GATHER", Kind::kAllGather)
-      .value("REDUCE_SCATTER", Kind::kReduceScatter)
-      .value("ALL_TO_ALL", Kind::kAllToAll)
-      .value("ALL_REDUCE", Kind::kAllReduce);
   py::class_<Collective, std::shared_ptr<Collective>>(m, "Collective")
-      .def(py::init<py::object, std::shared_ptr<host::Segments>, std::uint32_t, std::string, Kind,
-                    SharedLayout, SharedLayout, std::size_t>(),
+      .def(py::init([](const py::object& channel, std::shared_ptr<host::Segments> segments,
+                       std::uint32_t signature, std::string text, const std::string& name,
+                       host::ShardLayout layout, host::ShardLayout taken, std::size_t largest) {
+             host::Shards shards{std::move(layout), std::move(taken), largest};
+             return std::make_shared<Collective>(channel, std::move(segments), signature,
+                                                 std::move(text), name, std::move(shards));
+           }),
            py::arg("channel"), py::arg("segments"), py::arg("signature"), py::arg("text"),
-           py::arg("kind"), py::arg("layout") = nullptr, py::arg("taken") = nullptr,
-           py::arg("largest") = 0)
+           py::arg("name"), py::arg_v("layout", host::ShardLayout{}, "..."),
+           py::arg_v("taken", host::ShardLayout{}, "..."), py::arg("largest") = 0)
       .def(
           "run",
           [](const Collective& self, const py::object& x, const py::object& out,

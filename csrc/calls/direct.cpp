@@ -55,45 +55,26 @@ host::RmsNorm rms_norm(const Tensor& out, const Tensor& weight, double eps) {
 }
 
 Collective::Collective(const py::object& channel, std::shared_ptr<host::Segments> segments,
-                       std::uint32_t signature, std::string text, Kind kind, SharedLayout layout,
-                       SharedLayout taken, std::size_t largest)
+                       std::uint32_t signature, std::string text, const std::string& name,
+                       host::Shards shards)
     : keep_(channel),
       channel_(channel.cast<host::Channel&>()),
       segments_(std::move(segments)),
       signature_(signature),
       text_(std::move(text)),
-      kind_(kind),
-      layout_(std::move(layout)),
-      taken_(std::move(taken)),
-      largest_(largest) {
-  if ((kind != Kind::kAllReduce && !layout_) || (kind == Kind::kAllToAll && !taken_)) {
-    throw std::invalid_argument("a collective of shards needs their layout");
-  }
-}
+      shards_(std::move(shards)),
+      run_(host::collective(name, shards_)) {}
 
 void Collective::run(const Tensor& x, const Tensor& out, const host::Epilogue& after,
                      const host::RmsNorm& norm) const {
-  const bool in_place = kind_ == Kind::kAllReduce && data_of(x) == data_of(out);
   host::Source in{data_of(x)};
-  if (!in_place && kind_ != Kind::kAllToAll) {
+  if (in.data != data_of(out)) {
     const auto address = reinterpret_cast<std::uintptr_t>(in.data);
     std::tie(in.segment, in.offset) = segments_->locate(address, bytes_of(x));
   }
-  const host::CallId id{signature_, text_};
-  const host::DType dtype = dtype_of(x);
-  const std::size_t count = count_of(x);
-  std::byte* const to = data_of(out);
+  const host::Operands operands{in, data_of(out), count_of(x), dtype_of(x), after, norm};
   const GilReleased released;
-  switch (kind_) {
-    case Kind::kAllGather:
-      return host::all_gather(channel_, id, in, to, *layout_, dtype);
-    case Kind::kReduceScatter:
-      return host::reduce_scatter(channel_, id, in, to, *layout_, dtype, after);
-    case Kind::kAllToAll:
-      return host::all_to_all(channel_, id, in.data, to, *layout_, *taken_, largest_, dtype);
-    case Kind::kAllReduce:
-      return host::all_reduce(channel_, id, in, to, count, dtype, after, norm);
-  }
+  run_(channel_, {signature_, text_}, operands, shards_);
 }
 
 Direct::Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments,
@@ -141,9 +122,8 @@ py::object Direct::run(const Slots& slots, const Tensor& x) const {
   if (!packed_.empty()) {
     in = matmul(as_rows(std::move(in), x), slots[1], packed_[0]);
     summand = tensor(in);
-    const bool fits =
-        collective_->kind() == Collective::Kind::kAllReduce || collective_->is_alone();
-    out = fits ? viewed(in, shape_) : empty_like(in, shape_);  // the partial, until it is summed
+    out = collective_->keeps_shape() ? viewed(in, shape_)
+                                     : empty_like(in, shape_);  // the partial, until it is summed
   } else {
     out = empty_like(in, shape_);
   }

@@ -15,8 +15,6 @@
 
 namespace tpkernels::calls {
 
-using SharedLayout = std::shared_ptr<host::ShardLayout>;
-
 // What follows a sum. Tensors without data are absent.
 host::Epilogue epilogue(const Tensor& out, const Tensor& bias = {}, const Tensor& residual = {});
 host::RmsNorm rms_norm(const Tensor& out, const Tensor& weight, double eps);
@@ -24,14 +22,10 @@ host::RmsNorm rms_norm(const Tensor& out, const Tensor& weight, double eps);
 // A collective with what the ranks agreed on when it was planned.
 class Collective {
  public:
-  enum class Kind { kAllGather, kReduceScatter, kAllToAll, kAllReduce };
-
-  // Keeps `channel`, Python's object, alive. `layout` is that of the gathered or scattered tensor;
-  // of an all-to-all, of what this rank gives, while `taken` is of what it takes, and `largest` the
-  // elements of the largest piece.
+  // One of host::collective()'s. Keeps `channel`, Python's object, alive.
   Collective(const pybind11::object& channel, std::shared_ptr<host::Segments> segments,
-             std::uint32_t signature, std::string text, Kind kind, SharedLayout layout,
-             SharedLayout taken, std::size_t largest);
+             std::uint32_t signature, std::string text, const std::string& name,
+             host::Shards shards);
 
   // Contiguous tensors of supported dtypes; collectives.h has their shapes. Gives up the GIL, and
   // throws what the channel throws. `out` of an all-reduce may be `x`; then peers cannot read `x`
@@ -39,9 +33,10 @@ class Collective {
   void run(const Tensor& x, const Tensor& out, const host::Epilogue& after,
            const host::RmsNorm& norm = {}) const;
 
-  Kind kind() const { return kind_; }
-  // The one rank, which has nothing to copy between shards.
-  bool is_alone() const { return layout_ && layout_->sizes.size() == 1; }
+  // Whether there is only one shard, of which nothing has to be copied to others.
+  bool is_alone() const { return shards_.layout.sizes.size() == 1; }
+  // Whether the result has the shape of this rank's input.
+  bool keeps_shape() const { return shards_.layout.sizes.empty() || is_alone(); }
 
  private:
   pybind11::object keep_;
@@ -49,10 +44,8 @@ class Collective {
   std::shared_ptr<host::Segments> segments_;
   std::uint32_t signature_;
   std::string text_;
-  Kind kind_;
-  SharedLayout layout_;
-  SharedLayout taken_;
-  std::size_t largest_;
+  host::Shards shards_;
+  host::Collective run_;
 };
 
 // A planned call on contiguous tensors of one dtype. tpkernels/algorithms/direct/cpu.py has the

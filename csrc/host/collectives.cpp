@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 
 namespace tpkernels::host {
 namespace {
@@ -135,10 +137,11 @@ void pack(Channel& channel, std::byte* tensor, const ShardLayout& layout, int to
 // Bytes of the sum that are normalised at a time: they are still in the L1 cache.
 constexpr std::size_t kNormBlockBytes = 8 << 10;
 
-}  // namespace
-
-void all_gather(Channel& channel, const CallId& call, const Source& in, std::byte* out,
-                const ShardLayout& layout, DType dtype) {
+// in: [outer, sizes[rank], inner]; out: [outer, sum(sizes), inner].
+void all_gather(Channel& channel, const CallId& call, const Operands& operands,
+                const Shards& shards) {
+  const auto& [in, out, count, dtype, epilogue, norm] = operands;
+  const ShardLayout& layout = shards.layout;
   const std::size_t element = size_of(dtype);
   const int rank = channel.rank();
   const std::size_t mine = shard_bytes(layout, rank, element);
@@ -174,8 +177,11 @@ void all_gather(Channel& channel, const CallId& call, const Source& in, std::byt
   });
 }
 
-void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std::byte* out,
-                    const ShardLayout& layout, DType wire, const Epilogue& epilogue) {
+// in: [outer, sum(sizes), inner]; out: [outer, sizes[rank], inner].
+void reduce_scatter(Channel& channel, const CallId& call, const Operands& operands,
+                    const Shards& shards) {
+  const auto& [in, out, count, wire, epilogue, norm] = operands;
+  const ShardLayout& layout = shards.layout;
   const std::size_t element = size_of(wire);
   const int world = channel.world();
   const int rank = channel.rank();
@@ -224,13 +230,16 @@ void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std:
   });
 }
 
-void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::byte* out,
-                const ShardLayout& given, const ShardLayout& taken, std::size_t largest,
-                DType dtype) {
+// in: [.., sum(given.sizes), ..], of which rank r gets its rows; out: [.., sum(taken.sizes), ..],
+// of which rank r has given its rows.
+void all_to_all(Channel& channel, const CallId& call, const Operands& operands,
+                const Shards& shards) {
+  const auto& [in, out, count, dtype, epilogue, norm] = operands;
+  const auto& [given, taken, largest] = shards;
   const std::size_t element = size_of(dtype);
   const int rank = channel.rank();
   const std::size_t step = step_of_pieces(channel);
-  auto* input = const_cast<std::byte*>(in);
+  auto* input = const_cast<std::byte*>(in.data);
   const std::size_t result = taken.outer * rows(taken, 0, channel.world()) * taken.inner;
   const bool stream = result * element >= kStreamBytes;
   in_chunks(channel, call, largest * element, step, [&](std::size_t begin, bool) {
@@ -260,8 +269,10 @@ void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::
   });
 }
 
-void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
-                std::size_t count, DType wire, const Epilogue& epilogue, const RmsNorm& norm) {
+// in, out: `count` elements. They may be the same memory if `in.segment` is 0. `norm.out` gets the
+// rows of the result, normalised: by every rank all of them, while they are in its caches.
+void all_reduce(Channel& channel, const CallId& call, const Operands& operands, const Shards&) {
+  const auto& [in, out, count, wire, epilogue, norm] = operands;
   const std::size_t element = size_of(wire);
   const std::size_t out_element = size_of(epilogue.out_dtype);
   const auto world = static_cast<std::size_t>(channel.world());
@@ -343,6 +354,28 @@ void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byt
     }
     if (last) release_sources(channel, in);
   });
+}
+
+struct Entry {
+  std::string_view name;
+  Collective run;
+  int layouts;  // that it needs
+};
+
+constexpr Entry kCollectives[] = {{"all_gather", all_gather, 1},
+                                  {"reduce_scatter", reduce_scatter, 1},
+                                  {"all_to_all", all_to_all, 2},
+                                  {"all_reduce", all_reduce, 0}};
+
+}  // namespace
+
+Collective collective(std::string_view name, const Shards& shards) {
+  const int layouts = int{!shards.layout.sizes.empty()} + int{!shards.taken.sizes.empty()};
+  for (const Entry& entry : kCollectives) {
+    if (entry.name == name && layouts == entry.layouts) return entry.run;
+  }
+  throw std::invalid_argument("no collective " + std::string(name) + " of " +
+                              std::to_string(layouts) + " layouts of shards");
 }
 
 }  // namespace tpkernels::host

@@ -94,24 +94,27 @@ struct ShardLayout {
 inline constexpr std::size_t kOneShotBytes = 16 << 10;
 inline constexpr std::size_t kChunkBytes = 512 << 10;
 
-// in: [outer, sizes[rank], inner]; out: [outer, sum(sizes), inner].
-void all_gather(Channel& channel, const CallId& call, const Source& in, std::byte* out,
-                const ShardLayout& layout, DType dtype);
+// What a call gives a collective.
+struct Operands {
+  Source in;
+  std::byte* out;
+  std::size_t count;  // elements of the input
+  DType dtype;        // of the input, as the ranks exchange it
+  Epilogue epilogue;  // what follows a sum
+  RmsNorm norm{};
+};
 
-// in: [outer, sum(sizes), inner] of `wire`; out: [outer, sizes[rank], inner].
-void reduce_scatter(Channel& channel, const CallId& call, const Source& in, std::byte* out,
-                    const ShardLayout& layout, DType wire, const Epilogue& epilogue);
+// How the ranks split what they exchange; for a collective of whole tensors empty.
+struct Shards {
+  ShardLayout layout{};     // of the gathered or scattered tensor
+  ShardLayout taken{};      // an exchange has another layout after it; `layout` is that before it
+  std::size_t largest = 0;  // elements of the largest piece of an exchange, the same on all ranks
+};
 
-// in: [.., sum(given.sizes), ..], of which rank r gets its rows; out: [.., sum(taken.sizes), ..],
-// of which rank r has given its rows. The layouts are those of this rank's two tensors. `largest`:
-// elements of the largest piece that a rank gives another, the same on all ranks.
-void all_to_all(Channel& channel, const CallId& call, const std::byte* in, std::byte* out,
-                const ShardLayout& given, const ShardLayout& taken, std::size_t largest,
-                DType dtype);
+using Collective = void (*)(Channel&, const CallId&, const Operands&, const Shards&);
 
-// in, out: `count` elements. They may be the same memory if `in.segment` is 0. `norm.out` gets the
-// rows of the result, normalised: by every rank all of them, while they are in its caches.
-void all_reduce(Channel& channel, const CallId& call, const Source& in, std::byte* out,
-                std::size_t count, DType wire, const Epilogue& epilogue, const RmsNorm& norm = {});
+// One of those that collectives.cpp lists. Throws std::invalid_argument if there is none of that
+// name, or if `shards` lacks a layout that it needs.
+Collective collective(std::string_view name, const Shards& shards);
 
 }  // namespace tpkernels::host

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,11 +39,6 @@ DIMS = {
     "reduce_scatter": "scatter_dim",
     "matmul_reduce_scatter": "scatter_dim",
 }
-MODES = {
-    "grad": torch.enable_grad,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-}
 
 
 def arguments(op: str, packed: bool, group: dist.ProcessGroup, rows: int = 2) -> list[Any]:
@@ -64,17 +58,19 @@ def arguments(op: str, packed: bool, group: dist.ProcessGroup, rows: int = 2) ->
 def warm_job() -> list[str]:
     failures = []
     ops = [(op, False) for op in OPS] + [(op, True) for op in OPS if "matmul" in op]
-    for (mode, context), (op, packed) in itertools.product(MODES.items(), ops):
-        overload = getattr(torch.ops.tpkernels, op).default
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with fresh_group(autotune=False) as group, context():
-            first, second = arguments(op, packed, group), arguments(op, packed, group)
-            with functions_called("tpkernels") as cold:
-                overload(*first)
-            with functions_called("tpkernels") as warm:
-                overload(*second)
-        if not cold:
-            failures.append(f"{op}, {packed=}, {mode}: nothing was seen of the first call")
-        failures += [f"{op}, {packed=}, {mode}: {name}" for name in warm]
+            for op, packed in ops:
+                overload = getattr(torch.ops.tpkernels, op).default
+                first, second = arguments(op, packed, group), arguments(op, packed, group)
+                with functions_called("tpkernels") as cold:
+                    overload(*first)
+                with functions_called("tpkernels") as warm:
+                    overload(*second)
+                call = f"{op}, {packed=}, {context.__name__}"
+                if not cold:
+                    failures.append(f"{call}: nothing was seen of the first call")
+                failures += [f"{call}: {name}" for name in warm]
     return failures
 
 

@@ -194,7 +194,7 @@ def test_memory_goes_back_after_the_last_kernel(end: str) -> None:
             tpkernels.finalize()
         elif how == "exit":
             groups.get(group.group_name).leave()
-            groups.registry._groups.clear()
+            groups._groups.clear()
         else:
             groups.get(group.group_name).mark_broken(RuntimeError("of a test"))
         seconds = time.monotonic() - begin

@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
 
 import pytest
@@ -21,32 +20,6 @@ from tests.support.tiers import sweep
 from tpkernels import groups
 
 WORLD = 2
-CHILD_SECONDS = 20.0
-
-
-def in_child(work: Callable[[], str]) -> str:
-    """What ``work`` returns in a fork of this process."""
-    gc.collect()  # process groups that earlier tests have left: gloo cannot free them in a fork
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            said = work() or "fine"
-        except BaseException:
-            said = traceback.format_exc()
-        os.write(write, said.encode()[-4000:])
-        os._exit(0)
-    os.close(write)
-    deadline = time.monotonic() + CHILD_SECONDS
-    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)
-            os.close(read)
-            return "hung"
-        time.sleep(0.01)
-    with os.fdopen(read) as pipe:
-        return pipe.read() or f"ended with status {ended[1]}"
 
 
 def refused(use: Callable[[], object]) -> str:
@@ -82,7 +55,7 @@ def forked_job(used_before: bool, ends: bool) -> list[str]:
         return errors
 
     if rank == 0:
-        outcome = in_child(child)
+        outcome = faults.in_child(child)
         failures += [outcome] if outcome != "fine" else []
     for _ in range(3):
         got = tpkernels.all_reduce(torch.ones(9), group)
@@ -110,7 +83,7 @@ def forked_in_call_job() -> list[str]:
     call.start()
     while not groups.get(group.group_name).in_call:
         time.sleep(0.001)
-    outcome = in_child(lambda: "".join(refused(use) for use in uses(group)))
+    outcome = faults.in_child(lambda: "".join(refused(use) for use in uses(group)))
     call.join()
     return failures + ([outcome] if outcome != "fine" else [])
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,17 +33,12 @@ def _held() -> Held:
     return len(os.listdir("/proc/self/fd")), maps.count("memfd:tpkernels") - 1
 
 
-def _held_before_and_after(count: int, use_one: Callable[[], None]) -> tuple[Held, Held]:
-    """What is held after one use, and after ``count`` more."""
-    use_one()
-    first = _held()
-    for _ in range(count):
-        use_one()
-    return first, _held()
+def groups_job(count: int, how: str) -> tuple[Held, Held]:
+    """What is held after one group, and after ``count`` more, each of which is used and ends, or
+    fails to be set up."""
 
-
-def groups_job(count: int, finalize: bool) -> tuple[Held, Held]:
-    """What is held after one group, and after ``count`` more, each set up, used and destroyed."""
+    def fail(*_: object) -> None:
+        raise ArithmeticError("simulated")
 
     def use_one() -> None:
         group = faults.new_group()
@@ -52,46 +46,36 @@ def groups_job(count: int, finalize: bool) -> tuple[Held, Held]:
         tpkernels.all_gather(x, group)
         faults.run_op("matmul_all_reduce", group, "pipelined", rows=600)  # the workspace grows
         del x
-        if finalize:
+        if how == "finalize":
             tpkernels.finalize()
         dist.destroy_process_group(group)
 
-    return _held_before_and_after(count, use_one)
-
-
-@pytest.mark.parametrize("finalize", sweep([True, False]), ids=["finalize", "destroy"])
-def test_groups_leave_nothing_behind(finalize: bool) -> None:
-    with faults.watched_ranks(2) as ranks:
-        for first, last in ranks.run(groups_job, 4, finalize):
-            assert last == first, "descriptors, mappings"
-            assert last[1] == 0
-
-
-def failed_groups_job(count: int, how: str) -> tuple[Held, Held]:
-    group_timeout = 0.1 if how == "timeout" else faults.PATIENCE
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError("simulated")
-
-    if how == "exception" and dist.get_rank() == 1:
-        rendezvous._Arena._map = fail  # type: ignore[assignment]
-
-    def use_one() -> None:
+    def fail_one() -> None:
         group = faults.group_of(dist.new_group())
         nbytes = 1 << 50 if how == "memory" else faults.WORKSPACE_BYTES
         if how != "timeout" or group.rank() != 1:
-            ending = faults.ending_of(lambda: tpkernels.init(group, group_timeout, nbytes))
+            timeout = 0.1 if how == "timeout" else faults.PATIENCE
+            ending = faults.ending_of(lambda: tpkernels.init(group, timeout, nbytes))
             assert ending.error, "no failure"
         dist.barrier()
         dist.destroy_process_group(group)
 
-    return _held_before_and_after(count, use_one)
+    if how == "exception" and dist.get_rank() == 1:
+        rendezvous._Arena._map = fail  # type: ignore[assignment]
+    act = use_one if how in ("finalize", "destroy") else fail_one
+    act()
+    first = _held()
+    for _ in range(count):
+        act()
+    return first, _held()
 
 
-@pytest.mark.parametrize("how", sweep(["exception", "timeout", "memory"]))
-def test_failed_groups_leave_nothing_behind(how: str) -> None:
+@pytest.mark.parametrize(
+    "how", sweep(["finalize", "exception", "timeout", "memory", "destroy"], 2, later=3)
+)
+def test_groups_leave_nothing_behind(how: str) -> None:
     with faults.watched_ranks(3) as ranks:
-        for first, last in ranks.run(failed_groups_job, 2, how):
+        for first, last in ranks.run(groups_job, 3, how):
             assert last == first, "descriptors, mappings"
             assert last[1] == 0
 
@@ -187,7 +171,7 @@ _ENDS = {
     "when names have gone": """
         # What the interpreter does to modules before it frees what they held.
         callback = tpkernels.groups.get("0")._pg.__callback__
-        names = tpkernels.groups.registry
+        names = tpkernels.groups
         for name in list(vars(names)):
             setattr(names, name, None)
         callback(None)

@@ -19,7 +19,6 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import CASES, SCALED_CASES, Ending
 from tests.support.tiers import sweep
-from tpkernels.op_spec import OPS
 from tpkernels.ops import autograd
 
 WORLD, POOR = 3, 1
@@ -50,58 +49,19 @@ def no_memory(at: int) -> Iterator[list[int]]:
         yield made
 
 
-def call(op: str, group: dist.ProcessGroup, algorithm: str, value: float) -> torch.Tensor:
-    """A small call with every optional input of the op."""
-    rows, k, n = 6, 5, 4
-    x = torch.full((rows, k), value, dtype=torch.bfloat16)
-    options: dict[str, Any] = {"algorithm": algorithm}
-    if op == "all_gather_matmul":
-        w, b = torch.ones(k, n, dtype=torch.bfloat16), torch.ones(n, dtype=torch.bfloat16)
-        result: torch.Tensor = tpkernels.all_gather_matmul(x, w, group, biases=b, **options)
-        return result
-    if op in OPS and OPS[op].scaled:
-        fp8 = torch.float8_e4m3fn
-        factors = (x.to(fp8), torch.ones(k, n).to(fp8), torch.ones(rows, 1), torch.ones(1, n))
-        name = "biases" if "gather" in op else "bias"
-        options[name] = torch.ones(n, dtype=torch.bfloat16)
-        return getattr(tpkernels, op)(*factors, group, **options)
-    if "matmul" in op:
-        options["bias"] = torch.ones(n, dtype=torch.bfloat16)
-        w = torch.ones(k, n, dtype=torch.bfloat16)
-        if op == "matmul_all_reduce_rms_norm":
-            weight = torch.ones(n, dtype=torch.bfloat16)
-            return tpkernels.matmul_all_reduce_rms_norm(x, w, weight, group, **options)[1]
-        return getattr(tpkernels, op)(x, w, group, **options)
-    if op == "all_reduce_rms_norm":
-        weight = torch.ones(k, dtype=torch.bfloat16)
-        return tpkernels.all_reduce_rms_norm(x, weight, group, **options)[1]
-    if op == "all_reduce_":
-        return tpkernels.all_reduce_(x.t(), group, **options)
-    return getattr(tpkernels, op)(x, group, **options)
-
-
-def expected(op: str, value: float, like: torch.Tensor) -> torch.Tensor:
-    total = value * (1 if "gather" in op else WORLD) * (5 if "matmul" in op else 1)
-    return torch.full_like(like, total + ("matmul" in op))
-
-
-def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], list[str], bool]:
-    """The endings of two calls that differ only in their values; wrong results; whether an
-    allocation failed."""
+def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], bool]:
+    """The endings of two calls that differ only in their values; whether an allocation failed."""
     group = faults.new_group()
-    wrong: list[str] = []
     poor = group.rank() == POOR
 
-    def checked(value: float) -> None:
-        got = call(op, group, algorithm, value)
-        if not torch.equal(got, expected(op, value, got)):
-            wrong.append(f"{value}: {got}")
+    def call(value: float) -> None:
+        faults.run_op(op, group, algorithm, 6, value=value, converts=True)
 
-    checked(3.0)
+    call(3.0)
     with no_memory(at if poor else 0) as made:
-        first = faults.ending_of(lambda: checked(1.0))
+        first = faults.ending_of(lambda: call(1.0))
     lacked = poor and made[0] >= at  # otherwise the call had fewer allocations
-    return [first, faults.ending_of(lambda: checked(2.0))], wrong, lacked
+    return [first, faults.ending_of(lambda: call(2.0))], lacked
 
 
 @pytest.mark.parametrize(
@@ -111,10 +71,10 @@ def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], list[str],
 def test_no_memory_anywhere_in_an_op(ranks: RanksFixture, op: str, algorithm: str) -> None:
     for at in range(1, 40):
         results = ranks(WORLD).run(poor_job, op, algorithm, at, timeout=100)
-        assert not any(wrong for _, wrong, _ in results), results
-        if not results[POOR][2]:
+        if not results[POOR][1]:
+            assert not any(ending.error for endings, _ in results for ending in endings), results
             break
-        for rank, (endings, _, _) in enumerate(results):
+        for rank, (endings, _) in enumerate(results):
             errors = [ending.error for ending in endings]
             assert all(ending.seconds < faults.PROMPT for ending in endings), endings
             if rank == POOR:

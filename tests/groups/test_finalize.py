@@ -138,7 +138,7 @@ def destroyed_job() -> list[str]:
     tpkernels.finalize()
     call.join()
     other.join()
-    closed = groups.registry._groups.get(name) is None
+    closed = groups._groups.get(name) is None
     return [] if closed else ["the third group was not closed"]
 
 

@@ -34,10 +34,13 @@ struct Collective {
   std::uint32_t symmetric = 0;  // bit r: rank r's input lies in the segment
   int round = 0;                // distinguishes calls
 
-  std::string text() const {
+  std::string name() const {
     static const char* const kNames[] = {"all_gather", "reduce_scatter", "all_reduce"};
-    std::string text =
-        std::string(kNames[static_cast<int>(op)]) + " of " + std::to_string(layout.outer) + " x [";
+    return kNames[static_cast<int>(op)];
+  }
+
+  std::string text() const {
+    std::string text = name() + " of " + std::to_string(layout.outer) + " x [";
     for (const std::size_t size : layout.sizes) text += " " + std::to_string(size);
     text += " ] x " + std::to_string(layout.inner) + ", flags";
     for (const int flag : {static_cast<int>(wire), static_cast<int>(out), int{bias}, int{residual},
@@ -162,13 +165,10 @@ void run(Channel& channel, const Collective& call, const Segment& segment = null
   if (call.norm) {
     norm = {normed.data(), weight.data(), call.out, count % 3 == 0 ? count / 3 : count, 0.5};
   }
-  if (call.op == Op::kAllGather) all_gather(channel, id, source, out, call.layout, call.wire);
-  if (call.op == Op::kReduceScatter) {
-    reduce_scatter(channel, id, source, out, call.layout, call.wire, epilogue);
-  }
-  if (call.op == Op::kAllReduce) {
-    all_reduce(channel, id, source, out, count, call.wire, epilogue, norm);
-  }
+  const bool whole_tensors = call.op == Op::kAllReduce;
+  const host::Shards shards{whole_tensors ? ShardLayout{} : call.layout};
+  const host::Operands operands{source, out, count, call.wire, epilogue, norm};
+  host::collective(call.name(), shards)(channel, id, operands, shards);
   if (call.norm) {
     std::vector<std::byte> afterwards(normed.size());
     norm.out = afterwards.data();

@@ -237,20 +237,16 @@ def _raise_in_call(trial: Trial, group: dist.ProcessGroup) -> None:
 
 
 def _fork(group: dist.ProcessGroup) -> str:
-    """Forks a child that tries to take part, finalizes and ends. Returns "fine" if it was refused,
+    """A child that tries to take part, finalizes and ends. Returns "fine" if it was refused,
     otherwise what happened."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def child() -> str:
         ending = faults.ending_of(lambda: tpkernels.all_reduce(torch.full((9,), 100.0), group))
         with contextlib.suppress(Exception):
             tpkernels.finalize()
-        os.write(write, b"fine" if ending.error == "GroupBrokenError" else str(ending).encode())
-        os._exit(0)
-    os.close(write)
-    os.waitpid(pid, 0)
-    with os.fdopen(read) as pipe:
-        return pipe.read()
+        return "" if ending.error == "GroupBrokenError" else str(ending)
+
+    return faults.in_child(child)
 
 
 def run_trial(trial: Trial) -> tuple[list[str], float]:

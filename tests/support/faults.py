@@ -4,12 +4,14 @@ expected to fail, and ways to disturb a rank."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,24 +91,40 @@ def run_op(
     algorithm: str = "auto",
     rows: int = 60,
     x: torch.Tensor | None = None,
+    *,
+    value: float = 1.0,
+    converts: bool = False,
 ) -> None:
-    """One call with known numbers; checks the result. ``x``: where its ones are."""
+    """One call with known numbers; checks the result.
+
+    Args:
+        x: where its ones are.
+        value: of x.
+        converts: it is a call for which much memory is allocated, with bf16, a bias, and a
+            transposed x of all_reduce_.
+    """
     world, k, n = group.size(), 48, 40
-    x, w = torch.ones(rows, k) if x is None else x, torch.ones(k, n)
-    function = getattr(tpkernels, op)
-    factors = [x, w] if "matmul" in op else [x]
-    if OPS[op].scaled:
-        fp8 = torch.float8_e4m3fn
-        factors = [x.to(fp8), w.to(fp8), torch.ones(rows, 1), torch.ones(1, n)]
-    summed = "reduce" in op
-    expected = (k if "matmul" in op else 1) * (world if summed else 1)
+    function, options = getattr(tpkernels, op), dict[str, Any](algorithm=algorithm)
+    spec = OPS[op.removesuffix("_")]
+    dtype = torch.bfloat16 if converts else torch.float32
+    x = torch.full((rows, k), value, dtype=dtype) if x is None else x
+    if converts and op == "all_reduce_":
+        x = x.t()
+    factors = [x, torch.ones(k, n, dtype=dtype)] if spec.has_matmul else [x]
+    if spec.scaled:
+        factors = [factor.to(torch.float8_e4m3fn) for factor in factors]
+        factors += [torch.ones(rows, 1), torch.ones(1, n)]
+    expected = value * (k if spec.has_matmul else 1) * (world if spec.reduces else 1)
+    if converts and spec.has_matmul:
+        options["biases" if spec.gathers else "bias"] = torch.full((n,), 16.0, dtype=torch.bfloat16)
+        expected += 16.0
     if op.endswith("_rms_norm"):
-        columns = n if "matmul" in op else k
-        normed, got = function(*factors, torch.ones(columns), group, eps=0.0, algorithm=algorithm)
+        weight = torch.ones(n if spec.has_matmul else k, dtype=dtype)
+        normed, got = function(*factors, weight, group, eps=0.0, **options)
         assert torch.equal(normed, torch.ones_like(normed)), f"{op} {algorithm}: wrong rows"
     else:
-        got = function(*factors, group, algorithm=algorithm)
-    assert torch.equal(got, torch.full_like(got, expected)), f"{op} {algorithm}: wrong result"
+        got = function(*factors, group, **options)
+    assert torch.equal(got, torch.full_like(got, expected)), f"{op} {algorithm}: wrong result {got}"
 
 
 def ending_of(call: Callable[[], object]) -> Ending:
@@ -141,6 +159,29 @@ def report_of_survivors(
     ranks = [rank for rank in range(dist.get_world_size()) if rank != victim]
     others = [ending_of(lambda: run_op("all_gather", new_group(ranks=ranks)))]
     return Report(found.first, found.again, others), disturbed_at()
+
+
+def in_child(work: Callable[[], str], within: float = 20.0) -> str:
+    """What ``work`` returns in a fork of this process, or what happens to that instead."""
+    gc.collect()  # process groups that earlier tests have left: gloo cannot free them in a fork
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            said = work()
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(write, said.encode()[-4000:] or b"fine")
+        os._exit(0)
+    os.close(write)
+    deadline = time.monotonic() + within
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            ended = os.waitpid(pid, 0)
+        time.sleep(0.01)
+    with os.fdopen(read) as pipe:
+        return pipe.read() or f"ended with status {ended[1]}"
 
 
 def disturb_later(seconds: float, number: int) -> None:

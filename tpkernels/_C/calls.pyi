@@ -1,4 +1,3 @@
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -8,12 +7,6 @@ from tpkernels._C.host import Channel, Segments, ShardLayout
 
 # What needs tensors: csrc/calls. Only here does the extension import torch, when it is first used.
 
-class Kind(enum.Enum):
-    ALL_GATHER = ...
-    REDUCE_SCATTER = ...
-    ALL_TO_ALL = ...
-    ALL_REDUCE = ...
-
 class Collective:
     def __init__(
         self,
@@ -21,9 +14,9 @@ class Collective:
         segments: Segments,
         signature: int,
         text: str,
-        kind: Kind,
-        layout: ShardLayout | None = None,
-        taken: ShardLayout | None = None,
+        name: str,
+        layout: ShardLayout = ...,
+        taken: ShardLayout = ...,
         largest: int = 0,
     ) -> None: ...
     def run(

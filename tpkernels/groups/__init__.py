@@ -1,31 +1,352 @@
-"""Process groups as the ops see them: by name, with what their ranks share and have agreed on."""
+"""Process groups as the ops see them: by name, with what their ranks share and have agreed on; and
+the functions that take one.
 
-from tpkernels.groups.registry import (
-    GroupLike,
-    break_if_left,
-    check,
-    empty,
-    finalize,
-    get,
-    init,
-    known_times,
-    name_of,
-    positions,
-    told_of_errors,
-    tuned_on_the_spot,
-)
+The registry below is the package's only mutable module state.
+"""
 
-__all__ = [
-    "GroupLike",
-    "break_if_left",
-    "check",
-    "empty",
-    "finalize",
-    "get",
-    "init",
-    "known_times",
-    "name_of",
-    "positions",
-    "told_of_errors",
-    "tuned_on_the_spot",
-]
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels import defaults
+from tpkernels.errors import CaptureError, TpkernelsError
+from tpkernels.groups.group import Group
+from tpkernels.planning.problem import NUMERICS
+from tpkernels.planning.table import Table
+
+GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
+
+_groups: dict[str, Group] = {}
+_registry_lock = threading.RLock()  # a signal handler may need it where its thread has it
+# Process groups that were made before this process was forked off, and the process that made them.
+_inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _forget(
+    group: Group, by: str = "the end of its process group", registry: dict[str, Group] = _groups
+) -> None:
+    """Take a group out and close it. That may be when this module's names have gone."""
+    if registry.get(group.name) is group:
+        registry.pop(group.name, None)
+        group.retire()
+        group.close(by)
+
+
+def _after_fork() -> None:
+    """Disown the parent's groups, in the child of a fork."""
+    # As the standard library's modules do: a thread that was not copied may hold it.
+    _registry_lock._at_fork_reinit()  # type: ignore[attr-defined]
+    for pg in list(distributed_c10d._world.pg_map):
+        if pg not in _inherited:
+            _inherited[pg] = os.getppid()
+            # Never freed: gloo's destructor would wait for the parent's threads, for ever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
+    for group in list(_groups.values()):
+        group.disown(os.getppid())
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def name_of(group: GroupLike) -> str:
+    """Return the name of a process group, given as one, as a mesh dimension, or by name.
+
+    Raises:
+        TypeError: ``group`` is none of these.
+        ValueError: this rank is not in it, it was destroyed, or a mesh has several dims and none
+            was named.
+    """
+    given: Any = group
+    if isinstance(given, str):
+        return given
+    if isinstance(given, dist.ProcessGroup):
+        if is_dynamo_compiling() or given in distributed_c10d._pg_map:
+            return given.group_name
+        return _name_of_present(given)
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            raise ValueError(
+                f"a mesh of {given.ndim} dims {given.mesh_dim_names or ''} names no single group; "
+                "pass (mesh, dim)"
+            )
+        return _name_of_present(_group_of_mesh(given, None))
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh):
+        return _name_of_present(_group_of_mesh(*given))
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {dist.get_rank()} of the world is not in this group")
+    raise TypeError(
+        "group must be a ProcessGroup, a DeviceMesh, (DeviceMesh, dim) or a group's name, "
+        f"not {type(given).__name__}"
+    )
+
+
+def _name_of_present(pg: dist.ProcessGroup) -> str:
+    """Return the name of a process group, which a later one may have taken over."""
+    name: str = pg.group_name
+    if is_dynamo_compiling() or pg in distributed_c10d._pg_map or _resolved(name) is pg:
+        return name
+    raise ValueError(
+        f"process group '{name}' was destroyed on this rank; pass one that was made after the "
+        "last init_process_group, and make meshes and layers anew"
+    )
+
+
+def _group_of_mesh(mesh: DeviceMesh, dim: int | str | None) -> dist.ProcessGroup:
+    """Return the process group that a mesh was made with for a dim. torch resolves its name
+    instead."""
+    found = mesh.get_group(dim)
+    if is_dynamo_compiling():
+        return found
+    made: dict[str, dist.ProcessGroup] = getattr(mesh._get_root_mesh(), "_pg_registry", {})
+    return made.get(found.group_name, found)
+
+
+def _resolved(name: Any) -> dist.ProcessGroup | None:
+    """Return the process group that has a name now."""
+    try:
+        return distributed_c10d._resolve_process_group(name)
+    except Exception:
+        return None
+
+
+def get(name: str) -> Group:
+    """Return the group of that name.
+
+    Raises:
+        ValueError: there is none on this rank.
+    """
+    given: Any = name  # a NewType of str in newer torch
+    try:
+        pg = distributed_c10d._resolve_process_group(given)
+    except Exception as error:
+        raise ValueError(
+            f"no process group '{name}' on this rank; it was not made, was destroyed, or this rank "
+            "is not in it"
+        ) from error
+    group = _groups.get(name)
+    if group is None or group.pg is not pg:
+        with _registry_lock:
+            group = _groups.get(name)
+            if group is not None and group.pg is not pg:
+                _forget(group)
+                group = None
+            if group is None:
+                group = Group(pg, _forget)
+                if pg in _inherited:
+                    group.disown(_inherited[pg])
+                group = _groups.setdefault(name, group)  # a signal handler may have been first
+                group.admit(name, weakref.ref(pg))
+    return group
+
+
+def known_times(device: str) -> dict[str, Table]:
+    """Return the measured times that groups have for a device type, by the group's name."""
+    return {
+        name: group.measured.tables[device]
+        for name, group in list(_groups.items())
+        if device in group.measured.tables
+    }
+
+
+def positions() -> list[tuple[str, int, int]]:
+    """Return the groups that the ops have used, each with this rank and the number of ranks."""
+    return sorted((name, group.rank, group.world) for name, group in list(_groups.items()))
+
+
+def tuned_on_the_spot() -> list[str]:
+    """Return the names of the groups for which `autotune` is on."""
+    return sorted(
+        name for name, group in list(_groups.items()) if group.measured.tuning is not None
+    )
+
+
+# What an op raises before anything is sent: its own checks, and torch's. A signal handler may raise
+# these as well; where ranks wait, and in a call, any error counts.
+_IN_STEP = (ValueError, TypeError, RuntimeError, AttributeError, LookupError, MemoryError, Warning)
+
+
+def break_if_left(group: GroupLike | None, error: BaseException) -> None:
+    """Break the group of an op that ended in an error which can come at any time, such as Ctrl-C:
+    this rank may not have made the call. If it has, it lacks the result all the same."""
+    # Activation checkpointing ends a recomputation by an error of its own, behind the last call.
+    recomputed = type(error).__module__ == "torch.utils.checkpoint"
+    if group is not None and not recomputed and not isinstance(error, _IN_STEP):
+        with contextlib.suppress(Exception):
+            get(name_of(group)).break_between_calls(error)
+
+
+@contextlib.contextmanager
+def told_of_errors(name: str | None) -> Iterator[None]:
+    """Break the group of that name if the block ends in an error: one on the way to a call, or
+    between two, leaves this rank out of step with its peers: they are told, and the group is
+    broken."""
+    try:
+        yield
+    except (TpkernelsError, CaptureError):  # of a call, which has seen to that
+        raise
+    except BaseException as error:
+        if name is not None:
+            get(name).break_between_calls(error)
+        raise
+
+
+def init(
+    group: GroupLike | None = None,
+    timeout: float | None = None,
+    workspace_bytes: int | None = None,
+    autotune: bool | None = defaults.AUTOTUNE,
+    numerics: str | None = None,
+) -> None:
+    """Set a group up for the ops. Optional: the first op does it with the defaults. Collective.
+
+    Args:
+        group: the process group; None for the default one.
+        timeout: seconds that one wait for a peer may take before ``CollectiveTimeoutError``, which
+            breaks the group. Choose it longer than any pause in which one rank works alone while
+            the others wait in an op, such as writing a checkpoint on rank 0. By default 30 s on
+            CPUs, and on GPUs the timeout of the process group, which torch sets to 10 minutes for
+            NCCL: a queued kernel must outwait what the ranks' hosts do meanwhile.
+        workspace_bytes: what each of the two data buffers that a rank shares may grow to; default
+            64 MiB. They start at 1 MiB and grow when a call can use more. Larger calls run in
+            several steps.
+        autotune: None: ``algorithm="auto"`` tries the algorithms in the first calls of a problem
+            and keeps the fastest. That happens on CPUs, between ranks that share memory, and for
+            ops with a matmul; all algorithms give the same bits. True: it times them on the spot
+            instead, on CPUs and GPUs (`autotune`). False: measured thresholds and the times of
+            `tpkernels tune` decide.
+        numerics: how reductions of CUDA tensors sum. "ordered": in fp32, in rank order, rounded
+            once, so the bits are the same in every run and for every algorithm. "vendor": `unfused`
+            leaves the sum to NCCL, which adds in the wire dtype and in an order of its own; other
+            algorithms, which run if they are named or measured to be faster, sum in order. None
+            follows torch: "ordered" under ``torch.use_deterministic_algorithms(True)``, else
+            "vendor". On CPU tensors, and where gloo moves CUDA tensors, sums are always ordered,
+            which costs nothing there; "vendor" is accepted, since it allows any order, so one
+            program runs on both.
+
+    Raises:
+        ValueError: an argument is out of range, differs between ranks, or the group is in use with
+            others.
+        MemoryError: the shared memory does not fit.
+    """
+    if timeout is not None and not 0 < timeout <= defaults.LONGEST_TIMEOUT:
+        raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
+    nbytes = defaults.WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    if nbytes < 1 << 16:
+        raise ValueError(f"workspace_bytes must be at least 65536, not {nbytes}")
+    if nbytes > 1 << 56:  # sizes of whole arenas must fit 64 bits
+        raise ValueError(f"workspace_bytes must be at most {1 << 56}, not {nbytes}")
+    if numerics not in (None, *NUMERICS):
+        raise ValueError(f"numerics is {numerics!r}; it can be 'vendor', 'ordered' or None")
+    if autotune not in (None, True, False):
+        raise ValueError(f"autotune is {autotune!r}; it can be True, False or None")
+    made = named_or_default(group)
+    made.init(None if timeout is None else float(timeout), int(nbytes), autotune, numerics)
+    made.warn()
+
+
+def named_or_default(group: GroupLike | None) -> Group:
+    """Return the group; None: that of the default process group."""
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("no default process group: call torch.distributed.init_process_group")
+        group = dist.group.WORLD
+        assert group is not None  # for the type checker: initialised above
+    return get(name_of(group))
+
+
+def check(group: GroupLike | None = None) -> None:
+    """Raise what has failed in a group. Not collective: it sends nothing.
+
+    On GPUs a call only queues its work, and a failure there turns the results into NaN. The next
+    call of the group raises it; this function does so before the optimizer makes a step with them.
+    It waits until the queued calls of the group have run, as ``torch.cuda.synchronize`` would, so
+    call it once a step and not after every op. Replays of a graph are not waited for: synchronise
+    their stream first. While a graph is captured nothing is waited for.
+
+    Args:
+        group: the process group; None for the default one.
+
+    Raises:
+        CollectiveTimeoutError, CollectiveMismatchError: a kernel on a GPU failed.
+        PeerLostError: a peer's process has ended, or it left a call. Between ranks that share no
+            memory, calls find this, not this function.
+        GroupBrokenError: the group has failed before.
+    """
+    named_or_default(group).check()
+
+
+def empty(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    group: GroupLike,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Make a symmetric tensor: like ``torch.empty`` (zero-filled here), but in memory that all
+    ranks of ``group`` map. An op that finds its input in one skips the copy into its workspace:
+    peers read it in place, and the op returns when they have. Collective: all ranks give the same
+    shape and dtype, and keep the tensor while any rank passes its own to an op.
+
+    On a GPU (``device="cuda"``) an ``all_gather_matmul`` finds it where copy engines move the
+    input: by `pipelined`, and by `fused` for large shards. All ranks pass the same tensor, whole,
+    or none does: anything else is a ``CollectiveMismatchError``. Parts of one are copied.
+
+    Raises:
+        NotImplementedError: the ranks, or their GPUs, share no memory.
+        CaptureError: on a GPU, in a capture.
+        CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, MemoryError.
+    """
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape {list(shape)} has a negative size")
+    on = torch.device(device)
+    if on.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device is {on}; a symmetric tensor can be on cpu or cuda")
+    ready = get(name_of(group)).ready(on.type)
+    tensor = ready.make_symmetric(tuple(shape), dtype, None if on.type == "cpu" else on)
+    ready.warn()
+    return tensor
+
+
+def finalize() -> None:
+    """Give back the workspaces of all groups, each once the calls of other threads that have their
+    turn are over. Also happens when the process ends. Kernels that are queued on GPUs have 5 s to
+    end, then they stop waiting for peers. Memory that a captured graph uses is kept.
+
+    Raises:
+        RuntimeError: it is called within a call, by a signal handler.
+    """
+    present = list(_groups.values())
+    for group in present:
+        if group.within_call():
+            raise RuntimeError(
+                f"group '{group.name}' is in a call on this thread: a signal handler, or a "
+                "callback, cannot finalize within a call"
+            )
+    # No lock of the registry is held meanwhile: a signal handler may call this, too. An interrupt
+    # leaves the groups that remain as they were.
+    for group in present:
+        with group.lock:
+            _forget(group, by="tpkernels.finalize")
+
+
+def _at_exit(registry: dict[str, Group] = _groups) -> None:
+    """Close nothing: what the process has goes with it, and its end tells the peers. Without this,
+    what is left of the groups would be taken apart among modules that have no names any more."""
+    for group in list(registry.values()):
+        group.leave()
+    registry.clear()
+
+
+atexit.register(_at_exit)

@@ -8,9 +8,10 @@ import os
 import socket
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,11 @@ from tpkernels.errors import (
     GroupBrokenError,
     TpkernelsError,
 )
-from tpkernels.groups.tuning import Measured, Tuning
 from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.planning import store
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
-from tpkernels.planning.table import Table
+from tpkernels.planning.table import Series, Table, are_alike
 from tpkernels.symm import streams
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence
@@ -37,7 +37,53 @@ from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.node import Node, make_node
 from tpkernels.text import named_values, of_error
 
+TUNING_SECONDS = 5.0  # for one problem
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _NCCL = timedelta(minutes=10)  # torch's default, where this torch was built without NCCL
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Tune on the spot; see ``tpkernels.autotune``.
+
+    Attributes:
+        limit: seconds after which no further round of a problem starts.
+        save: add the times to the file that `tpkernels tune` writes.
+        rounds: the most rounds of a problem.
+        among: the algorithms that may be taken; None: all that can run and may be faster.
+        anew: also tune problems that have been measured.
+    """
+
+    limit: float = TUNING_SECONDS
+    save: bool = False
+    rounds: int = 40
+    among: Collection[str] | None = None
+    anew: bool = False
+
+
+@dataclass
+class Measured:
+    """What calls are planned by; the same on all ranks."""
+
+    tables: dict[str, Table] = field(default_factory=dict)  #: by device type; see `Group.tuned`
+    trials: dict[Hashable, Any] = field(default_factory=dict)  #: see `tried` in tuning/tuner.py
+    tuning: Tuning | None = None  #: on the spot
+    #: The algorithms that failed when a problem was tuned, and why; empty if none did.
+    left_out: dict[tuple[Series, int], dict[str, str]] = field(default_factory=dict)
+
+    def left_out_of(self, problem: Problem) -> dict[str, str] | None:
+        """Return the algorithms that failed when the problem, or one of nearly the same extent, was
+        tuned on the spot, and why; None: none was."""
+        key = problem.tuning_key if self.left_out else None
+        if key is None:
+            return None
+        found = [
+            names
+            for (series, extent), names in self.left_out.items()
+            if series == key[0] and are_alike(extent, key[1])
+        ]
+        return {name: why for names in found for name, why in names.items()} if found else None
 
 
 class CudaNumerics:
@@ -463,14 +509,20 @@ class Group(_C.calls.Turns):
     def from_rank_0(self, purpose: str, make: Callable[[], str]) -> str:
         """Return what rank 0's ``make`` returned at the first call for a purpose; collective
         then."""
-        if purpose not in self._known:
+
+        def agree() -> str:
+            text = make()
+            return text if self.world == 1 else self.exchange(purpose, text, self.timeout)[0]
+
+        return self._once(self._known, purpose, agree)
+
+    def _once(self, known: dict[_Key, _Value], key: _Key, agree: Callable[[], _Value]) -> _Value:
+        """Return the value of a key, on which the ranks agree together at the first call."""
+        if key not in known:
             with self.together():
-                if purpose not in self._known:  # another thread was first
-                    text = make()
-                    if self.world > 1:
-                        text = self.exchange(purpose, text, self.timeout)[0]
-                    self._known[purpose] = text
-        return self._known[purpose]
+                if key not in known:  # another thread was first
+                    known[key] = agree()
+        return known[key]
 
     def cuda_numerics(self) -> str:
         """Return how a reduction of CUDA tensors sums, the same on all ranks. Collective at the
@@ -496,11 +548,10 @@ class Group(_C.calls.Turns):
     def tuned(self, device: str) -> Table:
         """Return the times that rank 0 finds in its cache for tensors of a device type: what each
         rank found by itself might differ, and with it the choices. Collective at the first call."""
-        if self.world > 1 and device not in self.measured.tables:
-            with self.together():
-                if device not in self.measured.tables:  # another thread was first
-                    self.measured.tables[device] = self._tuned_by_rank_0(device)
-        return self.measured.tables.get(device, Table())
+        tables = self.measured.tables
+        if self.world == 1:
+            return tables.get(device, Table())
+        return self._once(tables, device, lambda: self._tuned_by_rank_0(device))
 
     def _tuned_by_rank_0(self, device: str) -> Table:
         found, ignored = Table(), ""
@@ -589,24 +640,21 @@ class Group(_C.calls.Turns):
         if self.workspace is None:
             return own
         key = device, kernels
-        if key not in self._unsupported_kernels:
-            if streams.is_captured(device):
-                raise CaptureError(
-                    f"group '{self.name}' has run no {kernels} kernels yet: call the op once "
-                    "before the capture of a graph"
-                )
-            with self.together():
-                if key not in self._unsupported_kernels:  # another thread was first
-                    self._unsupported_kernels[key] = self._try_gpu_kernels(device, kernels, own)
-        return self._unsupported_kernels[key]
+        if key not in self._unsupported_kernels and streams.is_captured(device):
+            raise CaptureError(
+                f"group '{self.name}' has run no {kernels} kernels yet: call the op once before "
+                "the capture of a graph"
+            )
 
-    def _try_gpu_kernels(self, device: torch.device, kernels: str, own: str | None) -> str | None:
-        try:
-            assert self.workspace is not None  # the caller has looked
-            self.workspace.open_cuda(device, kernels, own)
-        except NotImplementedError as reason:
-            return f"does not run here: {reason}"
-        return None
+        def find_out() -> str | None:
+            try:
+                assert self.workspace is not None  # as above
+                self.workspace.open_cuda(device, kernels, own)
+            except NotImplementedError as reason:
+                return f"does not run here: {reason}"
+            return None
+
+        return self._once(self._unsupported_kernels, key, find_out)
 
 
 def _close(group: Group) -> None:

@@ -324,7 +324,8 @@ class Product:
             rank = self._coordinate[step.mesh_dim]
             return methodcaller("narrow", dim, sum(sizes[:rank]), sizes[rank])
         if step.scatter_dim is not None:
-            if algorithm != "auto" and self._device in ALGORITHMS[algorithm].no_all_to_all:
+            lacks = {} if algorithm == "auto" else ALGORITHMS[algorithm].lacks
+            if "all_to_all" in lacks.get(self._device, ()):
                 options["algorithm"] = "auto"
             return functools.partial(
                 ops.all_to_all,

@@ -323,14 +323,11 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            group: GroupLike | None = None
             try:
                 if at < len(args) <= positional:
-                    group = args[at]
-                    args = args[:at] + (name_of(group),) + args[at + 1 :]  # noqa: RUF005
+                    args = args[:at] + (name_of(args[at]),) + args[at + 1 :]  # noqa: RUF005
                 elif "group" in options and len(args) <= at:
-                    group = options["group"]
-                    options["group"] = name_of(group)
+                    options["group"] = name_of(options["group"])
                 else:
                     signature.bind(*args, **options)  # which raises
                 if takes_products:
@@ -341,6 +338,7 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
                     return run(*args, **options)
                 return past_dispatcher(*args, **options)
             except BaseException as error:
+                group: GroupLike | None = args[at] if at < len(args) else options.get("group")
                 groups.break_if_left(group, error)
                 raise
 

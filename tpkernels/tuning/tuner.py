@@ -41,9 +41,8 @@ from tpkernels.errors import (
     PeerLostError,
     TpkernelsError,
 )
-from tpkernels.groups.group import Group
-from tpkernels.groups.registry import GroupLike, named_or_default
-from tpkernels.groups.tuning import LIMIT, Tuning
+from tpkernels.groups import GroupLike, named_or_default
+from tpkernels.groups.group import TUNING_SECONDS, Group, Tuning
 from tpkernels.local.packed import columns_of
 from tpkernels.local.product import Product
 from tpkernels.planning import store
@@ -67,7 +66,7 @@ MakeRun = Callable[[], Callable[[Call], object]]
 
 @contextlib.contextmanager
 def autotune(
-    group: GroupLike | None = None, *, limit: float = LIMIT, save: bool = False
+    group: GroupLike | None = None, *, limit: float = TUNING_SECONDS, save: bool = False
 ) -> Iterator[None]:
     """Within the context, ``algorithm="auto"`` times every algorithm of a problem on the spot when
     it first meets it, on all ranks together, and keeps the fastest for the life of the group. All

@@ -80,15 +80,15 @@ def collective_of(call: Call) -> _C.calls.Collective:
 
 def _new_collective(call: Call) -> _C.calls.Collective:
     problem, plan, workspace, rank = call.problem, call.plan, call.workspace, call.group.rank
-    spec, kinds = problem.spec, _C.calls.Kind
+    spec = problem.spec
     id_of_call = workspace.channel, workspace.segments, plan.signature, plan.text
     if spec.keeps_sum:
-        return _C.calls.Collective(*id_of_call, kinds.ALL_REDUCE)
+        return _C.calls.Collective(*id_of_call, "all_reduce")
     assert problem.dim is not None  # it is split
     layout = _layout(problem.shape, problem.dim, problem.sizes)
     if not spec.exchanges:
-        kind = kinds.ALL_GATHER if spec.gathers else kinds.REDUCE_SCATTER
-        return _C.calls.Collective(*id_of_call, kind, layout)
+        name = "all_gather" if spec.gathers else "reduce_scatter"
+        return _C.calls.Collective(*id_of_call, name, layout)
     assert problem.options.scattered is not None  # an exchange has one
     dim, sizes = problem.options.scattered
     given = list(problem.shape)
@@ -97,7 +97,7 @@ def _new_collective(call: Call) -> _C.calls.Collective:
     others = prod(size for d, size in enumerate(problem.shape) if d not in (dim, problem.dim))
     largest = others * max(problem.sizes) * max(sizes)  # elements of a piece
     return _C.calls.Collective(
-        *id_of_call, kinds.ALL_TO_ALL, _layout(given, dim, sizes), taken, largest
+        *id_of_call, "all_to_all", _layout(given, dim, sizes), taken, largest
     )
 
 
