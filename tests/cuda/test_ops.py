@@ -61,7 +61,7 @@ def check_all(
 
 
 @pytest.mark.parametrize("world", sweep([2, 1, 3]))
-@on_ranks()
+@on_ranks(driver=False)
 def test_unfused() -> None:
     cases = [case for case in one_of_each(dist.get_world_size()) if case.algorithm == "unfused"]
     products = [case for case in cases if "matmul" in case.op]
@@ -116,7 +116,7 @@ def test_collectives(ll: bool) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3))])
-@on_ranks(interpreting=True)
+@on_ranks(interpreting=True, driver=False)
 def test_fused() -> None:
     """The second round needs more memory than there is."""
     rounds = []
@@ -261,7 +261,7 @@ def test_sums_have_the_bits_of_the_extension(dtype: torch.dtype) -> None:
 # What is chosen, and refused.
 
 
-@on_ranks(2)
+@on_ranks(2, driver=False)
 def test_all_ranks_know_of_a_callers_product() -> None:
     """It has no measured times, by which `auto` could take `fused`."""
     with pretending(), fresh_group() as group:
@@ -274,7 +274,7 @@ def test_all_ranks_know_of_a_callers_product() -> None:
     assert sorted(c.problem.options.local_product for c in calls) == [False, True, True, True]
 
 
-@on_ranks(2)
+@on_ranks(2, driver=False)
 def test_auto_does_what_is_known_not_to_be_slower() -> None:
     with pretending(), fresh_group() as group:
         tpkernels.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 6), group)
@@ -367,7 +367,7 @@ LACKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], object], str]] = {
 
 
 @pytest.mark.parametrize("what", LACKS)
-@on_ranks(2, interpreting=True)
+@on_ranks(2, interpreting=True, driver=False)
 def test_what_one_rank_lacks_is_refused_by_all(what: str) -> None:
     """Then all go on without kernels."""
     way, lose, text = LACKS[what]
@@ -485,7 +485,7 @@ def test_a_killed_rank_ends_the_wait(cuda_driver: str, op: str, way: str) -> Non
             assert f"pid {ranks.pids[1]}" in ending.text, ending
 
 
-@on_ranks(2, interpreting=True)
+@on_ranks(2, interpreting=True, driver=False)
 def test_a_mismatch_is_found_by_the_kernels() -> None:
     with pretending():
         group = faults.new_group()

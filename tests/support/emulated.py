@@ -103,22 +103,24 @@ def counts() -> tuple[int, ...]:
     return tuple(map(count_of, ("barriers", "releases", "atomics")))
 
 
-def on_ranks(world: int | None = None, interpreting: bool = False) -> Callable[..., Any]:
-    """Make a test of a function that asserts on every rank, where the emulated driver is loaded.
+def on_ranks(
+    world: int | None = None, interpreting: bool = False, driver: bool = True
+) -> Callable[..., Any]:
+    """Make a test of a function that asserts on every rank, where this ``driver`` is loaded.
 
     The function takes the test's parameters. Without ``world`` the test has a parameter of that
     name, which the function does not get."""
 
     def decorate(job: Callable[..., None]) -> Callable[..., None]:
         pool = "interpreting" if interpreting else "ranks"
-        fixtures = ["cuda_driver", pool, *(["world"] if world is None else [])]
+        own = [pool, *(["cuda_driver"] if driver else []), *(["world"] if world is None else [])]
 
         def test(**given: Any) -> None:
-            driver, pools, *sizes = (given.pop(name) for name in fixtures)
-            size = sizes[0] if sizes else world
-            pools(size).run(_run_job, job.__module__, job.__name__, driver, given, timeout=240)
+            pools, size = given.pop(pool), given.pop("world") if world is None else world
+            path = given.pop("cuda_driver", None)
+            pools(size).run(_run_job, job.__module__, job.__name__, path, given, timeout=240)
 
-        names = [*fixtures, *inspect.signature(job).parameters]
+        names = [*own, *inspect.signature(job).parameters]
         kind = inspect.Parameter.KEYWORD_ONLY
         test.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
         test.__name__, test.__doc__, test.__module__ = job.__name__, job.__doc__, job.__module__
@@ -128,8 +130,9 @@ def on_ranks(world: int | None = None, interpreting: bool = False) -> Callable[.
     return decorate
 
 
-def _run_job(module: str, name: str, driver: str, given: dict[str, Any]) -> None:
-    load(driver)
+def _run_job(module: str, name: str, driver: str | None, given: dict[str, Any]) -> None:
+    if driver is not None:
+        load(driver)
     getattr(importlib.import_module(module), name).job(**given)
 
 
@@ -150,7 +153,7 @@ def space_of(
 
 def require_none(wrong: Sequence[object], *spaces: DeviceWorkspace) -> None:
     """Fail with what is wrong, and with waits that have failed."""
-    found = [*wrong, *(space.failure() for space in spaces if space.failure() is not None)]
+    found = [one for one in (*wrong, *(s.failure() for s in spaces)) if one is not None]
     assert not found, f"{len(found)} failures: {found[:10]}"
 
 
