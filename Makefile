@@ -50,7 +50,7 @@ faults: $(EXT)  ## random faults at random moments: nobody hangs, nothing is wro
 	@$(BIN)/python -m tests.support.campaign $(ARGS)
 
 sanitize: $(EXT)  ## the C++ under ThreadSanitizer and AddressSanitizer
-	@$(BIN)/python -m pytest -m '' tests/native/test_sanitizers.py tests/nccl/test_sanitizers.py $(ARGS)
+	@$(BIN)/python -m pytest -m '' tests/native/test_sanitizers.py $(ARGS)
 
 bench: $(EXT)  ## measure the ops beside the unfused way
 	@$(BIN)/tpkernels bench $(ARGS)

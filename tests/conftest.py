@@ -111,19 +111,24 @@ def interpreting(_interpreting_pools: RankPools) -> Iterator[RankPools]:
 
 
 @pytest.fixture(scope="session")
-def fake_nccl(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """``fake_nccl(without=[...])``: a libnccl that the test commands, with state of its own."""
-    return make_build(tmp_path_factory.mktemp("nccl"))
+def cxx_cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    """Where C++ of the tests is kept when it is compiled (support/cxx.py)."""
+    cache = getattr(pytestconfig, "cache", None)
+    return tmp_path_factory.mktemp("cxx") if cache is None else Path(cache.mkdir("cxx"))
 
 
 @pytest.fixture(scope="session")
-def cuda_driver(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> str:
-    """A CUDA driver whose device is the CPU (support/emulated.py); kept in pytest's cache."""
+def fake_nccl(tmp_path_factory: pytest.TempPathFactory, cxx_cache: Path) -> Build:
+    """``fake_nccl(without=[...])``: a libnccl that the test commands, with state of its own."""
+    return make_build(tmp_path_factory.mktemp("nccl"), cxx_cache)
+
+
+@pytest.fixture(scope="session")
+def cuda_driver(cxx_cache: Path) -> str:
+    """A CUDA driver whose device is the CPU (support/emulated.py)."""
     from tests.support import emulated
 
-    cache = getattr(pytestconfig, "cache", None)
-    folder = tmp_path_factory.mktemp("emulated") if cache is None else cache.mkdir("emulated")
-    return str(emulated.build_driver(Path(folder)))
+    return str(emulated.build_driver(cxx_cache))
 
 
 @pytest.fixture

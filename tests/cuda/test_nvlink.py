@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,8 +44,8 @@ DOUBTS = {
 
 
 @pytest.fixture(scope="session")
-def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(emulated.build(tmp_path_factory.mktemp("nvml"), "nvml.cpp", "-fPIC", "-shared"))
+def nvml(cxx_cache: Path) -> str:
+    return str(emulated.build(cxx_cache, "nvml.cpp", "-fPIC", "-shared"))
 
 
 @contextmanager

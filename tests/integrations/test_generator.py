@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support import hf_models, served
-from tests.support.cases import RanksFixture
+from tests.support.ranked import on_ranks
 from tpkernels.integrations.transformers.generator import Generator, Sampling
 from tpkernels.launch import Ranks
 
@@ -26,12 +26,6 @@ SAMPLED = Sampling(max_new_tokens=12, temperature=0.9, top_k=9, top_p=0.9, seed=
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return served.folder(tmp_path_factory.mktemp("model"))
-
-
-def generate_job(path: str, sampling: Sampling) -> list[list[int]]:
-    """The tokens of each prompt."""
-    steps = Generator(path).generate(PROMPTS, asdict(sampling))
-    return [list(tokens) for tokens in zip(*steps, strict=True)]
 
 
 def of_one_process(path: Path, sampling: Sampling) -> list[list[int]]:
@@ -51,28 +45,24 @@ def of_one_process(path: Path, sampling: Sampling) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("world", hf_models.SWEEP)
-def test_tokens_are_those_of_one_process(ranks: RanksFixture, folder: Path, world: int) -> None:
+@on_ranks()
+def test_tokens_are_those_of_one_process(folder: Path) -> None:
     for sampling in (GREEDY, SAMPLED):
         want = of_one_process(folder, sampling)
         assert len({*want[0]}) > 2  # not one token for ever
-        for got in ranks(world).run(generate_job, str(folder), sampling, timeout=120):
-            assert got == want
-
-
-def prefill_job(path: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens after a prompt that is split over the ranks, by this and by transformers."""
-    prompt = [1 + number % (hf_models.VOCAB - 1) for number in range(60)]
-    generator = Generator(path)
-    got = list(generator.generate([prompt], asdict(Sampling(max_new_tokens=3))))
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    want = model.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)
-    return got, want[0, 60:].view(-1, 1).tolist()
+        steps = Generator(str(folder)).generate(PROMPTS, asdict(sampling))
+        assert [list(tokens) for tokens in zip(*steps, strict=True)] == want
 
 
 @pytest.mark.thorough
-def test_a_long_prompt(ranks: RanksFixture, folder: Path) -> None:
-    for got, want in ranks(2).run(prefill_job, str(folder), timeout=60):
-        assert got == want
+@on_ranks(2)
+def test_a_long_prompt(folder: Path) -> None:
+    """It is split over the ranks."""
+    prompt = [1 + number % (hf_models.VOCAB - 1) for number in range(60)]
+    got = list(Generator(str(folder)).generate([prompt], asdict(Sampling(max_new_tokens=3))))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    want = model.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)
+    assert got == want[0, 60:].view(-1, 1).tolist()
 
 
 @pytest.mark.slow
@@ -89,26 +79,23 @@ def test_an_executor_ends_generation_at_any_step(folder: Path) -> None:
         assert whole == [list(tokens) for tokens in zip(*want, strict=True)]
 
 
-def paused_job(path: str) -> tuple[int, int]:
-    """Forwards of a generator that is left alone after three tokens, and after it is closed."""
-    generator, forwards = Generator(path), []
+@on_ranks(2)
+def test_ranks_make_no_step_before_it_is_wanted(folder: Path) -> None:
+    generator, forwards = Generator(str(folder)), []
     generator._model.register_forward_pre_hook(lambda *_: forwards.append(1))
     steps: Any = generator.generate(PROMPTS, asdict(Sampling(max_new_tokens=40)))
     list(islice(steps, 3))
     time.sleep(0.3)
-    paused = len(forwards)
+    assert len(forwards) == 3
     steps.close()
-    return paused, len(forwards)
+    assert len(forwards) == 3
 
 
-def test_ranks_make_no_step_before_it_is_wanted(ranks: RanksFixture, folder: Path) -> None:
-    assert ranks(2).run(paused_job, str(folder), timeout=60) == [(3, 3)] * 2
-
-
-def failing_job(path: str) -> str:
-    """An error in the model's forward, at the third token."""
-    generator = Generator(path)
-    forwards = []
+@pytest.mark.thorough
+@on_ranks(2)
+def test_an_error_of_the_model_is_raised(folder: Path) -> None:
+    """In its forward, at the third token."""
+    generator, forwards = Generator(str(folder)), []
 
     def fail(*_: Any) -> None:
         forwards.append(1)
@@ -116,19 +103,10 @@ def failing_job(path: str) -> str:
             raise ArithmeticError("third forward")
 
     generator._model.register_forward_pre_hook(fail)
-    seen = []
-    try:
-        for tokens in generator.generate(PROMPTS, asdict(GREEDY)):
-            seen.append(tokens)
-    except ArithmeticError as error:
-        return f"{len(seen)} tokens, then {error}"
-    return "no error"
-
-
-@pytest.mark.thorough
-def test_an_error_of_the_model_is_raised(ranks: RanksFixture, folder: Path) -> None:
-    outcomes = ranks(2).run(failing_job, str(folder), timeout=60)
-    assert outcomes == ["2 tokens, then third forward"] * 2
+    seen: list[Any] = []
+    with pytest.raises(ArithmeticError, match="third forward"):
+        seen.extend(generator.generate(PROMPTS, asdict(GREEDY)))
+    assert len(seen) == 2
 
 
 def test_values_out_of_range_are_refused() -> None:

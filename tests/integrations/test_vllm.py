@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import fake_vllm
-from tests.support.cases import RanksFixture
-from tests.support.ranked import apart, recorded_calls, report
+from tests.support.ranked import apart, on_ranks, recorded_calls
 from tests.support.refusals import packable
 from tpkernels import _C
 from tpkernels.dtypes import CODES
@@ -103,7 +102,8 @@ def new_group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group(group)
 
 
-def all_reduce_job() -> list[str]:
+@on_ranks(WORLD)
+def test_all_reduces_of_tensor_parallelism() -> list[str]:
     failures = []
     with fake_vllm.installed(), new_group() as group:
         communicator: Any = importlib.import_module(fake_vllm.PARTS).Communicator
@@ -136,10 +136,6 @@ def all_reduce_job() -> list[str]:
     return failures
 
 
-def test_all_reduces_of_tensor_parallelism(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(all_reduce_job) for f in rank)
-
-
 LAYERS: dict[str, dict[str, bool]] = {
     "plain": {"bias": False},
     "bias": {},
@@ -151,7 +147,9 @@ LAYERS: dict[str, dict[str, bool]] = {
 }
 
 
-def layers_job() -> list[str]:
+@on_ranks(WORLD)
+def test_row_parallel_layers() -> list[str]:
+    """Fused ones give what vLLM's give; others are vLLM's."""
     failures = []
     with fake_vllm.installed(), new_group(), torch.inference_mode():
         parts: Any = importlib.import_module(fake_vllm.PARTS)
@@ -182,24 +180,15 @@ def layers_job() -> list[str]:
     return failures
 
 
-def test_row_parallel_layers(ranks: RanksFixture) -> None:
-    """Fused ones give what vLLM's give; others are vLLM's."""
-    report(f for rank in ranks(WORLD).run(layers_job) for f in rank)
-
-
-def calls_job() -> list[str]:
-    """Return the ops that a layer calls."""
+@on_ranks(WORLD)
+def test_a_fused_layer_is_one_op() -> None:
     with fake_vllm.installed(), new_group(), torch.inference_mode():
         parts: Any = importlib.import_module(fake_vllm.PARTS)
         layer = parts.FusedRowParallelLinear(8, 6)
         layer.quant_method.process_weights_after_loading(layer)
         with recorded_calls() as calls:
             layer(torch.ones(3, 4))
-    return calls
-
-
-def test_a_fused_layer_is_one_op(ranks: RanksFixture) -> None:
-    assert ranks(WORLD).run(calls_job) == [["matmul_all_reduce"]] * WORLD
+    assert calls == ["matmul_all_reduce"]
 
 
 @pytest.mark.parametrize("dtype", packable(), ids=str)

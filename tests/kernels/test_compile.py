@@ -3,21 +3,22 @@ how the tile loop stores tiles and publishes them; and warps with parts of their
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
-import multiprocessing
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton.language as tl
 
+from tests.conftest import RankPools
 from tests.support import kernel_builds
 from tests.support.kernel_builds import COMMUNICATING, KERNELS, UNSPECIALIZED, Build, build
 from tests.support.tiers import sweep, thorough
@@ -55,16 +56,19 @@ GATHERS = ("all_gather_matmul", "multiply_arriving")
 PROXY_FENCE = r"fence\.proxy\.async\.global"
 
 
+def builds_job(wanted: list[dict[str, Any]]) -> None:
+    for params in wanted[dist.get_rank() :: dist.get_world_size()]:
+        with contextlib.suppress(Exception):  # the test has it again
+            build(**params)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _compiled_in_parallel(request: pytest.FixtureRequest) -> None:
-    """Into Triton's cache, in a process for each core."""
+def _compiled_in_parallel(request: pytest.FixtureRequest, _pools: RankPools) -> None:
+    """Into Triton's cache, by a rank for each core."""
     found = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     wanted = [params for params in found if {"name", "arch", "dtype", "config"} <= params.keys()]
     if len(wanted) > 1:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(8, len(os.sched_getaffinity(0))), context) as pool:
-            for done in [pool.submit(build, **params) for params in wanted]:
-                done.exception()  # the test has it again
+        _pools(min(8, len(os.sched_getaffinity(0)))).run(builds_job, wanted, timeout=3600)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -80,37 +84,35 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
     assert (found.count(ACQUIRE) > 0) == communicates
     assert (found.count(RELEASE) > 0) == communicates
     assert (found.count(PROXY_FENCE) > 0) == (name in GATHERS and config.tma)
+    if arch != 100:
+        assert not found.specialized and found.threads == 32 * config.num_warps
 
 
 def smaller() -> Iterator[Any]:
     for name, arch, size, few in itertools.product(KERNELS, SMALLER, DTYPES, (False, True)):
         quick = (name, arch, size, few) == ("two_shot", 120, 2, False)
-        thorough = name == "two_shot" and size == 2
-        marks = [] if quick else [pytest.mark.thorough if thorough else pytest.mark.slow]
+        marks = [pytest.mark.thorough] if quick else [pytest.mark.slow]
         what = f"{name}-sm_{arch}-{8 * size}-{'few' if few else 'many'}"
         given = name, arch, DTYPES[size][0], TABLE[80, size, few]
         yield pytest.param(*given, id=what, marks=marks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch", "dtype", "config"), list(smaller()))
 def test_less_shared_memory(name: str, arch: int, dtype: Any, config: MatmulConfig) -> None:
-    """A wider wire too."""
+    """A wider wire too. Negative control: more loads in flight."""
     wider = {"WIRE": tl.float32}
     for changed in ({}, wider) if name == "two_shot" else ({},):
         each = build(name, dtype, arch, config, **changed)
         assert each.stack == 0 and each.shared <= SMALLER[arch], each
         assert (each.count(TENSOR_CORES[80]) > 0) == (dtype is not tl.float32 and name != "shard")
+    if (name, arch, config) == ("two_shot", 120, TABLE[80, 2, False]):
+        config = replace(config, num_stages=7)
+        assert build(name, dtype, arch, config).shared > SMALLER[arch]
 
 
-@pytest.mark.thorough
-def test_too_much_shared_memory_would_be_seen() -> None:
-    """Negative control: more loads in flight."""
-    config = replace(TABLE[80, 2, False], num_stages=7)
-    assert build("two_shot", tl.bfloat16, 120, config).shared > SMALLER[120]
-
-
-def test_the_table_gives_them_the_blocks_of_80(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives GPUs with less shared memory the blocks of 80."""
+    assert set(TABLE) == set(itertools.product((80, 90, 100), (2, 4), (True, False)))
     monkeypatch.setattr(configs, "INTERPRETED", False)
     for arch, few in itertools.product(SMALLER, (True, False)):
         monkeypatch.setattr(configs, "_properties", lambda _, arch=arch: (arch, 84))
@@ -120,14 +122,16 @@ def test_the_table_gives_them_the_blocks_of_80(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - {"shard"}))
-@pytest.mark.parametrize("few", [True, False])
-def test_what_tuning_tries_compiles(name: str, few: bool) -> None:
+@pytest.mark.parametrize(("arch", "few"), [(90, True), (90, False), (100, False)])
+def test_what_tuning_tries_compiles(name: str, arch: int, few: bool) -> None:
     for candidate in CANDIDATES[few]:
-        config = replace(TABLE[90, 2, few], **dict(candidate))
-        found = build(name, tl.bfloat16, 90, config)
-        assert found.stack == 0 and found.count(TENSOR_CORES[90]) > 0, candidate
-        assert found.shared <= SHARED_BYTES[90], candidate
+        config = replace(TABLE[arch, 2, few], **dict(candidate))
+        found = build(name, tl.bfloat16, arch, config)
+        assert found.stack == 0 and found.count(TENSOR_CORES[arch]) > 0, candidate
+        assert found.shared <= SHARED_BYTES[arch], candidate
         assert 512 * found.scratch <= SCRATCH_BYTES, candidate
+        parts = arch == 100 and name in SPECIALIZED and config.num_warps == 8
+        assert found.specialized == parts, candidate
 
 
 @pytest.mark.slow
@@ -165,13 +169,23 @@ def test_a_word_follows_the_data_and_one_thread_polls_and_tells(name: str, arch:
 
 
 @pytest.mark.parametrize(
-    ("name", "at_once"), [("one_shot", 3), ("two_shot", 2), ("matmul_reduce_scatter", 1)]
+    ("name", "at_once", "looks"),
+    [("one_shot", 3, 2), ("two_shot", 2, None), ("matmul_reduce_scatter", 1, 2)],
 )
-def test_what_goes_to_all_ranks_is_told_at_once(name: str, at_once: int) -> None:
+def test_words_of_all_ranks_are_told_and_looked_at_together(
+    name: str, at_once: int, looks: int | None
+) -> None:
     """A thread for each rank stores the word: ENTERED, a tile that all ranks sum and the last such
-    tile, a result."""
+    tile, a result. Ranks look once for a tile that is summed, once for ENTERED; before data are
+    read there is a barrier."""
     found = build(name, tl.bfloat16, 90, TABLE[90, 2, False])
     assert found.count(rf"setp\.lt\.and\.u32 first, t(?:(?!first, t)[\s\S])*?{RELEASE}") == at_once
+    lines = found.ptx.splitlines()
+    seen = [at for at, line in enumerate(lines) if re.search(r"@p ld\.acquire\.sys", line)]
+    assert looks is None or len(seen) == looks
+    for at in seen if looks else []:
+        after = (line for line in lines[at:] if re.search(r"bar\.sync|ld\.global", line))
+        assert "bar.sync" in next(after), "\n".join(lines[at : at + 20])
 
 
 @pytest.mark.parametrize("b_major", sweep(["k", "n"]))
@@ -200,17 +214,6 @@ def test_loads_of_the_next_tile_wait_for_a_hook_only(arch: int) -> None:
         pushes = name in ("matmul_reduce_scatter", "two_shot")
         found = build(name, tl.bfloat16, arch, config)
         assert found.depth(instructions) == (1 if pushes else 2), name
-
-
-@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "one_shot"])
-def test_words_of_all_ranks_are_looked_at_together(name: str) -> None:
-    """Once for a tile that is summed, once for ENTERED; before data are read there is a barrier."""
-    lines = build(name, tl.bfloat16, 90, TABLE[90, 2, False]).ptx.splitlines()
-    looks = [at for at, line in enumerate(lines) if re.search(r"@p ld\.acquire\.sys", line)]
-    assert len(looks) == 2
-    for at in looks:
-        after = (line for line in lines[at:] if re.search(r"bar\.sync|ld\.global", line))
-        assert "bar.sync" in next(after), "\n".join(lines[at : at + 20])
 
 
 @pytest.mark.parametrize("name", sweep(["two_shot", *sorted({*COMMUNICATING} - {"two_shot"})]))
@@ -251,11 +254,6 @@ def test_every_kernel_is_compiled_here() -> None:
         names = vars(importlib.import_module(f"tpkernels.kernels.{module}"))
         found |= {kernel for name, kernel in names.items() if name.endswith("_kernel")}
     assert found == {kernel for kernel, _ in KERNELS.values()}
-
-
-def test_the_table_is_complete() -> None:
-    keys = itertools.product((80, 90, 100), (2, 4), (True, False))
-    assert set(TABLE) == set(keys)
 
 
 def test_a_product_leaves_room_for_the_kernels_that_bring_its_rows(
@@ -324,8 +322,11 @@ def test_a_tile_is_published_within_the_product_of_the_next(
     name: str, wire: tl.dtype, arch: int
 ) -> None:
     """Under a condition of its own, in the loop over K. A release right behind the stores would
-    wait for all of them to arrive."""
+    wait for all of them to arrive. Wide partials do not spill: an accumulator that is converted at
+    once takes 192 to 328 bytes of stack on sm_100. Loads of the next tile still have room."""
     found = build(name, tl.bfloat16, arch, TABLE[arch, 2, False], WIRE=wire)
+    assert found.stack == found.local == 0 and found.shared <= SHARED_BYTES[arch], found
+    assert found.depth(TENSOR_CORES[arch]) == (1 if name in PUSHES else 2)
     events = [event for event in events_of(found) if event not in ("complete", "read")]
     assert ("bulk store" in events) == (arch >= 90 and wire == tl.bfloat16 and name in PUSHES)
     pairs = set(itertools.pairwise(events))
@@ -333,17 +334,6 @@ def test_a_tile_is_published_within_the_product_of_the_next(
     if name in PUSHES:  # one loop over tiles and K
         entered, tile, *_ = re.split(EVENTS["release"], found.ptx)
         assert int(re.findall(r"Depth=(\d)", entered + tile)[-1]) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*PUSHES, "one_shot"])
-@pytest.mark.parametrize("arch", sweep([100, 90, 80]))
-def test_wide_partials_do_not_spill(name: str, arch: int) -> None:
-    """An accumulator that is converted at once takes 192 to 328 bytes of stack on sm_100. Loads of
-    the next tile still have room in shared memory."""
-    found = build(name, tl.bfloat16, arch, TABLE[arch, 2, False], WIRE=tl.float32)
-    assert found.stack == found.local == 0 and found.shared <= SHARED_BYTES[arch], found
-    assert found.depth(TENSOR_CORES[arch]) == (1 if name in PUSHES else 2)
 
 
 def test_tma_stores_where_a_whole_tile_has_room() -> None:
@@ -384,6 +374,7 @@ SIDE_EFFECTS = r"inline_asm|atomic_|tt\.store|gpu\.barrier"
 @pytest.mark.parametrize("name", sweep(SPECIALIZED, count=2))
 @pytest.mark.parametrize("wire", [tl.bfloat16, thorough(tl.float32)])
 def test_registers_are_divided_and_suffice(name: str, wire: tl.dtype) -> None:
+    """The next tile has an accumulator of its own: it is multiplied while a tile is stored."""
     found = build(name, tl.bfloat16, 100, CONFIG, WIRE=wire)
     assert found.threads == STORING + WORKING
     storing, working = sorted(set(map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", found.ptx))))[::-1]
@@ -392,6 +383,7 @@ def test_registers_are_divided_and_suffice(name: str, wire: tl.dtype) -> None:
     assert found.stack == found.local == 0 and found.shared <= SHARED_BYTES[100], found
     assert 512 * found.scratch <= SCRATCH_BYTES  # more programs than GPUs run at a time
     assert found.count(r"tcgen05\.mma") > 0
+    assert re.search(r"tmem_alloc.*memdesc<2x128x256xf32", found.ttgir)
 
 
 @pytest.mark.parametrize("name", sweep(SPECIALIZED, count=2))
@@ -406,21 +398,6 @@ def test_hooks_run_in_the_warps_that_store(name: str, delays: bool) -> None:
     assert not re.findall(SIDE_EFFECTS, parts)
     assert found.count(r"bar\.sync\s+0, 256;") > 0
     assert found.count(r"bar(rier)?\.sync\s+\d+;") == found.count(r"barrier\.sync\s+1;")
-
-
-@pytest.mark.parametrize("name", sweep(SPECIALIZED))
-def test_the_next_tile_has_an_accumulator_of_its_own(name: str) -> None:
-    """So it is multiplied while a tile is stored."""
-    found = build(name, tl.bfloat16, 100, CONFIG)
-    assert re.search(r"tmem_alloc.*memdesc<2x128x256xf32", found.ttgir)
-
-
-@pytest.mark.parametrize("arch", sweep([90, 80]))
-def test_no_other_architecture_has_them(arch: int) -> None:
-    for few in (False, True):
-        config = TABLE[arch, 2, few]
-        found = build("matmul_reduce_scatter", tl.bfloat16, arch, config)
-        assert not found.specialized and found.threads == 32 * config.num_warps
 
 
 def test_where_the_tile_loop_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,17 +417,6 @@ def test_where_the_tile_loop_is_specialized(monkeypatch: pytest.MonkeyPatch) -> 
     assert {*SPECIALIZED, *UNSPECIALIZED} == set(KERNELS)
     monkeypatch.setattr(configs, "_TRITON", (3, 6))
     assert not found(CONFIG, x, w.t())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPECIALIZED)
-def test_what_tuning_tries_compiles_where_warps_have_parts(name: str) -> None:
-    for candidate in CANDIDATES[False]:
-        config = replace(CONFIG, **dict(candidate))
-        found = build(name, tl.bfloat16, 100, config)
-        assert found.stack == 0 and found.shared <= SHARED_BYTES[100], candidate
-        assert 512 * found.scratch <= SCRATCH_BYTES, candidate
-        assert found.specialized == (config.num_warps == 8), candidate
 
 
 @pytest.mark.slow

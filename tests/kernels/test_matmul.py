@@ -124,6 +124,7 @@ def parts_job(n: int, one_shot_bytes: int) -> list[str]:
         return check_cases(cases(n, group.size()), group)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", sweep([2, 3, 1, 4]))
 @pytest.mark.parametrize(("n", "one_shot_bytes"), sweep([(264, 0), (301, 0), (301, 1 << 30)]))
 def test_parts_and_descriptors(

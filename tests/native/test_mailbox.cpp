@@ -79,59 +79,39 @@ void read_all(Mailbox& box, int reader, std::size_t total, std::uint64_t seed) {
   }
 }
 
-constexpr std::size_t kTotal = 300000, kCapacity = 5000;  // most messages wrap around
 constexpr int kReaders = 2;
 
-}  // namespace
-
-TEST_CASE(mailbox_orders_bytes_under_delays, kThreads) {
-  for (const double spin_us : {0.0, 50.0}) {
-    const auto arena = mailboxes(1, kCapacity, kReaders);
-    std::vector<std::thread> threads;
-    std::exception_ptr failed[kReaders + 1];
-    for (int end = 0; end <= kReaders; ++end) {
-      threads.emplace_back([&, end] {
-        const std::uint64_t seed = options().seed * 1000 + static_cast<unsigned>(end);
-        try {
-          End box(arena, 0, kReaders, seed, spin_us);
-          end < kReaders ? read_all(box, end, kTotal, seed) : write_all(box, kTotal, seed);
-        } catch (...) {
-          failed[end] = std::current_exception();
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    for (const std::exception_ptr& error : failed) {
-      if (error) std::rethrow_exception(error);
-    }
+// Bytes through a ring of `capacity` bytes between a writer and readers.
+void stream(std::size_t capacity, std::size_t total, double spin_us) {
+  const auto arena = mailboxes(1, capacity, kReaders);
+  std::vector<std::thread> threads;
+  std::exception_ptr failed[kReaders + 1];
+  for (int end = 0; end <= kReaders; ++end) {
+    threads.emplace_back([&, end] {
+      const std::uint64_t seed = options().seed * 1000 + static_cast<unsigned>(end);
+      try {
+        End box(arena, 0, kReaders, seed, spin_us);
+        end < kReaders ? read_all(box, end, total, seed) : write_all(box, total, seed);
+      } catch (...) {
+        failed[end] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::exception_ptr& error : failed) {
+    if (error) std::rethrow_exception(error);
   }
 }
 
-// A small ring that is full or empty most of the time. Nobody polls, so each side sleeps often, and
-// each store has to wake the other.
-TEST_CASE(mailbox_loses_no_wake_up, kThreads) {
-  constexpr std::size_t kControl = 4 * 64;  // two bells, two counts
-  const auto arena = make_arena(1, kControl + 8);
-  const int total = 200 * options().calls;
-  int wrong = -1;
-  const auto run = [&](bool writer) {
-    End box(arena, 0, 1, options().seed + (writer ? 1 : 2));
-    for (int at = 0; at < total; at += 8) {
-      const double start = now_ms();  // one that is lost ends with the slice
-      std::byte bytes[8];
-      std::fill(bytes, bytes + 8, byte_at(static_cast<unsigned>(at)));
-      const std::size_t moved =
-          writer ? box.write(bytes, 8, kSlice) : box.read(0, bytes, 8, kSlice);
-      const bool right = moved == 8 && now_ms() - start < kSlice * 1e3 &&
-                         bytes[7] == byte_at(static_cast<unsigned>(at));
-      if (!right) wrong = at;
-      if (!right) return;
-    }
-  };
-  std::thread other([&] { run(true); });
-  run(false);
-  other.join();
-  CHECK(wrong < 0, "at byte " + std::to_string(wrong));
+}  // namespace
+
+// Most messages wrap around. A small ring is full or empty most of the time: where nobody polls,
+// each side sleeps often, and each store has to wake the other.
+TEST_CASE(mailbox_orders_bytes_under_delays, kThreads) {
+  for (const double spin_us : {0.0, 50.0}) {
+    stream(5000, 300000, spin_us);
+    stream(64, 20000, spin_us);
+  }
 }
 
 }  // namespace tpkernels::test

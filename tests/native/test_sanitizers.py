@@ -1,18 +1,18 @@
-"""The C++ of csrc/host under ThreadSanitizer (threads) and AddressSanitizer with
-UndefinedBehaviorSanitizer (threads and processes), driven by the program in tests/native.
+"""The C++ under ThreadSanitizer and AddressSanitizer with UndefinedBehaviorSanitizer: csrc/host by
+the program in tests/native (threads and processes), the CUDA kernels on CPU threads by
+tests/native/emulated, the NCCL communicator by tests/native/nccl.
 
 ThreadSanitizer knows the memory orderings: that it is silent about the real protocol says something
-only because it is not about broken ones, which the negative controls show.
+only because it is not about broken ones, which the negative controls show. Of the CUDA kernels it
+sees the C++, with acquire and release where PTX has them: that the words order all data, over
+blocks, ranks and calls. cuda/test_compile.py looks for those orders in the PTX.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import re
-import shlex
-import shutil
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,31 +21,37 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import emulated
+from tests.support.cxx import compiled, compiler
 from tests.support.paths import NATIVE, ROOT
 
-HOST = ROOT / "csrc" / "host"
+CSRC = ROOT / "csrc"
+HOST = CSRC / "host"
 SANITIZERS = {
     "thread": ["-fsanitize=thread"],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
 }
+WARNINGS = ["-O1", "-g1", "-Wall", "-Wextra", "-pthread", f"-I{CSRC}"]
 REPORT = re.compile(r"(WARNING|ERROR): \w+Sanitizer|runtime error:|Sanitizer CHECK failed")
+RACE = "WARNING: ThreadSanitizer: data race"
 RUN_SECONDS = 100  # a hang ends here; an idle machine takes less than a tenth
 COMPILE_JOBS = 2
+
+Ended = subprocess.CompletedProcess[str]
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A compiler that has the sanitizer, and what it takes to run a program made with it."""
+    """The flags of a sanitizer, and what it takes to run a program made with them."""
 
-    compiler: list[str]
     flags: list[str]
     prefix: list[str]
     environ: dict[str, str]
 
-    def run(self, program: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    def run(self, program: Path, *args: str, **environ: str) -> Ended:
         return subprocess.run(
             [*self.prefix, str(program), *args],
-            env={**os.environ, **self.environ},
+            env={**os.environ, **self.environ, **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -56,30 +62,22 @@ class Toolchain:
 
 def _find_toolchain(sanitizer: str, scratch: Path) -> Toolchain:
     """Skips, with the reason, where a sanitized program cannot be built or run."""
-    compiler = shlex.split(os.environ.get("CXX") or "g++")
-    if shutil.which(compiler[0]) is None:
-        pytest.skip(f"no C++ compiler: {compiler[0]}")
     if not HOST.is_dir():
         pytest.skip(f"no sources: {HOST}")
     flags = SANITIZERS[sanitizer]
     source, program = scratch / f"{sanitizer}.cpp", scratch / sanitizer
     source.write_text("int main() { return 0; }\n")
-    built = subprocess.run(
-        [*compiler, *flags, str(source), "-o", str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [*compiler(), *flags, str(source), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode != 0:
-        pytest.skip(f"{compiler[0]} has no {sanitizer} sanitizer: {built.stderr.strip()[-200:]}")
+        pytest.skip(f"{command[0]} has no {sanitizer} sanitizer: {built.stderr.strip()[-200:]}")
     # Kernels that randomise more address bits than the sanitizer knows of, and containers that
     # forbid the leak check to look at other threads.
-    prefixes: list[list[str]] = [[], ["setarch", platform.machine(), "-R"]]
     failure = ""
     for leaks in ("1", "0"):
-        for prefix in prefixes:
+        for prefix in ([], ["setarch", platform.machine(), "-R"]):
             environ = {"ASAN_OPTIONS": f"detect_leaks={leaks}", "TSAN_OPTIONS": "exitcode=66"}
-            toolchain = Toolchain(compiler, flags, prefix, environ)
+            toolchain = Toolchain(flags, prefix, environ)
             try:
                 probe = toolchain.run(program)
             except OSError as error:
@@ -91,116 +89,177 @@ def _find_toolchain(sanitizer: str, scratch: Path) -> Toolchain:
     pytest.skip(f"programs under the {sanitizer} sanitizer do not run here: {failure[-200:]}")
 
 
-def _fingerprint(toolchain: Toolchain, source: Path, options: list[str]) -> str:
-    version = subprocess.run(
-        [*toolchain.compiler, "--version"], capture_output=True, text=True, check=True
-    )
-    headers = sorted(p for d in (HOST, NATIVE) for p in d.iterdir() if p.suffix in (".h", ".inc"))
-    state = hashlib.sha256(f"{version.stdout} {toolchain} {options}".encode())
-    for path in (source, *headers):
-        state.update(path.read_bytes())
-    return state.hexdigest()[:16]
-
-
-def _compile(toolchain: Toolchain, source: Path, folder: Path, options: list[str]) -> Path:
-    """The object of ``source``, made only where the cache lacks it."""
-    name = "-".join([source.stem, *(option.lstrip("-") for option in options[:1])])
-    target = folder / f"{name}-{_fingerprint(toolchain, source, options)}.o"
-    if target.exists():
-        return target
-    for stale in folder.glob(f"{name}-{'?' * 16}.o"):
-        stale.unlink()
-    unfinished = target.with_suffix(f".{os.getpid()}")
-    command = [*toolchain.compiler, "-std=c++17", "-O1", "-g1", "-Wall", "-Wextra"]
-    command += [f"-I{ROOT / 'csrc'}", f"-I{NATIVE}", *toolchain.flags, *options]
-    subprocess.run([*command, "-c", str(source), "-o", str(unfinished)], check=True)
-    unfinished.rename(target)
-    return target
-
-
-Build = Callable[..., tuple[Toolchain, Path]]
-
-
 @pytest.fixture(scope="module")
-def build(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """``build(sanitizer)``: the toolchain and the test program. Objects stay in pytest's cache."""
-    scratch = tmp_path_factory.mktemp("native")
-    cache = getattr(pytestconfig, "cache", None)
-    built: dict[tuple[str, str], tuple[Toolchain, Path]] = {}
+def toolchain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Toolchain]:
+    scratch, found = tmp_path_factory.mktemp("native"), dict[str, Toolchain]()
 
-    def make(sanitizer: str, without: str = "") -> tuple[Toolchain, Path]:
-        if (sanitizer, without) in built:
-            return built[sanitizer, without]
-        toolchain = _find_toolchain(sanitizer, scratch)
-        folder = scratch if cache is None else Path(cache.mkdir(f"native-{sanitizer}"))
+    def find(sanitizer: str) -> Toolchain:
+        if sanitizer not in found:
+            found[sanitizer] = _find_toolchain(sanitizer, scratch)
+        return found[sanitizer]
+
+    return find
+
+
+Run = Callable[..., Ended]
+
+# csrc/host.
+
+
+@pytest.fixture
+def run_host(toolchain: Callable[[str], Toolchain], cxx_cache: Path) -> Run:
+    """``run_host(sanitizer, *switches)``; ``without`` takes one memory order away."""
+
+    def run(sanitizer: str, *switches: str, without: str = "") -> Ended:
+        tools = toolchain(sanitizer)
         files = [*HOST.glob("*.cpp"), *NATIVE.glob("*.cpp")]
         sources = sorted(file for file in files if not file.stem.endswith("bindings"))
-        weaker = [f"-DWITHOUT_{without}", "-include", str(NATIVE / "relaxed.h")]
+        headers = [p for d in (HOST, NATIVE) for p in d.iterdir() if p.suffix in (".h", ".inc")]
+        weaker = [f"-DWITHOUT_{without}", "-include", NATIVE / "relaxed.h"]
+        options = ["-std=c++17", *WARNINGS, f"-I{NATIVE}", *tools.flags]
 
         def compile_one(source: Path) -> Path:
-            protocol = source.stem in ("channel", "mailbox")
-            options = weaker if without and protocol else []
-            return _compile(toolchain, source, folder, options)
+            protocol = without and source.stem in ("channel", "mailbox")
+            arguments = [*options, *(weaker if protocol else []), "-c", source]
+            return compiled(cxx_cache, f"{source.stem}.o", arguments, headers)
 
         with ThreadPoolExecutor(COMPILE_JOBS) as pool:
-            objects = [str(path) for path in pool.map(compile_one, sources)]
-        program = scratch / f"test_host-{sanitizer}-{without or 'whole'}"
-        link = [*toolchain.compiler, *toolchain.flags, *objects, "-pthread", "-o", str(program)]
-        subprocess.run(link, check=True)
-        built[sanitizer, without] = toolchain, program
-        return built[sanitizer, without]
+            objects = list(pool.map(compile_one, sources))
+        program = compiled(cxx_cache, "test_host", [*tools.flags, *objects, "-pthread"])
+        return tools.run(program, *switches)
 
-    return make
-
-
-def _require_success(run: subprocess.CompletedProcess[str]) -> None:
-    assert run.returncode == 0, run.stdout
-    assert not REPORT.search(run.stdout), run.stdout
-    cases = re.search(r"(\d+) cases, 0 failed", run.stdout)
-    assert cases is not None and int(cases[1]) >= 15, run.stdout
+    return run
 
 
 @pytest.mark.slow
-def test_threads_under_thread_sanitizer(build: Build) -> None:
-    toolchain, program = build("thread")
-    _require_success(toolchain.run(program, "--threads-only"))
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_the_host(run_host: Run, sanitizer: str) -> None:
+    """Threads, and under AddressSanitizer processes, too."""
+    ended = run_host(sanitizer, *(["--threads-only"] if sanitizer == "thread" else []))
+    assert ended.returncode == 0 and not REPORT.search(ended.stdout), ended.stdout
+    cases = re.search(r"(\d+) cases, 0 failed", ended.stdout)
+    assert cases is not None and int(cases[1]) >= 15, ended.stdout
 
 
 @pytest.mark.slow
-def test_threads_and_processes_under_address_sanitizer(build: Build) -> None:
-    toolchain, program = build("address")
-    _require_success(toolchain.run(program))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ordering", ["ACQUIRE", "RELEASE"])
 @pytest.mark.parametrize(
-    "case", ["words_order_data_under_delays", "mailbox_orders_bytes_under_delays"]
+    ("case", "without", "switches"),
+    [
+        (case, order, [])
+        for case in ("words_order_data_under_delays", "mailbox_orders_bytes_under_delays")
+        for order in ("ACQUIRE", "RELEASE")
+    ]
+    + [("random_collectives_under_delays", "", ["--single-buffer"])],
 )
-def test_a_missing_ordering_is_reported(build: Build, case: str, ordering: str) -> None:
+def test_a_race_is_reported(run_host: Run, case: str, without: str, switches: list[str]) -> None:
     """The values are right all the same, on x86: only the sanitizer can tell."""
-    toolchain, program = build("thread", ordering)
-    run = toolchain.run(program, "--threads-only", f"--only={case}")
-    assert run.returncode != 0, run.stdout
-    assert "WARNING: ThreadSanitizer: data race" in run.stdout, run.stdout
-
-
-@pytest.mark.slow
-def test_a_single_buffer_is_reported(build: Build) -> None:
-    toolchain, program = build("thread")
-    only = "--only=random_collectives_under_delays"
-    run = toolchain.run(program, "--threads-only", only, "--single-buffer")
-    assert run.returncode != 0, run.stdout
-    assert "WARNING: ThreadSanitizer: data race" in run.stdout, run.stdout
+    only = f"--only={case}"
+    ended = run_host("thread", "--threads-only", only, *switches, without=without)
+    assert ended.returncode != 0 and RACE in ended.stdout, ended.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("breakage", ["single-buffer", "skip-waits"])
-@pytest.mark.parametrize("between", ["threads", "processes"])
-def test_broken_protocols_give_wrong_results(build: Build, breakage: str, between: str) -> None:
+@pytest.mark.parametrize("case", ["under_delays", "between_processes"])
+def test_broken_protocols_give_wrong_results(run_host: Run, breakage: str, case: str) -> None:
     """Without a sanitizer's help: the calls of the C++ tests are enough to see it."""
-    toolchain, program = build("address")
-    case = "under_delays" if between == "threads" else "between_processes"
-    run = toolchain.run(program, f"--only=random_collectives_{case}", f"--{breakage}")
-    assert run.returncode == 1, run.stdout
-    assert "CHECK(got == exact) failed" in run.stdout, run.stdout
+    ended = run_host("address", f"--only=random_collectives_{case}", f"--{breakage}")
+    assert ended.returncode == 1, ended.stdout
+    assert "CHECK(got == exact) failed" in ended.stdout, ended.stdout
+
+
+# csrc/cuda.
+
+
+@pytest.fixture
+def run_cuda(toolchain: Callable[[str], Toolchain], cxx_cache: Path) -> Run:
+    """``run_cuda(sanitizer, *switches)``; ``without`` takes one memory order away."""
+
+    def run(sanitizer: str, *switches: str, without: str = "") -> Ended:
+        tools = toolchain(sanitizer)
+        flags = [*tools.flags, "-g1", *([f"-DWITHOUT_{without}"] if without else [])]
+        return tools.run(emulated.build(cxx_cache, "threads.cpp", *flags), *switches)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_the_cuda_kernels(run_cuda: Run, sanitizer: str) -> None:
+    ended = run_cuda(sanitizer)
+    assert (ended.returncode, ended.stdout) == (0, "24 calls, 0 wrong\n"), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("switch", "without"),
+    [
+        pytest.param("", "ACQUIRE", marks=pytest.mark.slow),
+        pytest.param("", "RELEASE", marks=pytest.mark.slow),
+        pytest.param("--single-buffer", "", marks=pytest.mark.thorough),
+        pytest.param("--skip-waits", "", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_race_of_the_cuda_kernels_is_reported(run_cuda: Run, switch: str, without: str) -> None:
+    ended = run_cuda("thread", switch, without=without)
+    assert ended.returncode != 0 and RACE in ended.stdout, ended.stdout
+
+
+@pytest.mark.thorough
+def test_torn_lines_would_be_seen(run_cuda: Run) -> None:
+    """Eight threads have a line; its flag comes before the rest."""
+    ended = run_cuda("thread", "--torn-lines")
+    assert ended.returncode != 0 and "24 calls, 0 wrong" not in ended.stdout, ended.stdout
+
+
+# csrc/nccl: threads on one communicator.
+
+# ThreadSanitizer of GCC 12 does not know the function that std::timed_mutex calls; without it,
+# libstdc++ calls an older one.
+OLDER_MUTEX = """#include <bits/c++config.h>
+#undef _GLIBCXX_USE_PTHREAD_MUTEX_CLOCKLOCK
+#define _GLIBCXX_USE_PTHREAD_MUTEX_CLOCKLOCK 0
+"""
+HANDLE_LOCK = "const std::lock_guard lock(handle_mutex_);"
+TURN = "const std::unique_lock turn(calls_, Seconds(timeout_));"
+
+
+def run_nccl(tools: Toolchain, scratch: Path, weaker: dict[str, str]) -> Ended:
+    """Builds the program, with parts of communicator.cpp replaced, and runs it."""
+    source = (CSRC / "nccl" / "communicator.cpp").read_text()
+    for old, new in weaker.items():
+        assert old in source
+        source = source.replace(old, new)
+    changed, header = scratch / "communicator.cpp", scratch / "older_mutex.h"
+    changed.write_text(source)
+    header.write_text(OLDER_MUTEX)
+    options = ["-std=c++17", *WARNINGS, "-include", header]
+    # Without the sanitizer: ThreadSanitizer may fail to load such a library late.
+    shared = [*options, "-shared", "-fPIC", NATIVE / "nccl" / "fake_nccl.cpp"]
+    fake = compiled(scratch, "libnccl.so.2", shared)
+    sources = [NATIVE / "nccl" / "threads.cpp", CSRC / "nccl" / "library.cpp", changed]
+    program = compiled(scratch, "threads", [*options, *tools.flags, *sources, "-ldl"])
+    # The fake keeps what was aborted.
+    return tools.run(program, str(fake), ASAN_OPTIONS="detect_leaks=0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_threads_on_one_communicator(
+    toolchain: Callable[[str], Toolchain], sanitizer: str, tmp_path: Path
+) -> None:
+    ended = run_nccl(toolchain(sanitizer), tmp_path, {})
+    assert ended.returncode == 0 and not REPORT.search(ended.stdout), ended.stdout
+    assert "misuse 0, alive 0" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "weaker",
+    [{HANDLE_LOCK: ""}, {TURN: "", "if (!turn.owns_lock()) {": "if (false) {"}],
+    ids=["no handle lock", "no turns"],
+)
+def test_a_missing_lock_is_found(
+    toolchain: Callable[[str], Toolchain], weaker: dict[str, str], tmp_path: Path
+) -> None:
+    ended = run_nccl(toolchain("address"), tmp_path, weaker)
+    assert ended.returncode != 0, ended.stdout

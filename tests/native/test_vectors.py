@@ -16,7 +16,7 @@ from tpkernels.dtypes import CODES
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALVES = (F16, BF16)
-COUNTS = (0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 2047, 2048, 2049, 5000)
+COUNTS = (0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 65, 2047, 2049)
 CANARY = 77
 
 
@@ -84,9 +84,11 @@ def hard_to_round(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_16_bit_value_is_widened_exactly(dtype: torch.dtype) -> None:
+def test_every_16_bit_value_is_widened_exactly_and_comes_back(dtype: torch.dtype) -> None:
     values = patterns(dtype)
     assert_same_bits(total([values], F32), values.float())
+    assert_same_bits(total([values], dtype), values)
+    assert_same_bits(total([values.float()], dtype), values)
 
 
 @pytest.fixture
@@ -124,13 +126,6 @@ def test_flushing_subnormals_is_the_same_in_vectors_and_tails(
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_16_bit_value_survives_the_way_there_and_back(dtype: torch.dtype) -> None:
-    values = patterns(dtype)
-    assert_same_bits(total([values], dtype), values)
-    assert_same_bits(total([values.float()], dtype), values)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
 def test_fp32_is_rounded_to_nearest_even(dtype: torch.dtype) -> None:
     values = hard_to_round(dtype)
     want = values.to(dtype)
@@ -154,23 +149,26 @@ def in_order(terms: Sequence[torch.Tensor], out_dtype: torch.dtype) -> torch.Ten
     return functools.reduce(torch.add, [term.to(wide) for term in terms]).to(out_dtype)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("wire", [F32, F16, BF16, F64])
-def test_sums_are_taken_in_order_and_rounded_once(wire: torch.dtype, world: int) -> None:
-    for count in COUNTS:
+def test_sums_are_taken_in_order_and_rounded_once(wire: torch.dtype) -> None:
+    for count, world in itertools.product((*COUNTS, 5000), range(1, 6)):
         partials = [random(count, wire, rank) for rank in range(world)]
         for out_dtype in (F64,) if wire == F64 else (F32, F16, BF16):
             assert_same_bits(total(partials, out_dtype), in_order(partials, out_dtype))
 
 
-@pytest.mark.parametrize("out_dtype", [F32, F16, BF16])
-@pytest.mark.parametrize("wire", [F32, F16, BF16])
-def test_bias_and_residual_at_odd_places(wire: torch.dtype, out_dtype: torch.dtype) -> None:
-    dtypes = (None, F32, F16, BF16)
-    for count, columns, residual_dtype in itertools.product(COUNTS, (1, 13, 2049), dtypes):
+NARROW = (F32, F16, BF16)
+
+
+@pytest.mark.parametrize("wire", [*NARROW, F64])
+def test_bias_and_residual_at_odd_places(wire: torch.dtype) -> None:
+    results, residuals = (NARROW, (None, *NARROW)) if wire != F64 else ((F64,), (None, F64))
+    for count, columns, out_dtype, residual_dtype in itertools.product(
+        COUNTS, (1, 13, 2049), results, residuals
+    ):
         begin = 5 * columns // 2 + 1  # in the midst of a row
         partials = [random(count, wire, rank) for rank in range(2)]
-        bias = random(columns, F32, 8)
+        bias = random(columns, F64 if wire == F64 else F32, 8)
         spread = bias[(begin + torch.arange(count)) % columns]
         residual = None if residual_dtype is None else random(count, residual_dtype, 9)
         extras = [spread] if residual is None else [spread, residual]
@@ -179,15 +177,6 @@ def test_bias_and_residual_at_odd_places(wire: torch.dtype, out_dtype: torch.dty
         if residual is not None:
             got = total(partials, out_dtype, None, residual, begin)
             assert_same_bits(got, in_order([*partials, residual], out_dtype))
-
-
-def test_fp64_has_bias_and_residual_too() -> None:
-    for count in COUNTS:
-        partials = [random(count, F64, rank) for rank in range(3)]
-        bias, residual = random(13, F64, 8), random(count, F64, 9)
-        spread = bias[(4 + torch.arange(count)) % 13]
-        got = total(partials, F64, bias, residual, 4)
-        assert_same_bits(got, in_order([*partials, spread, residual], F64))
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
@@ -214,8 +203,4 @@ def test_infinities_and_nan_pass_through() -> None:
 def test_an_unknown_unit_is_refused(unit: str) -> None:
     with pytest.raises(ValueError, match=r"'mmx'.*it has plain"):
         _C.host.use_vector_unit("mmx")
-    assert _C.host.vector_unit() == unit
-
-
-def test_the_plain_unit_is_always_there() -> None:
-    assert _C.host.vector_units()[0] == "plain"
+    assert _C.host.vector_unit() == unit and _C.host.vector_units()[0] == "plain"

@@ -2,87 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
-from tests.support.cases import RanksFixture
 from tests.support.nn_reference import far
-from tests.support.ranked import fresh_group, messages_of, report
+from tests.support.ranked import fresh_group, on_ranks, unlike
 from tpkernels import nn as tnn
 from tpkernels.ops.column_matmul import column_matmul
 
 BF16, F64 = torch.bfloat16, torch.float64
 
 
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals() -> list[str]:
     with fresh_group() as group:
         quantised = nn.Linear(4, 4)
         quantised.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
-        head = tnn.ParallelLMHead(4, 6, group)
-        one = tnn.ColumnParallelLinear(4, 6, group)
-        other = tnn.ColumnParallelLinear(4, 6, group, sequence_parallel=True)
-        embedding = tnn.VocabParallelEmbedding(6, 4, group)
-        lopsided = tnn.ParallelLMHead(4, 6, group, bias=False, out_sizes=[5, 1])
-        attention = tnn.ParallelAttention(8, 2, 1, 4, group)
-        column = tnn.ColumnParallelLinear
-        attempts: list[Any] = [
-            lambda: column(4, 6, group, out_sizes=[5, 2]),
-            lambda: column(4, 6, group, out_sizes=[6]),
-            lambda: column.from_linear(quantised, group),
-            lambda: column.from_linear(one, group),  # type: ignore[arg-type]
-            lambda: tnn.VocabParallelEmbedding.from_embedding(
-                nn.Embedding(4, 4, max_norm=1.0), group
-            ),
-            lambda: tnn.QKVParallelLinear(8, 9, 2, 4, group),
-            lambda: head.tie(tnn.VocabParallelEmbedding(6, 5, group)),
-            lambda: tnn.column_parallel(torch.zeros(2, 4), [one, other]),
-            lambda: embedding(torch.tensor([0, 6])),
-            lambda: one(torch.zeros(2, 5)),
-            lambda: tnn.ParallelAttention(8, 2, 1, 4, group, sequence_dim=2),
-            lambda: tnn.VocabParallelEmbedding(6, 4, group, padding_idx=6),
-            lambda: lopsided.tie(embedding),
-            lambda: attention(torch.zeros(3, 1, 8), attn_mask=torch.ones(3, 3), is_causal=True),
-            lambda: tnn.split_over_ranks(torch.zeros(5), group, 0, [2, 2]),
-            lambda: tnn.split_over_ranks(torch.zeros(5), group, -1),
-            lambda: tnn.gather_from_ranks(torch.zeros(2), group, 0, [3, 3]),
-            lambda: tnn.QKVParallelLinear.from_linear(*[nn.Linear(8, 6)] * 3, 4, group),
-            lambda: tnn.MergedColumnParallelLinear.from_linear(
-                {"gate": nn.Linear(8, 6), "up": nn.Linear(7, 6)}, group
-            ),
-        ]
-        return messages_of(attempts)
+        column = partial(tnn.ColumnParallelLinear, 4, 6, group)
+        embedding = partial(tnn.VocabParallelEmbedding, 6, group=group)
+        attention = partial(tnn.ParallelAttention, 8, 2, 1, 4, group)
+        head = partial(tnn.ParallelLMHead, 4, 6, group, bias=False)
+        one, other = column(), column(sequence_parallel=True)
+        adopt, special = tnn.VocabParallelEmbedding.from_embedding, nn.Embedding(4, 4, max_norm=1.0)
+        copied = tnn.ColumnParallelLinear.from_linear
+        qkv, merged = tnn.QKVParallelLinear, tnn.MergedColumnParallelLinear.from_linear
+        linear, two = nn.Linear(8, 6), {"gate": nn.Linear(8, 6), "up": nn.Linear(7, 6)}
+        hidden, mask, x = torch.zeros(3, 1, 8), torch.ones(3, 3), torch.zeros(5)
+        split, gather = tnn.split_over_ranks, tnn.gather_from_ranks
+        return unlike(
+            {
+                "[5, 2] of out_features does not add up to 6": lambda: column(out_sizes=[5, 2]),
+                "ValueError: shard_sizes has 1 entries": lambda: column(out_sizes=[6]),
+                "linear.weight is a Tensor of int8": lambda: copied(quantised, group),
+                "TypeError: linear is a tpkernels.nn": lambda: copied(one, group),
+                "NotImplementedError: embedding has max_norm": lambda: adopt(special, group),
+                "heads=9 must be a multiple of kv_heads=2": lambda: qkv(8, 9, 2, 4, group),
+                "does not fit a head ([3, 3], 4": lambda: head().tie(embedding(5)),
+                "a head ([5, 1], 4": lambda: head(out_sizes=[5, 1]).tie(embedding(4)),
+                "layers of one input differ": lambda: tnn.column_parallel(x[:4], [one, other]),
+                "id is outside the vocabulary of 6": lambda: embedding(4)(torch.tensor([0, 6])),
+                "[4, 3], but x of shape [2, 5] needs [5, N]": lambda: one(torch.zeros(2, 5)),
+                "ValueError: sequence_dim is 2": lambda: attention(sequence_dim=2),
+                "padding_idx 6 is outside 6 embeddings": lambda: embedding(4, padding_idx=6),
+                "give attn_mask or": lambda: attention()(hidden, attn_mask=mask, is_causal=True),
+                "[2, 2] of dim 0 does not add up to 5": lambda: split(x, group, 0, [2, 2]),
+                "dim is -1; x has 1 dims": lambda: split(x, group, -1),
+                "size 5 in dim 0, but sizes are (3, 3)": lambda: gather(x, group, 0, [3, 3]),
+                "q_proj has 6 output": lambda: qkv.from_linear(linear, linear, linear, 4, group),
+                "ValueError: up: Linear(in_features=7": lambda: merged(two, group),
+            }
+        )
 
 
-def test_refusals(ranks: RanksFixture) -> None:
-    expected = [
-        "ValueError: the split [5, 2] of out_features does not add up to 6",
-        "ValueError: shard_sizes has 1 entries",
-        "NotImplementedError: linear.weight is a Tensor of int8; a quantised",
-        "TypeError: linear is a tpkernels.nn.linear.ColumnParallelLinear, not an nn.Linear",
-        "NotImplementedError: embedding has max_norm",
-        "ValueError: heads=9 must be a multiple of kv_heads=2",
-        "ValueError: an embedding ([3, 3], 5",
-        "ValueError: layers of one input differ",
-        "RuntimeError: an id is outside the vocabulary of 6",
-        "ValueError: weights[0] has shape [4, 3], but x of shape [2, 5] needs [5, N]",
-        "ValueError: sequence_dim is 2",
-        "ValueError: padding_idx 6 is outside 6 embeddings",
-        "does not fit a head ([5, 1], 4",
-        "ValueError: give attn_mask or is_causal=True",
-        "ValueError: the split [2, 2] of dim 0 does not add up to 5",
-        "ValueError: dim is -1; x has 1 dims",
-        "has a shard of size 2 in dim 0, but sizes are (3, 3)",
-        "ValueError: q_proj has 6 output features, which is not a whole number of heads of 4",
-        "ValueError: up: Linear(in_features=7",
-    ]
-    for messages in ranks(2).run(refusals_job):
-        for message, part in zip(messages, expected, strict=True):
-            assert part in message, message
-
-
-def column_job() -> list[str]:
+@on_ranks(2)
+def test_column_products_and_their_gradients() -> list[str]:
     """`column_matmul` where only some arguments require gradients."""
     failures = []
     with fresh_group() as group:
@@ -107,11 +82,8 @@ def column_job() -> list[str]:
     return failures
 
 
-def test_column_products_and_their_gradients(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(column_job) for failure in rank)
-
-
-def autocast_job() -> list[str]:
+@on_ranks(2)
+def test_autocast() -> list[str]:
     with fresh_group() as group:
         failures = []
         for sequence in (False, True):
@@ -130,11 +102,8 @@ def autocast_job() -> list[str]:
         return failures
 
 
-def test_autocast(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(autocast_job) for failure in rank)
-
-
-def masked_job() -> list[str]:
+@on_ranks(2)
+def test_masks_and_mixed_biases() -> list[str]:
     """A causal mask gives the result of `is_causal`, a full mask that of `is_causal=False`. Each
     projection has a bias if its linear has one."""
     failures = []
@@ -162,7 +131,3 @@ def masked_job() -> list[str]:
             ):
                 failures.append(f"{layer!r} is not {linear!r}")
     return failures
-
-
-def test_masks_and_mixed_biases(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(masked_job) for failure in rank)

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import tpkernels
-from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, SWEEP, far, shard
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import fresh_group, on_ranks
 from tpkernels import nn as tnn
 from tpkernels.nn.sharding import Split
 
@@ -121,7 +120,9 @@ def wrong(check: Check, sizes: list[int] | None) -> Iterator[str]:
             yield f"{type(check.layer).__name__}: {what}: {difference}"
 
 
-def layers_job() -> list[str]:
+@pytest.mark.parametrize("world", SWEEP)
+@on_ranks()
+def test_layers_are_the_unsharded_ones() -> list[str]:
     failures = []
     with fresh_group() as group:
         for sequence in (True, False):
@@ -129,8 +130,3 @@ def layers_job() -> list[str]:
             for check in checks(group, sequence):
                 failures += [f"{sequence=} {failure}" for failure in wrong(check, sizes)]
     return failures
-
-
-@pytest.mark.parametrize("world", SWEEP)
-def test_layers_are_the_unsharded_ones(ranks: RanksFixture, world: int) -> None:
-    report(failure for rank in ranks(world).run(layers_job) for failure in rank)

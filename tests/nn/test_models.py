@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import SWEEP, Model, Shape, far, inputs, shard, whole_logits
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import fresh_group, on_ranks, report
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 
@@ -73,7 +73,8 @@ def test_a_model_of_layers_is_the_unsharded_one(
         report(failure for rank in results for failure in rank)
 
 
-def initial_job() -> list[str]:
+@on_ranks(3)
+def test_initial_values_are_those_of_torch() -> list[str]:
     """With the same random state on all ranks, the initial values are those of torch's modules."""
     with fresh_group() as group:
         pairs = {
@@ -96,7 +97,3 @@ def initial_job() -> list[str]:
                     if not torch.equal(value, state[key]):
                         failures.append(f"{kind.__name__}.{key} differs on the meta device")
         return failures
-
-
-def test_initial_values_are_those_of_torch(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(3).run(initial_job) for failure in rank)

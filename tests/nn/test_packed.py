@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.cases import QUICK_WORLDS, RanksFixture
 from tests.support.nn_reference import Model, Shape, inputs
-from tests.support.ranked import fresh_group, messages_of, report
+from tests.support.ranked import fresh_group, messages_of, on_ranks, report, unlike
 from tests.support.refusals import packable
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
@@ -114,7 +114,8 @@ def test_a_packed_model_is_the_same(
     report(failure for rank in results for failure in rank)
 
 
-def moved_job() -> list[str]:
+@on_ranks(2)
+def test_a_layer_that_moves() -> list[str]:
     """A layer is packed again in its new dtype; where it cannot be, it says what to do."""
     with fresh_group() as group:
         failures = []
@@ -140,11 +141,11 @@ def moved_job() -> list[str]:
     return failures
 
 
-def test_a_layer_that_moves(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(moved_job) for failure in rank)
-
-
-def compiled_job(backend: str) -> list[str]:
+@pytest.mark.parametrize(
+    "backend", [thorough("aot_eager"), pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@on_ranks(2, timeout=300)
+def test_compiled(backend: str) -> list[str]:
     torch._dynamo.reset()
     failures = []
     with fresh_group() as group:
@@ -158,15 +159,8 @@ def compiled_job(backend: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(
-    "backend", [thorough("aot_eager"), pytest.param("inductor", marks=pytest.mark.slow)]
-)
-def test_compiled(ranks: RanksFixture, backend: str) -> None:
-    results = ranks(2).run(compiled_job, backend, timeout=300)
-    report(f"{backend}: {failure}" for rank in results for failure in rank)
-
-
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals() -> list[str]:
     with fresh_group() as group:
         x = torch.ones(2, 4)
         needs = x.clone().requires_grad_()
@@ -175,29 +169,17 @@ def refusals_job() -> list[str]:
         qkv = tnn.QKVParallelLinear(4, 2, 2, 4, group).pack_()
         wide = tnn.MergedColumnParallelLinear(4, {"gate": 6}, group, dtype=torch.float64)
         compiled = torch.compile(frozen, backend="aot_eager")
-        return messages_of(
-            [
-                lambda: column(x),
-                lambda: qkv(x),
-                lambda: frozen(needs),
-                lambda: compiled(needs),
-                wide.pack_,
-                tnn.RowParallelLinear(8, 6, group, device="meta").pack_,
-                lambda: frozen(x),
-            ]
+        gradient = "is packed and has no gradient; call it under torch.no_grad(), or unpack_() it"
+        row = f"NotImplementedError: {frozen!r} {gradient}"
+        meta = tnn.RowParallelLinear(8, 6, group, device="meta")
+        return unlike(
+            {
+                f"NotImplementedError: {column!r} {gradient}": lambda: column(x),
+                f"NotImplementedError: {qkv.layers[0]!r} {gradient}": lambda: qkv(x),
+                row: lambda: frozen(needs),
+                row[:-1]: lambda: compiled(needs),
+                "NotImplementedError: a weight is float64, which oneDNN does not": wide.pack_,
+                "NotImplementedError: w is a torch.strided tensor on meta": meta.pack_,
+                "nothing": lambda: frozen(x),
+            }
         )
-
-
-def test_refusals(ranks: RanksFixture) -> None:
-    packed = "is packed and has no gradient; call it under torch.no_grad(), or unpack_() it"
-    expected = [
-        *["NotImplementedError: ColumnParallelLinear(in_features=4"] * 2,
-        *["NotImplementedError: RowParallelLinear(in_features=[4, 4]"] * 2,
-        "NotImplementedError: a weight is float64, which oneDNN does not multiply",
-        "NotImplementedError: w is a torch.strided tensor on meta",
-        "nothing",
-    ]
-    for messages in ranks(2).run(refusals_job):
-        for i, (message, start) in enumerate(zip(messages, expected, strict=True)):
-            assert message.startswith(start), message
-            assert (packed in message) == (i < 4), message

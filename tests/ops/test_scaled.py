@@ -13,7 +13,7 @@ import torch
 
 import tpkernels
 from tests.support.cases import MATMUL_ALGORITHMS, QUICK_WORLDS, RanksFixture
-from tests.support.ranked import apart, fresh_group, on_hosts, report
+from tests.support.ranked import apart, fresh_group, on_hosts, on_ranks, report
 from tests.support.scaled import (
     BF16,
     E4M3,
@@ -119,11 +119,8 @@ def test_biases_layouts_and_few_rows_of_a_gather(ranks: RanksFixture, world: int
     run_cases(ranks, world, each(*cases))
 
 
-def test_bytes_that_are_no_numbers_arrive(ranks: RanksFixture, world: int) -> None:
-    report(failure for rank in ranks(world).run(every_byte_job) for failure in rank)
-
-
-def every_byte_job() -> list[str]:
+@on_ranks()
+def test_bytes_that_are_no_numbers_arrive() -> list[str]:
     """All 256 bytes travel as they are, also where four of them would be a NaN or a denormal number
     of float32, and so does a denormal scale."""
     failures = []
@@ -176,11 +173,8 @@ def test_all_ranks_refuse_the_tiles_of_one(ranks: RanksFixture, world: int) -> N
     report(text for text in results if not text.startswith(wrong))
 
 
-def test_rows_that_lie_across_words(ranks: RanksFixture, world: int) -> None:
-    report(failure for rank in ranks(world).run(odd_memory_job) for failure in rank)
-
-
-def odd_memory_job() -> list[str]:
+@on_ranks()
+def test_rows_that_lie_across_words() -> list[str]:
     """A row of a matrix whose rows are no whole words, and a matrix that begins in a word."""
     rows, failures = 4, []
     with fresh_group() as group:
@@ -223,7 +217,9 @@ def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scale: Any, grou
     return y + tpkernels.scaled_matmul_all_reduce(x.to(E4M3), up, scale, torch.ones([]), group)[0]
 
 
-def use_job() -> list[str]:
+@pytest.mark.thorough
+@on_ranks(2, timeout=120)
+def test_autocast_and_compile() -> list[str]:
     """Autocast casts no fp8; a compiled step has the eager one's bits, also with symbolic M."""
     failures = []
     with fresh_group() as group, torch.no_grad():
@@ -243,8 +239,3 @@ def use_job() -> list[str]:
             if not all(map(torch.equal, found, want)):
                 failures.append(f"compiled, dynamic={dynamic}: other bits")
     return failures
-
-
-@pytest.mark.thorough
-def test_autocast_and_compile(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(use_job, timeout=120) for failure in rank)

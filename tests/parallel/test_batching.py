@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import hf_models
-from tests.support.cases import RanksFixture
-from tests.support.ranked import report
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 
 transformers = pytest.importorskip("transformers")
@@ -35,7 +35,13 @@ def tokens_of(model: Any) -> dict[str, list[int]]:
     return {name: output.generated_tokens for name, output in outputs.items()}
 
 
-def batching_job(options: dict[str, Any]) -> list[str]:
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", hf_models.SWEEP)
+@pytest.mark.parametrize(
+    "options", sweep([{"sequence_parallel": "prefill"}, {"ffn_only": True}, {}])
+)
+@on_ranks()
+def test_continuous_batching_generates_the_same_tokens(options: dict[str, Any]) -> None:
     single = hf_models.make("llama").eval()
     want = [
         single.generate(torch.tensor([p]), max_new_tokens=6, do_sample=False)[0, len(p) :].tolist()
@@ -44,67 +50,36 @@ def batching_job(options: dict[str, Any]) -> list[str]:
     mesh = hf_models.mesh_of_all()
     parallel = tpkernels.parallelize(copy.deepcopy(single), mesh, **options)
     config = parallel.config
-    failures = []
     for which in (parallel, copy.deepcopy(parallel)):
-        got = list(tokens_of(which).values())
-        if got != want:
-            failures.append(f"{options}: {got}, expected {want}")
-    if parallel.config is not config or config.num_key_value_heads != 3:
-        failures.append("the configuration has changed")
-    return failures
+        assert list(tokens_of(which).values()) == want
+    assert parallel.config is config and config.num_key_value_heads == 3
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", hf_models.SWEEP)
-@pytest.mark.parametrize(
-    "options", sweep([{"sequence_parallel": "prefill"}, {"ffn_only": True}, {}])
-)
-def test_continuous_batching_generates_the_same_tokens(
-    ranks: RanksFixture, world: int, options: dict[str, Any]
-) -> None:
-    results = ranks(world).run(batching_job, options, timeout=120)
-    report(failure for rank in results for failure in rank)
-
-
-def requests_job() -> tuple[bool, list[int] | None]:
+@on_ranks(2)
+def test_rank_0_adds_requests() -> None:
     """Only rank 0 adds a request, while the others serve until it stops."""
-    model = tpkernels.parallelize(hf_models.make("llama").eval(), hf_models.mesh_of_all())
+    single = hf_models.make("llama").eval()
+    want = single.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, do_sample=False)[0, 5:]
+    model = tpkernels.parallelize(single, hf_models.mesh_of_all())
     manager = model.init_continuous_batching(
         transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1),
         transformers.ContinuousBatchingConfig(num_blocks=8, disable_nccl_graph_mixing=False),
     )
     manager.start()
-    tokens = None
     if dist.get_rank() == 0:
         manager.add_request(PROMPTS[0])
-        tokens = manager.get_result(timeout=30).generated_tokens
+        assert manager.get_result(timeout=30).generated_tokens == want.tolist()
     manager.stop(block=True, timeout=30)
-    stopped = not manager.is_running()
+    assert not manager.is_running()
     manager.destroy()
-    return stopped, tokens
 
 
-@pytest.mark.thorough
-def test_rank_0_adds_requests(ranks: RanksFixture) -> None:
-    single = hf_models.make("llama").eval()
-    want = single.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, do_sample=False)[0, 5:]
-    assert ranks(2).run(requests_job, timeout=60) == [(True, want.tolist()), (True, None)]
-
-
-def unknown_job() -> str:
+@on_ranks(2)
+def test_an_unknown_version_is_refused() -> None:
     """A transformers whose manager is built in another way."""
-    start = transformers.LlamaForCausalLM.init_continuous_batching
-    transformers.LlamaForCausalLM.init_continuous_batching = lambda self: object()
-    try:
+    kind = transformers.LlamaForCausalLM
+    with mock.patch.object(kind, "init_continuous_batching", lambda self: object()):
         parallel = tpkernels.parallelize(hf_models.make("llama"), hf_models.mesh_of_all())
-        parallel.init_continuous_batching()
-    except NotImplementedError as error:
-        return str(error)
-    finally:
-        transformers.LlamaForCausalLM.init_continuous_batching = start
-    return "no error"
-
-
-def test_an_unknown_version_is_refused(ranks: RanksFixture) -> None:
-    for text in ranks(2).run(unknown_job, timeout=60):
-        assert "use model.generate" in text
+        with pytest.raises(NotImplementedError, match=r"use model\.generate"):
+            parallel.init_continuous_batching()

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import tpkernels
 from tests.support import hf_models
-from tests.support.cases import RanksFixture
+from tests.support.ranked import on_ranks, unlike
 from tpkernels.parallel import FusedColwiseParallel
 
 pytest.importorskip("transformers")
@@ -40,14 +40,17 @@ def _inventory(model: nn.Module) -> list[object]:
     return [*map(id, model.modules()), *map(id, model.parameters()), *hooks]
 
 
-def _attempt(messages: list[str], model: nn.Module, do: Callable[[], Any]) -> None:
-    before = _inventory(model)
-    try:
-        do()
-        message = "nothing"
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-    messages.append(message if _inventory(model) == before else f"changed the model: {message}")
+def _attempt(model: nn.Module, mesh: Any, **options: Any) -> Callable[[], None]:
+    """A call that must leave the model as it is."""
+
+    def attempt() -> None:
+        before = _inventory(model)
+        try:
+            tpkernels.parallelize(model, mesh, **options)
+        finally:
+            assert _inventory(model) == before, "changed the model"
+
+    return attempt
 
 
 def _changed(name: str, change: Callable[[nn.Module], nn.Module]) -> Any:
@@ -59,98 +62,75 @@ def _changed(name: str, change: Callable[[nn.Module], nn.Module]) -> Any:
 
 
 def _quantised(linear: nn.Module) -> nn.Module:
-    assert isinstance(linear, nn.Linear)
-    weight = linear.weight.detach().to(torch.int8)
+    weight = linear.get_parameter("weight").detach().to(torch.int8)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
 
 
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals_name_the_module() -> list[str]:
     import transformers
 
     mesh = hf_models.mesh_of_all()
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     if mesh.get_rank():  # each rank refuses on its own, without communication
         return []
-    messages: list[str] = []
-    llama = hf_models.make("llama")
-    gpt = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
-    )
+    llama, style, mlp = hf_models.make("llama"), ColwiseParallel(), MLP()
+    twice = tpkernels.parallelize(hf_models.make("llama"), mesh)
+    up, plan = {"blocks.*.up": style}, {"model.layers.*.mlp.down_proj": RowwiseParallel()}
+    gpt = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
     down = _changed("model.layers.1.mlp.down_proj", _quantised)
     adapted = _changed("model.layers.0.self_attn.k_proj", nn.Sequential)
     norm = _changed("model.layers.1.input_layernorm", lambda _: nn.LayerNorm(36))
-    twice = tpkernels.parallelize(hf_models.make("llama"), mesh)
-    mlp, style = MLP(), ColwiseParallel()
-    fused = FusedColwiseParallel(input_layouts=(Shard(0), Shard(1)))
     wide = _changed("model.layers.1.self_attn.v_proj", lambda _: nn.Linear(36, 16, bias=False))
-    attempts: list[tuple[nn.Module, Any, dict[str, Any]]] = [
-        (llama, square, {}),
-        (llama, "tp", {}),
-        (gpt, mesh, {}),
-        (mlp, mesh, {}),
-        (down, mesh, {}),
-        (adapted, mesh, {}),
-        (norm, mesh, {}),
-        (twice, mesh, {}),
-        (mlp, mesh, {"plan": {"blocks.*.upp": style}}),
-        (mlp, mesh, {"plan": {"blocks.*.up": "colwise"}}),
-        (mlp, mesh, {"plan": {"blocks.*.up": style, "blocks": style}}),
-        (mlp, mesh, {"plan": {}}),
-        (mlp, mesh, {"plan": {"blocks.*.up": style, "blocks.1.down": fused}}),
-        (wide, mesh, {}),
-        (down, mesh, {"plan": {"model.layers.*.mlp.down_proj": RowwiseParallel()}}),
-        (mlp, mesh, {"plan": {"blocks.*.up": style}, "pack": True}),
-        (hf_models.make("llama").double(), mesh, {"pack": True}),
-    ]
-    for model, on, options in attempts:
-        _attempt(messages, model, lambda m=model, o=on, k=options: tpkernels.parallelize(m, o, **k))
-    return messages
+    fused = FusedColwiseParallel(input_layouts=(Shard(0), Shard(1)))
+    quantised = "NotImplementedError: model.layers.1.mlp.down_proj.weight is a Tensor of int8; a qu"
+    return unlike(
+        {
+            "ValueError: mesh has 2 dims ('dp', 'tp'); parallelize takes one: pass mesh[\"tp\"]": (
+                _attempt(llama, square)
+            ),
+            "TypeError: mesh must be a DeviceMesh, not str": _attempt(llama, "tp"),
+            "these are: llama, mistral, qwen2, qwen3; pass plan=": (
+                _attempt(transformers.GPT2LMHeadModel(gpt), mesh)
+            ),
+            "MLP (model_type None) is not supported without a plan": _attempt(mlp, mesh),
+            quantised: _attempt(down, mesh),
+            quantised[:-1]: _attempt(down, mesh, plan=plan),
+            "layers.0.self_attn.k_proj is a torch.nn.modules.container.Seq": _attempt(
+                adapted, mesh
+            ),
+            "TypeError: model.layers.1.input_layernorm is a LayerNorm": _attempt(norm, mesh),
+            "embed_tokens is a tpkernels.nn.vocabulary.VocabParallelEmbed": _attempt(twice, mesh),
+            "names 'blocks.*.upp', which is not a module of MLP; did you mean blocks": _attempt(
+                mlp, mesh, plan={"blocks.*.upp": style}
+            ),
+            "TypeError: plan['blocks.*.up'] is a str, not a torch.distributed.tensor": _attempt(
+                mlp, mesh, plan={"blocks.*.up": "colwise"}
+            ),
+            "TypeError: blocks is a ModuleList; ColwiseParallel takes an nn.Linear or": _attempt(
+                mlp, mesh, plan=up | {"blocks": style}
+            ),
+            "ValueError: plan is empty": _attempt(mlp, mesh, plan={}),
+            "TypeError: blocks.1.down: FusedColwiseParallel of Linear(": _attempt(
+                mlp, mesh, plan=up | {"blocks.1.down": fused}
+            ),
+            "model.layers.1.self_attn.v_proj has 16 features, expected ": _attempt(wide, mesh),
+            "pack=True packs the layers of tpkernels.nn, and a plan": _attempt(
+                mlp, mesh, plan=up, pack=True
+            ),
+            "model.layers.0.self_attn.q_proj.weight is float64, which oneDNN does": _attempt(
+                hf_models.make("llama").double(), mesh, pack=True
+            ),
+            "is computed when its parent module is called": (
+                lambda: twice.model.layers[0].mlp.up_proj(torch.zeros(1, 2, 36))
+            ),
+        }
+    )
 
 
-def test_refusals_name_the_module(ranks: RanksFixture) -> None:
-    quantised = "model.layers.1.mlp.down_proj.weight is a Tensor of int8; a quantised"
-    expected = [
-        "ValueError: mesh has 2 dims ('dp', 'tp'); parallelize takes one: pass mesh[\"tp\"]",
-        "TypeError: mesh must be a DeviceMesh, not str",
-        "NotImplementedError: GPT2LMHeadModel (model_type 'gpt2') is not supported without a plan; "
-        "these are: llama, mistral, qwen2, qwen3; pass plan=",
-        "NotImplementedError: MLP (model_type None) is not supported without a plan",
-        f"NotImplementedError: {quantised}",
-        "TypeError: model.layers.0.self_attn.k_proj is a torch.nn.modules.container.Sequential",
-        "TypeError: model.layers.1.input_layernorm is a LayerNorm",
-        "TypeError: model.embed_tokens is a tpkernels.nn.vocabulary.VocabParallelEmbedding",
-        "ValueError: plan names 'blocks.*.upp', which is not a module of MLP; did you mean blocks",
-        "TypeError: plan['blocks.*.up'] is a str, not a torch.distributed.tensor.parallel.Parall",
-        "TypeError: blocks is a ModuleList; ColwiseParallel takes an nn.Linear or an nn.Embedding",
-        "ValueError: plan is empty",
-        "TypeError: blocks.1.down: FusedColwiseParallel of Linear(",
-        "ValueError: model.layers.1.self_attn.v_proj has 16 features, expected ",
-        f"NotImplementedError: {quantised}",
-        "NotImplementedError: pack=True packs the layers of tpkernels.nn, and a plan makes none",
-        "NotImplementedError: model.layers.0.self_attn.q_proj.weight is float64, which oneDNN does",
-    ]
-    messages, _ = ranks(2).run(refusals_job)
-    for message, start in zip(messages, expected, strict=True):
-        assert message.startswith(start), message
-
-
-def outside_job() -> str:
-    """A projection called without its parent has no output."""
-    model = tpkernels.parallelize(hf_models.make("llama"), hf_models.mesh_of_all())
-    try:
-        model.model.layers[0].mlp.up_proj(torch.zeros(1, 2, 36))
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_projection_by_itself(ranks: RanksFixture) -> None:
-    for message in ranks(2).run(outside_job):
-        assert "is computed when its parent module is called" in message
-
-
-def plan_job() -> float:
+@on_ranks(2)
+def test_a_plan_of_torchs_styles() -> None:
     torch.manual_seed(3)
     model, x = MLP(), torch.randn(3, 4)
     want = model(x)
@@ -158,8 +138,4 @@ def plan_job() -> float:
     returned = tpkernels.parallelize(model, hf_models.mesh_of_all(), plan=plan)
     assert returned is model
     assert model.blocks[1]["up"].weight.to_local().shape == (4, 4)
-    return float((model(x) - want).abs().max())
-
-
-def test_a_plan_of_torchs_styles(ranks: RanksFixture) -> None:
-    assert max(ranks(2).run(plan_job)) < 1e-6
+    torch.testing.assert_close(model(x), want, rtol=0, atol=1e-6)

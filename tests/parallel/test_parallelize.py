@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import hf_models
-from tests.support.cases import RanksFixture
 from tests.support.nn_reference import shard
-from tests.support.ranked import recorded_calls, report
+from tests.support.ranked import on_ranks, recorded_calls
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
 from tpkernels.parallel import llama
@@ -22,22 +21,21 @@ from tpkernels.parallel import llama
 pytest.importorskip("transformers")
 
 
-def logits_job(model_type: str) -> list[str]:
+@pytest.mark.parametrize("world", hf_models.SWEEP)
+@pytest.mark.parametrize("model_type", sweep(["llama", "mistral", "qwen2", "qwen3"]))
+@on_ranks()
+def test_logits_and_gradients(model_type: str) -> list[str]:
     model, mesh = hf_models.make(model_type, tied=model_type == "qwen3"), hf_models.mesh_of_all()
-    failures = []
-    for sequence in (True, False):
-        failures += [f"{sequence=}: {one}" for one in hf_models.differences(model, sequence, mesh)]
-    return failures
+    return [
+        f"{sequence=}: {failure}"
+        for sequence in (True, False)
+        for failure in hf_models.differences(model, sequence, mesh)
+    ]
 
 
 @pytest.mark.parametrize("world", hf_models.SWEEP)
-@pytest.mark.parametrize("model_type", sweep(["llama", "mistral", "qwen2", "qwen3"]))
-def test_logits_and_gradients(ranks: RanksFixture, world: int, model_type: str) -> None:
-    results = ranks(world).run(logits_job, model_type, timeout=120)
-    report(failure for rank in results for failure in rank)
-
-
-def prefill_job() -> list[str]:
+@on_ranks()
+def test_only_long_sequences_are_split() -> list[str]:
     """Sequences that are just long enough to be split, and sequences one token shorter."""
     model, mesh = hf_models.make("qwen3"), hf_models.mesh_of_all()
     failures, made = [], []
@@ -59,12 +57,8 @@ def prefill_job() -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", hf_models.SWEEP)
-def test_only_long_sequences_are_split(ranks: RanksFixture, world: int) -> None:
-    report(failure for rank in ranks(world).run(prefill_job, timeout=120) for failure in rank)
-
-
-def ffn_only_job() -> list[str]:
+@on_ranks(2)
+def test_feed_forward_layers_alone() -> list[str]:
     """Logits and gradients, and which modules are replaced."""
     mesh = hf_models.mesh_of_all()
     failures = hf_models.differences(hf_models.make("qwen2", tied=True), False, mesh, ffn_only=True)
@@ -75,55 +69,43 @@ def ffn_only_job() -> list[str]:
     return failures
 
 
-def test_feed_forward_layers_alone(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(ffn_only_job) for failure in rank)
-
-
-def calls_job() -> tuple[list[str], list[str]]:
+@on_ranks(2)
+def test_projections_of_one_input_share_a_gather() -> None:
     """The ops called in a forward, with and without sequence parallelism."""
-    made = []
-    for sequence in (True, False):
+    layers = ["all_gather_matmul", "matmul_reduce_scatter"] * 4
+    for sequence, ops in (
+        (True, ["all_reduce", *layers, "all_gather", "all_gather"]),
+        (False, ["all_reduce", *["matmul_all_reduce"] * 4, "all_gather"]),
+    ):
         model = hf_models.make("llama")
         tpkernels.parallelize(model, hf_models.mesh_of_all(), sequence_parallel=sequence)
         with recorded_calls() as calls, torch.no_grad():
             model(input_ids=hf_models.batch()["input_ids"], use_cache=False)
-        made.append(calls)
-    return made[0], made[1]
-
-
-def test_projections_of_one_input_share_a_gather(ranks: RanksFixture) -> None:
-    layer = ["all_gather_matmul", "matmul_reduce_scatter"] * 2
-    for sequence, replicated in ranks(2).run(calls_job):
-        assert sequence == ["all_reduce", *layer * 2, "all_gather", "all_gather"]
-        assert replicated == ["all_reduce", *["matmul_all_reduce"] * 4, "all_gather"]
-
-
-def generate_job(model_type: str) -> list[str]:
-    """Generates tokens with a cache, from two prompts, one of them padded."""
-    prompt = {name: hf_models.batch()[name] for name in ("input_ids", "attention_mask")}
-    single = hf_models.make(model_type).eval()
-    want = single.generate(**prompt, max_new_tokens=5, do_sample=False)
-    failures = []
-    for sequence, pack in ((True, False), (False, True), ("prefill", False)):
-        parallel = copy.deepcopy(single)
-        mesh = hf_models.mesh_of_all()
-        tpkernels.parallelize(parallel, mesh, sequence_parallel=sequence, pack=pack)
-        got = parallel.generate(**prompt, max_new_tokens=5, do_sample=False)
-        if not torch.equal(want, got):
-            failures.append(f"{model_type}, {sequence=}, {pack=}: {got}, expected {want}")
-        if pack and parallel.model.layers[1].mlp.down_proj._packed is None:
-            failures.append(f"{model_type}, {sequence=}: not packed")
-    return failures
+        assert calls == ops
 
 
 @pytest.mark.parametrize("world", hf_models.SWEEP)
-def test_it_generates_the_same_tokens(ranks: RanksFixture, world: int) -> None:
+@on_ranks()
+def test_it_generates_the_same_tokens() -> None:
+    """With a cache, from two prompts, one of them padded."""
+    prompt = {name: hf_models.batch()[name] for name in ("input_ids", "attention_mask")}
+    settings, mesh = {"max_new_tokens": 5, "do_sample": False}, hf_models.mesh_of_all()
     for model_type in ("llama", "qwen3"):
-        results = ranks(world).run(generate_job, model_type, timeout=120)
-        report(failure for rank in results for failure in rank)
+        single = hf_models.make(model_type).eval()
+        want = single.generate(**prompt, **settings)
+        for sequence, pack in ((True, False), (False, True), ("prefill", False)):
+            parallel = copy.deepcopy(single)
+            tpkernels.parallelize(parallel, mesh, sequence_parallel=sequence, pack=pack)
+            got = parallel.generate(**prompt, **settings)
+            assert torch.equal(want, got), (model_type, sequence, pack)
+            assert not pack or parallel.model.layers[1].mlp.down_proj._packed is not None
 
 
-def use_job(how: str) -> list[str]:
+@pytest.mark.parametrize(
+    "how", ["checkpointing", thorough("copied"), pytest.param("compiled", marks=pytest.mark.slow)]
+)
+@on_ranks(2, timeout=180)
+def test_it_can_be_used_as_before(how: str) -> list[str]:
     """Gradients of a parallel model that is used in one of several ways."""
     torch._dynamo.reset()
     failures = []
@@ -152,15 +134,8 @@ def use_job(how: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(
-    "how", ["checkpointing", thorough("copied"), pytest.param("compiled", marks=pytest.mark.slow)]
-)
-def test_it_can_be_used_as_before(ranks: RanksFixture, how: str) -> None:
-    results = ranks(2).run(use_job, how, timeout=180)
-    report(f"{how}: {failure}" for rank in results for failure in rank)
-
-
-def state_job() -> list[str]:
+@on_ranks(2)
+def test_state_dicts_are_the_unsharded_models() -> list[str]:
     """The state dict is that of the unsharded model; a model from the meta device loads it."""
     single, failures = hf_models.make("llama", tied=True), []
     mesh = hf_models.mesh_of_all()
@@ -191,11 +166,9 @@ def state_job() -> list[str]:
     return failures
 
 
-def test_state_dicts_are_the_unsharded_models(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(state_job) for failure in rank)
-
-
-def clipping_job() -> list[str]:
+@pytest.mark.thorough
+@on_ranks(3)
+def test_clipping_is_that_of_the_unsharded_model() -> list[str]:
     """Clips a model with uneven shards, tied weights and replicated norms."""
     single, failures = hf_models.make("qwen3", tied=True), []
     parallel = tpkernels.parallelize(copy.deepcopy(single), hf_models.mesh_of_all())
@@ -214,8 +187,3 @@ def clipping_job() -> list[str]:
     with pytest.raises(RuntimeError, match="norm of the gradients is inf"):
         tnn.clip_grad_norm_(parallel, 1.0, error_if_nonfinite=True)
     return failures
-
-
-@pytest.mark.thorough
-def test_clipping_is_that_of_the_unsharded_model(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(3).run(clipping_job) for failure in rank)

@@ -19,7 +19,7 @@ import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT
-from tests.support.ranked import messages_of, report
+from tests.support.ranked import messages_of, on_ranks, unlike
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 
@@ -48,8 +48,15 @@ def unequal(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [f"{n} differs" for n in expected if not torch.equal(state[n], expected[n])]
 
 
-def saving_job(base: str, model_type: str, tied: bool) -> list[str]:
-    folder, failures = Path(base), []
+@pytest.mark.parametrize(
+    ("model_type", "tied", "world"),
+    sweep([("llama", True, 2), ("qwen3", False, 3), ("qwen3", True, 1)]),
+)
+@on_ranks()
+def test_the_files_are_the_unsharded_models(
+    tmp_path: Path, model_type: str, tied: bool
+) -> list[str]:
+    folder, failures = tmp_path, []
     model = hf_models.make(model_type, tied=tied)
     model.generation_config.update(temperature=0.5, do_sample=True)
     ways: dict[str, dict[str, Any]] = {
@@ -75,21 +82,11 @@ def saving_job(base: str, model_type: str, tied: bool) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(
-    ("model_type", "tied", "world"),
-    sweep([("llama", True, 2), ("qwen3", False, 3), ("qwen3", True, 1)]),
-)
-def test_the_files_are_the_unsharded_models(
-    ranks: RanksFixture, tmp_path: Path, model_type: str, tied: bool, world: int
-) -> None:
-    results = ranks(world).run(saving_job, str(tmp_path), model_type, tied, timeout=120)
-    report(failure for rank in results for failure in rank)
-
-
-def arguments_job(base: str) -> list[str]:
+@on_ranks(2)
+def test_arguments(tmp_path: Path) -> list[str]:
     """Saves the caller's state dict, whole or sharded; the base model alone; a copy; a pickled one;
     and twice."""
-    folder, failures, mesh = Path(base), [], hf_models.mesh_of_all()
+    folder, failures, mesh = tmp_path, [], hf_models.mesh_of_all()
     model = hf_models.make("llama")
     parallel = tpkernels.parallelize(copy.deepcopy(model), mesh)
     torch.save(parallel, folder / f"{dist.get_rank()}.pt")
@@ -119,10 +116,6 @@ def arguments_job(base: str) -> list[str]:
             saved = safetensors.load_file(folder / name / "model.safetensors")
             failures += [f"{name}: {wrong}" for wrong in unequal(saved, values)]
     return failures
-
-
-def test_arguments(ranks: RanksFixture, tmp_path: Path) -> None:
-    report(failure for rank in ranks(2).run(arguments_job, str(tmp_path)) for failure in rank)
 
 
 def saves(model: Any, does: Callable[..., None]) -> Any:
@@ -156,22 +149,19 @@ def test_rank_0_alone_calls_transformers(ranks: RanksFixture) -> None:
     assert state > 20
 
 
-def groups_job(base: str) -> list[str]:
+@pytest.mark.thorough
+@on_ranks(3)
+def test_a_group_that_is_not_all_ranks(tmp_path: Path) -> list[str]:
     """Ranks 1 and 2 of three, which are ranks 0 and 1 of their mesh."""
     mesh, rank = DeviceMesh("cpu", [1, 2]), dist.get_rank()
     model = hf_models.make("llama")
-    folder, wanted = Path(base) / "model", Path(base) / "wanted"
+    folder, wanted = tmp_path / "model", tmp_path / "wanted"
     if rank == 0:  # transformers writes only on rank 0 of the job
         model.save_pretrained(wanted)
     else:
         tpkernels.parallelize(copy.deepcopy(model), mesh).save_pretrained(folder)
     dist.barrier()
     return differences(model, folder, wanted) if rank == 0 else []
-
-
-@pytest.mark.thorough
-def test_a_group_that_is_not_all_ranks(ranks: RanksFixture, tmp_path: Path) -> None:
-    report(f for rank in ranks(3).run(groups_job, str(tmp_path), timeout=100) for f in rank)
 
 
 def failing_job(base: str) -> list[str]:
@@ -203,39 +193,28 @@ def test_an_error_on_rank_0_is_raised_on_all(ranks: RanksFixture, tmp_path: Path
             assert message.startswith(prefix + error), message
 
 
-def refusals_job(base: str) -> list[str]:
-    mesh, folder = hf_models.mesh_of_all(), Path(base)
+@on_ranks(2)
+def test_what_is_refused(tmp_path: Path) -> list[str]:
+    mesh, folder = hf_models.mesh_of_all(), tmp_path
     model = tpkernels.parallelize(hf_models.make("llama"), mesh)
     adapted = tpkernels.parallelize(hf_models.make("llama"), mesh)
     adapted._hf_peft_config_loaded = True
     with torch.device("meta"):
         empty = tpkernels.parallelize(hf_models.make("llama"), mesh)
-    attempts: list[Callable[[], Any]] = [
-        lambda: model.save_pretrained(folder, distributed_checkpoint=True),
-        lambda: adapted.save_pretrained(folder),
-        lambda: empty.save_pretrained(folder),
-        lambda: model.push_to_hub("name"),
-        model.save_pretrained,
-        lambda: safetensors.save_file(model.state_dict(), folder / "file"),
-        lambda: safetensors.save_model(model, str(folder / "file")),
-        lambda: torch.save(model.state_dict(), folder / "file"),
-    ]
-    messages = messages_of(attempts)
+    state, file = model.state_dict(), folder / "file"
+    failures = unlike(
+        {
+            "distributed_checkpoint=True is for models that transformers has": lambda: (
+                model.save_pretrained(folder, distributed_checkpoint=True)
+            ),
+            "the model has adapters": lambda: adapted.save_pretrained(folder),
+            "the model is on the meta device": lambda: empty.save_pretrained(folder),
+            "upload from every rank; call save_pretrained(": lambda: model.push_to_hub("name"),
+            "missing a required argument: 'save_directory'": model.save_pretrained,
+            "is one rank's shard and has no storage": lambda: safetensors.save_file(state, file),
+            "has no storage of the unsharded": lambda: safetensors.save_model(model, str(file)),
+            "is one rank's shard and cannot be pickled: save": lambda: torch.save(state, file),
+        }
+    )
     model.save_pretrained(folder / "after")
-    return messages
-
-
-def test_what_is_refused(ranks: RanksFixture, tmp_path: Path) -> None:
-    expected = [
-        "NotImplementedError: distributed_checkpoint=True is for models that transformers has",
-        "NotImplementedError: the model has adapters",
-        "ValueError: the model is on the meta device",
-        "NotImplementedError: push_to_hub would upload from every rank; call save_pretrained(",
-        "TypeError: missing a required argument: 'save_directory'",
-        "TypeError: a ShardTensor is one rank's shard and has no storage of the unsharded tensor",
-        "TypeError: a ShardTensor is one rank's shard and has no storage of the unsharded tensor",
-        "TypeError: a ShardTensor is one rank's shard and cannot be pickled: save with",
-    ]
-    for messages in ranks(2).run(refusals_job, str(tmp_path)):
-        for message, part in zip(messages, expected, strict=True):
-            assert message.startswith(part), message
+    return failures

@@ -15,34 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.cases import RanksFixture
-from tests.support.ranked import report
+from tests.support.ranked import on_ranks, recorded_calls, unlike
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel, styles
 from tpkernels.planning.table import Measurement, Table
 
 WHOLE, F64 = Replicate(), torch.float64
-
-
-class Ops(TorchDispatchMode):
-    """The names of the ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def collective(self) -> set[str]:
-        """The ops that communicate; ``_matmul`` is local."""
-        ours = {name for name in self.names if name.startswith(("tpkernels", "_c10d"))}
-        return ours - {"tpkernels::_matmul", "_c10d_functional::wait_tensor"}
 
 
 def _mesh() -> DeviceMesh:
@@ -81,7 +61,7 @@ def _one(
     expected = whole(x)
     cotangent = torch.randn(expected.shape, dtype=F64)
     expected.backward(cotangent)
-    with Ops() as ops:
+    with recorded_calls() as calls:
         y = linear(mine)
     case = f"{style}, {layout}"
     if isinstance(y, DTensor) == style.use_local_output:
@@ -93,21 +73,21 @@ def _one(
     pairs = {"y": (_whole(y.detach(), mesh, output, expected), expected)}
     pairs["x"] = (_whole(mine.grad, mesh, layout, x), x.grad)
     for name, p in linear.named_parameters():
-        grad: Any = p.grad
-        pairs[name] = (grad.full_tensor(), getattr(whole, name).grad)
+        pairs[name] = (p.grad.full_tensor(), getattr(whole, name).grad)  # type: ignore[union-attr]
     failures = [
         f"{case}: {name} differs by {(got - want).abs().max()}"
         for name, (got, want) in pairs.items()
         if not torch.allclose(got, want, rtol=1e-12, atol=1e-12)
     ]
-    op = "tpkernels::all_gather_matmul"
+    op = "all_gather_matmul"
     if isinstance(style, FusedRowwiseParallel):
         replicated = style.output_layouts[0].is_replicate()
-        op = f"tpkernels::matmul_{'all_reduce' if replicated else 'reduce_scatter'}"
-    return failures + ([] if op in ops.collective else [f"{case}: {ops.collective}"])
+        op = f"matmul_{'all_reduce' if replicated else 'reduce_scatter'}"
+    return failures + ([] if calls == [op] else [f"{case}: {calls}"])
 
 
-def layouts_job() -> list[str]:
+@on_ranks(2)
+def test_every_layout() -> list[str]:
     world = dist.get_world_size()
     failures = []
     k, even = 4 * world, 2 * world
@@ -128,7 +108,8 @@ def layouts_job() -> list[str]:
     return failures
 
 
-def uneven_job() -> list[str]:
+@on_ranks(3)
+def test_uneven_shards() -> list[str]:
     """DTensors know the unsharded size; with one row, some ranks have none."""
     world = dist.get_world_size()
     failures = []
@@ -144,7 +125,8 @@ def uneven_job() -> list[str]:
     return failures
 
 
-def unfused_job() -> list[str]:
+@on_ranks(2)
+def test_nothing_to_fuse() -> list[str]:
     """Layouts with nothing to fuse give the bits of torch's styles."""
     mesh, failures = _mesh(), []
     x = torch.randn(2, 4, 8)
@@ -164,8 +146,9 @@ def unfused_job() -> list[str]:
     return failures
 
 
-def refusals_job() -> list[str]:
-    mesh, failures = _mesh(), []
+@on_ranks(2)
+def test_refusals_name_the_module() -> list[str]:
+    mesh = _mesh()
     square = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "tp"))
     column, row = FusedColwiseParallel(input_layouts=Shard(1)), FusedRowwiseParallel()
 
@@ -175,51 +158,33 @@ def refusals_job() -> list[str]:
     done = parallelize_module(nn.Linear(8, 8), mesh, column)
     integers = nn.Linear(8, 8)
     integers.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
-    pair: Any = (Shard(1), Shard(1))
-    double = FusedColwiseParallel(input_layouts=pair)
+    double = FusedColwiseParallel(input_layouts=(Shard(1), Shard(1)))
     wrapped = nn.Linear(8, 8)
     wrapped.weight = nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))
     own = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
-    plain = "Linear(in_features=8, out_features=8"
-    cases: list[tuple[Any, nn.Module, DeviceMesh, type[Exception], list[str]]] = [
-        (column, nn.Linear(8, 8), square, ValueError, [plain, "2 dims", "mesh['tp']"]),
-        (row, nn.Embedding(8, 8), mesh, NotImplementedError, ["Embedding(8, 8)", "torch's styles"]),
-        (row, Special(8, 8), mesh, NotImplementedError, ["Special(in_features=8"]),
-        (column, done, mesh, ValueError, ["_ColwiseLinear(in_features=8", "DTensor"]),
-        (row, integers, mesh, NotImplementedError, [plain, "weight", "int8"]),
-        (row, wrapped, mesh, NotImplementedError, [plain, "weight is a TwoTensor"]),
-        (column, nn.Linear(8, 1), mesh, ValueError, ["out_features 1", "2 ranks is [1, 0]"]),
-        (row, nn.Linear(1, 8), mesh, ValueError, ["in_features 1", "2 ranks is [1, 0]"]),
-        (double, nn.Linear(8, 8), mesh, TypeError, [plain, "one placement"]),
-        (row, own, mesh, ValueError, ["weight is a DTensor", "before fully_shard"]),
-    ]
-    for style, module, on, kind, words in cases:
-        try:
-            parallelize_module(module, on, style)
-        except kind as error:
-            missing = [word for word in words if word not in str(error)]
-            failures += [f"{style} of {module}: {error}: no {missing}"] if missing else []
-        else:
-            failures.append(f"{style} of {module} was accepted")
     outside = parallelize_module(
         nn.Linear(8, 8), mesh, FusedColwiseParallel(input_layouts=Shard(3))
     )
-    try:
-        outside(torch.ones(2, 8))
-    except ValueError as error:
-        if f"{plain}, bias=True): Shard(dim=3) is out of range" not in str(error):
-            failures.append(str(error))
-    else:
-        failures.append("Shard(3) of two dims was accepted")
-    return failures
 
+    def attempt(style: Any, module: nn.Module, on: DeviceMesh = mesh) -> Callable[[], Any]:
+        return lambda: parallelize_module(module, on, style)
 
-JOBS = {layouts_job: 2, uneven_job: 3, unfused_job: 2, refusals_job: 2}  # and the world
-
-
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-def test_the_styles(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(f for rank in ranks(JOBS[job]).run(job, timeout=120) for f in rank)
+    plain = "Linear(in_features=8, out_features=8, bias=True)"
+    return unlike(
+        {
+            f"{plain}: the mesh has 2 dims ('dp', 'tp')": attempt(column, nn.Linear(8, 8), square),
+            "Embedding; for nn.Embedding use torch's styles": attempt(row, nn.Embedding(8, 8)),
+            "NotImplementedError: FusedRowwiseParallel of Special(": attempt(row, Special(8, 8)),
+            "of _ColwiseLinear(in_features=8": attempt(column, done),
+            f"{plain}: its weight is a Tensor of int8": attempt(row, integers),
+            f"{plain}: its weight is a TwoTensor": attempt(row, wrapped),
+            "out_features 1 over 2 ranks is [1, 0]": attempt(column, nn.Linear(8, 1)),
+            "in_features 1 over 2 ranks is [1, 0]": attempt(row, nn.Linear(1, 8)),
+            f"{plain}: input_layouts must be one placement": attempt(double, nn.Linear(8, 8)),
+            "already; apply only one style, before fully_shard": attempt(row, own),
+            f"{plain}: Shard(dim=3) is out of range": lambda: outside(torch.ones(2, 8)),
+        }
+    )
 
 
 STYLES: dict[str, Any] = {
@@ -229,34 +194,31 @@ STYLES: dict[str, Any] = {
 }
 
 
-def measured_job(op: str, ms: dict[str, float] | None, width: int) -> str:
-    """What a Linear(24, 40) becomes on a mesh of GPUs, for which one of CPUs is taken, with times
-    for rows of that width."""
-    world, mesh, linear = dist.get_world_size(), _mesh(), nn.Linear(24, 40)
-    group = groups.get(mesh.get_group().group_name)
-    group.measured.tables.pop("cuda", None)
-    if ms is not None:
-        shape = (64, 40, width) if op == "all_gather_matmul" else (64, width, 24)
-        spec = Spec(op, shape, torch.float32)
-        key = spec.problem(world, "cuda").tuning_key
-        assert key is not None
-        one = Measurement(*key, other=spec.other, ms=ms, date="2026-11-22")
-        group.measured.tables["cuda"] = Table((one,))
-    with mock.patch.object(styles, "_has_gpus", lambda mesh: True):
-        parallelize_module(linear, mesh, STYLES[op]())
-    group.measured.tables.pop("cuda", None)
-    return type(linear).__name__
-
-
 @pytest.mark.parametrize("op", STYLES)
-def test_torchs_style_stays_unless_the_op_is_faster(ranks: RanksFixture, op: str) -> None:
-    width = 24 if op == "all_gather_matmul" else 40
+@on_ranks(2)
+def test_torchs_style_stays_unless_the_op_is_faster(op: str) -> None:
+    """A Linear(24, 40) on a mesh of GPUs, for which one of CPUs is taken, with times for rows of
+    some width."""
+    world, mesh = dist.get_world_size(), _mesh()
+    tables = groups.get(mesh.get_group().group_name).measured.tables
+    gathers = op == "all_gather_matmul"
+    width, fused = (24, "_ColwiseLinear") if gathers else (40, "_RowwiseLinear")
     fast, slow = {"unfused": 2.0, "direct": 1.0}, {"unfused": 1.0, "direct": 2.0}
-    fused = "_ColwiseLinear" if op == "all_gather_matmul" else "_RowwiseLinear"
     for ms, at, name in (
         (None, width, "Linear"),
         (slow, width, "Linear"),
         (fast, width, fused),
         (fast, width + 8, "Linear"),
     ):
-        assert ranks(2).run(measured_job, op, ms, at) == [name] * 2, (ms, at)
+        tables.pop("cuda", None)
+        if ms is not None:
+            spec = Spec(op, (64, 40, at) if gathers else (64, at, 24), torch.float32)
+            key = spec.problem(world, "cuda").tuning_key
+            assert key is not None
+            one = Measurement(*key, other=spec.other, ms=ms, date="2026-11-22")
+            tables["cuda"] = Table((one,))
+        linear = nn.Linear(24, 40)
+        with mock.patch.object(styles, "_has_gpus", lambda mesh: True):
+            parallelize_module(linear, mesh, STYLES[op]())
+        tables.pop("cuda", None)
+        assert type(linear).__name__ == name, (ms, at)

@@ -25,9 +25,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.support.cases import RanksFixture
 from tests.support.compiled import graph_runner
-from tests.support.ranked import report
+from tests.support.ranked import on_ranks
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
 
 BATCH, TOKENS, WIDTH, HIDDEN = 4, 12, 8, 12
@@ -103,7 +102,8 @@ def _differences(model: nn.Module, whole: nn.Module) -> list[str]:
     return failures
 
 
-def mixed_job() -> list[str]:
+@on_ranks(2)
+def test_among_torchs_styles() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     whole, model = _models(mesh)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (whole, model)]
@@ -122,11 +122,9 @@ def mixed_job() -> list[str]:
     return failures
 
 
-def test_among_torchs_styles(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(mixed_job, timeout=120) for f in rank)
-
-
-def compiled_job() -> list[str]:
+@pytest.mark.slow
+@on_ranks(2, timeout=250)
+def test_compiled() -> list[str]:
     """One graph, which contains the ops. The second size makes it dynamic; later ones do not
     compile again."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -152,12 +150,9 @@ def compiled_job() -> list[str]:
     return failures
 
 
-@pytest.mark.slow
-def test_compiled(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(compiled_job, timeout=250) for f in rank)
-
-
-def mesh_job(folder: str) -> list[str]:
+@pytest.mark.thorough
+@on_ranks(4, timeout=200)
+def test_with_fsdp_on_a_mesh(tmp_path: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, model = _models(mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -170,16 +165,11 @@ def mesh_job(folder: str) -> list[str]:
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(3)
-    dcp.save(dcp_state.get_model_state_dict(model), checkpoint_id=folder)
+    dcp.save(dcp_state.get_model_state_dict(model), checkpoint_id=tmp_path)
     fresh = {name: torch.zeros_like(value) for name, value in whole.state_dict().items()}
-    dcp.load(fresh, checkpoint_id=folder)
+    dcp.load(fresh, checkpoint_id=tmp_path)
     for name, value in whole.state_dict().items():
         if not torch.equal(fresh[name], 3 * value):
             failures.append(f"the checkpoint's {name} differs")
     dist.barrier()
     return failures
-
-
-@pytest.mark.thorough
-def test_with_fsdp_on_a_mesh(ranks: RanksFixture, tmp_path: Path) -> None:
-    report(f for rank in ranks(4).run(mesh_job, str(tmp_path), timeout=200) for f in rank)

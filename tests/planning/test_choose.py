@@ -151,13 +151,10 @@ def test_a_gather_of_k_is_never_split() -> None:
             choose(along_k, Means(shared_memory=True), requested=way)
 
 
-def test_where_there_is_no_all_to_all() -> None:
+def test_what_is_refused() -> None:
     for device, shared, requested in [("cpu", False, "hierarchical"), ("cuda", True, "direct")]:
         with pytest.raises(NotImplementedError, match=f"is not implemented on {device} tensors"):
             choose(problem("all_to_all", device=device), Means(shared), requested=requested)
-
-
-def test_an_unknown_algorithm_is_refused() -> None:
     for name in ("tree", "Direct", "", "auto "):
         with pytest.raises(ValueError, match=f"'{name}'; there are auto, unfused, ring, direct"):
             choose(problem("all_gather"), Means(shared_memory=True), requested=name)
@@ -256,18 +253,17 @@ def test_the_kind_of_cpu_decides_how_many_rows_are_many(
 
 
 def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> None:
-    """Blocks before the split dim are separate products."""
-    behind = problem("all_gather_matmul", shape=(8, PIPELINE_MIN_ROWS // 2, 512), sizes=(2,) * 4)
-    before = problem("all_gather_matmul", shape=(PIPELINE_MIN_ROWS, 8, 512), dim=1, sizes=(2,) * 4)
-    assert choose(behind, Means(shared_memory=True)).algorithm == "pipelined"
-    assert choose(before, Means(shared_memory=True)).algorithm == "direct"
-
-
-def test_columns_are_split_if_there_are_many_rows() -> None:
-    sizes = (128,) * 4
-    for rows, algorithm in [(PIPELINE_MIN_ROWS, "pipelined"), (PIPELINE_MIN_ROWS - 1, "direct")]:
-        columns = problem("matmul_reduce_scatter", shape=(rows, 512), dim=1, sizes=sizes)
-        assert choose(columns, Means(shared_memory=True)).algorithm == algorithm
+    """Blocks before the split dim are separate products. Columns are split if there are many
+    rows."""
+    many = PIPELINE_MIN_ROWS
+    for op, shape, dim, size, algorithm in [
+        ("all_gather_matmul", (8, many // 2, 512), 0, 2, "pipelined"),
+        ("all_gather_matmul", (many, 8, 512), 1, 2, "direct"),
+        ("matmul_reduce_scatter", (many, 512), 1, 128, "pipelined"),
+        ("matmul_reduce_scatter", (many - 1, 512), 1, 128, "direct"),
+    ]:
+        one = problem(op, shape=shape, dim=dim, sizes=(size,) * 4)
+        assert choose(one, Means(shared_memory=True)).algorithm == algorithm, shape
 
 
 def test_before_an_all_reduce_some_cpus_do_not_split() -> None:

@@ -57,9 +57,10 @@ def test_a_table_comes_back(cache: Path) -> None:
         assert store.update(MACHINE, *TABLE.measurements) == (cache, TABLE)
         assert store.load_or_warn(MACHINE) == TABLE
     assert [file.name for file in cache.parent.iterdir()] == [cache.name]
-    newer = measured(spec(64), unfused=0.5, direct=1.0)
-    assert len(TABLE.extended([newer]).measurements) == 2
-    assert plan(spec(64), *TABLE.extended([newer]).measurements).algorithm == "unfused"
+    newer = measured(spec(64), unfused=0.5, direct=1.0)  # of the same case
+    assert store.update(MACHINE, newer)[1].measurements == (CUT, newer)
+    assert store.load_or_warn(MACHINE).measurements == (CUT, newer)
+    assert plan(spec(64), CUT, newer).algorithm == "unfused"
 
 
 def test_each_machine_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,16 +194,6 @@ def test_updates_of_two_processes_are_all_kept(ranks: RanksFixture, cache: Path)
     assert kept == {(1 + i, 512 * n) for i in range(UPDATES) for n in (1, 2)}
 
 
-def test_an_update_replaces_the_same_case(cache: Path) -> None:
-    one, other = measured(spec(1), direct=1.0), measured(spec(2), direct=1.0)
-    path, table = store.update(MACHINE, one, other)
-    assert path == store.path_for(MACHINE)
-    assert table.measurements == (one, other)
-    newer = replace(one, ms={"direct": 2.0})
-    assert store.update(MACHINE, newer)[1].measurements == (other, newer)
-    assert store.load_or_warn(MACHINE).measurements == (other, newer)
-
-
 def test_a_lock_that_is_never_given_back_is_an_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,17 +254,16 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(cache: Path) -> None:
 # On ranks.
 
 
-def problem_of_call(spec: Spec) -> Any:
-    """The problem that the op itself plans."""
-    group = groups.get("0" if dist.group.WORLD is None else dist.group.WORLD.group_name)
-    group.forget_calls()
-    run_tpkernels(random_case(spec))
-    (call,) = group.planned_calls()
-    return call.problem
-
-
 def problems_of_calls(specs: list[Spec]) -> list[Any]:
-    return [problem_of_call(spec) for spec in specs]
+    """The problems that the ops themselves plan."""
+    assert dist.group.WORLD is not None
+    group, problems = groups.get(dist.group.WORLD.group_name), []
+    for one in specs:
+        group.forget_calls()
+        run_tpkernels(random_case(one))
+        (call,) = group.planned_calls()
+        problems.append(call.problem)
+    return problems
 
 
 def test_what_is_tuned_is_what_is_called(ranks: RanksFixture) -> None:
@@ -349,12 +339,12 @@ def test_others_find_at_once_that_rank_0_left(what: str) -> None:
     assert what == "killed" or outcomes[0].value.error == "PermissionError"
 
 
-def test_without_shared_memory_a_warning_comes_after_the_call(ranks: RanksFixture) -> None:
-    assert ranks(2).run(table_apart) == ["RuntimeWarning", ""]
-
-
 def table_apart() -> str:
     with mock.patch.object(store, "load", lambda machine: (Table(), "is ignored")), apart():
         group = faults.new_group()
         warnings.simplefilter("error")
         return faults.ending_of(lambda: faults.run_op("all_gather", group)).error
+
+
+def test_without_shared_memory_a_warning_comes_after_the_call(ranks: RanksFixture) -> None:
+    assert ranks(2).run(table_apart) == ["RuntimeWarning", ""]

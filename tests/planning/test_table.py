@@ -71,22 +71,27 @@ def test_cases_of_one_problem_are_weighed_together() -> None:
     assert plan(spec(64, n=512), slower, wide).algorithm == "unfused"
 
 
-def test_between_two_extents_the_winner_of_both_is_taken() -> None:
+def test_other_extents_than_the_measured_ones() -> None:
+    """Between two, the winner of both is taken, else that of the nearer one; beyond the last, that
+    one's; where it is near."""
     few = measured(spec(16), unfused=1.0, direct=0.5, pipelined=0.51)
     many = measured(spec(1024), unfused=9.0, direct=8.0, pipelined=5.0)
     chosen = plan(spec(600), few, many)
     assert chosen.algorithm == "pipelined"
     assert chosen.reason == "tuned: as fast as any at 16 and at 1024 rows"
-
-
-def test_beyond_the_measured_extents_the_last_counts_where_it_is_near() -> None:
     few = measured(spec(400), unfused=1.0, direct=0.5, pipelined=0.6)
     many = measured(spec(4000), unfused=9.0, direct=8.0, pipelined=5.0)
-    for m, end, winner in [(268, 400, "direct"), (6000, 4000, "pipelined")]:
+    for m, end, winner in [
+        (268, 400, "direct"),
+        (512, 400, "direct"),
+        (800, 400, "direct"),
+        (2000, 4000, "pipelined"),
+        (6000, 4000, "pipelined"),
+    ]:
         chosen = plan(spec(m), few, many)
         assert (chosen.algorithm, chosen.reason) == (winner, f"tuned: as at {end} rows")
-    for m in (266, 6002):
-        assert plan(spec(m), few, many) == plan(spec(m))
+    for m in (266, 802, 1998, 6002):
+        assert plan(spec(m), few, many) == plan(spec(m)), "too far from both"
 
 
 def test_nearly_the_same_number_of_rows_is_not_tried_again() -> None:
@@ -96,16 +101,6 @@ def test_nearly_the_same_number_of_rows_is_not_tried_again() -> None:
     for m, tried in {266: True, 268: False, 400: False, 600: False, 602: True}.items():
         assert is_eligible(spec(m).problem(2), True, table) == tried
     assert is_eligible(replace(spec(400).problem(2), dtype=torch.float32), True, table)
-
-
-def test_between_two_extents_with_different_winners_the_nearer_one_counts() -> None:
-    few = measured(spec(400), unfused=1.0, direct=0.5, pipelined=0.6)
-    many = measured(spec(4000), unfused=9.0, direct=8.0, pipelined=5.0)
-    for m, end, winner in [(512, 400, "direct"), (800, 400, "direct"), (2000, 4000, "pipelined")]:
-        chosen = plan(spec(m), few, many)
-        assert (chosen.algorithm, chosen.reason) == (winner, f"tuned: as at {end} rows")
-    for m in (802, 1998):
-        assert plan(spec(m), few, many) == plan(spec(m)), "too far from both"
 
 
 def test_kernels_are_cut_as_was_measured_best() -> None:
@@ -135,6 +130,8 @@ def test_kernels_are_cut_as_was_measured_best() -> None:
 def test_only_the_same_kind_of_problem_counts() -> None:
     one = measured(spec(512), unfused=1.0, direct=9.0, pipelined=9.0)
     assert plan(spec(512), one).algorithm == "unfused"
+    asked = choose(spec(512).problem(2), Means(True), requested="pipelined", tuned=Table((one,)))
+    assert (asked.algorithm, asked.reason) == ("pipelined", "asked for")
     changes: list[dict[str, Any]] = [
         {"dtype": torch.float32},
         {"shape": (512, 1024)},
@@ -152,13 +149,6 @@ def test_only_the_same_kind_of_problem_counts() -> None:
     ]
     for change in same:
         assert plan(spec(512), one, **change).reason.startswith("tuned"), change
-
-
-def test_an_algorithm_asked_for_is_what_runs() -> None:
-    one = Table((measured(spec(64), unfused=1.0, direct=2.0),))
-    problem = spec(64).problem(2)
-    asked = choose(problem, Means(shared_memory=True), requested="pipelined", tuned=one)
-    assert (asked.algorithm, asked.reason) == ("pipelined", "asked for")
 
 
 def test_times_hold_for_the_numerics_that_they_were_measured_with() -> None:

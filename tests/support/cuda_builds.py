@@ -72,12 +72,6 @@ RECORD = _NO_ACCESS.join(
 )
 
 
-@functools.cache
-def calls_of(ptx: str) -> dict[str, str]:
-    """The PTX of each kernel without the records of failures."""
-    return {name: re.sub(RECORD, "record", text) for name, text in kernels_of(ptx).items()}
-
-
 def sass_of(image: bytes, arch: str) -> dict[str, str]:
     """The machine code of each kernel for an architecture."""
     parts = re.split(r"Function : (\w+)", dump(image, "-sass", "-arch", arch))

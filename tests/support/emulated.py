@@ -11,13 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import importlib
 import inspect
-import os
-import shlex
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.support.cxx import compiled
 from tests.support.paths import NATIVE, ROOT
 from tpkernels import _C, groups
 from tpkernels.algorithms.reduction import Reduction
@@ -44,27 +40,10 @@ F32, F16, BF16 = DTYPES = torch.float32, torch.float16, torch.bfloat16
 TEARINGS = ("between words", "one flag per line", "torn words", "torn lines", "lines that stay")
 
 
-def compiler() -> list[str]:
-    """The C++ compiler; skips where there is none."""
-    command = shlex.split(os.environ.get("CXX") or "g++")
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"no C++ compiler: {command[0]}")
-    return command
-
-
 def build(folder: Path, source: str, *flags: str) -> Path:
-    """Compiles ``source`` of the emulation, unless the folder has the result already."""
-    command = [*compiler(), *FLAGS, *flags, str(EMULATED / source)]
-    state = hashlib.sha256(" ".join(command).encode())
-    for path in sorted([*(ROOT / "csrc" / "cuda").glob("*"), *EMULATED.rglob("*.*")]):
-        state.update(path.read_bytes())
-    target = folder / state.hexdigest()[:16] / SONAME
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, "-o", str(unfinished)], check=True)
-        unfinished.rename(target)
-    return target
+    """Compile ``source`` of the emulation."""
+    headers = [*(ROOT / "csrc" / "cuda").glob("*"), *EMULATED.rglob("*.*")]
+    return compiled(folder, SONAME, [*FLAGS, *flags, EMULATED / source], headers)
 
 
 def build_driver(folder: Path) -> Path:

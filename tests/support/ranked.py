@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -275,6 +277,43 @@ def messages_of(attempts: Iterable[Callable[[], Any]], kind: Any = Exception) ->
         except kind as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages
+
+
+def unlike(attempts: Mapping[str, Callable[[], Any]], kind: Any = Exception) -> list[str]:
+    """The messages of attempts that lack the text under which each stands; "nothing" is said where
+    one raises nothing."""
+    pairs = zip(attempts, messages_of(attempts.values(), kind), strict=True)
+    return [f"{message!r} lacks {text!r}" for text, message in pairs if text not in message]
+
+
+def on_ranks(
+    world: int | None = None, timeout: float = 120.0, fixture: str = "ranks"
+) -> Callable[[Any], Any]:
+    """Make a test of a function that runs on every rank and returns what is wrong there, as texts,
+    or None. Its parameters are the test's. Without ``world``, a parameter of the test of that name
+    says on how many ranks."""
+
+    def decorate(job: Callable[..., list[str] | None]) -> Callable[..., None]:
+        def test(**values: Any) -> None:
+            ranks, count = values.pop(fixture), world or values.pop("world")
+            job_of = (job.__module__, job.__name__, values)
+            results = ranks(count).run(_run_job, *job_of, timeout=timeout)
+            report(failure for failures in results for failure in failures or ())
+
+        names = [fixture, *(["world"] if world is None else []), *inspect.signature(job).parameters]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
+        test.job = job  # type: ignore[attr-defined]
+        test.__name__, test.__qualname__, test.__doc__ = job.__name__, job.__name__, job.__doc__
+        test.__module__ = job.__module__
+        return test
+
+    return decorate
+
+
+def _run_job(module: str, name: str, values: dict[str, Any]) -> list[str] | None:
+    failures: list[str] | None = getattr(importlib.import_module(module), name).job(**values)
+    return failures
 
 
 def run_each(

@@ -28,7 +28,7 @@ from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import pretending
 from tests.support.ranked import apart, fresh_group, report
-from tests.support.tiers import covering
+from tests.support.tiers import covering, thorough
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import OPS
@@ -80,51 +80,47 @@ def test_the_fastest_is_known_after_one_call(
     report(f for rank in ranks(WORLD).run(winner_job, op, fast, always) for f in rank)
 
 
-def slow_rank_job() -> tuple[str, dict[str, float]]:
-    """`direct` is fast on all ranks but one."""
+def slow_rank_job() -> list[str]:
+    """The slowest rank decides: `direct` is fast on all ranks but one."""
     seconds = dict.fromkeys(WAYS, 0.02) | {"direct": 0.06 if dist.get_rank() == 1 else 0.01}
     with fresh_group() as group, watched(seconds), tpkernels.autotune(group):
         call(OP, group)
         (measured,) = own(group).measured.tables["cpu"].measurements
-        return plan_of(group).algorithm, dict(measured.ms)
+        found = [plan_of(group).algorithm, *sorted(measured.ms.items())]
+        everyone: list[Any] = [None] * WORLD
+        dist.all_gather_object(everyone, found)
+    alike = everyone == [found] * WORLD and measured.ms["direct"] > measured.ms["unfused"]
+    return [] if alike and found[0] != "direct" else [f"{everyone}"]
 
 
-def test_the_slowest_rank_decides(ranks: RanksFixture) -> None:
-    told = ranks(WORLD).run(slow_rank_job)
-    assert len({name for name, _ in told}) == 1 and told[0][0] != "direct", told
-    assert all(ms == told[0][1] for _, ms in told)
-    assert told[0][1]["direct"] > told[0][1]["unfused"]
-
-
-def kinds_job() -> list[tuple[set[str], bool]]:
+def kinds_job() -> list[str]:
     """Scaled products are not split, and are tuned all the same. An even all-to-all is tuned, one
     that is not split evenly is not. What an op overwrites is overwritten once."""
-    found, rank = [], dist.get_rank()
+    failures, rank, one = [], dist.get_rank(), torch.ones([])
     with fresh_group() as group, watched() as made, tpkernels.autotune(group):
-        x = torch.ones(48, 32).to(torch.float8_e4m3fn)
-        w = torch.ones(40, 32).to(torch.float8_e4m3fn).t()
-        one = torch.ones([])
+
+        def expect(what: str, right: bool, *names: str) -> None:
+            if not right or set(made) != {*names}:
+                failures.append(f"{what}: {right}, {made}")
+            made.clear()
+
+        x, w = torch.ones(48, 32).to(torch.float8_e4m3fn), torch.ones(40, 32)
+        w = w.to(torch.float8_e4m3fn).t()
         out = tpkernels.scaled_matmul_all_reduce(x, w, one, one, group)
-        found.append((set(made), torch.equal(out, torch.full_like(out, 32 * WORLD))))
-        made.clear()
+        right = torch.equal(out, torch.full_like(out, 32 * WORLD))
+        expect("scaled", right, "unfused", "direct")
         columns = [2 + each for each in range(WORLD)]
         x = torch.full((4, sum(columns)), float(rank))
         tpkernels.all_to_all(x, group, scatter_sizes=columns)
-        once = set(made.values()) == {1}
+        expect("uneven", set(made.values()) == {1}, *made)
         out = tpkernels.all_to_all(torch.full((4, 2 * WORLD), float(rank)), group)
         right = torch.equal(out[:, 0], torch.arange(float(WORLD)).repeat_interleave(4))
-        found.append((set(made), once and right))
-        made.clear()
+        expect("exchange", right, "unfused", "ring", "direct")
         x = torch.arange(6.0) + rank
         tpkernels.all_reduce_(x, group)
-        found.append((set(made), x.tolist() == [3.0 + 3 * i for i in range(6)]))
-    return found
-
-
-def test_other_kinds_of_ops(ranks: RanksFixture) -> None:
-    ways = {"unfused", "ring", "direct"}
-    for found in ranks(WORLD).run(kinds_job):
-        assert found == [(ways - {"ring"}, True), (ways, True), (ways, True)]
+        right = x.tolist() == [3.0 + 3 * i for i in range(6)]
+        expect("overwritten", right, "unfused", "ring", "direct")
+    return failures
 
 
 def untuned_job() -> list[str]:
@@ -165,10 +161,6 @@ def untuned_job() -> list[str]:
         if sum(made.values()) < 6 or not torch.equal(got, torch.full((64,), 4.0 * WORLD)):
             failures.append(f"compiled: {made}, {got}")
     return failures
-
-
-def test_what_is_not_tuned(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(untuned_job) for f in rank)
 
 
 def limit_job() -> tuple[Counter[str], float, list[str], int]:
@@ -238,20 +230,12 @@ def test_the_times_are_saved_if_asked_for(ranks: RanksFixture, tmp_path: Path) -
 
 def apart_job() -> list[str]:
     """Ranks that share no memory have neither one clock nor a second workspace."""
-    failures = []
     slow = {"unfused": 0.02, "ring": 0.01}
     with apart(), fresh_group() as group, watched(slow) as made, tpkernels.autotune(group):
-        expected = call(OP, group, algorithm="unfused")
-        got = call(OP, group)
-        if set(made) != {"unfused", "ring"} or not torch.equal(got, expected):
-            failures.append(f"{made}")
-        if plan_of(group).algorithm != "ring":
-            failures.append(plan_of(group).reason)
-    return failures
-
-
-def test_ranks_that_share_no_memory(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(apart_job) for f in rank)
+        right = torch.equal(call(OP, group, algorithm="unfused"), call(OP, group))
+        plan = plan_of(group)
+    right = right and set(made) == {"unfused", "ring"} and plan.algorithm == "ring"
+    return [] if right else [f"{made}, {plan.reason}"]
 
 
 def cuda_job(driver: str) -> list[str]:
@@ -332,6 +316,8 @@ def threads_job() -> list[str]:
     return failures
 
 
-@pytest.mark.thorough
-def test_a_thread_that_waits_while_another_tunes(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(WORLD).run(threads_job) for failure in rank)
+@pytest.mark.parametrize(
+    "job", [slow_rank_job, kinds_job, untuned_job, apart_job, thorough(threads_job)]
+)
+def test_autotune(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
+    report(failure for rank in ranks(WORLD).run(job) for failure in rank)

@@ -54,16 +54,8 @@ _SPLITS: Mapping[str, tuple[Placement, Placement, Placement]] = MappingProxyType
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulProblem:
-    """A sharded matrix product, the same on all ranks.
-
-    Attributes:
-        m, k, n: of the whole product.
-        mesh_shape: ranks along each mesh dim.
-        x, w: placements of the operands, one for each mesh dim.
-        out: those of the result; None: any without Partial.
-        itemsize: bytes of an element.
-        partial_itemsize: of an element of the result as long as it is Partial; None: the same.
-    """
+    """A sharded matrix product, the same on all ranks: [m, k] @ [k, n] in all, with the placements
+    of x, w and the result."""
 
     m: int
     k: int
@@ -71,9 +63,9 @@ class MatmulProblem:
     mesh_shape: tuple[int, ...]
     x: Placements
     w: Placements
-    out: Placements | None
-    itemsize: int
-    partial_itemsize: int | None = None
+    out: Placements | None  #: None: any without Partial
+    itemsize: int  #: bytes of an element
+    partial_itemsize: int | None = None  #: of the result while it is Partial; None: the same
 
     def itemsize_of(self, operand: str, placements: Placements) -> int:
         """Return the bytes of an element of "x", "w" or "out" on its way from or to the product."""
@@ -94,26 +86,16 @@ class MatmulProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A change of one tensor's placement on one mesh dim.
-
-    Attributes:
-        kind: "all_gather" (Shard to Replicate), "reduce_scatter" (Partial to Shard), "all_reduce"
-            (Partial to Replicate), "all_to_all" (Shard to Shard) or "slice" (Replicate to Shard,
-            without communication).
-        operand: "x", "w" or "out".
-        mesh_dim: the mesh dim whose ranks take part.
-        tensor_dim: the dim that is gathered, scattered or sliced; None for an all-reduce. Of an
-            all-to-all the dim that is gathered, and ``scatter_dim`` the other one.
-        nbytes: received by all ranks of the mesh together. An all-reduce counts as a
-            reduce-scatter and an all-gather.
-    """
+    """A change of one tensor's placement on one mesh dim: "all_gather" (Shard to Replicate),
+    "reduce_scatter" (Partial to Shard), "all_reduce" (Partial to Replicate), "all_to_all" (Shard to
+    Shard) or "slice" (Replicate to Shard, without communication)."""
 
     kind: str
-    operand: str
-    mesh_dim: int
-    tensor_dim: int | None
-    nbytes: int = 0
-    scatter_dim: int | None = None
+    operand: str  #: "x", "w" or "out"
+    mesh_dim: int  #: whose ranks take part
+    tensor_dim: int | None  #: that is gathered, scattered or sliced; None for an all-reduce
+    nbytes: int = 0  #: received by all ranks of the mesh; an all-reduce counts twice
+    scatter_dim: int | None = None  #: of an all-to-all, which gathers ``tensor_dim``
 
     @property
     def communicates(self) -> bool:
@@ -146,28 +128,18 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulPlan:
-    """One way to compute a `MatmulProblem`.
-
-    Attributes:
-        strategy: what each mesh dim splits: "M", "N", "K"; "none": its ranks all compute the same;
-            "sum_x", "sum_w": each multiplies its addend of the Partial x or w.
-        before: steps on x and w before the product.
-        fused: the step that is one op with the product, or None.
-        after: steps on the result.
-        x, w: placements of the operands of the local product, a ``fused`` gather included.
-        product: placements of its result, a ``fused`` reduction included.
-        out: placements of the result.
-        nbytes: received by all ranks of the mesh together.
-        flops: of all ranks of the mesh together.
-    """
+    """One way to compute a `MatmulProblem`. ``strategy`` is what each mesh dim splits: "M", "N",
+    "K"; "none": its ranks all compute the same; "sum_x", "sum_w": each multiplies its addend of the
+    Partial x or w. ``nbytes`` are those that all ranks of the mesh receive, ``flops`` those of
+    all."""
 
     strategy: str
-    before: tuple[Step, ...]
-    fused: Step | None
-    after: tuple[Step, ...]
-    x: Placements
+    before: tuple[Step, ...]  #: on x and w
+    fused: Step | None  #: that is one op with the product
+    after: tuple[Step, ...]  #: on the result
+    x: Placements  #: of the local product's operands, after a ``fused`` gather
     w: Placements
-    product: Placements
+    product: Placements  #: of its result, after a ``fused`` reduction
     out: Placements
     nbytes: int
     flops: int
@@ -347,19 +319,12 @@ def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a plan costs the rank with the largest shards.
-
-    Attributes:
-        seconds: from begin to end.
-        product: of these, the local product alone.
-        communication: seconds of all collectives alone.
-        memory: peak bytes of operands, temporaries and results.
-    """
+    """What a plan costs the rank with the largest shards."""
 
     seconds: float
-    product: float
-    communication: float
-    memory: int
+    product: float  #: of these, the local product alone
+    communication: float  #: seconds of all collectives alone
+    memory: int  #: peak bytes of operands, temporaries and results
 
     @property
     def exposed(self) -> float:

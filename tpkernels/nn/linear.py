@@ -66,11 +66,8 @@ class ParallelLinear(ShardedModule):
     def from_linear(cls, linear: nn.Linear, group: GroupLike, **options: Any) -> Self:
         """Make a layer with copies of this rank's shards of ``linear``'s parameters. Features,
         bias, device and dtype are those of ``linear``; ``options`` are the constructor's others.
-
-        Raises:
-            TypeError: ``linear`` is not a plain ``nn.Linear``.
-            NotImplementedError: its weight is quantised or distributed.
-        """
+        Raise TypeError if ``linear`` is not a plain ``nn.Linear``, NotImplementedError if its
+        weight is quantised or distributed."""
         check_linear(linear, "linear")
         layer = cls(
             linear.in_features,
@@ -191,19 +188,17 @@ class ColumnParallelLinear(ParallelLinear):
 
     Args:
         in_features, out_features: of the unsharded layer.
-        group: see `tpkernels.nn`, as for the options not listed here.
+        group, options: see `tpkernels.nn`.
         bias: whether there is a bias; split as the output features are.
         gather_output: every rank gets all output features instead of its own. All ranks must then
             use them in the same way.
         out_sizes: output features of each rank; by default balanced (`tpkernels.shard_sizes`).
+            ValueError if they do not fit.
         stand_in: number of zero features that a rank without any features returns.
         sequence_parallel: the input is this rank's rows of the sequence, and the output has all
             rows. By default all ranks pass the same input, and its gradient is summed over them.
 
     ``weight`` is [out_features of this rank, in_features].
-
-    Raises:
-        ValueError: ``out_sizes`` do not fit the group or ``out_features``.
     """
 
     _split_dim: ClassVar[int] = 0
@@ -259,15 +254,8 @@ def column_parallel(
 ) -> list[torch.Tensor]:
     """Apply several column-parallel layers to the same input [..., in_features], as one operation:
     with sequence parallelism they share one all-gather, without it one all-reduce of the input's
-    gradient. Return the output of each layer, in order.
-
-    Args:
-        shard_sizes: rows of each rank along ``sequence_dim``, unless they are all equal.
-        sequence_parallel: for this call; by default the layers'.
-
-    Raises:
-        ValueError: the layers differ in group or sequence parallelism.
-    """
+    gradient. Return the output of each layer, in order. Raise ValueError if the layers differ in
+    group or sequence parallelism. ``sequence_parallel`` is by default the layers'."""
     # Function calls are saved here, since each takes about 1 % of a small layer's time: the ops are
     # called directly, and `_operands` and `_finish` only where they do something.
     first = layers[0]
@@ -308,17 +296,15 @@ class RowParallelLinear(ParallelLinear):
 
     Args:
         in_features, out_features: of the unsharded layer.
-        group: see `tpkernels.nn`, as for the options not listed here.
+        group, options: see `tpkernels.nn`.
         bias: whether there is a bias. Every rank has all of it, and its whole gradient; it is added
             once, after the sum. Without the same random state on all ranks, their biases differ.
         in_sizes: input features of each rank; by default balanced (`tpkernels.shard_sizes`).
+            ValueError if they do not fit.
         sequence_parallel: the output is this rank's rows of the sequence. By default all ranks get
             all rows.
 
     ``weight`` is [out_features, in_features of this rank].
-
-    Raises:
-        ValueError: ``in_sizes`` do not fit the group or ``in_features``.
     """
 
     _split_dim: ClassVar[int] = 1
@@ -345,11 +331,8 @@ class RowParallelLinear(ParallelLinear):
         sequence_parallel: bool | None = None,
     ) -> torch.Tensor:
         """Map x [..., in_features of this rank] to [..., out_features], all rows or this rank's.
-
-        Args:
-            residual: of the output's shape, added after the bias; the output gets its dtype.
-            sequence_parallel: for this call; by default the layer's.
-        """
+        ``residual``, of that shape, is added after the bias; the output gets its dtype.
+        ``sequence_parallel`` is by default the layer's."""
         rows_split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         w = self._operand(x)
         if self.empty:  # The ops need K >= 1: one zero feature, as in ColumnParallelLinear._zeros.
@@ -368,14 +351,9 @@ def row_parallel(
     residual: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return ``sum_r(x_r @ w_r) + bias + residual``, in the residual's dtype if there is one: under
-    autocast an fp32 residual stream stays fp32.
-
-    Args:
-        x, w: this rank's [..., K] and [K, N], plain or packed.
-        scatter_dim: the dim along which each rank gets its shard; None: all ranks get all of it.
-        shard_sizes: rows of each rank along that dim, unless they are all equal.
-    """
+    """Return ``sum_r(x_r @ w_r) + bias + residual``, or this rank's shard of it along
+    ``scatter_dim``, in the residual's dtype if there is one: under autocast an fp32 residual stream
+    stays fp32. ``w`` [K, N] may be packed."""
     # The ops are called directly, for the reason given in `column_parallel`.
     out_dtype = None if residual is None else residual.dtype
     y: torch.Tensor
@@ -453,13 +431,8 @@ class MergedColumnParallelLinear(_SharedInputLinears):
         cls, linears: Mapping[str, nn.Linear], group: GroupLike, **options: Any
     ) -> Self:
         """Make the layers with copies of this rank's shards of ``linears``, each with a bias if its
-        linear has one.
-
-        Raises:
-            TypeError: a layer is not a plain ``nn.Linear``.
-            NotImplementedError: a weight is quantised or distributed.
-            ValueError: the layers have different input features.
-        """
+        linear has one. Raise TypeError if one is not a plain ``nn.Linear``, NotImplementedError if
+        a weight is quantised or distributed, ValueError if the input features differ."""
         widths = {name: check_linear(ln, name).out_features for name, ln in linears.items()}
         return cls._from(linears, widths, group, **options)
 

@@ -35,8 +35,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_embedding(module: nn.Module, name: str) -> nn.Embedding:
-    """Return ``module`` if it is a plain ``nn.Embedding`` whose weight is neither quantised nor
-    distributed."""
+    """Return ``module``, or raise if it cannot be split like an ``nn.Embedding``."""
     if type(module) is not nn.Embedding:
         raise TypeError(
             f"{name} is a {type(module).__module__}.{type(module).__qualname__}, not an "
@@ -72,13 +71,11 @@ class VocabParallelEmbedding(ShardedModule):
     Args:
         num_embeddings, embedding_dim: of the unsharded embedding.
         group, options: see `tpkernels.nn`.
-        padding_idx: an id whose vector is zero at first and gets no gradient.
+        padding_idx: an id whose vector is zero at first and gets no gradient; ValueError if it is
+            outside the vocabulary.
         sequence_parallel: each rank gets its rows of the sequence, by default all rows.
 
     ``weight`` is [ids of this rank, embedding_dim], split as `tpkernels.shard_sizes` does.
-
-    Raises:
-        ValueError: ``padding_idx`` is outside the vocabulary.
     """
 
     weight: nn.Parameter

@@ -37,18 +37,16 @@ def parallelize(
     Mistral, Qwen2 and Qwen3, with any head or as the base model alone. Their modules become layers
     of `tpkernels.nn`. Heads, MLP features, tokens and vocabulary need not divide by the ranks.
 
-    The model is called as before, with the same input on all ranks. All ranks get the same result:
-    whole logits, ``last_hidden_state`` and loss, and the gradients of the unsharded model.
-    ``generate`` works; each rank caches the keys and values of its heads, and sampling needs the
-    same random state on all ranks. ``output_hidden_states`` and ``output_attentions`` give each
-    rank its shard. Dropout of attention weights is drawn by each rank for its heads.
+    The model is called as before, with the same input on all ranks. All ranks get whole logits,
+    ``last_hidden_state`` and loss, and the gradients of the unsharded model. ``generate`` works;
+    sampling needs the same random state on all ranks. ``output_hidden_states`` and
+    ``output_attentions`` give each rank its shard. Each rank draws the dropout of its heads.
 
-    ``model.save_pretrained(folder)`` writes the unsharded model for ``from_pretrained``. It takes
-    transformers' arguments, and all ranks call it. Rank 0 of the mesh gathers the weights and
-    writes them, unless it is passed ``is_main_process=False``; with several replicas, pass that on
-    all but one. The other ranks return when rank 0 is done, and raise RuntimeError if it fails;
-    the model remains usable. A rank that calls it alone gets ``CollectiveTimeoutError`` after the
-    group's timeout.
+    ``model.save_pretrained(folder)``, with transformers' arguments and on all ranks, writes the
+    unsharded model. Rank 0 of the mesh gathers the weights and writes them, unless it is passed
+    ``is_main_process=False``; with several replicas, pass that on all but one. The other ranks
+    return when rank 0 is done, and raise RuntimeError if it fails; the model remains usable. A rank
+    that calls it alone gets ``CollectiveTimeoutError`` after the group's timeout.
 
     **With a plan** it applies torch's styles to any model, or to parts of one. To save such a
     model, pass ``state_dict=`` as ``torch.distributed.checkpoint.state_dict`` gathers it.
@@ -61,16 +59,13 @@ def parallelize(
         plan: ``ParallelStyle`` objects by module name, which may have wildcards, as
             ``torch.distributed.tensor.parallel.parallelize_module`` takes them.
         sequence_parallel: without a plan, whether each rank has only its rows of the sequence
-            between the matmuls. The norms are then split too, and each matmul overlaps with its
-            collective. For generation token by token, False saves one collective per matmul.
-            "prefill" does both: it splits sequences of 16 tokens a rank and more, and no shorter
-            ones. None means True, unless ``ffn_only`` is set.
-        ffn_only: without a plan, whether only the feed-forward layers are split. Embedding,
-            attention and head are then computed by every rank in full, and there is no sequence
-            parallelism.
+            between the matmuls, so that each overlaps with its collective. For generation token by
+            token, False saves one collective per matmul. "prefill" does both: it splits sequences
+            of 16 tokens a rank and more. None means True, unless ``ffn_only`` is set.
+        ffn_only: without a plan, whether only the feed-forward layers are split. Every rank then
+            computes the rest in full, without sequence parallelism.
         pack: without a plan, whether the weights are packed for inference on CPUs, as
-            `tpkernels.nn.pack_` does; the plain ones are kept. To drop them, call
-            ``tpkernels.nn.pack_(model, drop=True)`` instead. The model is then called under
+            `tpkernels.nn.pack_` does without ``drop``. The model is then called under
             ``torch.no_grad()`` or ``torch.inference_mode()``.
 
     Raises:

@@ -180,11 +180,8 @@ def from_pretrained(
     pack: bool = False,
 ) -> Any:
     """Load a causal language model of transformers, split over the ranks of ``mesh``. All ranks
-    call it.
-
-    Each rank reads its slices of the weights and nothing else: it holds its shard and a buffer of
-    some megabytes. The model is what `tpkernels.parallelize` makes, in evaluation mode, and is
-    used as described there. transformers has to be installed, with safetensors or ``gguf``:
+    call it; each reads its slices of the weights, into its shard and a buffer of some megabytes.
+    The model is what `tpkernels.parallelize` makes, in evaluation mode. Needs
     ``pip install 'tpkernels[models]'``.
 
     If it fails on one rank, it fails on all, and the group remains usable. Files may differ between
@@ -199,9 +196,6 @@ def from_pretrained(
         plan, ffn_only, sequence_parallel, pack: as `tpkernels.parallelize` takes them.
         dtype: of the parameters. None means the one that ``config.json`` names, or that of the
             weights; float32 for GGUF files.
-
-    Returns:
-        The model, a ``PreTrainedModel``.
 
     Raises:
         FileNotFoundError: a file or folder is missing.

@@ -106,14 +106,10 @@ def write_shards(
     force: bool = False,
     progress: Callable[[int], None] = lambda rank: None,
 ) -> list[Path]:
-    """Write each rank's shard to a file of its own, with an index, the configuration and the
-    tokenizer's files. `tpkernels.from_pretrained` reads the folder on any number of ranks. Needs
-    memory for one shard. Return the files with weights.
-
-    Args:
-        out: the folder; made if it is missing.
-        force: whether to replace a model that is in it.
-        progress: called with each rank before its file is written.
+    """Write each rank's shard to a file in the folder ``out``, with an index, the configuration and
+    the tokenizer's files, and return the files with weights. `tpkernels.from_pretrained` reads the
+    folder on any number of ranks. Needs memory for one shard. ``progress`` gets each rank before
+    its file is written.
 
     Raises:
         FileExistsError: there is a model in ``out``, and ``force`` is not set.

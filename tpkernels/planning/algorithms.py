@@ -82,41 +82,27 @@ def _direct_bytes(problem: Problem, workspace_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What an algorithm does and what it needs.
-
-    Attributes:
-        splits_matmul: multiplies the rows of each rank by themselves, so it cannot gather the dim
-            that the matmul sums over.
-        overlaps_matmul: has nothing to do for an op without a matmul.
-        needs_shared_memory: every rank reads or writes its peers' memory.
-        needs_nodes: is for groups that span hosts, and on CPU tensors reads or writes the memory
-            of the ranks of the same host.
-        sends: by sends and receives of the process group.
-        lacks: by device type, the collectives that it has no function for.
-        kernels: by device type, the kind of our own kernels that it launches, "Triton" or "CUDA".
-        optional_kernels: by op, kernels that it also uses on CUDA tensors where they load.
-        whole_rows: device types on which it moves whole rows, so that it can split a product's dims
-            but the last, else dim 0 only, and accumulates in float32.
-        tests_only: device types on which ``auto`` never takes it, because it runs under Triton's
-            interpreter.
-        workspace_bytes: bytes that a call on CPU tensors uses of each data buffer, given the limit;
-            with less it takes more steps.
-        step_rows: rows of each rank that fit a step of a call on CPU tensors; None: there are no
-            steps, every call fits.
-    """
+    """What an algorithm does and what it needs; sets and keys are of device types."""
 
     name: str
-    splits_matmul: bool = False
-    overlaps_matmul: bool = False
-    needs_shared_memory: bool = False
-    needs_nodes: bool = False
-    sends: bool = False
+    splits_matmul: bool = False  #: by rank, so it cannot gather the dim that the matmul sums over
+    overlaps_matmul: bool = False  #: has nothing to do for an op without a matmul
+    needs_shared_memory: bool = False  #: every rank reads or writes its peers' memory
+    needs_nodes: bool = False  #: spans hosts; on CPU tensors shares memory with those of its host
+    sends: bool = False  #: by sends and receives of the process group
+    #: The collectives that it has no function for.
     lacks: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    kernels: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, str] = field(default_factory=dict)  #: of our own: "Triton" or "CUDA"
+    #: By op, kernels that it also uses on CUDA tensors where they load.
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
+    #: Moves whole rows, so that it can split a product's dims but the last, else dim 0 only, and
+    #: accumulates in float32.
     whole_rows: frozenset[str] = frozenset()
-    tests_only: frozenset[str] = frozenset()
+    tests_only: frozenset[str] = frozenset()  #: never by ``auto``: under Triton's interpreter
+    #: Bytes that a call on CPU tensors uses of each data buffer, given the limit; with less it
+    #: takes more steps.
     workspace_bytes: Callable[[Problem, int], int] = lambda problem, limit: 0
+    #: Rows of each rank that fit a step of a call on CPU tensors; None: every call fits.
     step_rows: Callable[[Problem, int], int] | None = None
 
 

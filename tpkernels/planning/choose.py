@@ -100,21 +100,15 @@ _SUMS = {
 
 @dataclass(frozen=True)
 class Means:
-    """What a group offers its calls; the same on all ranks.
+    """What a group offers its calls; the same on all ranks."""
 
-    Attributes:
-        shared_memory: whether all ranks of the group can map each other's memory.
-        workspace_bytes: the limit of each of a rank's two data buffers, if there are any.
-        instructions: the flags of the CPU, of which `split_rule` knows some.
-        unsupported: algorithms whose kernels cannot run, each with the reason.
-        why_no_node: without shared memory, what the group lacks for `hierarchical`; None: nothing.
-    """
-
-    shared_memory: bool
-    workspace_bytes: int = defaults.WORKSPACE_BYTES
-    instructions: frozenset[str] = frozenset()
-    unsupported: Mapping[str, str] = field(default_factory=dict)
-    why_no_node: str | None = None
+    shared_memory: bool  #: all ranks of the group can map each other's memory
+    workspace_bytes: int = defaults.WORKSPACE_BYTES  #: the limit of each of two data buffers
+    instructions: frozenset[str] = (
+        frozenset()
+    )  #: flags of the CPU, of which `split_rule` knows some
+    unsupported: Mapping[str, str] = field(default_factory=dict)  #: by kernels, and why
+    why_no_node: str | None = None  #: what the group lacks for `hierarchical`; None: nothing
 
 
 def choose(

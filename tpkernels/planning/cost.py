@@ -31,27 +31,18 @@ from tpkernels.planning.problem import Problem
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call costs the rank with the most work.
+    """What a call costs the rank with the most work."""
 
-    Attributes:
-        flops: of the local matmul.
-        traffic: bytes received from peers. An all-reduce counts as a reduce-scatter and an
-            all-gather: 2 (W - 1) / W times the tensor. An all-to-all brings (W - 1) / W^2 of it.
-        touched: bytes read or written, ``traffic`` included: x, weights and results once each.
-    """
-
-    flops: int
+    flops: int  #: of the local matmul
+    #: Bytes received from peers. An all-reduce counts as a reduce-scatter and an all-gather:
+    #: 2 (W - 1) / W times the tensor. An all-to-all brings (W - 1) / W^2 of it.
     traffic: int
-    touched: int
+    touched: int  #: bytes read or written, ``traffic`` included: x, weights and results once each
 
     @classmethod
     def of(cls, problem: Problem, other: int) -> Cost:
-        """Return the cost of an evenly split ``problem``.
-
-        Args:
-            other: the extent of the matmul that is not part of the problem, over all ranks: N of a
-                column-parallel weight, K of a row-parallel one. Ignored without a matmul.
-        """
+        """Return the cost of an evenly split problem. ``other``: the extent of the matmul that is
+        not part of it, over all ranks: N of a column-parallel weight, K of a row-parallel one."""
         traffic = problem.nbytes * (problem.world - 1) // problem.world
         if problem.dim is None:
             traffic *= 2
@@ -317,105 +308,76 @@ OWN_PRODUCT = 0.9
 
 def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, float]:
     """Return the seconds of each algorithm that has something to do for a problem on GPUs of one
-    node. ``other``: the extent of the matmul that is not part of it, over all ranks."""
-    model = _GpuModel(profile, problem, ceil_div(other, problem.world))
-    seconds = {"unfused": model.unfused(), "ring": model.ring(), "direct": model.direct()}
-    if problem.spec.has_matmul:
-        seconds |= {"pipelined": model.pipelined(), "fused": model.fused()}
-    return seconds
+    node, connected all to all. ``other``: the extent of the matmul that is not part of it, over all
+    ranks."""
+    ranks, nbytes, spec, link = problem.world, problem.nbytes, problem.spec, profile.within
+    peers, passes = max(ranks - 1, 1), 2 if spec.keeps_sum else 1
+    other, multiplies = ceil_div(other, ranks), spec.has_matmul
+    # Seconds in which a rank receives what it lacks of the whole tensor, reads the partials of its
+    # rows, and, of an all-reduce, gathers the sums.
+    received = nbytes * (ranks - 1) / ranks / link.bandwidth
+    sums = 0.0 if spec.gathers else nbytes / profile.bandwidth
+    again = FENCED_HOP_S + received if spec.keeps_sum else 0.0
 
-
-class _GpuModel:
-    """Seconds of each algorithm for a call on GPUs of one kind that are connected all to all.
-
-    ``received``: in which a rank receives what it lacks of the whole tensor, once; ``sum``: in
-    which it reads the partials of its rows.
-    """
-
-    def __init__(self, profile: Profile, problem: Problem, other: int) -> None:
-        self._profile, self._problem, self._other = profile, problem, other
-        self._ranks, self._peers = problem.world, max(problem.world - 1, 1)
-        self._passes = 2 if problem.dim is None else 1
-        share = problem.nbytes * (problem.world - 1) / problem.world
-        self._received = share / profile.within.bandwidth
-        self._sum = 0.0 if problem.spec.gathers else problem.nbytes / profile.bandwidth
-        # Of an all-reduce, the gather of the sums.
-        self._again = FENCED_HOP_S + self._received if problem.dim is None else 0.0
-
-    def _product(
-        self, parts: int = 1, *, at_once: int = 1, without: int = 0, rate: float = 1.0
-    ) -> float:
+    def product(parts: int = 1, *, at_once: int = 1, without: int = 0, rate: float = 1.0) -> float:
         """Return the seconds of the local product, or of one of ``parts`` of its rows: the longer
         of its tiles, in whole waves over the multiprocessors, and of its bytes. ``at_once`` parts
         share the multiprocessors, of which ``without`` do something else; ``rate`` is relative to
         the vendor's."""
-        problem, profile = self._problem, self._profile
-        if not problem.spec.has_matmul:
+        if not multiplies:
             return 0.0
         m, width = ceil_div(problem.rows, parts), problem.shape[-1]
-        k, n = (width, self._other) if problem.spec.gathers else (self._other, width)
+        k, n = (width, other) if spec.gathers else (other, width)
         units = profile.multiprocessors - without
         waves = ceil_div(at_once * ceil_div(m, TILE[0]) * ceil_div(n, TILE[1]), units) / at_once
         flops = 2 * prod(TILE) * k * waves * profile.multiprocessors
         multiply = flops / profile.rate(problem.dtype.itemsize) / rate
-        move = (m * k + k * n + m * n) * problem.dtype.itemsize / profile.bandwidth
-        return max(multiply, move)
+        return max(multiply, (m * k + k * n + m * n) * problem.dtype.itemsize / profile.bandwidth)
 
-    def _launched_product(self) -> float:
-        return self._product() + (LAUNCH_S if self._problem.spec.has_matmul else 0.0)
-
-    def unfused(self) -> float:
-        """Add the product and NCCL's collective."""
-        travel = collective_seconds(
-            self._profile, self._problem.nbytes, self._ranks, passes=self._passes
-        )
-        return self._launched_product() + travel
-
-    def ring(self) -> float:
-        """Cut the product by ranks; the parts overlap NCCL's transfers."""
-        link, steps = self._profile.within, self._ranks - 1
-        part = self._product(self._ranks) + LAUNCH_S
-        transfer = link.call / self._peers + link.step + self._received / self._peers
-        again = (self._passes - 1) * steps * transfer
-        return part + steps * max(part, transfer) + self._sum + again
-
-    def direct(self) -> float:
-        """Add the product and one kernel: with flags in the words, twice the bytes and one hop; or
-        data, a fence and a word. A reduction reads the slots of all ranks from memory."""
-        seconds, nbytes = self._launched_product(), self._problem.nbytes
-        if self._problem.dim is None:
-            way = all_reduce_way(nbytes, self._ranks, ll128=False)
-            seconds += hop_seconds(way, nbytes, self._ranks, self._profile.within.bandwidth)
-            return seconds + (self._sum if way == "two_shot" else 0.0)
+    def direct() -> float:
+        """One kernel: with flags in the words, twice the bytes and one hop; or data, a fence and a
+        word. A reduction reads the slots of all ranks from memory."""
+        if spec.keeps_sum:
+            way = all_reduce_way(nbytes, ranks, ll128=False)
+            hops = hop_seconds(way, nbytes, ranks, link.bandwidth)
+            return hops + (sums if way == "two_shot" else 0.0)
         if nbytes <= LL_BYTES:
-            return seconds + HOP_S + 2 * self._received
-        return seconds + FENCED_HOP_S + self._received + self._sum
+            return HOP_S + 2 * received
+        return FENCED_HOP_S + received + sums
 
-    def pipelined(self) -> float:
-        """Overlap one product per rank, two of which share their waves, with the copy engines; then
-        sum the partials."""
-        part = self._product(self._ranks, at_once=min(2, self._ranks)) + LAUNCH_S
-        copy = COPY_S + self._received / self._peers
-        seconds = part + (self._ranks - 1) * max(part, copy)
-        if self._problem.spec.gathers:
-            return seconds
-        return seconds + copy + LAUNCH_S + self._sum + self._again  # copy: of the last partial
-
-    def fused(self) -> float:
+    def fused() -> float:
         """Expose the first tiles of a peer, and hide the rest of the smaller of product and
         transfer. `FETCHERS` multiprocessors bring the rows of a gather, or, where shards are large,
         copy engines, which leave `ROOM`. Nothing hides the sum of a reduction's slots."""
-        problem, received, taken, begin = self._problem, self._received, 0, FENCED_HOP_S
-        if problem.spec.gathers:
-            shard = ceil_div(problem.nbytes, self._ranks)
+        transfer, taken, begin = received, 0, FENCED_HOP_S
+        if spec.gathers:
+            shard = ceil_div(nbytes, ranks)
             if shard >= COPY_ENGINE_BYTES:
                 taken, begin = ROOM, begin + COPY_S
             else:
-                taken = min(FETCHERS, self._peers * ceil_div(shard, PIECE_BYTES))
+                taken = min(FETCHERS, peers * ceil_div(shard, PIECE_BYTES))
                 piece_s = PIECE_BYTES / RING_BYTES * READ_S + HOP_S  # with its word
-                received = max(received, self._peers * shard / PIECE_BYTES * piece_s / taken)
-        elif problem.dim is None and problem.nbytes <= 2 * LL_BYTES:  # one-shot
-            received *= self._ranks
-        product = self._product(rate=OWN_PRODUCT, without=taken)
-        hidden = max(product, received) + min(product, received) / self._peers
-        return begin + hidden + self._sum + self._again
+                transfer = max(transfer, peers * shard / PIECE_BYTES * piece_s / taken)
+        elif spec.keeps_sum and nbytes <= 2 * LL_BYTES:  # one-shot
+            transfer *= ranks
+        seconds = product(rate=OWN_PRODUCT, without=taken)
+        hidden = max(seconds, transfer) + min(seconds, transfer) / peers
+        return begin + hidden + sums + again
+
+    launched = product() + (LAUNCH_S if multiplies else 0.0)
+    part, step = product(ranks) + LAUNCH_S, link.call / peers + link.step + received / peers
+    seconds = {
+        "unfused": launched + collective_seconds(profile, nbytes, ranks, passes=passes),
+        # The product is cut by ranks; the parts overlap NCCL's transfers.
+        "ring": part + (ranks - 1) * (max(part, step) + (passes - 1) * step) + sums,
+        "direct": launched + direct(),
+    }
+    if multiplies:
+        # One product per rank, two of which share their waves, beside the copy engines; then the
+        # last partial is copied, and all are summed.
+        part = product(ranks, at_once=min(2, ranks)) + LAUNCH_S
+        copy = COPY_S + received / peers
+        last = 0.0 if spec.gathers else copy + LAUNCH_S + sums + again
+        seconds["pipelined"] = part + (ranks - 1) * max(part, copy) + last
+        seconds["fused"] = fused()
+    return seconds

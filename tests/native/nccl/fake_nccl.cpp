@@ -15,7 +15,7 @@ namespace {
 
 enum Result { kSuccess = 0, kInternalError = 3, kInvalidArgument = 4, kInProgress = 7 };
 
-struct Config {  // of 2.27
+struct Config {  // ncclConfig_t, as NCCL 2.27 reads it
   std::size_t size;
   unsigned magic, version;
   int blocking, cga, min_ctas, max_ctas;
@@ -38,7 +38,7 @@ struct Message {
 std::mutex mutex;  // guards everything below
 int version = 23203;
 std::map<std::string, int> results, calls;
-std::map<std::string, double> delays;
+std::map<std::string, int> delays;  // ms
 double poll_delay = 0;
 int polls_to_go = 0;  // how often each call first reports "in progress"; -1: forever
 int async_result = kSuccess;
@@ -60,7 +60,7 @@ namespace {
 std::set<ncclComm*> alive;
 
 int enter(const char* function, ncclComm* comm, bool ends = false) {
-  double delay = 0;
+  int delay = 0;
   int result = kSuccess;
   {
     const std::lock_guard lock(mutex);
@@ -76,7 +76,7 @@ int enter(const char* function, ncclComm* comm, bool ends = false) {
     if (result != kSuccess && result != kInProgress) last_error = std::string(function) + " broke";
     if (comm != nullptr && !ends && depth == 0) comm->polls = polls_to_go;
   }
-  std::this_thread::sleep_for(std::chrono::duration<double>(delay));
+  std::this_thread::sleep_for(std::chrono::milliseconds(delay));
   return result;
 }
 
@@ -105,10 +105,10 @@ extern "C" {
 
 void fake_version(int value) { version = value; }
 void fake_result(const char* function, int code) { results[function] = code; }
-void fake_delay(const char* function, double seconds) { delays[function] = seconds; }
+void fake_delay(const char* function, int ms) { delays[function] = ms; }
 void fake_poll_delay(double seconds) { poll_delay = seconds; }
 void fake_progress(int polls) { polls_to_go = polls; }
-void fake_async(int code) {
+void fake_asynchronous(int code) {
   const std::lock_guard lock(mutex);
   async_result = code;
   if (code != kSuccess) last_error = "a link went down";
@@ -117,20 +117,13 @@ int fake_calls(const char* function) {
   const std::lock_guard lock(mutex);
   return calls[function];
 }
-void fake_finish() {
-  const std::lock_guard lock(mutex);
-  for (ncclComm* comm : alive) comm->polls = 0;
-}
 int fake_misuse() { return misuse; }
 int fake_alive() { return static_cast<int>(alive.size()); }
 const char* fake_log() { return log_text.c_str(); }
 
-static Config last_config;
-static std::string last_name;
-static UniqueId last_id;
-const void* fake_config() { return &last_config; }
-const char* fake_name() { return last_name.c_str(); }
-const void* fake_id() { return &last_id; }
+static std::string last_config, last_id;
+const char* fake_config() { return last_config.c_str(); }
+const char* fake_id() { return last_id.c_str(); }
 
 int ncclGetVersion(int* value) {
   *value = version;
@@ -146,9 +139,18 @@ int ncclGetUniqueId(UniqueId* id) {
 
 int ncclCommInitRankConfig(ncclComm** comm, int world, UniqueId id, int rank, Config* config) {
   const int result = enter("ncclCommInitRankConfig", nullptr);
-  last_config = *config;
-  last_name = config->comm_name == nullptr ? "" : config->comm_name;
-  last_id = id;
+  const Config& c = *config;
+  last_config = c.comm_name;
+  if (c.net_name != nullptr) last_config += c.net_name;
+  for (const std::size_t value : {c.size, std::size_t{c.magic}, std::size_t{c.version}}) {
+    last_config += " " + std::to_string(value);
+  }
+  for (const int value :
+       {c.blocking, c.cga, c.min_ctas, c.max_ctas, c.split_share, c.cta_policy, c.nvls_ctas}) {
+    last_config += " " + std::to_string(value);
+  }
+  last_id.clear();
+  for (const char byte : id.bytes) last_id += std::to_string(byte & 0xff) + " ";
   *comm = nullptr;
   if (result != kSuccess && result != kInProgress) return result;
   const std::lock_guard lock(mutex);
