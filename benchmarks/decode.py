@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import random
 import statistics
 import time
@@ -47,16 +48,21 @@ class Variant:
 
 
 def variants_of(vllm: str, product: bool) -> dict[str, Variant]:
-    group = dist.group.WORLD
+    group, mkldnn = dist.group.WORLD, torch.ops.mkldnn
     assert group is not None
-    packed = (_pack, _multiply_packed) if product else ()
+    packed: tuple[Any, ...] = ()
+    if product:
+        packed = (
+            lambda weight: mkldnn._reorder_linear_weight(weight, 1),
+            lambda x, weight: mkldnn._linear_pointwise(x, weight, None, "none", [], ""),
+        )
     variants = {"none": Variant(lambda y: y, *packed)}
     if product:
-
-        def fused(prepare: Callable[[torch.Tensor], Any]) -> Variant:
-            reduce = functools.partial(_matmul_all_reduce, group=group)
-            return Variant(reduce, prepare, lambda x, weight: (x, weight))
-
+        fused = functools.partial(
+            Variant,
+            lambda operands: tpkernels.matmul_all_reduce(*operands, group),
+            multiply=lambda x, weight: (x, weight),
+        )
         variants["tpkernels"] = fused(torch.t)
         variants["tpkernels packed"] = fused(lambda weight: tpkernels.pack(weight.t()))
     else:
@@ -67,20 +73,6 @@ def variants_of(vllm: str, product: bool) -> dict[str, Variant]:
         if product:
             variants["vllm all"] = Variant(all_reduce, _pack_for_vllm, _multiply_by_vllm)
     return variants
-
-
-def _matmul_all_reduce(operands: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    return tpkernels.matmul_all_reduce(*operands, group)
-
-
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-    return packed
-
-
-def _multiply_packed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return y
 
 
 def _pack_for_vllm(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -167,18 +159,17 @@ def main() -> None:
     parser.add_argument("--product", action="store_true", help="time the product, too")
     args = parser.parse_args()
     what = "product and all-reduce" if args.product else "all-reduce"
-    for width in args.widths:
-        for batch in args.batches:
-            with Ranks(args.nproc) as ranks:
-                options = (args.repeat, args.vllm, args.product)
-                times = ranks.run(measure, width, batch, *options, timeout=600)[0]
-            for name, pairs in times.items():
-                calls, steps = map(list, zip(*pairs, strict=True))
-                median, quartile = statistics.median(calls), statistics.quantiles(calls, n=4)[0]
-                print(
-                    f"width {width}, batch {batch}, {name}: {what} {median:.1f} us, lower "
-                    f"quartile {quartile:.1f} us; step {statistics.median(steps):.2f} ms"
-                )
+    for width, batch in itertools.product(args.widths, args.batches):
+        with Ranks(args.nproc) as ranks:
+            options = (args.repeat, args.vllm, args.product)
+            times = ranks.run(measure, width, batch, *options, timeout=600)[0]
+        for name, pairs in times.items():
+            calls, steps = map(list, zip(*pairs, strict=True))
+            median, quartile = statistics.median(calls), statistics.quantiles(calls, n=4)[0]
+            print(
+                f"width {width}, batch {batch}, {name}: {what} {median:.1f} us, lower quartile "
+                f"{quartile:.1f} us; step {statistics.median(steps):.2f} ms"
+            )
 
 
 if __name__ == "__main__":

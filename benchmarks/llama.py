@@ -20,6 +20,7 @@ of 1, 8 and 512 tokens.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
@@ -35,40 +36,31 @@ from tpkernels.launch import Ranks
 
 PREFILL, PROMPT, BATCHES, FORWARDS = 512, 32, (1, 8), (1, 8, 512)
 SETUPS = ("threads", "thread", "transformers", "ranks", "packed", "prefill", "both")
-SIZES: dict[str, dict[str, int]] = {
-    "100m": {
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "vocab_size": 8192,
-    },
-    "1b": {  # TinyLlama-1.1B
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "vocab_size": 32000,
-    },
+_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size"),
+)
+SIZES = {
+    "100m": dict(zip(_FIELDS, (1024, 2816, 8, 16, 8, 8192), strict=True)),
+    "1b": dict(zip(_FIELDS, (2048, 5632, 22, 32, 4, 32000), strict=True)),  # TinyLlama-1.1B
 }
 _models: dict[str, Any] = {}  # of this process
 
 
-def save(size: str, folder: str) -> None:
-    """Writes the model with random weights."""
+def save(size: str, folder: str, layers: int | None = None) -> None:
+    """Writes the model with random weights in bf16."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES[size], max_position_embeddings=2048)
+    fields = SIZES[size] if layers is None else {**SIZES[size], "num_hidden_layers": layers}
+    config = transformers.LlamaConfig(**fields, max_position_embeddings=2048)
     config.dtype = torch.bfloat16
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).bfloat16()
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.02) if parameter.dim() > 1 else parameter.data.fill_(1)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="300MB")
 
 
 def make(how: str, folder: str, compiled: bool) -> None:
@@ -107,16 +99,13 @@ def once(how: str, new: int, compiled: bool) -> dict[str, float]:
     with torch.inference_mode():
         for length in FORWARDS if compiled else (PREFILL,):
             ids = _tokens(1, length)
-            seconds = _seconds(lambda ids=ids: model(ids, use_cache=False))
+            seconds = _seconds(functools.partial(model, ids, use_cache=False))
             found[f"forward of {length}, ms"] = 1e3 * seconds
         for batch in () if compiled else BATCHES:
-            ids, options = _tokens(batch, PROMPT), {"do_sample": False, "pad_token_id": 0}
-            seconds = _seconds(
-                lambda ids=ids, o=options: model.generate(
-                    ids, max_new_tokens=new, min_new_tokens=new, **o
-                )
-            )
-            found[f"decode, batch {batch}, tokens/s"] = batch * new / seconds
+            options = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": new}
+            ids = _tokens(batch, PROMPT)
+            run = functools.partial(model.generate, ids, max_new_tokens=new, **options)
+            found[f"decode, batch {batch}, tokens/s"] = batch * new / _seconds(run)
     return found
 
 
@@ -130,9 +119,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4, help="repetitions before: auto's trials")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
-    folders = tempfile.TemporaryDirectory()
     with (
-        folders as folder,
+        tempfile.TemporaryDirectory() as folder,
         Ranks(1, threads=args.nproc) as whole,
         Ranks(1, threads=1) as single,
         Ranks(args.nproc, threads=1) as ranks,

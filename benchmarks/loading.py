@@ -27,29 +27,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
+from benchmarks import llama
 from tpkernels.launch import Ranks, fork_server
 from tpkernels.nn.sharding import ShardedModule
 from tpkernels.parallel.shard_files import plan_shards, write_shards
 
 WAYS = ("by shards", "by shards, per-rank files", "whole, then cut")
-
-
-def make(folder: str, layers: int) -> None:
-    """Writes the checkpoint as Hugging Face does, and as `tpkernels shard` does."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=32000,
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="300MB")
-    torch.set_default_dtype(torch.float32)
 
 
 def status(name: str) -> int:
@@ -93,10 +76,11 @@ def forget(place: Path) -> None:
 
 
 def make_all(base: Path, layers: int, tp: int) -> dict[str, Path]:
-    """Writes the checkpoint in a folder for each of `WAYS`."""
+    """Writes the checkpoint as Hugging Face does and as `tpkernels shard` does; the folder of each
+    way."""
     whole, pieces = base / "whole", base / "pieces"
     with Ranks(1) as maker:
-        maker.run(make, str(whole), layers, timeout=600)
+        maker.run(llama.save, "1b", str(whole), layers, timeout=600)
     write_shards(plan_shards(whole, tp), pieces)
     return {way: pieces if "files" in way else whole for way in WAYS}
 
@@ -127,21 +111,18 @@ def main() -> None:
                 with Ranks(options.tp) as ranks:
                     results[way].append(ranks.run(load, way, str(place), timeout=600))
         for way, runs in results.items():
-            _print(way, runs)
-
-
-def _print(way: str, runs: list[list[dict[str, Any]]]) -> None:
-    seconds = [max(rank["seconds"] for rank in run) for run in runs]
-    print(f"{way}: {statistics.median(seconds):.2f} s (median of {len(runs)}, slowest rank)")
-    for rank in range(len(runs[0])):
-        one = runs[0][rank]
-        peak = max(run[rank]["peak"] for run in runs)
-        limit = 1.1 * one["shard"] + one["largest"]
-        print(
-            f"  rank {rank}: shard {one['shard'] / 1e6:.1f} MB, largest slice "
-            f"{one['largest'] / 1e6:.1f} MB, peak {peak / 1e6:.1f} MB "
-            f"({peak / one['shard']:.3f} of the shard; limit {limit / 1e6:.1f} MB)"
-        )
+            slowest = statistics.median(max(rank["seconds"] for rank in run) for run in runs)
+            print(f"{way}: {slowest:.2f} s (median of {len(runs)}, slowest rank)")
+            for rank, one in enumerate(runs[0]):
+                peak, limit = (
+                    max(run[rank]["peak"] for run in runs),
+                    1.1 * one["shard"] + one["largest"],
+                )
+                print(
+                    f"  rank {rank}: shard {one['shard'] / 1e6:.1f} MB, largest slice "
+                    f"{one['largest'] / 1e6:.1f} MB, peak {peak / 1e6:.1f} MB "
+                    f"({peak / one['shard']:.3f} of the shard; limit {limit / 1e6:.1f} MB)"
+                )
 
 
 if __name__ == "__main__":

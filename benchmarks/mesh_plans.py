@@ -86,11 +86,6 @@ def plans_of(problem: MatmulProblem, profile: Profile, most: int) -> dict[str, f
     return dict(list(found.values())[:most])
 
 
-def error(predicted: list[float], measured: list[float]) -> float:
-    """Return the median of how far predicted times are off."""
-    return statistics.median(abs(a / b - 1) for a, b in zip(predicted, measured, strict=True))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nproc", type=int, default=2)
@@ -106,9 +101,7 @@ def main() -> None:
         )
         print("|---|---|---|---|---|---|---|---|---|")
         ratios: list[float] = []
-        predictions: list[float] = []
-        medians: list[float] = []
-        fastest_calls: list[float] = []
+        errors: list[tuple[float, float]] = []  # of predictions, from medians and fastest calls
         for problem in cases(args.nproc)[: args.cases]:
             predicted = plans_of(problem, profile, args.plans)
             samples = ranks.run(times, problem, list(predicted), args.repeat, timeout=300)
@@ -116,9 +109,9 @@ def main() -> None:
             chosen = next(iter(predicted))
             fastest = min(found, key=lambda name: found[name].median)
             ratios.append(found[chosen].median / found[fastest].median)
-            predictions += [1e3 * seconds for seconds in predicted.values()]
-            medians += [timing.median for timing in found.values()]
-            fastest_calls += [timing.min for timing in found.values()]
+            for name, expected in predicted.items():
+                timed = found[name].median, found[name].min
+                errors.append(tuple(abs(1e3 * expected / ms - 1) for ms in timed))  # type: ignore[arg-type]
             x, w, out = map(text_of, (problem.x, problem.w, problem.out or ()))
             print(
                 f"| {problem.m}, {problem.k}, {problem.n} "
@@ -128,10 +121,11 @@ def main() -> None:
                 flush=True,
             )
     right = sum(ratio <= WITHIN for ratio in ratios)
+    off, off_fastest = map(statistics.median, zip(*errors, strict=True))
     print(
         f"\n{right} of {len(ratios)} choices within {WITHIN - 1:.0%} of the fastest; predicted "
-        f"times are off by {error(predictions, medians):.0%} in the median, and by "
-        f"{error(predictions, fastest_calls):.0%} from each plan's fastest call"
+        f"times are off by {off:.0%} in the median, and by {off_fastest:.0%} from each plan's "
+        "fastest call"
     )
 
 

@@ -7,12 +7,12 @@ calls are timed several in a row.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -124,13 +124,28 @@ def benchmark(
     pg = None if group is None else groups.get(groups.name_of(group)).pg
     if pg is not None:
         _check_alike(pg, warmup=warmup, iterations=iterations or 0, calls=calls, seconds=seconds)
-    run = functools.partial(fn, *args)
-    prepare = _preparation(pg, clock, flush_l2)
-    take = _on_cuda if clock.type == "cuda" else _on_host
+    on_cuda, scratch = clock.type == "cuda", None
+    if flush_l2:
+        size = 2 * torch.cuda.get_device_properties(clock).L2_cache_size
+        scratch = torch.empty(size, dtype=torch.uint8, device=clock)
 
     def samples(count: int, calls: int) -> list[float]:
-        with torch.cuda.device(clock) if clock.type == "cuda" else contextlib.nullcontext():
-            times = take(run, prepare, count, calls)
+        stamps = []
+        with torch.cuda.device(clock) if on_cuda else contextlib.nullcontext():
+            for _ in range(count):
+                if scratch is not None:
+                    scratch.zero_()
+                if pg is not None:
+                    if on_cuda:
+                        torch.cuda.synchronize(clock)
+                    dist.barrier(group=pg)
+                begin = _stamp(on_cuda)
+                for _ in range(calls):
+                    fn(*args)
+                stamps.append((begin, _stamp(on_cuda)))
+            if on_cuda:
+                torch.cuda.synchronize()
+        times = [_milliseconds(begin, end) / calls for begin, end in stamps]
         return times if pg is None or not times else slowest(times, pg)
 
     warm = samples(warmup, 1)
@@ -138,6 +153,20 @@ def benchmark(
         call = max(statistics.median(warm), _LEAST_MS)
         iterations = max(1, math.ceil(1e3 * seconds / (calls * call)))
     return Timing.of(samples(iterations, calls), warmup=warmup, calls=calls)
+
+
+def _stamp(on_cuda: bool) -> Any:
+    """Return the time of the host's clock, or an event on the current stream."""
+    if not on_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(begin: Any, end: Any) -> float:
+    between: float = 1e3 * (end - begin) if isinstance(end, float) else begin.elapsed_time(end)
+    return between
 
 
 def slowest(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
@@ -189,57 +218,6 @@ def _device_of(value: object) -> torch.device:
     return torch.device("cpu")
 
 
-def _preparation(
-    pg: dist.ProcessGroup | None, device: torch.device, flush_l2: bool
-) -> Callable[[], None]:
-    """Return the untimed preparation before each iteration."""
-    scratch: torch.Tensor | None = None
-    if flush_l2:
-        size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
-        scratch = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def prepare() -> None:
-        if scratch is not None:
-            scratch.zero_()
-        if pg is not None:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            dist.barrier(group=pg)
-
-    return prepare
-
-
-def _on_host(
-    run: Callable[[], object], prepare: Callable[[], None], count: int, calls: int
-) -> list[float]:
-    """Return milliseconds of a call in each of ``count`` iterations."""
-    samples = []
-    for _ in range(count):
-        prepare()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            run()
-        samples.append(1e3 * (time.perf_counter() - begin) / calls)
-    return samples
-
-
-def _on_cuda(
-    run: Callable[[], object], prepare: Callable[[], None], count: int, calls: int
-) -> list[float]:
-    """Time by events on the current stream, synchronised at the end."""
-    events = []
-    for _ in range(count):
-        prepare()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) / calls for begin, end in events]
-
-
 @dataclass(frozen=True)
 class Variant:
     """A function to time. ``reset`` runs before each timed region, untimed."""
@@ -283,14 +261,19 @@ def measure(
         seconds = {name: [warm.seconds] for name, warm in warmed.items()}
     else:
         started = time.perf_counter()
+    # As many calls make a timed region long enough; the same on all ranks.
+    per_region = {
+        name: min(max(1, math.ceil(_REGION_SECONDS / warm.slowest)), _MOST_CALLS)
+        for name, warm in warmed.items()
+    }
     for repetition in range(int(counted), repeat):
         for name in interleaved(variants, 1, seed=repetition):
-            seconds[name].append(_region(variants[name], warmed[name].per_region, finish))
+            seconds[name].append(_region(variants[name], per_region[name], finish))
         (elapsed,) = slowest([time.perf_counter() - started])
         if elapsed > budget and repetition >= 2:
             break
     return {
-        name: Samples(tuple(seconds[name]), warm.per_region, 0 if counted else warm.calls)
+        name: Samples(tuple(seconds[name]), per_region[name], 0 if counted else warm.calls)
         for name, warm in warmed.items()
     }
 
@@ -314,19 +297,13 @@ def _region(variant: Variant, calls: int, finish: Callable[[], object]) -> float
     return (time.perf_counter() - begin) / calls
 
 
-@dataclass(frozen=True)
-class _Warmed:
-    """The result of a variant's warm-up: seconds of its last call here and on the slowest rank, and
-    the number of calls."""
+class _Warmed(NamedTuple):
+    """A variant's warm-up: seconds of its last call here and on the slowest rank, and the number of
+    calls."""
 
     seconds: float
     slowest: float
     calls: int
-
-    @property
-    def per_region(self) -> int:
-        """Return how many calls make a timed region long enough; the same on all ranks."""
-        return min(max(1, math.ceil(_REGION_SECONDS / self.slowest)), _MOST_CALLS)
 
 
 def _warm(variant: Variant, finish: Callable[[], object]) -> _Warmed:

@@ -15,6 +15,7 @@ import tpkernels
 from benchmarks.gpu.stage import (
     Result,
     Setting,
+    captured,
     checks,
     delayed,
     integers,
@@ -122,15 +123,7 @@ class Calls:
             h = self.run("all_gather_matmul", x, w, sizes)
             return self.run("matmul_reduce_scatter", h.clamp(-1, 1), v, sizes)
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles
-            block()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded):
-            y = block()
+        recorded, y = captured(block)
         wrong = 0
         for i in range(replays):
             everything = integers(100 + i, self.device, torch.bfloat16, rows, k)

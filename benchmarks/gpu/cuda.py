@@ -10,6 +10,7 @@ import torch.distributed as dist
 from benchmarks.gpu.stage import (
     Result,
     Setting,
+    captured,
     checks,
     delayed,
     integers,
@@ -151,13 +152,7 @@ class CudaCalls:
             normed.run(self.space, self.next())
             self.exchange(x, got)
 
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):  # loads the kernels
-            calls()
-        torch.cuda.synchronize()
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded):
-            calls()
+        recorded, _ = captured(calls)
         right = True
         for i in range(count):
             x.fill_(i + self.rank)

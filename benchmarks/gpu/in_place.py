@@ -16,6 +16,7 @@ from benchmarks.gpu.calls import Calls
 from benchmarks.gpu.stage import (
     Result,
     Setting,
+    captured,
     checks,
     contests,
     delayed,
@@ -73,9 +74,7 @@ class InPlace:
 
     def replays(self, count: int) -> bool:
         """The same of replays of a graph."""
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded):
-            got = self.call(self.x)
+        recorded, got = captured(lambda: self.call(self.x))
         right = True
         for seed in range(count):
             self.fill(100 + seed)

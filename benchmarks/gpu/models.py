@@ -12,7 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
-from benchmarks.gpu.stage import Result, Setting, nccl_worlds, over_ranks, stage, synchronize
+from benchmarks.gpu.stage import (
+    Result,
+    Setting,
+    captured,
+    nccl_worlds,
+    over_ranks,
+    stage,
+    synchronize,
+)
 
 HIDDEN, FFN, HEADS, SEQUENCE = 256, 688, 8, 64
 
@@ -88,15 +96,8 @@ def _replayed(block: Block, inputs: list[torch.Tensor], wanted: list[torch.Tenso
     """The largest error of a captured layer, replayed with new input. Between two replays a call
     of many more rows makes the workspace grow, which the graph must outlive."""
     x = inputs[0].clone()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(stream):
-        block(x)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    recorded = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(recorded):
-        y = block(x)
+    with torch.no_grad():
+        recorded, y = captured(lambda: block(x))
     worst = 0.0
     for i, (new, want) in enumerate(zip(inputs, wanted, strict=True)):
         x.copy_(new)

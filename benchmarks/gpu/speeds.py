@@ -19,6 +19,7 @@ from benchmarks.gpu.stage import (
     Job,
     Result,
     Setting,
+    captured,
     contests,
     median_ms,
     nccl_worlds,
@@ -199,12 +200,12 @@ CALLS, REPLAYS = 20, 30
 
 def _call_us(call: Callable[[], object]) -> float:
     """The time of a call in a graph of CALLS of them; all ranks take it together."""
-    call()
-    torch.cuda.synchronize()
-    recorded = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recorded):
+
+    def calls() -> None:
         for _ in range(CALLS):
             call()
+
+    recorded, _ = captured(calls)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for replay in range(REPLAYS + 5):
         if replay == 5:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from tpkernels.launch import Ranks
 _SHARED_GPU = (2, 30, 3)
 
 Job = Callable[[], object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,21 @@ def stage(gpus: int = 0) -> Callable[[Stage], Stage]:
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Make a call, which compiles and loads its kernels, and capture another in a graph; return the
+    graph and its result."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
 
 
 def times_ms(device: str, jobs: list[Job], rounds: int = 5) -> list[float]:

@@ -16,14 +16,15 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import Case, RanksFixture, each
 from tests.support.gradients import run_cases
-from tests.support.ranked import fresh_group, recorded_calls, report
+from tests.support.ranked import fresh_group, on_ranks, recorded_calls
 from tests.support.tiers import thorough
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 VICTIM = 1
 
 
-def needs_job() -> list[str]:
+@on_ranks(2)
+def test_needs() -> list[str]:
     """A backward communicates for those who need it only, and gathers once."""
     ag, mrs, mar, again = (
         "all_gather_matmul",
@@ -69,7 +70,8 @@ def needs_job() -> list[str]:
     return failures
 
 
-def unused_outputs_job() -> list[str]:
+@on_ranks(2)
+def test_unused_outputs() -> list[str]:
     """An output without a gradient, and the gathered x alone with one."""
     failures = []
     with fresh_group() as group:
@@ -89,7 +91,8 @@ def unused_outputs_job() -> list[str]:
     return failures
 
 
-def autocast_job() -> list[str]:
+@on_ranks(2)
+def test_autocast() -> list[str]:
     """Operands are cast as torch.matmul casts them, and gradients come back in fp32."""
     failures = []
     with fresh_group() as group:
@@ -125,7 +128,8 @@ def autocast_job() -> list[str]:
     return failures
 
 
-def backward_under_autocast_job() -> list[str]:
+@on_ranks(2)
+def test_backward_under_autocast() -> list[str]:
     """The backward of a call in fp32 is in fp32 where autocast is on only then."""
     with fresh_group() as group:
         x, w = torch.randn(4, 6, requires_grad=True), torch.randn(6, 8, requires_grad=True)
@@ -137,7 +141,8 @@ def backward_under_autocast_job() -> list[str]:
         return [] if all(map(torch.equal, *found)) else ["other bits"]
 
 
-def grad_dtype_job() -> list[str]:
+@on_ranks(2)
+def test_grad_dtype() -> list[str]:
     """A leaf that asks for fp32 gradients gets the product's accumulator, not its rounding."""
     with fresh_group() as group:
         x, w = torch.randn(64, 8).to(BF16), torch.randn(8, 5).to(BF16).requires_grad_()
@@ -151,7 +156,8 @@ def grad_dtype_job() -> list[str]:
         return [f"off by {wrong}"] if wrong > 1e-3 else []
 
 
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals() -> list[str]:
     failures = []
     with fresh_group() as group:
         x, w = torch.randn(4, 6, requires_grad=True), torch.randn(6, 8, requires_grad=True)
@@ -174,22 +180,6 @@ def refusals_job() -> list[str]:
         if not torch.equal(tpkernels.all_reduce(x.detach(), group), tpkernels.all_reduce(x, group)):
             failures.append("the group does not work")
     return failures
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        needs_job,
-        unused_outputs_job,
-        autocast_job,
-        backward_under_autocast_job,
-        grad_dtype_job,
-        refusals_job,
-    ],
-    ids=lambda job: job.__name__.removesuffix("_job"),
-)
-def test_on_two_ranks(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(failure for rank in ranks(2).run(job) for failure in rank)
 
 
 @pytest.mark.thorough

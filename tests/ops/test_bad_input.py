@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import refusals, scaled_refusals
-from tests.support.cases import RanksFixture
-from tests.support.ranked import TIMEOUT, fresh_group, report
+from tests.support.ranked import TIMEOUT, fresh_group, on_ranks
 from tests.support.refusals import Refusal
 from tpkernels import groups
 
@@ -39,7 +38,28 @@ def works(group: dist.ProcessGroup) -> bool:
     return torch.equal(got, torch.full((3,), float(group.size())))
 
 
-def refusals_job(table: Callable[[], Iterator[Refusal]]) -> list[str]:
+@pytest.mark.parametrize(
+    "table",
+    [
+        refusals.matmul_operands,
+        refusals.packed_weights,
+        refusals.local_products,
+        refusals.epilogues,
+        refusals.shards,
+        refusals.collectives,
+        refusals.group_arguments,
+        refusals.options,
+        refusals.normed_products,
+        refusals.normed_sums,
+        scaled_refusals.operands,
+        scaled_refusals.scales,
+        scaled_refusals.options,
+        scaled_refusals.placements,
+    ],
+    ids=lambda table: table.__name__,
+)
+@on_ranks(2)
+def test_refusals(table: Callable[[], Iterator[Refusal]]) -> list[str]:
     """Each wrong call on every rank. Nothing is sent: the group counts no call."""
     failures = []
     with fresh_group() as group:
@@ -57,32 +77,11 @@ def refusals_job(table: Callable[[], Iterator[Refusal]]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        refusals.matmul_operands,
-        refusals.packed_weights,
-        refusals.local_products,
-        refusals.epilogues,
-        refusals.shards,
-        refusals.collectives,
-        refusals.group_arguments,
-        refusals.options,
-        scaled_refusals.operands,
-        scaled_refusals.scales,
-        scaled_refusals.options,
-        scaled_refusals.placements,
-    ],
-    ids=lambda table: table.__name__,
-)
-def test_refusals(ranks: RanksFixture, table: Callable[[], Iterator[Refusal]]) -> None:
-    report(failure for rank in ranks(2).run(refusals_job, table) for failure in rank)
-
-
 # Jobs, run in the ranks.
 
 
-def on_an_unused_group() -> list[str]:
+@on_ranks(2)
+def test_on_an_unused_group() -> list[str]:
     """A first call that is wrong sets nothing up, and the next sets it up."""
     group = dist.new_group()
     assert group is not None
@@ -94,7 +93,8 @@ def on_an_unused_group() -> list[str]:
     return [wrong for wrong in found if wrong is not None]
 
 
-def on_one_rank_only() -> list[str]:
+@on_ranks(2)
+def test_on_one_rank_only() -> list[str]:
     """The others do not notice: nothing was sent, and all meet in the next call."""
     failures = []
     with fresh_group() as group:
@@ -106,7 +106,8 @@ def on_one_rank_only() -> list[str]:
     return failures
 
 
-def from_outside() -> list[str]:
+@on_ranks(3)
+def test_a_group_that_this_rank_is_not_in() -> list[str]:
     """A rank that is not in a group, which others use meanwhile."""
     inside = dist.new_group([0])
     outside_name = dist.new_group([1, 2]).group_name if dist.get_rank() else ""
@@ -137,7 +138,8 @@ def from_outside() -> list[str]:
     return [wrong for wrong in found if wrong is not None]
 
 
-def options_that_differ() -> list[str]:
+@on_ranks(2)
+def test_options_that_differ() -> list[str]:
     """All are told at once, and may try again."""
     failures = []
     group = dist.new_group()
@@ -162,25 +164,13 @@ def options_that_differ() -> list[str]:
     return [failure for failure in failures if failure is not None]
 
 
-def without_gradients() -> list[str]:
+@on_ranks(2)
+def test_without_gradients() -> list[str]:
     """Inputs that require a gradient are fine where none is recorded."""
     x, w = torch.ones(4, 6).requires_grad_(), torch.ones(6, 8).requires_grad_()
     with fresh_group() as group, torch.no_grad():
         got = tpkernels.matmul_all_reduce(x, w, group)
     return [] if got.eq(6.0 * dist.get_world_size()).all() else [f"{got}"]
-
-
-@pytest.mark.parametrize(
-    "job",
-    [on_an_unused_group, on_one_rank_only, options_that_differ, without_gradients],
-    ids=lambda job: job.__name__,
-)
-def test_the_group_goes_on(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(failure for rank in ranks(2).run(job) for failure in rank)
-
-
-def test_a_group_that_this_rank_is_not_in(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(3).run(from_outside) for failure in rank)
 
 
 @pytest.mark.parametrize("total,world", [(-1, 2), (4, 0), (4, -1)])

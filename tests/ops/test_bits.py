@@ -23,7 +23,7 @@ from tests.support.cases import (
     RanksFixture,
     each,
 )
-from tests.support.ranked import call, fresh_group, report
+from tests.support.ranked import call, fresh_group, on_ranks, report
 from tests.support.refusals import packable
 from tests.support.tiers import sweep
 from tpkernels import groups
@@ -197,7 +197,16 @@ def _sum(terms: list[torch.Tensor], out_dtype: torch.dtype) -> torch.Tensor:
     return functools.reduce(torch.add, [term.float() for term in terms]).to(out_dtype)
 
 
-def order_job(dtype: torch.dtype, out_dtype: torch.dtype, shape: tuple[int, int]) -> list[str]:
+@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(12, 33), (240, 70)])  # one-shot and two-shot
+@on_ranks()
+def test_the_order_is_that_of_the_ranks(dtype: torch.dtype, shape: tuple[int, int]) -> list[str]:
+    outs = {dtype, F32}
+    return [failure for out in outs for failure in order_failures(dtype, out, shape)]
+
+
+def order_failures(dtype: torch.dtype, out_dtype: torch.dtype, shape: tuple[int, int]) -> list[str]:
     failures = []
     with fresh_group() as group:
         rank, world = group.rank(), group.size()
@@ -236,18 +245,8 @@ def order_job(dtype: torch.dtype, out_dtype: torch.dtype, shape: tuple[int, int]
     return failures
 
 
-@pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_order_is_that_of_the_ranks(
-    ranks: RanksFixture, world: int, dtype: torch.dtype
-) -> None:
-    for out_dtype in {dtype, F32}:
-        for shape in [(12, 33), (240, 70)]:  # one-shot and two-shot
-            told = ranks(world).run(order_job, dtype, out_dtype, shape)
-            report(failure for rank in told for failure in rank)
-
-
-def one_rounding_job() -> list[str]:
+@on_ranks(3)
+def test_the_sum_is_rounded_once() -> list[str]:
     """1 + 1/256 + 1/256 in bf16: rounded after every sum it is 1, rounded once it is 1 + 1/128."""
     small = torch.full((40,), 1 / 256, dtype=BF16)
     with fresh_group() as group:
@@ -260,40 +259,19 @@ def one_rounding_job() -> list[str]:
         ]
 
 
-def test_the_sum_is_rounded_once(ranks: RanksFixture) -> None:
-    assert ranks(3).run(one_rounding_job) == [[], [], []]
-
-
-def fp32_products_job() -> list[str]:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_products_accumulate_in_fp32() -> list[str]:
     """4096 products of 1 * 1: accumulated in 16 bits they stick at 2048 or 256."""
     failures = []
-    k = 4096
+    k, ops = 4096, ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")
     with fresh_group() as group:
         world = group.size()
-        for dtype in DTYPES:
-            for rows in (1, 3, 4, 40):
-                x, w = torch.ones(rows * world, k, dtype=dtype), torch.ones(k, 5, dtype=dtype)
-                for way in MATMUL_ALGORITHMS:
-                    got = {
-                        "all_gather_matmul": tpkernels.all_gather_matmul(
-                            x, w, group, algorithm=way
-                        ),
-                        "matmul_all_reduce": tpkernels.matmul_all_reduce(x, w, group, algorithm=way)
-                        / world,
-                        "matmul_reduce_scatter": tpkernels.matmul_reduce_scatter(
-                            x, w, group, algorithm=way
-                        )
-                        / world,
-                    }
-                    failures += [
-                        f"{op} {way} {dtype} {rows} rows: {result.unique().tolist()}"
-                        for op, result in got.items()
-                        if not torch.equal(result, torch.full_like(result, k))
-                    ]
+        for op, dtype, rows in itertools.product(ops, DTYPES, (1, 3, 4, 40)):
+            x, w = torch.ones(rows * world, k, dtype=dtype), torch.ones(k, 5, dtype=dtype)
+            for way in MATMUL_ALGORITHMS:
+                result = getattr(tpkernels, op)(x, w, group, algorithm=way)
+                result /= 1 if op == "all_gather_matmul" else world
+                if not torch.equal(result, torch.full_like(result, k)):
+                    failures.append(f"{op} {way} {dtype} {rows} rows: {result.unique().tolist()}")
     return failures
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_products_accumulate_in_fp32(ranks: RanksFixture, world: int) -> None:
-    told = ranks(world).run(fp32_products_job)
-    report(failure for rank in told for failure in rank)

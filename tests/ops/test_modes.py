@@ -10,13 +10,15 @@ import torch
 from torch.autograd import forward_ad
 
 import tpkernels
-from tests.support.cases import MATMUL_WAYS, RanksFixture, one_of_each
-from tests.support.ranked import check_cases, fresh_group, report
+from tests.support.cases import MATMUL_WAYS, one_of_each
+from tests.support.ranked import check_cases, fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
 
 
-def evaluate_then_train_job(first: str) -> list[str]:
+@pytest.mark.parametrize("first", sweep(MATMUL_WAYS, 2))
+@on_ranks(2)
+def test_evaluation_before_training(first: str) -> list[str]:
     """The very first calls of a group under inference mode, then the same outside, and back."""
     with fresh_group() as group:
         cases = [case for case in one_of_each(group.size()) if case.algorithm in (first, "direct")]
@@ -30,12 +32,8 @@ def evaluate_then_train_job(first: str) -> list[str]:
         return failures
 
 
-@pytest.mark.parametrize("first", sweep(MATMUL_WAYS, 2))
-def test_evaluation_before_training(ranks: RanksFixture, first: str) -> None:
-    report(f for rank in ranks(2).run(evaluate_then_train_job, first) for f in rank)
-
-
-def interpreted_job() -> list[str]:
+@on_ranks(2, fixture="interpreting")
+def test_kernels_can_be_ended_that_began_in_inference_mode() -> list[str]:
     with fresh_group() as group:
         with torch.inference_mode():
             first = _fused(group)
@@ -53,11 +51,8 @@ def _fused(group: torch.distributed.ProcessGroup) -> list[str]:
     return [] if torch.equal(got, want) else [f"{got}"]
 
 
-def test_kernels_can_be_ended_that_began_in_inference_mode(interpreting: RanksFixture) -> None:
-    report(f for rank in interpreting(2).run(interpreted_job) for f in rank)
-
-
-def saved_job() -> list[str]:
+@on_ranks(2)
+def test_in_place_is_told_to_autograd() -> list[str]:
     """``x`` is saved for the backward, then reduced in place through a tensor that shares it."""
     failures = []
     with fresh_group() as group:
@@ -82,11 +77,8 @@ def saved_job() -> list[str]:
     return failures
 
 
-def test_in_place_is_told_to_autograd(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(saved_job) for f in rank)
-
-
-def tangents_job() -> list[str]:
+@on_ranks(2)
+def test_forward_mode_is_refused() -> list[str]:
     """Forward mode is refused before anything is sent, also below ``torch.func``."""
     x, w = torch.ones(4, 4), torch.ones(4, 4)
     failures = []
@@ -125,11 +117,9 @@ def tangents_job() -> list[str]:
     return failures
 
 
-def test_forward_mode_is_refused(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(tangents_job) for f in rank)
-
-
-def transforms_job() -> list[str]:
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@on_ranks(2)
+def test_vmap_and_function_transforms() -> list[str]:
     """What docs/ops.md says of ``torch.vmap`` and ``torch.func``."""
     failures = []
     x, w = torch.arange(24.0).view(2, 4, 3), torch.ones(3, 3)
@@ -160,8 +150,3 @@ def transforms_job() -> list[str]:
         if workspace.epoch != epoch:
             failures.append("something was sent")
     return failures
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_and_function_transforms(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(transforms_job) for f in rank)

@@ -3,34 +3,22 @@ results against float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.ops.test_bad_input import refusals_job
 from tests.support import faults
-from tests.support.cases import DTYPES, MATMUL_WAYS, QUICK_WORLDS, Case, RanksFixture, each
-from tests.support.ranked import fresh_group, report, run_cases
-from tests.support.refusals import Refusal, no, ones, packable
+from tests.support.cases import DTYPES, MATMUL_WAYS, RanksFixture
+from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
 
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-def test_weights_that_are_packed_or_the_callers(ranks: RanksFixture, world: int) -> None:
-    op, cases = "matmul_all_reduce_rms_norm", []
-    for layout in ("packed", "caller's"):
-        case = Case(op=op, shape=(24, 20), k=(33,), weight_layout=layout)
-        cases += each(case, replace(case, biases=(F32,)), dtypes=packable())
-    run_cases(ranks, world, cases)
-
-
-def matmul_bits_job() -> list[str]:
+@pytest.mark.parametrize("world", sweep([3, 2, 4]))
+@on_ranks()
+def test_the_bits_with_a_matmul_are_the_same() -> list[str]:
     """The sum has the bits of `matmul_all_reduce`, and the rows those of `all_reduce_rms_norm`."""
     failures = []
     with fresh_group() as group:
@@ -51,12 +39,8 @@ def matmul_bits_job() -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", sweep([3, 2, 4]))
-def test_the_bits_with_a_matmul_are_the_same(ranks: RanksFixture, world: int) -> None:
-    report(failure for rank in ranks(world).run(matmul_bits_job) for failure in rank)
-
-
-def autocast_job() -> list[str]:
+@on_ranks(2)
+def test_autocast() -> list[str]:
     """Operands in bf16, and the norm's weight stays in float32."""
     x, w, residual = torch.randn(4, 6), torch.randn(6, 8), torch.randn(4, 8)
     weight = torch.full((8,), 1.001)  # which bf16 does not hold
@@ -70,34 +54,9 @@ def autocast_job() -> list[str]:
     return []
 
 
-def test_autocast(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(autocast_job) for failure in rank)
-
-
-def matmul_refusals() -> Iterator[Refusal]:
-    op, x, w, weight = tpkernels.matmul_all_reduce_rms_norm, ones(4, 6), ones(6, 8), ones(8)
-    yield no(ValueError, r"\[5, 8\].*\[4, 6\].*\[6, N\]", op, x, ones(5, 8), weight)
-    yield no(ValueError, r"at least 2 dims.*\[6\]", op, ones(6), w, weight)
-    yield no(ValueError, r"norm_weight has shape \[6\], expected \[8\]", op, x, w, ones(6))
-    yield no(TypeError, "norm_weight is float16; it must be float32", op, x, w, weight.half())
-    yield no(ValueError, "eps is -1.0; it must be finite and at least 0", op, x, w, weight, eps=-1)
-    yield no(ValueError, r"bias has shape \[7\], expected \[8\]", op, x, w, weight, bias=ones(7))
-    pattern = r"residual has shape \[4, 7\], the output \[4, 8\]"
-    yield no(ValueError, pattern, op, x, w, weight, residual=ones(4, 7))
-    pattern = "residual is bfloat16; it must be float32"
-    yield no(TypeError, pattern, op, x, w, weight, residual=ones(4, 8).bfloat16())
-    pattern = "is packed, and the kernels of 'fused' cannot read it"
-    packed = tpkernels.pack(w)
-    yield no(NotImplementedError, pattern, op, x, packed, weight, algorithm="fused")
-    pattern = "has no gradient with a packed weight"
-    yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), packed, weight)
-    product = tpkernels.LocalProduct(lambda x: x @ ones(6, 8), (6, 8), F32)
-    pattern = "has no gradient with a LocalProduct"
-    yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), product, weight)
-    yield no(ValueError, "unknown algorithm 'tree'", op, x, w, weight, algorithm="tree")
-
-
-def bits_job() -> list[str]:
+@pytest.mark.parametrize("world", sweep([3, 2, 4]))
+@on_ranks()
+def test_the_bits_are_the_same() -> list[str]:
     """All algorithms, vector units and ranks give the same bits; the sum's are `all_reduce`'s."""
     failures = []
     units = tpkernels._C.host.vector_units()
@@ -122,12 +81,8 @@ def bits_job() -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", sweep([3, 2, 4]))
-def test_the_bits_are_the_same(ranks: RanksFixture, world: int) -> None:
-    report(failure for rank in ranks(world).run(bits_job) for failure in rank)
-
-
-def special_values_job() -> list[str]:
+@on_ranks(2)
+def test_special_values() -> list[str]:
     """NaN and infinities as torch has them, in their rows only; a row of zeros."""
     failures = []
     for dtype in DTYPES:
@@ -140,36 +95,6 @@ def special_values_job() -> list[str]:
         if not torch.allclose(normed.float(), want, rtol=eps, atol=0, equal_nan=True):
             failures.append(f"{dtype}: {normed}, not {want}")
     return failures
-
-
-def test_special_values(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(special_values_job) for failure in rank)
-
-
-def refusals() -> Iterator[Refusal]:
-    op, x, weight = tpkernels.all_reduce_rms_norm, ones(4, 6), ones(6)
-    pattern = r"x has shape \[\]; it must be \[..., N\], N at least 1"
-    yield no(ValueError, pattern, op, ones(), weight)
-    yield no(ValueError, r"x has shape \[4, 0\]; it must be", op, ones(4, 0), ones(0))
-    yield no(ValueError, r"weight has shape \[5\], expected \[6\]", op, x, ones(5))
-    yield no(ValueError, r"weight has shape \[1, 6\], expected \[6\]", op, x, ones(1, 6))
-    yield no(TypeError, "weight is bfloat16; it must be float32", op, x, weight.bfloat16())
-    pattern = "weight is float16; it must be bfloat16 or float32"
-    yield no(TypeError, pattern, op, x.bfloat16(), weight.half())
-    yield no(ValueError, r"residual has shape \[6\]", op, x, weight, residual=weight)
-    yield no(TypeError, "residual is float16", op, x, weight, residual=x.half())
-    for eps in (-1e-6, float("nan"), float("inf")):
-        pattern = f"eps is {eps}; it must be finite and at least 0"
-        yield no(ValueError, pattern, op, x, weight, eps=eps)
-    yield no(NotImplementedError, "x has dtype int64; supported", op, x.long(), weight)
-    yield no(ValueError, "unknown algorithm 'tree'", op, x, weight, algorithm="tree")
-    pattern = "'pipelined' of all_reduce_rms_norm overlaps a matmul, and this op has none"
-    yield no(NotImplementedError, pattern, op, x, weight, algorithm="pipelined")
-
-
-@pytest.mark.parametrize("table", [refusals, matmul_refusals])
-def test_refusals(ranks: RanksFixture, table: Callable[[], Iterator[Refusal]]) -> None:
-    report(failure for rank in ranks(2).run(refusals_job, table) for failure in rank)
 
 
 def mismatch_job(what: str) -> faults.Ending:

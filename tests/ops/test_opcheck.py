@@ -1,4 +1,5 @@
-"""The ops as torch sees them: ``torch.library.opcheck``, fake kernels, ``torch.compile``."""
+"""The ops as torch sees them: ``torch.library.opcheck``, fake kernels, ``torch.compile``, of which
+training steps are one graph with the eager bits, and another M is no new graph."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tpkernels
-from tests.support.cases import RanksFixture
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep, thorough
 from tpkernels.groups import GroupLike
 
@@ -99,15 +101,16 @@ def scaled_samples(name: str, sizes: list[int], rank: int) -> Iterator[Sample]:
     yield "scaled_matmul_reduce_scatter", (x, w, one, by_column, name, 1), {"wire_dtype": F32}
 
 
-def opcheck_job() -> list[str]:
-    return opcheck_failures(samples)
-
-
-def opcheck_failures(samples: Callable[[str, int, int], Iterator[Sample]]) -> list[str]:
-    """What ``torch.library.opcheck`` says of the calls, on this rank."""
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), thorough(2)])
+@pytest.mark.parametrize("grads", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(timeout=250)
+def test_opcheck(grads: bool) -> list[str]:
     failures = []
     with fresh_group() as group:
-        for op, args, options in samples(group.group_name, group.rank(), group.size()):
+        for op, *given in samples(group.group_name, group.rank(), group.size()):
+            if grads and ("scaled" in op or op == "all_reduce_"):
+                continue  # they have none
+            args, options = tree_map_only(torch.Tensor, leaf, given) if grads else given
             try:
                 tests = WITHOUT_SCHEMA if "scaled" in op else ALL_TESTS
                 overload = getattr(torch.ops.tpkernels, op).default
@@ -117,18 +120,22 @@ def opcheck_failures(samples: Callable[[str, int, int], Iterator[Sample]]) -> li
     return failures
 
 
-def fake_job() -> list[str]:
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().requires_grad_() if x.numel() else x
+
+
+@pytest.mark.parametrize("world", [3, thorough(1), pytest.param(2, marks=pytest.mark.slow)])
+@on_ranks()
+def test_fake_kernels_foretell_the_results() -> list[str]:
     """Shapes, dtypes and strides are known without running anything."""
     failures = []
     with fresh_group() as group:
         for op, args, options in samples(group.group_name, group.rank(), group.size()):
             call = getattr(torch.ops.tpkernels, op).default
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                fake = torch.utils._pytree.tree_map_only(
-                    torch.Tensor, mode.from_tensor, (args, options)
-                )
-                foretold = torch.utils._pytree.tree_leaves(call(*fake[0], **fake[1]))
-            got = torch.utils._pytree.tree_leaves(call(*args, **options))
+                fake = tree_map_only(torch.Tensor, mode.from_tensor, (args, options))
+                foretold = tree_leaves(call(*fake[0], **fake[1]))
+            got = tree_leaves(call(*args, **options))
             for told, real in zip(foretold, got, strict=True):
                 if real is None:
                     continue
@@ -172,7 +179,10 @@ def _in_place(algorithm: str, group: GroupLike) -> _Step:
     return step
 
 
-def compile_job(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) -> list[str]:
+@pytest.mark.parametrize("dynamic", sweep([False, True, None]), ids=["static", "dynamic", "marked"])
+@pytest.mark.parametrize("make", sweep([_mlp, _attention, _in_place]))
+@on_ranks(2, timeout=200)
+def test_compile(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) -> list[str]:
     """The compiled function gives the eager one's bits, for several M; with ``dynamic`` None, M is
     marked as dynamic."""
     failures = []
@@ -205,7 +215,9 @@ def compile_job(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) -
     return failures
 
 
-def compile_with_every_kind_of_group() -> list[str]:
+@pytest.mark.thorough
+@on_ranks(2)
+def test_compile_with_every_kind_of_group() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     group = mesh.get_group()
     torch.manual_seed(0)
@@ -221,27 +233,68 @@ def compile_with_every_kind_of_group() -> list[str]:
     return failures
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_opcheck(ranks: RanksFixture, world: int) -> None:
-    report(f for rank in ranks(world).run(opcheck_job, timeout=200) for f in rank)
+# Training, compiled.
 
 
-@pytest.mark.parametrize("world", [3, thorough(1), pytest.param(2, marks=pytest.mark.slow)])
-def test_fake_kernels_foretell_the_results(ranks: RanksFixture, world: int) -> None:
-    report(f for rank in ranks(world).run(fake_job) for f in rank)
+def sequence_step(group: dist.ProcessGroup, save_gathered: bool) -> _Step:
+    def step(x: torch.Tensor, up: torch.Tensor, gate: torch.Tensor, down: torch.Tensor) -> Any:
+        a, b = tpkernels.all_gather_matmul(
+            x, [up.t(), gate.t()], group, save_gathered=save_gathered
+        )
+        return tpkernels.matmul_reduce_scatter(a.relu() * b, down.t(), group, residual=x)
+
+    return step
 
 
-@pytest.mark.parametrize("dynamic", sweep([False, True, None]), ids=["static", "dynamic", "marked"])
-@pytest.mark.parametrize("make", sweep([_mlp, _attention, _in_place]))
-def test_compile(
-    ranks: RanksFixture,
-    make: Callable[[str, GroupLike], _Step],
-    dynamic: bool | None,
-) -> None:
-    report(f for rank in ranks(2).run(compile_job, make, dynamic, timeout=200) for f in rank)
+def replicated_step(group: dist.ProcessGroup, save_gathered: bool) -> _Step:
+    def step(x: torch.Tensor, up: torch.Tensor, gate: torch.Tensor, down: torch.Tensor) -> Any:
+        whole = tpkernels.all_gather(x, group)
+        y = tpkernels.matmul_all_reduce((whole @ up.t()).relu(), down.t(), group)
+        z = tpkernels.all_reduce(y * (whole @ gate.t()).sum(), group)
+        return tpkernels.reduce_scatter(y + z, group)
+
+    return step
 
 
-@pytest.mark.thorough
-def test_compile_with_every_kind_of_group(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(compile_with_every_kind_of_group) for f in rank)
+def _trained(step: _Step, x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [one.clone().requires_grad_() for one in (x, *weights)]
+    y = step(*leaves)
+    return [y.detach(), *torch.autograd.grad((y**2).sum(), leaves)]
+
+
+@pytest.mark.parametrize(
+    ("make", "save_gathered", "backend", "autocast"),
+    [
+        (sequence_step, True, "aot_eager", False),
+        (replicated_step, True, "aot_eager", False),
+        thorough(sequence_step, False, "aot_eager", True),
+        pytest.param(sequence_step, False, "inductor", False, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2, timeout=280)
+def test_training_in_one_graph_has_the_eager_bits(
+    make: Callable[[dist.ProcessGroup, bool], _Step],
+    save_gathered: bool,
+    backend: str,
+    autocast: bool,
+) -> list[str]:
+    """The second M makes it dynamic; none after it compiles again."""
+    failures = []
+    torch._dynamo.reset()
+    counters.clear()
+    with fresh_group() as group, torch.autocast("cpu", dtype=BF16, enabled=autocast):
+        torch.manual_seed(group.rank())
+        weights = [torch.randn(*shape) for shape in ((12, 8), (12, 8), (8, 12))]
+        step = make(group, save_gathered)
+        compiled = torch.compile(step, fullgraph=True, backend=backend)
+        for m in (4, 6, 9):
+            x = torch.randn(m, 8)
+            want, got = _trained(step, x, weights), _trained(compiled, x, weights)
+            # inductor fuses what lies between the ops, and may round differently there
+            near = torch.equal if backend == "aot_eager" else torch.allclose
+            failures += [f"M={m}: result {i}" for i in range(5) if not near(got[i], want[i])]
+        graphs = counters["stats"]["unique_graphs"]
+        breaks = sum(counters["graph_break"].values())
+        if not 1 <= graphs <= 2 or breaks:
+            failures.append(f"{graphs} graphs, {breaks} breaks")
+    return failures

@@ -19,6 +19,8 @@ from tests.support.cases import (
     RanksFixture,
 )
 from tests.support.ranked import SMALLEST_WORKSPACE, run_cases
+from tests.support.tiers import sweep
+from tpkernels.op_spec import OPS
 
 LAYOUTS = ("plain", "transposed", "sliced", "offset", "symmetric", "symmetric_end", "mixed")
 WEIGHT_LAYOUTS = ("plain", "linear", "sliced", "offset")
@@ -58,90 +60,50 @@ def _split(draw: Draw, world: int, dims: list[int]) -> tuple[int, tuple[int, ...
     return dim, tuple(sizes)
 
 
-def _common(draw: Draw, case: Case) -> Case:
-    """The case in a drawn dtype, layout and kind of values."""
-    return replace(
-        case,
-        dtype=draw(st.sampled_from(DTYPES)),
-        layout=draw(st.sampled_from(LAYOUTS)),
-        integers=draw(st.booleans()),
-    )
-
-
 def _out_dtype(draw: Draw) -> torch.dtype | None:
     return draw(st.sampled_from([None, None, *DTYPES]))
 
 
 @st.composite
-def all_gathers(draw: Draw) -> Example:
-    world, dims = draw(st.sampled_from(WORLDS)), _dims(draw, 1)
-    dim, sizes = _split(draw, world, dims)
-    return world, _common(draw, Case(op="all_gather", shape=tuple(dims), dim=dim, sizes=sizes))
-
-
-@st.composite
-def reduce_scatters(draw: Draw) -> Example:
-    world, dims = draw(st.sampled_from(WORLDS)), _dims(draw, 1)
-    dim, sizes = _split(draw, world, dims)
-    case = Case(op="reduce_scatter", shape=tuple(dims), dim=dim, sizes=sizes)
-    return world, replace(_common(draw, case), out_dtype=_out_dtype(draw))
-
-
-@st.composite
-def all_reduces(draw: Draw) -> Example:
-    world, dims = draw(st.sampled_from(WORLDS)), _dims(draw, 0)
-    case = _common(draw, Case(op="all_reduce", shape=tuple(dims)))
-    if draw(st.booleans()):
+def examples(draw: Draw, op: str) -> Example:
+    """Calls of an op: of a sum with an epilogue, of a gather with several weights."""
+    world, dtype, spec = draw(st.sampled_from(WORLDS)), draw(st.sampled_from(DTYPES)), OPS[op]
+    dims = _dims(draw, 2 if spec.has_matmul else 0 if spec.keeps_sum else 1)
+    dim, sizes = (0, None) if spec.keeps_sum else _split(draw, world, dims)
+    case = Case(
+        op=op,
+        shape=tuple(dims),
+        dim=dim,
+        sizes=sizes,
+        dtype=dtype,
+        layout=draw(st.sampled_from(LAYOUTS)),
+        integers=draw(st.booleans()),
+    )
+    if op == "all_reduce" and draw(st.booleans()):
         return world, replace(case, op="all_reduce_")
-    return world, replace(case, out_dtype=_out_dtype(draw))
-
-
-@st.composite
-def all_gather_matmuls(draw: Draw) -> Example:
-    world, dims = draw(st.sampled_from(WORLDS)), _dims(draw, 2)
-    dim, sizes = _split(draw, world, dims)
-    case = _common(draw, Case(op="all_gather_matmul", shape=tuple(dims), dim=dim, sizes=sizes))
-    columns = st.one_of(st.integers(1, 9), st.sampled_from([65, 300]))
-    bias = st.sampled_from([None, case.dtype, torch.float32])
+    if op != "all_gather":
+        case = replace(case, out_dtype=_out_dtype(draw))
+    if not spec.has_matmul:
+        return world, case
+    bias = st.sampled_from([None, dtype, torch.float32])
+    case = replace(case, weight_layout=draw(st.sampled_from(WEIGHT_LAYOUTS)))
+    if spec.gathers:
+        columns = st.one_of(st.integers(1, 9), st.sampled_from([65, 300]))
+        return world, replace(
+            case,
+            n=tuple(draw(st.lists(columns, min_size=1, max_size=3))),
+            n_by_rank=draw(st.booleans()),
+            biases=tuple(draw(st.lists(bias, max_size=3))),
+            return_gathered=draw(st.booleans()),
+        )
+    k = st.one_of(st.integers(1, 9), st.sampled_from([33, 130]))
     return world, replace(
         case,
-        n=tuple(draw(st.lists(columns, min_size=1, max_size=3))),
-        n_by_rank=draw(st.booleans()),
-        biases=tuple(draw(st.lists(bias, max_size=3))),
-        out_dtype=_out_dtype(draw),
-        return_gathered=draw(st.booleans()),
-        weight_layout=draw(st.sampled_from(WEIGHT_LAYOUTS)),
-    )
-
-
-def _partial_sum(draw: Draw, case: Case) -> Case:
-    """A reduction of products with a drawn epilogue."""
-    case = _common(draw, case)
-    out = _out_dtype(draw)
-    k = st.one_of(st.integers(1, 9), st.sampled_from([33, 130]))
-    return replace(
-        case,
         k=tuple(draw(st.lists(k, min_size=1, max_size=4))),
-        biases=(draw(st.sampled_from([None, case.dtype, torch.float32])),),
-        residual=draw(st.sampled_from([None, case.dtype, out])),
-        out_dtype=out,
+        biases=(draw(bias),),
+        residual=draw(st.sampled_from([None, dtype, case.out_dtype])),
         wire_dtype=draw(st.sampled_from([None, torch.float32])),
-        weight_layout=draw(st.sampled_from(WEIGHT_LAYOUTS)),
     )
-
-
-@st.composite
-def matmul_reduce_scatters(draw: Draw) -> Example:
-    world, dims = draw(st.sampled_from(WORLDS)), _dims(draw, 2)
-    dim, sizes = _split(draw, world, dims)
-    case = Case(op="matmul_reduce_scatter", shape=tuple(dims), dim=dim, sizes=sizes)
-    return world, _partial_sum(draw, case)
-
-
-@st.composite
-def matmul_all_reduces(draw: Draw) -> Example:
-    world, dims = draw(st.sampled_from(WORLDS)), _dims(draw, 2)
-    return world, _partial_sum(draw, Case(op="matmul_all_reduce", shape=tuple(dims)))
 
 
 def by_every_algorithm(case: Case) -> list[Case]:
@@ -152,62 +114,19 @@ def by_every_algorithm(case: Case) -> list[Case]:
     return [replace(case, algorithm=way) for way in ways]
 
 
-def check(ranks: RanksFixture, example: Example) -> None:
-    """The example by every algorithm that can."""
-    world, case = example
+NAMES = ("all_reduce", "all_gather", "reduce_scatter")
+NAMES += ("matmul_all_reduce", "all_gather_matmul", "matmul_reduce_scatter")
+
+
+@pytest.mark.parametrize("op", sweep(NAMES, 0, 2))
+@each_example
+@given(data=st.data())
+def test_any_call_by_every_algorithm(ranks: RanksFixture, op: str, data: st.DataObject) -> None:
+    world, case = data.draw(examples(op))
     run_cases(ranks, world, by_every_algorithm(case), SMALLEST_WORKSPACE)
 
 
-@pytest.mark.slow
-@each_example
-@given(all_gathers())
-def test_all_gather(ranks: RanksFixture, example: Example) -> None:
-    check(ranks, example)
-
-
-@pytest.mark.slow
-@each_example
-@given(reduce_scatters())
-def test_reduce_scatter(ranks: RanksFixture, example: Example) -> None:
-    check(ranks, example)
-
-
-@pytest.mark.thorough
-@each_example
-@given(all_reduces())
-def test_all_reduce(ranks: RanksFixture, example: Example) -> None:
-    check(ranks, example)
-
-
-@pytest.mark.slow
-@each_example
-@given(all_gather_matmuls())
-def test_all_gather_matmul(ranks: RanksFixture, example: Example) -> None:
-    check(ranks, example)
-
-
-@pytest.mark.slow
-@each_example
-@given(matmul_reduce_scatters())
-def test_matmul_reduce_scatter(ranks: RanksFixture, example: Example) -> None:
-    check(ranks, example)
-
-
-@pytest.mark.thorough
-@each_example
-@given(matmul_all_reduces())
-def test_matmul_all_reduce(ranks: RanksFixture, example: Example) -> None:
-    check(ranks, example)
-
-
-EXAMPLES = st.one_of(
-    all_gathers(),
-    reduce_scatters(),
-    all_reduces(),
-    all_gather_matmuls(),
-    matmul_reduce_scatters(),
-    matmul_all_reduces(),
-)
+EXAMPLES = st.one_of(*map(examples, NAMES))
 
 
 @pytest.mark.slow

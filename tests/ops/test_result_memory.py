@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 
@@ -12,8 +11,8 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS, RanksFixture
-from tests.support.ranked import fresh_group, planned_in_python, report
+from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS
+from tests.support.ranked import fresh_group, on_ranks, planned_in_python
 from tests.support.tiers import covering
 from tpkernels import _C, defaults
 
@@ -56,7 +55,9 @@ def call(
     return run
 
 
-def pool_job(op: str, algorithm: str, dtype: torch.dtype) -> list[str]:
+@pytest.mark.parametrize(("op", "algorithm", "dtype"), covering(WAYS))
+@on_ranks(WORLD)
+def test_results_come_from_the_pool(op: str, algorithm: str, dtype: torch.dtype) -> list[str]:
     failures = []
     with fresh_group() as group:
         run = call(op, algorithm, dtype, group)
@@ -90,14 +91,8 @@ def pool_job(op: str, algorithm: str, dtype: torch.dtype) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("op", "algorithm", "dtype"), covering(WAYS))
-def test_results_come_from_the_pool(
-    ranks: RanksFixture, op: str, algorithm: str, dtype: torch.dtype
-) -> None:
-    report(itertools.chain(*ranks(WORLD).run(pool_job, op, algorithm, dtype)))
-
-
-def gradient_job() -> list[str]:
+@on_ranks(WORLD)
+def test_gradients_come_from_the_pool() -> list[str]:
     """Large gradients are in the pool too, and what a graph has saved is not handed out."""
     group = dist.group.WORLD
     assert group is not None
@@ -117,7 +112,3 @@ def gradient_job() -> list[str]:
         if grad.untyped_storage().resizable():
             failures.append(f"the gradient of {name} is in torch's memory")
     return failures
-
-
-def test_gradients_come_from_the_pool(ranks: RanksFixture) -> None:
-    report(itertools.chain(*ranks(WORLD).run(gradient_job)))

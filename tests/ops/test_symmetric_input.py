@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import QUICK_WORLDS, Case, RanksFixture, each, exact, uneven_splits
-from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, report, run_cases
+from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, on_ranks, run_cases
 from tests.support.tiers import sweep
 from tpkernels import groups
 
@@ -26,31 +26,21 @@ LAYOUTS = ("symmetric", "symmetric_end", "mixed")
 
 @pytest.mark.parametrize("world", QUICK_WORLDS)
 @pytest.mark.parametrize("layout", sweep(LAYOUTS))
-def test_matmuls(ranks: RanksFixture, world: int, layout: str) -> None:
+def test_every_op(ranks: RanksFixture, world: int, layout: str) -> None:
     gather = Case(op="all_gather_matmul", shape=(24, 12), n=(7, 3), return_gathered=True)
+    scatter = Case(op="matmul_reduce_scatter", shape=(24, 7), k=(12, 5))
     cases = [gather, replace(gather, shape=(2, 12, 3, 8), dim=1, n=(5,))]
     cases += [replace(gather, shape=(23, 12), sizes=sizes) for sizes in uneven_splits(23, world)]
-    scatter = Case(op="matmul_reduce_scatter", shape=(24, 7), k=(12, 5))
     cases += [scatter, replace(scatter, op="matmul_all_reduce")]
-    cases = [replace(case, layout=layout) for case in cases]
-    last = replace(gather, shape=(5, 24), dim=1, layout=layout)
-    some = exact(*cases, dtypes=(F32, BF16))
-    some += each(last, algorithms=("direct", "unfused"), integers=(True,))
-    run_cases(ranks, world, some)
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-@pytest.mark.parametrize("layout", sweep(LAYOUTS))
-def test_collectives(ranks: RanksFixture, world: int, layout: str) -> None:
-    cases = []
     for op in ("all_gather", "reduce_scatter"):
         cases += [Case(op=op, shape=(24, 12)), Case(op=op, shape=(2, 12, 5), dim=1)]
         cases += [Case(op=op, shape=(23, 5), sizes=sizes) for sizes in uneven_splits(23, world)]
-    cases += [
-        Case(op=op, shape=s) for op in ("all_reduce", "all_reduce_") for s in [(7,), (90, 77)]
-    ]
-    cases = [replace(case, layout=layout) for case in cases]
-    run_cases(ranks, world, exact(*cases, dtypes=(F32, BF16)))
+    for op in ("all_reduce", "all_reduce_"):
+        cases += [Case(op=op, shape=shape) for shape in [(7,), (90, 77)]]
+    every = exact(*(replace(case, layout=layout) for case in cases), dtypes=(F32, BF16))
+    last = replace(gather, shape=(5, 24), dim=1, layout=layout)
+    every += each(last, algorithms=("direct", "unfused"), integers=(True,))
+    run_cases(ranks, world, every)
 
 
 @pytest.mark.parametrize("world", sweep([3, 1, 2]))
@@ -93,7 +83,9 @@ def _ops(world: int) -> dict[str, tuple[tuple[int, ...], _Op]]:
     }
 
 
-def overwritten_at_once(rounds: int) -> list[str]:
+@pytest.mark.parametrize("world", sweep([4, 2]))
+@on_ranks(timeout=120)
+def test_input_may_be_overwritten_at_once() -> list[str]:
     """Every op, with random delays, on input that is spoilt as soon as the op returns."""
     failures = []
     with fresh_group() as group:
@@ -103,7 +95,7 @@ def overwritten_at_once(rounds: int) -> list[str]:
         workspace.set_chaos(seed=rank + 1, max_delay_us=3000)
         for name, (shape, op) in _ops(world).items():
             x = tpkernels.empty(*shape, group=group)
-            for i in range(rounds):
+            for i in range(20):
                 x.fill_(rank + i)
                 got = op(x, group)
                 x.fill_(math.nan)
@@ -118,7 +110,9 @@ def overwritten_at_once(rounds: int) -> list[str]:
     return failures
 
 
-def overwritten_after_a_failure() -> list[str]:
+@pytest.mark.parametrize("world", sweep([2, 3]))
+@on_ranks()
+def test_input_that_a_failed_rank_overwrites_is_no_result() -> list[str]:
     """Rank 1 is late for a call that rank 0 has left, whose input the others were to read."""
     failures = []
     for name, (shape, op) in _ops(dist.get_world_size()).items():
@@ -139,7 +133,9 @@ def overwritten_after_a_failure() -> list[str]:
     return failures
 
 
-def results_are_kept() -> list[str]:
+@pytest.mark.parametrize("world", sweep([2, 1, 4]))
+@on_ranks()
+def test_results_are_kept() -> list[str]:
     """No result is a view of memory that later calls write to."""
     failures = []
     with fresh_group() as group:
@@ -154,7 +150,9 @@ def results_are_kept() -> list[str]:
     return failures
 
 
-def made_and_dropped() -> list[str]:
+@pytest.mark.parametrize("world", sweep([2, 1, 4], 1))
+@on_ranks()
+def test_made_and_dropped() -> list[str]:
     """Symmetric tensors come and go; one that others still use is read by its own address."""
     failures = []
     with fresh_group() as group:
@@ -181,22 +179,3 @@ def made_and_dropped() -> list[str]:
         if workspace.segments:
             failures.append(f"{len(workspace.segments)} segments outlive their tensors")
     return failures
-
-
-@pytest.mark.parametrize("world", sweep([4, 2]))
-def test_input_may_be_overwritten_at_once(ranks: RanksFixture, world: int) -> None:
-    told = ranks(world).run(overwritten_at_once, 25, timeout=120)
-    report(failure for rank in told for failure in rank)
-
-
-@pytest.mark.parametrize("world", sweep([2, 3]))
-def test_input_that_a_failed_rank_overwrites_is_no_result(ranks: RanksFixture, world: int) -> None:
-    report(failure for rank in ranks(world).run(overwritten_after_a_failure) for failure in rank)
-
-
-@pytest.mark.parametrize("world", sweep([2, 1, 4]))
-@pytest.mark.parametrize("job", sweep([results_are_kept, made_and_dropped]))
-def test_memory_belongs_to_its_owner(
-    ranks: RanksFixture, world: int, job: Callable[[], list[str]]
-) -> None:
-    report(failure for rank in ranks(world).run(job) for failure in rank)

@@ -17,7 +17,7 @@ TESTS = (
     "tests/calls/test_warm.py",
     "tests/native/test_vectors.py",
     "tests/ops/test_bits.py",
-    "tests/ops/test_packed.py",
+    "tests/ops/test_weights.py",
     "tests/ops/test_scaled.py",
 )
 _ONEDNN, _TORCH = "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"

@@ -259,3 +259,47 @@ def options() -> Iterator[Refusal]:
     yield no(ValueError, pattern, tpkernels.init, numerics="fast")
     pattern = r"\[3, -4\] has a negative size"
     yield Refusal(ValueError, pattern, lambda group: tpkernels.empty(3, -4, group=group))
+
+
+def normed_products() -> Iterator[Refusal]:
+    op, x, w, weight = tpkernels.matmul_all_reduce_rms_norm, ones(4, 6), ones(6, 8), ones(8)
+    yield no(ValueError, r"\[5, 8\].*\[4, 6\].*\[6, N\]", op, x, ones(5, 8), weight)
+    yield no(ValueError, r"at least 2 dims.*\[6\]", op, ones(6), w, weight)
+    yield no(ValueError, r"norm_weight has shape \[6\], expected \[8\]", op, x, w, ones(6))
+    yield no(TypeError, "norm_weight is float16; it must be float32", op, x, w, weight.half())
+    yield no(ValueError, "eps is -1.0; it must be finite and at least 0", op, x, w, weight, eps=-1)
+    yield no(ValueError, r"bias has shape \[7\], expected \[8\]", op, x, w, weight, bias=ones(7))
+    pattern = r"residual has shape \[4, 7\], the output \[4, 8\]"
+    yield no(ValueError, pattern, op, x, w, weight, residual=ones(4, 7))
+    pattern = "residual is bfloat16; it must be float32"
+    yield no(TypeError, pattern, op, x, w, weight, residual=ones(4, 8).bfloat16())
+    pattern = "is packed, and the kernels of 'fused' cannot read it"
+    packed = tpkernels.pack(w)
+    yield no(NotImplementedError, pattern, op, x, packed, weight, algorithm="fused")
+    pattern = "has no gradient with a packed weight"
+    yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), packed, weight)
+    product = tpkernels.LocalProduct(lambda x: x @ ones(6, 8), (6, 8), F32)
+    pattern = "has no gradient with a LocalProduct"
+    yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), product, weight)
+    yield no(ValueError, "unknown algorithm 'tree'", op, x, w, weight, algorithm="tree")
+
+
+def normed_sums() -> Iterator[Refusal]:
+    op, x, weight = tpkernels.all_reduce_rms_norm, ones(4, 6), ones(6)
+    pattern = r"x has shape \[\]; it must be \[..., N\], N at least 1"
+    yield no(ValueError, pattern, op, ones(), weight)
+    yield no(ValueError, r"x has shape \[4, 0\]; it must be", op, ones(4, 0), ones(0))
+    yield no(ValueError, r"weight has shape \[5\], expected \[6\]", op, x, ones(5))
+    yield no(ValueError, r"weight has shape \[1, 6\], expected \[6\]", op, x, ones(1, 6))
+    yield no(TypeError, "weight is bfloat16; it must be float32", op, x, weight.bfloat16())
+    pattern = "weight is float16; it must be bfloat16 or float32"
+    yield no(TypeError, pattern, op, x.bfloat16(), weight.half())
+    yield no(ValueError, r"residual has shape \[6\]", op, x, weight, residual=weight)
+    yield no(TypeError, "residual is float16", op, x, weight, residual=x.half())
+    for eps in (-1e-6, float("nan"), float("inf")):
+        pattern = f"eps is {eps}; it must be finite and at least 0"
+        yield no(ValueError, pattern, op, x, weight, eps=eps)
+    yield no(NotImplementedError, "x has dtype int64; supported", op, x.long(), weight)
+    yield no(ValueError, "unknown algorithm 'tree'", op, x, weight, algorithm="tree")
+    pattern = "'pipelined' of all_reduce_rms_norm overlaps a matmul, and this op has none"
+    yield no(NotImplementedError, pattern, op, x, weight, algorithm="pipelined")

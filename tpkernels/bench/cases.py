@@ -20,6 +20,7 @@ from torch.nn.functional import rms_norm
 import tpkernels
 from tpkernels import groups
 from tpkernels.bench.specs import NORM_EPS, OPERANDS, Spec, matrix_of, square_of
+from tpkernels.groups.group import Group
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.scaled import ScaledMatrix, scaled_matmul
 from tpkernels.op_spec import OPS, OpSpec
@@ -143,15 +144,21 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
     if case.residual is not None:
         options["residual"] = case.residual
     name = "all_reduce_" if case.op == "all_reduce" else case.op
-    result = getattr(tpkernels, name)(*operands, _world(), **options)
+    result = getattr(tpkernels, name)(*operands, world_group().name, **options)
     if isinstance(result, torch.Tensor):
         return [result]
     return list(result)[::-1] if op.normed else list(result)
 
 
+def world_group() -> Group:
+    """Return the group of all ranks."""
+    assert dist.group.WORLD is not None  # cases only run on ranks
+    return groups.get(dist.group.WORLD.group_name)
+
+
 def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
     """Run the op; return its results and its plan."""
-    group = groups.get(_world())
+    group = world_group()
     group.forget_calls()
     outputs = run_tpkernels(case, algorithm)
     (call,) = group.planned_calls()
@@ -162,14 +169,14 @@ def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
 def settle(case: Case, seconds: float) -> None:
     """Run ``auto`` until it has tried the algorithms and keeps one, unless that might take longer
     than ``seconds``. Collective."""
-    group = groups.get(_world())
+    group = world_group()
     group.forget_calls()
     begin = time.perf_counter()
     run_tpkernels(case.copy())
     (call_seconds,) = slowest([time.perf_counter() - begin])
-    if call_seconds * MOST_CALLS > seconds:
-        return
-    while any(isinstance(call.function, Tried) for call in group.planned_calls()):
+    while call_seconds * MOST_CALLS <= seconds and any(
+        isinstance(call.function, Tried) for call in group.planned_calls()
+    ):
         run_tpkernels(case.copy())
 
 
@@ -227,23 +234,16 @@ def gathered(case: Case) -> Case:
     return replace(case, x=x.view(case.x.dtype), scales=(_all_gather(scale, case.sizes), of_w))
 
 
-def _world() -> str:
-    world = dist.group.WORLD
-    assert world is not None  # cases only run on ranks
-    return groups.name_of(world)
-
-
 def _all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     """Gather all shards. The collective needs equal shards, so uneven ones are padded."""
     largest = max(sizes)
-    even = min(sizes) == largest
-    if not even:
+    padded = x
+    if x.shape[0] < largest:
         padded = x.new_zeros(largest, *x.shape[1:])
         padded[: x.shape[0]] = x
-        x = padded
     whole = x.new_empty(largest * len(sizes), *x.shape[1:])
-    _gather_shards(whole, x)
-    if even:
+    _gather_shards(whole, padded)
+    if min(sizes) == largest:
         return whole
     shards = whole.split(largest)
     return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)])

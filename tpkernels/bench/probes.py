@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
-import torch.distributed as dist
 
-from tpkernels import groups, ops
-from tpkernels.bench.cases import Case, run_local_matmul, run_matmul
+from tpkernels import ops
+from tpkernels.bench.cases import Case, run_local_matmul, run_matmul, world_group
 from tpkernels.bench.inputs import memory_budget
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning import store
@@ -82,8 +81,7 @@ class MachineReport:
 
 def measure_machine(device: str) -> MachineReport:
     """Measure this rank's share of the machine while the others measure theirs. Collective."""
-    assert dist.group.WORLD is not None  # it runs on ranks
-    group = groups.get(dist.group.WORLD.group_name).ready(device)
+    group = world_group().ready(device)
     rates = tuple(measure_rates(dtype, device) for dtype in _DTYPES)
     place, variants = rank_device(device), {}
     for name, nbytes in (("small", _SMALL), ("large", _LARGE)):

@@ -138,11 +138,6 @@ def spec_of(op: str, shape: str, sizes: str, dtype: torch.dtype) -> Spec:
     return specs[0]
 
 
-def ops_named(names: Iterable[str]) -> list[str]:
-    """Return ``names`` without repetitions. ``UsageError`` if one is not an op."""
-    return check_known("op", names, OPS)
-
-
 def algorithms_named(names: Iterable[str]) -> list[str]:
     """Return ``names`` without repetitions. ``UsageError`` if one is not an algorithm or auto."""
     return check_known("algorithm", names, ("auto", *ALGORITHMS))

@@ -23,7 +23,6 @@ from tpkernels.bench.specs import (
     algorithms_named,
     check_algorithm,
     check_split,
-    ops_named,
     specs_of,
 )
 from tpkernels.op_spec import OPS
@@ -277,7 +276,7 @@ def _items(settings: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]
         option = "m" if rows else "projection"
         raise UsageError(f"--{option} needs --model; a --shape already contains M")
     shapes = settings.shape or (() if models else SHAPES)
-    ops = ops_named(_split(settings.op) or (_LAYER_OPS if models else list(OPS)))
+    ops = check_known("op", _split(settings.op) or (_LAYER_OPS if models else OPS), OPS)
     names = check_known("projection", _split(settings.projection) or LAYER, PROJECTIONS)
     for model in models:
         for name in names:

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 import torch
-import torch.distributed as dist
 
-from tpkernels import groups
-from tpkernels.bench.cases import Case, Outputs, planned, random_case, run_tpkernels
+from tpkernels.bench.cases import Case, Outputs, planned, random_case, run_tpkernels, world_group
 from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.verification import Verdict, verify
@@ -59,8 +57,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
         repeat, budget: the most rounds, and the seconds after which no further round starts.
     """
     case = random_case(spec, rank_device(device))
-    assert dist.group.WORLD is not None  # cases only run on ranks
-    group = groups.get(dist.group.WORLD.group_name).ready(device)
+    group = world_group().ready(device)
     means = Means(
         group.shared_memory, group.workspace_bytes, instructions(), why_no_node=group.why_no_node
     )

@@ -1,9 +1,15 @@
-"""The command line: one module per command, imported only when that command runs."""
+"""The command line: one module per command, imported only when that command runs.
+
+Exit codes: 0 success, 1 wrong result, regression or failed rank, 2 unusable input.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +25,25 @@ _LOOK: dict[str, Any] = {
     "pretty_exceptions_enable": False,
     "rich_markup_mode": "markdown",
 }
+_MOST_MESSAGE = 1000  # characters of an error
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn errors that need no traceback into a message and an exit code."""
+    from tpkernels.launch import RankError
+    from tpkernels.terminal import UsageError
+    from tpkernels.text import printable, short
+
+    try:
+        yield
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank raises the same error
+            typer.echo(f"Error: {short(printable(str(error)), _MOST_MESSAGE)}", err=True)
+        raise typer.Exit(2) from error
+    except RankError as error:
+        typer.echo(f"FAIL: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 class _Commands(TyperGroup):
@@ -32,8 +57,6 @@ class _Commands(TyperGroup):
             return None
         # Everything after the script of `profile` belongs to the script, including options.
         settings = {"allow_interspersed_args": False} if cmd_name == "profile" else {}
-        from tpkernels.cli.exit_codes import exit_codes
-
         function = exit_codes()(getattr(import_module(f"tpkernels.cli.{cmd_name}"), cmd_name))
         command = typer.Typer(**_LOOK)
         command.command(cmd_name, context_settings=settings)(function)

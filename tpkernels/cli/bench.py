@@ -41,8 +41,7 @@ from tpkernels.bench.sweep import (
     plan_sweep,
     read_file,
 )
-from tpkernels.cli import options
-from tpkernels.cli.exit_codes import exit_codes
+from tpkernels.cli import exit_codes, options
 from tpkernels.launch.session import device_named, is_leader, launched_ranks, open_session
 from tpkernels.op_spec import OPS
 from tpkernels.planning.cost import Rates

@@ -10,7 +10,7 @@ from rich.markup import escape
 from typer import Option
 
 from tpkernels.bench.probes import machine_by_name
-from tpkernels.bench.specs import Spec, check_split, ops_named, spec_of, unsupported_kernels
+from tpkernels.bench.specs import Spec, check_split, spec_of, unsupported_kernels
 from tpkernels.cli import options
 from tpkernels.launch.session import device_known
 from tpkernels.op_spec import OPS
@@ -24,6 +24,7 @@ from tpkernels.symm.node import why_not_hierarchical
 from tpkernels.terminal import (
     UsageError,
     at_least,
+    check_known,
     check_workers,
     console,
     dtype_named,
@@ -115,7 +116,7 @@ def _spec_of_extents(
 ) -> Spec:
     """Return the spec given by either --m, --n, --k (``extents``) or --bytes, whichever ``op``
     needs."""
-    ops_named([op])
+    check_known("op", [op], OPS)
     needed, unused = "--m, --n and --k", "--bytes"
     complete, excluded = None not in extents, sizes is not None
     if not OPS[op].has_matmul:

@@ -32,16 +32,17 @@ from tpkernels.bench.specs import (
     algorithms_named,
     check_algorithm,
     check_split,
-    ops_named,
     spec_of,
 )
 from tpkernels.cli import options
 from tpkernels.launch.ranks import loopback_store
 from tpkernels.launch.session import is_leader, open_session, under_torchrun, world_size
 from tpkernels.local import ranges
+from tpkernels.op_spec import OPS
 from tpkernels.terminal import (
     UsageError,
     at_least,
+    check_known,
     check_workers,
     console,
     dtype_named,
@@ -112,7 +113,7 @@ def profile(
     at_least(1, calls=calls, timeout=timeout)
     check_workers(threads=threads)
     if op is not None:
-        ops_named([op])
+        check_known("op", [op], OPS)
         spec = spec_of(op, shape, size, dtype_named(dtype))
         check_split(spec, world)
         algorithms_named([algorithm])

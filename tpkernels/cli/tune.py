@@ -11,7 +11,7 @@ from rich.markup import escape
 from typer import Option
 
 from tpkernels.bench.probes import measure_machine, profile_of, rates_text
-from tpkernels.bench.specs import Spec, check_split, ops_named, specs_of
+from tpkernels.bench.specs import Spec, check_split, specs_of
 from tpkernels.bench.tuning_cases import TuneReport, tune_case
 from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli import options
@@ -29,6 +29,7 @@ from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.terminal import (
     UsageError,
     at_least,
+    check_known,
     check_workers,
     console,
     dtype_named,
@@ -92,7 +93,7 @@ def tune(
         raise UsageError("one rank has nothing to choose: it does not communicate")
     specs = [
         spec
-        for name in ops_named(op or list(OPS))
+        for name in check_known("op", op or OPS, OPS)
         for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
     ]
     for spec in () if machine else specs:

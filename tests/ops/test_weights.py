@@ -1,5 +1,6 @@
-"""The ops with a caller's product on real ranks against float64, by every algorithm. What it may
-not be used for is refused at the call; what it does wrong breaks the group."""
+"""The ops with weights that are packed, or known to the caller alone, against float64: exact for
+integers, else within the derived bound of support/reference.py. What they may not be used for is
+refused at the call; a caller's product that goes wrong breaks the group."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from torch import nn
 
 import tpkernels
 from tests.support.cases import DTYPES, MATMUL_ALGORITHMS, QUICK_WORLDS, Case, RanksFixture, each
-from tests.support.ranked import fresh_group, messages_of, report, run_cases
+from tests.support.ranked import (
+    SMALLEST_WORKSPACE,
+    fresh_group,
+    messages_of,
+    on_ranks,
+    report,
+    run_cases,
+)
+from tests.support.refusals import packable
 from tests.support.tiers import sweep
 from tpkernels import LocalProduct, groups
 from tpkernels.shards import shard_sizes
@@ -24,25 +33,151 @@ from tpkernels.shards import shard_sizes
 F32, BF16 = torch.float32, torch.bfloat16
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 OPS = (GATHER, SCATTER, REDUCE)
+NORMED = "matmul_all_reduce_rms_norm"
 
 
 @pytest.mark.parametrize("world", QUICK_WORLDS)
-@pytest.mark.parametrize("op", sweep(OPS))
-def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int, op: str) -> None:
+@pytest.mark.parametrize("op", sweep([*OPS, NORMED]))
+@pytest.mark.parametrize("weights", ["packed", "caller's"])
+def test_every_dtype_by_every_algorithm(
+    ranks: RanksFixture, world: int, op: str, weights: str
+) -> None:
+    """Packed on all ranks, and on even ranks alone; few rows and many, uneven shards, leading dims,
+    what is added."""
+    dtypes = packable() if weights == "packed" else DTYPES
+    factors: dict[str, Any] = {"n": (7, 300)} if op == GATHER else {"k": (33, 1, 40)}
     cases = []
-    for rows, n in ((world, 5), (31, 37)):
-        sizes = None if op == REDUCE else tuple(shard_sizes(rows, world))
-        factors: dict[str, Any] = {"n": (n, 3)} if op == GATHER else {"k": (33, 1, 40)}
+    for rows, n in ((world, 5), (31, 37), (200, 70)):
+        sizes = None if op in (REDUCE, NORMED) else tuple(shard_sizes(rows, world))
         shape = (rows, 33) if op == GATHER else (rows, n)
-        cases.append(Case(op=op, shape=shape, sizes=sizes, weight_layout="caller's", **factors))
+        cases.append(Case(op=op, shape=shape, sizes=sizes, weight_layout=weights, **factors))
+    lead = (2, 12, 9) if op == GATHER else (12, 3, 9)
+    cases.append(replace(cases[0], shape=lead, sizes=None, dim=lead.index(12)))
     if op == GATHER:
-        cases.append(replace(cases[0], return_gathered=True))
+        cases.append(replace(cases[1], n_by_rank=True, return_gathered=True))
     else:
-        cases.append(replace(cases[1], biases=(F32,), residual=F32, out_dtype=F32))
-    run_cases(ranks, world, each(*cases, dtypes=DTYPES, algorithms=MATMUL_ALGORITHMS))
+        cases.append(replace(cases[1], biases=(F32,)))
+    if weights == "packed":
+        cases.append(replace(cases[1], weight_layout="packed_on_even_ranks"))
+        cases += [replace(cases[3], layout=layout) for layout in ("transposed", "symmetric")]
+    every = each(*cases, dtypes=dtypes, algorithms=MATMUL_ALGORITHMS)
+    for dtype in dtypes if op in (SCATTER, REDUCE) else ():
+        full = replace(cases[1], biases=(dtype,), residual=dtype, out_dtype=F32)
+        every += each(full, dtypes=(dtype,))
+    run_cases(ranks, world, every)
 
 
-def calls_job(op: str) -> list[str]:
+def test_the_last_dim_is_gathered(ranks: RanksFixture) -> None:
+    case = Case(op=GATHER, shape=(5, 24), dim=1, n=(7, 2), weight_layout="packed")
+    run_cases(ranks, 2, each(case, dtypes=packable(), algorithms=("unfused", "direct", "auto")))
+
+
+@pytest.mark.parametrize("op", sweep(OPS))
+def test_steps_through_a_small_workspace(ranks: RanksFixture, op: str) -> None:
+    factors: dict[str, Any] = {"n": (7, 300)} if op == GATHER else {"k": (24,)}
+    case = Case(op=op, shape=(1500, 200), weight_layout="packed", **factors)
+    run_cases(ranks, 2, each(case, dtypes=packable(), integers=(True,)), SMALLEST_WORKSPACE)
+
+
+# Packed weights: compiled, under autocast, never with a gradient.
+
+
+def modes_job(backend: str) -> list[str]:
+    """In a compiled function, of a weight [K, N] and a square one."""
+    failures = []
+    ops: Any = torch.ops.tpkernels
+    with fresh_group() as group, torch.no_grad():
+        name = group.group_name
+        torch.manual_seed(group.rank())
+        calls: dict[str, Callable[..., torch.Tensor]] = {
+            GATHER: lambda x, w: ops.all_gather_matmul(x * 2, [w, w], name)[1][1],
+            SCATTER: lambda x, w: ops.matmul_reduce_scatter(x * 2, w, name),
+            REDUCE: lambda x, w: ops.matmul_all_reduce(x * 2, w, name),
+            "_column_matmul": lambda x, w: ops._column_matmul(x * 2, [w], name)[0],
+        }
+        for (op, call), columns in [(one, n) for one in calls.items() for n in (32, 48)]:
+            torch._dynamo.reset()
+            x, w = torch.randn(4, 48), torch.randn(48, columns)
+
+            def shifted(x: torch.Tensor, w: torch.Tensor, call: Any = call) -> torch.Tensor:
+                y = call(x, w)
+                return y + torch.arange(y.shape[-1])
+
+            got = torch.compile(shifted, backend=backend, fullgraph=True)(x, tpkernels.pack(w))
+            if not torch.allclose(got, shifted(x, w), rtol=1e-4, atol=1e-4):
+                failures.append(f"{op} with {columns} columns")
+    return failures
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(ranks: RanksFixture, backend: str) -> None:
+    results = ranks(2).run(modes_job, backend, timeout=240)
+    report(f"{backend}: {failure}" for rank in results for failure in rank)
+
+
+def gradients_job() -> list[str]:
+    """A gradient that would be needed is refused in the forward; one that is not needed is not."""
+    with fresh_group() as group:
+        x, w = torch.ones(4, 6), torch.ones(6, 6)
+        factor, needs = tpkernels.pack(w), x.clone().requires_grad_()
+        bias = torch.zeros(6, requires_grad=True)
+        learnt = torch.nn.Parameter(factor)
+
+        def without_a_gradient() -> None:
+            with torch.no_grad():
+                tpkernels.matmul_all_reduce(needs, learnt, group)
+
+        return messages_of(
+            [
+                lambda: tpkernels.matmul_all_reduce(needs, factor, group),
+                lambda: tpkernels.matmul_all_reduce(x, learnt, group),
+                lambda: tpkernels.matmul_reduce_scatter(x, factor, group, bias=bias),
+                lambda: tpkernels.all_gather_matmul(x, [factor, w.clone().requires_grad_()], group),
+                without_a_gradient,
+                lambda: tpkernels.matmul_all_reduce(x, factor, group),
+            ]
+        )
+
+
+def test_a_gradient_is_refused_at_the_call(ranks: RanksFixture) -> None:
+    for messages in ranks(2).run(gradients_job):
+        *refused, one, other = messages
+        ops = (REDUCE, REDUCE, SCATTER, GATHER)
+        assert [message.partition(" with a packed weight;")[0] for message in refused] == [
+            f"NotImplementedError: tpkernels.{op} has no gradient" for op in ops
+        ]
+        assert (one, other) == ("nothing", "nothing")
+
+
+def autocast_job() -> list[str]:
+    """A packed weight is not cast: it must be in autocast's dtype."""
+    with fresh_group() as group, torch.autocast("cpu", torch.bfloat16):
+        x, w = torch.ones(4, 6), torch.ones(6, 8)
+        messages = messages_of(
+            [
+                lambda: tpkernels.matmul_all_reduce(x, tpkernels.pack(w), group),
+                lambda: tpkernels.all_gather_matmul(x, tpkernels.pack(w), group),
+            ]
+        )
+        if torch.bfloat16 in packable():
+            got = tpkernels.matmul_all_reduce(x, tpkernels.pack(w.bfloat16()), group)
+            assert got.dtype == torch.bfloat16
+            assert (got == 6 * group.size()).all()
+    return messages
+
+
+def test_autocast(ranks: RanksFixture) -> None:
+    for messages in ranks(2).run(autocast_job):
+        pattern = "is float32 but x is bfloat16; they must be equal: pack it in x's dtype"
+        assert messages == [f"TypeError: w {pattern}", f"TypeError: weights[0] {pattern}"]
+
+
+# A caller's product.
+
+
+@pytest.mark.parametrize("op", sweep(OPS))
+@on_ranks(3)
+def test_the_parts_are_multiplied_one_by_one(op: str) -> list[str]:
     """The rows of each call of the function: all at once, or a part for each rank."""
     failures = []
     with fresh_group() as group, torch.inference_mode():
@@ -73,12 +208,8 @@ def calls_job(op: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("op", sweep(OPS))
-def test_the_parts_are_multiplied_one_by_one(ranks: RanksFixture, op: str) -> None:
-    report(failure for rank in ranks(3).run(calls_job, op) for failure in rank)
-
-
-def layers_job() -> list[str]:
+@on_ranks(2)
+def test_layers_are_products() -> list[str]:
     """A layer, among plain and packed weights; another product of the same shape."""
     failures = []
     torch.manual_seed(0)
@@ -107,11 +238,8 @@ def layers_job() -> list[str]:
     return failures
 
 
-def test_layers_are_products(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(layers_job) for failure in rank)
-
-
-def views_job() -> list[str]:
+@on_ranks(2)
+def test_negative_views_are_resolved_and_zeros_without_memory_refused() -> list[str]:
     """What the dispatcher would resolve or wrap: each argument once as a negative view, once as a
     tensor of zeros without memory."""
     failures, attempts = [], list[Callable[[], Any]]()
@@ -148,11 +276,8 @@ def views_job() -> list[str]:
     return failures
 
 
-def test_negative_views_are_resolved_and_zeros_without_memory_refused(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(views_job) for failure in rank)
-
-
-def compiled_job() -> list[str]:
+@on_ranks(2)
+def test_a_compiled_graph_breaks_there() -> list[str]:
     torch._dynamo.reset()
     with fresh_group() as group, torch.no_grad():
         x, w = torch.randn(4, 6), torch.randn(6, 4)
@@ -173,10 +298,6 @@ def compiled_job() -> list[str]:
         if not message.startswith("Unsupported: "):
             failures.append(message)
     return failures
-
-
-def test_a_compiled_graph_breaks_there(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(compiled_job) for failure in rank)
 
 
 def wrong_results() -> dict[str, tuple[Callable[[torch.Tensor], Any], str]]:
