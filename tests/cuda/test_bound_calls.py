@@ -19,8 +19,8 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cuda_rehearsal import FUSED_OPS, pretending, space_of
-from tests.support.emulated import on_ranks
 from tests.support.faults import Ending
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels import backends, groups
 from tpkernels.call import Call
@@ -68,7 +68,7 @@ def call_of(op: str, group: dist.ProcessGroup, rows: int = 32) -> Callable[[], A
 
 
 @pytest.mark.parametrize("op", sweep(FUSED_OPS))
-@on_ranks(2, driver=False)
+@on_ranks(2)
 def test_a_warm_call_only_launches(op: str) -> None:
     """Nothing of what a cold one does, and few functions of Python."""
     with rehearsed() as (patch, launches):
@@ -85,7 +85,7 @@ def test_a_warm_call_only_launches(op: str) -> None:
         assert count <= MOST_FUNCTIONS[op], count
 
 
-@on_ranks(2, driver=False)
+@on_ranks(2)
 def test_calls_are_bound_anew_when_the_workspace_changes() -> None:
     """Launches have the workspace and the timeout that hold when they are made."""
     with rehearsed() as (_, launches):
@@ -109,7 +109,7 @@ def test_calls_are_bound_anew_when_the_workspace_changes() -> None:
         assert memory.current is not first and memory.current.seed == 3
 
 
-@on_ranks(2, driver=False)
+@on_ranks(2)
 def test_a_kernel_that_a_capture_lacks_breaks_nothing() -> None:
     """The weight lies otherwise than before: in a capture, outside, in a capture again."""
     with rehearsed() as (patch, launches):
@@ -145,7 +145,7 @@ def test_a_warm_call_finds_that_a_peer_is_lost() -> None:
         assert [each.error for each in told] == ["PeerLostError", "GroupBrokenError"], told
 
 
-@on_ranks(2, driver=False)
+@on_ranks(2)
 def test_torchs_flag_makes_a_warm_call_be_planned_anew() -> None:
     """The call that finds the change plans for itself, and the next one for all that follow: the
     numerics of what was planned in each of the calls, as torch's flag changes."""
@@ -169,7 +169,7 @@ def test_torchs_flag_makes_a_warm_call_be_planned_anew() -> None:
 
 
 @pytest.mark.parametrize("op", sweep(FUSED_OPS))
-@on_ranks(2, interpreting=True, driver=False)
+@on_ranks(2, fixture="interpreting")
 def test_operands_of_any_layout(op: str) -> None:
     """Calls with one key whose operands lie otherwise each time."""
     with pretending():

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import triton.language as tl
 
 from tests.support import faults
-from tests.support.emulated import on_ranks, require_none
+from tests.support.emulated import require_none
 from tests.support.kernel_builds import Build, build
-from tests.support.ranked import fresh_group
+from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels.kernels.all_gather_matmul import BLOCK, RING_BYTES, fetching_of
 from tpkernels.kernels.configs import TABLE
@@ -62,7 +62,7 @@ def test_all_fetchers_have_a_piece() -> None:
         ]
     ),
 )
-@on_ranks(3, interpreting=True, driver=False)
+@on_ranks(3, fixture="interpreting")
 def test_a_tile_waits_for_all_pieces_of_its_rows(
     sizes: tuple[int, ...], k: int, dtype: torch.dtype, fetchers: int
 ) -> None:

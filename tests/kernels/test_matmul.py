@@ -15,12 +15,12 @@ import torch
 
 from tests.support import faults
 from tests.support.cases import DTYPES, Case
-from tests.support.emulated import on_ranks, require_none
-from tests.support.ranked import check_cases, fresh_group, place
+from tests.support.emulated import require_none
+from tests.support.ranked import check_cases, fresh_group, on_ranks, place
 from tests.support.tiers import sweep
 
 F32, BF16 = torch.float32, torch.bfloat16
-interpreted = functools.partial(on_ranks, interpreting=True, driver=False)
+interpreted = functools.partial(on_ranks, fixture="interpreting")
 SIZES = [(1, 1, 1), (1, 33, 7), (65, 31, 33), (64, 64, 64), (100, 70, 40)]
 
 

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.support import ranked
 from tests.support.cxx import compiled
 from tests.support.paths import NATIVE, ROOT
 from tpkernels import _C, groups
@@ -103,37 +102,9 @@ def counts() -> tuple[int, ...]:
     return tuple(map(count_of, ("barriers", "releases", "atomics")))
 
 
-def on_ranks(
-    world: int | None = None, interpreting: bool = False, driver: bool = True
-) -> Callable[..., Any]:
-    """Make a test of a function that asserts on every rank, where this ``driver`` is loaded.
-
-    The function takes the test's parameters. Without ``world`` the test has a parameter of that
-    name, which the function does not get."""
-
-    def decorate(job: Callable[..., None]) -> Callable[..., None]:
-        pool = "interpreting" if interpreting else "ranks"
-        own = [pool, *(["cuda_driver"] if driver else []), *(["world"] if world is None else [])]
-
-        def test(**given: Any) -> None:
-            pools, size = given.pop(pool), given.pop("world") if world is None else world
-            path = given.pop("cuda_driver", None)
-            pools(size).run(_run_job, job.__module__, job.__name__, path, given, timeout=240)
-
-        names = [*own, *inspect.signature(job).parameters]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        test.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
-        test.__name__, test.__doc__, test.__module__ = job.__name__, job.__doc__, job.__module__
-        test.job = job  # type: ignore[attr-defined]
-        return test
-
-    return decorate
-
-
-def _run_job(module: str, name: str, driver: str | None, given: dict[str, Any]) -> None:
-    if driver is not None:
-        load(driver)
-    getattr(importlib.import_module(module), name).job(**given)
+# Tests whose functions assert on every rank, where this driver is loaded.
+on_ranks = functools.partial(ranked.on_ranks, driver=True, timeout=240.0)
+interpreted = functools.partial(on_ranks, fixture="interpreting")
 
 
 def space_of(
