@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -33,11 +33,6 @@ SHAPES = [(4096, 28672, 8192), (8192, 28672, 8192)]  # M, and N, K before the sp
 TIMEOUT = 20.0
 
 
-@dataclass(frozen=True)
-class _Region:
-    address: int
-
-
 class EmulatedRanks:
     """The regions of ``world`` ranks; only rank 0 is real."""
 
@@ -46,10 +41,10 @@ class EmulatedRanks:
         place = torch.device(device)
         nbytes = region_bytes(world, WORDS, buffer_bytes)
         memory = [torch.zeros(nbytes, dtype=torch.uint8, device=place) for _ in range(world)]
-        regions = [_Region(each.data_ptr()) for each in memory]
+        addresses = [region.data_ptr() for region in memory]
         self.spaces = [
-            DeviceWorkspace(regions, rank, WORDS, buffer_bytes, TIMEOUT, place, own=memory[rank])
-            for rank in range(world)
+            DeviceWorkspace(addresses, own, rank, WORDS, buffer_bytes, TIMEOUT)
+            for rank, own in enumerate(memory)
         ]
         self.side = SideStream(place)
         self.peers = list(range(1, world))

@@ -223,7 +223,7 @@ def test_the_event_covers_a_call_that_raised() -> None:
         event = space.event
         assert isinstance(event, Event)
         before = event.records
-        with pytest.raises(KeyError), space.in_order():
+        with pytest.raises(KeyError), space:
             raise KeyError
         assert joined == ["joined"] and event.records - before == 1
         dist.barrier()

@@ -7,7 +7,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,8 +173,7 @@ def test_driver_errors_have_names(cuda_driver: str) -> None:
 def test_without_a_driver_each_entry_says_so() -> None:
     x = torch.ones(4)
     region = torch.zeros(1 << 16, dtype=torch.uint8)
-
-    space = DeviceWorkspace([SimpleNamespace(address=region.data_ptr())], 0, 8, 1 << 10, 1.0)
+    space = DeviceWorkspace([region.data_ptr()], region, 0, 8, 1 << 10, 1.0)
     entries = [
         lambda: cuda.all_reduce(space, 1, x, x),
         lambda: cuda.sum_partials(x, [x]),

@@ -53,7 +53,7 @@ def check_all(
         if copied:
             copy_engines(patch)
         if not ll:
-            patch.setattr("tpkernels.cuda.gather_scatter.LL_BYTES", -1)
+            patch.setattr("tpkernels.cuda.layouts.LL_BYTES", -1)
             patch.setattr("tpkernels.cuda.calls.all_reduce_way", lambda *_: "two_shot")
         chaos = {"seed": group.rank(), "max_delay_us": max_delay_us}
         faults.workspace_of(group).set_chaos(**chaos)

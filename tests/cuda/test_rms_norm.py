@@ -30,7 +30,7 @@ from tests.support.emulated import (
 from tests.support.ranked import check_cases, fresh_group
 from tests.support.tiers import sweep
 from tpkernels import cuda
-from tpkernels.cuda import normed as rows
+from tpkernels.cuda import calls as rows
 from tpkernels.cuda.layouts import ll_words, rows_layout
 from tpkernels.symm.device import EPOCH, LAST_EPOCH, DeviceWorkspace
 

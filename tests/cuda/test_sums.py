@@ -105,16 +105,9 @@ def test_a_paced_copy_takes_its_time() -> None:
     require_none(wrong)
 
 
-class Region:
-    """Memory that only this process has."""
-
-    def __init__(self) -> None:
-        self.memory = torch.zeros(1 << 14, dtype=torch.uint8)
-        self.address = self.memory.data_ptr()
-
-
 def reduce(**changed: Any) -> None:
-    space = DeviceWorkspace([Region(), Region()], 0, 8, 1 << 10, 1.0)
+    region = torch.zeros(1 << 14, dtype=torch.uint8)
+    space = DeviceWorkspace([region.data_ptr()] * 2, region, 0, 8, 1 << 10, 1.0)
     given = {"x": torch.ones(4, 6), "out": torch.ones(4, 6)} | changed
     cuda.all_reduce(space, 1, **given)
 

@@ -34,9 +34,7 @@ def warned_job(what: str) -> tuple[list[str], float]:
         first = "init" if what == "init" else "op"
         if what in ("init", "first op"):
             stack.enter_context(
-                mock.patch.object(
-                    colocation, "unsupported", lambda world=1: "pretends to lack memfds"
-                )
+                mock.patch.object(colocation, "unsupported", lambda: "pretends to lack memfds")
             )
         else:
             doings["init"]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
 
 def workspace() -> DeviceWorkspace:
     region = torch.zeros(1 << 12, dtype=torch.uint8)
-    return DeviceWorkspace([SimpleNamespace(address=region.data_ptr())] * 2, 0, 64, 64, 1.0)
+    return DeviceWorkspace([region.data_ptr()] * 2, region, 0, 64, 64, 1.0)
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,7 +269,7 @@ def test_a_product_leaves_room_for_the_kernels_that_bring_its_rows(
 
     monkeypatch.setattr(all_gather_matmul, "all_gather_matmul_kernel", Kernel())
     region = torch.zeros(1 << 16, dtype=torch.uint8)
-    space = DeviceWorkspace([SimpleNamespace(address=region.data_ptr())] * 2, 0, 64, 64, 1.0)
+    space = DeviceWorkspace([region.data_ptr()] * 2, region, 0, 64, 64, 1.0)
     config = replace(TABLE[90, 2, False], programs=132, tma=False)
     sizes = (1 << 15, 8), (8, 256), (1 << 15, 256)
     gathered, w, out = (torch.empty(size, dtype=torch.bfloat16) for size in sizes)

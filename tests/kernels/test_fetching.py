@@ -16,8 +16,8 @@ from tests.support.cases import RanksFixture
 from tests.support.kernel_builds import Build, build
 from tests.support.ranked import fresh_group
 from tests.support.tiers import sweep
+from tpkernels.kernels.all_gather_matmul import BLOCK, RING_BYTES, fetching_of
 from tpkernels.kernels.configs import TABLE
-from tpkernels.kernels.fetching import BLOCK, RING_BYTES, fetching_of
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -53,7 +53,7 @@ def test_all_fetchers_have_a_piece() -> None:
 def pieces_job(sizes: tuple[int, ...], k: int, dtype: torch.dtype, fetchers: int) -> list[str]:
     """A call in pieces of 64 elements; what is wrong when words are published and awaited."""
     from tpkernels.kernels import all_gather_matmul as kernel
-    from tpkernels.kernels import fetching
+    from tpkernels.kernels import sync
     from tpkernels.kernels.configs import INTERPRETER
     from tpkernels.kernels.sync import TILES
 
@@ -63,7 +63,7 @@ def pieces_job(sizes: tuple[int, ...], k: int, dtype: torch.dtype, fetchers: int
     gathered, out = torch.full_like(whole, torch.nan), torch.empty(sum(sizes), 3, dtype=F32)
     piece = 64
     config = replace(INTERPRETER, block_m=16, fetchers=fetchers, piece_bytes=piece * dtype.itemsize)
-    publish, wait, tiles = fetching.publish_from, fetching._wait_for_range, kernel._await_rows
+    publish, wait, tiles = sync.publish_from, kernel._wait_for_range, kernel._await_rows
     published, awaited = set[tuple[int, int]](), set[int]()
 
     def publish_and_look(peers: Any, to: int, source: Any, index: Any) -> None:
@@ -88,9 +88,9 @@ def pieces_job(sizes: tuple[int, ...], k: int, dtype: torch.dtype, fetchers: int
             wrong.append(f"tile {tile_m} of rank {owner} waits for {awaited}, not {wanted}")
 
     with pytest.MonkeyPatch.context() as patch, fresh_group() as group:
-        patch.setattr(fetching, "BLOCK", 32)
-        patch.setattr(fetching, "publish_from", publish_and_look)
-        patch.setattr(fetching, "_wait_for_range", wait_and_note)
+        patch.setattr(kernel, "BLOCK", 32)
+        patch.setattr(sync, "publish_from", publish_and_look)
+        patch.setattr(kernel, "_wait_for_range", wait_and_note)
         patch.setattr(kernel, "_await_rows", tile_and_compare)
         prepared = kernel.prepare(config, shards[rank], [w], gathered, F32, sizes)
         workspace = faults.workspace_of(group)

@@ -26,7 +26,7 @@ from tests.support.cxx import compiled
 from tests.support.paths import NATIVE, ROOT
 from tpkernels import _C, groups
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.cuda import image, normed
+from tpkernels.cuda import calls, image
 from tpkernels.dtypes import CODES
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -88,7 +88,7 @@ def driver_that(fails: str = "", code: int = 0, **settings: int) -> Iterator[Non
 
 
 def _forget_kernels() -> None:
-    for cached in (image.kernels, image._loads, normed._capability):
+    for cached in (image.kernels, image._loads, calls._capability):
         cached.cache_clear()
 
 

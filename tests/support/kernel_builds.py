@@ -17,7 +17,6 @@ from triton.backends.compiler import GPUTarget
 
 from tpkernels.kernels import (
     all_gather_matmul,
-    fetching,
     matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -40,7 +39,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "multiply_arriving": (
         all_gather_matmul.all_gather_matmul_kernel,
-        {"PART": True, "fetching": fetching.NO_FETCHING},
+        {"PART": True, "fetching": all_gather_matmul.NO_FETCHING},
     ),
     "matmul_reduce_scatter": (matmul_reduce_scatter.matmul_reduce_scatter_kernel, {}),
     "one_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": True}),
@@ -123,7 +122,9 @@ def build(
         "world": WORLD,
         "chaos": 2000 if delays else 0,
         "stride_bk" if b_major == "k" else "stride_bn": 1,
-        "fetching": fetching.fetching_of(config, dtype.primitive_bitwidth // 8, 1 << 30, WORLD),
+        "fetching": all_gather_matmul.fetching_of(
+            config, dtype.primitive_bitwidth // 8, 1 << 30, WORLD
+        ),
         "tiling": Tiling(
             *(config.block_m, config.block_n, config.block_k, config.group_m, config.sum_m),
             *(config.tma, b_major if config.tma else "no", store_tma, specialized),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import reference
-from tests.support.cases import DTYPES, Case, RanksFixture, each
+from tests.support.cases import Case, RanksFixture
 from tests.support.reference import Expected
 from tpkernels import LocalProduct, backends, groups
 from tpkernels.groups import GroupLike
@@ -314,20 +314,6 @@ def on_ranks(
 def _run_job(module: str, name: str, values: dict[str, Any]) -> list[str] | None:
     failures: list[str] | None = getattr(importlib.import_module(module), name).job(**values)
     return failures
-
-
-def run_each(
-    ranks: RanksFixture,
-    world: int,
-    *cases: Case,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
-    algorithms: tuple[str, ...] | None = None,
-    integers: tuple[bool, ...] = (True, False),
-    workspace_bytes: int = 1 << 20,
-) -> None:
-    """Runs `each` of the cases."""
-    every = each(*cases, dtypes=dtypes, algorithms=algorithms, integers=integers)
-    run_cases(ranks, world, every, workspace_bytes)
 
 
 def report(failures: Iterator[str]) -> None:

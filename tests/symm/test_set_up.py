@@ -10,10 +10,9 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -73,29 +72,6 @@ def test_a_rank_that_fails_in_the_first_set_up_notifies_the_others(where: str) -
             assert first.seconds < 0.4 + PROMPT, first
 
 
-def no_thread_job() -> tuple[Ending, str | None, Ending]:
-    """Rank 0 cannot start the thread that accepts the other ranks' connections."""
-    group, start = faults.group_of(dist.new_group()), threading.Thread.start
-
-    def start_none(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    if dist.get_rank() == 0:
-        threading.Thread.start = start_none  # type: ignore[method-assign]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        first = faults.ending_of(lambda: tpkernels.init(group, 6.0, faults.WORKSPACE_BYTES))
-    threading.Thread.start = start  # type: ignore[method-assign]
-    why = groups.get(group.group_name).why_not_shared
-    return first, why, faults.ending_of(lambda: faults.run_op("all_gather", group))
-
-
-def test_rank_0_without_threads_notifies_the_others(ranks: RanksFixture) -> None:
-    for first, why, then in ranks(WORLD).run(no_thread_job):
-        assert not first.error and first.seconds < PROMPT and not then.error, (first, then)
-        assert why == "rank 0 cannot start a thread: can't start new thread"
-
-
 def other_user_job() -> str | None:
     """Ranks whose effective user is not their real user."""
     group = faults.group_of(dist.new_group())
@@ -132,44 +108,30 @@ def test_an_error_whose_text_cannot_be_encoded_is_reported(ranks: RanksFixture) 
 # Which ranks share memory.
 
 
-def cloned_job() -> tuple[bool, Ending] | str:
-    """Rank 1 moves to its own network namespace once the ranks are connected: same boot ID, same
-    machine, but no socket reaches the other."""
+def apart_job(how: str) -> tuple[bool, Ending] | str:
+    """One rank lets the others reach neither its sockets nor its memory."""
     group = faults.group_of(dist.new_group())
-    if group.rank() == 1 and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+    unshare = ctypes.CDLL(None, use_errno=True).unshare
+    # Once the ranks are connected: the same boot ID, the same machine.
+    if how == "namespace" and group.rank() == 1 and unshare(CLONE_NEWNET):
         return os.strerror(ctypes.get_errno())
+    if how == "user" and group.rank() == 2:
+        os.setresuid(65534, 65534, 0)
     tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
     ending = faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group))
+    if how == "user":
+        os.setresuid(0, 0, 0)
     return groups.get(group.group_name).shared_memory, ending
 
 
-def test_a_rank_that_is_not_reached_shares_no_memory() -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can leave a network namespace")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can leave a namespace or become another")
+@pytest.mark.parametrize("how", ["namespace", "user"])
+def test_ranks_that_do_not_reach_each_other_share_no_memory(how: str) -> None:
     with faults.watched_ranks(3) as ranks:
-        outcomes = faults.collect(ranks, cloned_job)
+        outcomes = faults.collect(ranks, apart_job, how)
         if isinstance(outcomes[1].value, str):
             pytest.skip(f"cannot make a network namespace: {outcomes[1].value}")
         for shared, ending in faults.values(outcomes).values():
-            assert not shared and not ending.error, ending
-
-
-def other_owner_job() -> tuple[bool, Ending]:
-    """Rank 2 runs as another user, whom the memory's owner does not let in."""
-    group = faults.group_of(dist.new_group())
-    if group.rank() == 2:
-        os.setresuid(65534, 65534, 0)
-    tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
-    ending = faults.ending_of(lambda: faults.run_op("all_reduce", group))
-    os.setresuid(0, 0, 0)
-    return groups.get(group.group_name).shared_memory, ending
-
-
-def test_different_users_share_no_memory() -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    with faults.watched_ranks(3) as ranks:
-        for shared, ending in faults.values(faults.collect(ranks, other_owner_job)).values():
             assert not shared and not ending.error, ending
 
 
@@ -238,23 +200,18 @@ def test_strangers_on_the_sockets_do_not_prevent_shared_memory(
 def impostor_job(what: str) -> Ending:
     """Rank 0, or the memory that it hands over, is not what it should be."""
     group = faults.group_of(dist.new_group())
-    undo: Callable[[], None] = lambda: None  # noqa: E731
-    if what == "user" and group.rank() == 1:
-        user_of, rendezvous.user_of = rendezvous.user_of, lambda _: 4321
-        undo = lambda: setattr(rendezvous, "user_of", user_of)  # noqa: E731
-    if what == "memory" and group.rank() == 0:
-        create = rendezvous._Arena._create
 
-        def unsealed(arena: Any) -> tuple[int, None]:
-            memory = _C.host.open_memfd("unsealed")
-            os.ftruncate(memory, arena.region_bytes * arena.participant.world)
-            return memory, None
+    def unsealed(arena: Any) -> tuple[int, None]:
+        memory = _C.host.open_memfd("unsealed")
+        os.ftruncate(memory, arena.region_bytes * arena.participant.world)
+        return memory, None
 
-        rendezvous._Arena._create = unsealed  # type: ignore[method-assign]
-        undo = lambda: setattr(rendezvous._Arena, "_create", create)  # noqa: E731
-    ending = faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
-    undo()
-    return ending
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "user" and group.rank() == 1:
+            patch.setattr(rendezvous, "user_of", lambda _: 4321)
+        if what == "memory" and group.rank() == 0:
+            patch.setattr(rendezvous._Arena, "_create", unsealed)
+        return faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
 
 
 def test_rank_0_must_be_of_the_same_user(ranks: RanksFixture) -> None:

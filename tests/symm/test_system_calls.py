@@ -4,11 +4,7 @@ Pythons that lack the functions for one."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +16,9 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import Ending, shares_memory
 from tests.support.tiers import sweep
 from tpkernels import _C
+from tpkernels.launch import Ranks
+
+WRAPPERS = ("pidfd_open", "memfd_create", "MFD_CLOEXEC")
 
 
 def unsupported_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str], Ending, str]:
@@ -59,43 +58,21 @@ def test_ranks_without_a_system_call_use_the_process_group(
         assert all("the ranks are on one machine" in one and why in one for one in caught)
 
 
-_WITHOUT = """
-    import os, socket
-    for name in ("pidfd_open", "memfd_create", "MFD_CLOEXEC"):
-        if hasattr(os, name):
-            delattr(os, name)
-    import torch, torch.distributed as dist, tpkernels
-    from tpkernels.launch import Ranks
-
-    def job():
-        assert not hasattr(os, "pidfd_open") and not hasattr(os, "memfd_create")
-        x = torch.ones(5)
-        y = tpkernels.all_reduce(x, dist.group.WORLD, algorithm="direct")
-        return y.tolist()
-
-    if __name__ == "__main__":
-        with Ranks(2) as ranks:
-            print(ranks.run(job))
-"""
+def without_job() -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WRAPPERS:
+            patch.delattr(os, name, raising=False)
+        group = faults.new_group()
+        faults.run_op("all_reduce", group)
+        return shares_memory(group)
 
 
-@pytest.mark.slow
-def test_a_python_without_the_functions_works_as_well(tmp_path: Path) -> None:
+def test_a_python_without_the_functions_works_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conda's Python, and those built for old systems."""
-    (tmp_path / "without.py").write_text(textwrap.dedent(_WITHOUT))
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nfor name in ('pidfd_open', 'memfd_create'):\n    delattr(os, name)\n"
-    )
-    run = subprocess.run(
-        [sys.executable, str(tmp_path / "without.py")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == str([[2.0] * 5] * 2), run.stdout
+    for name in WRAPPERS:
+        monkeypatch.delattr(os, name, raising=False)
+    with Ranks(2) as ranks:
+        assert ranks.run(without_job) == [True, True]
 
 
 def test_one_rank_needs_no_system_call(ranks: RanksFixture) -> None:

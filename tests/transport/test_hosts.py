@@ -99,12 +99,13 @@ def test_two_levels_as_on_gpus(
         assert found["cases"] > 8 and found["devices"] == [["cuda", "hierarchical"]], found
 
 
-def _await(paths: list[Path], started: Started) -> None:
-    until = time.monotonic() + START_SECONDS + 90
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < until, "the ranks have not begun"
-        assert all(process.poll() is None for process in started), started[0].communicate()
+def found_by(ranks: list[int], out: Path, seconds: float) -> list[dict[str, Any]]:
+    """What ranks found that need not end well."""
+    files, until = [Path(f"{out}.{rank}.json") for rank in ranks], time.monotonic() + seconds
+    while not all(file.exists() and file.stat().st_size for file in files):
+        assert time.monotonic() < until, "a rank hangs"
         time.sleep(0.02)
+    return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.mark.thorough
@@ -124,16 +125,14 @@ def test_a_link_that_is_cut_is_a_timeout(
     each = 2 if algorithm == "hierarchical" else 1
     job = "works_and_cut" if each == 2 else "cut"
     started, world = start((each, each), job, str(out), algorithm, op), 2 * each
-    _await([Path(f"{out}.{rank}") for rank in range(world)], started)
-    hosts.cut(1)
-    files = [Path(f"{out}.{rank}.json") for rank in range(world)]
-    until = time.monotonic() + across_hosts.TIMEOUT + 10
-    while not all(file.exists() and file.stat().st_size for file in files):
-        assert time.monotonic() < until, "a rank hangs"
+    until = time.monotonic() + START_SECONDS + 90
+    while not all(Path(f"{out}.{rank}").exists() for rank in range(world)):
+        assert time.monotonic() < until, "the ranks have not begun"
+        assert all(process.poll() is None for process in started), started[0].communicate()
         time.sleep(0.02)
+    hosts.cut(1)
     errors: list[str] = []
-    for rank, file in enumerate(files):
-        found = json.loads(file.read_text())
+    for rank, found in enumerate(found_by([*range(world)], out, across_hosts.TIMEOUT + 10)):
         if each == 2:
             require_works(found, (2, 2))
         errors.append(found["error"])
@@ -180,14 +179,9 @@ def test_a_rank_that_is_killed_on_another_host(
 ) -> None:
     """Its launcher ends the other rank of its host."""
     out = tmp_path / "found"
-    started = start((2, 2), "killed", str(out), algorithm, "all_gather_matmul", str(victim))
-    files = [Path(f"{out}.{rank}.json") for rank in range(4) if rank // 2 != victim // 2]
-    until = time.monotonic() + START_SECONDS + 30
-    while not all(file.exists() and file.stat().st_size for file in files):
-        assert time.monotonic() < until, [process.communicate() for process in started]
-        time.sleep(0.02)
-    for file in files:
-        found = json.loads(file.read_text())
+    start((2, 2), "killed", str(out), algorithm, "all_gather_matmul", str(victim))
+    survivors = [rank for rank in range(4) if rank // 2 != victim // 2]
+    for found in found_by(survivors, out, START_SECONDS + 30):
         assert found["error"] == "PeerLostError", found
         assert found["seconds"] < SLACK, found
         assert found["text"].startswith("all_gather_matmul"), found

@@ -10,14 +10,17 @@ from tpkernels.cuda.calls import (
     WAYS,
     all_reduce,
     barrier,
+    normalises,
     paced_copy,
+    prepare_all_gather,
     prepare_all_reduce,
+    prepare_normed_all_reduce,
+    prepare_reduce_scatter,
+    rms_norm,
     sum_partials,
 )
 from tpkernels.cuda.copies import CopyCall, flags_take_kernels
-from tpkernels.cuda.gather_scatter import prepare_all_gather, prepare_reduce_scatter
 from tpkernels.cuda.image import available, driver_status, image_status, unsupported
-from tpkernels.cuda.normed import normalises, prepare_normed_all_reduce, rms_norm
 from tpkernels.cuda.operands import DTYPES
 
 __all__ = [

@@ -1,27 +1,30 @@
-"""Calls of one kernel: all-reduces, the sum of partials, a barrier, a paced copy.
+"""Calls of one kernel: all-reduces, also with rows that are normalised, gathers and scatters of
+rows, the sum of partials, a barrier, a paced copy.
 
 Sums follow the numerics contract: fp32, in rank order, then bias, then residual, one rounding. All
-ways give the same bits, except ``multimem``.
+ways give the same bits, except ``multimem``. Gathers and scatters are one launch in which every
+rank pushes to all others: by ``ll`` (NCCL's protocol LL) or ``one_shot``. For few bytes that should
+take less time than starting copy engines (``copies.py``). Not measured. The rows that are
+normalised are those of the rounded sum; their bits depend on the row alone, not on the way or on
+how blocks share it (csrc/cuda/rms_norm.cuh).
+
+Tensors of all calls in this folder are contiguous, in fp32, fp16 or bf16. A call, or the launch of
+what is prepared, raises ``ValueError`` if an argument does not fit the others or the workspace is
+too small, and ``NotImplementedError`` without a driver or GPU, or for another dtype.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 
 from tpkernels import _C
-from tpkernels.cuda.image import launch
-from tpkernels.cuda.layouts import SEGMENT_UNIT, all_reduce_layout
-from tpkernels.cuda.operands import (
-    check_alike,
-    check_bias,
-    check_contiguous,
-    check_dtypes,
-    epilogue,
-    space_of,
-)
+from tpkernels.cuda import layouts, operands
+from tpkernels.cuda.image import device_and_stream, launch
+from tpkernels.cuda.operands import epilogue, space_of
 from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.cost import all_reduce_way
@@ -30,6 +33,10 @@ from tpkernels.symm.device import DeviceWorkspace, Launch
 WAYS = ("two_shot", "multimem", "ll", "ll_two_shot", "ll128")
 _SUM_BLOCKS, _SUM_SHARE = 1024, 2048  # most blocks, and fewest elements for each; not measured
 _LONGEST_COPY_S = 10.0
+_THREADS = 256  # kRowThreads of csrc/cuda
+_CLUSTER, _CLUSTERS_SINCE = 4, 90  # most blocks of a row (not measured); compute capability
+_MOST_ROWS = 1024  # at a time, of a normalisation alone, which has the GPU to itself
+Sizes = tuple[int, ...]
 
 
 def all_reduce(
@@ -43,30 +50,22 @@ def all_reduce(
     early: bool = False,
 ) -> None:
     """Compute ``out = round(sum_r(x_r) + bias + residual)`` on every rank, bias along the last dim.
+    ``out`` may be x; it, bias and residual have dtypes of their own.
 
     Args:
-        x: contiguous, fp32, fp16 or bf16; the same shape and dtype on all ranks.
-        out: of x's shape, any of the dtypes; may be x.
-        bias: [x.shape[-1]], any of the dtypes.
-        residual: of x's shape, any of the dtypes.
         way: ``two_shot`` (every rank sums a part and passes it on), ``ll`` (NCCL's protocol LL, no
             fences for twice the bytes; every rank sums everything), ``ll_two_shot`` (LL, and every
             rank sums a part), ``ll128`` (the same for 8/7 of the bytes; only where stores of 128
             bytes arrive whole, as over NVLink), ``auto`` (one of these, by size and by
             ``space.ll128``) or ``multimem``: the switch sums, in its own order, so the bits may
-            differ from run to run.
+            differ from run to run. It needs multicast memory and compute capability 9.0, and takes
+            no epilogue.
         early: the kernel may start while the last kernel queued on the stream runs. That must be
             a product which was queued behind the workspace's previous call, on the same stream.
-
-    Raises:
-        ValueError: an argument does not fit the others, or the workspace is too small.
-        NotImplementedError: no driver or GPU; a dtype; multimem without multicast memory, a GPU of
-            compute capability 9.0, or with an epilogue.
     """
-    check_contiguous(space.regions.device, x=x, out=out, bias=bias, residual=residual)
-    check_dtypes(x=x, out=out, bias=bias, residual=residual)
-    check_alike(False, x=x, out=out, residual=residual)
-    check_bias(bias, x.shape[-1] if x.dim() else 1)
+    operands.check_summed(space.regions.device, x=x, out=out, bias=bias, residual=residual)
+    operands.check_alike(False, x=x, out=out, residual=residual)
+    operands.check_bias(bias, x.shape[-1] if x.dim() else 1)
     if way == "auto":
         way = all_reduce_way(x.numel() * x.element_size(), space.world, space.ll128)
     if way not in WAYS:
@@ -78,21 +77,20 @@ def all_reduce(
     begin, piece = 0, max(x.numel(), 1)
     while begin == 0 or begin < x.numel():
         count = min(piece, x.numel() - begin)
-        cut = all_reduce_layout(way, count, space.world, *sizes)
+        cut = layouts.all_reduce_layout(way, count, space.world, *sizes)
         if not space.holds(cut.words, cut.nbytes):  # it goes piece by piece
-            piece = _smaller_piece(space, piece)
+            if piece <= layouts.SEGMENT_UNIT:
+                raise ValueError(
+                    f"the workspace has {space.words} words from each source and buffers of "
+                    f"{space.buffer_bytes} bytes: too few for an all-reduce"
+                )
+            piece = round_up(piece // 2, layouts.SEGMENT_UNIT)
             continue
+        here, there = x.data_ptr() + begin * sizes[0], out.data_ptr() + begin * sizes[1]
+        after = epilogue(out.dtype, bias, residual, begin)
         call = _C.cuda.AllReduce(
-            x.data_ptr() + begin * sizes[0],
-            out.data_ptr() + begin * sizes[1],
-            count,
-            begin,
-            CODES[x.dtype],
-            epilogue(out.dtype, bias, residual, begin),
-            cut.segment,
-            cut.slot_bytes,
-            cut.results_at,
-            space.multicast,
+            *(here, there, count, begin, CODES[x.dtype], after),
+            *(cut.segment, cut.slot_bytes, cut.results_at, space.multicast),
         )
         starts_early = early and begin == 0
         launch(f"{way}_all_reduce", x.device, words, call, blocks=cut.blocks, early=starts_early)
@@ -111,7 +109,7 @@ def prepare_all_reduce(
     """Prepare an ``all_reduce`` over ``world`` ranks that goes in one piece. ``ll128``: that of the
     workspace."""
     way = all_reduce_way(x.numel() * x.element_size(), world, ll128)
-    needs = all_reduce_layout(way, x.numel(), world, x.element_size(), out.element_size())
+    needs = layouts.all_reduce_layout(way, x.numel(), world, x.element_size(), out.element_size())
 
     def run(space: DeviceWorkspace, signature: int) -> None:
         all_reduce(space, signature, x, out, bias, residual, way, early)
@@ -132,15 +130,6 @@ def _check_multimem(space: DeviceWorkspace, plain: bool) -> None:
         )
 
 
-def _smaller_piece(space: DeviceWorkspace, piece: int) -> int:
-    if piece <= SEGMENT_UNIT:
-        raise ValueError(
-            f"the workspace has {space.words} words from each source and buffers of "
-            f"{space.buffer_bytes} bytes: too few for an all-reduce"
-        )
-    return round_up(piece // 2, SEGMENT_UNIT)
-
-
 def sum_partials(
     out: torch.Tensor,
     partials: Sequence[torch.Tensor],
@@ -149,25 +138,22 @@ def sum_partials(
     begin: int = 0,
 ) -> None:
     """Compute ``out = round(partials[0] + partials[1] + ... + bias + residual)``, added in fp32 in
-    that order. Contiguous, of one shape; ``out`` may be a partial. They start at element ``begin``
-    of the whole output: element i gets ``bias[(begin + i) % len(bias)]``. Each has a dtype of its
-    own but the partials, which share one."""
+    that order. ``out`` may be a partial. The partials share a dtype. They start at element
+    ``begin`` of the whole output: element i gets ``bias[(begin + i) % len(bias)]``."""
     if not 1 <= len(partials) <= _C.cuda.MAX_WORLD:
         raise ValueError(f"{len(partials)} partials; there must be 1 to {_C.cuda.MAX_WORLD}")
     first = partials[0]
     named = {f"partials[{i}]": partial for i, partial in enumerate(partials)}
-    check_contiguous(out.device, **named, out=out, bias=bias, residual=residual)
-    check_dtypes(**named, out=out, bias=bias, residual=residual)
-    check_alike(True, **named)
-    check_alike(False, partials=first, out=out, residual=residual)
-    check_bias(bias)
+    operands.check_summed(out.device, **named, out=out, bias=bias, residual=residual)
+    operands.check_alike(True, **named)
+    operands.check_alike(False, partials=first, out=out, residual=residual)
+    operands.check_bias(bias)
     if begin < 0:
         raise ValueError(f"begin is {begin}; it must be at least 0")
     addresses = [partial.data_ptr() for partial in partials]
-    call = _C.cuda.SumPartials(
-        out.data_ptr(), addresses, CODES[first.dtype], begin, out.numel(),
-        epilogue(out.dtype, bias, residual),
-    )  # fmt: skip
+    after = epilogue(out.dtype, bias, residual)
+    of_partials = addresses, CODES[first.dtype]
+    call = _C.cuda.SumPartials(out.data_ptr(), *of_partials, begin, out.numel(), after)
     blocks = min(_SUM_BLOCKS, max(1, ceil_div(out.numel(), _SUM_SHARE)))
     launch("sum_of_partials", out.device, call, blocks=blocks)
 
@@ -183,16 +169,16 @@ def paced_copy(
 ) -> None:
     """Copy ``src`` to ``dst`` at the pace of a link, to model one on a single GPU: the first byte
     arrives after ``latency_us``, then ``gb_per_s`` * 1e9 bytes a second. It has ``sms`` blocks of
-    1024 threads, and is slower if they cannot move as much. Contiguous, of one shape and dtype.
-    """
-    check_contiguous(dst.device, dst=dst, src=src)
-    check_alike(True, dst=dst, src=src)
-    if not (gb_per_s > 0 and math.isfinite(gb_per_s)):
-        raise ValueError(f"gb_per_s is {gb_per_s}; it must be above 0")
-    if not (latency_us >= 0 and math.isfinite(latency_us)):
-        raise ValueError(f"latency_us is {latency_us}; it must be at least 0")
-    if not 1 <= sms <= 1024:
-        raise ValueError(f"sms is {sms}; it must be 1 to 1024")
+    1024 threads, and is slower if they cannot move as much. Any dtype."""
+    operands.check_contiguous(dst.device, dst=dst, src=src)
+    operands.check_alike(True, dst=dst, src=src)
+    for what, value, valid, allowed in (
+        ("gb_per_s", gb_per_s, 0 < gb_per_s < math.inf, "above 0"),
+        ("latency_us", latency_us, 0 <= latency_us < math.inf, "at least 0"),
+        ("sms", sms, 1 <= sms <= 1024, "1 to 1024"),
+    ):
+        if not valid:
+            raise ValueError(f"{what} is {value}; it must be {allowed}")
     nbytes = src.numel() * src.element_size()
     seconds = latency_us * 1e-6 + nbytes / gb_per_s * 1e-9
     if seconds > _LONGEST_COPY_S:
@@ -204,3 +190,189 @@ def paced_copy(
         dst.data_ptr(), src.data_ptr(), nbytes, round(latency_us * 1e3), 1 / gb_per_s
     )
     launch("paced_copy", dst.device, call, blocks=sms)
+
+
+def prepare_all_gather(
+    x: torch.Tensor, out: torch.Tensor, sizes: Sizes, way: str = "auto"
+) -> Launch:
+    """Prepare ``out = concat_r(x_r)``: x [sizes[rank], row], out [sum(sizes), row]."""
+    return _prepare_shards("all_gather", layouts.PACK_BYTES, x, out, sizes, None, None, way)
+
+
+def prepare_reduce_scatter(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    sizes: Sizes,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    way: str = "auto",
+) -> Launch:
+    """Prepare ``out = round(rows_rank(sum_r(x_r)) + bias + residual)``, added in fp32 in the order
+    of the ranks: x [sum(sizes), row], out and residual [sizes[rank], row], bias [row]. Each has a
+    dtype of its own."""
+    lane_bytes = layouts.LANE * x.element_size()
+    return _prepare_shards("reduce_scatter", lane_bytes, x, out, sizes, bias, residual, way)
+
+
+def _prepare_shards(
+    kernel: str,
+    lane_bytes: int,  # that a thread takes at a time by LL
+    x: torch.Tensor,
+    out: torch.Tensor,
+    sizes: Sizes,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    way: str,
+) -> Launch:
+    if way not in ("auto", "one_shot", "ll"):
+        raise ValueError(f"way is {way!r}; it must be auto, one_shot or ll")
+    row_bytes = x.shape[1] * x.element_size() if x.dim() == 2 else 0  # the launch refuses others
+    if way == "auto":
+        way = "ll" if sum(sizes) * row_bytes <= layouts.LL_BYTES else "one_shot"
+    needs = layouts.shards_layout(way, max(sizes) * row_bytes, len(sizes), lane_bytes)
+
+    def run(space: DeviceWorkspace, signature: int) -> None:
+        operands.check_summed(space.regions.device, x=x, out=out, bias=bias, residual=residual)
+        if len(sizes) != space.world or x.dim() != 2:
+            raise ValueError(f"sizes {list(sizes)} for {space.world} ranks, x {list(x.shape)}")
+        row, rows = x.shape[1], (sizes[space.rank], sum(sizes))
+        x_rows, out_rows = rows if kernel == "all_gather" else reversed(rows)
+        if x.shape != (x_rows, row) or out.shape != (out_rows, row):
+            raise ValueError(
+                f"x is {list(x.shape)}, out {list(out.shape)}; with sizes {list(sizes)} rank "
+                f"{space.rank} has {[x_rows, row]} and {[out_rows, row]}"
+            )
+        operands.check_room(space, needs.words, needs.nbytes)
+        if kernel == "all_gather" and out.dtype != x.dtype:
+            raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must have the same dtype")
+        operands.check_bias(bias, row)
+        if residual is not None and residual.shape != out.shape:
+            raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
+        addresses = x.data_ptr(), out.data_ptr(), space.starts(sizes).data_ptr()
+        after = epilogue(out.dtype, bias, residual)
+        call = _C.cuda.Shards(*addresses, row, CODES[x.dtype], needs.slot_bytes, after)
+        words = space_of(space, signature)
+        launch(f"{way}_{kernel}", x.device, words, call, blocks=needs.blocks)
+
+    return Launch(needs.words, needs.nbytes, sizes, run)
+
+
+def normalises(dtype: torch.dtype, columns: int) -> bool:
+    """Return whether the kernels take rows of this dtype and length."""
+    return dtype in operands.DTYPES and columns % layouts.LANE == 0
+
+
+def prepare_normed_all_reduce(
+    world: int,
+    x: torch.Tensor,
+    total: torch.Tensor,
+    normed: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    way: str = "auto",
+    early: bool = False,
+) -> Launch:
+    """Prepare ``total = round(sum_r(x_r) + bias + residual)`` on every rank, and its rows
+    ``normed = round(total / sqrt(mean(total^2) + eps) * weight)``, in fp32.
+
+    x, total and normed are [..., N], of one dtype, N a multiple of 8; ``total`` may be x. weight,
+    bias [N] and residual, like x, have dtypes of their own. ``way`` and ``early`` are as for
+    ``all_reduce``, but not ``multimem`` or ``ll128``."""
+    if way not in ("auto", "ll", "ll_two_shot", "two_shot"):
+        raise ValueError(f"way is {way!r}; it must be auto, ll, ll_two_shot or two_shot")
+    rows, columns = _matrix(x)
+    x_bytes = x.element_size()
+    if way == "auto":
+        way = _way(rows, columns * x_bytes, world)
+    cluster = _cluster(ceil_div(rows, world) if way == "two_shot" else rows, columns, x.device)
+    needs = layouts.rows_layout(way, rows, columns, world, x_bytes, cluster)
+
+    def run(space: DeviceWorkspace, signature: int) -> None:
+        operands.check_summed(space.regions.device, x=x, bias=bias, residual=residual)
+        _check_rows(x, weight, total=total, normed=normed)
+        operands.check_alike(False, x=x, residual=residual)
+        operands.check_bias(bias, columns)
+        operands.check_room(space, needs.words, needs.nbytes)
+        aligned_x, scale = _aligned(x), _aligned(weight)
+        aligned_residual = None if residual is None else _aligned(residual)
+        after = epilogue(x.dtype, bias, aligned_residual)
+        call = _C.cuda.AllReduce(
+            *(aligned_x.data_ptr(), total.data_ptr(), x.numel(), 0, CODES[x.dtype], after),
+            *(needs.segment, needs.slot_bytes, needs.results_at, 0),
+        )
+        arguments = space_of(space, signature), call, _norm(normed, scale, eps)
+        shape = {"blocks": needs.blocks, "cluster": cluster, "early": early}
+        launch(f"{way}_all_reduce_rms_norm", x.device, *arguments, **shape)
+
+    return Launch(needs.words, needs.nbytes, (), run)
+
+
+def rms_norm(rows: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Compute ``normed = round(rows / sqrt(mean(rows^2) + eps) * weight)``: the bits that a
+    ``normed_all_reduce`` makes of its sum, and the same arguments."""
+    _check_rows(rows, weight, normed=normed)
+    count, columns = _matrix(rows)
+    cluster = _cluster(count, columns, rows.device)
+    aligned_rows, scale = _aligned(rows), _aligned(weight)
+    call = _C.cuda.Rows(aligned_rows.data_ptr(), rows.numel(), CODES[rows.dtype])
+    blocks = cluster * min(max(count, 1), _MOST_ROWS)
+    norm = _norm(normed, scale, eps)
+    launch("rms_norm_of_rows", rows.device, call, norm, blocks=blocks, cluster=cluster)
+
+
+def _way(rows: int, row_bytes: int, world: int) -> str:
+    """Return the way of ``auto``. In two hops a rank has whole rows."""
+    return all_reduce_way(
+        rows * row_bytes, world, False, split=world * ceil_div(rows, world) * row_bytes
+    )
+
+
+def _matrix(x: torch.Tensor) -> tuple[int, int]:
+    """Return the numbers of rows and columns."""
+    columns = x.shape[-1] if x.dim() else 0
+    if columns < 1 or columns % layouts.LANE:
+        raise NotImplementedError(
+            f"rows have {columns} elements; the kernels that normalise take multiples of "
+            f"{layouts.LANE}"
+        )
+    return x.numel() // columns, columns
+
+
+def _check_rows(x: torch.Tensor, weight: torch.Tensor, **outs: torch.Tensor) -> None:
+    operands.check_contiguous(x.device, **outs)
+    operands.check_summed(x.device, x=x, weight=weight)
+    operands.check_alike(True, x=x, **outs)
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight has shape {list(weight.shape)}; it must be [{x.shape[-1]}]")
+    for what, out in outs.items():
+        if out.data_ptr() % layouts.PACK_BYTES:
+            raise ValueError(
+                f"{what} is not aligned to {layouts.PACK_BYTES} bytes; pass a new tensor"
+            )
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy where it does not begin at a multiple of 16 bytes. Ranks may differ."""
+    return x if x.data_ptr() % layouts.PACK_BYTES == 0 else x.clone()
+
+
+@functools.cache
+def _capability(device: int) -> int:
+    return _C.cuda.compute_capability(device)
+
+
+def _cluster(rows: int, columns: int, device: torch.device) -> int:
+    """Return the blocks that share a row: as many as leave each of their threads a vector."""
+    able, cluster = _capability(device_and_stream(device)[0]) >= _CLUSTERS_SINCE, 1
+    most = min(_CLUSTER, layouts.MOST_BLOCKS // max(rows, 1)) if able else 1
+    while 2 * cluster <= most and cluster * _THREADS * layouts.LANE < columns:
+        cluster *= 2
+    return cluster
+
+
+def _norm(normed: torch.Tensor, weight: torch.Tensor, eps: float) -> _C.cuda.RmsNorm:
+    return _C.cuda.RmsNorm(
+        normed.data_ptr(), weight.data_ptr(), weight.numel(), CODES[weight.dtype], eps
+    )

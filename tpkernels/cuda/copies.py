@@ -53,9 +53,9 @@ class CopyCall:
     every rank may write its own memory; at the end of the block, all ranks have read what they
     fetch.
 
-    A rank's memory is the bytes of both its buffers. Their addresses are the same in every call:
-    graphs that record copies need that. All ranks make the call, with the same signature. Each must
-    queue everything before the end on the stream that is current at the start, or join it to that.
+    A rank's memory is the bytes of both its buffers, at the same addresses in every call, as graphs
+    that record copies need. All ranks make the call, with the same signature. Each must queue
+    everything before the end on the stream that is current at the start, or join it to that.
 
     Args:
         results: contiguous; filled with NaN at the end if a wait has failed.

@@ -14,19 +14,19 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def check_contiguous(device: torch.device, **tensors: torch.Tensor | None) -> None:
     """Raise ``ValueError`` for a tensor that is on another device or not contiguous."""
     for what, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.device != device:
+        if tensor is not None and tensor.device != device:
             raise ValueError(f"{what} is on {tensor.device}; it must be on {device}")
-        if not tensor.is_contiguous():
+        if tensor is not None and not tensor.is_contiguous():
             raise ValueError(
                 f"{what} has strides {list(tensor.stride())}; it must be contiguous: pass "
                 "a .contiguous() copy"
             )
 
 
-def check_dtypes(**tensors: torch.Tensor | None) -> None:
-    """Raise ``NotImplementedError`` for a dtype that the kernels cannot sum."""
+def check_summed(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Check that tensors are contiguous, and raise ``NotImplementedError`` for a dtype that the
+    kernels cannot sum."""
+    check_contiguous(device, **tensors)
     for what, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in DTYPES:
             allowed = ", ".join(map(name, DTYPES))
@@ -36,11 +36,9 @@ def check_dtypes(**tensors: torch.Tensor | None) -> None:
 def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
     """Raise ``ValueError`` unless all tensors have the first one's shape and, if ``dtype``, its
     dtype."""
-    (first, model), *rest = tensors.items()
-    assert model is not None  # no caller passes None first
-    for what, tensor in rest:
-        if tensor is None:
-            continue
+    given = [(what, tensor) for what, tensor in tensors.items() if tensor is not None]
+    first, model = given[0]
+    for what, tensor in given:
         if tensor.shape != model.shape or (dtype and tensor.dtype != model.dtype):
             raise ValueError(
                 f"{what} is {list(tensor.shape)} {name(tensor.dtype)}, {first} "
@@ -71,14 +69,14 @@ def epilogue(
     begin: int = 0,
 ) -> _C.cuda.Epilogue:
     """Return the extension's form of an epilogue, for elements from ``begin`` on."""
-    return _C.cuda.Epilogue(
-        CODES[out_dtype],
-        0 if bias is None else bias.data_ptr(),
-        1 if bias is None else max(bias.numel(), 1),
-        0 if bias is None else CODES[bias.dtype],
-        0 if residual is None else residual.data_ptr() + begin * residual.element_size(),
-        0 if residual is None else CODES[residual.dtype],
-    )
+    of_bias = (0, 1, 0)
+    if bias is not None:
+        of_bias = bias.data_ptr(), max(bias.numel(), 1), CODES[bias.dtype]
+    of_residual = (0, 0)
+    if residual is not None:
+        address = residual.data_ptr() + begin * residual.element_size()
+        of_residual = address, CODES[residual.dtype]
+    return _C.cuda.Epilogue(CODES[out_dtype], *of_bias, *of_residual)
 
 
 def space_of(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:

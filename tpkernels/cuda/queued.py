@@ -28,7 +28,7 @@ def queued(
     Raises:
         CaptureError: a graph is captured and the workspace lacks something.
     """
-    return _with_room(call, on, words, buffer_bytes, sizes).in_order()
+    return _with_room(call, on, words, buffer_bytes, sizes)
 
 
 def _with_room(
@@ -70,5 +70,5 @@ def queue_alike(
         if len(call.kept) >= _MOST_BOUND:
             call.kept.clear()
         call.kept[key] = bound
-    with memory.in_order():
+    with memory:
         bound.run(*tensors)

@@ -211,13 +211,13 @@ class Group(_C.calls.Turns):
                     f"to {named_values(options)}"
                 )
             participant = self.participant(gpu_timeout if device == "cuda" else own)
-            one_machine = self._agree_on_memory(
+            one_machine, leaders = self._agree_on_memory(
                 participant, {**options, "timeout_on_gpus": gpu_timeout}
             )
             if self.why_not_shared is None:
                 self.workspace = HostWorkspace(participant, workspace_bytes)
             elif self.world > 1:
-                self.node, self.why_no_node = make_node(participant, workspace_bytes)
+                self.node, self.why_no_node = make_node(participant, workspace_bytes, leaders)
                 if one_machine and self.rank == 0:
                     self.notices.append(
                         "the ranks are on one machine but share no memory, and so take the slower "
@@ -254,11 +254,14 @@ class Group(_C.calls.Turns):
         if self.node is not None:
             self.node.set_timeout(timeout)
 
-    def _agree_on_memory(self, participant: Participant, options: dict[str, Any]) -> bool:
+    def _agree_on_memory(
+        self, participant: Participant, options: dict[str, Any]
+    ) -> tuple[bool, list[int]]:
         """Find out with the other ranks whether all give the same options and can share memory
-        (``why_not_shared``), and whether all run on one machine."""
+        (``why_not_shared``), whether all run on one machine, and with whom each shares memory."""
         statement = {"options": options, "host": socket.gethostname()}
-        self.why_not_shared, statements = probe_colocation(participant, statement)
+        found = probe_colocation(participant, statement)
+        self.why_not_shared, statements = found.why_not, found.statements
         for rank, other in enumerate(statements):
             if other["options"] != options:
                 raise ValueError(
@@ -269,7 +272,7 @@ class Group(_C.calls.Turns):
         one_machine = len({other["boot_id"] for other in statements} - {None}) <= 1
         if self.why_not_shared is not None:
             self.hosts = len({other["host"] for other in statements})
-        return one_machine
+        return one_machine, found.leaders
 
     # What the group is made of.
 
@@ -626,9 +629,7 @@ class Group(_C.calls.Turns):
                     "symmetric tensors need memory that all ranks share, which those of group "
                     f"'{self.name}' do not: {self.why_not_shared}"
                 )
-            if gpu is not None:
-                return self.workspace.make_symmetric_on(gpu, shape, dtype)
-            return self.workspace.make_symmetric(shape, dtype)
+            return self.workspace.make_symmetric(shape, dtype, gpu)
 
     def unsupported_kernels(
         self, device: torch.device, kernels: str, own: str | None

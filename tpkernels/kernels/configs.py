@@ -64,9 +64,9 @@ class MatmulConfig:
     tma: bool = False
     specialize: bool = False
 
-    @functools.cached_property
+    @property
     def sum_m(self) -> int:
-        """Rows of a tile that are summed at a time: as many as fit the registers."""
+        """Return the rows of a tile that are summed at a time: as many as fit the registers."""
         return max(1, min(self.block_m, 32 * _SUM_ELEMENTS * self.num_warps // self.block_n))
 
     def operands(
@@ -77,8 +77,7 @@ class MatmulConfig:
         ``stored`` go to matrices with aligned rows of n elements. ``waits``: a tile waits for its
         rows."""
         block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
-        a_matrix: Matrix | None = None
-        b_matrix: Matrix | None = None
+        a_matrix = b_matrix = None
         b_tma, n = "no", b.shape[1]
         if self.tma:
             (rows, k), (k_stride, n_stride) = a.shape, b.stride()
@@ -112,20 +111,15 @@ class MatmulConfig:
         return self.tma and aligned and needed <= _SHARED_BYTES
 
     def launch(self, specialized: bool) -> dict[str, int]:
-        """Launch options. A persistent grid has one program per multiprocessor, so a program may
-        use all registers. Without maxnreg, ptxas spills some to fit more programs. With it, Triton
-        does not divide the registers among warps that are specialized."""
+        """Return launch options. A program has a multiprocessor to itself, and may use all its
+        registers: without maxnreg, ptxas spills some to fit more programs. With it, Triton does not
+        divide the registers among warps that are specialized."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if specialized else options | {"maxnreg": 255}
 
     def tiles(self, sizes: Iterable[int], n: int) -> int:
-        """Number of tiles in segments of ``sizes`` rows and ``n`` columns."""
-        return _tiles(tuple(sizes), n, self.block_m, self.block_n)
-
-
-@functools.lru_cache(maxsize=4096)  # a call asks twice
-def _tiles(sizes: tuple[int, ...], n: int, block_m: int, block_n: int) -> int:
-    return sum(ceil_div(size, block_m) for size in sizes) * ceil_div(n, block_n)
+        """Count the tiles in segments of ``sizes`` rows and ``n`` columns."""
+        return sum(ceil_div(size, self.block_m) for size in sizes) * ceil_div(n, self.block_n)
 
 
 def _aligned(x: torch.Tensor, stride: int) -> bool:
@@ -185,40 +179,30 @@ class Descriptor(TensorDescriptor):
         self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block
 
 
+_FEW_TMA = MatmulConfig(block_m=64, block_n=128, block_k=64, num_stages=4, tma=True)
+_MANY_TMA = MatmulConfig(block_m=128, block_n=256, block_k=64, num_warps=8, tma=True)
 # (architecture, bytes of an element, few rows) -> config.
 TABLE: dict[tuple[int, int, bool], MatmulConfig] = {
     (80, 2, True): MatmulConfig(block_m=16, block_n=64, block_k=64, num_stages=4),
     (80, 2, False): MatmulConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4),
-    (80, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=16),
-    (80, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8),
-    (90, 2, True): MatmulConfig(block_m=64, block_n=128, block_k=64, num_stages=4, tma=True),
-    (90, 2, False): MatmulConfig(
-        block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, tma=True
-    ),
-    (90, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=16),
-    (90, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8),
-    (100, 2, True): MatmulConfig(block_m=64, block_n=128, block_k=64, num_stages=4, tma=True),
-    (100, 2, False): MatmulConfig(
-        block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, tma=True, specialize=True
-    ),
-    (100, 4, True): MatmulConfig(block_m=16, block_n=64, block_k=16),
-    (100, 4, False): MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8),
+    (90, 2, True): _FEW_TMA,
+    (90, 2, False): _MANY_TMA,
+    (100, 2, True): _FEW_TMA,
+    (100, 2, False): replace(_MANY_TMA, specialize=True),
 }
+for _arch in (80, 90, 100):
+    TABLE[_arch, 4, True] = MatmulConfig(block_m=16, block_n=64, block_k=16)
+    TABLE[_arch, 4, False] = MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8)
 # What `tpkernels tune` and the GPU suite try besides the table, for 16-bit operands.
 _FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
+_FEW = (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3), (64, 256, 64, 4, 3)
+_MANY = (
+    *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3)),
+    *((128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (128, 128, 128, 8, 3)),
+)
 CANDIDATES: dict[bool, tuple[Config, ...]] = {
     few: tuple(tuple(zip(_FIELDS, values, strict=True)) for values in blocks)
-    for few, blocks in {
-        True: ((64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3), (64, 256, 64, 4, 3)),
-        False: (
-            (128, 256, 64, 8, 3),
-            (128, 256, 64, 8, 4),
-            (256, 128, 64, 8, 3),
-            (128, 128, 64, 8, 4),
-            (128, 128, 64, 4, 4),
-            (128, 128, 128, 8, 3),
-        ),
-    }.items()
+    for few, blocks in ((True, _FEW), (False, _MANY))
 }
 INTERPRETER = MatmulConfig(
     block_m=32, block_n=32, block_k=32, group_m=2, num_warps=1, programs=4, fetchers=2,
@@ -249,20 +233,16 @@ def _chosen(device: torch.device, dtype: torch.dtype, few: bool, tuned: Config) 
     # memory for a block; the blocks of 8.0 take 80 at most.
     known = 80 if capability >= 120 else max(arch for arch, _, _ in TABLE if arch <= capability)
     config = TABLE[known, dtype.itemsize, few]
-    better = dict[str, Any](tuned if tuned in _candidates(dtype, few) else ())
+    better = dict[str, Any](tuned if dtype.itemsize == 2 and tuned in CANDIDATES[few] else ())
     return replace(config, programs=config.programs or programs, **better)
 
 
 def candidates(dtype: torch.dtype, rows: int) -> tuple[Config, ...]:
-    """Configs worth measuring for a product of that many rows."""
-    return _candidates(dtype, rows <= _SMALL_M)
-
-
-def _candidates(dtype: torch.dtype, few: bool) -> tuple[Config, ...]:
-    return CANDIDATES[few] if dtype.itemsize == 2 else ()
+    """Return configs worth measuring for a product of that many rows."""
+    return CANDIDATES[rows <= _SMALL_M] if dtype.itemsize == 2 else ()
 
 
 def _properties(device: torch.device) -> tuple[int, int]:
-    """(compute capability, multiprocessors)."""
+    """Return (compute capability, multiprocessors)."""
     properties = torch.cuda.get_device_properties(device)
     return properties.major * 10 + properties.minor, properties.multi_processor_count

@@ -18,7 +18,6 @@ hooks this is a matmul.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,7 +54,6 @@ class Segments(NamedTuple):
     number: Any  # known at compile time
 
 
-@functools.lru_cache(maxsize=4096)
 def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sizes whose table of `starts` a kernel reads: none if all are equal."""
     return () if sizes.count(sizes[0]) == len(sizes) else sizes
@@ -63,12 +61,8 @@ def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
     """Return the launch argument for segments of ``sizes`` rows."""
-    found = space.segments.get(sizes)
-    if found is None:
-        starts = space.starts(sizes) if table_of(sizes) else None
-        found = Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
-        space.segments[sizes] = found
-    return found
+    starts = space.starts(sizes) if table_of(sizes) else None
+    return Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
 
 
 class Tile(NamedTuple):
@@ -84,7 +78,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def segment(segments, owner):
-    """The first row of a segment, and the row after its last."""
+    """Return the first row of a segment, and the row after its last."""
     if segments.starts is None:
         return owner * segments.rows, (owner + 1) * segments.rows
     else:
@@ -93,7 +87,7 @@ def segment(segments, owner):
 
 @triton.jit
 def tiles_before(segments, N, owner, tiling: tl.constexpr):
-    """Tiles of all segments before that of ``owner``; all tiles if that is the count."""
+    """Count the tiles of the segments before that of ``owner``; of all, if that is their number."""
     tiles_n = tl.cdiv(N, tiling.block_n)
     if segments.starts is None:
         return owner * (tl.cdiv(segments.rows, tiling.block_m) * tiles_n)
@@ -107,7 +101,7 @@ def tiles_before(segments, N, owner, tiling: tl.constexpr):
 
 @triton.jit
 def owner_of(segments, N, tile, tiling: tl.constexpr):
-    """The segment that a tile is in."""
+    """Return the segment that a tile is in."""
     if segments.number == 1:
         return 0
     elif segments.starts is None:
@@ -125,7 +119,7 @@ def owner_of(segments, N, tile, tiling: tl.constexpr):
 
 @triton.jit
 def position(tile, rows, N, tiling: tl.constexpr):
-    """Where a tile is in a segment of ``rows`` rows: (tile row, tile column)."""
+    """Return where a tile is in a segment of ``rows`` rows: (tile row, tile column)."""
     tiles_m, tiles_n = tl.cdiv(rows, tiling.block_m), tl.cdiv(N, tiling.block_n)
     first = tile // (tiling.group_m * tiles_n) * tiling.group_m
     height = tl.minimum(tiles_m - first, tiling.group_m)
@@ -135,8 +129,8 @@ def position(tile, rows, N, tiling: tl.constexpr):
 
 @triton.jit
 def tile_at(row, column, row_end, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of a matrix of N columns: (offset of its corner, offsets within it, mask of what is
-    inside the matrix). Only the corner needs 64 bits."""
+    """Return a tile of a matrix of N columns: (offset of its corner, offsets within it, mask of
+    what is inside the matrix). Only the corner needs 64 bits."""
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     inside = (row + rows < row_end)[:, None] & (column + columns < N)[None, :]
     return row.to(tl.int64) * stride + column, rows[:, None] * stride + columns[None, :], inside
@@ -147,7 +141,7 @@ def matmul_tiles(
     product, segments, lead, lane, lanes, before: tl.constexpr, before_context, after: tl.constexpr,
     after_context, tiling: tl.constexpr, later: tl.constexpr = None,
 ):  # fmt: skip
-    """The tile loop."""
+    """Run the tile loop."""
     a, b, N, K, stride_am, stride_bk, stride_bn = product
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
@@ -217,7 +211,7 @@ PART = tl.constexpr(64)
 
 @triton.jit
 def column_parts(acc):
-    """``acc`` as a tuple of parts of at most PART columns, from left to right."""
+    """Split ``acc`` into a tuple of parts of at most PART columns, from left to right."""
     if acc.shape[1] <= PART:
         return (acc,)
     else:
@@ -228,7 +222,7 @@ def column_parts(acc):
 
 @triton.jit
 def rounded(acc, dtype: tl.constexpr):
-    """``acc`` in ``dtype``, rounded to nearest even."""
+    """Convert ``acc`` to ``dtype``, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:  # the interpreter's cast truncates
         bits = acc.to(tl.int32, bitcast=True)
         acc = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
@@ -237,7 +231,7 @@ def rounded(acc, dtype: tl.constexpr):
 
 @triton.jit
 def epilogue(acc, bias, residual, column, N, inside):
-    """``acc + bias + residual`` in fp32; ``residual`` points at the tile's elements."""
+    """Add ``acc + bias + residual`` in fp32; ``residual`` points at the tile's elements."""
     if bias is not None:
         columns = column + tl.arange(0, acc.shape[1])
         acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
@@ -256,7 +250,7 @@ class Result(NamedTuple):
 
 @triton.jit
 def store_result(context, acc, tile):
-    """The `after` hook where a tile is the result: adds the bias and rounds once."""
+    """Add the bias and round once: the `after` hook where a tile is the result."""
     N, out = context.N, context.out
     parts = column_parts(acc)
     for i in tl.static_range(len(parts)):
@@ -274,7 +268,7 @@ def matmul_kernel(
     a, b, bias, out, M, N, K, stride_am, stride_bk, stride_bn, before: tl.constexpr,
     tiling: tl.constexpr,
 ):  # fmt: skip
-    """``out = round(a @ b + bias)``."""
+    """Compute ``out = round(a @ b + bias)``."""
     matmul_tiles(
         Product(a, b, N, K, stride_am, stride_bk, stride_bn), Segments(None, M, M, 1), 0,
         tl.program_id(0), tl.num_programs(0), before, None, store_result, Result(out, bias, N),
@@ -290,7 +284,7 @@ def matmul(
     *,
     config: MatmulConfig | None = None,
 ) -> torch.Tensor:
-    """``round(a @ b + bias)``, accumulated in fp32. a [M, K], b [K, N] of any strides -> [M, N]."""
+    """Return ``round(a @ b + bias)``, summed in fp32. a [M, K], b [K, N] of any strides."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device)
     bind_matmul(config or choose(a.device, a.dtype, a.shape[0]), a, b, out.dtype)(a, b, bias, out)
     return out
@@ -299,7 +293,7 @@ def matmul(
 def bind_matmul(
     config: MatmulConfig, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype
 ) -> Callable[..., None]:
-    """Return a launch of ``out = round(a @ b + bias)`` for tensors like a [M, K] and b [K, N]:
+    """Return a launch of ``out = round(a @ b + bias)`` for tensors like a [M, K] and b [K, N]. It
     takes a, b, bias and out."""
     a, (m, k), n = contiguous_rows(a), a.shape, b.shape[1]
     if m == 0:

@@ -12,7 +12,6 @@ from its owner. A program waits only for programs of its own number.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,40 +20,9 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
+from tpkernels.kernels import matmul, sync
+from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.configs import MatmulConfig, contiguous_rows
-from tpkernels.kernels.matmul import (
-    Product,
-    matmul_tiles,
-    position,
-    segment,
-    segments_of,
-    table_of,
-    tile_at,
-    tiles_before,
-)
-from tpkernels.kernels.matmul_reduce_scatter import (
-    TRITON_DTYPES,
-    Slots,
-    first_tile,
-    publish_tile,
-    push,
-    push_tile,
-    slot_bytes,
-    sum_tiles,
-)
-from tpkernels.kernels.sync import (
-    SCALARS,
-    TILES,
-    buffer_of,
-    enter,
-    finish,
-    join,
-    launch_arguments,
-    pointer,
-    poison,
-    publish_to_all,
-    wait_for,
-)
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
@@ -63,7 +31,7 @@ ONE_SHOT_BYTES = 256 << 10
 
 
 class _Results(NamedTuple):
-    """Where two-shot passes results on; the context of `_publish_result`."""
+    """The context of `_publish_result`: where two-shot passes results on."""
 
     peers: Any
     out: Any
@@ -73,34 +41,34 @@ class _Results(NamedTuple):
 
 @triton.jit
 def _push_to_all(slots, acc, tile):
-    """The `after` hook of one-shot."""
+    """Push a tile to all ranks: the `after` hook of one-shot."""
     peers = slots.peers
     for i in range(peers.space.world):
-        push(slots, acc, tile, (peers.rank + 1 + i) % peers.space.world)
+        scatter.push(slots, acc, tile, (peers.rank + 1 + i) % peers.space.world)
 
 
 @triton.jit
 def _publish_to_all(slots, owner, index):
-    """The `later` hook of one-shot."""
-    publish_to_all(slots.peers, TILES + index)
+    """Tell all ranks that a tile is there: the `later` hook of one-shot."""
+    sync.publish_to_all(slots.peers, sync.TILES + index)
 
 
 @triton.jit
 def _results_at(results, rank):
-    """Where the results for ``rank`` are."""
-    address = buffer_of(results.peers, rank) + results.begin
-    return pointer(address, results.out.dtype.element_ty)
+    """Point at the results for ``rank``."""
+    address = sync.buffer_of(results.peers, rank) + results.begin
+    return sync.pointer(address, results.out.dtype.element_ty)
 
 
 @triton.jit
 def _publish_result(results, result, at, inside, tile, last):
-    """The `on_stored` hook of two-shot: results go to all peers."""
+    """Push results to all peers: the `on_stored` hook of two-shot."""
     peers = results.peers
     for i in range(1, peers.space.world):
         to = (peers.rank + i) % peers.space.world
         tl.store(_results_at(results, to) + at, result, mask=inside & peers.usable)
     if last:
-        publish_to_all(peers, results.word + tile)
+        sync.publish_to_all(peers, results.word + tile)
 
 
 @triton.jit
@@ -112,52 +80,53 @@ def _copy_results(results, segments, N, lane, lanes, tiling: tl.constexpr):
     peers, out = results.peers, results.out
     for i in range(1, segments.number):
         owner = (peers.rank + i) % peers.space.world
-        begin, end = segment(segments, owner)
-        before = tiles_before(segments, N, owner, tiling)
+        begin, end = matmul.segment(segments, owner)
+        before = matmul.tiles_before(segments, N, owner, tiling)
         count = tl.cdiv(end - begin, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-        for tile in range(first_tile(before, lane, lanes), count, lanes):
-            tile_m, tile_n = position(tile, end - begin, N, tiling)
-            wait_for(peers, owner, results.word + tile)
+        for tile in range(scatter.first_tile(before, lane, lanes), count, lanes):
+            tile_m, tile_n = matmul.position(tile, end - begin, N, tiling)
+            sync.wait_for(peers, owner, results.word + tile)
             row, column = begin + tile_m * BLOCK_M, tile_n * BLOCK_N
             for top in range(0, BLOCK_M, SUM_M):
-                corner, offsets, inside = tile_at(row + top, column, end, N, N, SUM_M, BLOCK_N)
+                corner, offsets, inside = matmul.tile_at(
+                    row + top, column, end, N, N, SUM_M, BLOCK_N
+                )
                 result = tl.load(_results_at(results, peers.rank) + corner + offsets, inside)
                 tl.store(out + corner + offsets, result, mask=inside)
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@triton.jit(do_not_specialize=sync.SCALARS)
 def matmul_all_reduce_kernel(
     a, b, bias, residual, out, segments, N, K, stride_am, stride_bk, stride_bn, slot_bytes,
     results_at, results, workspace, rank, signature, timeout_ns, seed, ONE_SHOT: tl.constexpr,
     WIRE: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """``out = round(sum_r(a_r @ b_r) + bias + residual)``, the same on every rank."""
-    peers = join(workspace, rank, signature, timeout_ns, seed)
-    enter(peers)
+    """Compute ``out = round(sum_r(a_r @ b_r) + bias + residual)``, the same on every rank."""
+    peers = sync.join(workspace, rank, signature, timeout_ns, seed)
+    sync.enter(peers)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     passed_on = _Results(peers, out, results_at, results)
     own = 0 if ONE_SHOT else rank
-    begin, _ = segment(segments, own)
-    matmul_tiles(
-        Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
+    begin, _ = matmul.segment(segments, own)
+    matmul.matmul_tiles(
+        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
         (own + 1) % segments.number, lane, lanes, None, None,
-        _push_to_all if ONE_SHOT else push_tile,
-        Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling,
-        _publish_to_all if ONE_SHOT else publish_tile,
+        _push_to_all if ONE_SHOT else scatter.push_tile,
+        scatter.Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling,
+        _publish_to_all if ONE_SHOT else scatter.publish_tile,
     )  # fmt: skip
-    sum_tiles(
-        Slots(peers, N, slot_bytes, WIRE, False), segments, own, out,
+    scatter.sum_tiles(
+        scatter.Slots(peers, N, slot_bytes, WIRE, False), segments, own, out,
         begin, bias, residual, lane, lanes, None if ONE_SHOT else _publish_result, passed_on,
         workspace.world, tiling,
     )  # fmt: skip
     _copy_results(passed_on, segments, N, lane, lanes, tiling)
-    if finish(peers):
-        poison(out, tl.cast(segments.M, tl.int64) * N)
+    if sync.finish(peers):
+        sync.poison(out, tl.cast(segments.M, tl.int64) * N)
 
 
-@functools.lru_cache(maxsize=4096)
 def _whole_tiles(m: int, world: int, block_m: int) -> tuple[int, ...]:
-    """Rows that each rank reduces in two-shot, in whole tiles."""
+    """Return the rows that each rank reduces in two-shot, in whole tiles."""
     tiles = shard_sizes(ceil_div(m, block_m), world)
     ends = [min(m, sum(tiles[: r + 1]) * block_m) for r in range(world)]
     return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
@@ -171,22 +140,23 @@ def prepare(
     world: int,
     wire: torch.dtype,
 ) -> Prepared:
-    """x [M, K], w [K, N] -> out [M, N]; residual like out. Takes x, w, bias, residual and out.
-    Partials have the dtype ``wire`` on their way."""
+    """Prepare x [M, K], w [K, N] -> out [M, N], residual like out. The launch takes x, w, bias,
+    residual and out. Partials travel in the dtype ``wire``."""
     x, m, (k, n) = contiguous_rows(x), x.shape[0], w.shape
     few = m * n * wire.itemsize <= ONE_SHOT_BYTES
     sizes = (m,) if few else _whole_tiles(m, world, config.block_m)
     one_shot = len(sizes) == 1
-    slot, results = slot_bytes(max(sizes), n, wire), 1 + config.tiles([max(sizes)], n)
+    slot, results = scatter.slot_bytes(max(sizes), n, wire), 1 + config.tiles([max(sizes)], n)
     operands = config.operands(x, w, wire)
     strides = x.stride(0), *w.stride()
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         programs = min(config.tiles(sizes, n), config.programs)
-        rest = segments_of(space, sizes), n, k, *strides, slot, world * slot, results
-        rest += *launch_arguments(space, signature), one_shot, TRITON_DTYPES[wire]
+        rest = matmul.segments_of(space, sizes), n, k, *strides, slot, world * slot, results
+        call = sync.launch_arguments(space, signature)
+        rest = *rest, *call, one_shot, scatter.TRITON_DTYPES[wire]
         scratch = None if one_shot else space.scratch
         return operands.bind(matmul_all_reduce_kernel, programs, rest, scratch)
 
     copied = 0 if one_shot else m * n * out_dtype.itemsize
-    return Prepared(2 * results, world * slot + copied, table_of(sizes), bind)
+    return Prepared(2 * results, world * slot + copied, matmul.table_of(sizes), bind)

@@ -19,7 +19,6 @@ its own number. It has published all its tiles before it waits.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,41 +27,15 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import round_up
+from tpkernels.kernels import matmul, sync, words
 from tpkernels.kernels.configs import MatmulConfig, contiguous_rows
-from tpkernels.kernels.matmul import (
-    Product,
-    column_parts,
-    epilogue,
-    matmul_tiles,
-    position,
-    rounded,
-    segment,
-    segments_of,
-    table_of,
-    tile_at,
-    tiles_before,
-)
-from tpkernels.kernels.sync import (
-    SCALARS,
-    TILES,
-    buffer_of,
-    enter,
-    finish,
-    join,
-    launch_arguments,
-    pointer,
-    poison,
-    publish,
-    wait_for_all,
-)
-from tpkernels.kernels.words import await_bulk_stores
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
 OUTSIDE = tl.constexpr(1 << 30)  # a row that no slot has
 
 
 class Slots(NamedTuple):
-    """The ranks' slots for partials; the context of `push_tile` and `publish_tile`."""
+    """The context of `push_tile` and `publish_tile`: the ranks' slots for partials."""
 
     peers: Any
     N: Any
@@ -73,7 +46,7 @@ class Slots(NamedTuple):
 
 @triton.jit
 def push_tile(slots, acc, tile):
-    """The `after` hook: this rank's partial goes into its slot at the owner."""
+    """Push this rank's partial into its slot at the owner: the `after` hook."""
     if slots.tma:
         _push_by_tma(slots, acc, tile)
     else:
@@ -82,10 +55,10 @@ def push_tile(slots, acc, tile):
 
 @triton.jit
 def publish_tile(slots, owner, index):
-    """The `later` hook: tells the owner."""
+    """Tell the owner: the `later` hook."""
     if slots.tma:
-        await_bulk_stores()
-    publish(slots.peers, owner, TILES + index)
+        words.await_bulk_stores()
+    sync.publish(slots.peers, owner, sync.TILES + index)
 
 
 @triton.jit
@@ -93,19 +66,21 @@ def push(slots, acc, tile, to):
     """Store a tile into this rank's slot at ``to``, part by part."""
     peers, N, begin = slots.peers, slots.N, tile.begin
     slot = slot_of(slots, to, peers.rank)
-    parts = column_parts(acc)
+    parts = matmul.column_parts(acc)
     for i in tl.static_range(len(parts)):
         part = parts[i]
         column = tile.column + i * part.shape[1]
-        corner, offsets, inside = tile_at(
+        corner, offsets, inside = matmul.tile_at(
             tile.row - begin, column, tile.end - begin, N, N, part.shape[0], part.shape[1]
         )
-        tl.store(slot + corner + offsets, rounded(part, slots.wire), mask=inside & peers.usable)
+        tl.store(
+            slot + corner + offsets, matmul.rounded(part, slots.wire), mask=inside & peers.usable
+        )
 
 
 @triton.jit
 def _push_by_tma(slots, acc, tile):
-    """`push` to the owner. The descriptor is made here, because only the device knows the address:
+    """Push to the owner. The descriptor is made here, because only the device knows the address:
     it depends on the epoch. A program has memory for one, and one tile in shared memory: the next
     tile's stores come after `await_bulk_stores`."""
     slot = slot_of(slots, tile.owner, slots.peers.rank)
@@ -113,30 +88,30 @@ def _push_by_tma(slots, acc, tile):
     matrix = tl.make_tensor_descriptor(slot, [rows, slots.N], [columns, 1], acc.shape)
     # TMA has no mask, but stores nothing outside of the matrix.
     row = tl.where(slots.peers.usable, tile.row - tile.begin, OUTSIDE)
-    matrix.store([row, tile.column], rounded(acc, slots.wire))
+    matrix.store([row, tile.column], matmul.rounded(acc, slots.wire))
 
 
 @triton.jit
 def slot_of(slots, rank, source):
-    """Where the partials from ``source`` are in the buffer of ``rank``."""
-    buffer = buffer_of(slots.peers, rank)
-    return pointer(buffer + tl.cast(source, tl.int64) * slots.nbytes, slots.wire)
+    """Point at the partials from ``source`` in the buffer of ``rank``."""
+    buffer = sync.buffer_of(slots.peers, rank)
+    return sync.pointer(buffer + tl.cast(source, tl.int64) * slots.nbytes, slots.wire)
 
 
 @triton.jit
 def sum_partials(slots, buffer, at, inside, WORLD: tl.constexpr):
-    """The sum of the elements ``at`` of the slots in this rank's ``buffer``, in rank order. Nothing
-    between the loads of two ranks waits, so as many are in flight as registers can take."""
+    """Sum the elements ``at`` of the slots in this rank's ``buffer``, in rank order. Nothing waits
+    between the loads of two ranks, so as many are in flight as registers can take."""
     acc = tl.zeros(inside.shape, dtype=tl.float32)
     for source in tl.static_range(WORLD):
-        slot = pointer(buffer + tl.cast(slots.nbytes, tl.int64) * source, slots.wire)
+        slot = sync.pointer(buffer + tl.cast(slots.nbytes, tl.int64) * source, slots.wire)
         acc += tl.load(slot + at, mask=inside, other=0.0).to(tl.float32)
     return acc
 
 
 @triton.jit
 def first_tile(before, lane, lanes):
-    """The first tile of program ``lane`` in a segment that follows ``before`` tiles."""
+    """Return the first tile of program ``lane`` in a segment that follows ``before`` tiles."""
     return (lane + lanes - before % lanes) % lanes
 
 
@@ -152,37 +127,37 @@ def sum_tiles(
     BLOCK_N: tl.constexpr = tiling.block_n
     SUM_M: tl.constexpr = tiling.sum_m
     N = slots.N
-    buffer = buffer_of(slots.peers, slots.peers.rank)
-    begin, end = segment(segments, own)
-    before = tiles_before(segments, N, own, tiling)
+    buffer = sync.buffer_of(slots.peers, slots.peers.rank)
+    begin, end = matmul.segment(segments, own)
+    before = matmul.tiles_before(segments, N, own, tiling)
     count = tl.cdiv(end - begin, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in range(first_tile(before, lane, lanes), count, lanes):
-        tile_m, tile_n = position(tile, end - begin, N, tiling)
-        wait_for_all(slots.peers, TILES + tile)
+        tile_m, tile_n = matmul.position(tile, end - begin, N, tiling)
+        sync.wait_for_all(slots.peers, sync.TILES + tile)
         for top in range(0, BLOCK_M, SUM_M):
             row, column = tile_m * BLOCK_M + top, tile_n * BLOCK_N
-            corner, offsets, inside = tile_at(row, column, end - begin, N, N, SUM_M, BLOCK_N)
+            corner, offsets, inside = matmul.tile_at(row, column, end - begin, N, N, SUM_M, BLOCK_N)
             acc = sum_partials(slots, buffer, corner + offsets, inside, WORLD)
             at = tl.cast(out_row, tl.int64) * N + corner + offsets
             more = None if residual is None else residual + at
-            acc = epilogue(acc, bias, more, column, N, inside)
-            result = rounded(acc, out.dtype.element_ty)
+            acc = matmul.epilogue(acc, bias, more, column, N, inside)
+            result = matmul.rounded(acc, out.dtype.element_ty)
             tl.store(out + at, result, mask=inside)
             if on_stored is not None:
                 on_stored(on_stored_context, result, at, inside, tile, top + SUM_M >= BLOCK_M)
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@triton.jit(do_not_specialize=sync.SCALARS)
 def matmul_reduce_scatter_kernel(
     a, b, bias, residual, out, segments, N, K, stride_am, stride_bk, stride_bn, slot_bytes,
     workspace, rank, signature, timeout_ns, seed, WIRE: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """``out`` = this rank's rows of ``round(sum_r(a_r @ b_r) + bias + residual)``."""
-    peers = join(workspace, rank, signature, timeout_ns, seed)
-    enter(peers)
+    """Compute ``out = rows_rank(round(sum_r(a_r @ b_r) + bias + residual))``."""
+    peers = sync.join(workspace, rank, signature, timeout_ns, seed)
+    sync.enter(peers)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
-    matmul_tiles(
-        Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
+    matmul.matmul_tiles(
+        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
         (rank + 1) % workspace.world, lane, lanes, None, None, push_tile,
         Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling, publish_tile,
     )  # fmt: skip
@@ -190,20 +165,15 @@ def matmul_reduce_scatter_kernel(
         Slots(peers, N, slot_bytes, WIRE, False), segments, rank, out, 0, bias, residual,
         lane, lanes, None, None, workspace.world, tiling,
     )  # fmt: skip
-    if finish(peers):
-        begin, end = segment(segments, rank)
-        poison(out, tl.cast(end - begin, tl.int64) * N)
+    if sync.finish(peers):
+        begin, end = matmul.segment(segments, rank)
+        sync.poison(out, tl.cast(end - begin, tl.int64) * N)
 
 
-TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _ALIGNMENT = 256  # bytes, of a slot
 
 
-@functools.lru_cache(maxsize=4096)
 def slot_bytes(rows: int, n: int, wire: torch.dtype) -> int:
     """Return the bytes of one rank's slot for ``rows`` rows."""
     return round_up(rows * n * wire.itemsize, _ALIGNMENT)
@@ -216,8 +186,8 @@ def prepare(
     sizes: tuple[int, ...],
     wire: torch.dtype,
 ) -> Prepared:
-    """x [M, K], w [K, N] -> out [sizes[rank], N]; residual like out. Takes x, w, bias, residual and
-    out. Partials have the dtype ``wire`` on their way."""
+    """Prepare x [M, K], w [K, N] -> out [sizes[rank], N], residual like out. The launch takes x, w,
+    bias, residual and out. Partials travel in the dtype ``wire``."""
     x, k, n = contiguous_rows(x), *w.shape
     slot = slot_bytes(max(sizes), n, wire)
     operands = config.operands(x, w, wire)
@@ -225,9 +195,9 @@ def prepare(
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         programs = min(config.tiles(sizes, n), config.programs)
-        rest = segments_of(space, sizes), n, k, *strides, slot, *launch_arguments(space, signature)
-        return operands.bind(
-            matmul_reduce_scatter_kernel, programs, (*rest, TRITON_DTYPES[wire]), space.scratch
-        )
+        call = sync.launch_arguments(space, signature)
+        rest = matmul.segments_of(space, sizes), n, k, *strides, slot, *call, TRITON_DTYPES[wire]
+        return operands.bind(matmul_reduce_scatter_kernel, programs, rest, space.scratch)
 
-    return Prepared(1 + config.tiles([max(sizes)], n), len(sizes) * slot, table_of(sizes), bind)
+    tiles = config.tiles([max(sizes)], n)
+    return Prepared(1 + tiles, len(sizes) * slot, matmul.table_of(sizes), bind)

@@ -119,7 +119,7 @@ class Peers(NamedTuple):
 
 @triton.jit
 def delay(peers, place):
-    """For tests. `chaos` is 2 * the longest delay in ns (0: none), + 1 if waits return at once."""
+    """Pause, for tests. `chaos`: 2 * the longest delay in ns (0: none), + 1 if no wait waits."""
     if peers.space.chaos > 1:
         mixed = (peers.word + peers.seed) * 0x9E3779B1 + tl.program_id(0) * 0x5EBCA6B
         mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D + place * 0x297A2D3
@@ -128,20 +128,20 @@ def delay(peers, place):
 
 @triton.jit
 def pointer(address, dtype: tl.constexpr):
-    """A pointer to an address that is a multiple of 16, which allows vector accesses."""
+    """Make a pointer of an address that is a multiple of 16, which allows vector accesses."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def next_epoch(state):
-    """The epoch of the next call: 1 to LAST_EPOCH, then 1 again, of the other parity."""
+    """Return the epoch of the next call: 1 to LAST_EPOCH, then 1 again, of the other parity."""
     ended = tl.load(state + STATE_EPOCH)
     return tl.where(ended == LAST_EPOCH, 1, ended + 1)
 
 
 @triton.jit
 def next_buffer(workspace, rank):
-    """Address, as an integer, of the buffer of ``rank`` in the call that the next kernel begins."""
+    """Return the address of the buffer of ``rank`` in the call that the next kernel begins."""
     parity = next_epoch(workspace.state) & 1
     region = tl.load(workspace.regions + rank)
     return region + workspace.buffers_at + parity * workspace.buffer_stride
@@ -149,13 +149,13 @@ def next_buffer(workspace, rank):
 
 @triton.jit
 def failed(state):
-    """Whether a wait has failed, in this grid or in an earlier one."""
+    """Return whether a wait has failed, in this grid or in an earlier one."""
     return tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu") != 0
 
 
 @triton.jit
 def join(workspace, rank, signature, timeout_ns, seed):
-    """The next call. `enter` and `finish` begin and end it, unless other launches do."""
+    """Return the next call. `enter` and `finish` begin and end it, unless other launches do."""
     epoch = next_epoch(workspace.state)
     word = (signature.to(tl.int64) << 32) | epoch
     return Peers(workspace, rank, word, epoch & 1, timeout_ns, seed, not failed(workspace.state))
@@ -188,7 +188,7 @@ def finish(peers):
 
 @triton.jit
 def _clear_words(peers):
-    """As `advance` of csrc/cuda/sync.cuh does, so that no word is left whose epoch comes again."""
+    """Leave no word whose epoch comes again, as `advance` of csrc/cuda/sync.cuh does."""
     _fill(word_of(peers, peers.rank, 0, 0), peers.space.words * peers.space.world, 0)
 
 
@@ -209,20 +209,20 @@ def _fill(to, count, value):
 
 @triton.jit
 def place_of(peers, source, index):
-    """Place of the word ``index`` from ``source`` among the words of a region."""
+    """Return the place of the word ``index`` from ``source`` among the words of a region."""
     return (peers.parity * peers.space.world + source) * peers.space.words + index
 
 
 @triton.jit
 def word_of(peers, rank, source, index):
-    """Pointer to the word ``index`` from ``source`` in the region of ``rank``."""
+    """Point at the word ``index`` from ``source`` in the region of ``rank``."""
     region = tl.load(peers.space.regions + rank).to(tl.pointer_type(tl.int64))
     return region + place_of(peers, source, index)
 
 
 @triton.jit
 def buffer_of(peers, rank):
-    """Address, as an integer, of the buffer of ``rank`` in this call."""
+    """Return the address of the buffer of ``rank`` in this call."""
     region = tl.load(peers.space.regions + rank)
     return region + peers.space.buffers_at + peers.parity * peers.space.buffer_stride
 
@@ -235,7 +235,7 @@ def publish(peers, to, index):
 
 @triton.jit
 def publish_to_all(peers, index):
-    """`publish` to all ranks, this one too: one barrier, and the releases at the same time."""
+    """Tell all ranks, this one too: one barrier, and the releases at the same time."""
     delay(peers, index)
     working = not failed(peers.space.state)
     offset = tl.cast(place_of(peers, peers.rank, index), tl.int64) * 8
@@ -244,7 +244,7 @@ def publish_to_all(peers, index):
 
 @triton.jit
 def publish_from(peers, to, source, index):
-    """The same for data that came from ``source``. Publishes nothing after a wait has failed: what
+    """Tell it of data that came from ``source``. Nothing is published after a wait has failed: what
     was written since is not the data."""
     delay(peers, index)
     word = word_of(peers, to, source, index)
@@ -259,7 +259,7 @@ def wait_for(peers, source, index):
 
 @triton.jit
 def await_value(peers, source, word, value, place):
-    """The same for any word that gets ``value`` once ``source`` has come. ``place``: of a delay."""
+    """Wait likewise for any word that gets ``value`` once ``source`` has come."""
     delay(peers, place)
     if peers.space.chaos & 1 == 0:
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
@@ -269,7 +269,7 @@ def await_value(peers, source, word, value, place):
 
 @triton.jit
 def wait_for_all(peers, index):
-    """`wait_for` the word ``index`` from all ranks, this one too; at once if all are there."""
+    """Wait for the word ``index`` from all ranks, this one too; at once if all are there."""
     world = peers.space.world
     source = tl.arange(0, THREADS)
     words = word_of(peers, peers.rank, source, index)
@@ -284,14 +284,14 @@ def wait_for_all(peers, index):
 
 @triton.jit
 def _now(state):
-    """The latest time that any program has recorded."""
+    """Return the latest time that any program has recorded."""
     tl.atomic_max(state + STATE_CLOCK, tl.cast(clock(), tl.int64), sem="relaxed", scope="gpu")
     return tl.atomic_add(state + STATE_CLOCK, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def _lost(peers):
-    """ABORT, at the latest on the second call after the host has set it."""
+    """Return ABORT, at the latest on the second call after the host has set it."""
     abort = load_by_one(peers.space.control + ABORT)
     return tl.atomic_max(peers.space.state + STATE_LOST, abort, sem="relaxed", scope="gpu")
 

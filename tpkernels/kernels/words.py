@@ -28,7 +28,7 @@ if INTERPRETED.value:
         time.sleep(int(nanoseconds.handle.data.item()) * 1e-9)
 
     def yield_core() -> None:
-        """There may be more ranks than cores."""
+        """Let another rank run: there may be more ranks than cores."""
         time.sleep(0)
 
 else:
@@ -39,7 +39,7 @@ else:
 
     @triton.jit
     def pause_for(nanoseconds):
-        """A loop of Triton's own would keep its compiler from specialising warps."""
+        """Spin in PTX: a loop of Triton's would keep its compiler from specialising warps."""
         tl.inline_asm_elementwise(
             """{
             .reg .pred p; .reg .b64 begin; .reg .b64 passed;
@@ -61,7 +61,7 @@ else:
 
 @triton.jit
 def store_release(word, value, allowed):
-    """One thread stores a word, if it is ``allowed`` to, at system scope. Not an atomic: between
+    """Store a word by one thread, if it is ``allowed`` to, at system scope. Not an atomic: between
     GPUs that are connected by PCIe only, the link may not have them."""
     if INTERPRETED:
         if allowed:
@@ -84,7 +84,7 @@ def store_release(word, value, allowed):
 
 @triton.jit
 def store_release_at_all(regions, world, offset, value, allowed):
-    """The same in all ranks' regions, ``offset`` bytes from their start: a thread for each rank, so
+    """Store it in all ranks' regions, ``offset`` bytes from their start, by a thread for each rank:
     the releases wait for the stores before them at the same time."""
     if INTERPRETED:
         if allowed:
@@ -116,7 +116,7 @@ def store_release_at_all(regions, world, offset, value, allowed):
 
 @triton.jit
 def poll(word, value):
-    """One thread polls a word until it has the value, at most POLLS times. The caller reads the
+    """Poll a word by one thread until it has the value, at most POLLS times. The caller reads the
     word once more: by an atomic, whose result all threads share."""
     if INTERPRETED:
         yield_core()
@@ -146,7 +146,7 @@ def poll(word, value):
 
 @triton.jit
 def load_acquire(words, wanted):
-    """The words that are ``wanted``, each read by a thread of its own, at system scope; else 0."""
+    """Read the words that are ``wanted``, each by its own thread, at system scope; else 0."""
     if INTERPRETED:
         return tl.atomic_add(words, 0, mask=wanted, sem="acquire", scope="sys")
     else:
@@ -163,7 +163,7 @@ def load_acquire(words, wanted):
 
 @triton.jit
 def any_lacks(words, wanted, value):
-    """Whether one of the words that are ``wanted`` has another value. Acquire, for all threads."""
+    """Return whether a ``wanted`` word has another value. Acquire, for all threads."""
     seen = load_acquire(words, wanted)
     lacking = tl.max(tl.where(wanted & (seen != value), 1, 0), 0) != 0
     tl.debug_barrier()  # some threads have acquired, all threads read
@@ -172,7 +172,7 @@ def any_lacks(words, wanted, value):
 
 @triton.jit
 def load_by_one(word):
-    """A word of the host's memory in the thread that does atomics, 0 in the others."""
+    """Read a word of the host's memory in the thread that does atomics; 0 in the others."""
     if INTERPRETED:
         return tl.load(word, volatile=True)
     else:
@@ -191,7 +191,7 @@ def load_by_one(word):
 
 @triton.jit
 def fence_async_proxy():
-    """Needed between a wait and TMA reads of the data it guards: TMA uses another proxy."""
+    """Order a wait before TMA reads of the data that it guards: TMA uses another proxy."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1

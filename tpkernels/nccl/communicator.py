@@ -6,6 +6,7 @@ csrc/nccl/communicator.h describes how a call ends that NCCL cannot complete.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -36,9 +37,9 @@ class Window:
 
 
 class _Batch(threading.local):
-    """The calls that a thread has collected in a `Communicator.group`, or None outside of one."""
+    """The calls of a thread's `Communicator.group`, with their tensors: their memory must not be
+    reused before they are enqueued. None outside of one."""
 
-    #: Holds the tensors too, so that their memory is not reused before the calls are enqueued.
     calls: list[tuple[Operation, torch.Tensor, torch.Tensor]] | None = None
 
 
@@ -106,8 +107,8 @@ class Communicator:
         return self._enqueue_with("broadcast", x, root, "root")
 
     def send(self, x: torch.Tensor, peer: int) -> None:
-        """Send ``x``; the peer must receive the same number of elements. Sends and receives that
-        wait for each other must be in one `group`."""
+        """Send ``x``; the peer must receive as many elements. Sends and receives that wait for each
+        other must be in one `group`."""
         self._enqueue_with("send", x, peer, "peer")
 
     def recv(self, x: torch.Tensor, peer: int) -> torch.Tensor:
@@ -164,7 +165,7 @@ class Communicator:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the current stream has run all work enqueued so far, for at most ``timeout``
-        seconds (by default the communicator's). Calls `check` meanwhile.
+        seconds (the communicator's), calling `check` meanwhile.
 
         Raises:
             CollectiveTimeoutError: the stream was not done in time; the communicator was aborted.
@@ -254,7 +255,7 @@ class Communicator:
         return self._enqueue(kind, x, x, x.numel(), rank)
 
     def _check(self, x: torch.Tensor, name: str) -> None:
-        """Raise unless NCCL can read or write ``x`` in place."""
+        """Raise unless NCCL can use ``x`` in place."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
         dtypes.check_supported(x.dtype, name)
@@ -301,10 +302,8 @@ def _current_device() -> torch.device:
     if not torch.cuda.is_available():
         nccl = facts()
         library = nccl.get("unsupported") or f"NCCL {nccl['version']} is here ({nccl['path']})"
-        raise NotImplementedError(
-            f"a NCCL communicator needs a CUDA device, and torch {torch.__version__} sees none; "
-            f"{library}"
-        )
+        needs = "a NCCL communicator needs a CUDA device"
+        raise NotImplementedError(f"{needs}, and torch {torch.__version__} sees none; {library}")
     device = torch.device("cuda", torch.cuda.current_device())
     torch.empty(1, device=device)
     return device
@@ -318,13 +317,11 @@ def _bootstrap(
     report: dict[str, Any] = {"timeout": participant.timeout}
     failure: Exception | None = None
     try:
-        device = _current_device()
-        library = load(path)
+        device, library = _current_device(), load(path)
         unique_id = library.unique_id() if participant.rank == 0 else b""
         report |= {"NCCL": library.version, "unique_id": unique_id.hex()}
     except Exception as error:  # of any kind: the other ranks must learn of it
-        failure = error
-        report["error"] = of_error(error)
+        failure, report["error"] = error, of_error(error)
     reports = participant.exchange("NCCL communicator", report)
     if failure is not None:
         raise failure
@@ -333,14 +330,13 @@ def _bootstrap(
         if "error" in other:
             text = f"{where}: rank {rank} cannot take part: {other['error']}"
             raise TpkernelsError(text, peer=rank)
-    for rank, other in enumerate(reports):
-        for key in ("timeout", "NCCL"):
-            if other[key] != report[key]:
-                text = (
-                    f"{where}: rank {participant.rank} has {key} {report[key]}, rank {rank} "
-                    f"{other[key]}; all ranks must have the same"
-                )
-                raise ValueError(text) if key == "timeout" else TpkernelsError(text, peer=rank)
+    for (rank, other), key in itertools.product(enumerate(reports), ("timeout", "NCCL")):
+        if other[key] != report[key]:
+            text = (
+                f"{where}: rank {participant.rank} has {key} {report[key]}, rank {rank} "
+                f"{other[key]}; all ranks must have the same"
+            )
+            raise ValueError(text) if key == "timeout" else TpkernelsError(text, peer=rank)
     return library, device, bytes.fromhex(reports[0]["unique_id"])
 
 

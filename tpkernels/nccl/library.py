@@ -3,6 +3,7 @@ that of an ``nvidia-nccl`` wheel, else the system's."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,11 +29,9 @@ def _wheels() -> Iterator[Path]:
     if (torch.version.cuda or "").startswith("12."):
         names.reverse()
     for name in names:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             distribution = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        yield Path(str(distribution.locate_file(f"nvidia/nccl/lib/{SONAME}")))
+            yield Path(str(distribution.locate_file(f"nvidia/nccl/lib/{SONAME}")))
 
 
 def _find() -> tuple[str, _C.nccl.Library]:
@@ -58,11 +57,8 @@ def _find() -> tuple[str, _C.nccl.Library]:
 
 
 def load(library: str | None = None) -> _C.nccl.Library:
-    """Load NCCL; the result has its ``path``, ``version`` and ``features``.
-
-    Args:
-        library: path of the file; by default the process's own copy of NCCL, torch's, that of an
-            ``nvidia-nccl`` wheel or the system's is loaded, in this order.
+    """Load NCCL from a file, or the process's own copy, torch's, that of an ``nvidia-nccl`` wheel
+    or the system's, in this order. The result has its ``path``, ``version`` and ``features``.
 
     Raises:
         NotImplementedError: there is none, or it is older than 2.14.
@@ -71,19 +67,12 @@ def load(library: str | None = None) -> _C.nccl.Library:
 
 
 def facts() -> dict[str, Any]:
-    """Describe the NCCL that `load` would load.
-
-    Returns:
-        ``path``, ``version``, ``origin``, and ``features``: which optional functions it has. If
-        there is no NCCL, only ``unsupported``: the reason.
+    """Describe the NCCL that `load` would load: its ``path``, ``version``, ``origin``, and the
+    ``features`` (optional functions) that it has. Without NCCL, only ``unsupported``: the reason.
     """
     try:
         origin, library = _find()
     except NotImplementedError as error:
         return {"unsupported": str(error)}
-    return {
-        "path": library.path,
-        "version": library.version,
-        "origin": origin,
-        "features": library.features,
-    }
+    facts = {"path": library.path, "version": library.version, "origin": origin}
+    return {**facts, "features": library.features}

@@ -1,4 +1,4 @@
-"""Which groups can share memory: those whose ranks all reach a Unix socket of rank 0.
+"""Which ranks of a group can share memory: those that reach a Unix socket of the same rank.
 
 Probed by connecting, because boot IDs are unreliable: machines cloned from one image may have the
 same boot ID, and containers on one machine have the same one but may share nothing else. Memory
@@ -11,78 +11,72 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import socket
-import threading
-import time
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tpkernels import _C
 from tpkernels.symm.exchange import Participant
-from tpkernels.symm.rendezvous import MOST_DESCRIPTORS, connected, listening, user_of
+from tpkernels.symm.rendezvous import BACKLOG, MOST_DESCRIPTORS, connected, listening, user_of
 
 MOST_RANKS = MOST_DESCRIPTORS - 1  # a pidfd of each, and the memory
-_ACCEPT_SLICE = 0.05  # s
 
 
-def probe_colocation(
-    participant: Participant, statement: dict[str, Any]
-) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return why the ranks cannot share memory; None: they can. Also returns the statements of all
-    ranks, as `Participant.exchange` does, with each rank's "boot_id" added."""
-    statement = {
-        **statement,
-        "unsupported": unsupported(participant.world),
-        "boot_id": _boot_id(),
-    }
-    if participant.world == 1:
-        return statement["unsupported"], [statement]
+@dataclass(frozen=True)
+class Colocation:
+    """What the ranks of a group have found out about each other, the same on all of them."""
+
+    why_not: str | None  #: why not all can share memory; None: they can
+    leaders: list[int]  #: for each rank, the first that it can share memory with, if only itself
+    statements: list[dict[str, Any]]  #: of all ranks, with each rank's "boot_id" added
+
+
+def probe_colocation(participant: Participant, statement: dict[str, Any]) -> Colocation:
+    """Connect to the sockets of lower ranks until one is reached. Collective."""
+    rank, world, refusal = participant.rank, participant.world, unsupported()
+    statement = {**statement, "boot_id": _boot_id(), "socket": None}
+    if world == 1:
+        return Colocation(refusal, [0], [statement])
+    listener = obstacle = None
     with contextlib.ExitStack() as stack:
-        why_not = None
-        if participant.rank == 0:
+        if refusal is None:
             try:
-                name = _listen(stack, "reach")
+                listener, name = stack.enter_context(listening(f"host-{rank}"))
+                listener.setblocking(False)
+                statement["socket"] = name
             except OSError as error:
-                name, why_not = None, f"cannot open a socket: {error.strerror}"
-            except RuntimeError as error:
-                name, why_not = None, f"cannot start a thread: {error}"
-            statement["socket"] = name
+                obstacle = f"cannot open a socket: {error.strerror}"
         statements = participant.exchange("init", statement)
-        if participant.rank != 0:
-            why_not = _why_not_reached(statements[0]["socket"], participant.timeout)
-        obstacles = participant.exchange("reach", statement["unsupported"] or why_not)
-    reasons = [f"rank {rank} {why}" for rank, why in enumerate(obstacles) if why is not None]
-    return (reasons[0] if reasons else None), statements
 
+        def why_not_reached(lower: int) -> str | None:
+            return _why_not_reached(statements[lower]["socket"], participant.timeout)
 
-def find_leaders(
-    participant: Participant, statement: dict[str, Any]
-) -> tuple[list[int], list[dict[str, Any]]]:
-    """For each rank, the first rank that it can share memory with, if only itself. Also returns
-    the statements of all ranks. Collective."""
-    with contextlib.ExitStack() as stack:
-        name = None
-        with contextlib.suppress(OSError, RuntimeError):  # no descriptor, or no thread
-            own_name = _listen(stack, f"host-{participant.rank}")
-            name = own_name if unsupported() is None else None
-        statements = participant.exchange("hosts", {"socket": name, **statement})
-        leader = participant.rank
-        if name is not None:
-            reached = (
-                rank
-                for rank in range(participant.rank)
-                if _why_not_reached(statements[rank]["socket"], participant.timeout) is None
-            )
-            leader = next(reached, leader)
-        leaders = participant.exchange("leaders", leader)
-    return leaders, statements
+        def empty_queue() -> None:
+            """Make room for members where strangers have filled the queue."""
+            if listener is not None:
+                with contextlib.suppress(OSError):  # it is empty, or there are no descriptors
+                    for _ in range(BACKLOG):
+                        listener.accept()[0].close()
 
-
-def unsupported(world: int = 1) -> str | None:
-    """Return why this process cannot share memory with ``world`` ranks; None: it can."""
+        leader = rank
+        if rank > 0:
+            obstacle = why_not_reached(0)
+            lower = range(1, rank) if listener is not None else ()
+            others = (other for other in lower if why_not_reached(other) is None)
+            leader = 0 if obstacle is None else next(others, rank)
+        if refusal is not None:
+            obstacle, leader = refusal, rank
+        waiting = replace(participant, watch=empty_queue)
+        reports = waiting.exchange("reach", {"leader": leader, "obstacle": obstacle})
+    obstacles = [report["obstacle"] for report in reports]
+    why_not = next((f"rank {rank} {why}" for rank, why in enumerate(obstacles) if why), None)
     if world > MOST_RANKS:
-        return f"is one of {world} ranks; at most {MOST_RANKS} can share memory"
+        why_not = f"rank 0 is one of {world} ranks; at most {MOST_RANKS} can share memory"
+    return Colocation(why_not, [report["leader"] for report in reports], statements)
+
+
+def unsupported() -> str | None:
+    """Return why this process cannot share memory; None: it can."""
     for name, probe in (
         ("memfd_create", lambda: _C.host.open_memfd("tpkernels-probe")),
         ("pidfd_open", lambda: _C.host.open_pidfd(os.getpid())),
@@ -98,7 +92,7 @@ def unsupported(world: int = 1) -> str | None:
 
 
 def _why_not_reached(name: str | None, seconds: float) -> str | None:
-    """Return why rank 0's socket cannot be reached; None: a process of this user listens there."""
+    """Return why a rank's socket cannot be reached; None: a process of this user listens there."""
     if name is None:
         return "got no socket name from rank 0"
     try:
@@ -115,39 +109,7 @@ def _why_not_reached(name: str | None, seconds: float) -> str | None:
     return None if user == os.geteuid() else f"is user {os.geteuid()}, rank 0 is user {user}"
 
 
-def _listen(stack: contextlib.ExitStack, purpose: str) -> str:
-    """Return the name of a socket on which a thread accepts connections until ``stack`` ends."""
-    listener, name = stack.enter_context(listening(purpose))
-    stack.enter_context(_accepting(listener))
-    return name
-
-
-@contextlib.contextmanager
-def _accepting(listener: socket.socket) -> Iterator[None]:
-    """Empties the queue of connections, from members and strangers, during the block."""
-    over = threading.Event()
-    listener.settimeout(_ACCEPT_SLICE)
-
-    def accept() -> None:
-        while not over.is_set():
-            try:
-                listener.accept()[0].close()
-            except TimeoutError:
-                pass
-            except OSError:  # out of descriptors, or the other side has left
-                time.sleep(1e-3)
-
-    thread = threading.Thread(target=accept, name="tpkernels-reach", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def _boot_id() -> str | None:
-    try:
+    with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
+    return None

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -67,29 +67,19 @@ class Watch:
                     space.abort(0 if error.peer is None else error.peer)
                 return
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._over.set()
-        self._thread.join()
-
     def __enter__(self) -> Watch:
-        self.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._over.set()
+        self._thread.join()
 
 
 class CudaWorkspace:
     """The growing workspace of a group's kernels on one device, and the watch over the peers.
 
-    Args:
-        participant: this rank's place in the group.
-        channel: not used by anybody else; all ranks have begun a call on it, which none ends.
-        device: this rank's device.
-        alarm: of the group.
+    Nobody else uses ``channel``; all ranks have begun a call on it, which none ends.
     """
 
     def __init__(
@@ -106,12 +96,14 @@ class CudaWorkspace:
         self.spaces: list[DeviceWorkspace] = []
         self.segments = GpuSegments()
         self._chaos: dict[str, Any] | None = None
-        self._watch = Watch(channel, self.spaces, alarm)
-        self._watch.start()
+        self._watch = Watch(channel, self.spaces, alarm).__enter__()
         self.event = streams.new_event(device)  #: after the last call outside a capture
         self._pid = os.getpid()
         self.recorded = False  #: a graph has calls of this group
-        self._turn = _Turn(self, participant.group)
+        on_gpu = device.type == "cuda"
+        self._current_device = torch.cuda.device(device) if on_gpu else nullcontext()
+        self._order = streams.order_of(device)
+        self._stream: torch.cuda.Stream | None = None  # of the call, in the order
 
     @property
     def current(self) -> DeviceWorkspace:
@@ -135,19 +127,19 @@ class CudaWorkspace:
             raise self._watch.error
 
     def _lines_are_whole(self) -> bool:
-        """Found out once, together."""
+        """Find out together whether LL128 may be used, once for all workspaces."""
         why_not = why_lines_may_tear(self._member, self.device)
         if self._member.rank == 0:
-            said = f"not sent by LL128, {why_not}" if why_not else "sent by LL128, over NVLink"
-            _logger.info("all-reduces of few bytes in group '%s' are %s", self._member.group, said)
+            how = f"not sent by LL128, {why_not}" if why_not else "sent by LL128, over NVLink"
+            _logger.info("all-reduces of few bytes in group '%s' are %s", self._member.group, how)
         return why_not is None
 
     def make_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A symmetric tensor of a user's. Collective; raises what ``make_symmetric`` does."""
+        """Make a symmetric tensor for a user. Collective; raises what ``make_symmetric`` does."""
         return self.segments.make(self._member, shape, dtype, self.device)
 
     def set_timeout(self, seconds: float) -> None:
-        """Of waits in kernels, from the next call on. Graphs keep what they have recorded."""
+        """Bound waits in kernels, from the next call on. Graphs keep what they have recorded."""
         self._member = replace(self._member, timeout=seconds)
         for space in self.spaces:
             space.set_timeout(seconds)
@@ -155,10 +147,8 @@ class CudaWorkspace:
     def check(self, text: str) -> None:
         """Raise the first failure of a kernel so far, or that a peer is lost. ``text``: what has
         found it."""
-        for space in self.spaces:
-            if space.has_failed:
-                break
-        else:
+        space = next((space for space in self.spaces if space.has_failed), None)
+        if space is None:
             if self._watch.error is not None:
                 raise self._watch.error
             return
@@ -176,7 +166,7 @@ class CudaWorkspace:
             where=f"an earlier call of the group, found by {text}",
             rank=self._member.rank,
             timeout=self._member.timeout,
-            groups=streams.order_of(self.device).groups,
+            groups=self._order.groups,
         )
 
     def wait(self) -> None:
@@ -184,10 +174,35 @@ class CudaWorkspace:
         while not streams.is_captured(self.device) and not self.ended(_SLICE_S):
             pass
 
-    def in_order(self) -> AbstractContextManager[CudaWorkspace]:
-        """A call, in this workspace. The calls of all groups on the device run one after the other,
-        even if they come from several streams; in a capture, the streams order them (order.py)."""
-        return self._turn
+    # As a context it is a call, which is not nested in another one. The calls of all groups on the
+    # device run one after the other, whatever streams they come from; in a capture, the streams
+    # order them. No generator: it would take five times as many functions of Python.
+
+    def __enter__(self) -> CudaWorkspace:
+        self._current_device.__enter__()
+        try:
+            if streams.is_captured(self.device):
+                self.recorded, self._stream = True, None
+                return self
+            stream = self._stream = streams.current_stream(self.device)
+            if stream is not None:
+                self._order.begin(self._member.group, stream)
+        except BaseException:
+            self._current_device.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._stream is not None:
+                try:
+                    if kind is not None:
+                        self.side.join()  # the event is to cover what is queued there
+                finally:
+                    assert self.event is not None  # there are streams
+                    self._order.end(self._stream, self.event)
+        finally:
+            self._current_device.__exit__(None, None, None)
 
     def ended(self, seconds: float) -> bool:
         """Return whether all calls outside graphs have run, after a wait of at most that long."""
@@ -200,28 +215,26 @@ class CudaWorkspace:
 
     def let_end(self) -> None:
         """Wait a while for the calls outside graphs to run, before `close` would end them."""
-        if self._is_forked():
-            return
-        if not streams.is_captured(self.device):
+        if not self._is_forked() and not streams.is_captured(self.device):
             with suppress(RuntimeError):  # of the device; `close` reports it
                 self.ended(_GRACE_S)
 
     def set_chaos(self, **switches: Any) -> None:
-        """For tests; see ``DeviceWorkspace.set_chaos``."""
+        """See ``DeviceWorkspace.set_chaos``."""
         self._chaos = switches
         for space in self.spaces:
             space.set_chaos(**switches)
 
     def close(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """Stop the watch, tells the peers and end the waits of queued kernels. The memory is
+        """Stop the watch, tell the peers and end the waits of queued kernels. The memory is
         freed once these have run. If that takes too long, or a graph may replay some, it is never
         freed: kernels would read and write what somebody else has there by then."""
         if self._is_forked():
             self._keep()
             return
-        self._watch.stop()
+        self._watch.__exit__()
         self._channel.abandon(why, late, culprit)
-        streams.order_of(self.device).groups.discard(self._member.group)
+        self._order.groups.discard(self._member.group)
         for space in self.spaces:
             self._alarm.unwatch(space.failed_word)
         ended = False
@@ -233,13 +246,12 @@ class CudaWorkspace:
                 self._keep()
 
     def leave(self) -> None:
-        """For the end of the process: ends the waits of queued kernels, and keeps their memory."""
+        """End the waits of queued kernels as the process ends, and keep their memory."""
         self._abort(-1)
         self._keep()
 
     def _is_forked(self) -> bool:
-        """Return whether this is a fork, which must not touch the device or what the parent
-        shares."""
+        """Return whether this is a fork: it must not touch the device or what the parent shares."""
         return os.getpid() != self._pid
 
     def _abort(self, culprit: int) -> None:
@@ -263,45 +275,5 @@ class CudaWorkspace:
         return False
 
     def _keep(self) -> None:
-        for each in (*self.spaces, self.segments):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-
-
-class _Turn:
-    """What `CudaWorkspace.in_order` returns. There is one, as a group's calls are not nested, and
-    it is a class, as a generator takes five times as many functions of Python."""
-
-    def __init__(self, memory: CudaWorkspace, group: str) -> None:
-        self._memory, self._group = memory, group
-        on_gpu = memory.device.type == "cuda"
-        self._device = torch.cuda.device(memory.device) if on_gpu else nullcontext()
-        self._order = streams.order_of(memory.device)
-        self._stream: torch.cuda.Stream | None = None  # in the order
-
-    def __enter__(self) -> CudaWorkspace:
-        memory = self._memory
-        self._device.__enter__()
-        try:
-            if streams.is_captured(memory.device):
-                memory.recorded, self._stream = True, None
-                return memory
-            stream = self._stream = streams.current_stream(memory.device)
-            if stream is not None:
-                self._order.begin(self._group, stream)
-        except BaseException:
-            self._device.__exit__(None, None, None)
-            raise
-        return memory
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        memory, stream = self._memory, self._stream
-        try:
-            if stream is not None:
-                try:
-                    if kind is not None:
-                        memory.side.join()  # the event is to cover what is queued there
-                finally:
-                    assert memory.event is not None  # there are streams
-                    self._order.end(stream, memory.event)
-        finally:
-            self._device.__exit__(None, None, None)
+        for memory in (*self.spaces, self.segments):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,7 +50,7 @@ _ERRORS = {
 
 
 def signed(signature: int) -> int:
-    """A signature as kernels take it: a signed 32-bit number."""
+    """Return a signature as kernels take it: a signed 32-bit number."""
     return signature - (signature >> 31 << 32)
 
 
@@ -60,42 +60,33 @@ def region_bytes(world: int, words: int, buffer_bytes: int) -> int:
     return round_up(2 * world * words * _WORD, _ALIGNMENT) + 2 * round_up(buffer_bytes, _ALIGNMENT)
 
 
-class Region(Protocol):
-    """Memory that all ranks of a group can address."""
-
-    @property
-    def address(self) -> int: ...
-
-
 class DeviceWorkspace:
     """The regions of a group's ranks, and the epoch of their kernels.
 
     Args:
-        regions: the ranks' regions as this rank addresses them; filled with zeros.
+        addresses: of the ranks' regions for this rank; they are filled with zeros.
+        own: the bytes of this rank's region.
         words: signal words of each source.
         buffer_bytes: of each of the two buffers.
         timeout: seconds that a wait may take.
         multicast: address of all regions at once; 0 without multicast.
-        own: the bytes of this rank's region; by default ``regions[rank]``, which must then support
-            the buffer protocol.
+        memory: keeps the regions mapped.
     """
 
     def __init__(
         self,
-        regions: Sequence[Region],
+        addresses: Sequence[int],
+        own: torch.Tensor,
         rank: int,
         words: int,
         buffer_bytes: int,
         timeout: float,
-        device: torch.device | str = "cpu",
         multicast: int = 0,
-        own: torch.Tensor | None = None,
+        memory: Any = None,
     ) -> None:
-        self._memory = regions  # keeps the regions mapped
-        self._own = own
-        self.multicast = multicast
+        self._addresses, self._own, self._memory = addresses, own, memory
+        self.multicast, device = multicast, own.device
         self.ll128 = False  #: stores of 128 bytes arrive whole at all ranks (nvlink.py)
-        addresses = [region.address for region in regions]
         with torch.inference_mode(False):  # the tensors outlive this call's mode
             self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
             self.state = torch.zeros(FLAGS_AT + FLAGS, dtype=torch.int64, device=device)
@@ -114,7 +105,6 @@ class DeviceWorkspace:
         self.buffer_stride = self.buffer_bytes
         self.argument: Any = None  #: the workspace as kernels take it (kernels/sync.py)
         self.state_of_arguments = object()  #: another one when launch arguments change
-        self.segments: dict[tuple[int, ...], Any] = {}  #: the same of sizes (kernels/matmul.py)
 
     @property
     def nbytes(self) -> int:
@@ -126,8 +116,8 @@ class DeviceWorkspace:
         return words <= self.words and buffer_bytes <= self.buffer_bytes
 
     def enlarged(self, words: int, buffer_bytes: int) -> tuple[int, int]:
-        """Words, and bytes of a buffer, of a workspace that holds as much as asked for and takes at
-        least twice this one's memory. Only what is too small here grows."""
+        """Return words, and bytes of a buffer, that hold as much as asked for and take at least
+        twice this one's memory. Only what is too small here grows."""
         short_of_words, short_of_bytes = words > self.words, buffer_bytes > self.buffer_bytes
         words = max(words, self.words * (2 if short_of_words else 1))
         buffer_bytes = max(buffer_bytes, self.buffer_bytes * (2 if short_of_bytes else 1))
@@ -137,21 +127,18 @@ class DeviceWorkspace:
         return words + ceil_div(missing, 2 * self.world * _WORD), buffer_bytes
 
     def buffers(self, rank: int) -> int:
-        """Address of the first of ``rank``'s two buffers; the other follows it."""
-        return self._memory[rank].address + self.buffers_at
+        """Return the address of the first of ``rank``'s two buffers; the other follows it."""
+        return self._addresses[rank] + self.buffers_at
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
         """Return the contiguous tensor at byte ``offset`` of this rank's two buffers."""
         nbytes = prod(shape) * dtype.itemsize
         if offset < 0 or offset + nbytes > 2 * self.buffer_bytes:
             raise IndexError(f"bytes [{offset}, +{nbytes}) of {2 * self.buffer_bytes}")
-        if self._own is None:
-            with torch.inference_mode(False):  # as above
-                self._own = torch.frombuffer(cast(Any, self._memory[self.rank]), dtype=torch.uint8)
         return self._own.narrow(0, self.buffers_at + offset, nbytes).view(dtype).view(shape)
 
     def starts(self, sizes: tuple[int, ...]) -> torch.Tensor:
-        """Row at which each rank's segment begins, and the end of the last."""
+        """Return the row at which each rank's segment begins, and the end of the last."""
         starts = self._starts.get(sizes)
         if starts is None:
             if streams.is_captured(self.regions.device):
@@ -170,7 +157,7 @@ class DeviceWorkspace:
         self.control[ABORT] = 1 + rank
 
     def set_timeout(self, seconds: float) -> None:
-        """Of waits, from the next call on."""
+        """Bound waits from the next call on."""
         self.timeout_ns = int(seconds * 1e9)
         self.state_of_arguments = object()
 
@@ -185,22 +172,17 @@ class DeviceWorkspace:
         return self._failed.value != 0
 
     def failure(self) -> tuple[int, int, int, int] | None:
-        """(kind, peer, word expected, word seen) of the first failed wait so far; None, at no cost,
-        if there is none. Kinds are MISMATCH, TIMEOUT and ABORTED. Not in a capture: it reads the
-        device's memory."""
+        """Return (kind, peer, word expected, word seen) of the first failed wait; None, at no cost,
+        if there is none. Not in a capture: it reads the device's memory."""
         if not self.has_failed:
             return None
         kind, peer, expected, seen = self.state[STATUS : SEEN + 1].tolist()
         return kind, peer, expected & (1 << 64) - 1, seen & (1 << 64) - 1
 
     def set_chaos(
-        self,
-        seed: int,
-        max_delay_us: int,
-        single_buffer: bool = False,
-        skip_waits: bool = False,
+        self, seed: int, max_delay_us: int, single_buffer: bool = False, skip_waits: bool = False
     ) -> None:
-        """For tests: adds random delays to every publish and wait. ``single_buffer`` and
+        """Add random delays to every publish and wait, for tests. ``single_buffer`` and
         ``skip_waits`` break the protocol (negative controls)."""
         self.seed = seed
         self.chaos = max_delay_us * 2000 + skip_waits  # twice the nanoseconds, and one bit
@@ -216,13 +198,8 @@ def kernel_error(
     timeout: float,
     groups: Collection[str] = (),
 ) -> TpkernelsError:
-    """Return the exception for a failed wait of a kernel of ``rank``.
-
-    Args:
-        failure: see ``DeviceWorkspace.failure``.
-        where: which call it was in, or which has found it.
-        groups: the groups whose calls have run on this rank's device.
-    """
+    """Return the exception for a ``DeviceWorkspace.failure`` of ``rank``. ``where``: the call that
+    it was in, or that has found it. ``groups``: those whose calls have run on the device."""
     kind, peer, expected, seen = failure
     hint = ""
     if kind == TIMEOUT and len(groups) > 1:
@@ -258,7 +235,7 @@ class Prepared(NamedTuple):
     bind: Callable[[DeviceWorkspace, int], Callable[..., None]]  # returns what takes the tensors
 
     def launch(self, *tensors: Any) -> Launch:
-        """The call with these tensors."""
+        """Return the call with these tensors."""
 
         def run(space: DeviceWorkspace, signature: int) -> None:
             self.bind(space, signature)(*tensors)

@@ -28,12 +28,6 @@ from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant
 
 
-@dataclass(frozen=True)
-class _Region:
-    address: int
-    memory: Any  # keeps it mapped
-
-
 class Symmetric(NamedTuple):
     """Memory of a rank that the others address, too."""
 
@@ -46,8 +40,8 @@ class Symmetric(NamedTuple):
 def make_symmetric(
     participant: Participant, nbytes: int, device: torch.device, reason: str | None = None
 ) -> Symmetric:
-    """Symmetric memory of ranks whose GPUs can address each other. Collective; waits for the
-    device. ``reason``: why this rank cannot take part, if that is known already.
+    """Allocate memory that the GPUs of all ranks address. Collective; waits for the device.
+    ``reason``: why this rank cannot take part, if that is known already.
 
     Raises:
         NotImplementedError: on all ranks, if the GPUs cannot: no peer access, no virtual memory
@@ -96,19 +90,13 @@ def make_workspace(
     device: torch.device,
     reason: str | None = None,
 ) -> DeviceWorkspace:
-    """Return the workspace of a group's kernels on GPUs. The same as `make_symmetric` otherwise."""
+    """Return a workspace of a group's kernels on GPUs, in memory from `make_symmetric`."""
     rank, nbytes = participant.rank, region_bytes(participant.world, words, buffer_bytes)
     memory, addresses, handle = make_symmetric(participant, nbytes, device, reason)
-    return DeviceWorkspace(
-        [_Region(address, (memory, handle)) for address in addresses],
-        rank,
-        words,
-        buffer_bytes,
-        participant.timeout,
-        device,
-        0 if handle is None else handle.multicast_ptr,
-        memory if handle is None else handle.get_buffer(rank, (nbytes,), torch.uint8),
-    )
+    own = memory if handle is None else handle.get_buffer(rank, (nbytes,), torch.uint8)
+    multicast = 0 if handle is None else handle.multicast_ptr
+    limits = words, buffer_bytes, participant.timeout
+    return DeviceWorkspace(addresses, own, rank, *limits, multicast, (memory, handle))
 
 
 def _describe(device: torch.device) -> str:
@@ -120,8 +108,8 @@ def _describe(device: torch.device) -> str:
 
 
 def _gpu_under_mps(device: torch.device) -> str | None:
-    """The GPU's UUID where MPS runs the kernels of several processes side by side; None where
-    processes that share a GPU have it in turns."""
+    """Return the GPU's UUID where MPS runs the kernels of several processes side by side; None
+    where processes that share a GPU have it in turns."""
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     if device.type != "cuda" or not Path(folder, "control").exists():
         return None
@@ -133,27 +121,22 @@ def agree_on_gpus(
 ) -> None:
     """Raise ``NotImplementedError`` on all ranks if one has an ``error`` or another ``kind`` of
     GPU, or if two have one GPU, named by ``under_mps``. Collective."""
-    report = {"error": error, "kind": kind, "under_mps": under_mps}
-    reports = participant.exchange("kernels on GPUs", report)
+    reports = participant.exchange("kernels on GPUs", (error, kind, under_mps))
     first: dict[str, int] = {}  # rank on a GPU under MPS
-    for rank, report in enumerate(reports):
-        if report["error"] is not None:
-            raise NotImplementedError(
-                f"the kernels of group '{participant.group}' cannot run on GPUs: rank {rank} "
-                f"{report['error']}"
+    for rank, (error, kind, gpu) in enumerate(reports):
+        why = None
+        if error is not None:
+            why = f"cannot run on GPUs: rank {rank} {error}"
+        elif kind != reports[0][1]:
+            why = f"need GPUs of one kind: rank 0 has {reports[0][1]}, rank {rank} {kind}"
+        elif gpu is not None and first.setdefault(gpu, rank) != rank:
+            why = (
+                f"cannot run: ranks {first[gpu]} and {rank} share GPU {gpu} under MPS, where the "
+                "kernel of one can fill the GPU while it waits for the other's. Give each rank a "
+                "GPU of its own, or stop MPS"
             )
-        if report["kind"] != reports[0]["kind"]:
-            raise NotImplementedError(
-                f"the kernels of group '{participant.group}' need GPUs of one kind: rank 0 has "
-                f"{reports[0]['kind']}, rank {rank} {report['kind']}"
-            )
-        gpu = report["under_mps"]
-        if gpu is not None and first.setdefault(gpu, rank) != rank:
-            raise NotImplementedError(
-                f"the kernels of group '{participant.group}' cannot run: ranks {first[gpu]} and "
-                f"{rank} share GPU {gpu} under MPS, where the kernel of one can fill the GPU while "
-                "it waits for the other's. Give each rank a GPU of its own, or stop MPS"
-            )
+        if why is not None:
+            raise NotImplementedError(f"the kernels of group '{participant.group}' {why}")
 
 
 @dataclass(frozen=True)
@@ -187,7 +170,7 @@ class GpuSegments:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        """A new one, filled with zeros. Collective; raises what `make_symmetric` does."""
+        """Make one, filled with zeros. Collective; raises what `make_symmetric` does."""
         self._forget()
         count = torch.Size(shape).numel()
         nbytes = count * dtype.itemsize
@@ -207,9 +190,9 @@ class GpuSegments:
         if not captured:
             self._forget()
         found = self._at.get(x.data_ptr())
-        if found is None or found.owner.expired():
+        if found is None or found.owner.expired() or found.nbytes != x.nbytes:
             return None
-        if found.nbytes != x.numel() * x.element_size() or not x.is_contiguous():
+        if not x.is_contiguous():
             return None
         if captured:
             self._recorded.add(found.number)

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -117,8 +118,7 @@ class HostWorkspace:
         self._gpu_timeout = participant.timeout
 
     def set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
-        """Set the seconds of waits in calls on the host, and of those on GPUs, their kernels'
-        included."""
+        """Bound waits in calls on the host, and in those on GPUs with their kernels."""
         self.participant = replace(self.participant, timeout=timeout)
         self.channel.timeout = timeout
         self._gpu_timeout = gpu_timeout
@@ -141,9 +141,8 @@ class HostWorkspace:
         return self._may_grow and min(nbytes, self.workspace_bytes) > self.channel.capacity
 
     def grow(self, nbytes: int, text: str) -> str | None:
-        """Grow the data buffers to ``nbytes`` each, but at most to ``workspace_bytes``. Collective.
-        If a rank lacks the memory, all buffers stay as they are, calls take more and smaller steps,
-        and the text of a warning is returned, which says why."""
+        """Grow the data buffers to ``nbytes`` each, at most to ``workspace_bytes``. If a rank lacks
+        the memory, all stay as they are, and the text of a warning is returned. Collective."""
         if not self.wants(nbytes):  # another thread was first
             return None
         wanted = min(1 << (nbytes - 1).bit_length(), self.workspace_bytes)
@@ -191,8 +190,11 @@ class HostWorkspace:
         participant = self.participant
         arena = self._further_arena("kernels", region_bytes(participant.world, words, buffer_bytes))
         regions = [arena.region(rank) for rank in range(participant.world)]
+        with torch.inference_mode(False):  # it outlives the mode of this call
+            own = torch.frombuffer(regions[participant.rank], dtype=torch.uint8)
+        addresses, limits = [region.address for region in regions], (words, buffer_bytes)
         self._device = DeviceWorkspace(
-            regions, participant.rank, words, buffer_bytes, participant.timeout
+            addresses, own, participant.rank, *limits, participant.timeout, memory=regions
         )
         if self._chaos is not None:
             self._device.set_chaos(**self._chaos)
@@ -243,7 +245,7 @@ class HostWorkspace:
         return space
 
     def check_kernels(self, text: str) -> None:
-        """Raise what has failed in kernels on GPUs so far; ``text`` says what has found it."""
+        """Raise what has failed in kernels on GPUs so far; ``text``: what has found it."""
         for space in self.on_gpus.values():
             space.check(text)
 
@@ -267,20 +269,6 @@ class HostWorkspace:
             )
         return self._at(rank, dtype, shape, self.channel.buffer_offset(self.epoch & 1) + offset)
 
-    def read(
-        self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
-    ) -> torch.Tensor:
-        """Return the `view` of what a rank has written, all of which is read, and once."""
-        if rank != self.participant.rank:
-            self._bytes_read += prod(shape) * dtype.itemsize
-        return self.view(rank, dtype, shape, offset)
-
-    @property
-    def bytes_read(self) -> int:
-        """Return the bytes that calls by `direct` and `pipelined` have read of the peers' memory,
-        or got from them in their results: data, not words. For tests."""
-        return self.channel.bytes_read + self._bytes_read
-
     def _at(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int
     ) -> torch.Tensor:
@@ -294,9 +282,22 @@ class HostWorkspace:
             strides[i - 1] = strides[i] * max(shape[i], 1)
         return torch.as_strided(base, shape, strides, offset // dtype.itemsize)
 
+    def read(
+        self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
+    ) -> torch.Tensor:
+        """Return the `view` of what a rank has written, all of which is read, and once."""
+        if rank != self.participant.rank:
+            self._bytes_read += prod(shape) * dtype.itemsize
+        return self.view(rank, dtype, shape, offset)
+
+    @property
+    def bytes_read(self) -> int:
+        """Return the bytes of data that calls by `direct` and `pipelined` have read of the peers'
+        memory, or got from them in their results. For tests."""
+        return self.channel.bytes_read + self._bytes_read
+
     def peer_data(self, peer: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return what ``peer`` published in this epoch, wherever it lies: its buffer or a
-        segment."""
+        """Return what ``peer`` published in this epoch, in its buffer or a segment."""
         if not self.channel.in_segment(peer):
             return self.read(peer, dtype, shape)
         nbytes = prod(shape) * dtype.itemsize
@@ -306,24 +307,24 @@ class HostWorkspace:
         region = self.channel.segment_of(peer, nbytes)
         return torch.frombuffer(region, dtype=dtype).view(shape)
 
-    def make_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Make a segment; return this rank's part of it as a tensor. Collective."""
+    def make_symmetric(
+        self, shape: tuple[int, ...], dtype: torch.dtype, gpu: torch.device | None = None
+    ) -> torch.Tensor:
+        """Make a segment; return this rank's part of it as a tensor: on the host, or on a ``gpu``
+        for which `open_cuda` has set kernels up. Collective."""
+        text = f"tpkernels.empty({list(shape)}, {dtype})"
+        if gpu is not None:
+            with self.waiting(self._gpu_timeout):
+                self._agree(f"{text} on GPUs")
+                return self.on_gpus[gpu].make_tensor(shape, dtype)
+        self._agree(text)
         nbytes = max(prod(shape) * dtype.itemsize, 1)
-        self._agree(f"tpkernels.empty({list(shape)}, {dtype})")
         arena = self._further_arena("empty", nbytes)
         region = arena.region(self.participant.rank, 0, nbytes)
         self.channel.add_segment(self.segments.register(region), arena)
         if prod(shape) == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(region, dtype=dtype, count=prod(shape)).view(shape)
-
-    def make_symmetric_on(
-        self, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Do the same on a GPU for which `open_cuda` has set kernels up."""
-        with self.waiting(self._gpu_timeout):
-            self._agree(f"tpkernels.empty({list(shape)}, {dtype}) on GPUs")
-            return self.on_gpus[device].make_tensor(shape, dtype)
 
     @contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
@@ -337,8 +338,7 @@ class HostWorkspace:
             self.participant, self.channel.timeout = usual, usual.timeout
 
     def _further_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
-        """Make an arena in addition to the channel's, which watches the ranks already.
-        Collective."""
+        """Make an arena beside the channel's, which watches the ranks already. Collective."""
         link = self._link(purpose, nbytes)
         for pidfd in link.pidfds:
             os.close(pidfd)
@@ -352,11 +352,8 @@ class HostWorkspace:
     def _watched(self) -> Participant:
         """Return this rank, for a rendezvous in the call that has just begun: its peers are
         watched, and exchanges go through this workspace."""
-        channel = self.channel  # it watches for RESULT, which nobody publishes in such a call
-
-        def watch() -> None:
-            channel.watch(Phase.RESULT, 0.0)
-
+        # Nobody publishes RESULT in such a call.
+        watch = partial(self.channel.watch, Phase.RESULT, 0.0)
         return replace(self.participant, watch=watch, by_memory=self.exchange)
 
     def _agree(self, text: str) -> None:
@@ -403,8 +400,7 @@ class HostWorkspace:
             space.set_chaos(**switches)
 
     def abandon(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """End this rank's calls, because of an error of its own or of another rank. Peers that wait
-        are notified."""
+        """End this rank's calls after an error, and notify the peers that wait."""
         self.channel.abandon(why, late, culprit)
         for space in self.on_gpus.values():
             space.close(why, late, culprit)

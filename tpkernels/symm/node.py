@@ -1,8 +1,8 @@
 """Problem: in a group that spans hosts, the ranks of each host share memory with each other only.
 
-Algorithm: the ranks find out by connecting who shares a host (colocation.py). Each host then makes
-a workspace of its own, and all ranks exchange whether every host succeeded. Nothing is left of the
-others if one did not: all ranks make the same plans, so all have a node or none.
+Algorithm: the ranks know who shares a host (colocation.py). Each host makes a workspace of its own,
+and all ranks exchange whether every host succeeded. Nothing is left of the others if one did not:
+all ranks make the same plans, so all have a node or none.
 
 Failure: a rank that cannot make the workspace notifies the others of its host, which know its
 address from the first exchange. No wait is longer than the group's timeout. The group works without
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tpkernels import _C
-from tpkernels.symm.colocation import MOST_RANKS, find_leaders
+from tpkernels.symm.colocation import MOST_RANKS
 from tpkernels.symm.exchange import Participant, Presence
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.text import of_error
@@ -78,27 +78,26 @@ class Node:
         return refusals[0] if refusals else None
 
 
-def make_node(participant: Participant, workspace_bytes: int) -> tuple[Node | None, str | None]:
+def make_node(
+    participant: Participant, workspace_bytes: int, leaders: Sequence[int]
+) -> tuple[Node | None, str | None]:
     """Return this rank's node, or what the group lacks for that; all ranks get one, or none.
-    Collective.
+    ``leaders``: see `Colocation`. Collective.
 
     Raises:
         CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
     """
-    presence = Presence()
-    leaders, statements = find_leaders(participant, {"address": presence.address})
     hosts = hosts_of(leaders)
     if isinstance(hosts, str):
         return None, hosts
     host = next(i for i, ranks in enumerate(hosts) if participant.rank in ranks)
-    ranks = hosts[host]
-    presence.addresses = [statements[rank]["address"] for rank in ranks]
+    ranks, presence = hosts[host], participant.presence
     local = replace(
         participant,
         group=f"{participant.group}, host of rank {ranks.start}",
         rank=participant.rank - ranks.start,
         world=len(ranks),
-        presence=presence,
+        presence=Presence(presence.address, [presence.addresses[rank] for rank in ranks]),
         names=tuple(ranks),
     )
     workspace = error = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,13 +44,12 @@ def _why_not(gpus: Sequence[str | None], rank: int) -> str | None:
         return f"shares {own} with another rank"
     if not _allows_ll128(text := os.environ.get("NCCL_PROTO")):
         return f"NCCL_PROTO is '{text}'"
+    peers = [gpu for gpu in gpus if gpu is not None and gpu != own]
     try:
-        with _nvml() as nvml:
-            peers = (gpu for gpu in gpus if gpu not in (None, own))
-            unlinked = [gpu for gpu in peers if not _has_link(nvml, own, str(gpu))]
+        unlinked = list(_unlinked(own, peers))
     except (OSError, AttributeError, RuntimeError) as error:  # AttributeError: too old
         return f"NVML says nothing about links: {error}"
-    return f"no NVLink from {own} to {', '.join(map(str, unlinked))}" if unlinked else None
+    return f"no NVLink from {own} to {', '.join(unlinked)}" if unlinked else None
 
 
 def _allows_ll128(protocols: str | None) -> bool:
@@ -64,32 +62,28 @@ def _allows_ll128(protocols: str | None) -> bool:
     return known and ("ll128" in names) != protocols.startswith("^")
 
 
-@contextmanager
-def _nvml() -> Iterator[Any]:
+def _unlinked(own: str, peers: Sequence[str]) -> Iterator[str]:
+    """Yield the GPUs to which NVML knows no NVLink from ``own``."""
     nvml = ctypes.CDLL(_LIBRARY)
-    _check(nvml.nvmlInit_v2(), "nvmlInit_v2")
+
+    def call(function: str, *arguments: Any, on: str = "") -> None:
+        code = getattr(nvml, function)(*arguments)
+        if code != _SUCCESS:
+            raise RuntimeError(f"{function}{on} returns {code}")
+
+    def handle(uuid: str) -> ctypes.c_void_p:
+        gpu = ctypes.c_void_p()
+        function = "nvmlDeviceGetHandleByUUID"
+        call(function, uuid.encode(), ctypes.byref(gpu), on=f"({uuid})")
+        return gpu
+
+    call("nvmlInit_v2")
     try:
-        yield nvml
+        for peer in peers:
+            status = ctypes.c_int(-1)
+            pair = handle(own), handle(peer)
+            call("nvmlDeviceGetP2PStatus", *pair, _NVLINK, ctypes.byref(status))
+            if status.value != _SUCCESS:
+                yield peer
     finally:
         nvml.nvmlShutdown()
-
-
-def _has_link(nvml: Any, gpu: str, peer: str) -> bool:
-    status = ctypes.c_int(-1)
-    code = nvml.nvmlDeviceGetP2PStatus(
-        _handle(nvml, gpu), _handle(nvml, peer), _NVLINK, ctypes.byref(status)
-    )
-    _check(code, "nvmlDeviceGetP2PStatus")
-    return status.value == _SUCCESS
-
-
-def _handle(nvml: Any, uuid: str) -> ctypes.c_void_p:
-    handle = ctypes.c_void_p()
-    code = nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
-    _check(code, f"nvmlDeviceGetHandleByUUID({uuid})")
-    return handle
-
-
-def _check(code: int, function: str) -> None:
-    if code != _SUCCESS:
-        raise RuntimeError(f"{function} returns {code}")

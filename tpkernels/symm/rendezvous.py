@@ -5,10 +5,10 @@ listens on an abstract Unix socket, whose name disappears with the socket. The o
 that they belong to the group (a token from the exchange) and to the same user, and send a pidfd of
 their own process. Rank 0 sends everybody the memory's descriptor and all pidfds. Every rank checks
 that rank 0 runs as its own user, maps the memory, whose size must be sealed, and commits its parts
-of it. Rank 0 collects the outcomes, and either all ranks succeed or all fail.
+of it. Then the ranks exchange their errors, and either all succeed or all fail.
 
-Every step is bounded by one deadline. Received descriptors are closed on every path. Messages are
-JSON with file descriptors.
+Every step is bounded by the group's timeout. Received descriptors are closed on every path. A rank
+that gives up closes its connections; why, the others read in its notice (exchange.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ import json
 import os
 import resource
 import secrets
+import select
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch.distributed import DistError
 
 from tpkernels import _C
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
@@ -33,18 +37,17 @@ from tpkernels.symm.exchange import Participant
 from tpkernels.symm.limits import short_of_memory
 
 MOST_DESCRIPTORS = 253  # the kernel's limit for one message
-_BACKLOG = 512  # connections that may wait to be accepted, including those of strangers
+BACKLOG = 512  # connections that may wait to be accepted, including those of strangers
 _CONNECT_SLICE = 0.1  # s
 # Rank 0 gives up at the deadline; the others give it this long (s) to name the missing rank.
 _GRACE = 1.0
+_NOTICE = 0.5  # s for the notice of a rank that has closed its connections
 _LOOK = 0.05  # s between checks of the peers while the sockets are silent
 
-T = TypeVar("T")
 Parts = Sequence[tuple[int, int]]  # (offset, bytes) within a region
 
 
-@dataclass(frozen=True)
-class MappedArena:
+class MappedArena(NamedTuple):
     """An arena that all ranks have mapped, and a pidfd and pid of each rank."""
 
     arena: _C.host.Arena
@@ -63,27 +66,8 @@ def make_arena(
         CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
     """
     deadline = time.monotonic() + participant.timeout
-    arena = _Arena(participant, region_bytes, parts, deadline)
-    if participant.world == 1:
-        return arena.alone()
-    if participant.rank == 0:
-        token = secrets.token_hex(16)
-        with listening(purpose) as (listener, name):
-            participant.exchange(purpose, {"socket": name, "token": token})
-            return arena.host(listener, token)
-    root = participant.exchange(purpose, {})[0]
-    with arena.bounded(0) as remaining, connected(root["socket"], remaining) as connection:
-        connection.settimeout(remaining + _GRACE)
-        return arena.join(connection, root["token"])
-
-
-@dataclass(frozen=True)
-class _Peer:
-    """A rank that has connected to rank 0."""
-
-    connection: socket.socket
-    pid: int
-    pidfds: list[int]  #: one, or none if rank 0 could not open one more
+    with contextlib.ExitStack() as files:
+        return _Arena(participant, region_bytes, parts, deadline).make(purpose, files)
 
 
 @dataclass(frozen=True)
@@ -94,69 +78,69 @@ class _Arena:
     region_bytes: int
     parts: Parts
     deadline: float
-    peers: dict[int, _Peer] = field(default_factory=dict)  #: on rank 0
 
-    def alone(self) -> MappedArena:
-        """Make it as the only rank."""
-        memory, error = self._create()
-        arena = None
-        if error is None:
-            arena, error = self._map(memory)
-            os.close(memory)
-        return _verdict(arena, error, [_C.host.open_pidfd(os.getpid())], [os.getpid()])
-
-    def host(self, listener: socket.socket, token: str) -> MappedArena:
-        """Make it as rank 0."""
-        world, peers = self.participant.world, self.peers
-        own, memory, arena = _C.host.open_pidfd(os.getpid()), -1, None
-        with contextlib.ExitStack() as open_files:
-            try:
-                self._welcome(listener, token, open_files)
-                pids = [os.getpid(), *(peers[rank].pid for rank in range(1, world))]
-                pidfds = [own, *(fd for rank in range(1, world) for fd in peers[rank].pidfds)]
+    def make(self, purpose: str, files: contextlib.ExitStack) -> MappedArena:
+        """Make it; ``files`` closes what is not needed afterwards."""
+        participant, world, memory = self.participant, self.participant.world, -1
+        offer: dict[str, Any] = {"pid": os.getpid()}
+        if participant.rank == 0:
+            memory, offer["error"] = self._create()
+            if memory >= 0:
+                files.callback(os.close, memory)
+            listener, offer["socket"] = files.enter_context(listening(purpose))
+            offer["token"] = secrets.token_hex(16)
+        offers = participant.exchange(purpose, offer) if world > 1 else [offer]
+        root, pids = offers[0], [offer["pid"] for offer in offers]
+        _raise_first([root["error"]])
+        received: dict[int, list[int]] = {}  # pidfds, by the rank that sent them
+        try:
+            if participant.rank == 0:
+                received[0] = [_C.host.open_pidfd(os.getpid())]
+                connections = self._welcome(listener, root["token"], files, received)
+                pidfds = [pidfd for _, sent in sorted(received.items()) for pidfd in sent]
                 error = self._too_few(pidfds, world)
-                if error is None:
-                    memory, error = self._create()
                 shared = [] if error is not None else [*pidfds, memory]
-                offer = {"pids": pids, "error": error}
-                self._for_each(lambda connection: send(connection, offer, shared))
-                if error is None:
-                    arena, error = self._map(memory)
-                # Even after an error: closing with unread data would reset the connections.
-                for report, _ in self._for_each(lambda connection: receive(connection, 0)):
-                    error = report["error"] or error
-                verdict = {"error": error}
-                self._for_each(lambda connection: send(connection, verdict, []))
-            except BaseException as failure:
-                close_all([own, *(fd for peer in peers.values() for fd in peer.pidfds)])
-                late = isinstance(failure, CollectiveTimeoutError)
-                peer = getattr(failure, "peer", None)
-                note = {"failed": str(failure), "late": late, "peer": peer}
-                for other in peers.values():
-                    with contextlib.suppress(OSError):
-                        send(other.connection, note, [])
-                raise
-            finally:
-                close_all([memory] if memory >= 0 else [])
-        return _verdict(arena, error, pidfds, pids)
-
-    def _for_each(self, action: Callable[[socket.socket], T]) -> list[T]:
-        """Return what ``action`` returns for the connection of each peer in turn."""
-        results = []
-        for rank in range(1, self.participant.world):
-            with self.bounded(rank):
-                results.append(action(self.peers[rank].connection))
-        return results
+                for rank, connection in connections.items():
+                    with self.bounded(rank):
+                        send(connection, {"error": error}, shared)
+            else:
+                answer, descriptors = self._join(root)
+                pidfds = received[0] = descriptors[:world]
+                for memory in descriptors[world:]:
+                    files.callback(os.close, memory)
+                error = answer["error"] or self._too_few(descriptors, world + 1)
+            arena = None
+            if error is None:
+                arena, error = self._map(memory)
+            errors = [error]
+            if world > 1:
+                watch = participant.watch
+                if watch is None and len(pidfds) == world:
+                    watch = partial(self._watch, pidfds)
+                mapping = replace(participant, watch=watch)
+                with self.bounded(0):
+                    errors = mapping.exchange(f"{purpose}, mapped", error)
+            _raise_first(errors)
+        except BaseException:
+            close_all(pidfd for sent in received.values() for pidfd in sent)
+            raise
+        assert arena is not None  # or there was an error
+        return MappedArena(arena, pidfds, pids)
 
     def _welcome(
-        self, listener: socket.socket, token: str, open_files: contextlib.ExitStack
-    ) -> None:
-        """Accept connections until all ``peers`` have said hello. Strangers hold nobody up, however
-        many connect and however silent they stay."""
+        self,
+        listener: socket.socket,
+        token: str,
+        files: contextlib.ExitStack,
+        received: dict[int, list[int]],
+    ) -> dict[int, socket.socket]:
+        """Accept connections until all peers have said hello; return them, and add the pidfds to
+        ``received``. Strangers hold nobody up, however many connect and silent they stay."""
         looked, others = 0.0, set(range(1, self.participant.world))
+        connections: dict[int, socket.socket] = {}
         with selectors.PollSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
-            while missing := others - set(self.peers):
+            while missing := others - set(connections):
                 with self.bounded(min(missing)) as remaining:
                     ready = selector.select(min(remaining, _LOOK))
                     if time.monotonic() - looked > _LOOK:
@@ -165,7 +149,7 @@ class _Arena:
                 for connection in (key.fileobj for key, _ in ready):
                     assert isinstance(connection, socket.socket)  # for the type checker
                     if connection is listener:
-                        guest = open_files.enter_context(listener.accept()[0])
+                        guest = files.enter_context(listener.accept()[0])
                         if user_of(guest) == os.geteuid():
                             selector.register(guest, selectors.EVENT_READ)
                         else:
@@ -177,46 +161,42 @@ class _Arena:
                     with contextlib.suppress(OSError, EOFError, ValueError):  # no valid message
                         hello, descriptors = receive(connection, 1)
                     rank = int(hello.get("rank", 0))
-                    if hello.get("token") != token or rank not in others:
+                    if hello.get("token") != token or rank not in missing - set(connections):
                         close_all(descriptors)
                         connection.close()
                         continue
                     connection.settimeout(max(0.0, self.deadline - time.monotonic()))
-                    self.peers[rank] = _Peer(connection, hello["pid"], descriptors)
+                    connections[rank], received[rank] = connection, descriptors
+        return connections
 
-    def join(self, connection: socket.socket, token: str) -> MappedArena:
-        """Make it as any other rank."""
+    def _join(self, root: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        """Give rank 0 a pidfd; return its answer, with the pidfds of all ranks and the memory."""
         participant = self.participant
-        if user_of(connection) != os.geteuid():
-            raise PeerLostError(
-                f"set-up of group '{participant.group}': user {user_of(connection)} listens in "
-                f"rank {participant.name(0)}'s place; rank {participant.name(participant.rank)} is "
-                f"user {os.geteuid()}",
-                peer=participant.name(0),
-            )
-        own = _C.host.open_pidfd(os.getpid())
-        try:
-            hello = {"token": token, "rank": participant.rank, "pid": os.getpid()}
-            send(connection, hello, [own])
-        finally:
-            os.close(own)
-        offer, descriptors = receive(connection, participant.world + 1)
-        pidfds, memory = descriptors[: participant.world], descriptors[participant.world :]
-        try:
-            arena, error = None, offer["error"]
-            if error is None:
-                error = self._too_few(descriptors, participant.world + 1)
-            if error is None:
-                arena, error = self._map(memory[0])
-            with contextlib.suppress(BrokenPipeError):  # rank 0 has closed it, and said why
-                send(connection, {"error": error}, [])
-            verdict = receive(connection, 0)[0]["error"]
-        except BaseException:
-            close_all(pidfds)
-            raise
-        finally:
-            close_all(memory)
-        return _verdict(arena, verdict, pidfds, offer["pids"])
+        with self.bounded(0) as remaining, connected(root["socket"], remaining) as connection:
+            connection.settimeout(remaining + _GRACE)
+            user = user_of(connection)
+            if user != os.geteuid():
+                raise PeerLostError(
+                    f"set-up of group '{participant.group}': a process of user {user} listens in "
+                    f"rank 0's place; rank {participant.name(participant.rank)} is user "
+                    f"{os.geteuid()}",
+                    peer=participant.name(0),
+                )
+            own = _C.host.open_pidfd(os.getpid())
+            try:
+                send(connection, {"token": root["token"], "rank": participant.rank}, [own])
+            finally:
+                os.close(own)
+            return receive(connection, participant.world + 1)
+
+    def _watch(self, pidfds: list[int]) -> None:
+        """Raise if a rank's process has ended."""
+        poll = select.poll()
+        for pidfd in pidfds:
+            poll.register(pidfd, select.POLLIN)
+        for pidfd, _ in poll.poll(0):
+            with self.bounded(pidfds.index(pidfd)):
+                raise EOFError("its process has ended")
 
     def _create(self) -> tuple[int, str | None]:
         world = self.participant.world
@@ -263,21 +243,19 @@ class _Arena:
             raise CollectiveTimeoutError(
                 f"{where}, which did not arrive within {participant.timeout:g} s", peer=peer
             ) from error
-        except (ConnectionError, EOFError) as error:
-            until = time.monotonic() + 0.2  # its end shows a little after its sockets close
-            while participant.watch is not None and time.monotonic() < until:
-                participant.watch()
+        except (ConnectionError, EOFError, DistError) as error:
+            # Why it left, or whom it waited for, shows a little after its connections close.
+            until = time.monotonic() + _NOTICE
+            while time.monotonic() < until:
+                with contextlib.suppress(DistError):  # it had the store, too
+                    participant.look("set-up")
                 time.sleep(0.005)
             raise PeerLostError(f"{where}, which left ({error})", peer=peer) from error
 
 
-def _verdict(
-    arena: _C.host.Arena | None, error: str | None, pidfds: list[int], pids: list[int]
-) -> MappedArena:
-    if error is not None or arena is None:
-        close_all(pidfds)
+def _raise_first(errors: Iterable[str | None]) -> None:
+    for error in filter(None, errors):
         raise MemoryError(f"no shared memory for the group: {error}")
-    return MappedArena(arena, pidfds, pids)
 
 
 # Abstract Unix sockets.
@@ -290,7 +268,7 @@ def listening(purpose: str) -> Iterator[tuple[socket.socket, str]]:
     name = f"tpkernels-{purpose}-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
         yield listener, name
 
 
@@ -328,18 +306,21 @@ def _set_send_timeout(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, time_value)
 
 
-def send(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
+def send(
+    connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
+) -> None:
     """Send one message with descriptors, which stay open here."""
     socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
 
 
-def receive(connection: socket.socket, most_descriptors: int) -> tuple[dict[str, Any], list[int]]:
+def receive(
+    connection: socket.socket, most_descriptors: int = 0
+) -> tuple[dict[str, Any], list[int]]:
     """Return the next message and its descriptors, which the caller must close. Fewer arrive than
     were sent if this process may open no more.
 
     Raises:
         EOFError, OSError: the connection was closed or failed.
-        CollectiveTimeoutError, PeerLostError: rank 0 reported that it gave up.
     """
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, most_descriptors)
@@ -348,12 +329,7 @@ def receive(connection: socket.socket, most_descriptors: int) -> tuple[dict[str,
     if not data:
         close_all(descriptors)
         raise EOFError("the connection was closed")
-    message = json.loads(data)
-    if "failed" in message:
-        close_all(descriptors)
-        kind = CollectiveTimeoutError if message["late"] else PeerLostError
-        raise kind(f"rank 0 failed: {message['failed']}", peer=message["peer"])
-    return message, descriptors
+    return json.loads(data), descriptors
 
 
 def user_of(connection: socket.socket) -> int:

@@ -88,7 +88,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def new_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event of ``device``; None for a CPU."""
+    """Return an event of ``device``; None for a CPU."""
     return torch.cuda.Event() if device.type == "cuda" else None
 
 
@@ -116,7 +116,7 @@ class SideStream:
         self.copied: Mark = None  #: marks the last copy
 
     def fork(self) -> None:
-        """Work queued here from now on runs after the work in the current stream."""
+        """Run what is queued here from now on after the work in the current stream."""
         self._at, self._parts, self.copied = 0, 0, None
         if self._streams:
             self._begun = torch.cuda.current_stream(self._device).record_event()
@@ -125,7 +125,7 @@ class SideStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Work queued within the block goes to the stream whose turn it is."""
+        """Queue the block's work on the stream whose turn it is."""
         if not self._streams:
             yield
             return
@@ -134,14 +134,14 @@ class SideStream:
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """The same for the other stream, whose turn it is then."""
+        """Give the other stream its turn, and queue the block's work there."""
         self._at = 1 - self._at
         with self.current():
             yield
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Around a copy in one of the blocks above: it runs after the last one."""
+        """Run a copy, in one of the blocks above, after the last one."""
         if not self._streams:
             yield
             return
@@ -153,7 +153,7 @@ class SideStream:
 
     @contextmanager
     def part(self, *, alone: bool = False) -> Iterator[None]:
-        """Around a part of a matmul, and what belongs to it alone. The current stream has the first
+        """Queue a part of a matmul, and what belongs to it alone. The current stream has the first
         part, the third, ..., or all that must be ``alone``; the others run after what came before
         `fork`, and next to these."""
         self._parts += not alone
@@ -166,12 +166,12 @@ class SideStream:
             yield
 
     def wait(self, mark: Mark) -> None:
-        """The current stream waits for ``mark``."""
+        """Have the current stream wait for ``mark``."""
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
 
     def join(self) -> None:
-        """The current stream waits for all work of these."""
+        """Have the current stream wait for all work of these."""
         used = self._streams
         if self._second is not None and self._parts > 1:
             used = [*used, self._second]
