@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import Result
 
+import tpkernels.cli.generate as command
 from tests.cli import test_cli
 from tests.support import served
 from tests.support.processes import output_of, torchrun
+from tests.support.ranked import on_ranks
+from tpkernels.integrations.transformers.generator import Sampling
+from tpkernels.terminal import UsageError
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,6 +97,19 @@ def test_under_torchrun(folder: Path) -> None:
     there = json.loads(torchrun(2, *command, *options))
     here = done(invoke(folder, *options, "--seed", there["seed"], "--tp", 2))
     assert there["completions"] == here["completions"]
+
+
+@on_ranks(2)
+def test_ranks_of_torchrun_agree_on_tokenizer_and_seed() -> None:
+    """Where one rank cannot load the tokenizer, all say so."""
+    rank, (good, bad) = dist.get_rank(), (Future[str](), Future[str]())
+    good.set_result("tokenizer")
+    bad.set_exception(ValueError("tokenizer.json is missing"))
+    sampling = Sampling(seed=5 + rank)
+    with mock.patch.object(command, "under_torchrun", lambda: True):
+        assert command._agreed(good, sampling) == ("tokenizer", Sampling(seed=5))
+        with pytest.raises(UsageError, match=r"rank 1: tokenizer\.json is missing"):
+            command._agreed(bad if rank == 1 else good, sampling)
 
 
 @pytest.mark.parametrize(

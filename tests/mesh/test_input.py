@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -17,58 +20,71 @@ from tests.support.meshes import S0, S1, P, R, draw, make_mesh
 from tests.support.ranked import messages_of, report
 from tpkernels import mesh as tpmesh
 
+BF16, matmul = torch.bfloat16, tpkernels.sharded_matmul
+
 
 def of(shape: tuple[int, ...], mesh: DeviceMesh, *placements: Any, **options: Any) -> DTensor:
     local = torch.ones(shape, **options)
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
+REFUSALS: list[tuple[str, Callable[..., Any]]] = [  # of a product by `matmul` or plans
+    (r"TypeError: x is a Tensor, not a DTensor; make it one with .*distribute_tensor or",
+     lambda x, w, **_: matmul(torch.ones(3, 4), w)),
+    (r"ValueError: x has shape \[3, 4, 2\]; it must be a matrix",
+     lambda x, w, mesh, **_: matmul(of((3, 4, 2), mesh, R), w)),
+    (r"ValueError: x is on DeviceMesh.* and w on DeviceMesh.*; both must be on the same mesh",
+     lambda x, w, other, **_: matmul(x, of((4, 5), other, R, R))),
+    (r"NotImplementedError: the mesh has 3 dims \(1, 1, 2\); meshes of one and two dims",
+     lambda x, w, cube, **_: matmul(of((3, 4), cube, R, R, R), of((4, 5), cube, R, R, R))),
+    (r"ValueError: x is on meta but its mesh on cpu; move its shards there",
+     lambda x, w, mesh, **_: matmul(of((3, 4), mesh, S0, device="meta"), w)),
+    (r"TypeError: x is float32 but w is bfloat16; they must be equal",
+     lambda x, w, mesh, **_: matmul(x, of((4, 5), mesh, R, dtype=BF16))),
+    (r"NotImplementedError: x has dtype int32; supported: float32",
+     lambda x, w, mesh, **_: matmul(of((3, 4), mesh, R, dtype=torch.int32), w)),
+    (r"ValueError: x has shape \[6, 4\] and w \[5, 4\]: x's columns must be w's rows",
+     lambda x, w, mesh, **_: matmul(x, of((5, 4), mesh, R))),
+    (r"ValueError: x has shape \[6, 4\] and w \[5, 4\]",
+     lambda x, w, mesh, **_: tpmesh.plans(x, of((5, 4), mesh, R))),
+    (r"ValueError: out_placements has 2 placements; the mesh has 1 dims: pass one for each",
+     lambda x, w, **_: matmul(x, w, [R, R])),
+    (r"ValueError: out_placements has Shard\(2\), but a matrix has dims 0 and 1",
+     lambda x, w, **_: matmul(x, w, [Shard(2)])),
+    (r"NotImplementedError: out_placements has Partial.*avg.*; supported: Shard, Replicate and",
+     lambda x, w, **_: matmul(x, w, [Partial("avg")])),
+    (r"ValueError: no strategy 'rows' for S0 @ R -> any on a mesh of \(2,\); there are 'auto'",
+     lambda x, w, **_: matmul(x, w, None, "rows")),
+    (r"ValueError: no strategy 'sum_x' for S0 @ R -> any",
+     lambda x, w, **_: matmul(x, w, None, "sum_x")),
+    (r"ValueError: unknown algorithm 'quick'; there are auto, unfused",
+     lambda x, w, **_: matmul(x, w, algorithm="quick")),
+    (r"ValueError: wire_dtype is bfloat16; it must be x's float32 or float32",
+     lambda x, w, **_: matmul(x, w, wire_dtype=BF16)),
+    (r"ValueError: wire_dtype is float16; it must be x's bfloat16 or float32",
+     lambda x, w, **_: matmul(x.to(BF16), w.to(BF16), wire_dtype=torch.float16)),
+    (r"ValueError: wire_dtype is float64; it must be x's bfloat16 or float32",
+     lambda x, w, **_: tpmesh.plans(x.to(BF16), w.to(BF16), wire_dtype=torch.float64)),
+    (r"ValueError: wire_dtype is bfloat16; it must be",
+     lambda x, w, **_: tpmesh.explain(x, w, wire_dtype=BF16)),
+    (r"CollectiveMismatchError: .*partials in float32.*partials in bfloat16",
+     lambda x, w, **_: matmul(
+         x.to(BF16), w.to(BF16), [R], "M", wire_dtype=(torch.float32, BF16)[dist.get_rank()]
+     )),
+]  # fmt: skip
+
+
 def refusals_job() -> list[str]:
-    mesh, other = make_mesh((2,)), init_device_mesh("cpu", (1, 2))
-    cube = init_device_mesh("cpu", (1, 1, 2))
-    x, w = of((3, 4), mesh, S0), of((4, 5), mesh, R)
-    matmul: Any = tpkernels.sharded_matmul
-    return messages_of(
-        [
-            lambda: matmul(torch.ones(3, 4), w),
-            lambda: matmul(of((3, 4, 2), mesh, R), w),
-            lambda: matmul(x, of((4, 5), other, R, R)),
-            lambda: matmul(of((3, 4), cube, R, R, R), of((4, 5), cube, R, R, R)),
-            lambda: matmul(of((3, 4), mesh, S0, device="meta"), w),
-            lambda: matmul(x, of((4, 5), mesh, R, dtype=torch.bfloat16)),
-            lambda: matmul(of((3, 4), mesh, R, dtype=torch.int32), w),
-            lambda: matmul(x, of((5, 4), mesh, R)),
-            lambda: matmul(x, w, [R, R]),
-            lambda: matmul(x, w, [Shard(2)]),
-            lambda: matmul(x, w, [Partial("avg")]),
-            lambda: matmul(x, w, None, "rows"),
-            lambda: matmul(x, w, None, "sum_x"),
-            lambda: matmul(x, w, algorithm="quick"),
-            lambda: tpmesh.plans(x, of((5, 4), mesh, R)),
-        ]
-    )
+    mesh = make_mesh((2,))
+    given: dict[str, Any] = {"x": of((3, 4), mesh, S0), "w": of((4, 5), mesh, R), "mesh": mesh}
+    for name, shape in (("other", (1, 2)), ("cube", (1, 1, 2))):
+        given[name] = init_device_mesh("cpu", shape)
+    return messages_of([functools.partial(call, **given) for _, call in REFUSALS])
 
 
 def test_refusals(ranks: RanksFixture) -> None:
-    expected = [
-        r"TypeError: x is a Tensor, not a DTensor; make it one with .*distribute_tensor or",
-        r"ValueError: x has shape \[3, 4, 2\]; it must be a matrix",
-        r"ValueError: x is on DeviceMesh.* and w on DeviceMesh.*; both must be on the same mesh",
-        r"NotImplementedError: the mesh has 3 dims \(1, 1, 2\); meshes of one and two dims",
-        r"ValueError: x is on meta but its mesh on cpu; move its shards there",
-        r"TypeError: x is float32 but w is bfloat16; they must be equal",
-        r"NotImplementedError: x has dtype int32; supported: float32",
-        r"ValueError: x has shape \[6, 4\] and w \[5, 4\]: x's columns must be w's rows",
-        r"ValueError: out_placements has 2 placements; the mesh has 1 dims: pass one for each",
-        r"ValueError: out_placements has Shard\(2\), but a matrix has dims 0 and 1",
-        r"NotImplementedError: out_placements has Partial.*avg.*; supported: Shard, Replicate and",
-        r"ValueError: no strategy 'rows' for S0 @ R -> any on a mesh of \(2,\); there are 'auto'",
-        r"ValueError: no strategy 'sum_x' for S0 @ R -> any",
-        r"ValueError: unknown algorithm 'quick'; there are auto, unfused",
-        r"ValueError: x has shape \[6, 4\] and w \[5, 4\]",
-    ]
     for got in ranks(2).run(refusals_job):
-        for message, pattern in zip(got, expected, strict=True):
+        for message, (pattern, _) in zip(got, REFUSALS, strict=True):
             assert re.match(pattern, message), message
 
 

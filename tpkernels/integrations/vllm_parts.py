@@ -66,7 +66,7 @@ def replace_communicator(platform: type) -> None:
 
 
 def drop_weight(layer: Any) -> None:
-    """Free the plain weight. vLLM asks for its dtype and device still."""
+    """Free the plain weight, of which vLLM still asks dtype and device."""
     layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
 

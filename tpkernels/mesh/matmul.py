@@ -297,11 +297,8 @@ class Product:
         steps: Sequence[Step],
         partial: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> list[_Move]:
-        """Return what the steps on one tensor do.
-
-        Args:
-            partial: dtypes of the tensor as long as it is Partial, and then; None: it keeps its.
-        """
+        """Return what the steps on one tensor do. ``partial``: its dtypes as long as it is Partial,
+        and then; None: it keeps its."""
         moves = []
         for step in steps:
             if step.operand == operand:
@@ -345,8 +342,7 @@ class Product:
     def _multiplication(self) -> _Multiply:
         """Return the local product, with the step that is one op with it."""
         call, plan, step = self.call, self.plan, self.plan.fused
-        moves = plan.after or (step is not None and step.operand == "out")
-        dtype = call.wire_dtype if moves and Partial() in plan.product else call.dtype
+        dtype = call.wire_dtype if plan.moves_product and Partial() in plan.product else call.dtype
         if step is None:
             return functools.partial(_local, dtype=dtype)
         options: dict[str, Any] = {
@@ -364,10 +360,11 @@ class Product:
             return functools.partial(
                 _reduced, op=ops.matmul_reduce_scatter, options=options, shard=shard
             )
-        of_x = step.operand == "x"
-        dim = 0 if of_x else 1
-        options["shard_sizes"] = self._sizes(step, plan.x if of_x else plan.w, dim)
-        return functools.partial(_gathered if of_x else _gathered_columns, options=options)
+        if step.operand == "x":
+            options["shard_sizes"] = self._sizes(step, plan.x, 0)
+            return functools.partial(_gathered, options=options)
+        options["shard_sizes"] = self._sizes(step, plan.w, 1)  # x @ concat_r(w_r)
+        return lambda x, w: _gathered(w.t(), x.t(), options).t()
 
     def _sizes(self, step: Step, placements: Placements, dim: int) -> tuple[int, ...]:
         """Return the sizes of the shards along ``dim`` in the step's group. ``placements`` may be
@@ -396,11 +393,6 @@ def _gathered(x: torch.Tensor, w: torch.Tensor, options: dict[str, Any]) -> torc
     return y[:, :columns]
 
 
-def _gathered_columns(x: torch.Tensor, w: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Compute ``x @ concat_r(w_r)``."""
-    return _gathered(w.t(), x.t(), options).t()
-
-
 def _reduced(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -409,11 +401,7 @@ def _reduced(
     shard: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Reduce ``x @ w``. If K = 0, perhaps on this rank alone, x and w get a zero summand, because
-    the ops need one.
-
-    Args:
-        shard: the scattered dim, and this rank's part of it.
-    """
+    the ops need one. ``shard``: the scattered dim, and this rank's part of it."""
     whole = [x.shape[0], w.shape[1]]
     if not prod(whole):
         if shard is not None:

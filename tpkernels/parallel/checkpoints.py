@@ -361,7 +361,9 @@ class GGUFCheckpoint:
             path = Path(folder) / "header.gguf"
             writer = gguf.GGUFWriter(path, self._architecture)
             for name, field in fields.items():
-                if name[:5] != "GGUF." and name != _ARCHITECTURE and len(field.data) <= _LONGEST:
+                if name[:5] == "GGUF." or name == _ARCHITECTURE:
+                    continue
+                if 0 < len(field.data) <= _LONGEST:  # the writer takes no empty array
                     kind = field.types[0]
                     writer.add_key_value(name, field.contents(), kind, sub_type=field.types[-1])
             if f"{self._architecture}.vocab_size" not in fields and _TOKENS in fields:

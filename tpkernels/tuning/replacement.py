@@ -44,14 +44,9 @@ def why_left_to_torch(
     options: Options = NO_OPTIONS,
 ) -> str | None:
     """Return the reason to keep torch's calls, or None to replace them. Communicates nothing: it
-    goes by the times that the group has, which are the same on all ranks.
-
-    Args:
-        rows: of the tensor that travels, on all ranks; None: not known yet, any measured ones do.
-        width: its last dim. None: not known, or not split along its rows; no times are for that.
-        dtype: its dtype.
-        options: of the `Problem`.
-    """
+    goes by the times that the group has, which are the same on all ranks. The tensor that travels
+    has ``rows`` on all ranks, None if they are not known yet and any measured ones do, and the last
+    dim ``width``, None if it is not known or not split along its rows."""
     if device != "cuda" or group.measured.tuning is not None:
         return None
     if width is None:

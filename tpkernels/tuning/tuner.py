@@ -68,9 +68,9 @@ MakeRun = Callable[[], Callable[[Call], object]]
 def autotune(
     group: GroupLike | None = None, *, limit: float = TUNING_SECONDS, save: bool = False
 ) -> Iterator[None]:
-    """Within the context, ``algorithm="auto"`` times every algorithm of a problem on the spot when
-    it first meets it, on all ranks together, and keeps the fastest for the life of the group. All
-    ranks enter and leave the context between the same calls::
+    """Time every algorithm of a problem on the spot when ``algorithm="auto"`` first meets it within
+    the context, on all ranks together, and keep the fastest for the life of the group. All ranks
+    enter and leave the context between the same calls::
 
         with tpkernels.autotune(group):
             model(x)  # tunes what it meets
@@ -78,24 +78,21 @@ def autotune(
 
     ``tpkernels.init(group, autotune=True)`` does it for all calls. Results are right while tuning:
     the algorithms run on the call's own inputs (on a copy of one that an op overwrites), and the
-    call then runs with the winner. The slowest rank's time counts. The caches are overwritten
-    before each run, as other layers would. A problem has its op, dtypes and the shape of
-    the tensor that travels; row counts within a factor of 1.5 share their times. Works on CPU and
-    CUDA tensors. Problems with uneven shards are not tuned, nor CUDA tensors that gloo moves, nor
-    what is met while a graph is traced. What is met in the capture of a CUDA graph is tuned when it
-    is met again.
+    call then runs with the winner. The slowest rank's time counts, with cold caches. A problem has
+    its op, dtypes and the shape of the tensor that travels; row counts within a factor of 1.5 share
+    their times. Not tuned are problems with uneven shards, CUDA tensors that gloo moves, and what
+    is met while a graph is traced; what is met in the capture of a CUDA graph, when it is met
+    again.
 
     An algorithm that reads its peers' memory, and fails on any rank, is left out with a warning: it
     runs in a workspace of its own. An error in one that goes through the process group breaks the
-    group, as in any call. While tuning, a rank needs memory for a second workspace, for up to
-    256 MiB that overwrite the caches, and for the copies; if that is not there, nothing is tuned,
-    with a warning.
+    group, as in any call. If a rank has no memory for the second workspace, for up to 256 MiB that
+    overwrite the caches, and for the copies, nothing is tuned, with a warning.
 
     Args:
         group: the process group; None for the default one.
-        limit: seconds after which no further round of a problem starts; inf for none. Each
-            algorithm runs at least twice. Rank 0 reports on stderr when a problem takes longer than
-            two seconds.
+        limit: seconds after which no further round of a problem starts, after two runs of each
+            algorithm; inf for none. Rank 0 reports on stderr what takes longer than two seconds.
         save: also add the times to the file of `tpkernels tune`, for later processes.
 
     Raises:
@@ -232,8 +229,8 @@ class _Tuner:
         self._group, self._problem, self._plan, self._tuning = group, problem, plan, tuning
         self._x: torch.Tensor = arguments.x
         w = getattr(arguments, "weights", None) or getattr(arguments, "w", None)
-        self._other = _other_extent(arguments.x, w)
-        self._seconds = group.timeout_on(problem.device)
+        self._other, self._timeout = _other_extent(self._x, w), group.timeout_on(problem.device)
+        self._exchanged = functools.partial(exchanged, group, problem)
         self._rounds = 0  # counted so far
         self._begun = self._reported = time.perf_counter()
 
@@ -242,7 +239,14 @@ class _Tuner:
         group, problem, key = self._group, self._problem, self._problem.tuning_key
         assert key is not None  # the caller has looked
         if group.workspace is None:  # whose exchanges would tell that a rank is in another call
-            self._require_same_problem()
+            text = str(problem)
+            for rank, other in enumerate(group.exchange("tuning", text, self._timeout)):
+                if other != text:
+                    raise CollectiveMismatchError(
+                        f"rank {group.rank} tunes {text}, but rank {rank} {other}. "
+                        "The group is broken: make a new one.",
+                        peer=rank,
+                    )
         left_out = group.measured.left_out.setdefault(key, {})
         contest = Contest(names)
         try:
@@ -269,19 +273,6 @@ class _Tuner:
         if self._group.rank == 0:
             self._group.notices.append(f"{self._problem}: {text}")
 
-    def _require_same_problem(self) -> None:
-        problems = self._group.exchange("tuning", str(self._problem), self._seconds)
-        for rank, problem in enumerate(problems):
-            if problem != str(self._problem):
-                raise CollectiveMismatchError(
-                    f"rank {self._group.rank} tunes {self._problem}, but rank {rank} {problem}. "
-                    "The group is broken: make a new one.",
-                    peer=rank,
-                )
-
-    def _exchanged(self, what: str, *mine: float) -> list[list[float]]:
-        return exchanged(self._group, self._problem, what, mine)
-
     def _prepare(self, make_run: MakeRun) -> None:
         """Allocate what the runs need; `_Skipped` on all ranks if one of them cannot."""
         why = ""
@@ -290,7 +281,7 @@ class _Tuner:
             self._run = make_run()
         except (MemoryError, RuntimeError) as error:  # torch has no class for the CPU's
             why = of_error(error)
-        if any(failed for (failed,) in self._exchanged("preparing", float(bool(why)))):
+        if any(failed for (failed,) in self._exchanged("preparing", [float(bool(why))])):
             raise _Skipped(why or "a rank has no memory for it")
 
     @contextlib.contextmanager
@@ -374,7 +365,7 @@ class _Tuner:
                 raise
             error = failure
         try:
-            everyone = self._exchanged(f"'{name}'", float(error is not None), *numbers)
+            everyone = self._exchanged(f"'{name}'", [float(error is not None), *numbers])
             if any(failed for failed, *_ in everyone):
                 raise self._failure(name, error)
         finally:
@@ -383,11 +374,10 @@ class _Tuner:
 
     def _failure(self, name: str, error: Exception | None) -> Exception:
         """Return why an algorithm has failed on one rank or more, or what is to be raised if it
-        cannot be left out."""
-        # What a peer's failure has caused does not say why.
+        cannot be left out. What a peer's failure has caused does not say why."""
         first = error is not None and not isinstance(error, TpkernelsError)
         mine = {"why": "" if error is None else of_error(error), "first": first}
-        reports = self._group.exchange("a failure while tuning", mine, self._seconds)
+        reports = self._group.exchange("a failure while tuning", mine, self._timeout)
         culprit = max(
             range(len(reports)),
             key=lambda rank: (reports[rank]["first"], reports[rank]["why"] != "", -rank),
@@ -400,7 +390,7 @@ class _Tuner:
 
     def _elapsed(self) -> float:
         """Return the seconds so far, by rank 0's clock. Collective."""
-        return self._exchanged("the time", time.perf_counter() - self._begun)[0][0]
+        return self._exchanged("the time", [time.perf_counter() - self._begun])[0][0]
 
     def _report(self, contest: Contest) -> None:
         now = time.perf_counter()

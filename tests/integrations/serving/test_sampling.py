@@ -3,6 +3,7 @@ among the others; and on several ranks, where all must draw the same tokens."""
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +13,14 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import hf_models
-from tests.support.cases import RanksFixture
+from tests.support.ranked import on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
 from tpkernels.integrations.transformers.serving.batcher import Router  # noqa: E402
 from tpkernels.integrations.transformers.serving.sampling import processors  # noqa: E402
-from tpkernels.integrations.transformers.serving.server import Options, make_manager  # noqa: E402
+from tpkernels.integrations.transformers.serving.server import make_manager  # noqa: E402
 
 VOCAB = 50
 REQUESTS: list[dict[str, float]] = [
@@ -90,41 +91,26 @@ def test_greedy_takes_the_first_of_equals() -> None:
         assert torch.multinomial(probabilities, 1)[0] == 4
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-300, 1e-3])
-def test_tiny_temperatures_give_probabilities(temperature: float) -> None:
+def test_tiny_temperatures_give_probabilities() -> None:
     scores = torch.randn(1, VOCAB) * 30
-    probabilities = processed(scores, [{"temperature": temperature}]).softmax(-1)
-    assert probabilities[0].argmax() == scores.argmax() and probabilities.sum() == 1
+    for temperature in (1e-45, 1e-30, 1e-300, 1e-3):
+        probabilities = processed(scores, [{"temperature": temperature}]).softmax(-1)
+        assert probabilities[0].argmax() == scores.argmax() and probabilities.sum() == 1
 
 
-OPTIONS = Options(
-    model="",
-    name="",
-    dtype=None,
-    ffn_only=False,
-    max_requests=8,
-    max_waiting=0,
-    max_length=None,
-    cache_tokens=512,
-    request_timeout=60,
-    grace=1,
-    key=None,
-)
 PROMPTS = [[3 + i, 4, 5 + i] for i in range(6)]
 NEW = 12
 
 
-def batch_job() -> tuple[list[list[int]], list[list[int]]]:
-    """(tokens of each request of a batch, those that ``generate`` chooses greedily)."""
+@pytest.mark.thorough
+@on_ranks(2)
+def test_greedy_and_sampled_requests_share_a_batch() -> None:
     single = hf_models.make("llama").eval()
-    want = [
-        single.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=-1
-        )
-        for prompt in PROMPTS
-    ]
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1}
+    greedy = [single.generate(torch.tensor([prompt]), **settings)[0, 3:] for prompt in PROMPTS]
     model = tpkernels.parallelize(single, hf_models.mesh_of_all())
-    manager = make_manager(model, OPTIONS)
+    options: Any = SimpleNamespace(max_requests=8, cache_tokens=512)
+    manager = make_manager(model, options)
     manager.start()
     got: dict[str, Any] = {}
     for i, prompt in enumerate(PROMPTS):  # on ranks other than 0 without effect
@@ -137,22 +123,16 @@ def batch_job() -> tuple[list[list[int]], list[list[int]]]:
     dist.barrier()
     manager.stop(timeout=30)
     manager.destroy()
-    order = sorted(got, key=int)
-    return [got[name] for name in order], [row[0, 3:].tolist() for row in want]
-
-
-@pytest.mark.thorough
-def test_greedy_and_sampled_requests_share_a_batch(ranks: RanksFixture) -> None:
-    results = ranks(2).run(batch_job, timeout=120)
-    assert results[0][0] == results[1][0], "the ranks have drawn different tokens"
-    for i, (got, want) in enumerate(zip(*results[0], strict=True)):
-        assert len(got) == NEW
-        assert (got == want) is bool(i % 2), f"request {i}: {got}, greedy {want}"
+    ours = torch.tensor([got[str(i)] for i in range(len(PROMPTS))])
+    theirs = torch.empty_like(ours) if dist.get_rank() else ours.clone()
+    dist.broadcast(theirs, 0)
+    assert torch.equal(ours, theirs), "the ranks have drawn different tokens"
+    same = [torch.equal(row, want) for row, want in zip(ours, greedy, strict=True)]
+    assert same == [False, True] * 3 and ours.shape == (6, NEW)
 
 
 def test_nothing_is_kept_for_nobody() -> None:
     """What transformers' router does with outputs of which nobody knows."""
-    import asyncio
 
     async def deliver() -> list[Any]:
         received: list[Any] = []

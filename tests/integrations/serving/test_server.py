@@ -1,11 +1,8 @@
-"""``tpkernels serve`` as its users run it: two ranks, real sockets, the openai client and curl."""
+"""``tpkernels serve`` as its users run it: two ranks, real sockets and the openai client."""
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -95,28 +92,6 @@ def test_the_openai_client(server: served.Server, client: Any, greedy: list[str]
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert streamed == whole.choices[0].message.content
     assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens > 0
-
-
-def curl(*args: str) -> str:
-    command = ["curl", "--silent", "--show-error", "--max-time", "60", *args]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_curl(server: served.Server, greedy: list[str]) -> None:
-    data = json.dumps(body(server, max_tokens=NEW))
-    kind = "content-type: application/json"
-    whole = json.loads(curl(f"{server.url}/v1/completions", "-H", kind, "-d", data))
-    assert whole["choices"][0]["text"] == greedy[0]
-    data = json.dumps(body(server, max_tokens=NEW, stream=True))
-    stream = curl(f"{server.url}/v1/completions", "--no-buffer", "-H", kind, "-d", data)
-    *events, done, end = stream.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    texts = [json.loads(event[len("data: ") :])["choices"][0]["text"] for event in events]
-    assert "".join(texts) == greedy[0]
-    assert json.loads(curl(f"{server.url}/health")) == {"status": "ok"}
 
 
 def requests_of(http: Any) -> dict[str, float]:

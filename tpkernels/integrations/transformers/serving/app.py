@@ -100,33 +100,31 @@ async def _answer(
     answer = service.batcher.submit(prompt, sampling, body.stops)
     pieces = answer.pieces()
     replies = Replies(isinstance(body, api.ChatRequest), service.name)
-    try:
-        if not body.stream:
-            received = await _unless_gone(request, _all(pieces))
-            answer.close()
-            text = "".join(piece.text for piece in received)
-            return JSONResponse(replies.whole(text, received[-1]))
-        # Errors until here have a status of their own.
-        first = await _unless_gone(request, anext(pieces))
-    except BaseException as error:
+    try:  # Errors until a stream begins have a status of their own.
+        received = await _unless_gone(request, _take(pieces, 1 if body.stream else None))
+    except BaseException:
         answer.close()
-        if isinstance(error, _Gone):
-            return Response(status_code=_HUNG_UP)
         raise
-    events = _events(request, replies, first, pieces, body.include_usage)
-    return _Stream(answer, events, service.batcher.timeout + _SLOW_READER_S)
+    if received and body.stream:
+        events = _events(request, replies, received[0], pieces, body.include_usage)
+        return _Stream(answer, events, service.batcher.timeout + _SLOW_READER_S)
+    answer.close()
+    if not received:
+        return Response(status_code=_HUNG_UP)
+    text = "".join(piece.text for piece in received)
+    return JSONResponse(replies.whole(text, received[-1]))
 
 
-async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
-    return [piece async for piece in pieces]
+async def _take(pieces: AsyncIterator[Piece], count: int | None) -> list[Piece]:
+    """Return so many pieces, or all."""
+    received: list[Piece] = []
+    while len(received) != count and not (received and received[-1].finish):
+        received.append(await anext(pieces))
+    return received
 
 
-class _Gone(Exception):
-    """The client has hung up."""
-
-
-async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """Return the result of ``work``, which is cancelled if the client hangs up."""
+async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T | None:
+    """Return the result of ``work``; if the client hangs up, cancel it and return None."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -135,9 +133,7 @@ async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise _Gone
-        return working.result()
+        return working.result() if working.done() else None
     finally:
         working.cancel()
         leaving.cancel()
@@ -207,7 +203,10 @@ class _Guard:
 
         try:
             self._check_key(scope)
-            body = await self._body(receive)
+            try:
+                body = await asyncio.wait_for(self._read(receive), _BODY_S)
+            except asyncio.TimeoutError as error:
+                raise ApiError(408, f"the body took longer than {_BODY_S:g} s") from error
         except ApiError as error:
             reply = JSONResponse(error.body(), error.status)
             await reply(scope, receive, noting)
@@ -230,14 +229,8 @@ class _Guard:
         if key is not None and not hmac.compare_digest(sent, f"Bearer {key}".encode()):
             raise ApiError(401, "wrong API key", code="invalid_api_key")
 
-    async def _body(self, receive: Receive) -> bytes | None:
-        """Return the body; None if the client has gone."""
-        try:
-            return await asyncio.wait_for(self._read(receive), _BODY_S)
-        except asyncio.TimeoutError as error:
-            raise ApiError(408, f"the body took longer than {_BODY_S:g} s") from error
-
     async def _read(self, receive: Receive) -> bytes | None:
+        """Return the body; None if the client has gone."""
         body, most = bytearray(), self._service.most_bytes
         while True:
             message = await receive()
