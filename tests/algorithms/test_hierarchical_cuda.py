@@ -18,7 +18,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.algorithms.test_hierarchical import BITS
 from tests.algorithms.test_hierarchical_routes import hosts
-from tests.algorithms.test_unfused_cuda import DEFAULTS, F32, factors, fake
+from tests.algorithms.test_unfused_cuda import AGM, DEFAULTS, F32, GATHER, MAR, MRS, factors
 from tests.cuda.test_numerics import cases
 from tests.planning.test_choose import TWO_LEVELS, problem
 from tests.support import faults
@@ -182,10 +182,6 @@ def queue_of(
     return queue
 
 
-AGM, MRS, MAR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-GATHER = {"x": lambda: fake(8, 16), "weights": lambda: [fake(16, 32)]}
-
-
 @pytest.mark.parametrize(
     ("op", "sizes", "make", "launches"),
     [
@@ -227,9 +223,9 @@ def test_launches(
 
 
 LARGE = {
-    AGM: {"x": lambda: fake(512, 8192), "weights": lambda: [fake(8192, 1024)]},
-    MRS: {"x": lambda: fake(8192, 1024), "w": lambda: fake(1024, 8192)},
-    MAR: {"x": lambda: fake(8192, 1024), "w": lambda: fake(1024, 8192)},
+    AGM: {"x": (512, 8192), "weights": [(8192, 1024)]},
+    MRS: {"x": (8192, 1024), "w": (1024, 8192)},
+    MAR: {"x": (8192, 1024), "w": (1024, 8192)},
 }
 
 

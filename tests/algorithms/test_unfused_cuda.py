@@ -4,7 +4,7 @@ has confirmed it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,122 +59,83 @@ def queue_of(op: str, numerics: str, make: Callable[[], dict[str, Any]]) -> Queu
     return queue
 
 
-@dataclass(frozen=True)
-class Case:
-    """A call, and what it queues."""
-
-    op: str
-    make: Callable[[], dict[str, Any]]
-    vendor: list[str]
-    ordered: list[str] = field(default_factory=list)  #: empty: the op does not sum
+TENSORS = {"x", "w", "bias", "residual", "weight", "norm_weight"}
+Shape = tuple[Any, ...]  # a dtype last, if it is not bf16
 
 
-def factors(**more: Callable[[], torch.Tensor] | Any) -> Callable[[], dict[str, Any]]:
-    made = {"x": lambda: fake(64, 16), "w": lambda: fake(16, 32)} | more
-    return lambda: {name: make() if callable(make) else make for name, make in made.items()}
+def arguments(**given: Any) -> Callable[[], dict[str, Any]]:
+    """Makes the arguments of a call: tensors of the shapes that are given for them."""
+
+    def tensor(shape: Shape) -> torch.Tensor:
+        *dims, last = shape
+        return fake(*dims, dtype=last) if isinstance(last, torch.dtype) else fake(*shape)
+
+    def made(name: str, value: Any) -> Any:
+        if name in ("weights", "biases"):
+            return [tensor(shape) for shape in value]
+        return tensor(value) if name in TENSORS else value
+
+    return lambda: {name: made(name, value) for name, value in given.items()}
 
 
-def bias(dtype: torch.dtype = BF16) -> Callable[[], torch.Tensor]:
-    return lambda: fake(32, dtype=dtype)
-
-
-def residual(rows: int) -> Callable[[], torch.Tensor]:
-    return lambda: fake(rows, 32)
+def factors(**more: Any) -> Callable[[], dict[str, Any]]:
+    return arguments(**({"x": (64, 16), "w": (16, 32)} | more))
 
 
 UNEVEN = tuple(shard_sizes(60, WORLD))
-RS, AR = "reduce_scatter", "all_reduce"
+RS, AR, IN_PLACE = "reduce_scatter", "all_reduce", "all_reduce_"
 MRS, MAR, AGM = "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul"
 A2A, SUM, AG = "all_to_all", "sum_partials", "all_gather"
-BATCH = {"x": lambda: fake(2, 64, 16), "scatter_dim": 1}
+# What a sum queues with the numerics "ordered", if nothing else is said.
+IN_ORDER = {MRS: ["mm", A2A, SUM], MAR: ["mm", A2A, SUM, AG], RS: [A2A, SUM]}
+IN_ORDER |= {op: [A2A, SUM, AG] for op in (AR, IN_PLACE)}
 
-CASES = {
-    "scatter": Case(MRS, factors(), ["mm", RS], ["mm", A2A, SUM]),
-    "scatter, bias": Case(MRS, factors(bias=bias()), ["mm", RS, SUM], ["mm", A2A, SUM]),
-    "scatter, fp32 bias and residual": Case(
-        MRS,
-        factors(bias=bias(F32), residual=residual(8)),
-        ["mm", RS, SUM],
-        ["mm", A2A, SUM],
-    ),
-    "scatter, fp32 on the wire": Case(
-        MRS, factors(wire_dtype=F32), ["mm", RS, SUM], ["mm", A2A, SUM]
-    ),
-    "scatter, fp32 result": Case(MRS, factors(out_dtype=F32), ["mm", RS, SUM], ["mm", A2A, SUM]),
-    "scatter of a batch": Case(
-        MRS, factors(**BATCH), ["mm", "clone", RS], ["mm", "clone", A2A, SUM]
-    ),
-    "scatter of a batch of one": Case(
-        MRS, factors(x=lambda: fake(1, 64, 16), scatter_dim=1), ["mm", RS], ["mm", A2A, SUM]
-    ),
-    "scatter, uneven": Case(
-        MRS,
-        factors(x=lambda: fake(60, 16), shard_sizes=UNEVEN),
-        ["mm", f"{RS} of a list"],
-        ["mm", A2A, SUM],
-    ),
-    "reduce": Case(MAR, factors(), ["mm", AR], ["mm", A2A, SUM, AG]),
-    "reduce, bias and residual": Case(
-        MAR,
-        factors(bias=bias(), residual=residual(64)),
-        ["mm", AR, SUM],
-        ["mm", A2A, SUM, AG],
-    ),
-    "reduce, fp32 on the wire": Case(
-        MAR, factors(wire_dtype=F32), ["mm", AR, SUM], ["mm", A2A, SUM, AG]
-    ),
-    "reduce, odd size": Case(
-        MAR, factors(x=lambda: fake(63, 16)), ["mm", AR], ["mm", A2A, SUM, f"{AG} of a list"]
-    ),
-    "reduce_scatter": Case(RS, lambda: {"x": fake(64, 32)}, [RS], [A2A, SUM]),
-    "all_reduce": Case(AR, lambda: {"x": fake(64, 32)}, ["copy_", AR], [A2A, SUM, AG]),
-    "all_reduce_": Case(
-        "all_reduce_",
-        lambda: {"x": fake(64, 32)},
-        [AR],
-        [A2A, SUM, AG],
-    ),
-    "all_reduce, fp32 result": Case(
-        AR,
-        lambda: {"x": fake(64, 32), "out_dtype": F32},
-        ["copy_", AR, SUM],
-        [A2A, SUM, AG],
-    ),
-    "all_gather": Case(AG, lambda: {"x": fake(8, 16)}, [AG]),
-    "all_gather of columns": Case(AG, lambda: {"x": fake(8, 16), "gather_dim": 1}, [AG, "cat"]),
-    "all_gather, uneven": Case(
+BATCH: dict[str, Any] = {"x": (2, 64, 16), "scatter_dim": 1}
+GATHER: dict[str, Any] = {"x": (8, 16), "weights": [(16, 32)]}
+A2A_SIZES = {"gather_dim": 1, "scatter_dim": 2, "gather_sizes": UNEVEN, "scatter_sizes": UNEVEN}
+
+# (op, arguments, what is queued with "vendor", and with "ordered" if it differs from IN_ORDER)
+CASES: dict[str, tuple[Any, ...]] = {
+    "scatter": (MRS, factors(), ["mm", RS]),
+    "bias": (MRS, factors(bias=(32,)), ["mm", RS, SUM]),
+    "fp32 bias": (MRS, factors(bias=(32, F32), residual=(8, 32)), ["mm", RS, SUM]),
+    "fp32 on the wire": (MRS, factors(wire_dtype=F32), ["mm", RS, SUM]),
+    "fp32 result": (MRS, factors(out_dtype=F32), ["mm", RS, SUM]),
+    "batch": (MRS, factors(**BATCH), ["mm", "clone", RS], ["mm", "clone", A2A, SUM]),
+    "batch of one": (MRS, factors(x=(1, 64, 16), scatter_dim=1), ["mm", RS]),
+    "uneven": (MRS, factors(x=(60, 16), shard_sizes=UNEVEN), ["mm", f"{RS} of a list"]),
+    "reduce": (MAR, factors(), ["mm", AR]),
+    "reduce, bias": (MAR, factors(bias=(32,), residual=(64, 32)), ["mm", AR, SUM]),
+    "reduce, fp32 on the wire": (MAR, factors(wire_dtype=F32), ["mm", AR, SUM]),
+    "reduce, odd": (MAR, factors(x=(63, 16)), ["mm", AR], ["mm", A2A, SUM, f"{AG} of a list"]),
+    "reduce_scatter": (RS, arguments(x=(64, 32)), [RS]),
+    "all_reduce": (AR, arguments(x=(64, 32)), ["copy_", AR]),
+    "all_reduce_": (IN_PLACE, arguments(x=(64, 32)), [AR]),
+    "all_reduce, fp32": (AR, arguments(x=(64, 32), out_dtype=F32), ["copy_", AR, SUM]),
+    "all_gather": (AG, arguments(x=(8, 16)), [AG]),
+    "all_gather of columns": (AG, arguments(x=(8, 16), gather_dim=1), [AG, "cat"]),
+    "all_gather, uneven": (
         AG,
-        lambda: {"x": fake(UNEVEN[RANK], 16), "shard_sizes": UNEVEN},
+        arguments(x=(UNEVEN[RANK], 16), shard_sizes=UNEVEN),
         [f"{AG} of a list"],
     ),
-    "all_to_all": Case(A2A, lambda: {"x": fake(8, 64), "scatter_dim": 1}, ["clone", A2A, "cat"]),
-    "all_to_all, uneven": Case(
+    "all_to_all": (A2A, arguments(x=(8, 64), scatter_dim=1), ["clone", A2A, "cat"]),
+    "all_to_all, uneven": (
         A2A,
-        lambda: (
-            {"x": fake(5, UNEVEN[RANK], 60), "gather_dim": 1, "scatter_dim": 2}
-            | {"gather_sizes": UNEVEN, "scatter_sizes": UNEVEN}
-        ),
+        arguments(x=(5, UNEVEN[RANK], 60), **A2A_SIZES),
         [*["copy_"] * WORLD, A2A, "cat"],
     ),
-    "gather": Case(AGM, lambda: {"x": fake(8, 16), "weights": [fake(16, 32)]}, [AG, "mm"]),
-    "gather, kept": Case(
+    "gather": (AGM, arguments(**GATHER), [AG, "mm"]),
+    "gather, kept": (
         AGM,
-        lambda: {"x": fake(8, 16), "weights": [fake(16, 32)] * 2, "return_gathered": True},
+        arguments(x=(8, 16), weights=[(16, 32)] * 2, return_gathered=True),
         [AG, "mm", "mm"],
     ),
-    "gather, biased": Case(
+    "gather, biased": (AGM, arguments(**GATHER, biases=[(32,)]), [AG, "addmm"]),
+    "gather, fp32 result": (AGM, arguments(**GATHER, out_dtype=F32), [AG, "mm"]),
+    "gather of a batch": (
         AGM,
-        lambda: {"x": fake(8, 16), "weights": [fake(16, 32)], "biases": [fake(32)]},
-        [AG, "addmm"],
-    ),
-    "gather, fp32 result": Case(
-        AGM,
-        lambda: {"x": fake(8, 16), "weights": [fake(16, 32)], "out_dtype": F32},
-        [AG, "mm"],
-    ),
-    "gather of a batch": Case(
-        AGM,
-        lambda: {"x": fake(2, 8, 16), "weights": [fake(16, 32)], "gather_dim": 1},
+        arguments(x=(2, 8, 16), weights=[(16, 32)], gather_dim=1),
         [AG, "cat", "mm"],
     ),
 }
@@ -182,22 +143,19 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_launches(name: str) -> None:
-    case = CASES[name]
-    vendor = queue_of(case.op, VENDOR, case.make)
-    assert vendor.launches == case.vendor
-    if case.ordered:
-        assert queue_of(case.op, ORDERED, case.make).launches == case.ordered
+    op, make, vendor, *ordered = CASES[name]
+    assert queue_of(op, VENDOR, make).launches == vendor
+    if op in IN_ORDER:
+        wanted = ordered[0] if ordered else IN_ORDER[op]
+        assert queue_of(op, ORDERED, make).launches == wanted
 
 
 @pytest.mark.parametrize("op", [RS, AG])
 def test_uneven_shards_move_no_padding(op: str) -> None:
     """Sizes 15, 1, 1, ... of which padding would make 15 each."""
     sizes = (15, *[1] * (WORLD - 1))
-    make: dict[str, Callable[[], dict[str, Any]]] = {
-        RS: lambda: {"x": fake(sum(sizes), 32), "shard_sizes": sizes},
-        AG: lambda: {"x": fake(1, 32), "shard_sizes": sizes},
-    }
-    received = queue_of(op, VENDOR, make[op]).received
+    rows = sum(sizes) if op == RS else 1
+    received = queue_of(op, VENDOR, arguments(x=(rows, 32), shard_sizes=sizes)).received
     assert received <= 2 * 32 * sum(sizes)
     assert received < 2 * 32 * 15 * (WORLD - 1)
 
@@ -228,7 +186,7 @@ def test_a_large_reduction(op: str) -> None:
     """M = N = 8192, K = 1024 a rank, bf16, 8 ranks: the lines of
     benchmarks/results/gpu-counted-unfused.md. Behind the product, "vendor" reads and writes
     nothing; "ordered" reads the partials of one shard and writes it."""
-    make = factors(x=lambda: fake(8192, 1024), w=lambda: fake(1024, 8192))
+    make = factors(x=(8192, 1024), w=(1024, 8192))
     operand, partial = 2 * 8192 * 1024, 2 * 8192 * 8192
     for numerics, behind in ((VENDOR, 0), (ORDERED, partial + partial // WORLD)):
         queue = queue_of(op, numerics, make)
@@ -246,35 +204,23 @@ def by_torch(launches: list[str]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("op", "make", "vendor", "ordered"),
+    ("op", "make", "vendor"),
     [
-        (AR, lambda: {"x": fake(64, 32), "weight": fake(32)}, ["copy_", AR], [A2A, SUM, AG]),
-        (
-            AR,
-            lambda: {"x": fake(64, 32), "weight": fake(32), "residual": fake(64, 32)},
-            ["copy_", AR, SUM],
-            [A2A, SUM, AG],
-        ),
-        (
-            MAR,
-            factors(norm_weight=bias(), residual=residual(64)),
-            ["mm", AR, SUM],
-            ["mm", A2A, SUM, AG],
-        ),
+        (AR, arguments(x=(64, 32), weight=(32,)), ["copy_", AR]),
+        (AR, arguments(x=(64, 32), weight=(32,), residual=(64, 32)), ["copy_", AR, SUM]),
+        (MAR, factors(norm_weight=(32,), residual=(64, 32)), ["mm", AR, SUM]),
     ],
 )
 def test_a_normalisation_follows_the_sum(
-    op: str, make: Callable[[], dict[str, Any]], vendor: list[str], ordered: list[str]
+    op: str, make: Callable[[], dict[str, Any]], vendor: list[str]
 ) -> None:
     """Torch's for the vendor's sum; ours where bits are promised."""
     found = queue_of(f"{op}_rms_norm", VENDOR, make).launches
     assert found[: len(vendor)] == vendor and by_torch(found[len(vendor) :])
-    assert queue_of(f"{op}_rms_norm", ORDERED, make).launches == [*ordered, "rms_norm"]
+    assert queue_of(f"{op}_rms_norm", ORDERED, make).launches == [*IN_ORDER[op], "rms_norm"]
 
 
 def test_torch_normalises_rows_that_are_no_whole_vectors() -> None:
-    def make() -> dict[str, Any]:
-        return {"x": fake(64, 33), "weight": fake(33)}
-
-    found = queue_of(f"{AR}_rms_norm", ORDERED, make).launches
+    made = arguments(x=(64, 33), weight=(33,))
+    found = queue_of(f"{AR}_rms_norm", ORDERED, made).launches
     assert found[:3] == [A2A, SUM, AG] and by_torch(found[3:])

@@ -7,7 +7,6 @@ sees one function, which all ranks call in step with the same numbers.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support.cases import COLLECTIVE_WAYS, MATMUL_WAYS, RanksFixture
-from tests.support.ranked import fresh_group
+from tests.support.cases import COLLECTIVE_WAYS, MATMUL_WAYS
+from tests.support.ranked import fresh_group, on_ranks
+from tests.support.tiers import sweep
 from tpkernels.ops.column_matmul import column_matmul
 
 Shape = tuple[int, ...]
@@ -62,63 +62,9 @@ class Check:
     replicated: bool = False
 
 
-def checks(world: int) -> Iterator[Check]:
-    sizes = [1 + rank % 2 for rank in range(world)]
-    rows = sum(sizes)
-    ag, mrs, mar = (
-        tpkernels.all_gather_matmul,
-        tpkernels.matmul_reduce_scatter,
-        tpkernels.matmul_all_reduce,
-    )
-
-    def flat(both: tuple[torch.Tensor, list[torch.Tensor]]) -> list[torch.Tensor]:
-        return [both[0], *both[1]]
-
-    for way, save in itertools.product(MATMUL_WAYS, (False, True)):
-        yield Check(
-            name=f"all_gather_matmul {way} {save}",
-            own=(lambda r: (sizes[r], 2), lambda r: (2, 2), lambda r: (2, 1), lambda r: (1,)),
-            call=lambda own, same, group, way=way, save=save: ag(
-                own[0],
-                own[1:3],
-                group,
-                biases=[None, own[3]],
-                shard_sizes=sizes,
-                save_gathered=save,
-                algorithm=way,
-            ),
-        )
+def checks() -> Iterator[Check]:
+    """Of the ops that normalise, and of `column_matmul`: test_autograd.py has the others."""
     for way in MATMUL_WAYS:
-        yield Check(
-            name=f"all_gather_matmul {way}, with the gathered x",
-            own=(lambda r: (2, 1, 2), lambda r: (2, 1 + r % 2)),
-            call=lambda own, same, group, way=way: flat(
-                ag(own[0], own[1:], group, 1, return_gathered=True, algorithm=way)
-            ),
-        )
-        yield Check(
-            name=f"matmul_reduce_scatter {way}",
-            own=(lambda r: (rows, 1 + r % 2), lambda r: (1 + r % 2, 2), lambda r: (sizes[r], 2)),
-            same=((2,),),
-            call=lambda own, same, group, way=way: mrs(
-                *own[:2], group, bias=same[0], residual=own[2], shard_sizes=sizes, algorithm=way
-            ),
-        )
-        yield Check(
-            name=f"matmul_reduce_scatter {way}, columns",
-            own=(lambda r: (2, 2), lambda r: (2, world)),
-            same=((world,),),
-            call=lambda own, same, group, way=way: mrs(*own, group, 1, bias=same[0], algorithm=way),
-        )
-        yield Check(
-            name=f"matmul_all_reduce {way}",
-            own=(lambda r: (3, 1 + r % 2), lambda r: (1 + r % 2, 2)),
-            same=((2,), (3, 2)),
-            call=lambda own, same, group, way=way: mar(
-                *own, group, bias=same[0], residual=same[1], algorithm=way
-            ),
-            replicated=True,
-        )
         yield Check(
             name=f"matmul_all_reduce_rms_norm {way}",
             own=(lambda r: (3, 1 + r % 2), lambda r: (1 + r % 2, 2)),
@@ -128,35 +74,7 @@ def checks(world: int) -> Iterator[Check]:
             ),
             replicated=True,
         )
-    yield Check(
-        name="_column_matmul",
-        own=(lambda r: (2, 1 + r % 2), lambda r: (2, 1), lambda r: (1,)),
-        same=((2, 1, 2),),
-        call=lambda own, same, group: column_matmul(same[0], own[:2], group, [None, own[2]]),
-    )
     for way in COLLECTIVE_WAYS:
-        yield Check(
-            name=f"all_gather {way}",
-            own=(lambda r: (2, sizes[r]),),
-            call=lambda own, same, group, way=way: tpkernels.all_gather(
-                own[0], group, 1, shard_sizes=sizes, algorithm=way
-            ),
-        )
-        yield Check(
-            name=f"reduce_scatter {way}",
-            own=(lambda r: (rows, 2),),
-            call=lambda own, same, group, way=way: tpkernels.reduce_scatter(
-                own[0], group, shard_sizes=sizes, algorithm=way
-            ),
-        )
-        yield Check(
-            name=f"all_reduce {way}",
-            own=(lambda r: (2, 2),),
-            call=lambda own, same, group, way=way: tpkernels.all_reduce(
-                own[0], group, algorithm=way
-            ),
-            replicated=True,
-        )
         yield Check(
             name=f"all_reduce_rms_norm {way}",
             own=(lambda r: (2, 3),),
@@ -166,6 +84,12 @@ def checks(world: int) -> Iterator[Check]:
             ),
             replicated=True,
         )
+    yield Check(
+        name="_column_matmul",
+        own=(lambda r: (2, 1 + r % 2), lambda r: (2, 1), lambda r: (1,)),
+        same=((2, 1, 2),),
+        call=lambda own, same, group: column_matmul(same[0], own[:2], group, [None, own[2]]),
+    )
 
 
 def run_check(check: Check, group: dist.ProcessGroup, fast: bool) -> None:
@@ -189,21 +113,11 @@ def run_check(check: Check, group: dist.ProcessGroup, fast: bool) -> None:
         raise AssertionError(f"{check.name}: {error}") from error
 
 
-def gradcheck_job(fast: bool) -> int:
-    done = 0
+@pytest.mark.parametrize("world", sweep((2, 1, 3, 4)))
+@pytest.mark.parametrize("fast", sweep([True, False]), ids=["projected", "whole"])
+@on_ranks(timeout=280)
+def test_gradcheck(fast: bool) -> None:
+    """By every algorithm; the Jacobian in random directions, or all of it."""
     with fresh_group() as group:
-        for check in checks(group.size()):
+        for check in checks():
             run_check(check, group, fast)
-            done += 1
-    return done
-
-
-@pytest.mark.parametrize(
-    "world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3, 4))]
-)
-@pytest.mark.parametrize(
-    "fast", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["projected", "whole"]
-)
-def test_gradcheck(ranks: RanksFixture, world: int, fast: bool) -> None:
-    """Every op by every algorithm; the Jacobian in random directions, or all of it."""
-    assert ranks(world).run(gradcheck_job, fast, timeout=280) == [41] * world

@@ -287,7 +287,7 @@ def test_training_in_one_graph_has_the_eager_bits(
         weights = [torch.randn(*shape) for shape in ((12, 8), (12, 8), (8, 12))]
         step = make(group, save_gathered)
         compiled = torch.compile(step, fullgraph=True, backend=backend)
-        for m in (4, 6, 9, 14):
+        for m in (4, 6, 9):
             x = torch.randn(m, 8)
             want, got = _trained(step, x, weights), _trained(compiled, x, weights)
             # inductor fuses what lies between the ops, and may round differently there

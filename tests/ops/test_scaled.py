@@ -26,9 +26,6 @@ from tests.support.scaled import (
     SCALES,
     SCATTER,
     ScaledCase,
-    cases_of_dtypes,
-    cases_of_layouts,
-    cases_of_scales,
     each,
     uneven,
 )
@@ -45,77 +42,72 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world", QUICK_WORLDS)
 
 
-@pytest.mark.parametrize("op", [SCATTER, REDUCE])
-def test_a_sum_of_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int, op: str) -> None:
-    run_cases(ranks, world, each(*cases_of_dtypes(op, world), algorithms=MATMUL_ALGORITHMS))
+PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2))
+OPS = (GATHER, SCATTER, REDUCE)
 
 
-@pytest.mark.parametrize("op", [SCATTER, REDUCE])
-def test_a_sum_with_every_kind_of_scales(ranks: RanksFixture, world: int, op: str) -> None:
-    algorithms = ("direct", "pipelined")
-    run_cases(ranks, world, each(*cases_of_scales(op, world), algorithms=algorithms))
-
-
-@pytest.mark.thorough
-def test_bias_residual_and_layouts_of_a_sum(ranks: RanksFixture, world: int) -> None:
-    run_cases(ranks, world, each(*cases_of_layouts(SCATTER, world)))
-
-
-def test_uneven_shards_and_other_dims_of_a_sum(ranks: RanksFixture, world: int) -> None:
-    cases = []
-    for scales in ("tensor", "rows", "blocks", "swizzled"):
-        case = ScaledCase(op=SCATTER, rows=(11,), scales=scales, sizes=uneven(11, world))
-        between = replace(case, rows=(2, 11, 3), dim=1, bias=True, residual=True)
-        cases += [case, between, replace(between, rows=(3, 2 * world), sizes=None)]
-        cases += [
-            replace(between, op=REDUCE, dim=0, sizes=None),
-            replace(case, op=REDUCE, sizes=None),
-        ]
-    run_cases(ranks, world, each(*cases))
-
-
-def test_a_gather_of_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int, op: str) -> None:
+    n = (5, 300) if op == GATHER else (300,)
     cases = [
-        ScaledCase(op=GATHER, rows=(6 * world,), n=(5, 300), scales="rows", x_dtype=x, w_dtype=w)
-        for x, w in ((E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2))
+        ScaledCase(op=op, rows=(6 * world,), n=n, scales="rows", x_dtype=x, w_dtype=w)
+        for x, w in PAIRS
     ]
     cases += [replace(cases[0], out=out) for out in (F32, F16)]
+    if op != GATHER:
+        cases += [replace(cases[0], out=out, wire=F32) for out in (F16, None)]
     run_cases(ranks, world, each(*cases, algorithms=MATMUL_ALGORITHMS))
 
 
-def test_a_gather_with_every_kind_of_scales(ranks: RanksFixture, world: int) -> None:
-    """Swizzled ones need whole tiles of 128 rows on each rank."""
+@pytest.mark.parametrize("op", OPS)
+def test_every_kind_of_scales(ranks: RanksFixture, world: int, op: str) -> None:
+    """Of a sum each rank has scales of its own, and a K of its own. In a gather swizzled ones need
+    whole tiles of 128 rows on each rank."""
+    rows, n = (128 * world, (130, 5)) if op == GATHER else (4 * world, (9,))
     cases = [
-        ScaledCase(op=GATHER, rows=(128 * world,), n=(130, 5), k=k, scales=scales, out=out)
+        ScaledCase(op=op, rows=(rows,), n=n, k=k, scales=scales, out=out)
         for scales in SCALES
         for k, out in ((96, None), (160, F32))
     ]
-    cases += [replace(cases[0], scales="rows", replicated=True), replace(cases[0], k=37)]
-    cases += [replace(cases[0], scales="rows", k=37)]
+    cases += [replace(cases[0], k=37, scales=scales) for scales in ("tensor", "rows")]
+    cases += [replace(cases[0], scales="rows", replicated=True)] if op == GATHER else []
     run_cases(ranks, world, each(*cases, algorithms=("direct", "pipelined")))
 
 
-def test_uneven_shards_and_other_dims_of_a_gather(ranks: RanksFixture, world: int) -> None:
-    cases = []
-    for scales in ("tensor", "rows", "blocks", "fp4"):
-        case = ScaledCase(op=GATHER, rows=(11,), scales=scales, sizes=uneven(11, world))
-        between = replace(case, rows=(2, 11, 3), dim=1, return_gathered=True)
-        cases += [case, between, replace(between, rows=(3, 2 * world), sizes=None)]
-    cases += [replace(case, scales="rows", replicated=True) for case in cases[3:6]]
-    run_cases(ranks, world, each(*cases))
-
-
 @pytest.mark.thorough
-def test_biases_layouts_and_few_rows_of_a_gather(ranks: RanksFixture, world: int) -> None:
-    case = ScaledCase(op=GATHER, rows=(3 * world,), n=(7, 260), scales="rows", bias=True)
-    cases = [case, replace(case, out=F32), replace(case, out=BF16, return_gathered=True)]
+@pytest.mark.parametrize("op", [GATHER, SCATTER])
+def test_what_is_added_and_layouts(ranks: RanksFixture, world: int, op: str) -> None:
+    """Also of few rows, and of none."""
+    case = ScaledCase(op=op, rows=(3 * world,), n=(260,), scales="rows", bias=True)
+    cases = [case, replace(case, out=F32)]
+    if op == GATHER:
+        case = replace(case, n=(7, 260))
+        cases += [replace(case, out=BF16, return_gathered=True)]
+    else:
+        case = replace(case, residual=True)
+        cases += [case, replace(case, wire=F32, scales="blocks")]
     cases += [
         replace(case, layout=layout, scales=scales)
         for layout in ("sliced", "transposed")
         for scales in ("tensor", "rows", "blocks")
     ]
-    cases += [replace(case, rows=(world,), scales=scales) for scales in ("rows", "blocks")]
-    cases += [replace(case, rows=(0,), scales=scales) for scales in ("tensor", "rows", "fp4")]
+    some = [(0,), (world,), (world, 2, 3)]
+    cases += [replace(case, rows=rows, scales=kind) for rows in some for kind in ("rows", "blocks")]
+    run_cases(ranks, world, each(*cases))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_uneven_shards_and_other_dims(ranks: RanksFixture, world: int, op: str) -> None:
+    cases, more = [], {"return_gathered": True} if op == GATHER else {"bias": True}
+    sizes = None if op == REDUCE else uneven(11, world)
+    for scales in ("tensor", "rows", "blocks", "fp4" if op == GATHER else "swizzled"):
+        case = ScaledCase(op=op, rows=(11,), scales=scales, sizes=sizes)
+        between = replace(
+            case, rows=(2, 11, 3), dim=int(op != REDUCE), residual=op != GATHER, **more
+        )
+        cases += [case, between, replace(between, rows=(3, 2 * world), sizes=None)]
+    if op == GATHER:
+        cases += [replace(case, scales="rows", replicated=True) for case in cases[3:6]]
     run_cases(ranks, world, each(*cases))
 
 

@@ -171,37 +171,3 @@ def bias_of(case: ScaledCase, n: int, out: torch.dtype) -> torch.Tensor:
 def uneven(total: int, world: int) -> tuple[int, ...]:
     """Rows of each rank, none on the last of several."""
     return (*shard_sizes(total, world - 1), 0) if world > 1 else (total,)
-
-
-def cases_of_dtypes(op: str, world: int) -> list[ScaledCase]:
-    """A reduction of operands of each pair of dtypes, to each dtype."""
-    cases = [
-        ScaledCase(op=op, rows=(6 * world,), n=(300,), scales="rows", x_dtype=x, w_dtype=w)
-        for x, w in ((E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2))
-    ]
-    for out, wire in ((F32, None), (F16, None), (F16, F32), (None, F32)):
-        cases.append(replace(cases[0], out=out, wire=wire))
-    return cases
-
-
-def cases_of_scales(op: str, world: int) -> list[ScaledCase]:
-    """A reduction with each kind of scales: each rank has scales of its own, and a K of its own."""
-    cases = [
-        ScaledCase(op=op, rows=(4 * world,), n=(9,), k=k, scales=scales, out=out)
-        for scales in SCALES
-        for k, out in ((64, None), (160, F32))
-    ]
-    return [*cases, replace(cases[0], k=37), replace(cases[0], k=37, scales="rows")]
-
-
-def cases_of_layouts(op: str, world: int) -> list[ScaledCase]:
-    """A reduction with bias and residual, of each layout, also of few rows."""
-    case = ScaledCase(op=op, rows=(3 * world,), n=(260,), scales="rows", bias=True)
-    full = replace(case, residual=True)
-    cases = [case, full, replace(full, out=F32), replace(full, wire=F32, scales="blocks")]
-    cases += [
-        replace(full, layout=layout, scales=scales)
-        for layout in ("sliced", "transposed")
-        for scales in ("tensor", "rows", "blocks")
-    ]
-    return cases + [replace(full, rows=rows) for rows in ((0,), (world,), (world, 2, 3))]
