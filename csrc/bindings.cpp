@@ -3,6 +3,7 @@
 #include "bindings.h"
 
 #include <cerrno>
+#include <iterator>
 #include <new>
 #include <system_error>
 
@@ -22,20 +23,10 @@ void raise_error(const char* name, const char* text, int peer) {
   PyErr_SetObject(cls.ptr(), cls(text, py::arg("peer") = culprit).ptr());
 }
 
-// A peer's failure has its kind from shared memory: an unknown one only means that it is broken.
-const char* class_of(host::FailureKind kind) {
-  switch (kind) {
-    case host::FailureKind::kPeerLost:
-      return "PeerLostError";
-    case host::FailureKind::kTimeout:
-      return "CollectiveTimeoutError";
-    case host::FailureKind::kMismatch:
-      return "CollectiveMismatchError";
-    case host::FailureKind::kBroken:
-      break;
-  }
-  return "GroupBrokenError";
-}
+// By FailureKind. A peer's failure has its kind from shared memory: an unknown one only means that
+// the group is broken.
+constexpr const char* kClasses[] = {"GroupBrokenError", "PeerLostError", "CollectiveTimeoutError",
+                                    "CollectiveMismatchError"};
 
 }  // namespace
 
@@ -43,7 +34,8 @@ void set_python_error(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);
   } catch (const host::Failure& failure) {
-    raise_error(class_of(failure.kind), failure.what(), failure.peer);
+    const auto kind = static_cast<std::size_t>(failure.kind);
+    raise_error(kClasses[kind < std::size(kClasses) ? kind : 0], failure.what(), failure.peer);
   } catch (const nccl::Error& failure) {
     raise_error(failure.type, failure.what(), -1);
   } catch (const Unsupported& unsupported) {
@@ -76,8 +68,8 @@ PYBIND11_MODULE(_C, m) {
   auto nccl = m.def_submodule("nccl", "NCCL, loaded at run time");
   auto cuda = m.def_submodule("cuda", "The CUDA C++ kernels and their launches");
   auto calls = m.def_submodule("calls", "The ops' kernels");
-  tpkernels::host::bind(host);
-  tpkernels::calls::bind(calls);
-  tpkernels::nccl::bind(nccl);
-  tpkernels::cuda::bind(cuda);
+  tpkernels::bind_host(host);
+  tpkernels::bind_calls(calls);
+  tpkernels::bind_nccl(nccl);
+  tpkernels::bind_cuda(cuda);
 }

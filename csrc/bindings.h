@@ -10,18 +10,10 @@
 namespace tpkernels {
 
 // Each fills a submodule of _C.
-namespace calls {
-void bind(pybind11::module_& m);
-}
-namespace cuda {
-void bind(pybind11::module_& m);
-}
-namespace host {
-void bind(pybind11::module_& m);
-}
-namespace nccl {
-void bind(pybind11::module_& m);
-}
+void bind_calls(pybind11::module_& m);
+void bind_cuda(pybind11::module_& m);
+void bind_host(pybind11::module_& m);
+void bind_nccl(pybind11::module_& m);
 
 // Sets Python's error to a C++ exception; does nothing for a null one.
 void set_python_error(std::exception_ptr error);

@@ -171,7 +171,10 @@ void bind_shortcut(py::module_& m) {
 
 }  // namespace
 
-void bind(py::module_& m) {
+}  // namespace tpkernels::calls
+
+void tpkernels::bind_calls(pybind11::module_& m) {
+  using namespace calls;
   bind_memory(m);
   bind_product(m);
   bind_turns(m);
@@ -179,5 +182,3 @@ void bind(py::module_& m) {
   bind_direct(m);
   bind_shortcut(m);
 }
-
-}  // namespace tpkernels::calls

@@ -134,7 +134,10 @@ void bind_kernel(py::class_<Kernels>& kernels, const char* name) {
 
 }  // namespace
 
-void bind(py::module_& m) {
+}  // namespace tpkernels::cuda
+
+void tpkernels::bind_cuda(pybind11::module_& m) {
+  using namespace cuda;
   bind_arguments(m);
   py::class_<Kernels> kernels(m, "Kernels");
   kernels.def(py::init(&make_kernels), py::arg("device"), py::arg("image"))
@@ -158,5 +161,3 @@ void bind(py::module_& m) {
   m.def("device_count", &device_count);
   m.def("compute_capability", &compute_capability, py::arg("device"));
 }
-
-}  // namespace tpkernels::cuda

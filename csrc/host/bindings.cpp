@@ -267,12 +267,13 @@ void bind_vector_units(py::module_& m) {
 
 }  // namespace
 
-void bind(py::module_& m) {
+}  // namespace tpkernels::host
+
+void tpkernels::bind_host(pybind11::module_& m) {
+  using namespace host;
   bind_memory(m);
   bind_channel(m);
   bind_mailbox(m);
   bind_collectives(m);
   bind_vector_units(m);
 }
-
-}  // namespace tpkernels::host

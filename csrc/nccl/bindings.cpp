@@ -74,7 +74,10 @@ Operation make_operation(const std::string& name, Address send, Address recv, st
 
 }  // namespace
 
-void bind(py::module_& m) {
+}  // namespace tpkernels::nccl
+
+void tpkernels::bind_nccl(pybind11::module_& m) {
+  using namespace nccl;
   py::class_<Library, std::shared_ptr<Library>>(m, "Library")
       .def(py::init<const std::string&>(), py::arg("name"), ReleaseGil())
       .def_property_readonly("path", &Library::path)
@@ -111,5 +114,3 @@ void bind(py::module_& m) {
       .def("close", &Communicator::close, ReleaseGil())
       .def("abort", &Communicator::abort, py::arg("why"), ReleaseGil());
 }
-
-}  // namespace tpkernels::nccl

@@ -17,28 +17,21 @@ from tests.support.paths import ROOT
 from tpkernels.ops.shortcut import PLAIN_KEYS
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "dlpack.h"
-MEMBERS = {  # of a struct of the header: ours, and the names that ours has for its members
-    "DLTensor": ("Tensor", dict.fromkeys(("data", "device", "ndim", "dtype", "shape", "strides"))),
-    "DLDataType": ("DataType", dict.fromkeys(("code", "bits", "lanes"))),
-    "DLDevice": ("Device", {"device_type": "type", "device_id": "index"}),
+# Of structs of the header: ours, and their members, with "=" before the name that ours has.
+MEMBERS = {
+    "DLTensor": ("Tensor", "data device ndim dtype shape strides"),
+    "DLDataType": ("DataType", "code bits lanes"),
+    "DLDevice": ("Device", "device_type=type device_id=index"),
     "DLManagedTensorVersioned": (
         "ManagedTensor",
-        {
-            **dict.fromkeys(("version", "deleter", "flags")),
-            "manager_ctx": "context",
-            "dl_tensor": "tensor",
-        },
+        "version deleter flags manager_ctx=context dl_tensor=tensor",
     ),
-    "DLPackVersion": ("Version", dict.fromkeys(("major", "minor"))),
+    "DLPackVersion": ("Version", "major minor"),
     "DLPackExchangeAPI": (
         "ExchangeApi",
-        {
-            "header.version": "version",
-            "header.prev_api": "previous",
-            "managed_tensor_to_py_object_no_sync": "owned_to_python",
-            "dltensor_from_py_object_no_sync": "tensor_from_python",
-            "current_work_stream": "current_stream",
-        },
+        "header.version=version header.prev_api=previous current_work_stream=current_stream "
+        "managed_tensor_to_py_object_no_sync=owned_to_python "
+        "dltensor_from_py_object_no_sync=tensor_from_python",
     ),
 }
 
@@ -54,10 +47,10 @@ def source() -> str:
     ]
     for theirs, (ours, members) in MEMBERS.items():
         lines.append(f"static_assert(sizeof({theirs}) == sizeof(own::{ours}));")
-        lines += [
-            f"static_assert(offsetof({theirs}, {their}) == offsetof(own::{ours}, {our or their}));"
-            for their, our in members.items()
-        ]
+        for pair in members.split():
+            their, _, our = pair.partition("=")
+            offsets = f"offsetof({theirs}, {their}) == offsetof(own::{ours}, {our or their})"
+            lines.append(f"static_assert({offsets});")
     return "\n".join([*lines, ""])
 
 

@@ -218,6 +218,7 @@ def warm_calls_job() -> list[tuple[str, str, bool, bool]]:
     return found
 
 
+@pytest.mark.thorough
 def test_one_variable_turns_all_of_it_off(ranks: RanksFixture) -> None:
     """With the same results. The process that starts ranks reads the variable."""
     code = (

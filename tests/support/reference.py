@@ -22,7 +22,9 @@ from __future__ import annotations
 import functools
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -49,8 +51,17 @@ class Expected:
     dtype: torch.dtype
 
 
-# Inputs. Those of rank r are made from the case and r alone, so any rank can make them. They are
-# cached for the other algorithms, so callers must copy them before they change them.
+_Cached = TypeVar("_Cached", bound=Callable[..., Any])
+
+
+def _by_values(function: _Cached) -> _Cached:
+    """Keep what was made of a case for others with the same values, such as other algorithms.
+    Callers must copy it before they change it."""
+    kept = functools.lru_cache(maxsize=8)(function)
+    return cast(_Cached, functools.wraps(function)(lambda case, *of: kept(case.values(), *of)))
+
+
+# Inputs. Those of rank r are made from the case and r alone, so any rank can make them.
 
 
 def _generator(case: Case, *what: object) -> torch.Generator:
@@ -82,15 +93,17 @@ def _factor(case: Case, shape: tuple[int, ...], terms: int, *what: object) -> to
     return factor
 
 
-@functools.lru_cache(maxsize=4)
-def _gathered_x(case: Case) -> torch.Tensor:
+@_by_values
+def gathered_x(case: Case) -> torch.Tensor:
+    """x of all ranks, concatenated."""
     if case.n:
         return _factor(case, case.shape, _limit(case) - 16, "x")
     return draw(case, case.shape, case.dtype, 100, "x")
 
 
-@functools.lru_cache(maxsize=4)
-def _column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+@_by_values
+def column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """(weight, bias) pairs of a rank of all_gather_matmul."""
     pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for i, n in enumerate(case.n):
         columns = n + rank * case.n_by_rank
@@ -101,28 +114,14 @@ def _column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Ten
     return pairs
 
 
-@functools.lru_cache(maxsize=8)
-def _partial_factors(case: Case, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+@_by_values
+def partial_factors(case: Case, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(x, w) of a rank of a reduction; w is None if there is no product."""
     if not case.k:
         return draw(case, case.shape, case.dtype, 8, "x", rank), None
     k = case.k[rank % len(case.k)]
     x = _factor(case, (*case.shape[:-1], k), (_limit(case) - 16) // world, "x", rank)
     return x, draw(case, (k, case.shape[-1]), case.dtype, 1, "w", rank)
-
-
-def gathered_x(case: Case) -> torch.Tensor:
-    """x of all ranks, concatenated."""
-    return _gathered_x(case.values())
-
-
-def column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """(weight, bias) pairs of a rank of all_gather_matmul."""
-    return _column_weights(case.values(), rank)
-
-
-def partial_factors(case: Case, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(x, w) of a rank of a reduction; w is None if there is no product."""
-    return _partial_factors(case.values(), rank, world)
 
 
 def reduction_bias(case: Case) -> torch.Tensor | None:
@@ -176,7 +175,7 @@ def bounded(
     return Expected(exact, bound, case.out)
 
 
-@functools.lru_cache(maxsize=4)
+@_by_values
 def _gathered_products(case: Case, rank: int) -> list[Expected]:
     x = gathered_x(case)
     narrow = case.dtype if case.out == case.dtype else torch.float32
@@ -191,7 +190,7 @@ def _gathered_products(case: Case, rank: int) -> list[Expected]:
     return products
 
 
-@functools.lru_cache(maxsize=4)
+@_by_values
 def _reduced(case: Case, world: int) -> Expected:
     wide, sizes, partials = [], [], []  # by rank, then bias and residual
     for rank in range(world):
@@ -218,13 +217,12 @@ def _reduced(case: Case, world: int) -> Expected:
 
 def expected(case: Case, rank: int, world: int) -> list[Expected]:
     """What a rank gets, in the order in which the op returns it."""
-    values = case.values()
     if "all_gather" in case.op:
         whole = gathered_x(case).double()
         gathered = Expected(whole, torch.zeros_like(whole), case.dtype)
         results = [gathered] if case.return_gathered or not case.n else []
-        return results + _gathered_products(values, rank)
-    sum_ = _reduced(values, world)
+        return results + _gathered_products(case, rank)
+    sum_ = _reduced(case, world)
     if case.scattered:
         exact, bound = (case.shard(part, rank, world) for part in (sum_.exact, sum_.bound))
         return [Expected(exact, bound, sum_.dtype)]

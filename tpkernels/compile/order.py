@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -109,84 +109,69 @@ def _functional_call(node: fx.Node, op: torch._ops.OpOverload) -> tuple[fx.Node,
     if op._schema.returns and not isinstance(value(node), torch.Tensor):
         raise Unsupported("it also returns something else")
     with Editor(node) as editor:
-        part = _Part.of(node, written[0], editor)
-        values = {**node.kwargs, written[0]: None if part is None else part.read()}
+        read, write = _written_part(node, written[0], editor)
+        values = {**node.kwargs, written[0]: read}
         arguments = new._schema.arguments
         positional = [values[argument.name] for argument in arguments if not argument.kwarg_only]
         keywords = {a.name: values[a.name] for a in arguments if a.kwarg_only and a.name in values}
         call: fx.Node = editor.call(new, *positional, **keywords)
-        return call, call if part is None else part.write(call)
+        return call, write(call)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The part of ``base`` that an op writes, as the wrapper describes it."""
-
-    editor: Editor
-    base: fx.Node
-    view: dict[str, Any]
-
-    @classmethod
-    def of(cls, node: fx.Node, name: str, editor: Editor) -> _Part | None:
-        """Return the part that is written as the argument ``name``; None if the wrapper itself
-        creates that tensor."""
-        arguments: Any = node.kwargs
-        if name in arguments:  # the first version of auto_functionalized
-            return cls(editor, arguments[name], {})
-        prefix = f"_{name}_"
+def _written_part(
+    node: fx.Node, name: str, editor: Editor
+) -> tuple[fx.Node | None, Callable[[fx.Node], fx.Node]]:
+    """Return what the op reads that writes the argument ``name``, None if the wrapper itself
+    creates that tensor, and a function that puts the op's result in its place. The wrapper
+    describes the argument as a view of a base, or, in its first version, has the base itself."""
+    arguments: Any = node.kwargs
+    call, view, prefix = editor.call, {}, f"_{name}_"
+    if name not in arguments:
         view = {k.removeprefix(prefix): v for k, v in arguments.items() if k.startswith(prefix)}
         index = view.pop("base_index", None)
         if index is None:
-            return None
+            return None, lambda new: new
         if view.keys() - _VIEW:
             raise Unsupported(f"it writes into a view described by {', '.join(view)}")
-        return cls(editor, arguments["_all_bases"][index], view)
+    base = arguments[name] if name in arguments else arguments["_all_bases"][index]
+    if "slice_dim" in view:
+        where = [view[key] for key in _SLICE]
+        part = call(aten.slice.Tensor, base, *where)
+        return part, lambda new: call(aten.slice_scatter.default, base, new, *where)
+    if "stride" in view:
+        where, layout = [view[key] for key in _STRIDED], _layout(base, editor)
+        memory = _memory(base, layout, editor)
 
-    def read(self) -> Any:
-        """Return the part, as the op reads it."""
-        if "slice_dim" in self.view:
-            return self.editor.call(aten.slice.Tensor, self.base, *self._arguments(_SLICE))
-        if "stride" in self.view:
-            where = self._arguments(_STRIDED)
-            return self.editor.call(aten.as_strided.default, self._memory(), *where)
-        return self.base
+        def scatter(new: fx.Node) -> Any:
+            written = call(aten.as_strided_scatter.default, memory, new, *where)
+            return call(aten.as_strided.default, written, *layout)
 
-    def write(self, new: fx.Node) -> Any:
-        """Return ``base`` with ``new`` in that part."""
-        call = self.editor.call
-        if "slice_dim" in self.view:
-            return call(aten.slice_scatter.default, self.base, new, *self._arguments(_SLICE))
-        if "stride" in self.view:
-            where = self._arguments(_STRIDED)
-            memory = call(aten.as_strided_scatter.default, self._memory(), new, *where)
-            return call(aten.as_strided.default, memory, *self._layout())
-        if is_contiguous_or_false(value(self.base)):
-            return new
-        return call(aten.copy.default, self.base, new)  # which keeps the strides of base
+        return call(aten.as_strided.default, memory, *where), scatter
+    if is_contiguous_or_false(value(base)):
+        return base, lambda new: new
+    return base, lambda new: call(aten.copy.default, base, new)  # which keeps the strides of base
 
-    def _memory(self) -> fx.Node:
-        """Return all elements that ``base`` spans in memory, as one dim."""
-        size, stride, offset = self._layout()
-        call = self.editor.call
-        if all(isinstance(number, int) for number in (*size, *stride, offset)):
-            length: Any = compute_required_storage_length(size, stride, offset)
-        else:
-            length = call(operator.add, offset, 1)
-            for count, step in zip(size, stride, strict=True):
-                distance = call(operator.mul, call(operator.sub, count, 1), step)
-                length = call(operator.add, length, distance)
-        memory: fx.Node = call(aten.as_strided.default, self.base, [length], [1], 0)
-        return memory
 
-    def _layout(self) -> tuple[list[Any], list[Any], Any]:
-        """Return size, stride and storage offset of ``base``, as arguments of a node."""
-        tensor = value(self.base)
-        size = [self._known(aten.sym_size.int, n, dim) for dim, n in enumerate(tensor.shape)]
-        stride = [self._known(aten.sym_stride.int, n, dim) for dim, n in enumerate(tensor.stride())]
-        return size, stride, self._known(aten.sym_storage_offset.default, tensor.storage_offset())
+def _layout(base: fx.Node, editor: Editor) -> tuple[list[Any], list[Any], Any]:
+    """Return size, stride and storage offset of ``base``, as arguments of a node."""
 
-    def _known(self, read: Any, number: Any, *dim: int) -> Any:
-        return number if isinstance(number, int) else self.editor.call(read, self.base, *dim)
+    def known(read: Any, number: Any, *dim: int) -> Any:
+        return number if isinstance(number, int) else editor.call(read, base, *dim)
 
-    def _arguments(self, names: tuple[str, ...]) -> list[Any]:
-        return [self.view[name] for name in names]
+    tensor = value(base)
+    size = [known(aten.sym_size.int, n, dim) for dim, n in enumerate(tensor.shape)]
+    stride = [known(aten.sym_stride.int, n, dim) for dim, n in enumerate(tensor.stride())]
+    return size, stride, known(aten.sym_storage_offset.default, tensor.storage_offset())
+
+
+def _memory(base: fx.Node, layout: tuple[list[Any], list[Any], Any], editor: Editor) -> Any:
+    """Return all elements that ``base`` spans in memory, as one dim."""
+    size, stride, offset = layout
+    if all(isinstance(number, int) for number in (*size, *stride, offset)):
+        length: Any = compute_required_storage_length(size, stride, offset)
+    else:
+        length = editor.call(operator.add, offset, 1)
+        for count, step in zip(size, stride, strict=True):
+            distance = editor.call(operator.mul, editor.call(operator.sub, count, 1), step)
+            length = editor.call(operator.add, length, distance)
+    return editor.call(aten.as_strided.default, base, [length], [1], 0)

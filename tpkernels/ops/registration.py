@@ -319,6 +319,7 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
         kinds = [parameter.kind for parameter in signature.parameters.values()]
         positional = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
+        sizes = {name for name in names if name.endswith("_sizes")}
         past_dispatcher: Callable[..., Any] = run.past_dispatcher  # type: ignore[attr-defined]
 
         @functools.wraps(function)
@@ -334,7 +335,8 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
                     w = args[1] if len(args) > 1 else options.get("w")
                     if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
                         return run_products(op, *args, **options)
-                if is_dynamo_compiling():
+                # Where a rank is without rows, dynamo runs this frame as it is, and compiles `run`.
+                if is_dynamo_compiling() or not sizes.isdisjoint(options):
                     return run(*args, **options)
                 return past_dispatcher(*args, **options)
             except BaseException as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 
@@ -48,29 +49,19 @@ class Problem:
         cls,
         op: str,
         *,
-        device: str,
         world: int,
         shape: tuple[int, ...],
-        dtype: torch.dtype,
         options: Options = NO_OPTIONS,
-        numerics: str = ORDERED,
+        **rest: Any,
     ) -> Problem:
         """Return the problem of an op that splits dim 0, where it splits any, as evenly as
         possible. An exchange scatters dim 1."""
         spec = OPS[op]
         if spec.exchanges:
             options = replace(options, scattered=(1, tuple(shard_sizes(shape[1], world))))
-        return cls(
-            op=op,
-            device=device,
-            world=world,
-            shape=shape,
-            dim=None if spec.keeps_sum else 0,
-            sizes=() if spec.keeps_sum else tuple(shard_sizes(shape[0], world)),
-            dtype=dtype,
-            options=options,
-            numerics=numerics,
-        )
+        dim = None if spec.keeps_sum else 0
+        sizes = () if spec.keeps_sum else tuple(shard_sizes(shape[0], world))
+        return cls(op=op, world=world, shape=shape, dim=dim, sizes=sizes, options=options, **rest)
 
     @functools.cached_property
     def spec(self) -> OpSpec:
