@@ -325,8 +325,10 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             try:
-                if at < len(args) <= positional:
-                    args = args[:at] + (name_of(args[at]),) + args[at + 1 :]  # noqa: RUF005
+                if len(args) == at + 1:  # as most calls
+                    args = (*args[:at], name_of(args[at]))
+                elif at < len(args) <= positional:
+                    args = (*args[:at], name_of(args[at]), *args[at + 1 :])
                 elif "group" in options and len(args) <= at:
                     options["group"] = name_of(options["group"])
                 else:
@@ -336,7 +338,7 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
                     if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
                         return run_products(op, *args, **options)
                 # Where a rank is without rows, dynamo runs this frame as it is, and compiles `run`.
-                if is_dynamo_compiling() or not sizes.isdisjoint(options):
+                if is_dynamo_compiling() or (sizes and not sizes.isdisjoint(options)):
                     return run(*args, **options)
                 return past_dispatcher(*args, **options)
             except BaseException as error:
