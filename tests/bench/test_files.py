@@ -6,12 +6,9 @@ import base64
 import csv
 import importlib.util
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +19,8 @@ import pytest
 import torch
 from typer.testing import Result
 
-from tests.cli.test_cli import processes_of_session
 from tests.support.damage import good_report, invoke, options
+from tests.support.processes import interrupted
 from tpkernels.bench import inputs, probes
 from tpkernels.bench.report import unsupported
 from tpkernels.bench.results import load, new_report, resumed, save
@@ -33,7 +30,6 @@ from tpkernels.launch import session
 from tpkernels.planning.cost import Rates
 from tpkernels.terminal import UsageError
 
-MODULE = [sys.executable, "-m", "tpkernels"]
 SWEEP = {"op": ("reduce_scatter,all_reduce",), "bytes": ("4K,8K",), "repeat": 6, "tp": ("2",)}
 BENCH = ["bench", *options(SWEEP)]
 WHOLE = (
@@ -41,7 +37,6 @@ WHOLE = (
     *("--model", "smollm2-135m", "--projection", "qkv,down", "--m", "2,64", "--bytes", "4K"),
     *("--algorithm", "auto,unfused", "--repeat", "6", "--dtype", "fp32"),
 )
-SECONDS = 60.0
 
 
 def valid(path: Path) -> dict[str, Any]:
@@ -144,13 +139,6 @@ def test_without_matplotlib_the_rest_is_there(
 # Interrupted, resumed, compared.
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) -> None:
     """Then --resume measures exactly the rest."""
@@ -158,19 +146,17 @@ def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) ->
     bench = ["bench", "--op", "all_gather", "--bytes", sizes, "--repeat", "6", "--tp", "2"]
     bench += ["--warm", "--no-baselines"]
     file = tmp_path / "bench.json"
-    process = subprocess.Popen(
-        [*MODULE, *bench, "--out", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    wait_until(lambda: file.exists() or process.poll() is not None, "no case was measured")
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    output = process.communicate(timeout=SECONDS)
-    assert process.returncode == 130, output[1]
-    wait_until(lambda: not processes_of_session(process.pid), "processes are left")
 
+    def a_case_is_measured(process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + 60
+        while not file.exists() and process.poll() is None:
+            assert time.monotonic() < deadline, "no case was measured"
+            time.sleep(0.02)
+
+    code, *output = interrupted(
+        "-m", "tpkernels", *bench, "--out", tmp_path, when=a_case_is_measured
+    )
+    assert code == 130, output[1]
     partial = valid(file)
     count = len(partial["results"])
     assert not partial["complete"] and 1 <= count < len(partial["cases"]) == 10

@@ -12,9 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import gpu_suite
-from benchmarks.gpu.stage import STAGES, Result, Setting
+from benchmarks.gpu.stage import STAGES, Result, Setting, checks
 from benchmarks.gpu_suite import ORDER, Ended, read_results, run_stage, write_results
 from tests.support.paths import ROOT
 from tests.support.processes import python
@@ -56,6 +57,15 @@ def test_a_stage_checks(stage: str) -> None:
     results = list(STAGES[stage](setting))
     checked = [result for result in results if result.ok is not None]
     assert len(checked) >= 3 and all(result.ok for result in checked), results
+
+
+def rank_0_is_right(device: str) -> list[tuple[str, bool]]:
+    return [("sum", dist.get_rank() == 0)]
+
+
+def test_a_check_is_of_all_ranks() -> None:
+    (result,) = checks(Setting("cpu", 60.0), 2, rank_0_is_right)
+    assert result.ok is False and result.what == "sum, 2 ranks"
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from tpkernels.launch import session
 from tpkernels.op_spec import OPS
 from tpkernels.timing import Samples, summary
 
-MODULE = [sys.executable, "-m", "tpkernels"]
 TINY_DEMO = ["demo", "--m", "18", "--hidden", "64", "--ffn", "66", "--repeat", "1"]
 TINY_BENCH = ["--shape", "9,32,64", "--bytes", "4K", "--repeat", "2"]
 
@@ -250,16 +248,3 @@ def test_refused_json_path_leaves_no_file(tmp_path: Path) -> None:
     target = tmp_path / "result.json"
     assert invoke("bench", "--json", str(target), "--repeat", "0").exit_code == 2
     assert not target.exists()
-
-
-def processes_of_session(leader: int) -> set[int]:
-    """Ids of the processes in the session that ``leader`` started, except zombies."""
-    pids = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(of) == leader and state != "Z":
-            pids.add(int(entry.name))
-    return pids

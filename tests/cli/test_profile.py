@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +15,8 @@ import torch
 from PIL import Image
 from torch.profiler import profile
 
-from tests.cli.test_cli import MODULE, invoke, processes_of_session
+from tests.cli.test_cli import invoke
+from tests.support.processes import interrupted
 from tests.support.tiers import sweep
 from tpkernels.bench import report
 from tpkernels.cli import profile as profile_command
@@ -232,26 +231,19 @@ def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
     assert not (tmp_path / "trace.json").exists()
 
 
+def at_work(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert "at work" in process.stdout.readline()
+
+
 @pytest.mark.slow
 def test_a_script_that_is_interrupted(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text("import time\nprint('at work', flush=True)\ntime.sleep(600)")
-    started = subprocess.Popen(
-        [*MODULE, "profile", "--out", str(tmp_path), str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    code, _, error = interrupted(
+        *("-m", "tpkernels", "profile", "--out", tmp_path, script), when=at_work, seconds=90
     )
-    assert started.stdout is not None
-    assert "at work" in started.stdout.readline()
-    os.killpg(started.pid, signal.SIGINT)  # as a terminal does
-    _, error = started.communicate(timeout=90)
-    assert started.returncode == 128 + signal.SIGINT and "Traceback" not in error
-    deadline = time.monotonic() + 60
-    while processes_of_session(started.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not processes_of_session(started.pid)
+    assert code == 128 + signal.SIGINT and "Traceback" not in error
 
 
 @pytest.mark.thorough

@@ -22,6 +22,7 @@ from tests.support.emulated import (
     counts,
     driver_that,
     host_sum,
+    interpreted,
     on_ranks,
     random,
     require_none,
@@ -283,7 +284,7 @@ def test_what_a_call_does_in_turn() -> None:
 
 
 @pytest.mark.thorough
-@on_ranks(3, interpreting=True)
+@interpreted(3)
 def test_triton_kernels_come_between() -> None:
     """Calls of the Triton kernels and of these on one workspace, by turns, while epochs begin anew:
     the last but one is a Triton kernel's."""
@@ -316,7 +317,7 @@ def test_triton_kernels_come_between() -> None:
 
 
 @pytest.mark.thorough
-@on_ranks(3, interpreting=True)
+@interpreted(3)
 def test_a_copy_overwrites_no_buffer_that_triton_kernels_read() -> None:
     from tpkernels.kernels import all_gather_matmul
     from tpkernels.kernels.configs import INTERPRETER

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cuda_rehearsal import FUSED_OPS, pretending, space_of
-from tests.support.emulated import on_ranks
 from tests.support.faults import Ending
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels import backends, groups
 from tpkernels.call import Call
@@ -169,7 +169,7 @@ def test_torchs_flag_makes_a_warm_call_be_planned_anew() -> None:
 
 
 @pytest.mark.parametrize("op", sweep(FUSED_OPS))
-@on_ranks(2, interpreting=True)
+@on_ranks(2, fixture="interpreting")
 def test_operands_of_any_layout(op: str) -> None:
     """Calls with one key whose operands lie otherwise each time."""
     with pretending():

@@ -15,7 +15,15 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cuda_rehearsal import copy_engines, pretending
-from tests.support.emulated import F32, count_of, driver_that, library, on_ranks, space_of
+from tests.support.emulated import (
+    F32,
+    count_of,
+    driver_that,
+    interpreted,
+    library,
+    on_ranks,
+    space_of,
+)
 from tests.support.tiers import sweep
 from tpkernels import _C, cuda
 from tpkernels.symm import streams
@@ -48,7 +56,7 @@ def test_a_call_begins_with_no_flag_raised() -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-@on_ranks(2, interpreting=True)
+@interpreted(2)
 def test_a_product_waits_for_the_flag_of_each_chunk(late: bool) -> None:
     """Chunks come one by one, the last first. Negative control: flags that are raised before."""
     from tpkernels.kernels import all_gather_matmul as kernel
@@ -98,7 +106,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("case", sweep(TOLD, 1, 5))
-@on_ranks(2, interpreting=True)
+@interpreted(2)
 def test_a_chunk_is_told_without_a_kernel(case: str) -> None:
     """Kernels of csrc/cuda in a warm gather: begin, publish, a wait for each peer, end, whatever
     the number of results; and a word that the stream writes for each chunk, where it can."""
@@ -130,7 +138,7 @@ def test_refusals() -> None:
                 copies.raise_flag(flag)
 
 
-@on_ranks(1, interpreting=True)
+@interpreted(1)
 def test_chunks_have_flags_enough() -> None:
     """Large shards come in larger chunks. So do chunks whose flags take kernels; others of such a
     call are begin, publish and end, and a wait for each peer."""

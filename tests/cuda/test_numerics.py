@@ -162,7 +162,7 @@ def test_ranks_that_differ_are_told_before_anything_is_sent() -> None:
         tpkernels.all_reduce(x, group)
 
 
-@on_ranks(2)
+@on_ranks(2, driver=False)
 def test_on_cpu_tensors_it_changes_nothing() -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     x, w = torch.randn(6, 40, generator=generator), torch.randn(40, 8, generator=generator)
@@ -176,7 +176,7 @@ def test_on_cpu_tensors_it_changes_nothing() -> None:
     assert "numerics" not in found[0][1][0][1] and found[0][1][0][1]
 
 
-@on_ranks(2)
+@on_ranks(2, driver=False)
 def test_gloo_sums_in_order() -> None:
     """With CUDA tensors: whatever was asked for."""
     with pretending(), fresh_group(numerics="vendor") as group:

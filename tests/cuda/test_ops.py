@@ -31,7 +31,7 @@ from tests.support.cuda_rehearsal import (
     pretending,
     space_of,
 )
-from tests.support.emulated import BF16, F32, anywhere, on_ranks, require_none
+from tests.support.emulated import BF16, F32, anywhere, interpreted, on_ranks, require_none
 from tests.support.faults import Ending
 from tests.support.ranked import check_cases, fresh_group
 from tests.support.tiers import sweep, thorough
@@ -61,7 +61,7 @@ def check_all(
 
 
 @pytest.mark.parametrize("world", sweep([2, 1, 3]))
-@on_ranks()
+@on_ranks(driver=False)
 def test_unfused() -> None:
     cases = [case for case in one_of_each(dist.get_world_size()) if case.algorithm == "unfused"]
     products = [case for case in cases if "matmul" in case.op]
@@ -116,7 +116,7 @@ def test_collectives(ll: bool) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3))])
-@on_ranks(interpreting=True)
+@interpreted(driver=False)
 def test_fused() -> None:
     """The second round needs more memory than there is."""
     rounds = []
@@ -137,7 +137,7 @@ def test_fused() -> None:
     ("world", "max_delay_us"),
     [thorough(2, 500), *(pytest.param(3, delay, marks=pytest.mark.slow) for delay in (0, 500))],
 )
-@on_ranks(interpreting=True)
+@interpreted()
 def test_copy_engines_gather_for_fused(max_delay_us: int) -> None:
     cases = [
         Case(op="all_gather_matmul", shape=(rows, 40), sizes=sizes, n=(33, 7), biases=(F32, None))
@@ -176,7 +176,7 @@ def test_shards_of_an_inner_dim() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copied", [False, True])
-@on_ranks(2, interpreting=True)
+@interpreted(2)
 def test_shards_of_an_inner_dim_by_fused(copied: bool) -> None:
     cases = each(*batches_of(2)[::3], algorithms=("fused",), integers=(True,))
     check_all(cases, copied=copied)
@@ -210,7 +210,7 @@ def test_calls_that_do_not_wait_are_wrong(way: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ll", [True, False])
-@on_ranks(2, interpreting=True)
+@interpreted(2)
 def test_all_algorithms_share_a_workspace(ll: bool) -> None:
     reductions = [
         Case(op=op, shape=(12, 6), sizes=sizes, k=(5,), algorithm=way)
@@ -225,7 +225,7 @@ def test_all_algorithms_share_a_workspace(ll: bool) -> None:
 
 
 @pytest.mark.slow
-@on_ranks(1, interpreting=True)
+@interpreted(1)
 def test_the_gpu_suites_paced_links() -> None:
     """They have not seen a GPU, their peers in threads; here they run on the CPU."""
     from benchmarks.gpu import link as gpu_link
@@ -261,7 +261,7 @@ def test_sums_have_the_bits_of_the_extension(dtype: torch.dtype) -> None:
 # What is chosen, and refused.
 
 
-@on_ranks(2)
+@on_ranks(2, driver=False)
 def test_all_ranks_know_of_a_callers_product() -> None:
     """It has no measured times, by which `auto` could take `fused`."""
     with pretending(), fresh_group() as group:
@@ -274,7 +274,7 @@ def test_all_ranks_know_of_a_callers_product() -> None:
     assert sorted(c.problem.options.local_product for c in calls) == [False, True, True, True]
 
 
-@on_ranks(2)
+@on_ranks(2, driver=False)
 def test_auto_does_what_is_known_not_to_be_slower() -> None:
     with pretending(), fresh_group() as group:
         tpkernels.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 6), group)
@@ -367,7 +367,7 @@ LACKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], object], str]] = {
 
 
 @pytest.mark.parametrize("what", LACKS)
-@on_ranks(2, interpreting=True)
+@interpreted(2, driver=False)
 def test_what_one_rank_lacks_is_refused_by_all(what: str) -> None:
     """Then all go on without kernels."""
     way, lose, text = LACKS[what]
@@ -432,7 +432,7 @@ def is_spoilt(results: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     ("op", "way"), [*sweep(CALLS), *FUSED_CALLS, thorough("all_gather_matmul", "copied")]
 )
-@on_ranks(2, interpreting=True)
+@interpreted(2)
 def test_a_call_that_gave_up_leaves_nan(op: str, way: str) -> None:
     """Rank 1 does not come."""
     with pretending() as patch:
@@ -485,7 +485,7 @@ def test_a_killed_rank_ends_the_wait(cuda_driver: str, op: str, way: str) -> Non
             assert f"pid {ranks.pids[1]}" in ending.text, ending
 
 
-@on_ranks(2, interpreting=True)
+@interpreted(2, driver=False)
 def test_a_mismatch_is_found_by_the_kernels() -> None:
     with pretending():
         group = faults.new_group()
@@ -520,7 +520,7 @@ def test_a_rank_that_left_is_reported() -> None:
 
 
 @pytest.mark.parametrize(("op", "way"), FUSED_CALLS)
-@on_ranks(2, interpreting=True)
+@interpreted(2)
 def test_calls_behind_a_failed_one_touch_no_buffer(op: str, way: str) -> None:
     """Rank 1 stays away; rank 0 goes on as if it had not looked. A call that is in order changes
     rank 1's buffers."""

@@ -18,7 +18,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import copy_engines, pretending, space_of
-from tests.support.emulated import anywhere, on_ranks
+from tests.support.emulated import anywhere, interpreted, on_ranks
 from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import cuda, groups
@@ -74,7 +74,7 @@ def test_peers_read_it_in_place(skip_waits: bool) -> None:
 
 
 @pytest.mark.thorough
-@on_ranks(2, interpreting=True)
+@interpreted(2)
 def test_peers_read_it_in_place_for_fused() -> None:
     check_in_place("fused")
 
@@ -103,7 +103,7 @@ def test_other_input_is_copied() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("way", "delay_us"), [("pipelined", 200), ("copied", 0)])
-@on_ranks(2, interpreting=True)
+@interpreted(2)
 def test_the_gpu_suites_check(way: str, delay_us: int) -> None:
     """It has not seen a GPU; here it runs on the CPU."""
     from benchmarks.gpu.in_place import check_job

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import triton.language as tl
 
 from tests.support import faults
-from tests.support.cases import RanksFixture
+from tests.support.emulated import require_none
 from tests.support.kernel_builds import Build, build
-from tests.support.ranked import fresh_group
+from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels.kernels.all_gather_matmul import BLOCK, RING_BYTES, fetching_of
 from tpkernels.kernels.configs import TABLE
@@ -50,8 +50,23 @@ def test_all_fetchers_have_a_piece() -> None:
     assert fetching_of(config, 2, 1 << 20, 1).programs == 0
 
 
-def pieces_job(sizes: tuple[int, ...], k: int, dtype: torch.dtype, fetchers: int) -> list[str]:
-    """A call in pieces of 64 elements; what is wrong when words are published and awaited."""
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("sizes", "k", "dtype", "fetchers"),
+    sweep(
+        [
+            ((20, 0, 37), 33, BF16, 2),  # rows of 66 bytes
+            ((33, 17, 1), 7, F32, 3),
+            ((40, 40, 40), 64, BF16, 5),
+            ((1, 1, 1), 1, F32, 4),
+        ]
+    ),
+)
+@on_ranks(3, fixture="interpreting")
+def test_a_tile_waits_for_all_pieces_of_its_rows(
+    sizes: tuple[int, ...], k: int, dtype: torch.dtype, fetchers: int
+) -> None:
+    """And each word comes after its piece: a call in pieces of 64 elements."""
     from tpkernels.kernels import all_gather_matmul as kernel
     from tpkernels.kernels import sync
     from tpkernels.kernels.configs import INTERPRETER
@@ -104,24 +119,4 @@ def pieces_job(sizes: tuple[int, ...], k: int, dtype: torch.dtype, fetchers: int
         wrong.append("the result")
     if len(published) != sum(-(-n * k // piece) for r, n in enumerate(sizes) if r != rank):
         wrong.append(f"{len(published)} pieces")
-    return wrong
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("sizes", "k", "dtype", "fetchers"),
-    sweep(
-        [
-            ((20, 0, 37), 33, BF16, 2),  # rows of 66 bytes
-            ((33, 17, 1), 7, F32, 3),
-            ((40, 40, 40), 64, BF16, 5),
-            ((1, 1, 1), 1, F32, 4),
-        ]
-    ),
-)
-def test_a_tile_waits_for_all_pieces_of_its_rows(
-    interpreting: RanksFixture, sizes: tuple[int, ...], k: int, dtype: torch.dtype, fetchers: int
-) -> None:
-    """And each word comes after its piece."""
-    for wrong in interpreting(3).run(pieces_job, sizes, k, dtype, fetchers):
-        assert not wrong, wrong[:5]
+    require_none(wrong)

@@ -4,6 +4,8 @@ are stored in parts or by descriptors, and published one tile later."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,18 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cases import DTYPES, Case, RanksFixture
-from tests.support.ranked import check_cases, fresh_group, place
+from tests.support import faults
+from tests.support.cases import DTYPES, Case
+from tests.support.emulated import require_none
+from tests.support.ranked import check_cases, fresh_group, on_ranks, place
 from tests.support.tiers import sweep
-from tpkernels import groups
 
 F32, BF16 = torch.float32, torch.bfloat16
+interpreted = functools.partial(on_ranks, fixture="interpreting")
 SIZES = [(1, 1, 1), (1, 33, 7), (65, 31, 33), (64, 64, 64), (100, 70, 40)]
 
 
 def _wrong(
     m: int, n: int, k: int, dtype: torch.dtype, tma: bool, layout: str, block_m: int
-) -> list[str]:
+) -> str | None:
     from tpkernels.kernels.configs import INTERPRETER
     from tpkernels.kernels.matmul import matmul
 
@@ -37,58 +41,42 @@ def _wrong(
     eps = torch.finfo(dtype).eps
     bound = eps / 2 * exact.abs() + (k + 2) * torch.finfo(torch.float32).eps * terms
     right = (got - exact).abs() <= bound
-    return [] if right.all() and got.dtype == dtype else [f"{m, n, k} {dtype} {tma} {layout}"]
+    return None if right.all() and got.dtype == dtype else f"{m, n, k} {dtype} {tma} {layout}"
 
 
-def sizes_job(dtype: torch.dtype) -> list[str]:
+@pytest.mark.parametrize("dtype", sweep(DTYPES))
+@interpreted(1)
+def test_sizes(dtype: torch.dtype) -> None:
     from tpkernels.kernels.configs import INTERPRETER
 
-    wrong: list[str] = []
-    for m, n, k in SIZES:
-        for tma in (True, False):
-            wrong += _wrong(m, n, k, dtype, tma, "plain", INTERPRETER.block_m)
-    return wrong
+    cases = itertools.product(SIZES, (True, False))
+    require_none([_wrong(*mnk, dtype, tma, "plain", INTERPRETER.block_m) for mnk, tma in cases])
 
 
-def layouts_job() -> list[str]:
+@interpreted(1)
+def test_layouts() -> None:
     """And a product whose rows are two tiles, of four parts each."""
     from tpkernels.kernels.configs import INTERPRETER
     from tpkernels.kernels.matmul import matmul
 
-    wrong: list[str] = []
     a = torch.arange(33 * 5).view(33, 5).to(F32)
     b = torch.arange(5 * 301).view(5, 301).to(F32) % 64
     bias, config = torch.arange(301).to(F32), replace(INTERPRETER, block_n=256, programs=1)
-    if not torch.equal(matmul(a, b, bias, config=config), a @ b + bias):
-        wrong.append("parts of a product")
-    for layout in ("transposed", "sliced", "offset"):
-        for tma in (True, False):
-            wrong += _wrong(40, 48, 64, torch.float16, tma, layout, 16)
-    return wrong
+    assert torch.equal(matmul(a, b, bias, config=config), a @ b + bias)
+    cases = itertools.product((True, False), ("transposed", "sliced", "offset"))
+    require_none([_wrong(40, 48, 64, torch.float16, *case, 16) for case in cases])
 
 
-@pytest.mark.parametrize("dtype", sweep(DTYPES))
-def test_sizes(interpreting: RanksFixture, dtype: torch.dtype) -> None:
-    assert not interpreting(1).run(sizes_job, dtype)[0]
-
-
-def test_layouts(interpreting: RanksFixture) -> None:
-    assert not interpreting(1).run(layouts_job)[0]
-
-
-def rounding_job() -> list[bool]:
+@interpreted(1)
+def test_results_are_rounded_to_the_nearest_even() -> None:
     """Ties and neighbours of bf16, whose cast the interpreter would cut off."""
     from tpkernels.kernels.matmul import matmul
 
     values = 1 + torch.arange(-600, 600) / 2**9
     x = torch.stack([values, torch.ones_like(values)], 1)
     one = torch.eye(2)[:, :1].contiguous()
-    got = matmul(x, one, out_dtype=torch.bfloat16)
-    return [bool(torch.equal(got[:, 0], values.to(torch.bfloat16)))]
-
-
-def test_results_are_rounded_to_the_nearest_even(interpreting: RanksFixture) -> None:
-    assert interpreting(1).run(rounding_job) == [[True]]
+    got = matmul(x, one, out_dtype=BF16)
+    assert torch.equal(got[:, 0], values.to(BF16))
 
 
 @contextlib.contextmanager
@@ -118,41 +106,28 @@ def cases(n: int, world: int) -> list[Case]:
     return [scatter, reduce, even, wide]
 
 
-def parts_job(n: int, one_shot_bytes: int) -> list[str]:
-    """All columns of a row are two tiles, of four parts each; one program has all tiles."""
-    with interpreted_as(one_shot_bytes, block_n=256, programs=1), fresh_group(1 << 22) as group:
-        return check_cases(cases(n, group.size()), group)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", sweep([2, 3, 1, 4]))
 @pytest.mark.parametrize(("n", "one_shot_bytes"), sweep([(264, 0), (301, 0), (301, 1 << 30)]))
-def test_parts_and_descriptors(
-    interpreting: RanksFixture, world: int, n: int, one_shot_bytes: int
-) -> None:
-    """By descriptors where rows are aligned (264 columns)."""
-    for wrong in interpreting(world).run(parts_job, n, one_shot_bytes, timeout=240):
-        assert not wrong, wrong
-
-
-def late_job(one_shot_bytes: int) -> list[str]:
-    """The last rank multiplies its tiles late, while the others wait for them."""
-    with interpreted_as(one_shot_bytes, programs=1), fresh_group(1 << 22) as group:
-        wanted = [replace(case, k=(130,)) for case in cases(72, group.size())[:3]]
-        wrong = check_cases(wanted[:1], group)
-        workspace = groups.get(group.group_name).workspace
-        assert workspace is not None and workspace._device is not None
-        last = group.rank() == group.size() - 1
-        workspace.set_chaos(seed=1, max_delay_us=15_000 * last)
-        for case in wanted:
-            wrong += check_cases([case] * 2, group)
-        return wrong
+@interpreted()
+def test_parts_and_descriptors(n: int, one_shot_bytes: int) -> None:
+    """All columns of a row are two tiles, of four parts each; one program has all tiles. By
+    descriptors where rows are aligned (264 columns)."""
+    with interpreted_as(one_shot_bytes, block_n=256, programs=1), fresh_group(1 << 22) as group:
+        require_none(check_cases(cases(n, group.size()), group))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_shot_bytes", sweep([0, 1 << 30]))
-def test_no_tile_is_published_before_it_is_stored(
-    interpreting: RanksFixture, one_shot_bytes: int
-) -> None:
-    for wrong in interpreting(2).run(late_job, one_shot_bytes, timeout=240):
-        assert not wrong, wrong
+@interpreted(2)
+def test_no_tile_is_published_before_it_is_stored(one_shot_bytes: int) -> None:
+    """The last rank multiplies its tiles late, while the others wait for them."""
+    with interpreted_as(one_shot_bytes, programs=1), fresh_group(1 << 22) as group:
+        wanted = [replace(case, k=(130,)) for case in cases(72, group.size())[:3]]
+        wrong = check_cases(wanted[:1], group)
+        workspace = faults.workspace_of(group)
+        assert workspace._device is not None
+        workspace.set_chaos(seed=1, max_delay_us=15_000 * (group.rank() == group.size() - 1))
+        for case in wanted:
+            wrong += check_cases([case] * 2, group)
+    require_none(wrong)

@@ -69,7 +69,7 @@ struct Setup {
   int world = 2;
   std::size_t capacity = 1 << 16;
   std::size_t limit = 1 << 16;  // maximum size of a buffer
-  host::ChannelOptions channel{20.0, 20.0};
+  double timeout_s = 20, spin_us = 20;
   std::uint32_t epoch = 0;
   unsigned max_delay_us = 0;
 };

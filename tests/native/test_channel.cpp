@@ -99,10 +99,7 @@ TEST_CASE(committed_parts_cover_buffers_that_do_not_overlap, kThreads) {
         CHECK(offset + size <= bytes);
         std::memset(committed.data() + offset, 1, size);
       }
-      Setup setup;
-      setup.world = world;
-      setup.capacity = to;
-      const auto channel = make_channel(setup, arena, 0);
+      const auto channel = make_channel({.world = world, .capacity = to}, arena, 0);
       CHECK(channel->buffer_offset(0) + to <= channel->buffer_offset(1));
       CHECK(channel->buffer_offset(1) + to <= bytes && channel->buffer_offset(0) % 4096 == 0);
       for (std::size_t i = 0; i < channel->buffer_offset(0) + to; ++i) CHECK(committed[i]);
@@ -136,11 +133,7 @@ TEST_CASE(an_impossible_arena_or_channel_is_an_error, kThreads) {
 
 TEST_CASE(words_order_data_under_delays, kThreads) {
   for (const int world : {1, 2, 4}) {
-    Setup setup;
-    setup.world = world;
-    setup.max_delay_us = 400;
-    setup.epoch = 0xfffffff0u;  // it wraps
-    on_threads(setup, [](Channel& channel) {
+    on_threads({.world = world, .epoch = 0xfffffff0u, .max_delay_us = 400}, [](Channel& channel) {
       for (int i = 0; i < options().calls; ++i) exchange_values(channel, 257);
       CHECK(channel.epoch() == static_cast<unsigned>(options().calls) - 16);
     });
@@ -149,10 +142,7 @@ TEST_CASE(words_order_data_under_delays, kThreads) {
 
 // Words in fresh memory also hold epoch 0. They must not be mistaken for an arrival.
 TEST_CASE(epoch_zero_is_no_arrival, kThreads) {
-  Setup setup;
-  setup.epoch = 0xffffffffu;
-  setup.channel.timeout_s = 0.1;
-  on_threads(setup, [](Channel& channel) {
+  on_threads({.timeout_s = 0.1, .epoch = 0xffffffffu}, [](Channel& channel) {
     if (channel.rank() == 1) return;
     channel.begin(kCall, "zero()");
     CHECK(channel.epoch() == 0);
@@ -161,11 +151,7 @@ TEST_CASE(epoch_zero_is_no_arrival, kThreads) {
 }
 
 TEST_CASE(buffers_grow_between_calls, kThreads) {
-  Setup setup;
-  setup.world = 3;
-  setup.max_delay_us = 200;
-  setup.capacity = 4096;
-  setup.limit = 1 << 20;
+  const Setup setup{.world = 3, .capacity = 4096, .limit = 1 << 20, .max_delay_us = 200};
   on_threads(setup, [&](Channel& channel) {
     for (std::size_t bytes = setup.capacity; bytes <= setup.limit; bytes *= 4) {
       if (bytes > channel.capacity()) {
@@ -182,9 +168,7 @@ TEST_CASE(buffers_grow_between_calls, kThreads) {
 // The texts are long: peers read them while others write theirs, and never beyond their end.
 TEST_CASE(every_rank_detects_a_mismatch, kThreads) {
   for (int odd = 0; odd < 3; ++odd) {
-    Setup setup;
-    setup.world = 3;
-    on_threads(setup, [=](Channel& channel) {
+    on_threads({.world = 3}, [=](Channel& channel) {
       for (int i = 0; i < 2; ++i) exchange_values(channel, 3);  // fill the text slots
       if (odd == 1 && channel.rank() == 2) sleep_ms(100);       // the others have failed by then
       const bool different = channel.rank() == odd;
@@ -203,9 +187,7 @@ TEST_CASE(every_rank_detects_a_mismatch, kThreads) {
 
 // Rank 0 waits only for rank 1, and learns from it what happened to rank 2.
 TEST_CASE(a_rank_that_leaves_is_blamed_by_all, kThreads) {
-  Setup setup;
-  setup.world = 3;
-  on_threads(setup, [](Channel& channel) {
+  on_threads({.world = 3}, [](Channel& channel) {
     channel.begin(kCall, "leaving()");
     if (channel.rank() == 2) {
       sleep_ms(30);
@@ -226,9 +208,7 @@ TEST_CASE(a_rank_that_leaves_is_blamed_by_all, kThreads) {
 // A rank that has published its last word may leave: the call has succeeded.
 TEST_CASE(leaving_after_the_last_word_is_no_failure, kThreads) {
   for (int i = 0; i < 100; ++i) {
-    Setup setup;
-    setup.channel.spin_us = 0;
-    on_threads(setup, [](Channel& channel) {
+    on_threads({.spin_us = 0}, [](Channel& channel) {
       channel.begin(kCall, "last()");
       if (channel.rank() == 0) channel.wait(1, Phase::kData);
       channel.publish(Phase::kData);
@@ -243,7 +223,7 @@ TEST_CASE(what_a_rank_that_left_has_overwritten_is_no_data, kThreads) {
   auto arena = make_arena(2, 4096);
   const std::weak_ptr<host::Arena> segment = arena;
   std::atomic<bool> left{false};
-  on_threads(Setup{}, [&](Channel& channel) {
+  on_threads({}, [&](Channel& channel) {
     channel.add_segment(1, segment);
     if (channel.rank() == 1) {
       while (!left) sleep_ms(1);
@@ -272,9 +252,7 @@ TEST_CASE(what_a_rank_that_left_has_overwritten_is_no_data, kThreads) {
 // Without spinning every wait goes to sleep. If the futex wakes it, the wait takes far less than
 // the 20 ms after which a sleeper checks by itself.
 TEST_CASE(processes_wake_each_other, kFork) {
-  Setup setup;
-  setup.channel.spin_us = 0;
-  on_processes_that_succeed(setup, [](Channel& channel) {
+  on_processes_that_succeed({.spin_us = 0}, [](Channel& channel) {
     std::vector<double> took;
     for (int i = 0; i < 60; ++i) {
       const double start = now_ms();
@@ -290,7 +268,7 @@ TEST_CASE(processes_wake_each_other, kFork) {
 
 // Words that a process published before it died count: the call succeeds, the next one fails.
 TEST_CASE(words_of_dead_processes_count, kFork) {
-  const auto statuses = on_processes(Setup{}, [](Channel& channel) {
+  const auto statuses = on_processes({}, [](Channel& channel) {
     channel.begin(kCall, "last()");
     channel.buffer(channel.rank())[0] = std::byte{42};
     channel.publish(Phase::kData);
@@ -309,10 +287,7 @@ TEST_CASE(words_of_dead_processes_count, kFork) {
 // `watch` is for waits outside the channel: it reports a rank that died or is late, but not one
 // that has finished.
 TEST_CASE(watch_reports_dead_and_late_ranks, kFork) {
-  Setup setup;
-  setup.world = 3;
-  setup.channel.timeout_s = 0.2;
-  const auto statuses = on_processes(setup, [](Channel& channel) {
+  const auto statuses = on_processes({.world = 3, .timeout_s = 0.2}, [](Channel& channel) {
     channel.begin(kCall, "watched()");
     channel.barrier();
     if (channel.rank() == 1) {  // finishes, then dies

@@ -228,12 +228,7 @@ void run_random(Channel& channel, std::uint64_t seed, int count, const Segment& 
 
 // Small buffers, so that most calls take several chunks, and epochs that wrap.
 Setup delayed(int world) {
-  Setup setup;
-  setup.world = world;
-  setup.capacity = 8192;
-  setup.max_delay_us = 300;
-  setup.epoch = 0xfffffff0u;
-  return setup;
+  return {.world = world, .capacity = 8192, .epoch = 0xfffffff0u, .max_delay_us = 300};
 }
 
 }  // namespace
@@ -259,7 +254,7 @@ TEST_CASE(random_collectives_between_processes, kFork) {
 TEST_CASE(a_process_killed_within_collectives_is_reported, kFork) {
   Setup setup = delayed(4);
   setup.max_delay_us = 2000;
-  setup.channel.timeout_s = 60;
+  setup.timeout_s = 60;
   double killed_at = 0;
   const auto statuses = on_processes(
       setup,
@@ -283,16 +278,14 @@ TEST_CASE(every_vector_unit_agrees, kThreads) {
   const std::string best = host::vector_unit().name;
   for (const host::VectorUnit* unit : host::available_units()) {
     host::use_unit(unit->name);
-    Setup setup;
-    setup.world = 3;
-    on_threads(setup, [](Channel& channel) { run_random(channel, options().seed + 1, 25); });
+    on_threads({.world = 3}, [](Channel& channel) { run_random(channel, options().seed + 1, 25); });
   }
   host::use_unit(best);
 }
 
 TEST_CASE(a_released_segment_is_an_error_on_all_ranks, kThreads) {
   const auto theirs = make_arena(2, kSegmentBytes);
-  on_threads(Setup{}, [&](Channel& channel) {
+  on_threads({}, [&](Channel& channel) {
     auto own = channel.rank() == 0 ? theirs : make_arena(2, kSegmentBytes);
     channel.add_segment(1, own);
     if (channel.rank() == 1) own.reset();  // rank 0 keeps its segment, rank 1 releases its own
@@ -306,9 +299,7 @@ TEST_CASE(a_released_segment_is_an_error_on_all_ranks, kThreads) {
 
 // Results larger than the caches use streaming stores.
 TEST_CASE(large_results_are_streamed, kThreads) {
-  Setup setup;
-  setup.capacity = 1 << 20;
-  on_threads(setup, [](Channel& channel) {
+  on_threads({.capacity = 1 << 20}, [](Channel& channel) {
     const std::size_t half = (4 << 20) / 4 + 7;
     run(channel, {Op::kAllGather, {1, 1, {half, half}}});
     run(channel, {Op::kAllReduce, {1, 2 * half + 3, {}}});

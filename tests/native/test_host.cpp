@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -49,9 +48,9 @@ namespace {
 
 std::unique_ptr<Channel> channel_of(const Setup& setup, std::shared_ptr<Arena> arena, int rank,
                                     std::vector<int> pidfds, std::vector<int> pids) {
-  auto channel =
-      std::make_unique<Channel>(std::move(arena), rank, std::move(pidfds), std::move(pids),
-                                setup.channel, setup.capacity, setup.epoch);
+  auto channel = std::make_unique<Channel>(
+      std::move(arena), rank, std::move(pidfds), std::move(pids),
+      host::ChannelOptions{setup.timeout_s, setup.spin_us}, setup.capacity, setup.epoch);
   const Options& given = options();
   if (setup.max_delay_us != 0 || given.single_buffer || given.skip_waits) {
     const std::uint64_t seed = given.seed * 1000003 + static_cast<unsigned>(rank) * 2 + 1;
@@ -180,32 +179,25 @@ void sleep_ms(double ms) {
 
 namespace {
 
-bool number(const char* argument, const char* name, std::uint64_t* value) {
-  const std::size_t n = std::strlen(name);
-  if (std::strncmp(argument, name, n) != 0) return false;
-  *value = std::stoull(argument + n);
-  return true;
-}
-
 int run_all(int argc, char** argv) {
   bool threads_only = false;
   std::string only;
   Options& given = options();
   for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    std::uint64_t value = 0;
-    if (argument == "--threads-only") {
+    const std::string argument = argv[i], name = argument.substr(0, argument.find('='));
+    const std::string value = argument.substr(std::min(argument.size(), name.size() + 1));
+    if (name == "--threads-only") {
       threads_only = true;
-    } else if (argument == "--single-buffer") {
+    } else if (name == "--single-buffer") {
       given.single_buffer = true;
-    } else if (argument == "--skip-waits") {
+    } else if (name == "--skip-waits") {
       given.skip_waits = true;
-    } else if (argument.rfind("--only=", 0) == 0) {
-      only = argument.substr(7);
-    } else if (number(argv[i], "--calls=", &value)) {
-      given.calls = static_cast<int>(value);
-    } else if (number(argv[i], "--seed=", &value)) {
-      given.seed = value;
+    } else if (name == "--only") {
+      only = value;
+    } else if (name == "--calls") {
+      given.calls = std::stoi(value);
+    } else if (name == "--seed") {
+      given.seed = std::stoull(value);
     } else {
       std::fprintf(stderr, "unknown argument %s\n", argv[i]);
       return 2;

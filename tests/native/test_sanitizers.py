@@ -116,7 +116,7 @@ def run_host(toolchain: Callable[[str], Toolchain], cxx_cache: Path) -> Run:
         sources = sorted(file for file in files if not file.stem.endswith("bindings"))
         headers = [p for d in (HOST, NATIVE) for p in d.iterdir() if p.suffix in (".h", ".inc")]
         weaker = [f"-DWITHOUT_{without}", "-include", NATIVE / "relaxed.h"]
-        options = ["-std=c++17", *WARNINGS, f"-I{NATIVE}", *tools.flags]
+        options = ["-std=c++20", *WARNINGS, f"-I{NATIVE}", *tools.flags]
 
         def compile_one(source: Path) -> Path:
             protocol = without and source.stem in ("channel", "mailbox")

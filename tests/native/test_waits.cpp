@@ -40,10 +40,7 @@ double thread_ms() {
 }
 
 void relay(double spin_us) {
-  Setup setup;
-  setup.world = 4;
-  setup.channel.spin_us = spin_us;
-  on_threads(setup, [](Channel& channel) {
+  on_threads({.world = 4, .spin_us = spin_us}, [](Channel& channel) {
     for (int call = 0; call < 8; ++call) {
       channel.begin(kCall, "relay()");
       if (channel.rank() == 0) {  // 3, 2, 1: release each peer once the previous one has published
@@ -63,11 +60,8 @@ void relay(double spin_us) {
 
 // CPU time per second of a thread that waits for many late peers.
 double cost_of_waiting(int peers) {
-  Setup setup;
-  setup.world = peers + 1;
-  setup.channel.spin_us = 50;
   std::atomic<double> cost{0};
-  on_threads(setup, [&](Channel& channel) {
+  on_threads({.world = peers + 1, .spin_us = 50}, [&](Channel& channel) {
     channel.begin(kCall, "late()");
     if (channel.rank() != 0) {
       sleep_ms(400 + 2 * channel.rank());
@@ -180,9 +174,7 @@ TEST_CASE(the_way_through_the_caches_is_measured_again, kThreads) {
 }
 
 TEST_CASE(a_wait_ends_at_its_deadline, kThreads) {
-  Setup setup;
-  setup.channel = {0.15, 0};
-  on_threads(setup, [](Channel& channel) {
+  on_threads({.timeout_s = 0.15, .spin_us = 0}, [](Channel& channel) {
     if (channel.rank() == 1) return;
     channel.begin(kCall, "lonely()");
     const double start = now_ms();
@@ -202,10 +194,7 @@ TEST_CASE(a_wait_ends_at_its_deadline, kThreads) {
 }
 
 TEST_CASE(timeout_of_wait_any, kThreads) {
-  Setup setup;
-  setup.world = 3;
-  setup.channel.timeout_s = 0.15;
-  on_threads(setup, [](Channel& channel) {
+  on_threads({.world = 3, .timeout_s = 0.15}, [](Channel& channel) {
     if (channel.rank() == 2) return;
     channel.begin(kCall, "any()");
     channel.publish(Phase::kData);

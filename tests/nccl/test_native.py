@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -71,6 +72,16 @@ CALLS: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "no window": ("ncclCommWindowDeregister", lambda c: c.deregister_window(16)),
     "close": ("ncclCommFinalize", lambda c: c.close()),
 }
+
+
+def asking(communicator: Communicator, fake: Fake, call: str = "all_reduce") -> Future[Ending]:
+    """A call in another thread, which has begun."""
+    function, ask = CALLS[call]
+    ending = ThreadPoolExecutor(1).submit(faults.ending_of, lambda: ask(communicator))
+    deadline = time.monotonic() + 5
+    while not fake.calls(function) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return ending
 
 
 def require_broken(fake: Fake, communicator: Communicator, by: str) -> None:
@@ -193,15 +204,12 @@ def test_an_error_that_comes_later(fake: Fake, polls: int) -> None:
 
 
 def test_check_passes_over_a_call_in_progress(fake: Fake) -> None:
-    communicator, (_, ask) = make(fake), CALLS["all_reduce"]
+    communicator = make(fake)
     fake.progress(-1)
-    waiter = threading.Thread(target=faults.ending_of, args=[lambda: ask(communicator)])
-    waiter.start()
-    time.sleep(0.05)
+    waiter = asking(communicator, fake)
     communicator.check()
     communicator.abort("the test is over")
-    waiter.join(5)
-    assert not waiter.is_alive()
+    waiter.result(5)
 
 
 # Set-up.
@@ -232,28 +240,6 @@ def test_set_up_that_fails(fake: Fake) -> None:
 
 
 # Endings.
-
-
-class Asking(threading.Thread):
-    """A call in another thread; it has started when the constructor returns."""
-
-    def __init__(self, communicator: Communicator, fake: Fake, call: str = "all_reduce") -> None:
-        super().__init__(daemon=True)
-        self._function, self._ask = CALLS[call]
-        self._communicator = communicator
-        self.ending: Ending | None = None
-        self.start()
-        deadline = time.monotonic() + 5
-        while not fake.calls(self._function) and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    def run(self) -> None:
-        self.ending = faults.ending_of(lambda: self._ask(self._communicator))
-
-    def ended(self) -> Ending:
-        self.join(10)
-        assert self.ending is not None, "it still waits"
-        return self.ending
 
 
 def test_close_waits_for_the_peers_and_frees(fake: Fake) -> None:
@@ -310,9 +296,9 @@ def test_a_destroy_that_does_not_come_back(fake: Fake) -> None:
 def test_an_abort_ends_the_wait_of_another_thread(fake: Fake) -> None:
     communicator = make(fake)
     fake.progress(-1)
-    waiter = Asking(communicator, fake)
+    waiter = asking(communicator, fake)
     assert communicator.abort("the test says so")
-    ending = waiter.ended()
+    ending = waiter.result(10)
     assert ending.error == "GroupBrokenError" and "the test says so" in ending.text, ending
     require_broken(fake, communicator, "the test says so")
 
@@ -321,11 +307,9 @@ def test_threads_take_turns(fake: Fake) -> None:
     """NCCL forbids a call while another is in progress; the fake counts those."""
     communicator = make(fake)
     fake.progress(100)  # tens of milliseconds
-    threads = [
-        Asking(communicator, fake, call) for call in ("all_reduce", "send", "group", "window")
-    ]
-    for thread in threads:
-        assert not thread.ended().error, thread.ending
+    calls = ("all_reduce", "send", "group", "window")
+    for thread in [asking(communicator, fake, call) for call in calls]:
+        assert not thread.result(10).error, thread
     assert (fake.calls("ncclAllReduce"), fake.misuse()) == (1, 0)
 
 
@@ -334,14 +318,14 @@ def test_a_call_that_is_stuck_within_nccl(fake: Fake) -> None:
     """Other threads do not wait for it forever, and it finds the abort when it returns."""
     communicator = make(fake, SHORT)
     fake.delay("ncclAllReduce", 1000 * AWAY)
-    stuck = Asking(communicator, fake)
+    stuck = asking(communicator, fake)
     late = faults.ending_of(lambda: communicator.enqueue([operation("send")]))
     assert late.error == "CollectiveTimeoutError" and late.seconds < AWAY / 2, late
     assert "waited 0.30 s for another thread's call" in late.text
     start = time.monotonic()
     assert communicator.abort("stuck")
     assert time.monotonic() - start < AWAY / 2
-    assert stuck.ended().error == "GroupBrokenError"
+    assert stuck.result(10).error == "GroupBrokenError"
     require_broken(fake, communicator, "stuck")
 
 

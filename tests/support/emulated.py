@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.support import ranked
 from tests.support.cxx import compiled
 from tests.support.paths import NATIVE, ROOT
 from tpkernels import _C, groups
@@ -103,34 +102,9 @@ def counts() -> tuple[int, ...]:
     return tuple(map(count_of, ("barriers", "releases", "atomics")))
 
 
-def on_ranks(world: int | None = None, interpreting: bool = False) -> Callable[..., Any]:
-    """Make a test of a function that asserts on every rank, where the emulated driver is loaded.
-
-    The function takes the test's parameters. Without ``world`` the test has a parameter of that
-    name, which the function does not get."""
-
-    def decorate(job: Callable[..., None]) -> Callable[..., None]:
-        pool = "interpreting" if interpreting else "ranks"
-        fixtures = ["cuda_driver", pool, *(["world"] if world is None else [])]
-
-        def test(**given: Any) -> None:
-            driver, pools, *sizes = (given.pop(name) for name in fixtures)
-            size = sizes[0] if sizes else world
-            pools(size).run(_run_job, job.__module__, job.__name__, driver, given, timeout=240)
-
-        names = [*fixtures, *inspect.signature(job).parameters]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        test.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
-        test.__name__, test.__doc__, test.__module__ = job.__name__, job.__doc__, job.__module__
-        test.job = job  # type: ignore[attr-defined]
-        return test
-
-    return decorate
-
-
-def _run_job(module: str, name: str, driver: str, given: dict[str, Any]) -> None:
-    load(driver)
-    getattr(importlib.import_module(module), name).job(**given)
+# Tests whose functions assert on every rank, where this driver is loaded.
+on_ranks = functools.partial(ranked.on_ranks, driver=True, timeout=240.0)
+interpreted = functools.partial(on_ranks, fixture="interpreting")
 
 
 def space_of(
@@ -150,7 +124,7 @@ def space_of(
 
 def require_none(wrong: Sequence[object], *spaces: DeviceWorkspace) -> None:
     """Fail with what is wrong, and with waits that have failed."""
-    found = [*wrong, *(space.failure() for space in spaces if space.failure() is not None)]
+    found = [one for one in (*wrong, *(s.failure() for s in spaces)) if one is not None]
     assert not found, f"{len(found)} failures: {found[:10]}"
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from tests.support.cuda_builds import dump, usage
 from tpkernels.kernels import (
     all_gather_matmul,
     matmul,
@@ -93,7 +90,7 @@ class Build:
     @functools.cached_property
     def sass(self) -> str:
         """What the GPU runs: ptxas orders and removes instructions."""
-        return _cuobjdump("-sass", self.cubin)
+        return dump(self.cubin, "-sass")
 
 
 @functools.cache
@@ -165,7 +162,8 @@ def build(
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     threads = int(re.findall(r"\.reqntid (\d+)", ptx)[0])
     scratch = compiled.metadata.global_scratch_size
-    used_memory = *_resources(cubin), compiled.metadata.shared
+    (used_by,) = (kernel for kernels in usage(cubin).values() for kernel in kernels.values())
+    used_memory = used_by.registers, used_by.stack, used_by.local, compiled.metadata.shared
     return Build(ptx, cubin, *used_memory, threads, scratch, compiled.asm["ttgir"])
 
 
@@ -178,22 +176,3 @@ def _descriptors(config: MatmulConfig, dtype: str, b_major: str) -> dict[str, st
         if config.tma
         else {}
     )
-
-
-def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """(registers, bytes of stack, bytes of local memory) of a thread."""
-    usage = _cuobjdump("-res-usage", cubin)
-    values = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    return int(values["REG"]), int(values["STACK"]), int(values["LOCAL"])
-
-
-def _cuobjdump(option: str, cubin: bytes) -> str:
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    path = f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"  # it calls nvdisasm
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [tools / "cuobjdump", option, file.name],
-            capture_output=True, text=True, check=True, env=os.environ | {"PATH": path},
-        ).stdout  # fmt: skip

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 from tests.support.paths import ROOT
 
@@ -35,3 +39,34 @@ def torchrun(ranks: int, *arguments: object, seconds: float = 120, **env: str) -
     """Run a script or module on ranks of torchrun; return what they print."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
     return output_of(*launcher, *arguments, seconds=seconds, **env)
+
+
+def interrupted(
+    *arguments: object, when: Callable[[subprocess.Popen[str]], object], seconds: float = 60
+) -> tuple[int, str, str]:
+    """Run Python, interrupt it as a terminal does when ``when`` returns, and wait until it has left
+    no process; return the exit code and the output."""
+    command = [sys.executable, *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+    when(process)
+    os.killpg(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=seconds)
+    deadline = time.monotonic() + seconds
+    while processes_of_session(process.pid):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.02)
+    return process.returncode, *output
+
+
+def processes_of_session(leader: int) -> set[int]:
+    """Ids of the processes in the session that ``leader`` started, except zombies."""
+    pids = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(of) == leader and state != "Z":
+            pids.add(int(entry.name))
+    return pids

@@ -287,20 +287,25 @@ def unlike(attempts: Mapping[str, Callable[[], Any]], kind: Any = Exception) -> 
 
 
 def on_ranks(
-    world: int | None = None, timeout: float = 120.0, fixture: str = "ranks"
+    world: int | None = None,
+    timeout: float = 120.0,
+    fixture: str = "ranks",
+    driver: bool = False,
 ) -> Callable[[Any], Any]:
     """Make a test of a function that runs on every rank and returns what is wrong there, as texts,
     or None. Its parameters are the test's. Without ``world``, a parameter of the test of that name
-    says on how many ranks."""
+    says on how many ranks. With ``driver`` the ranks load the emulated CUDA driver."""
 
     def decorate(job: Callable[..., list[str] | None]) -> Callable[..., None]:
         def test(**values: Any) -> None:
             ranks, count = values.pop(fixture), world or values.pop("world")
-            job_of = (job.__module__, job.__name__, values)
+            path = values.pop("cuda_driver", None)
+            job_of = (job.__module__, job.__name__, path, values)
             results = ranks(count).run(_run_job, *job_of, timeout=timeout)
             report(failure for failures in results for failure in failures or ())
 
-        names = [fixture, *(["world"] if world is None else []), *inspect.signature(job).parameters]
+        own = [fixture, *(["cuda_driver"] if driver else []), *(["world"] if world is None else [])]
+        names = [*own, *inspect.signature(job).parameters]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         test.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
         test.job = job  # type: ignore[attr-defined]
@@ -311,7 +316,13 @@ def on_ranks(
     return decorate
 
 
-def _run_job(module: str, name: str, values: dict[str, Any]) -> list[str] | None:
+def _run_job(
+    module: str, name: str, driver: str | None, values: dict[str, Any]
+) -> list[str] | None:
+    if driver is not None:
+        from tests.support import emulated
+
+        emulated.load(driver)
     failures: list[str] | None = getattr(importlib.import_module(module), name).job(**values)
     return failures
 

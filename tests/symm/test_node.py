@@ -63,7 +63,7 @@ def growth_job(hosts: str, lacking: int) -> tuple[list[str], int]:
     """The buffers grow for a large call; on one host they cannot."""
     with on_hosts(hosts), fresh_group(8 << 20) as group:
         node = groups.get(group.group_name).node
-        assert node is not None
+        assert node is not None and node.hosts == (range(2), range(2, 4))
         before = node.channel.capacity
         if group.rank() == lacking:
             node.workspace._commit = lambda parts: "no memory here"  # type: ignore[method-assign]
@@ -77,7 +77,7 @@ def growth_job(hosts: str, lacking: int) -> tuple[list[str], int]:
 @pytest.mark.filterwarnings("ignore:the workspace of group")
 @pytest.mark.parametrize("lacking", [-1, 2])
 def test_the_workspace_grows_on_all_hosts_or_is_not_used(ranks: RanksFixture, lacking: int) -> None:
-    for wrong, usable in ranks(3).run(growth_job, "001", lacking):
+    for wrong, usable in ranks(4).run(growth_job, "0011", lacking):
         assert not wrong
         assert usable == (8 << 20 if lacking < 0 else 1 << 20)
 

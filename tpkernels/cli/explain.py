@@ -104,9 +104,11 @@ def explain(
         )
     if machine is not None:
         count, where = len(known.measurements), f"{world} ranks x {threads} threads"
-        path = escape(str(store.path_for(machine)))
-        nothing = f"Nothing was measured here with {where}: see tpkernels tune"
-        notes.append(f"Measured here with {where}: {count} cases, {path}" if count else nothing)
+        if count:
+            path = escape(str(store.path_for(machine)))
+            notes.append(f"Measured here with {where}: {count} cases, {path}")
+        else:
+            notes.append(f"Nothing was measured here with {where}: see tpkernels tune")
     for part in (f"{op} {spec}, {world} ranks, {device}", grid, *notes):
         console().print(part)
 

@@ -172,13 +172,13 @@ def paced_copy(
     1024 threads, and is slower if they cannot move as much. Any dtype."""
     operands.check_contiguous(dst.device, dst=dst, src=src)
     operands.check_alike(True, dst=dst, src=src)
-    for what, value, valid, allowed in (
+    for label, value, valid, allowed in (
         ("gb_per_s", gb_per_s, 0 < gb_per_s < math.inf, "above 0"),
         ("latency_us", latency_us, 0 <= latency_us < math.inf, "at least 0"),
         ("sms", sms, 1 <= sms <= 1024, "1 to 1024"),
     ):
         if not valid:
-            raise ValueError(f"{what} is {value}; it must be {allowed}")
+            raise ValueError(f"{label} is {value}; it must be {allowed}")
     nbytes = src.numel() * src.element_size()
     seconds = latency_us * 1e-6 + nbytes / gb_per_s * 1e-9
     if seconds > _LONGEST_COPY_S:
@@ -346,10 +346,10 @@ def _check_rows(x: torch.Tensor, weight: torch.Tensor, **outs: torch.Tensor) -> 
     operands.check_alike(True, x=x, **outs)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {list(weight.shape)}; it must be [{x.shape[-1]}]")
-    for what, out in outs.items():
+    for label, out in outs.items():
         if out.data_ptr() % layouts.PACK_BYTES:
             raise ValueError(
-                f"{what} is not aligned to {layouts.PACK_BYTES} bytes; pass a new tensor"
+                f"{label} is not aligned to {layouts.PACK_BYTES} bytes; pass a new tensor"
             )
 
 

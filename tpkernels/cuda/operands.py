@@ -13,12 +13,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def check_contiguous(device: torch.device, **tensors: torch.Tensor | None) -> None:
     """Raise ``ValueError`` for a tensor that is on another device or not contiguous."""
-    for what, tensor in tensors.items():
+    for label, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
-            raise ValueError(f"{what} is on {tensor.device}; it must be on {device}")
+            raise ValueError(f"{label} is on {tensor.device}; it must be on {device}")
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(
-                f"{what} has strides {list(tensor.stride())}; it must be contiguous: pass "
+                f"{label} has strides {list(tensor.stride())}; it must be contiguous: pass "
                 "a .contiguous() copy"
             )
 
@@ -27,21 +27,21 @@ def check_summed(device: torch.device, **tensors: torch.Tensor | None) -> None:
     """Check that tensors are contiguous, and raise ``NotImplementedError`` for a dtype that the
     kernels cannot sum."""
     check_contiguous(device, **tensors)
-    for what, tensor in tensors.items():
+    for label, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in DTYPES:
             allowed = ", ".join(map(name, DTYPES))
-            raise NotImplementedError(f"{what} is {name(tensor.dtype)}; supported: {allowed}")
+            raise NotImplementedError(f"{label} is {name(tensor.dtype)}; supported: {allowed}")
 
 
 def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
     """Raise ``ValueError`` unless all tensors have the first one's shape and, if ``dtype``, its
     dtype."""
-    given = [(what, tensor) for what, tensor in tensors.items() if tensor is not None]
-    first, model = given[0]
-    for what, tensor in given:
+    present = [(label, tensor) for label, tensor in tensors.items() if tensor is not None]
+    first, model = present[0]
+    for label, tensor in present:
         if tensor.shape != model.shape or (dtype and tensor.dtype != model.dtype):
             raise ValueError(
-                f"{what} is {list(tensor.shape)} {name(tensor.dtype)}, {first} "
+                f"{label} is {list(tensor.shape)} {name(tensor.dtype)}, {first} "
                 f"{list(model.shape)} {name(model.dtype)}; they must match"
             )
 

@@ -235,8 +235,8 @@ def prepare(
         )
         lanes = min(config.programs - fetching.programs, config.tiles(sizes, w.shape[1]))
         programs, segments = fetching.programs + max(lanes, 1), matmul.segments_of(space, sizes)
-        rest = segments, w.shape[1], k, *w.stride(), *arguments, 1, 1, False, fetching
-        multiply = operands.bind(all_gather_matmul_kernel, programs, rest)
+        args = segments, w.shape[1], k, *w.stride(), *arguments, 1, 1, False, fetching
+        multiply = operands.bind(all_gather_matmul_kernel, programs, args)
 
         def run(x: torch.Tensor, weights: Any, biases: Any, outs: Any, gathered: Any) -> None:
             if rows:
@@ -302,10 +302,10 @@ def prepare_arriving(
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         lanes = min(config.programs - _ROOM, config.tiles(sizes, w.shape[1]))
-        rest = matmul.segments_of(space, sizes), w.shape[1], k, *w.stride()
+        args = matmul.segments_of(space, sizes), w.shape[1], k, *w.stride()
         call = sync.launch_arguments(space, signature)
-        rest = *rest, *call, chunk_tiles, chunks, True, NO_FETCHING
-        multiply = operands.bind(all_gather_matmul_kernel, lanes, rest)
+        args = *args, *call, chunk_tiles, chunks, True, NO_FETCHING
+        multiply = operands.bind(all_gather_matmul_kernel, lanes, args)
 
         def run(gathered: torch.Tensor, w: torch.Tensor, *more: torch.Tensor | None) -> None:
             multiply(gathered, w, *more, gathered)

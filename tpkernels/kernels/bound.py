@@ -31,13 +31,13 @@ class BoundKernel:
     descriptors or None. Shapes, strides and dtypes must be the same in all launches.
 
     Args:
-        rest: the kernel's other arguments, in its order.
+        args: the kernel's other arguments, in its order.
         options: of the launch.
     """
 
-    def __init__(self, kernel: Any, programs: int, rest: tuple[Any, ...], options: Any) -> None:
+    def __init__(self, kernel: Any, programs: int, args: tuple[Any, ...], options: Any) -> None:
         self._kernel, self._grid = kernel, (programs, 1, 1)
-        self._rest, self._options = rest, options
+        self._args, self._options = args, options
         self._compiled: dict[int, Any] = {}
 
     def __call__(self, *tensors: Any) -> None:
@@ -47,12 +47,12 @@ class BoundKernel:
                 aligned = 2 * aligned + (x.data_ptr() % _ALIGNMENT == 0)
         launch = self._compiled.get(aligned)
         if launch is not None:
-            launch(*tensors, *self._rest)
+            launch(*tensors, *self._args)
             return
         devices = {x.device for x in tensors if isinstance(x, torch.Tensor)}
         captured = any(map(streams.is_captured, devices))
         with _only_compiled(self._kernel) if captured else contextlib.nullcontext():
-            compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)
+            compiled = self._kernel[self._grid](*tensors, *self._args, **self._options)
         # It is not under the interpreter. Hooks before a launch are Triton's to call.
         if isinstance(compiled, CompiledKernel) and not self._kernel.pre_run_hooks:
             self._compiled[aligned] = compiled[self._grid]
@@ -92,9 +92,9 @@ def _only_compiled(kernel: Any) -> Iterator[None]:
     with _compiling:
         compile_source = kernel.compile
 
-        def refuse(*given: Any, **options: Any) -> Any:
+        def refuse(*args: Any, **options: Any) -> Any:
             if threading.get_ident() != thread:
-                return compile_source(*given, **options)
+                return compile_source(*args, **options)
             raise CaptureError(
                 f"the Triton kernel {kernel.__name__} is not compiled for these operands, and a "
                 "capture cannot load it: end the capture, and make the call once before it, with "

@@ -148,12 +148,12 @@ class Operands(NamedTuple):
         )
 
     def bind(
-        self, kernel: Any, programs: int, rest: tuple[Any, ...], scratch: torch.Tensor | None = None
+        self, kernel: Any, programs: int, args: tuple[Any, ...], scratch: torch.Tensor | None = None
     ) -> Callable[..., None]:
         """Return a launch of a kernel with the tile loop, which takes a, b and the kernel's other
-        tensors. ``rest``: what it takes between these and `tiling`. ``scratch``: memory for the
+        tensors. ``args``: what it takes between these and `tiling`. ``scratch``: memory for the
         descriptors by which it stores tiles, if it does."""
-        bound = BoundKernel(kernel, max(programs, 1), (*rest, self.tiling), self.launch)
+        bound = BoundKernel(kernel, max(programs, 1), (*args, self.tiling), self.launch)
         stores = self.tiling.store_tma
         launch = bound if scratch is None or not stores else WithScratch(bound, scratch)
 

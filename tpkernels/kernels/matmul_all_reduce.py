@@ -152,11 +152,11 @@ def prepare(
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         programs = min(config.tiles(sizes, n), config.programs)
-        rest = matmul.segments_of(space, sizes), n, k, *strides, slot, world * slot, results
+        args = matmul.segments_of(space, sizes), n, k, *strides, slot, world * slot, results
         call = sync.launch_arguments(space, signature)
-        rest = *rest, *call, one_shot, scatter.TRITON_DTYPES[wire]
+        args = *args, *call, one_shot, scatter.TRITON_DTYPES[wire]
         scratch = None if one_shot else space.scratch
-        return operands.bind(matmul_all_reduce_kernel, programs, rest, scratch)
+        return operands.bind(matmul_all_reduce_kernel, programs, args, scratch)
 
     copied = 0 if one_shot else m * n * out_dtype.itemsize
     return Prepared(2 * results, world * slot + copied, matmul.table_of(sizes), bind)

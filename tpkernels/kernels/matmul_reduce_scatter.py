@@ -196,8 +196,8 @@ def prepare(
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         programs = min(config.tiles(sizes, n), config.programs)
         call = sync.launch_arguments(space, signature)
-        rest = matmul.segments_of(space, sizes), n, k, *strides, slot, *call, TRITON_DTYPES[wire]
-        return operands.bind(matmul_reduce_scatter_kernel, programs, rest, space.scratch)
+        args = matmul.segments_of(space, sizes), n, k, *strides, slot, *call, TRITON_DTYPES[wire]
+        return operands.bind(matmul_reduce_scatter_kernel, programs, args, space.scratch)
 
     tiles = config.tiles([max(sizes)], n)
     return Prepared(1 + tiles, len(sizes) * slot, matmul.table_of(sizes), bind)

@@ -76,7 +76,7 @@ class DeviceWorkspace:
     def __init__(
         self,
         addresses: Sequence[int],
-        own: torch.Tensor,
+        region: torch.Tensor,
         rank: int,
         words: int,
         buffer_bytes: int,
@@ -84,8 +84,8 @@ class DeviceWorkspace:
         multicast: int = 0,
         memory: Any = None,
     ) -> None:
-        self._addresses, self._own, self._memory = addresses, own, memory
-        self.multicast, device = multicast, own.device
+        self._addresses, self._region, self._memory = addresses, region, memory
+        self.multicast, device = multicast, region.device
         self.ll128 = False  #: stores of 128 bytes arrive whole at all ranks (nvlink.py)
         with torch.inference_mode(False):  # the tensors outlive this call's mode
             self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
@@ -135,7 +135,7 @@ class DeviceWorkspace:
         nbytes = prod(shape) * dtype.itemsize
         if offset < 0 or offset + nbytes > 2 * self.buffer_bytes:
             raise IndexError(f"bytes [{offset}, +{nbytes}) of {2 * self.buffer_bytes}")
-        return self._own.narrow(0, self.buffers_at + offset, nbytes).view(dtype).view(shape)
+        return self._region.narrow(0, self.buffers_at + offset, nbytes).view(dtype).view(shape)
 
     def starts(self, sizes: tuple[int, ...]) -> torch.Tensor:
         """Return the row at which each rank's segment begins, and the end of the last."""

@@ -149,11 +149,7 @@ class _Attempt:
         deadline = time.monotonic() + participant.timeout
         self.store.set(self.keys[participant.rank], json.dumps(message))
         (pause, longest), look_at = _PAUSES, 0.0
-        while True:
-            messages = self._all_confirmed()
-            if messages is not None:
-                self._complete(messages)
-                return [message["value"] for message in messages]
+        while (messages := self._all_confirmed()) is None:
             now = time.monotonic()
             if not self.confirmed or now >= look_at:
                 self._confirm()
@@ -164,6 +160,8 @@ class _Attempt:
                 raise self._late()
             time.sleep(pause)
             pause = min(2 * pause, longest)
+        self._complete(messages)
+        return [message["value"] for message in messages]
 
     def give_up(self, error: BaseException) -> None:
         """Notify the ranks that are here already."""
@@ -180,11 +178,10 @@ class _Attempt:
         if not self.store.check(self.keys):
             return
         messages = [json.loads(message) for message in self.store.multi_get(self.keys)]
-        if any(message["number"] != self.number for message in messages):
-            return
         nonces = " ".join(message["nonce"] for message in messages)
         key = f"{self.prefix}/{hashlib.sha256(nonces.encode()).hexdigest()[:32]}"
-        if key not in self.confirmed:
+        in_step = all(message["number"] == self.number for message in messages)
+        if in_step and key not in self.confirmed:
             self.confirmed[key] = messages
             self.store.set(f"{key}/{self.participant.rank}", "")
 
@@ -199,11 +196,10 @@ class _Attempt:
         presence, rank = self.participant.presence, self.participant.rank
         presence.addresses = [message["address"] for message in messages]
         presence.completed[self.purpose] = self.number + 1
-        stale = presence.confirmed.get(self.purpose, [])
-        stale += [f"{key}/{rank}" for key, seen in self.confirmed.items() if seen is not messages]
-        presence.confirmed[self.purpose] = [
-            f"{key}/{rank}" for key, seen in self.confirmed.items() if seen is messages
-        ]
+        stale, needed = presence.confirmed.get(self.purpose, []), list[str]()
+        for key, confirmed in self.confirmed.items():
+            (needed if confirmed is messages else stale).append(f"{key}/{rank}")
+        presence.confirmed[self.purpose] = needed
         with contextlib.suppress(RuntimeError):  # a store that cannot delete
             for key in stale:
                 self.store.delete_key(key)

@@ -93,10 +93,10 @@ def make_workspace(
     """Return a workspace of a group's kernels on GPUs, in memory from `make_symmetric`."""
     rank, nbytes = participant.rank, region_bytes(participant.world, words, buffer_bytes)
     memory, addresses, handle = make_symmetric(participant, nbytes, device, reason)
-    own = memory if handle is None else handle.get_buffer(rank, (nbytes,), torch.uint8)
+    region = memory if handle is None else handle.get_buffer(rank, (nbytes,), torch.uint8)
     multicast = 0 if handle is None else handle.multicast_ptr
     limits = words, buffer_bytes, participant.timeout
-    return DeviceWorkspace(addresses, own, rank, *limits, multicast, (memory, handle))
+    return DeviceWorkspace(addresses, region, rank, *limits, multicast, (memory, handle))
 
 
 def _describe(device: torch.device) -> str:
@@ -189,14 +189,14 @@ class GpuSegments:
         captured = streams.is_captured(x.device)
         if not captured:
             self._forget()
-        found = self._at.get(x.data_ptr())
-        if found is None or found.owner.expired() or found.nbytes != x.nbytes:
+        segment = self._at.get(x.data_ptr())
+        if segment is None or segment.owner.expired() or segment.nbytes != x.nbytes:
             return None
         if not x.is_contiguous():
             return None
         if captured:
-            self._recorded.add(found.number)
-        return found
+            self._recorded.add(segment.number)
+        return segment
 
     def _forget(self) -> None:
         for address, segment in list(self._at.items()):

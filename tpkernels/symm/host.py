@@ -151,8 +151,8 @@ class HostWorkspace:
         error = short_of_memory(sum(size for _, size in parts), self.participant.world)
         self._agree(f"growing the workspace to {wanted} bytes for {text}")
         error = error or self._commit(parts)
-        own = None if error is None else f"rank {self.participant.name(rank)}: {error}"
-        errors = self.exchange("growth", own)
+        report = None if error is None else f"rank {self.participant.name(rank)}: {error}"
+        errors = self.exchange("growth", report)
         self._may_grow = not any(errors)
         if self._may_grow:
             self.channel.grow(wanted)
@@ -191,10 +191,10 @@ class HostWorkspace:
         arena = self._further_arena("kernels", region_bytes(participant.world, words, buffer_bytes))
         regions = [arena.region(rank) for rank in range(participant.world)]
         with torch.inference_mode(False):  # it outlives the mode of this call
-            own = torch.frombuffer(regions[participant.rank], dtype=torch.uint8)
+            region = torch.frombuffer(regions[participant.rank], dtype=torch.uint8)
         addresses, limits = [region.address for region in regions], (words, buffer_bytes)
         self._device = DeviceWorkspace(
-            addresses, own, participant.rank, *limits, participant.timeout, memory=regions
+            addresses, region, participant.rank, *limits, participant.timeout, memory=regions
         )
         if self._chaos is not None:
             self._device.set_chaos(**self._chaos)
@@ -369,10 +369,10 @@ class HostWorkspace:
         ranks. As in any call, the buffers of this epoch stay until all ranks are in the one after
         the next.
         """
-        own, texts = json.dumps(value).encode(), [b""] * self.participant.world
+        text, texts = json.dumps(value).encode(), [b""] * self.participant.world
         for begin in itertools.count(0, part := self.channel.capacity - 8):
             self.channel.begin(zlib.crc32(purpose.encode()) or 1, purpose)
-            message = len(own).to_bytes(8, "little") + own[begin : begin + part]
+            message = len(text).to_bytes(8, "little") + text[begin : begin + part]
             self._bytes(self.participant.rank, len(message))[:] = message
             self.channel.publish(Phase.DATA)
             longest = 0
@@ -382,7 +382,7 @@ class HostWorkspace:
                 texts[peer] += self._bytes(peer, 8 + min(part, max(size - begin, 0)))[8:]
                 longest = max(longest, size)
             if longest <= begin + part:
-                return [json.loads(text) for text in texts]
+                return [json.loads(encoded) for encoded in texts]
         raise AssertionError("it counts for ever")
 
     def _bytes(self, rank: int, nbytes: int) -> memoryview:

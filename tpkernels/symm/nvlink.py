@@ -24,8 +24,8 @@ _SUCCESS, _NVLINK = 0, 2  # also NVML_P2P_STATUS_OK; NVML_P2P_CAPS_INDEX_NVLINK
 def why_lines_may_tear(participant: Participant, device: torch.device) -> str | None:
     """Return why stores of 128 bytes may not arrive whole at all ranks' GPUs, this rank's being
     ``device``; None: they do. The same on all ranks. Collective."""
-    own = _why_not(participant.exchange("GPUs", _uuid(device)), participant.rank)
-    reasons = participant.exchange("links between GPUs", own)
+    reason = _why_not(participant.exchange("GPUs", _uuid(device)), participant.rank)
+    reasons = participant.exchange("links between GPUs", reason)
     return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), None)
 
 
@@ -37,19 +37,19 @@ def _uuid(device: torch.device) -> str | None:
 
 
 def _why_not(gpus: Sequence[str | None], rank: int) -> str | None:
-    own = gpus[rank]
-    if own is None:
+    this_gpu = gpus[rank]
+    if this_gpu is None:
         return "no GPU"
-    if gpus.count(own) > 1:
-        return f"shares {own} with another rank"
+    if gpus.count(this_gpu) > 1:
+        return f"shares {this_gpu} with another rank"
     if not _allows_ll128(text := os.environ.get("NCCL_PROTO")):
         return f"NCCL_PROTO is '{text}'"
-    peers = [gpu for gpu in gpus if gpu is not None and gpu != own]
+    peers = [gpu for gpu in gpus if gpu is not None and gpu != this_gpu]
     try:
-        unlinked = list(_unlinked(own, peers))
+        unlinked = list(_unlinked(this_gpu, peers))
     except (OSError, AttributeError, RuntimeError) as error:  # AttributeError: too old
         return f"NVML says nothing about links: {error}"
-    return f"no NVLink from {own} to {', '.join(unlinked)}" if unlinked else None
+    return f"no NVLink from {this_gpu} to {', '.join(unlinked)}" if unlinked else None
 
 
 def _allows_ll128(protocols: str | None) -> bool:
@@ -62,7 +62,7 @@ def _allows_ll128(protocols: str | None) -> bool:
     return known and ("ll128" in names) != protocols.startswith("^")
 
 
-def _unlinked(own: str, peers: Sequence[str]) -> Iterator[str]:
+def _unlinked(this_gpu: str, peers: Sequence[str]) -> Iterator[str]:
     """Yield the GPUs to which NVML knows no NVLink from ``own``."""
     nvml = ctypes.CDLL(_LIBRARY)
 
@@ -81,7 +81,7 @@ def _unlinked(own: str, peers: Sequence[str]) -> Iterator[str]:
     try:
         for peer in peers:
             status = ctypes.c_int(-1)
-            pair = handle(own), handle(peer)
+            pair = handle(this_gpu), handle(peer)
             call("nvmlDeviceGetP2PStatus", *pair, _NVLINK, ctypes.byref(status))
             if status.value != _SUCCESS:
                 yield peer

@@ -182,11 +182,11 @@ class _Arena:
                     f"{os.geteuid()}",
                     peer=participant.name(0),
                 )
-            own = _C.host.open_pidfd(os.getpid())
+            pidfd = _C.host.open_pidfd(os.getpid())
             try:
-                send(connection, {"token": root["token"], "rank": participant.rank}, [own])
+                send(connection, {"token": root["token"], "rank": participant.rank}, [pidfd])
             finally:
-                os.close(own)
+                os.close(pidfd)
             return receive(connection, participant.world + 1)
 
     def _watch(self, pidfds: list[int]) -> None:
@@ -232,8 +232,8 @@ class _Arena:
     def bounded(self, peer: int) -> Iterator[float]:
         """Yield the seconds left, and turn a socket's errors into ours, which name ``peer``."""
         participant = self.participant
-        own, peer = participant.name(participant.rank), participant.name(peer)
-        where = f"set-up of group '{participant.group}': rank {own} waited for rank {peer}"
+        rank, peer = participant.name(participant.rank), participant.name(peer)
+        where = f"set-up of group '{participant.group}': rank {rank} waited for rank {peer}"
         remaining = self.deadline - time.monotonic()
         try:
             if remaining <= 0:

@@ -3,20 +3,10 @@
 #include <cstdio>
 #include <cstdlib>
 
-namespace {
-
-struct Gpu {
-  int number;
-};
-
-Gpu gpus[8] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}};
-bool begun = false;
-
-constexpr int kSuccess = 0, kUninitialized = 1, kInvalid = 2, kNotFound = 6;
-constexpr int kNvlink = 2;            // NVML_P2P_CAPS_INDEX_NVLINK
-constexpr int kLinked = 0, kNot = 5;  // NVML_P2P_STATUS_OK and NOT_SUPPORTED
-
-}  // namespace
+static bool begun = false;
+static constexpr int kSuccess = 0, kUninitialized = 1, kInvalid = 2, kNotFound = 6;
+static constexpr int kNvlink = 2;            // NVML_P2P_CAPS_INDEX_NVLINK
+static constexpr int kLinked = 0, kNot = 5;  // NVML_P2P_STATUS_OK and NOT_SUPPORTED
 
 extern "C" {
 
@@ -24,30 +14,24 @@ int nvmlInit_v2() {
   begun = true;
   return kSuccess;
 }
-
 int nvmlShutdown() {
   begun = false;
   return kSuccess;
 }
-
-int nvmlDeviceGetHandleByUUID(const char* uuid, Gpu** gpu) {
+int nvmlDeviceGetHandleByUUID(const char* uuid, long* gpu) {  // a handle is its number + 1
   int number = -1;
   if (!begun) return kUninitialized;
   if (std::sscanf(uuid, "GPU-%d", &number) != 1) return kInvalid;
-  if (number < 0 || number > 7) return kNotFound;
-  *gpu = &gpus[number];
-  return kSuccess;
+  *gpu = number + 1;
+  return number < 0 || number > 7 ? kNotFound : kSuccess;
 }
-
-int nvmlDeviceGetP2PStatus(Gpu* gpu, Gpu* peer, int index, int* status) {
+int nvmlDeviceGetP2PStatus(long gpu, long peer, int index, int* status) {
   if (!begun) return kUninitialized;
-  if (index != kNvlink || gpu < gpus || gpu > gpus + 7 || peer < gpus || peer > gpus + 7) {
-    return kInvalid;
-  }
+  if (index != kNvlink || gpu < 1 || gpu > 8 || peer < 1 || peer > 8) return kInvalid;
   int from = -1, to = -1;
   const char* unlinked = std::getenv("EMULATED_UNLINKED");
   if (unlinked != nullptr) std::sscanf(unlinked, "%d-%d", &from, &to);
-  *status = gpu->number == from && peer->number == to ? kNot : kLinked;
+  *status = gpu == from + 1 && peer == to + 1 ? kNot : kLinked;
   return kSuccess;
 }
 }
