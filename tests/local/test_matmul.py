@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.products import product, threads, within_rounding
 from tests.support.ranked import place
@@ -36,24 +37,30 @@ def test_it_is_the_product(
 ) -> None:
     monkeypatch.setattr(matmul, "native", lambda _: native)
     torch.manual_seed(0)
-    layouts = itertools.product(("plain", "transposed", "sliced"), repeat=2)
-    for rows, (of_x, of_w) in itertools.product((1, 3, 4), layouts):
+    of_weights = ["plain", "transposed", "sliced"]
+    of_weights += ["packed"] if native and dtype in packable() else []
+    layouts = itertools.product(("plain", "transposed", "sliced"), of_weights)
+    for rows, (of_x, of_w) in itertools.product((1, 3, 4, 70), layouts):
         x, w, bias = integers(rows, 9), integers(9, N), integers(N)
-        for given in (None, bias.to(dtype), bias.float()):
-            for out_dtype in {dtype, torch.float32}:
-                out = torch.full((rows, N), torch.nan, dtype=out_dtype)
-                got = matmul.local_matmul(
-                    place(x.to(dtype), of_x), place(w.to(dtype), of_w), out, given
-                )
-                assert got is out
-                expected = x @ w if given is None else x @ w + bias
-                assert torch.equal(out.double(), expected), (rows, of_x, of_w, out_dtype)
+        factor, outs = place(w.to(dtype), of_w), {dtype, torch.float32}
+        if of_w == "packed":
+            factor, outs = tpkernels.pack(w.to(dtype)), {dtype}
+        for given, out_dtype in itertools.product((None, bias.to(dtype), bias.float()), outs):
+            around = torch.full((rows, N + 2), torch.nan, dtype=out_dtype)
+            out = around[:, 1:-1]
+            assert matmul.local_matmul(place(x.to(dtype), of_x), factor, out, given) is out
+            expected = x @ w if given is None else x @ w + bias
+            assert torch.equal(out.double(), expected), (rows, of_x, of_w, out_dtype)
+            assert around[:, [0, -1]].isnan().all()
 
 
 def test_nothing_to_multiply() -> None:
     for rows, columns in [(0, 5), (5, 0)]:
         out = torch.empty(rows, columns)
         assert matmul.local_matmul(torch.ones(rows, 3), torch.ones(3, columns), out) is out
+        if columns:
+            packed = tpkernels.pack(torch.ones(3, columns))
+            assert matmul.local_matmul(torch.ones(rows, 3), packed, out) is out
 
 
 # Few rows, of which the extension reads columns in place.
@@ -142,8 +149,6 @@ def parts_and_whole() -> None:
     """One product by each algorithm of the ranks of a host. Those that multiply parts of the rows
     say how many there are."""
     import torch.distributed as dist
-
-    import tpkernels
 
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None

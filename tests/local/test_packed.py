@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import tpkernels
-from tests.local.test_matmul import integers
 from tests.support.products import FILLER, product, threads, within_rounding
-from tests.support.ranked import place
 from tests.support.refusals import packable
 from tpkernels import _C
 from tpkernels.dtypes import CODES
@@ -21,25 +19,6 @@ from tpkernels.local import packed
 from tpkernels.local.matmul import local_matmul, new_product
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-LAYOUTS = ("plain", "transposed", "sliced")
-
-
-@pytest.mark.parametrize("dtype", packable(), ids=str)
-def test_it_is_the_product(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    shapes = [(1, 9, 37), (3, 9, 1), (70, 1, 5), (5, 9, 600)]
-    for (rows, k, n), (of_x, of_w) in itertools.product(
-        shapes, itertools.product(LAYOUTS, LAYOUTS)
-    ):
-        x, w, bias = integers(rows, k), integers(k, n), integers(n)
-        factor = tpkernels.pack(place(w.to(dtype), of_w))
-        assert packed.columns_of(factor) == n
-        for given in (None, bias.to(dtype), bias.float()):
-            around = torch.full((rows, n + 2), torch.nan, dtype=dtype)
-            out = around[:, 1:-1]
-            assert local_matmul(place(x.to(dtype), of_x), factor, out, given) is out
-            expected = x @ w if given is None else x @ w + bias
-            assert torch.equal(out.double(), expected), (rows, k, n, of_x, of_w)
 
 
 def test_the_bias_is_added_before_rounding() -> None:
@@ -62,11 +41,6 @@ def test_the_weight_comes_back(dtype: torch.dtype) -> None:
     assert not factor.requires_grad
     w.zero_()  # it has memory of its own
     assert torch.equal(factor.to_dense().t(), kept)
-
-
-def test_no_rows() -> None:
-    out = torch.zeros(0, 5)
-    assert local_matmul(torch.ones(0, 3), tpkernels.pack(torch.ones(3, 5)), out) is out
 
 
 def test_what_cannot_be_packed() -> None:

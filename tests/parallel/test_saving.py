@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tpkernels
 from tests.support import hf_models
-from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT
 from tests.support.ranked import messages_of, on_ranks, unlike
 from tests.support.tiers import sweep
@@ -124,8 +123,9 @@ def saves(model: Any, does: Callable[..., None]) -> Any:
     return model
 
 
-def passed_on_job() -> list[Any]:
-    """The arguments with which transformers' method is called."""
+@on_ranks(2)
+def test_rank_0_alone_calls_transformers() -> None:
+    """With the arguments that it gets."""
     calls = []
 
     def record(  # type: ignore[no-untyped-def]
@@ -138,15 +138,9 @@ def passed_on_job() -> list[Any]:
     model.save_pretrained("a", push_to_hub=True, repo_id="b")
     model.save_pretrained("c", is_main_process=dist.get_rank() == 0)
     model.save_pretrained("d", is_main_process=dist.get_rank() == 1)
-    return calls
-
-
-def test_rank_0_alone_calls_transformers(ranks: RanksFixture) -> None:
-    first, second = ranks(2).run(passed_on_job)
-    assert second == []
-    state = first[0][2]
-    assert first == [("a", True, state, True, {"repo_id": "b"}), ("c", True, state, False, {})]
-    assert state > 20
+    state = len(model.state_dict())
+    wanted = [("a", True, state, True, {"repo_id": "b"}), ("c", True, state, False, {})]
+    assert calls == (wanted if dist.get_rank() == 0 else []) and state > 20
 
 
 @pytest.mark.thorough
@@ -164,10 +158,11 @@ def test_a_group_that_is_not_all_ranks(tmp_path: Path) -> list[str]:
     return differences(model, folder, wanted) if rank == 0 else []
 
 
-def failing_job(base: str) -> list[str]:
-    """What each rank raises if rank 0 cannot create the folder, or is interrupted."""
+@on_ranks(2)
+def test_an_error_on_rank_0_is_raised_on_all(tmp_path: Path) -> None:
+    """It cannot create the folder, or is interrupted."""
     mesh = hf_models.mesh_of_all()
-    (Path(base) / "file").touch()
+    (tmp_path / "file").touch()
 
     def stopped(self: Any, save_directory: Any, **_: Any) -> None:
         raise KeyboardInterrupt
@@ -175,22 +170,15 @@ def failing_job(base: str) -> list[str]:
     models = [hf_models.make("llama"), saves(hf_models.make("llama"), stopped)]
     for model in models:
         tpkernels.parallelize(model, mesh)
-    begin, folder = time.monotonic(), Path(base) / "file" / "folder"
+    begin, folder = time.monotonic(), tmp_path / "file" / "folder"
     attempts = [lambda model=model: model.save_pretrained(folder) for model in models]
     messages = messages_of(attempts, BaseException)
     assert time.monotonic() - begin < 2 * PROMPT
-    models[0].save_pretrained(Path(base) / "folder")  # the group still works
-    assert (Path(base) / "folder" / "model.safetensors").exists()
-    return messages
-
-
-def test_an_error_on_rank_0_is_raised_on_all(ranks: RanksFixture, tmp_path: Path) -> None:
-    for rank, messages in enumerate(ranks(2).run(failing_job, str(tmp_path))):
-        prefix = "PeerFailedError: saving the model failed on rank 0: " if rank else ""
-        for message, error in zip(
-            messages, ["NotADirectoryError", "KeyboardInterrupt"], strict=True
-        ):
-            assert message.startswith(prefix + error), message
+    models[0].save_pretrained(tmp_path / "folder")  # the group still works
+    assert (tmp_path / "folder" / "model.safetensors").exists()
+    prefix = "PeerFailedError: saving the model failed on rank 0: " if dist.get_rank() else ""
+    for message, error in zip(messages, ["NotADirectoryError", "KeyboardInterrupt"], strict=True):
+        assert message.startswith(prefix + error), message
 
 
 @on_ranks(2)

@@ -151,6 +151,16 @@ def test_a_gather_of_k_is_never_split() -> None:
             choose(along_k, Means(shared_memory=True), requested=way)
 
 
+def test_buffers_hold_the_largest_shard() -> None:
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        uneven, even = (
+            problem(op, shape=(sum(sizes), 512), sizes=sizes)
+            for sizes in ((1, 2, 3, 4), (4, 4, 4, 4))
+        )
+        needed = ALGORITHMS["pipelined"].workspace_bytes
+        assert needed(uneven, 1 << 30) == needed(even, 1 << 30)
+
+
 def test_what_is_refused() -> None:
     for device, shared, requested in [("cpu", False, "hierarchical"), ("cuda", True, "direct")]:
         with pytest.raises(NotImplementedError, match=f"is not implemented on {device} tensors"):

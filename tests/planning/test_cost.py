@@ -55,6 +55,7 @@ def test_a_gather() -> None:
     ring = 10e-6 + 3 * 1e-6 + received
     assert found["unfused"] == pytest.approx(10 * wave + LAUNCH_S + ring)
     assert found["direct"] == pytest.approx(10 * wave + LAUNCH_S + FENCED_HOP_S + received)
+    assert found["ring"] == pytest.approx(4 * (3 * wave + LAUNCH_S))  # hides its transfers
     part = 2.5 * wave + LAUNCH_S  # 9 x 10 tiles: two of them are 5 waves
     assert found["pipelined"] == pytest.approx(4 * part)  # a copy takes less than 0.1 ms
     assert COPY_S + received / 3 < part
@@ -99,6 +100,8 @@ def test_small_tensors_travel_with_their_flags(nbytes: int) -> None:
         MIB: 2 * (FENCED_HOP_S + received) + nbytes / 1e12,
     }
     assert found["direct"] == pytest.approx(wanted[nbytes])
+    step = 10e-6 / 3 + 1e-6 + received / 3
+    assert found["ring"] == pytest.approx(LAUNCH_S + 6 * step + nbytes / 1e12)
     assert set(found) == {"unfused", "ring", "direct"}
 
 

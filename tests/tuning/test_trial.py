@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -62,9 +64,10 @@ def test_the_fastest_stays(ranks: RanksFixture, op: str, fast: str) -> None:
 
 
 def off_job() -> list[str]:
+    """No trial where the choice is made."""
     failures, op = [], "matmul_all_reduce"
     with fresh_group(autotune=False) as group, watched() as made:
-        for _ in range(MOST_CALLS):
+        for _ in range(UNTRIED_CALLS + 6):
             call(op, group)
         if not plan_of(group).reason or len(made) > 1:
             failures.append(f"autotune=False tried {made}")
@@ -75,26 +78,22 @@ def off_job() -> list[str]:
         known = Measurement(key[0], key[1], other=64, ms=ms, date="2026-11-22")
         own(group).use_times("cpu", Table((known,)))
         made.clear()
-        for _ in range(MOST_CALLS):
+        for _ in range(UNTRIED_CALLS + 6):
             call(op, group)
         if set(made) != {"unfused"}:
             failures.append(f"what was tuned was tried: {made}")
     with fresh_group() as group, watched() as made:
-        for _ in range(MOST_CALLS):
+        for _ in range(UNTRIED_CALLS + 6):
             call(op, group, algorithm="pipelined")
         if set(made) != {"pipelined"}:
             failures.append(f"what was asked for was tried: {made}")
     return failures
 
 
-def test_no_trial_where_the_choice_is_made(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(off_job) for f in rank)
-
-
-def bits_job(dtype: torch.dtype) -> list[str]:
-    """Few rows too, whose products by parts may round differently."""
+def bits_job() -> list[str]:
+    """Trials never change bits. Few rows too, whose products by parts may round differently."""
     failures = []
-    for rows in (1, 3, 16, 47, 100):
+    for rows, dtype in itertools.product((1, 16, 47), (torch.float32, torch.bfloat16)):
         x, w = operands("matmul_all_reduce", rows, dtype)
         with fresh_group() as group:
             results = [tpkernels.matmul_all_reduce(x, w, group) for _ in range(MOST_CALLS)]
@@ -103,18 +102,13 @@ def bits_job(dtype: torch.dtype) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trials_never_change_bits(ranks: RanksFixture, dtype: torch.dtype) -> None:
-    report(f for rank in ranks(WORLD).run(bits_job, dtype) for f in rank)
-
-
 def layouts_job() -> list[str]:
     """Each rank plans at other calls, because other layouts of the same problem come up."""
     rank = dist.get_rank()
     with fresh_group() as group:
         x, w = operands("matmul_all_reduce")
         expected = tpkernels.matmul_all_reduce(x, w, group)
-        for i in range(2 * MOST_CALLS):
+        for i in range(MOST_CALLS):
             other = (i + rank) % (rank + 2) == 0
             residual = torch.zeros_like(expected) if i % 5 == 0 else None
             bias = torch.zeros(40, dtype=torch.float32 if other else x.dtype)
@@ -124,10 +118,6 @@ def layouts_job() -> list[str]:
             if not torch.equal(got, expected):
                 return [f"call {i}"]
     return []
-
-
-def test_ranks_may_plan_at_different_calls(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(layouts_job) for f in rank)
 
 
 def threads_job() -> list[str]:
@@ -150,8 +140,9 @@ def threads_job() -> list[str]:
     return [] if right else [f"over {trial.over}, {late}"]
 
 
-def test_a_call_that_waited_for_its_turn_while_a_trial_ended(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(threads_job) for f in rank)
+@pytest.mark.parametrize("job", [off_job, bits_job, layouts_job, threads_job])
+def test_trials(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
+    report(f for rank in ranks(WORLD).run(job) for f in rank)
 
 
 VICTIM = 1

@@ -86,29 +86,23 @@ class Measured:
         return {name: why for names in found for name, why in names.items()} if found else None
 
 
+@dataclass
 class CudaNumerics:
     """How a group's reductions of CUDA tensors sum: as ``tpkernels.init`` was told, or by torch's
-    flag for deterministic algorithms, which may change between calls.
+    flag for deterministic algorithms, which may change between calls."""
 
-    Attributes:
-        agreed: what all ranks wanted when they last agreed; None: they have not yet.
-    """
-
-    def __init__(self, fixed: str | None = None) -> None:
-        self._fixed = fixed
-        self.agreed: str | None = None
+    fixed: str | None = None
+    agreed: str | None = None  #: what all ranks wanted when they last agreed
 
     @property
     def wanted(self) -> str:
         """Return what this rank wants of the next call."""
-        if self._fixed is not None:
-            return self._fixed
-        return ORDERED if torch.are_deterministic_algorithms_enabled() else VENDOR
+        return self.fixed or (ORDERED if torch.are_deterministic_algorithms_enabled() else VENDOR)
 
     @property
     def follows(self) -> bool | None:
         """Return the value of torch's flag that planned calls hold for; None: for both."""
-        return None if self._fixed is not None or self.agreed is None else self.agreed == ORDERED
+        return None if self.fixed or self.agreed is None else self.agreed == ORDERED
 
     @property
     def changed(self) -> bool:

@@ -3,6 +3,7 @@ gate/up)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -12,7 +13,7 @@ from tpkernels import dtypes
 from tpkernels.groups import GroupLike, break_if_left, name_of
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops.autograd import ColumnGrads, algorithm_like, matmul
-from tpkernels.ops.registration import bias_list, callable_for, define
+from tpkernels.ops.registration import bias_list, define, run_products
 
 SCHEMA = (
     "all_gather_matmul(Tensor x, Tensor[] weights, str group, int gather_dim=0, "
@@ -146,7 +147,11 @@ def all_gather_matmul(  # type: ignore[misc]
         each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
         keep = save_gathered and torch.is_grad_enabled()
         keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in each)
-        gathered, outs = callable_for("all_gather_matmul", each, run_all_gather_matmul)(
+        run = run_all_gather_matmul
+        for w in each:  # the first question is cheap; the class of the second is abstract
+            if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
+                run = functools.partial(run_products, "all_gather_matmul")
+        gathered, outs = run(
             x,
             each,
             name_of(group),

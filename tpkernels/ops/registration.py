@@ -325,8 +325,10 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             try:
-                if at < len(args) <= positional:
-                    args = args[:at] + (name_of(args[at]),) + args[at + 1 :]  # noqa: RUF005
+                if len(args) == at + 1:  # as most calls
+                    args = (*args[:at], name_of(args[at]))
+                elif at < len(args) <= positional:
+                    args = (*args[:at], name_of(args[at]), *args[at + 1 :])
                 elif "group" in options and len(args) <= at:
                     options["group"] = name_of(options["group"])
                 else:
@@ -334,9 +336,9 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
                 if takes_products:
                     w = args[1] if len(args) > 1 else options.get("w")
                     if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
-                        return _run_products(op, *args, **options)
+                        return run_products(op, *args, **options)
                 # Where a rank is without rows, dynamo runs this frame as it is, and compiles `run`.
-                if is_dynamo_compiling() or not sizes.isdisjoint(options):
+                if is_dynamo_compiling() or (sizes and not sizes.isdisjoint(options)):
                     return run(*args, **options)
                 return past_dispatcher(*args, **options)
             except BaseException as error:
@@ -349,25 +351,16 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
     return decorate
 
 
-def callable_for(op: str, weights: Sequence[Any], usual: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs an op with these weights: what runs it with tensors, or, as the dispatcher
-    takes no functions, its kernel where one of them is a `LocalProduct`."""
-    for w in weights:
-        # The first question is cheap; the class of the second is abstract.
-        if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
-            return functools.partial(_run_products, op)
-    return usual
-
-
-def _run_products(op: str, *args: Any, **options: Any) -> Any:
-    """Break compiled graphs, which cannot have a function of the caller as a part."""
+def run_products(op: str, *args: Any, **options: Any) -> Any:
+    """Run an op with a `LocalProduct` past the dispatcher, which takes no functions. A compiled
+    graph breaks there."""
     run = _products
     if "torch._dynamo" in sys.modules:  # otherwise this imports it, which takes a second
         run = torch.compiler.disable(_products)
     return run(op, *args, **options)
 
 
-_run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
+run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _products(op: str, *args: Any, **options: Any) -> Any:

@@ -157,14 +157,6 @@ class Shared(transfers.Transfers):
         in another call may never publish the word, or send the message."""
         self.link.wait()
 
-    def delegate(self, of: int, host: int) -> int:
-        """Return the rank that deals with ``of`` on a host."""
-        return delegate(self.node.hosts, of, host)
-
-    def rounds(self, host: int) -> Iterator[list[int | None]]:
-        """Yield which ranks of ``host`` those of this host deal with, round by round."""
-        return rounds(self.node.hosts[host], self.node.ranks)
-
     def dealt_with(self, host: int) -> range:
         """Return those of ``host`` that this rank deals with."""
         return self.node.hosts[host][self.node.index :: len(self.node.ranks)]
@@ -174,12 +166,8 @@ class Shared(transfers.Transfers):
         self._kept.append(data)
         self._sent += self.link.start([(data, to)], [])
 
-    def receive(self, data: torch.Tensor, source: int) -> list[Started]:
-        """Start to receive a flat tensor."""
-        return self.link.start([], [(data, source)])
-
     def wait(self, started: Sequence[Started]) -> None:
-        """Wait for what `receive` returned."""
+        """Wait for transfers that were started."""
         if started:
             with recorded(TRANSFER):
                 self.link.wait(started)
@@ -199,53 +187,44 @@ class Shared(transfers.Transfers):
         use: Callable[[int, int, torch.Tensor], None],
     ) -> None:
         node, rank, hosts = self.node, self.call.group.rank, len(self.node.hosts)
-        arriving: dict[int, list[list[Started]]] = {rank: []}
+        dtype, arriving = shards[rank].dtype, {rank: list[list[Started]]()}
+
+        def show(owners: list[int | None], begin: int) -> None:
+            """Make one step: each rank of this host shows the others a part of the shard of its
+            owner of the round, if it has one."""
+            mine, part = owners[node.index], None
+            self.step()
+            if mine is not None and begin < counts[mine]:
+                if arriving[mine]:
+                    self.wait(arriving[mine][begin // step])
+                part = shards[mine][begin : begin + step]
+                with recorded(COPY):
+                    node.workspace.view(node.index, dtype, (part.numel(),)).copy_(part)
+            node.channel.publish(Phase.DATA)
+            if mine is not None and part is not None:
+                use(mine, begin, part)
+            self.entered()
+            waiting = list(self.peers)
+            while waiting:
+                peer = node.channel.wait_any(waiting, Phase.DATA)
+                waiting.remove(peer)
+                owner = owners[peer]
+                if owner is not None and begin < counts[owner]:
+                    count = min(step, counts[owner] - begin)
+                    with recorded(TRANSFER):
+                        use(owner, begin, node.workspace.view(peer, dtype, (count,)))
+
         for i in range(1, hosts):
             for source in self.dealt_with((node.host + i) % hosts):
                 parts = shards[source].split(step)
-                arriving[source] = [self.receive(part, source) for part in parts]
+                arriving[source] = [self.link.start([], [(part, source)]) for part in parts]
         for i in range(1, hosts):
             for part in shards[rank].split(step):
-                self.send(part, self.delegate(rank, (node.host - i) % hosts))
+                self.send(part, delegate(node.hosts, rank, (node.host - i) % hosts))
         for i in range(hosts):
-            for owners in self.rounds((node.host + i) % hosts):
+            for owners in rounds(node.hosts[(node.host + i) % hosts], node.ranks):
                 for begin in range(0, max(counts[o] for o in owners if o is not None), step):
-                    self._show(shards, arriving, owners, counts, begin, step, use)
-
-    def _show(
-        self,
-        shards: dict[int, torch.Tensor],
-        arriving: dict[int, list[list[Started]]],
-        owners: list[int | None],
-        counts: Sequence[int],
-        begin: int,
-        step: int,
-        use: Callable[[int, int, torch.Tensor], None],
-    ) -> None:
-        """Make one step: each rank of this host shows the others a part of the shard of its owner
-        of the round, if it has one."""
-        node, dtype = self.node, next(iter(shards.values())).dtype
-        self.step()
-        mine, part = owners[node.index], None
-        if mine is not None and begin < counts[mine]:
-            if arriving[mine]:
-                self.wait(arriving[mine][begin // step])
-            part = shards[mine][begin : begin + step]
-            with recorded(COPY):
-                node.workspace.view(node.index, dtype, (part.numel(),)).copy_(part)
-        node.channel.publish(Phase.DATA)
-        if mine is not None and part is not None:
-            use(mine, begin, part)
-        self.entered()
-        waiting = list(self.peers)
-        while waiting:
-            peer = node.channel.wait_any(waiting, Phase.DATA)
-            waiting.remove(peer)
-            owner = owners[peer]
-            if owner is not None and begin < counts[owner]:
-                count = min(step, counts[owner] - begin)
-                with recorded(TRANSFER):
-                    use(owner, begin, node.workspace.view(peer, dtype, (count,)))
+                    show(owners, begin)
 
     def reduce(self, partials: Partials, out: torch.Tensor, reduction: Reduction) -> None:
         Sums(self, partials, out, reduction).run()
@@ -280,10 +259,14 @@ class Sums:
         for route in self.routes:
             if not route.visits(here):
                 for owner in self.node.hosts[route.home]:
-                    to = levels.delegate(owner, route.start) if here < route.start else owner
+                    to = (
+                        delegate(self.node.hosts, owner, route.start)
+                        if here < route.start
+                        else owner
+                    )
                     levels.send(self.mine.whole(owner, self.wire, self.out.device), to)
         for route in visiting:
-            for owners in levels.rounds(route.home):
+            for owners in rounds(self.node.hosts[route.home], self.node.ranks):
                 for index in range(self.split.steps):
                     self._step(route, owners, index)
         self._finish()
@@ -303,7 +286,9 @@ class Sums:
                 partials = [(source, self._memory(owner, self.wire)) for source in sources]
                 self.partials[owner] = partials
                 self.partials_arriving[owner] = [
-                    started for source, data in partials for started in levels.receive(data, source)
+                    started
+                    for source, data in partials
+                    for started in levels.link.start([], [(data, source)])
                 ]
         for route in visiting:
             for owner in levels.dealt_with(route.home):
@@ -317,9 +302,9 @@ class Sums:
     def _receive_sum(self, key: int, owner: int, host: int) -> None:
         """Receive the sum for ``owner`` from a host, step by step."""
         self.sums[key] = total = self._memory(owner, self.wide)
-        source = self.levels.delegate(owner, host)
+        source = delegate(self.node.hosts, owner, host)
         for index, part in enumerate(total.split(self.split.step * self.split.columns[owner])):
-            self.arriving[key, index] = self.levels.receive(part, source)
+            self.arriving[key, index] = self.levels.link.start([], [(part, source)])
 
     def _memory(self, owner: int, dtype: torch.dtype) -> torch.Tensor:
         return empty([self.split.counts[owner]], dtype, self.out.device)
@@ -354,7 +339,7 @@ class Sums:
             return
         running = self.sums[owner][span] if total is None else total
         add_to(running, total, partials)
-        to = owner if node.host == route.turn else levels.delegate(owner, node.host + 1)
+        to = owner if node.host == route.turn else delegate(self.node.hosts, owner, node.host + 1)
         levels.send(running, to)
 
     def _slot(self, of: int, place: int, count: int) -> torch.Tensor:
