@@ -125,7 +125,7 @@ class CopyCall:
         self._kernels.raise_flag(self._stream(), self._words, index, self._captured)
 
     def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
-        """`await_word`, then `copy_from`."""
+        """Do `await_word`, then `copy_from`."""
         self.await_word(source, index)
         self.copy_from(source, dst, offset)
 
@@ -159,7 +159,7 @@ class CopyCall:
         return nbytes
 
     def _check_word(self, index: int) -> None:
-        """The first word and the one after ``last_word`` are reserved for the call itself."""
+        """Refuse the first word and the one after ``last_word``, which the call itself needs."""
         if not 1 <= index <= self.last_word:
             raise ValueError(f"word {index}; it must be 1 to {self.last_word}")
 

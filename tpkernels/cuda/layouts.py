@@ -44,8 +44,8 @@ def ll_words(*nbytes: int) -> int:
 
 
 def _ll_blocks(nbytes: int, lane_bytes: int) -> int:
-    """``nbytes``: the most that any rank sends to another; ``lane_bytes``: what a thread takes at a
-    time."""
+    """Return the blocks where any rank sends another at most so many bytes, and a thread takes
+    ``lane_bytes`` at a time."""
     return min(MOST_BLOCKS, max(1, ceil_div(nbytes, _LL_THREADS * lane_bytes)))
 
 

@@ -22,8 +22,8 @@ _MOST_BOUND = 64  # launches that are kept with a planned call
 def queued(
     call: Call, on: torch.device, words: int, buffer_bytes: int, sizes: tuple[int, ...] = ()
 ) -> AbstractContextManager[CudaWorkspace]:
-    """A call whose work is only queued, in a workspace (``current``) with that many words from each
-    source and such buffers. ``sizes``: those whose `starts` the kernels read.
+    """Return a call whose work is only queued, in a workspace (``current``) with so many words from
+    each source and such buffers. ``sizes``: those whose `starts` the kernels read.
 
     Raises:
         CaptureError: a graph is captured and the workspace lacks something.
