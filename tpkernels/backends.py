@@ -61,14 +61,14 @@ TABLES = {
 }
 
 
-def unsupported(algorithm: str, device: str, on: torch.device) -> str | None:
+def unsupported(algorithm: str, device: str, tensor_device: torch.device) -> str | None:
     """Return why the kernels of an algorithm cannot run on tensors of a device type; None: they
-    can, or the algorithm has none. ``on`` is this process's device of that type."""
+    can, or the algorithm has none. ``tensor_device`` is this process's device of that type."""
     match ALGORITHMS[algorithm].kernels.get(device):
         case "Triton":
             return kernels.unsupported(device)
         case "CUDA":
-            return cuda.unsupported(on)
+            return cuda.unsupported(tensor_device)
     return None
 
 

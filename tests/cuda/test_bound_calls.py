@@ -157,8 +157,8 @@ def test_torchs_flag_makes_a_warm_call_be_planned_anew() -> None:
         plan = planned_calls._plan_call
         for at, flag in enumerate((False, False, True, True, True, False)):
 
-            def note(*given: Any, at: int = at) -> Call:
-                made = plan(*given)
+            def note(*given: Any, at: int = at, **named: Any) -> Call:
+                made = plan(*given, **named)
                 found[at] = made.problem.numerics
                 return made
 

@@ -175,7 +175,7 @@ def test_a_failure_in_the_process_group_is_raised_on_all_ranks(
 
 def skipped_job(what: str) -> list[str]:
     """Nothing is tuned where there is no memory for it; the call is made by the rule."""
-    second, scratch = Group.second, tuner._scratch
+    second, scratch = Group.second, tuner._cache_flush_buffer
 
     def no_second(self: Group, *args: Any) -> Group:
         made = second(self, *args)
@@ -192,7 +192,7 @@ def skipped_job(what: str) -> list[str]:
 
     patch = mock.patch.object(Group, "second", no_second)
     if what == "scratch":
-        patch = mock.patch.object(tuner, "_scratch", no_scratch)
+        patch = mock.patch.object(tuner, "_cache_flush_buffer", no_scratch)
     with fresh_group() as group, watched() as made, tpkernels.autotune(group), patch:
         expected = call(OP, group, algorithm="unfused")
         made.clear()

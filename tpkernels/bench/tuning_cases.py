@@ -18,7 +18,7 @@ from tpkernels.bench.verification import Verdict, verify
 from tpkernels.groups.group import Group, Tuning
 from tpkernels.launch.session import gather_objects, rank_device, synchronizer
 from tpkernels.planning.choose import Means, Plan, candidates
-from tpkernels.planning.machine import Machine, instructions, this_machine
+from tpkernels.planning.machine import Machine, cpu_flags, this_machine
 from tpkernels.planning.table import Config, Measurement, Table
 from tpkernels.timing import Variant, measure, slowest
 from tpkernels.tuning.tuner import tuning_by
@@ -59,7 +59,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     case = random_case(spec, rank_device(device))
     group = world_group().ready(device)
     means = Means(
-        group.shared_memory, group.workspace_bytes, instructions(), why_no_node=group.why_no_node
+        group.shared_memory, group.workspace_bytes, cpu_flags(), why_no_node=group.why_no_node
     )
     _, before = planned(case.copy(), "auto")
     (call,) = group.planned_calls()

@@ -131,8 +131,8 @@ def _tune_machine(session: Session, device: str) -> None:
     reports = session.run(measure_machine, device)
     if session.leader:
         machine, profile = reports[0].machine, profile_of(reports, date.today().isoformat())
-        with writing(store.rates_path_for(machine)):
-            path = store.save_rates(machine, profile)
+        with writing(store.profile_path_for(machine)):
+            path = store.save_profile(machine, profile)
         console().print(f"{profile.title}: {rates_text(profile)}\nKept in {path}", markup=False)
 
 

@@ -67,7 +67,8 @@ class Measured:
     """What calls are planned by; the same on all ranks."""
 
     tables: dict[str, Table] = field(default_factory=dict)  #: by device type; see `Group.tuned`
-    trials: dict[Hashable, Any] = field(default_factory=dict)  #: see `tried` in tuning/tuner.py
+    #: See `with_trial` in tuning/tuner.py.
+    trials: dict[Hashable, Any] = field(default_factory=dict)
     tuning: Tuning | None = None  #: on the spot
     #: The algorithms that failed when a problem was tuned, and why; empty if none did.
     left_out: dict[tuple[Series, int], dict[str, str]] = field(default_factory=dict)
