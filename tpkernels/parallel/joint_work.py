@@ -54,7 +54,7 @@ class JointWork:
         try:
             while None in reports and not failed:
                 self._ended.wait(interval)
-                reports = self._group.statements("joint work", self._report, self._device)
+                reports = self._group.exchange_in_turn("joint work", self._report, self._device)
                 failed = [
                     rank for rank, report in enumerate(reports) if report and report["failed"]
                 ]
@@ -71,7 +71,7 @@ class JointWork:
 
     def end(self, error: BaseException | None, thread: threading.Thread) -> None:
         """Announce how this rank's part ended, and wait for the last round."""
-        with groups.told_of_errors(self._group.name):
+        with groups.breaking_on_error(self._group.name):
             text = self.text if error is None else of_error(error)
             self._report = {"failed": error is not None, "text": text}
             self._ended.set()

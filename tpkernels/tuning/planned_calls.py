@@ -49,7 +49,7 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
     if group.world > 1 or algorithm not in takes_torchs:
         group.ready(problem.device)
     by_sends = algorithm != "auto" and ALGORITHMS[algorithm].sends
-    if by_sends and problem.device == "cuda" and group.by_gloo("cuda"):
+    if by_sends and problem.device == "cuda" and group.uses_gloo("cuda"):
         raise NotImplementedError(
             f"algorithm '{algorithm}' of {problem.op} sends CUDA tensors, which gloo cannot; make "
             "the group with NCCL"
@@ -60,7 +60,7 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
         problem = replace(problem, numerics=group.cuda_numerics())
     has_times = group.has_times(problem.device)
     tuned = group.tuned(problem.device) if has_times else NOTHING_TUNED
-    missing = dict(group.measured.left_out_of(problem) or {}) if algorithm == "auto" else {}
+    missing = dict(group.measured.failures_of(problem) or {}) if algorithm == "auto" else {}
     while True:
         means = _means(group, missing)
         plan = choose(problem, means, requested=algorithm, tuned=tuned)
