@@ -26,14 +26,20 @@ def all_gather(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Run ``tpkernels.all_gather`` over the ranks that differ only along ``axes``: one axis of the
-    mesh, or several, by name or number. The order of several is that of the mesh, also of
-    ``shard_sizes``: the shards along its last axis are neighbours, as in a DTensor.
+    """Run ``tpkernels.all_gather`` over the ranks that differ only along ``axes``.
+
+    Args:
+        x: this rank's shard.
+        mesh: with all ranks of the groups.
+        axes: one axis of the mesh, or several, by name or number. The order of several is that of
+            the mesh: the shards along its last axis are neighbours, as in a DTensor.
+        gather_dim: the dim of ``x`` to concatenate along.
+        shard_sizes: rows of each rank in that order; default: all the same.
+        algorithm: as for the op.
 
     Raises:
         ValueError: there is no such axis, or several are named of a mesh without names.
-
-    And what the op raises.
+        Exception: whatever the op raises.
     """
     group = _group_of(mesh, axes, x)
     return ops.all_gather(x, group, gather_dim, shard_sizes=shard_sizes, algorithm=algorithm)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -49,10 +48,12 @@ class Problem:
         cls,
         op: str,
         *,
+        device: str,
         world: int,
         shape: tuple[int, ...],
+        dtype: torch.dtype,
         options: Options = NO_OPTIONS,
-        **rest: Any,
+        numerics: str = ORDERED,
     ) -> Problem:
         """Return the problem of an op that splits dim 0, where it splits any, as evenly as
         possible. An exchange scatters dim 1."""
@@ -61,7 +62,7 @@ class Problem:
             options = replace(options, scattered=(1, tuple(shard_sizes(shape[1], world))))
         dim = None if spec.keeps_sum else 0
         sizes = () if spec.keeps_sum else tuple(shard_sizes(shape[0], world))
-        return cls(op=op, world=world, shape=shape, dim=dim, sizes=sizes, options=options, **rest)
+        return cls(op, device, world, shape, dim, sizes, dtype, options, numerics)
 
     @functools.cached_property
     def spec(self) -> OpSpec:

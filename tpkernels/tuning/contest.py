@@ -41,7 +41,9 @@ _ROUNDS = 5  # the first is a warm-up
 # Rounds of the last stage. Long calls vary less, and cost more.
 _MORE_ROUNDS, _FEW_MORE_ROUNDS, _LONG_SECONDS = 8, 3, 20e-3
 _REPEATS = 4  # of the last stage, while calls are disturbed
-MOST_CALLS = UNTRIED_CALLS + len(ELIGIBLE) * (2 * _ROUNDS + (1 + _REPEATS) * _MORE_ROUNDS)
+# Calls of a whole trial at most, without and with repeats of the last stage.
+UNDISTURBED_CALLS = UNTRIED_CALLS + len(ELIGIBLE) * (2 * _ROUNDS + _MORE_ROUNDS)
+MOST_CALLS = UNDISTURBED_CALLS + len(ELIGIBLE) * _REPEATS * _MORE_ROUNDS
 
 
 class Sample(NamedTuple):
