@@ -16,7 +16,7 @@ from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.groups.group import Group, Tuning
-from tpkernels.launch.session import gather_objects, rank_device, synchronizer
+from tpkernels.launch.session import all_gather_objects, rank_device, synchronizer
 from tpkernels.planning.choose import Means, Plan, candidates
 from tpkernels.planning.machine import Machine, cpu_flags, this_machine
 from tpkernels.planning.table import Config, Measurement, Table
@@ -72,7 +72,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     def as_others(name: str) -> bool:
         """Return whether an algorithm's bits are those of `unfused` on all ranks."""
         same = map(torch.equal, results[name], results["unfused"])
-        return device != "cpu" or all(gather_objects(all(same)))
+        return device != "cpu" or all(all_gather_objects(all(same)))
 
     right = [name for name, verdict in verdicts.items() if verdict.right and as_others(name)]
     known, key = group.tuned(device), call.problem.tuning_key
@@ -137,4 +137,4 @@ def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -
             finish()
     except Exception:  # Triton's own classes: out of shared memory or registers
         fits = False
-    return all(gather_objects(fits))
+    return all(all_gather_objects(fits))

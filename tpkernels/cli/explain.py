@@ -12,7 +12,7 @@ from typer import Option
 from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.specs import Spec, check_split, spec_of, unsupported_kernels
 from tpkernels.cli import options
-from tpkernels.launch.session import device_known
+from tpkernels.launch.session import check_device
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store
 from tpkernels.planning.choose import Means, candidates, choose, unsupported_algorithms
@@ -63,7 +63,7 @@ def explain(
     chosen. Starts no ranks."""
     check_workers(tp=world, threads=threads)
     at_least(1, hosts=hosts)
-    device_known(device)
+    check_device(device)
     spec = _spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
     check_split(spec, world)
     shared_memory, problem = hosts == 1, spec.problem(world, device)

@@ -112,12 +112,12 @@ class Agreement:
         try:
             ready = [group.ready(self.device) for group in self._groups()]
             for group in ready:
-                bounds = group.statements(_NEW_PRODUCT, (lowest, highest), self.device)
+                bounds = group.exchange_in_turn(_NEW_PRODUCT, (lowest, highest), self.device)
                 lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
             if lowest == highest:
                 return None
             for group in ready:
-                for statement in group.statements(_DIFFERENT, products, self.device):
+                for statement in group.exchange_in_turn(_DIFFERENT, products, self.device):
                     products |= statement
         except TpkernelsError as error:
             raise type(error)(f"{product}: {error}", peer=error.peer) from error
@@ -170,7 +170,7 @@ class History:
         """Make waits in the mesh's groups, which are set up by now, call `_poll`."""
         if not self._attached:
             for name in self._names:
-                groups.get(name).look_in_waits(self._poll)
+                groups.get(name).add_wait_hook(self._poll)
             self._attached = True
 
     def begin(self, text: str) -> None:

@@ -47,7 +47,7 @@ def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.dev
     if group.world > 1 or algorithm not in runs_torch_only:
         group.ready(problem.device)
     by_sends = algorithm != "auto" and ALGORITHMS[algorithm].sends
-    if by_sends and problem.device == "cuda" and group.by_gloo("cuda"):
+    if by_sends and problem.device == "cuda" and group.uses_gloo("cuda"):
         raise NotImplementedError(
             f"algorithm '{algorithm}' of {problem.op} sends CUDA tensors, which gloo cannot; make "
             "the group with NCCL"
@@ -58,7 +58,7 @@ def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.dev
         problem = replace(problem, numerics=group.cuda_numerics())
     has_times = group.has_times(problem.device)
     tuned = group.tuned(problem.device) if has_times else NOTHING_TUNED
-    unsupported = dict(group.measured.left_out_of(problem) or {}) if algorithm == "auto" else {}
+    unsupported = dict(group.measured.failures_of(problem) or {}) if algorithm == "auto" else {}
     while True:
         means = _means(group, unsupported)
         plan = choose(problem, means, requested=algorithm, tuned=tuned)

@@ -8,9 +8,9 @@ Problem: every algorithm must be timed on all ranks alike, and one that fails, o
 however far it has come, must leave the group usable and no rank behind.
 
 Algorithm: the ranks plan each algorithm on a second group with a workspace of its own
-(`Group.second`), and make the op's call there, with its own inputs: first each algorithm once, then
-the rounds of the contest. After each run they exchange their times on the real group, and whether
-it failed (`_Tuner._attempt`).
+(`Group.make_second_group`), and make the op's call there, with its own inputs: first each algorithm
+once, then the rounds of the contest. After each run they exchange their times on the real group,
+and whether it failed (`_Tuner._attempt`).
 
 Failure: a call that fails breaks the second group, which tells the peers, as in any group. So all
 ranks come to the exchange, leave the algorithm out, and go on with a new second group. No rank is
@@ -108,11 +108,11 @@ def autotune(
 def tuning_by(group: Group, tuning: Tuning) -> Iterator[None]:
     """Tune on the spot what calls of a group meet within the block."""
     before = group.measured.tuning
-    group.tune_by(tuning)
+    group.use_tuning(tuning)
     try:
         yield
     finally:  # `init` may have turned it on within the block
-        group.tune_by(Tuning() if before is None and group.autotune else before)
+        group.use_tuning(Tuning() if before is None and group.autotune else before)
 
 
 # In the first calls of a problem.
@@ -203,10 +203,10 @@ def tune_if_new(
         no algorithm could be timed."""
         if tuning.anew:
             return False
-        left_out = group.measured.left_out_of(problem) is not None
-        return left_out or group.tuned(problem.device).near(*key)
+        was_tuned = group.measured.failures_of(problem) is not None
+        return was_tuned or group.tuned(problem.device).near(*key)
 
-    if is_known() or group.is_met_in_capture(arguments.x.device):
+    if is_known() or group.note_capture(arguments.x.device):
         return False
     try:
         with group.together():
@@ -254,7 +254,7 @@ class _Tuner:
                         "The group is broken: make a new one.",
                         peer=rank,
                     )
-        left_out = group.measured.left_out.setdefault(key, {})
+        failures = group.measured.failures.setdefault(key, {})
         contest = Contest(names)
         try:
             self._prepare(make_run)
@@ -266,7 +266,7 @@ class _Tuner:
                 except _Failed as failure:
                     name, why = failure.args
                 contest.leave_out(name)
-                left_out[name] = why
+                failures[name] = why
                 self._warn(f"algorithm '{name}' {why}")
         except _Skipped as skipped:
             self._warn(f"not tuned: {skipped}")
@@ -296,7 +296,7 @@ class _Tuner:
         """Make a second group whose failure leaves the real one usable."""
         group = self._group
         try:
-            second = group.second("tuning", self._problem.device)
+            second = group.make_second_group("tuning", self._problem.device)
         except MemoryError as error:
             raise _Skipped(of_error(error)) from None
         try:
