@@ -28,7 +28,7 @@ from tpkernels.planning.choose import Plan
 from tpkernels.shards import shard_sizes
 from tpkernels.timing import slowest
 from tpkernels.tuning.contest import UNDISTURBED_CALLS
-from tpkernels.tuning.tuner import Tried
+from tpkernels.tuning.tuner import TrialRunner
 
 Outputs = list[torch.Tensor]
 Scaled = tuple[torch.Tensor, torch.Tensor]  # an operand's elements and its scales
@@ -175,7 +175,7 @@ def settle(case: Case, seconds: float) -> None:
     run_tpkernels(case.copy())
     (call_seconds,) = slowest([time.perf_counter() - begin])
     while call_seconds * UNDISTURBED_CALLS <= seconds and any(
-        isinstance(call.function, Tried) for call in group.planned_calls()
+        isinstance(call.function, TrialRunner) for call in group.planned_calls()
     ):
         run_tpkernels(case.copy())
 

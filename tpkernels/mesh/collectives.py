@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from tpkernels import dtypes, ops
 from tpkernels.groups import name_of
-from tpkernels.mesh.layout import checked, text_of
+from tpkernels.mesh.layout import checked_placements, placements_text
 
 Axes: TypeAlias = int | str | Sequence[int | str]
 
@@ -88,7 +88,8 @@ def sharded_sum(
     keepdim: bool = False,
     algorithm: str = "auto",
 ) -> DTensor:
-    """Sum a DTensor over tensor dims, completely over mesh axes.
+    """Sum a DTensor over tensor dims, and reduce the sum over mesh axes, so that it is not left
+    Partial there.
 
     Args:
         x: of a floating dtype; any placements of Shard, Replicate and Partial.
@@ -134,7 +135,7 @@ def _summed(
     if not isinstance(x, DTensor):
         raise TypeError(f"x is a {type(x).__name__}, not a DTensor")
     dtypes.check_supported(x.dtype, "x")
-    mesh, before = x.device_mesh, checked(x.placements, x.ndim, x.device_mesh.ndim, "x")
+    mesh, before = x.device_mesh, checked_placements(x.placements, x.ndim, x.device_mesh.ndim, "x")
     listed = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     dims = sorted({number % x.ndim for number in listed if -x.ndim <= number < x.ndim})
     if len(dims) < len(listed):
@@ -152,7 +153,7 @@ def _summed(
     for i in over:
         if not isinstance(placements[i], Partial):
             raise ValueError(
-                f"mesh axis {i} is {text_of((before[i],))} and splits none of the dims "
+                f"mesh axis {i} is {placements_text((before[i],))} and splits none of the dims "
                 f"{tuple(dims)}: there is nothing to sum over along it"
             )
     grads = [Replicate() if isinstance(p, Partial) else p for p in before]

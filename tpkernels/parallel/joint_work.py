@@ -58,7 +58,7 @@ class JointWork:
                 status = torch.tensor([self._status], dtype=torch.float32, device=self._device)
                 statuses = all_gather(status, self._group.name).tolist()
             text = "" if self._status == _AT_WORK else self.text
-            self.texts = self._group.statements("joint work", text, self._device.type)
+            self.texts = self._group.exchange_in_turn("joint work", text, self._device.type)
             failed = [rank for rank, status in enumerate(statuses) if status == _FAILED]
             if failed:
                 also = f" (also rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
@@ -72,7 +72,7 @@ class JointWork:
 
     def end(self, status: float, thread: threading.Thread) -> None:
         """Announce how this rank's part ended, and wait for the last round."""
-        with groups.told_of_errors(self._group.name):
+        with groups.breaking_on_error(self._group.name):
             self._status = status
             self._ended.set()
             if thread.ident is None:  # it could not be started

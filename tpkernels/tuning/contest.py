@@ -116,8 +116,8 @@ class Contest:
             times.pop(name, None)
 
     def drop_slower(self) -> None:
-        """Drop the candidates that are clearly slower than the fastest, whatever the other
-        extent, and those in `_doubtful` not."""
+        """Drop the candidates that are clearly slower than the fastest at every other extent,
+        except those in `_doubtful`."""
         doubtful, kept = self._doubtful(), set[str]()
         for times in self._comparable().values():
             most = _CLEARLY_SLOWER * min(one.shortest for one in times.values())
@@ -153,7 +153,8 @@ class Contest:
         }
 
     def _comparable(self) -> dict[int, dict[str, _Times]]:
-        """Return `_compared`, or all extents together where none has enough calls."""
+        """Return `_compared`, or, if no extent has enough calls, the calls of all pooled under the
+        largest extent."""
         compared = self._compared()
         if compared:
             return compared
@@ -164,10 +165,9 @@ class Contest:
         return {max(self._times): together}
 
     def times(self) -> dict[int, dict[str, float]]:
-        """Return what the outcome follows from, by the other extent: the median of each candidate
-        that remains, or its shortest time if it is the only one, or if a median was disturbed. What
-        has dropped out keeps its ratio to the fastest of these by the shortest times, for which it
-        dropped out."""
+        """Return the seconds by which candidates are compared, by the other extent: medians, or
+        shortest times if one candidate remains or a median was disturbed. A dropped candidate keeps
+        the ratio of shortest times by which it was dropped."""
         outcome = {}
         for other, times in self._comparable().items():
             left = {name: times[name] for name in self.remaining if name in times}
