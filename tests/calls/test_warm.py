@@ -216,6 +216,17 @@ def square_job() -> list[str]:
                 pairs = function(x, other, group), function(x, tpkernels.pack(other), group)
                 if not torch.allclose(*pairs, atol=1e-5):
                     failures.append(f"{op}, {attempt}: another weight, {pairs}")
+        tpkernels.matmul_all_reduce(
+            x, tpkernels.LocalProduct(lambda x: x @ w, (6, 6), w.dtype), group
+        )
+        half = tpkernels.LocalProduct(lambda x: x @ w, (6, 6), torch.bfloat16)
+        try:
+            tpkernels.matmul_all_reduce(x, half, group)
+        except TypeError as error:
+            if "bfloat16" not in str(error):
+                failures.append(str(error))
+        else:
+            failures.append("a product of another dtype")
     return failures
 
 
