@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import tpkernels
 from tpkernels.bench.probes import measure_machine, profile_of, rates_text
 from tpkernels.launch import Ranks
-from tpkernels.mesh.layout import local_shape, text_of
+from tpkernels.mesh.layout import local_shape, placements_text
 from tpkernels.mesh.planner import MatmulProblem, ranked
 from tpkernels.planning.cost import Profile
 from tpkernels.timing import Samples, Variant, measure, summary
@@ -112,7 +112,7 @@ def main() -> None:
             for name, expected in predicted.items():
                 timed = found[name].median, found[name].min
                 errors.append(tuple(abs(1e3 * expected / ms - 1) for ms in timed))  # type: ignore[arg-type]
-            x, w, out = map(text_of, (problem.x, problem.w, problem.out or ()))
+            x, w, out = map(placements_text, (problem.x, problem.w, problem.out or ()))
             print(
                 f"| {problem.m}, {problem.k}, {problem.n} "
                 f"| {' x '.join(map(str, problem.mesh_shape))} | {x} @ {w} -> {out} "

@@ -61,14 +61,14 @@ TABLES = {
 }
 
 
-def unsupported(algorithm: str, device: str, on: torch.device) -> str | None:
+def unsupported(algorithm: str, device: str, tensor_device: torch.device) -> str | None:
     """Return why the kernels of an algorithm cannot run on tensors of a device type; None: they
-    can, or the algorithm has none. ``on`` is this process's device of that type."""
+    can, or the algorithm has none. ``tensor_device`` is this process's device of that type."""
     match ALGORITHMS[algorithm].kernels.get(device):
         case "Triton":
             return kernels.unsupported(device)
         case "CUDA":
-            return cuda.unsupported(on)
+            return cuda.unsupported(tensor_device)
     return None
 
 
@@ -94,8 +94,8 @@ def bind(
         return direct.bind(call, given, arguments, in_place) if by_itself else None
     if group.workspace is None:
         return None
-    follows = group.cuda_sums.follows if problem.spec.reduces else None
-    return _C.calls.Queued(arguments, execute, call, group.workspace.alarm, follows)
+    deterministic = group.cuda_sums.planned_for_flag if problem.spec.reduces else None
+    return _C.calls.Queued(arguments, execute, call, group.workspace.alarm, deterministic)
 
 
 def failed(call: Call, error: BaseException) -> None:
@@ -126,7 +126,7 @@ def run(
                 group.in_call = True
                 if call.problem.device == "cuda":
                     group.check_kernels(call.plan.text)
-                with recorded_waits(group.nearby) if profiling() else nullcontext():
+                with recorded_waits(group.local_workspace) if profiling() else nullcontext():
                     result = execute(call, given)
             except BaseException as error:
                 failed(call, error)

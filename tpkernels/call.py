@@ -38,7 +38,7 @@ class Call:
     @property
     def node(self) -> Node | None:
         """Return the ranks of this host, if the call's algorithm goes through their memory."""
-        return self.group.node if ALGORITHMS[self.plan.algorithm].needs_nodes else None
+        return self.group.node if ALGORITHMS[self.plan.algorithm].spans_hosts else None
 
     @functools.cached_property
     def peers_in_ring_order(self) -> tuple[int, ...]:

@@ -207,7 +207,7 @@ py::object run(const Shortcut& shortcut, PyObject* args, PyObject* kwargs) {
 // The call may not have been made, where an interrupt comes: all of the op's Python code is below.
 void leave(const Shortcut& shortcut, PyObject* args, PyObject* kwargs,
            const py::error_already_set& error) {
-  static PyObject* const breaks = lasting("tpkernels.groups", "break_if_left");
+  static PyObject* const breaks = lasting("tpkernels.groups", "break_if_interrupted");
   const int group = shortcut.arguments->index("group");
   if (group < 0 || error.matches(PyExc_TypeError)) return;
   const Slots slots = shortcut.arguments->parse(args, kwargs);

@@ -7,7 +7,7 @@ import torch
 
 from tests.cli.test_cli import invoke
 from tpkernels.bench.specs import Spec
-from tpkernels.planning.cost import machine_named, predicted
+from tpkernels.planning.cost import machine_named, predict_seconds
 from tpkernels.terminal import milliseconds
 
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]
@@ -27,7 +27,7 @@ def test_explain_predicts_the_times_of_gpus_of_one_node(world: int, there: bool)
     assert ("Predicted for NVIDIA H800 SXM by data sheets; not measured" in shown) is there
     assert ("predicted ms" in shown) is there
     spec = Spec("all_reduce", (1 << 15,), torch.bfloat16)
-    times = predicted(spec.problem(2, "cuda"), spec.other, machine_named("h800"))
+    times = predict_seconds(spec.problem(2, "cuda"), spec.other, machine_named("h800"))
     assert (milliseconds(1e3 * times["unfused"]) in shown) is there
 
 

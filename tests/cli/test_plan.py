@@ -106,7 +106,7 @@ def test_this_machine_is_what_tune_measured(
     assert profile.flops == (1e9,) * 3 and profile.bandwidth == 1e10  # the slowest rank's
     assert profile.within.call == 2e-5
     assert profile.within.bandwidth == pytest.approx((8 << 20) / 8e-3)
-    store.save_rates(reports[0].machine, profile)
+    store.save_profile(reports[0].machine, profile)
     product = "plan --m 1000 --k 1000 --n 1000 --mesh 2 --x S0 --machine this --json"
     (best, *_) = json.loads(invoke(*product.split()).output)["plans"]
     elements = 500 * 1000 + 1000 * 1000 + 500 * 1000

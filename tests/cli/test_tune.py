@@ -22,7 +22,7 @@ from tpkernels.bench.tuning_cases import TuneReport, best_config, tune_case
 from tpkernels.launch import session
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, Means, choose, split_rule
-from tpkernels.planning.machine import instructions, this_machine
+from tpkernels.planning.machine import cpu_flags, this_machine
 from tpkernels.planning.table import Config, Measurement
 from tpkernels.timing import Variant
 
@@ -50,7 +50,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert before.exit_code == 0, before.output
     assert before.output.count("not measured") == 4
     assert "needs" in before.output or "runs Triton kernels" in before.output  # fused
-    fewest = split_rule(torch.bfloat16, instructions()).min_rows
+    fewest = split_rule(torch.bfloat16, cpu_flags()).min_rows
     assert f"auto chooses direct: 4 rows a rank < {fewest}" in before.output
     assert "Nothing was measured here with 2 ranks x 1 threads" in before.output
     assert "In the first calls it tries unfused, direct, pipelined" in before.output

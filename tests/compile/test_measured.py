@@ -119,7 +119,7 @@ def sent_job() -> list[list[str]]:
     and for a group that was not named."""
     read: list[str] = []
     found = []
-    for by_gloo, gpus, named in (
+    for uses_gloo, gpus, named in (
         (False, True, True),
         (True, True, True),
         (False, False, True),
@@ -128,7 +128,7 @@ def sent_job() -> list[list[str]]:
         read.clear()
         with (
             fresh_group() as group,
-            mock.patch.object(Group, "by_gloo", lambda self, device, gloo=by_gloo: gloo),
+            mock.patch.object(Group, "uses_gloo", lambda self, device, gloo=uses_gloo: gloo),
             mock.patch.object(Group, "tuned", lambda self, device: read.append(device)),
             mock.patch.object(torch.cuda, "is_available", lambda yes=gpus: yes),
         ):

@@ -151,14 +151,14 @@ def test_torchs_flag_makes_a_warm_call_be_planned_anew() -> None:
     numerics of what was planned in each of the calls, as torch's flag changes."""
     with rehearsed() as (patch, _):
         group = faults.new_group()
-        patch.setattr("tpkernels.groups.group.Group.by_gloo", lambda *_: False)
+        patch.setattr("tpkernels.groups.group.Group.uses_gloo", lambda *_: False)
         patch.setattr("tpkernels.groups.group.Group.has_times", lambda *_: False)
         call, found = call_of("matmul_all_reduce", group), [""] * 6
         plan = planned_calls._plan_call
         for at, flag in enumerate((False, False, True, True, True, False)):
 
-            def note(*given: Any, at: int = at) -> Call:
-                made = plan(*given)
+            def note(*given: Any, at: int = at, **named: Any) -> Call:
+                made = plan(*given, **named)
                 found[at] = made.problem.numerics
                 return made
 

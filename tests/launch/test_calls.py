@@ -71,7 +71,7 @@ def test_waiting_costs_nothing(two: Ranks) -> None:
     two.call("nothing")
     before, begin = cpu_seconds(), time.thread_time()
     two.call("sleep", 0.2)
-    assert time.thread_time() - begin < 0.1  # the driver looks after the ranks
+    assert time.thread_time() - begin < 0.1  # the parent looks after the ranks
     time.sleep(0.2)
     assert cpu_seconds() - before < 0.2  # gloo's own threads poll
 

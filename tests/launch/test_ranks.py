@@ -365,7 +365,7 @@ if __name__ == "__main__":
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["stopped", "exit"])
-def test_a_killed_driver_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
     script, temporary = tmp_path / "script.py", tmp_path / "tmp"
     script.write_text(PARENT)
     temporary.mkdir()
@@ -386,7 +386,7 @@ def test_a_killed_driver_leaves_nothing_behind(how: str, tmp_path: Path) -> None
     assert not left
 
 
-def test_a_fork_is_not_the_driver() -> None:
+def test_a_fork_is_not_the_parent() -> None:
     with Ranks(1, Held) as ranks:
         child = os.fork()
         if child == 0:

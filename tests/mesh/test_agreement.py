@@ -120,13 +120,13 @@ def test_gradients_of_different_operands(ranks: RanksFixture) -> None:
 def counted() -> Iterator[list[str]]:
     """The exchanges of this rank."""
     found: list[str] = []
-    usual = Group.statements
+    usual = Group.exchange_in_turn
 
     def count(group: Any, purpose: str, *args: Any) -> Any:
         found.append(purpose)
         return usual(group, purpose, *args)
 
-    with mock.patch.object(Group, "statements", count):
+    with mock.patch.object(Group, "exchange_in_turn", count):
         yield found
 
 

@@ -49,7 +49,7 @@ REFUSALS: list[tuple[str, Callable[..., Any]]] = [  # of a product by `matmul` o
      lambda x, w, mesh, **_: tpmesh.plans(x, of((5, 4), mesh, R))),
     (r"ValueError: out_placements has 2 placements; the mesh has 1 dims: pass one for each",
      lambda x, w, **_: matmul(x, w, [R, R])),
-    (r"ValueError: out_placements has Shard\(2\), but a matrix has dims 0 and 1",
+    (r"ValueError: out_placements has Shard\(2\), but the tensor has dims 0 to 1",
      lambda x, w, **_: matmul(x, w, [Shard(2)])),
     (r"NotImplementedError: out_placements has Partial.*avg.*; supported: Shard, Replicate and",
      lambda x, w, **_: matmul(x, w, [Partial("avg")])),

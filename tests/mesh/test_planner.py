@@ -40,7 +40,7 @@ from tpkernels.planning.cost import (
     fused_seconds,
     machine_named,
     machines,
-    product_seconds,
+    matmul_seconds,
 )
 from tpkernels.planning.machine import this_machine
 
@@ -188,11 +188,11 @@ def by_strategy(given: MatmulProblem, strategy: str) -> MatmulPlan:
 
 
 def test_a_product_is_bound_by_flops_or_by_memory() -> None:
-    assert product_seconds(MACHINE, 100, 100, 100, 4) == 2e6 / 100
-    assert product_seconds(MACHINE, 100, 100, 100, 2) == 2e6 / 200
-    assert product_seconds(MACHINE, 1, 4, 5, 4) == (4 + 20 + 5) * 4 / 40
+    assert matmul_seconds(MACHINE, 100, 100, 100, 4) == 2e6 / 100
+    assert matmul_seconds(MACHINE, 100, 100, 100, 2) == 2e6 / 200
+    assert matmul_seconds(MACHINE, 1, 4, 5, 4) == (4 + 20 + 5) * 4 / 40
     both = 2 * 20 / 100 + (4 + 20 + 5) * 4 / 40
-    assert product_seconds(replace(MACHINE, overlaps=False), 1, 4, 5, 4) == pytest.approx(both)
+    assert matmul_seconds(replace(MACHINE, overlaps=False), 1, 4, 5, 4) == pytest.approx(both)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_a_fused_step_hides_all_but_a_chunk() -> None:
         assert got == pytest.approx(most + least / 4)
         serial = replace(MACHINE, overlaps=False)
         apart = fused_seconds(serial, shape, 0, communication, 4, 4)
-        assert apart == product_seconds(serial, *shape, 4) + communication
-    alone = product_seconds(MACHINE, 4, 100, 100, 4)
+        assert apart == matmul_seconds(serial, *shape, 4) + communication
+    alone = matmul_seconds(MACHINE, 4, 100, 100, 4)
     assert fused_seconds(MACHINE, (4, 100, 100), 0, alone / 10, 4, 4) == alone * 1.1
 
 
@@ -351,25 +351,30 @@ def test_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     named = {"NVIDIA H200": "h200", "AMD Instinct MI300X": "mi300x", "new": "h100"}
     for title, name in named.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda title=title: title)
-        assert store.own_machine("cuda", 8) == (name, machine_named(name))
-    assert store.own_machine("cpu", 8) == ("zen4-core", machine_named("zen4-core"))
+        assert store.machine_here("cuda", 8) == (name, machine_named(name))
+    assert store.machine_here("cpu", 8) == ("zen4-core", machine_named("zen4-core"))
 
 
 def test_measured_rates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = this_machine("cpu", 2, 1, True)
-    path = store.save_rates(here, MACHINE)
-    assert store.load_rates(here) == MACHINE
-    assert store.own_machine("cpu", 2) == ("this", MACHINE)
-    assert store.own_machine("cpu", 3)[0] == "zen4-core"
+    path = store.save_profile(here, MACHINE)
+    assert store.load_profile(here) == MACHINE
+    assert store.machine_here("cpu", 2) == ("this", MACHINE)
+    assert store.machine_here("cpu", 3)[0] == "zen4-core"
     kept = path.read_text()
-    for damaged in ("", "[]", kept.replace("10.0", "-1.0"), kept.replace(store._RATES_FORMAT, "0")):
+    for damaged in (
+        "",
+        "[]",
+        kept.replace("10.0", "-1.0"),
+        kept.replace(store._PROFILE_FORMAT, "0"),
+    ):
         assert damaged != kept
         path.write_text(damaged)
-        assert store.load_rates(here) is None
+        assert store.load_profile(here) is None
     path.write_text(kept)
     path.chmod(0o666)  # anybody can have written it
-    assert store.load_rates(here) is None
+    assert store.load_profile(here) is None
 
 
 def agreement_job() -> tuple[str, str, str]:
@@ -379,7 +384,7 @@ def agreement_job() -> tuple[str, str, str]:
         assert (device, size) == ("cpu", 4)
         return "this", replace(MACHINE, title=f"rank {dist.get_rank()}")
 
-    with mock.patch.object(agreement, "own_machine", own):
+    with mock.patch.object(agreement, "machine_here", own):
         mesh = make_mesh((2, 2))
         x = draw("x", (8, 8), mesh, (S0, S1)).sharded
         first = agreement.known_machine(mesh).title

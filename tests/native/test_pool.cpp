@@ -1,8 +1,10 @@
 // The pool: no block has two owners, idle blocks stay within the limit, and forks can go on.
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -88,9 +90,11 @@ TEST_CASE(idle_blocks_stay_within_the_limit, kThreads) {
   pool.set_limit(3 * kMiB);
   check_usage(pool, 14 * kMiB, 0);
   const auto small = *pool.take(3 * kMiB);
-  pool.give_back(small);
+  std::byte* const freed = small->data();
   pool.set_limit(0);
+  pool.give_back(small);
   check_usage(pool, 14 * kMiB, 0);
+  CHECK(msync(freed, 3 * kMiB, MS_ASYNC) == -1 && errno == ENOMEM, "the memory is still mapped");
 }
 
 TEST_CASE(no_memory_is_no_block, kThreads) {

@@ -242,7 +242,7 @@ def test_the_choice_is_pure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("instructions", "dtype", "fewest"),
+    ("cpu_flags", "dtype", "fewest"),
     [
         ({"avx2"}, torch.bfloat16, 256),
         ({"avx2", "amx_bf16", "avx512_bf16"}, torch.bfloat16, 1024),
@@ -253,9 +253,9 @@ def test_the_choice_is_pure() -> None:
     ],
 )
 def test_the_kind_of_cpu_decides_how_many_rows_are_many(
-    instructions: set[str], dtype: torch.dtype, fewest: int
+    cpu_flags: set[str], dtype: torch.dtype, fewest: int
 ) -> None:
-    means = Means(shared_memory=True, instructions=frozenset(instructions))
+    means = Means(shared_memory=True, cpu_flags=frozenset(cpu_flags))
     for rows, algorithm in [(fewest, "pipelined"), (fewest - 1, "direct")]:
         one = problem("all_gather_matmul", shape=(4 * rows, 512), sizes=(rows,) * 4, dtype=dtype)
         plan = choose(one, means)
@@ -277,11 +277,11 @@ def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> No
 
 
 def test_before_an_all_reduce_some_cpus_do_not_split() -> None:
-    for op, instructions, algorithm in [
+    for op, cpu_flags, algorithm in [
         ("matmul_all_reduce", {"avx512_bf16"}, "direct"),
         ("matmul_reduce_scatter", {"avx512_bf16"}, "pipelined"),
         ("matmul_all_reduce", {"avx2"}, "pipelined"),
         ("matmul_all_reduce", set(), "pipelined"),
     ]:
-        means = Means(shared_memory=True, instructions=frozenset(instructions))
-        assert choose(problem(op), means).algorithm == algorithm, (op, instructions)
+        means = Means(shared_memory=True, cpu_flags=frozenset(cpu_flags))
+        assert choose(problem(op), means).algorithm == algorithm, (op, cpu_flags)

@@ -20,7 +20,7 @@ from tpkernels.planning.cost import (
     all_reduce_way,
     hop_seconds,
     machine_named,
-    predicted,
+    predict_seconds,
 )
 
 MIB = 1 << 20
@@ -44,7 +44,7 @@ BF16 = torch.bfloat16
 
 def times(op: str, shape: tuple[int, ...], world: int = 4, machine: Profile = MACHINE) -> dict:
     spec = Spec(op, shape, BF16)
-    return dict(predicted(spec.problem(world, "cuda"), spec.other, machine))
+    return dict(predict_seconds(spec.problem(world, "cuda"), spec.other, machine))
 
 
 def test_a_gather() -> None:
@@ -59,7 +59,7 @@ def test_a_gather() -> None:
     part = 2.5 * wave + LAUNCH_S  # 9 x 10 tiles: two of them are 5 waves
     assert found["pipelined"] == pytest.approx(4 * part)  # a copy takes less than 0.1 ms
     assert COPY_S + received / 3 < part
-    product = 11 * wave / cost.OWN_PRODUCT
+    product = 11 * wave / cost.TRITON_EFFICIENCY
     assert found["fused"] == pytest.approx(FENCED_HOP_S + COPY_S + product + received / 3)
 
 
@@ -68,7 +68,7 @@ def test_fetchers_bring_small_shards() -> None:
     leave 30 multiprocessors 2 waves of 40 tiles. A link of 100 GB/s is slower."""
     fast = replace(MACHINE, within=replace(MACHINE.within, bandwidth=1e15))
     shape, wave = (512, 4 * 2560, 1024), 1024e-6
-    product, pieces = 2 * wave / cost.OWN_PRODUCT, 2 * cost.READ_S + HOP_S
+    product, pieces = 2 * wave / cost.TRITON_EFFICIENCY, 2 * cost.READ_S + HOP_S
     for machine, received in ((fast, pieces), (MACHINE, 3 * 256 * 1024 / 1e11)):
         found = times("all_gather_matmul", shape, machine=machine)
         assert found["fused"] == pytest.approx(FENCED_HOP_S + product + received / 3)
@@ -79,7 +79,7 @@ def test_a_reduction_reads_its_partials() -> None:
     sums, received = 4608 * 2560 * 2 / 1e12, 4608 * 2560 * 2 * 3 / 4 / 1e11
     product = 10 * 1024e-6
     assert found["direct"] == pytest.approx(product + LAUNCH_S + FENCED_HOP_S + received + sums)
-    own = product / cost.OWN_PRODUCT
+    own = product / cost.TRITON_EFFICIENCY
     assert found["fused"] == pytest.approx(FENCED_HOP_S + own + received / 3 + sums)
 
 
@@ -107,7 +107,7 @@ def test_small_tensors_travel_with_their_flags(nbytes: int) -> None:
 
 def test_every_algorithm_of_gpus_is_predicted() -> None:
     known = set(times("matmul_all_reduce", (64, 64, 64)))
-    assert known == {name for name, one in ALGORITHMS.items() if not one.needs_nodes}
+    assert known == {name for name, one in ALGORITHMS.items() if not one.spans_hosts}
 
 
 # What others have published of their own kernels and of NCCL, in ms, next to the algorithm that
@@ -160,7 +160,7 @@ def test_one_hop_up_to_a_size_that_depends_on_the_ranks() -> None:
 
 @pytest.mark.parametrize("ll128", [False, True])
 def test_the_fastest_by_the_model(ll128: bool) -> None:
-    second, most = (LINES, cost.LL128_BYTES) if ll128 else (TWO, cost.TWO_SHOT_BYTES)
+    second, most = (LINES, cost.LL128_MAX_BYTES) if ll128 else (TWO, cost.LL_TWO_SHOT_MAX_BYTES)
     for world in (2, 3, 4, 5, 8, 16, 72):
         for nbytes in (*range(0, 256 * KIB, 8 * KIB), most):
             ways = {way: hop_seconds(way, nbytes, world) for way in (ONE, second, FENCED)}

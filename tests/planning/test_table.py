@@ -27,7 +27,7 @@ def measured(spec: Spec, **ms: float) -> Measurement:
 
 def plan(spec: Spec, *times: Measurement, shared_memory: bool = True, **changes: Any) -> Plan:
     problem = replace(spec.problem(2), **changes)
-    means = Means(shared_memory, instructions=frozenset({"avx2"}))
+    means = Means(shared_memory, cpu_flags=frozenset({"avx2"}))
     return choose(problem, means, tuned=Table(times))
 
 

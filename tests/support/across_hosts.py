@@ -73,7 +73,7 @@ def as_on_gpus() -> dict[str, Any]:
     cases = {replace(case, algorithm="hierarchical") for case in one_of_each(group.size())}
     cases = {case for case in cases if case.op != "all_to_all"}
     with pretending() as patch:
-        patch.setattr(Group, "by_gloo", lambda self, device: device != "cuda")
+        patch.setattr(Group, "uses_gloo", lambda self, device: device != "cuda")
         patch.setattr(Group, "tuned", lambda self, device: Table())
         failures = check_cases(sorted(cases, key=str), group)
         planned = groups.get(group.group_name).planned_calls()

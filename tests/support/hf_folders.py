@@ -54,6 +54,7 @@ def gguf_file(
     )
     model = transformers.LlamaForCausalLM(config)
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_custom_alignment(64)  # 32 by default
     writer.add_name("tiny")
     for key, number in {
         "block_count": config.num_hidden_layers,

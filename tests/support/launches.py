@@ -154,7 +154,7 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
         world=world,
         timeout_on=lambda device: 30.0,
         pg=Collectives(queue, rank, world),
-        by_gloo=lambda device: False,
+        uses_gloo=lambda device: False,
         workspace=None,
     )
     with (

@@ -68,7 +68,7 @@ def over_nccl(driver: str = "") -> Iterator[Any]:
         emulated.load(driver)
     image._loads.cache_clear()
     with pretending() as patch:
-        patch.setattr(Group, "by_gloo", lambda self, device: device != "cuda")
+        patch.setattr(Group, "uses_gloo", lambda self, device: device != "cuda")
         patch.setattr(Group, "tuned", lambda self, device: Table())
         patch.setattr(reduction, "_on_gpu", lambda _: True)
         patch.setattr(unfused, "_pg", lambda call: LikeNccl(call.group.pg))

@@ -177,7 +177,7 @@ def unencodable_job() -> Ending:
     """Rank 0 leaves with an error whose text cannot be encoded; file names may be like that."""
     group = faults.new_group()
     if dist.get_rank() == 0:
-        with contextlib.suppress(OSError), groups.told_of_errors(group.group_name):
+        with contextlib.suppress(OSError), groups.breaking_on_error(group.group_name):
             raise OSError("no file \udcff")
     return faults.ending_of(lambda: faults.run_op("all_gather", group))
 

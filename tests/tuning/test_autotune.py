@@ -243,7 +243,7 @@ def cuda_job(driver: str) -> list[str]:
     emulated.load(driver)
     failures = []
     with pretending() as patch:
-        patch.setattr(Group, "by_gloo", lambda *_: False)
+        patch.setattr(Group, "uses_gloo", lambda *_: False)
         group = faults.new_group()
         own(group).measured.tables["cuda"] = Table()
         x = torch.full((8, 4), float(dist.get_rank() + 1))

@@ -43,7 +43,7 @@ def failure_job(op: str, way: str, late: bool) -> list[str]:
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             results = [call(op, group), call(op, group)]
-        (reason,) = own(group).measured.left_out.values()
+        (reason,) = own(group).measured.failures.values()
         if not all(torch.equal(result, expected) for result in results):
             failures.append("other bits")
         if plan_of(group).algorithm == way:
@@ -123,7 +123,7 @@ def hidden_failure_job() -> list[str]:
         ):
             warnings.simplefilter("ignore")
             call(OP, group)
-            (left,) = own(group).measured.left_out.values()
+            (left,) = own(group).measured.failures.values()
             if list(left) != [way] or plan_of(group).algorithm == way:
                 failures.append(f"{way}: {left}, {plan_of(group).reason}")
     return failures
@@ -175,7 +175,7 @@ def test_a_failure_in_the_process_group_is_raised_on_all_ranks(
 
 def skipped_job(what: str) -> list[str]:
     """Nothing is tuned where there is no memory for it; the call is made by the rule."""
-    second, scratch = Group.second, tuner._scratch
+    second, scratch = Group.make_second_group, tuner._cache_flush_buffer
 
     def no_second(self: Group, *args: Any) -> Group:
         made = second(self, *args)
@@ -190,9 +190,9 @@ def skipped_job(what: str) -> list[str]:
             raise RuntimeError("not enough memory")
         return scratch(*args)
 
-    patch = mock.patch.object(Group, "second", no_second)
+    patch = mock.patch.object(Group, "make_second_group", no_second)
     if what == "scratch":
-        patch = mock.patch.object(tuner, "_scratch", no_scratch)
+        patch = mock.patch.object(tuner, "_cache_flush_buffer", no_scratch)
     with fresh_group() as group, watched() as made, tpkernels.autotune(group), patch:
         expected = call(OP, group, algorithm="unfused")
         made.clear()

@@ -151,18 +151,18 @@ VICTIM = 1
 def lost_job(number: int, timeout: float) -> tuple[faults.Report, float] | None:
     """One rank is disturbed when the ranks exchange what they found."""
     group = faults.new_group(timeout)
-    exchanged = tuner.exchanged
+    exchange = tuner.exchange_numbers
 
     def disturbed(made: Any, problem: Any, what: str, numbers: Any) -> list[list[float]]:
         if "times" in what and dist.get_rank() == VICTIM:
             faults.disturb_now(number)
-        return exchanged(made, problem, what, numbers)
+        return exchange(made, problem, what, numbers)
 
     def calls() -> None:
         for _ in range(MOST_CALLS):
             call("matmul_all_reduce", group)
 
-    with mock.patch.object(tuner, "exchanged", disturbed):
+    with mock.patch.object(tuner, "exchange_numbers", disturbed):
         return faults.report_of_survivors(calls, group, VICTIM)
 
 

@@ -218,7 +218,7 @@ def _even(counts: Sequence[int]) -> bool:
 
 
 def _by_nccl(call: Call) -> bool:
-    return call.problem.device == "cuda" and not call.group.by_gloo("cuda")
+    return call.problem.device == "cuda" and not call.group.uses_gloo("cuda")
 
 
 def _sums_by_nccl(call: Call) -> bool:

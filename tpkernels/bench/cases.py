@@ -27,8 +27,8 @@ from tpkernels.op_spec import OPS, OpSpec
 from tpkernels.planning.choose import Plan
 from tpkernels.shards import shard_sizes
 from tpkernels.timing import slowest
-from tpkernels.tuning.contest import MOST_CALLS
-from tpkernels.tuning.tuner import Tried
+from tpkernels.tuning.contest import UNDISTURBED_CALLS
+from tpkernels.tuning.tuner import TrialRunner
 
 Outputs = list[torch.Tensor]
 Scaled = tuple[torch.Tensor, torch.Tensor]  # an operand's elements and its scales
@@ -144,7 +144,7 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
     if case.residual is not None:
         options["residual"] = case.residual
     name = "all_reduce_" if case.op == "all_reduce" else case.op
-    result = getattr(tpkernels, name)(*operands, world_group().name, **options)
+    result = getattr(tpkernels, name)(*operands, dist.group.WORLD, **options)
     if isinstance(result, torch.Tensor):
         return [result]
     return list(result)[::-1] if op.normed else list(result)
@@ -174,8 +174,8 @@ def settle(case: Case, seconds: float) -> None:
     begin = time.perf_counter()
     run_tpkernels(case.copy())
     (call_seconds,) = slowest([time.perf_counter() - begin])
-    while call_seconds * MOST_CALLS <= seconds and any(
-        isinstance(call.function, Tried) for call in group.planned_calls()
+    while call_seconds * UNDISTURBED_CALLS <= seconds and any(
+        isinstance(call.function, TrialRunner) for call in group.planned_calls()
     ):
         run_tpkernels(case.copy())
 

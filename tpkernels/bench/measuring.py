@@ -37,7 +37,7 @@ from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Method
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.errors import TpkernelsError
-from tpkernels.launch.session import gather_objects, rank_device, synchronizer
+from tpkernels.launch.session import all_gather_objects, rank_device, synchronizer
 from tpkernels.local.packed import native
 from tpkernels.local.scaled import ScaledMatrix, torch_takes
 from tpkernels.planning.cost import Rates
@@ -147,7 +147,7 @@ def _torch_baselines(
                 run = prepare(inputs.sharded(), stack)
             except (NotImplementedError, RuntimeError, AttributeError, TpkernelsError) as error:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            reasons = list(filter(None, gather_objects(reason)))
+            reasons = list(filter(None, all_gather_objects(reason)))
             if reasons:
                 left_out[name] = reasons[0]
             elif run is not None:

@@ -116,7 +116,7 @@ def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
         node=world,
         within=link,
         between=link,
-        host=machine_named(store.name_of_own(machine.kind)).host,
+        host=machine_named(store.preset_name_here(machine.kind)).host,
         overlaps=on_gpus,
         source=f"measured by tpkernels tune --machine, {day}",
         multiprocessors=units,
@@ -132,11 +132,11 @@ def machine_by_name(name: str | None, ranks: int, device: str) -> Profile:
         ranks: of the mesh, for "this".
     """
     if name is None:
-        return store.own_machine(device, ranks)[1]
+        return store.machine_here(device, ranks)[1]
     if name != MEASURED:
         check_known("machine", [name], (MEASURED, *machines()))
         return machine_named(name)
-    measured = store.load_rates(this_machine(device, ranks, 1, True, threads=1))
+    measured = store.load_profile(this_machine(device, ranks, 1, True, threads=1))
     if measured is None:
         raise UsageError(
             f"this machine has not been measured with {ranks} ranks of 1 thread; run tpkernels "

@@ -88,6 +88,8 @@ class Projection:
 def projection(model: Model, name: str, world: int) -> Projection:
     """Return one of `PROJECTIONS`. Q, K and V form one weight, and so do gate and up. If there are
     more ranks than KV heads, each rank holds a copy of one, so N depends on ``world``."""
+    if name not in PROJECTIONS:
+        raise ValueError(f"unknown projection '{name}'; choose from {', '.join(PROJECTIONS)}")
     hidden, queries = model.hidden, model.heads * model.head_dim
     pairs = max(model.kv_heads, world) * model.head_dim
     return {

@@ -16,9 +16,9 @@ from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.groups.group import Group, Tuning
-from tpkernels.launch.session import gather_objects, rank_device, synchronizer
+from tpkernels.launch.session import all_gather_objects, rank_device, synchronizer
 from tpkernels.planning.choose import Means, Plan, candidates
-from tpkernels.planning.machine import Machine, instructions, this_machine
+from tpkernels.planning.machine import Machine, cpu_flags, this_machine
 from tpkernels.planning.table import Config, Measurement, Table
 from tpkernels.timing import Variant, measure, slowest
 from tpkernels.tuning.tuner import tuning_by
@@ -59,7 +59,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     case = random_case(spec, rank_device(device))
     group = world_group().ready(device)
     means = Means(
-        group.shared_memory, group.workspace_bytes, instructions(), why_no_node=group.why_no_node
+        group.shared_memory, group.workspace_bytes, cpu_flags(), why_no_node=group.why_no_node
     )
     _, before = planned(case.copy(), "auto")
     (call,) = group.planned_calls()
@@ -72,7 +72,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     def as_others(name: str) -> bool:
         """Return whether an algorithm's bits are those of `unfused` on all ranks."""
         same = map(torch.equal, results[name], results["unfused"])
-        return device != "cpu" or all(gather_objects(all(same)))
+        return device != "cpu" or all(all_gather_objects(all(same)))
 
     right = [name for name, verdict in verdicts.items() if verdict.right and as_others(name)]
     known, key = group.tuned(device), call.problem.tuning_key
@@ -137,4 +137,4 @@ def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -
             finish()
     except Exception:  # Triton's own classes: out of shared memory or registers
         fits = False
-    return all(gather_objects(fits))
+    return all(all_gather_objects(fits))

@@ -31,7 +31,7 @@ from torch.nn.functional import rms_norm
 
 from tpkernels.bench.cases import Case, Outputs
 from tpkernels.bench.specs import NORM_EPS
-from tpkernels.launch.session import gather_objects, tensors_of_all
+from tpkernels.launch.session import all_gather_objects, all_gather_tensors
 
 _PANEL_ELEMENTS = 1 << 21  # of the result, compared at a time
 _SECOND_ORDER = 1.01  # allows for products of roundings, which the second bound ignores
@@ -84,7 +84,9 @@ def verify(
                 if verdicts[name] != WRONG:
                     worst = _worst(result[:, columns], exact, allowed)
                     verdicts[name] = max(verdicts[name], worst)
-    return {name: max(everyone[name] for everyone in gather_objects(verdicts)) for name in verdicts}
+    return {
+        name: max(everyone[name] for everyone in all_gather_objects(verdicts)) for name in verdicts
+    }
 
 
 def _shape(case: Case, i: int) -> torch.Size:
@@ -106,7 +108,7 @@ def _terms(case: Case) -> list[list[Term]]:
     if case.scales:
         # What scaled elements stand for, exactly.
         x, *weights = [elements.double() * scale.double() for elements, scale in case.operands]
-    everyone = tensors_of_all(x)
+    everyone = all_gather_tensors(x)
     if not case.spec.reduces:
         whole = torch.cat(everyone)
         if weights:
@@ -117,7 +119,7 @@ def _terms(case: Case) -> list[list[Term]]:
     shards = [_matrix(x.split(list(case.sizes))[rank]) for x in everyone]
     if not weights:
         return [[(shard, None) for shard in shards]]
-    return [list(zip(shards, tensors_of_all(weights[0]), strict=True))]
+    return [list(zip(shards, all_gather_tensors(weights[0]), strict=True))]
 
 
 def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:

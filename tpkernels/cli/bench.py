@@ -42,7 +42,7 @@ from tpkernels.bench.sweep import (
     read_file,
 )
 from tpkernels.cli import exit_codes, options
-from tpkernels.launch.session import device_named, is_leader, launched_ranks, open_session
+from tpkernels.launch.session import is_leader, launched_ranks, open_session, resolve_device
 from tpkernels.op_spec import OPS
 from tpkernels.planning.cost import Rates
 from tpkernels.terminal import DTYPES, UsageError, at_least, console
@@ -157,7 +157,7 @@ def bench(
         **{field.name: context.params[field.name] for field in dataclasses.fields(Settings)}
     )
     at_least(1, timeout=timeout)
-    sweep = plan_sweep(settings, ranks=launched_ranks(), device=device_named(device))
+    sweep = plan_sweep(settings, ranks=launched_ranks(), device=resolve_device(device))
     with result_file(out, json_file, resume=resume) as file:
         report = new_report(sweep)
         if resume and file is not None and is_leader():

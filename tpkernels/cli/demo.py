@@ -27,7 +27,12 @@ from tpkernels.bench.cases import (
 from tpkernels.bench.verification import Verdict, verify
 from tpkernels.cli import options
 from tpkernels.integers import ceil_div
-from tpkernels.launch.session import gather_objects, open_session, tensors_of_all, world_size
+from tpkernels.launch.session import (
+    all_gather_objects,
+    all_gather_tensors,
+    open_session,
+    world_size,
+)
 from tpkernels.local.packed import native
 from tpkernels.planning.choose import Plan
 from tpkernels.shards import shard_sizes
@@ -226,7 +231,7 @@ def run_layer(
     y = layer(x, shard, local_heads[rank], sizes, fused)
     fused("down, decoding", _decoding(shard["down"], rank, world))
     by_torch = layer(x, shard, local_heads[rank], sizes, lambda _, case: run_torch(case))
-    parts, expected, verdict = tensors_of_all(y), tensors_of_all(by_torch), Verdict()
+    parts, expected, verdict = all_gather_tensors(y), all_gather_tensors(by_torch), Verdict()
     if rank == 0:
         double = {name: tuple(w.double() for w in ws) for name, ws in weights.items()}
         exact = layer(tokens.double(), double, heads, (m,), on_one_rank)
@@ -269,7 +274,7 @@ def _examine(name: str, case: Case, outputs: Outputs, plan: Plan, repeat: int) -
         "tpkernels": Variant(lambda: run_tpkernels(case)),
     }
     samples = measure(variants, repeat=repeat, budget=_SECONDS_PER_OP)
-    shapes = [shapes[0] for shapes in gather_objects([tuple(w.shape) for w in case.weights])]
+    shapes = [shapes[0] for shapes in all_gather_objects([tuple(w.shape) for w in case.weights])]
     k, n = shapes[0]
     if case.spec.gathers:
         shape = f"{sum(case.sizes)}, {len(case.weights)}x{sum(n for _, n in shapes)}, {k}"

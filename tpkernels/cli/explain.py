@@ -12,12 +12,12 @@ from typer import Option
 from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.specs import Spec, check_split, spec_of, unsupported_kernels
 from tpkernels.cli import options
-from tpkernels.launch.session import device_known
+from tpkernels.launch.session import check_device
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store
 from tpkernels.planning.choose import Means, candidates, choose, unsupported_algorithms
-from tpkernels.planning.cost import DEFAULTS, all_reduce_way, predicted
-from tpkernels.planning.machine import instructions, this_machine
+from tpkernels.planning.cost import DEFAULTS, all_reduce_way, predict_seconds
+from tpkernels.planning.machine import cpu_flags, this_machine
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
@@ -63,13 +63,13 @@ def explain(
     chosen. Starts no ranks."""
     check_workers(tp=world, threads=threads)
     at_least(1, hosts=hosts)
-    device_known(device)
+    check_device(device)
     spec = _spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
     check_split(spec, world)
     shared_memory, problem = hosts == 1, spec.problem(world, device)
     means = Means(
         shared_memory,
-        instructions=instructions(),
+        cpu_flags=cpu_flags(),
         unsupported=unsupported_kernels(device),
         why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
     )
@@ -144,7 +144,7 @@ def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, fl
     nodes."""
     if gpu is None:
         there = torch.cuda.is_available()
-        gpu = store.name_of_own("cuda") if there else DEFAULTS["cuda"]
+        gpu = store.preset_name_here("cuda") if there else DEFAULTS["cuda"]
     profile = machine_by_name(gpu, world, "cuda")
     if profile.device != "cuda":
         raise UsageError(f"--gpu is '{gpu}', {profile.title}, which is no GPU")
@@ -152,4 +152,4 @@ def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, fl
     # The model knows none of these.
     if world > profile.node or problem.spec.scaled or problem.spec.exchanges:
         return {}, profile.title
-    return predicted(problem, spec.other, profile), profile.title
+    return predict_seconds(problem, spec.other, profile), profile.title

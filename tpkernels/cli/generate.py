@@ -27,10 +27,10 @@ from tpkernels.integrations.transformers.generator import (
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
 from tpkernels.launch import Ranks
 from tpkernels.launch.session import (
+    all_gather_objects,
     backend_of,
-    device_named,
-    gather_objects,
     is_leader,
+    resolve_device,
     under_torchrun,
     world_size,
 )
@@ -79,7 +79,7 @@ def generate(
     """
     world = world_size(nproc, 2)
     check_workers(threads=threads)
-    where = device_named(device)
+    where = resolve_device(device)
     dtype_name = None if dtype is None else str(dtype_named(dtype)).removeprefix("torch.")
     if stream and as_json:
         raise UsageError("--stream prints text, --json one object at the end; leave out one")
@@ -128,7 +128,7 @@ def _agreed(loaded: Future[Any], sampling: Sampling) -> tuple[Any, Sampling]:
         tokenizer = loaded.result()
     except (OSError, ValueError, ImportError) as error:
         failure = f"rank {dist.get_rank()}: {error}"
-    everyone = gather_objects((failure, sampling))
+    everyone = all_gather_objects((failure, sampling))
     for failure, _ in everyone:
         if failure is not None:
             raise UsageError(failure)

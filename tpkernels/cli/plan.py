@@ -20,7 +20,7 @@ from tpkernels.bench.report import unsupported
 from tpkernels.bench.sweep import LAYER, MODELS, projection
 from tpkernels.cli import options
 from tpkernels.integers import ceil_div
-from tpkernels.mesh.layout import Placements, text_of
+from tpkernels.mesh.layout import Placements, placements_text
 from tpkernels.mesh.planner import Estimate, MatmulProblem, ranked
 from tpkernels.planning.cost import (
     MEASURED,
@@ -28,7 +28,7 @@ from tpkernels.planning.cost import (
     collective_seconds,
     fused_seconds,
     machines,
-    product_seconds,
+    matmul_seconds,
 )
 from tpkernels.terminal import (
     UsageError,
@@ -178,7 +178,7 @@ def _show_product(problem: MatmulProblem, profile: Profile, as_json: bool) -> No
     plans: list[dict[str, Any]] = [
         {
             "strategy": plan.strategy,
-            "result": text_of(plan.out),
+            "result": placements_text(plan.out),
             "steps": str(plan),
             "bytes": plan.nbytes,
             "flops": plan.flops,
@@ -210,8 +210,8 @@ def _show_product(problem: MatmulProblem, profile: Profile, as_json: bool) -> No
         )
     screen = console()
     screen.print(
-        f"[{problem.m}, {problem.k}] {text_of(problem.x)} @ [{problem.k}, {problem.n}] "
-        f"{text_of(problem.w)} on a mesh of {' x '.join(map(str, problem.mesh_shape))}, "
+        f"[{problem.m}, {problem.k}] {placements_text(problem.x)} @ [{problem.k}, {problem.n}] "
+        f"{placements_text(problem.w)} on a mesh of {' x '.join(map(str, problem.mesh_shape))}, "
         f"{profile.title}",
         markup=False,
     )
@@ -297,7 +297,7 @@ def layer_times(
                 nbytes = rows * (k if matmul.column else n) * itemsize
                 passes = 1 if phase == "prefill" else 2
                 move = collective_seconds(profile, nbytes, tp, passes=passes)
-            product += product_seconds(profile, *shape, itemsize)
+            product += matmul_seconds(profile, *shape, itemsize)
             communication += move
             overlapped += fused_seconds(profile, shape, 0, move, tp, itemsize)
         layers.append(

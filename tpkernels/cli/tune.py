@@ -17,10 +17,10 @@ from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli import options
 from tpkernels.launch.session import (
     Session,
-    device_named,
     is_leader,
     open_session,
     ranks_share_gpus,
+    resolve_device,
     world_size,
 )
 from tpkernels.op_spec import OPS
@@ -98,7 +98,7 @@ def tune(
     ]
     for spec in () if machine else specs:
         check_split(spec, world)
-    device = device_named(device)
+    device = resolve_device(device)
     if device == "cuda" and ranks_share_gpus(world):
         raise UsageError(
             f"{world} ranks on {torch.cuda.device_count()} GPUs: times of ranks that share a "
@@ -131,8 +131,8 @@ def _tune_machine(session: Session, device: str) -> None:
     reports = session.run(measure_machine, device)
     if session.leader:
         machine, profile = reports[0].machine, profile_of(reports, date.today().isoformat())
-        with writing(store.rates_path_for(machine)):
-            path = store.save_rates(machine, profile)
+        with writing(store.profile_path_for(machine)):
+            path = store.save_profile(machine, profile)
         console().print(f"{profile.title}: {rates_text(profile)}\nKept in {path}", markup=False)
 
 

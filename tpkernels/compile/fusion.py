@@ -90,7 +90,7 @@ class CollectiveFusion(CustomGraphPass):
         only = None if self._only is None else sorted(self._only)
         sizes = sorted((name, pg.size()) for pg, name in distributed_c10d._world.pg_names.items())
         times = sorted((name, repr(table)) for name, table in groups.known_times("cuda").items())
-        tuned = groups.tuned_on_the_spot()
+        tuned = groups.autotuned_groups()
         return get_hash_for_files(files, repr((only, self._norms, sizes, times, tuned)))
 
     def __call__(self, graph: fx.Graph) -> None:

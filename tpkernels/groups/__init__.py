@@ -1,7 +1,6 @@
-"""Process groups as the ops see them: by name, with what their ranks share and have agreed on; and
-the functions that take one.
+"""The registry of groups by name, and the public functions that take a group.
 
-The registry below is the package's only mutable module state.
+`_groups` and `_inherited` are the only module state here that changes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyD
 def _forget(
     group: Group, by: str = "the end of its process group", registry: dict[str, Group] = _groups
 ) -> None:
-    """Take a group out and close it. That may be when this module's names have gone."""
+    """Unregister a group and close it. ``registry`` is an argument because this may run at
+    interpreter shutdown, when module globals are gone."""
     if registry.get(group.name) is group:
         registry.pop(group.name, None)
         group.retire()
@@ -94,7 +94,8 @@ def name_of(group: GroupLike) -> str:
 
 
 def _name_of_present(pg: dist.ProcessGroup) -> str:
-    """Return the name of a process group, which a later one may have taken over."""
+    """Return the name of a process group. Raise ``ValueError`` if it was destroyed: a later group
+    may have its name now."""
     name: str = pg.group_name
     if is_dynamo_compiling() or pg in distributed_c10d._pg_map or _resolved(name) is pg:
         return name
@@ -105,8 +106,8 @@ def _name_of_present(pg: dist.ProcessGroup) -> str:
 
 
 def _group_of_mesh(mesh: DeviceMesh, dim: int | str | None) -> dist.ProcessGroup:
-    """Return the process group that a mesh was made with for a dim. torch resolves its name
-    instead."""
+    """Return the process group that a mesh dim was created with. ``get_group`` looks it up by name
+    and may return a later group of that name."""
     found = mesh.get_group(dim)
     if is_dynamo_compiling():
         return found
@@ -161,38 +162,46 @@ def known_times(device: str) -> dict[str, Table]:
     }
 
 
-def positions() -> list[tuple[str, int, int]]:
+def ranks_and_sizes() -> list[tuple[str, int, int]]:
     """Return the groups that the ops have used, each with this rank and the number of ranks."""
     return sorted((name, group.rank, group.world) for name, group in list(_groups.items()))
 
 
-def tuned_on_the_spot() -> list[str]:
+def autotuned_groups() -> list[str]:
     """Return the names of the groups for which `autotune` is on."""
     return sorted(
         name for name, group in list(_groups.items()) if group.measured.tuning is not None
     )
 
 
-# What an op raises before anything is sent: its own checks, and torch's. A signal handler may raise
-# these as well; where ranks wait, and in a call, any error counts.
-_IN_STEP = (ValueError, TypeError, RuntimeError, AttributeError, LookupError, MemoryError, Warning)
+# Errors that an op raises before anything is sent, from its own checks or torch's. Signal handlers
+# may raise these too: within a call, and while waiting, any error breaks the group.
+_RAISED_BEFORE_SENDING = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    Warning,
+)
 
 
-def break_if_left(group: GroupLike | None, error: BaseException) -> None:
-    """Break the group of an op that ended in an error which can come at any time, such as Ctrl-C:
-    this rank may not have made the call. If it has, it lacks the result all the same."""
+def break_if_interrupted(group: GroupLike | None, error: BaseException) -> None:
+    """Break the group if an op was interrupted, that is, ended by an error that can come at any
+    time, such as Ctrl-C. This rank may not have made the call; if it has, it still lacks the
+    result."""
     # Activation checkpointing ends a recomputation by an error of its own, behind the last call.
     recomputed = type(error).__module__ == "torch.utils.checkpoint"
-    if group is not None and not recomputed and not isinstance(error, _IN_STEP):
+    if group is not None and not recomputed and not isinstance(error, _RAISED_BEFORE_SENDING):
         with contextlib.suppress(Exception):
             get(name_of(group)).break_between_calls(error)
 
 
 @contextlib.contextmanager
-def told_of_errors(name: str | None) -> Iterator[None]:
-    """Break the group of that name if the block ends in an error: one on the way to a call, or
-    between two, leaves this rank out of step with its peers: they are told, and the group is
-    broken."""
+def breaking_on_error(name: str | None) -> Iterator[None]:
+    """Break the named group, and tell its peers, if the block raises: an error before or between
+    calls leaves this rank out of step."""
     try:
         yield
     except (TpkernelsError, CaptureError):  # of a call, which has seen to that
@@ -252,9 +261,9 @@ def init(
         raise ValueError(f"numerics is {numerics!r}; it can be 'vendor', 'ordered' or None")
     if autotune not in (None, True, False):
         raise ValueError(f"autotune is {autotune!r}; it can be True, False or None")
-    made = named_or_default(group)
-    made.init(None if timeout is None else float(timeout), int(nbytes), autotune, numerics)
-    made.warn()
+    found = named_or_default(group)
+    found.init(None if timeout is None else float(timeout), int(nbytes), autotune, numerics)
+    found.warn()
 
 
 def named_or_default(group: GroupLike | None) -> Group:
@@ -268,11 +277,11 @@ def named_or_default(group: GroupLike | None) -> Group:
 
 
 def check(group: GroupLike | None = None) -> None:
-    """Raise what has failed in a group. Not collective: it sends nothing.
+    """Raise the error if a group has failed. Not collective: it sends nothing.
 
     On GPUs a call only queues its work, and a failure there turns the results into NaN. The next
-    call of the group raises it; this function does so before the optimizer makes a step with them.
-    It waits until the queued calls of the group have run, as ``torch.cuda.synchronize`` would, so
+    call of the group raises it; this function does so before the optimizer steps with them. It
+    waits until the queued calls of the group have run, as ``torch.cuda.synchronize`` would, so
     call it once a step and not after every op. Replays of a graph are not waited for: synchronise
     their stream first. While a graph is captured nothing is waited for.
 
@@ -294,14 +303,16 @@ def empty(
     group: GroupLike,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Make a symmetric tensor: like ``torch.empty`` (zero-filled here), but in memory that all
-    ranks of ``group`` map. An op that finds its input in one skips the copy into its workspace:
-    peers read it in place, and the op returns when they have. Collective: all ranks give the same
-    shape and dtype, and keep the tensor while any rank passes its own to an op.
+    """Make a symmetric tensor, filled with zeros, in memory that all ranks of ``group`` map.
+
+    An op that finds its input in one skips the copy into its workspace: peers read it in place, and
+    the op returns when they have. Collective: all ranks give the same shape and dtype, and keep the
+    tensor while any rank passes its own to an op.
 
     On a GPU (``device="cuda"``) an ``all_gather_matmul`` finds it where copy engines move the
-    input: by `pipelined`, and by `fused` for large shards. All ranks pass the same tensor, whole,
-    or none does: anything else is a ``CollectiveMismatchError``. Parts of one are copied.
+    input: by `pipelined`, and by `fused` for large shards. Either all ranks pass the same whole
+    tensor or none passes one; otherwise a ``CollectiveMismatchError`` is raised. A part of one
+    counts as an ordinary tensor and is copied.
 
     Raises:
         NotImplementedError: the ranks, or their GPUs, share no memory.
@@ -320,9 +331,9 @@ def empty(
 
 
 def finalize() -> None:
-    """Give back the workspaces of all groups, each once the calls of other threads that have their
-    turn are over. Also happens when the process ends. Kernels that are queued on GPUs have 5 s to
-    end, then they stop waiting for peers. Memory that a captured graph uses is kept.
+    """Free the workspaces of all groups, waiting for calls that other threads have under way. Also
+    happens when the process ends. Kernels that are queued on GPUs have 5 s to end, then they stop
+    waiting for peers. Memory that a captured graph uses is kept.
 
     Raises:
         RuntimeError: it is called within a call, by a signal handler.
@@ -342,8 +353,9 @@ def finalize() -> None:
 
 
 def _at_exit(registry: dict[str, Group] = _groups) -> None:
-    """Close nothing: what the process has goes with it, and its end tells the peers. Without this,
-    what is left of the groups would be taken apart among modules that have no names any more."""
+    """Release waiting kernels and unregister all groups, without closing them: the system frees the
+    memory, and the process's end tells the peers. Otherwise the groups would be destroyed during
+    interpreter shutdown, when module globals are gone."""
     for group in list(registry.values()):
         group.leave()
     registry.clear()

@@ -64,23 +64,24 @@ class Tuning:
 
 @dataclass
 class Measured:
-    """What calls are planned by; the same on all ranks."""
+    """The measurements and settings that calls are planned from, the same on all ranks."""
 
     tables: dict[str, Table] = field(default_factory=dict)  #: by device type; see `Group.tuned`
-    trials: dict[Hashable, Any] = field(default_factory=dict)  #: see `tried` in tuning/tuner.py
+    #: See `with_trial` in tuning/tuner.py.
+    trials: dict[Hashable, Any] = field(default_factory=dict)
     tuning: Tuning | None = None  #: on the spot
     #: The algorithms that failed when a problem was tuned, and why; empty if none did.
-    left_out: dict[tuple[Series, int], dict[str, str]] = field(default_factory=dict)
+    failures: dict[tuple[Series, int], dict[str, str]] = field(default_factory=dict)
 
-    def left_out_of(self, problem: Problem) -> dict[str, str] | None:
-        """Return the algorithms that failed when the problem, or one of nearly the same extent, was
-        tuned on the spot, and why; None: none was."""
-        key = problem.tuning_key if self.left_out else None
+    def failures_of(self, problem: Problem) -> dict[str, str] | None:
+        """Return why each algorithm failed when this problem, or one of nearly the same extent, was
+        tuned; None if neither has been tuned."""
+        key = problem.tuning_key if self.failures else None
         if key is None:
             return None
         found = [
             names
-            for (series, extent), names in self.left_out.items()
+            for (series, extent), names in self.failures.items()
             if series == key[0] and are_alike(extent, key[1])
         ]
         return {name: why for names in found for name, why in names.items()} if found else None
@@ -100,8 +101,9 @@ class CudaNumerics:
         return self.fixed or (ORDERED if torch.are_deterministic_algorithms_enabled() else VENDOR)
 
     @property
-    def follows(self) -> bool | None:
-        """Return the value of torch's flag that planned calls hold for; None: for both."""
+    def planned_for_flag(self) -> bool | None:
+        """Return the value of torch's deterministic flag for which planned calls are valid; None if
+        for both."""
         return None if self.fixed or self.agreed is None else self.agreed == ORDERED
 
     @property
@@ -110,7 +112,8 @@ class CudaNumerics:
         return self.agreed not in (None, self.wanted)
 
     def settle(self, rank: int, everyone: Sequence[str]) -> None:
-        """Compare what the ranks want. ``ValueError``, on all ranks, if they differ."""
+        """Adopt the numerics that all ranks want. Raise ``ValueError``, on all ranks, if they
+        differ."""
         wanted = everyone[rank]
         for other, theirs in enumerate(everyone):
             if theirs != wanted:
@@ -149,7 +152,7 @@ class Group(_C.calls.Turns):
         self.numerics: str | None = None  #: as given to `init`
         self.waiter = Waiter()
         self.notices: list[str] = []  #: warnings that `warn` is to give
-        self.looks: list[Callable[[], None]] = []  #: see `look_in_waits`
+        self.wait_hooks: list[Callable[[], None]] = []  #: see `add_wait_hook`
         self.cuda_sums = CudaNumerics()
         self.measured = Measured()
         self.on_meshes: dict[Hashable, Any] = {}  #: what a mesh's ranks agreed on; see mesh/
@@ -185,10 +188,10 @@ class Group(_C.calls.Turns):
         device: str = "cpu",
     ) -> None:
         """See ``tpkernels.init``; ``device``: the type of the tensors that it is done for."""
-        own = defaults.TIMEOUT if timeout is None else timeout
+        cpu_timeout = defaults.TIMEOUT if timeout is None else timeout
         gpu_timeout = timeout_on_gpus(self.pg) if timeout is None else timeout
         options: dict[str, Any] = {
-            "timeout": own,
+            "timeout": cpu_timeout,
             "workspace_bytes": workspace_bytes,
             "autotune": autotune,
             "numerics": numerics,
@@ -198,13 +201,13 @@ class Group(_C.calls.Turns):
                 in_use = {name: getattr(self, name) for name in options}
                 if options == in_use:
                     if timeout is not None:
-                        self._set_timeouts(own, gpu_timeout)
+                        self._set_timeouts(cpu_timeout, gpu_timeout)
                     return
                 raise ValueError(
                     f"group '{self.name}' is in use with {named_values(in_use)}; it cannot change "
                     f"to {named_values(options)}"
                 )
-            participant = self.participant(gpu_timeout if device == "cuda" else own)
+            participant = self.participant(gpu_timeout if device == "cuda" else cpu_timeout)
             one_machine, leaders = self._agree_on_memory(
                 participant, {**options, "timeout_on_gpus": gpu_timeout}
             )
@@ -217,17 +220,17 @@ class Group(_C.calls.Turns):
                         "the ranks are on one machine but share no memory, and so take the slower "
                         f"process group: {self.why_not_shared}"
                     )
-            self._set_timeouts(own, gpu_timeout)
+            self._set_timeouts(cpu_timeout, gpu_timeout)
             self.workspace_bytes, self.autotune = workspace_bytes, autotune
             if autotune and self.measured.tuning is None:
                 self.measured.tuning = Tuning()
             self.numerics, self.cuda_sums = numerics, CudaNumerics(numerics)
             self._ready = True
 
-    def second(self, purpose: str, device: str) -> Group:
-        """Make a group of the same ranks with a workspace of its own, for tensors of a device type;
-        it has the times and the numerics of this one. One at a time: its keys in the store are used
-        again. Collective.
+    def make_second_group(self, purpose: str, device: str) -> Group:
+        """Make a group of the same ranks with its own workspace, for tensors of a device type. It
+        shares this group's measured times and numerics. Only one may exist at a time, since the
+        next reuses its store keys. Collective.
 
         Raises:
             MemoryError: on all ranks.
@@ -243,8 +246,8 @@ class Group(_C.calls.Turns):
 
     def _set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
         self.timeout, self.gpu_timeout = timeout, gpu_timeout
-        if self.nearby is not None:
-            self.nearby.set_timeouts(timeout, gpu_timeout)
+        if self.local_workspace is not None:
+            self.local_workspace.set_timeouts(timeout, gpu_timeout)
         if self.node is not None:
             self.node.set_timeout(timeout)
 
@@ -276,9 +279,8 @@ class Group(_C.calls.Turns):
         return self.workspace is not None
 
     @property
-    def nearby(self) -> HostWorkspace | None:
-        """Return the workspace shared with the ranks of this host: all ranks, or those of its
-        node."""
+    def local_workspace(self) -> HostWorkspace | None:
+        """Return the workspace that the ranks of this host share; None if there is none."""
         return self.workspace if self.node is None else self.node.workspace
 
     @property
@@ -299,12 +301,12 @@ class Group(_C.calls.Turns):
             process_group=self.pg.group_name,
         )
 
-    def by_gloo(self, device: str) -> bool:
-        """Return whether gloo, which moves the host's memory, has the group's tensors of a device
+    def uses_gloo(self, device: str) -> bool:
+        """Return whether gloo, which works in host memory, is the group's backend for a device
         type."""
         try:
             return self.pg._get_backend(torch.device(device)).name() == "gloo"
-        except RuntimeError:  # no backend has
+        except RuntimeError:  # no backend for this type
             return False
 
     def timeout_on(self, device: str) -> float:
@@ -357,16 +359,17 @@ class Group(_C.calls.Turns):
         finally:
             self.lock.release()
 
-    def look_in_waits(self, look: Callable[[], None]) -> None:
-        """Make waits on the host call ``look`` some 50 times a second; its error ends the wait."""
-        self.looks.append(look)
-        if self.nearby is not None and len(self.looks) == 1:
-            looks = self.looks  # the channel must not keep the group alive
-            self.nearby.channel.set_look(lambda: [each() for each in looks])
+    def add_wait_hook(self, hook: Callable[[], None]) -> None:
+        """Make waits on the host call ``hook`` about 50 times a second; an error that it raises
+        ends the wait."""
+        self.wait_hooks.append(hook)
+        if self.local_workspace is not None and len(self.wait_hooks) == 1:
+            hooks = self.wait_hooks  # the channel must not keep the group alive
+            self.local_workspace.channel.set_look(lambda: [hook() for hook in hooks])
 
     def warn(self) -> None:
-        """Give the warnings that have come up in calls, after these: a warning may be an error,
-        with which rank 0 alone would leave a call."""
+        """Issue the warnings collected during calls. This comes after the calls: where a filter
+        turns warnings into errors, rank 0 alone would leave a call."""
         notices, self.notices = self.notices, []
         for notice in notices:
             warnings.warn(notice, RuntimeWarning, stacklevel=3)
@@ -391,18 +394,18 @@ class Group(_C.calls.Turns):
         self._tell_peers(error)
 
     def _tell_peers(self, error: BaseException) -> None:
-        if self.nearby is None:
+        if self.local_workspace is None:
             if not self._ready:
                 self._tell_in_store(error)
         elif self.node is None or not isinstance(error, CollectiveMismatchError):
             # Across hosts each rank detects a mismatch by itself, from the greetings.
             peer = error.peer if isinstance(error, TpkernelsError) else None
             late = isinstance(error, CollectiveTimeoutError)
-            self.nearby.abandon(of_error(error), late, -1 if peer is None else peer)
+            self.local_workspace.abandon(of_error(error), late, -1 if peer is None else peer)
 
     def tell_outside_calls(self, error: BaseException) -> None:
-        """Tell the ranks that may wait in the store for what this one was to say there. Those that
-        share its memory know already, and each rank detects a mismatch by itself."""
+        """Notify, through the store, the ranks that may be waiting there for this rank's value.
+        Ranks that share its memory have been notified; a mismatch each rank detects itself."""
         found_by_all = self.workspace is not None or isinstance(error, CollectiveMismatchError)
         if self._ready and not found_by_all:
             self._tell_in_store(error)
@@ -412,7 +415,8 @@ class Group(_C.calls.Turns):
             self.participant(self.timeout).tell_left(error)
 
     def check_kernels(self, text: str) -> None:
-        """Raise what has failed in kernels on GPUs so far; ``text`` says what has found it."""
+        """Raise the error if a GPU kernel has failed so far; ``text`` names, in its message, the
+        call that noticed."""
         if self.workspace is not None:
             self.workspace.check_kernels(text)
 
@@ -421,8 +425,8 @@ class Group(_C.calls.Turns):
         with self.lock:
             self.check_usable()
             try:
-                if self.nearby is not None:
-                    self.nearby.check()
+                if self.local_workspace is not None:
+                    self.local_workspace.check()
             except TpkernelsError as error:
                 self.mark_broken(error)
                 raise
@@ -433,9 +437,9 @@ class Group(_C.calls.Turns):
         return self._owner is not None
 
     def disown(self, owner: int) -> None:
-        """Leave the group to process ``owner``, of which this one is a fork: it can neither take
-        its place nor end its calls."""
-        if self._owner is None:  # otherwise it was a fork's already
+        """Mark the group as belonging to process ``owner``, from which this process was forked.
+        This process can then neither make the owner's calls nor end them."""
+        if self._owner is None:  # else: already inherited, from a fork further up
             self._owner = owner
         self.open = False
         self.in_call = False
@@ -444,8 +448,8 @@ class Group(_C.calls.Turns):
 
     def leave(self) -> None:
         """Tell kernels that still wait that this process ends."""
-        if self.nearby is not None and not self.is_forked:
-            self.nearby.leave()
+        if self.local_workspace is not None and not self.is_forked:
+            self.local_workspace.leave()
 
     def close(self, by: str) -> None:
         """Refuse further calls and free the workspace. Do nothing while a thread is in a call: then
@@ -458,32 +462,32 @@ class Group(_C.calls.Turns):
             self._closed, self.open = by, False
             self.forget_calls()
             self.waiter.close()
-            nearby, self.workspace, self.node = self.nearby, None, None
-            if nearby is not None:
-                nearby.close()
+            local_workspace, self.workspace, self.node = self.local_workspace, None, None
+            if local_workspace is not None:
+                local_workspace.close()
         finally:
             self.lock.release()
 
     # What its ranks agree on between calls.
 
     @contextlib.contextmanager
-    def together(self, *alike: type[Exception]) -> Iterator[None]:
-        """Do within the block what all ranks do together beside the calls of `backends.run`, in
-        turn with them: an error breaks the group, unless it is one of ``alike``, which all ranks
-        raise."""
+    def together(self, *raised_by_all: type[Exception]) -> Iterator[None]:
+        """Run the block as a collective step that is not an op's call, holding the group's turn. An
+        error breaks the group, unless its type is in ``raised_by_all``: those are raised on all
+        ranks alike."""
         try:
             with self.turn():
                 try:
                     self.check_kernels("a step that all ranks take together")
                     yield
-                except alike:
+                except raised_by_all:
                     raise
                 except BaseException as error:
                     self.mark_broken(error)
                     self.tell_outside_calls(error)
                     raise
         except BaseException as error:  # also of a signal handler, in the wait for the turn
-            if not isinstance(error, (TpkernelsError, *alike)):
+            if not isinstance(error, (TpkernelsError, *raised_by_all)):
                 self.break_between_calls(error)
             raise
 
@@ -495,14 +499,15 @@ class Group(_C.calls.Turns):
                 return self.workspace.exchange(purpose, value)
         return self.participant(seconds).exchange(purpose, value)
 
-    def statements(self, purpose: str, value: Any, device: str) -> list[Any]:
-        """Do the same in turn with the calls on tensors of a device type."""
+    def exchange_in_turn(self, purpose: str, value: Any, device: str) -> list[Any]:
+        """Exchange values as `exchange` does, taking the group's turn first, with the timeout for
+        tensors of a device type."""
         with self.together():
             return self.exchange(purpose, value, self.timeout_on(device))
 
     def from_rank_0(self, purpose: str, make: Callable[[], str]) -> str:
-        """Return what rank 0's ``make`` returned at the first call for a purpose; collective
-        then."""
+        """Return what ``make`` returned on rank 0 at the first call for this purpose, which is
+        collective. Every rank calls ``make`` then; the other results are dropped."""
 
         def agree() -> str:
             text = make()
@@ -521,7 +526,7 @@ class Group(_C.calls.Turns):
     def cuda_numerics(self) -> str:
         """Return how a reduction of CUDA tensors sums, the same on all ranks. Collective at the
         first call and after each change of torch's flag."""
-        if self.world == 1 or self.by_gloo("cuda"):  # the host sums in order at no extra cost
+        if self.world == 1 or self.uses_gloo("cuda"):  # the host sums in order at no extra cost
             return ORDERED
         sums = self.cuda_sums
         if sums.agreed != sums.wanted:
@@ -537,7 +542,7 @@ class Group(_C.calls.Turns):
     def has_times(self, device: str) -> bool:
         """Return whether measured times apply to tensors of a device type: those of GPUs are taken
         with NCCL."""
-        return not (device == "cuda" and self.by_gloo("cuda"))
+        return not (device == "cuda" and self.uses_gloo("cuda"))
 
     def tuned(self, device: str) -> Table:
         """Return the times that rank 0 finds in its cache for tensors of a device type: what each
@@ -559,28 +564,29 @@ class Group(_C.calls.Turns):
         return store.table_from(tables[0])
 
     def use_times(self, device: str, table: Table) -> None:
-        """Plan calls by these times from now on. All ranks use the same, from the same call on."""
+        """Plan calls from these times from now on. All ranks use the same, from the same call
+        on."""
         with self.lock:
             self.measured.tables[device] = table
             self.forget_calls()
 
-    def tune_by(self, tuning: Tuning | None) -> None:
-        """Plan calls anew, and tune what they meet from now on; None: no longer. All ranks do so
-        from the same call on."""
+    def use_tuning(self, tuning: Tuning | None) -> None:
+        """Plan calls anew, tuning each new problem as ``tuning`` says; None stops tuning. All ranks
+        do so from the same call on."""
         with self.lock:
             self.measured.tuning = tuning
             self.forget_calls()
 
-    def is_met_in_capture(self, device: torch.device) -> bool:
-        """Return whether a problem is planned while a graph is captured, where nothing is tuned. It
-        is planned again after the capture."""
+    def note_capture(self, device: torch.device) -> bool:
+        """Return whether a graph is being captured, where nothing is tuned. If so, remember to plan
+        all calls again after the capture."""
         captured = streams.is_captured(device)
         self.untuned_in_capture = self.untuned_in_capture or captured
         return captured
 
     def forget_stale_calls(self, problem: Problem, device: torch.device) -> None:
-        """Forget the calls on CUDA tensors if this one would be planned otherwise now: torch's flag
-        has changed, or the problem was met in a capture, where nothing is tuned."""
+        """Forget all planned calls if a call on CUDA tensors would now be planned differently:
+        torch's flag has changed, or the problem was met in a capture, where nothing is tuned."""
         if self.untuned_in_capture and not streams.is_captured(device):
             self.untuned_in_capture = False
             self.forget_calls()
@@ -600,19 +606,20 @@ class Group(_C.calls.Turns):
                     self.notices.append(refused)
 
     def make_symmetric(
-        self, shape: tuple[int, ...], dtype: torch.dtype, gpu: torch.device | None
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None
     ) -> torch.Tensor:
-        """See ``tpkernels.empty``; ``gpu``: where it is made, None for the host's memory."""
-        if gpu is not None:
-            own: str | None = None
-            if gpu.type == "cuda" and not torch.cuda.is_available():
-                own, gpu = "needs a GPU that torch sees", torch.device("cpu")
-            elif gpu == torch.device("cuda"):  # without an index
-                gpu = torch.device("cuda", torch.cuda.current_device())
-            why = self.unsupported_kernels(gpu, "symmetric memory", own)
+        """See ``tpkernels.empty``; ``device``: where it is made, None for the host's memory."""
+        if device is not None:
+            own_reason: str | None = None
+            if device.type == "cuda" and not torch.cuda.is_available():
+                # this rank cannot, but must still take part in the collective check below
+                own_reason, device = "needs a GPU that torch sees", torch.device("cpu")
+            elif device == torch.device("cuda"):  # without an index
+                device = torch.device("cuda", torch.cuda.current_device())
+            why = self.unsupported_kernels(device, "symmetric memory", own_reason)
             if why is not None:
                 raise NotImplementedError(f"symmetric memory {why}")
-            if streams.is_captured(gpu):
+            if streams.is_captured(device):
                 raise CaptureError(
                     f"tpkernels.empty({list(shape)}, {dtype}) of group '{self.name}' waits for the "
                     "GPU: make symmetric tensors before the capture of a graph"
@@ -623,16 +630,16 @@ class Group(_C.calls.Turns):
                     "symmetric tensors need memory that all ranks share, which those of group "
                     f"'{self.name}' do not: {self.why_not_shared}"
                 )
-            return self.workspace.make_symmetric(shape, dtype, gpu)
+            return self.workspace.make_symmetric(shape, dtype, device)
 
     def unsupported_kernels(
-        self, device: torch.device, kernels: str, own: str | None
+        self, device: torch.device, kernels: str, own_reason: str | None
     ) -> str | None:
         """Return why kernels of a kind, Triton or CUDA, cannot run on the ranks' GPUs, this rank's
-        being ``device``; None: they can. ``own`` is what this rank knows already. The ranks find
-        out together, at the first call, by trying: collective."""
+        being ``device``; None: they can. ``own_reason`` is what this rank knows already. The ranks
+        find out together, at the first call, by trying: collective."""
         if self.workspace is None:
-            return own
+            return own_reason
         key = device, kernels
         if key not in self._unsupported_kernels and streams.is_captured(device):
             raise CaptureError(
@@ -643,7 +650,7 @@ class Group(_C.calls.Turns):
         def find_out() -> str | None:
             try:
                 assert self.workspace is not None  # as above
-                self.workspace.open_cuda(device, kernels, own)
+                self.workspace.open_cuda(device, kernels, own_reason)
             except NotImplementedError as reason:
                 return f"does not run here: {reason}"
             return None

@@ -1,9 +1,9 @@
 """A thread that waits for torch.distributed on behalf of another.
 
-gloo's point-to-point works say nothing before they have been waited for, and a wait of theirs that
-times out closes all connections of the process group. So one thread waits for as long as the group
-allows, and the thread that runs the op looks at that in slices, between which it can be interrupted
-and can look after its peers.
+gloo's point-to-point ``Work`` objects report nothing until ``wait`` is called, and a ``wait`` that
+times out closes all connections of the process group. So this thread waits for as long as the group
+allows, and the op's own thread polls the outcome, between which it can be interrupted and can check
+its peers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tpkernels.errors import TpkernelsError
 
 
 class TransferError(RuntimeError):
-    """A work failed; ``peer`` is the rank on its other side."""
+    """A transfer failed; ``peer`` is the rank at its other end."""
 
     def __init__(self, message: str, peer: int) -> None:
         super().__init__(message)
         self.peer = peer
 
 
-class Waiting:
+class PendingTransfers:
     """Works that a `Waiter` waits for, as one work of torch.distributed that can be polled."""
 
     def __init__(self, works: Sequence[tuple[Any, int]], timeout: timedelta) -> None:
         self._works, self._timeout = works, timeout
-        self._over = threading.Event()
+        self._done = threading.Event()
         self._error: TransferError | TpkernelsError | None = None
 
     def run(self) -> None:
@@ -44,14 +44,14 @@ class Waiting:
             except RuntimeError as error:
                 self._error = TransferError(str(error), peer)
                 break
-        self._over.set()
+        self._done.set()
 
     def is_completed(self) -> bool:
-        return self._over.is_set()
+        return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Raise ``RuntimeError`` if the works failed, or are not over within ``timeout``."""
-        if not self._over.wait(None if timeout is None else timeout.total_seconds()):
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("not completed yet")
         if self._error is not None:
             raise self._error
@@ -61,15 +61,15 @@ class Waiter:
     """The thread of one group; it starts with the first wait."""
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[PendingTransfers | None] = queue.SimpleQueue()
         self._started = False
 
-    def wait_for(self, works: Sequence[tuple[Any, int]], timeout: timedelta) -> Waiting:
+    def wait_for(self, works: Sequence[tuple[Any, int]], timeout: timedelta) -> PendingTransfers:
         """Begin to wait for (work, peer) pairs; the calls of a group come one after the other."""
         if not self._started:
             threading.Thread(target=_serve, args=(self._todo,), daemon=True).start()
             self._started = True
-        waiting = Waiting(works, timeout)
+        waiting = PendingTransfers(works, timeout)
         self._todo.put(waiting)
         return waiting
 
@@ -80,7 +80,7 @@ class Waiter:
             self._started = False
 
 
-def _serve(todo: queue.SimpleQueue[Waiting | None]) -> None:
+def _serve(todo: queue.SimpleQueue[PendingTransfers | None]) -> None:
     while (waiting := todo.get()) is not None:
         waiting.run()
         del waiting  # and with it the tensors, also while there is nothing to do

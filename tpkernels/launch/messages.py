@@ -1,4 +1,4 @@
-"""What the driver and the ranks send: plain values as msgpack, tensors as raw bytes behind it.
+"""What the parent and the ranks send: plain values as msgpack, tensors as raw bytes behind it.
 
 A message has a frame (two lengths, then msgpack) and the bytes of its tensors in the order in which
 the msgpack names them, so a tensor is copied into the transport and out of it, and nowhere else.
@@ -65,9 +65,11 @@ def encode(value: Any, what: str | Sequence[str] = "the message") -> Message:
         payloads = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
         frame = bytearray(_LENGTHS.pack(len(packed), sum(map(len, payloads))) + packed)
         return [frame, *payloads]
-    for item, name in [(value, what)] if isinstance(what, str) else zip(value, what, strict=True):
+    items = [(value, what)] if isinstance(what, str) else zip(value, what, strict=True)
+    for item, name in items:
         _explain(item, name)
-    raise ValueError(f"{name} is nested too deeply to be sent, or contains itself")
+    names = what if isinstance(what, str) else " or ".join(filter(None, what))
+    raise ValueError(f"{names} is nested too deeply to be sent, or contains itself")
 
 
 def receive(fill: Callable[[Bytes], None]) -> Any:

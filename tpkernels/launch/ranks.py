@@ -107,11 +107,11 @@ class Job:
     def failed(self) -> bool:
         return any(not outcome.ok for outcome in self._outcomes.values())
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Return the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def note(self, rank: int, reply: Reply) -> None:
+    def record_reply(self, rank: int, reply: Reply) -> None:
         """Record the last reply of a rank."""
         kind, *fields, seconds = reply
         if kind == "error":
@@ -121,7 +121,7 @@ class Job:
         else:
             self._record(Outcome(rank, value=fields[0] if fields else None, seconds=seconds))
 
-    def lose(self, outcome: Outcome) -> None:
+    def record_death(self, outcome: Outcome) -> None:
         """Record the end of a rank that has given no last reply."""
         self._record(replace(outcome, seconds=time.monotonic() - self._begin), self._grace[1])
         self.lost = True
@@ -139,8 +139,8 @@ class Job:
 
 
 class Ranks:
-    """``world`` processes that form the default process group, run functions (`run`), and hold an
-    object each if there is a ``factory`` (`call`, `stream`).
+    """An executor: ``world`` processes that form the default process group, run functions (`run`)
+    and, given a ``factory``, hold an object each (`call`, `stream`).
 
     Args:
         world: number of ranks, at least 1.
@@ -179,7 +179,7 @@ class Ranks:
         if env and "OMP_NUM_THREADS" in env:
             raise ValueError(f"pass threads={env['OMP_NUM_THREADS']}, not OMP_NUM_THREADS in env")
         self.world = world
-        self._timeout = _checked(timeout)
+        self._timeout = _checked_timeout(timeout)
         self._methods: frozenset[str] = frozenset()
         self._why_closed: str | None = None
         self._pid = os.getpid()
@@ -191,7 +191,7 @@ class Ranks:
         self.exitcodes: list[int | None] = []  #: of the ranks, once they are closed
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[connection.Connection] = []
-        self._looking = threading.Lock()  # around the processes, which threads must not share
+        self._processes_lock = threading.Lock()  # process objects are not thread-safe
         self._store = loopback_store()
         # All ranks are on this machine: use loopback, whatever the host name resolves to.
         environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
@@ -228,9 +228,9 @@ class Ranks:
 
         Raises:
             RankError: it raised, a rank died, or one took longer than ``timeout`` seconds. The
-                ranks' collectives may be out of step then, so they are closed.
+                executor is then closed, since the ranks' collectives may be out of step.
         """
-        timeout = self._timeout if timeout is None else _checked(timeout)
+        timeout = self._timeout if timeout is None else _checked_timeout(timeout)
         pickled = _pickled(function, args, kwargs)
         what = getattr(function, "__qualname__", repr(function))
         with self._my_turn(timeout):
@@ -283,7 +283,7 @@ class Ranks:
 
         Args:
             timeout: seconds for the call on all ranks; by default the executor's.
-            rank: returns the result of this rank alone; those of others are not sent.
+            rank: if given, only this rank's result is sent and returned.
 
         Raises:
             AttributeError: there is no such public method. Nothing was sent.
@@ -293,7 +293,7 @@ class Ranks:
                 if every rank has answered, and is closed otherwise. Groups whose collectives the
                 method left on some ranks only may be broken even if it stays open.
         """
-        timeout = self._timeout if timeout is None else _checked(timeout)
+        timeout = self._timeout if timeout is None else _checked_timeout(timeout)
         self._check(method, rank)
         message = _request("call", method, args, kwargs, rank)
         with self._my_turn(timeout):
@@ -312,7 +312,7 @@ class Ranks:
 
         It starts when the first item is asked for, and must yield equally often on every rank. The
         ranks run at most `STREAM_AHEAD` steps ahead of the consumer. Closing the iterator ends the
-        generators on all ranks after the same step, at most as many steps later. Until it is
+        generators on all ranks after the same step, at most `STREAM_AHEAD` steps later. Until it is
         exhausted or closed, other calls wait, and those of the same thread are refused.
 
         Args:
@@ -321,7 +321,7 @@ class Ranks:
         Raises:
             AttributeError, TypeError, ValueError, TimeoutError, RankError: as `call` does.
         """
-        timeout = self._timeout if timeout is None else _checked(timeout)
+        timeout = self._timeout if timeout is None else _checked_timeout(timeout)
         self._check(method, rank)
         message = _request("stream", method, args, kwargs, rank, STREAM_AHEAD)
         return self._items(method, message, rank, timeout)
@@ -335,7 +335,7 @@ class Ranks:
     def healthy(self) -> bool:
         """Return whether this is open, every rank is alive, and none is at work on what was
         submitted. Any thread may ask, at any time."""
-        with self._looking:
+        with self._processes_lock:
             alive = all(process.exitcode is None for process in self._processes)
             return self._why_closed is None and alive and not self._job.pending
 
@@ -353,7 +353,7 @@ class Ranks:
         return f"rank {outcome.rank} (pid {process.pid}), after {outcome.seconds:.1f} s: {cause}"
 
     def close(self) -> None:
-        """End the ranks' part in this executor. Idempotent; without effect in a forked child."""
+        """End the rank processes. Idempotent; does nothing in a forked child."""
         self._close("it was closed")
 
     def __enter__(self) -> Ranks:
@@ -381,7 +381,7 @@ class Ranks:
                     while (arrived := self._receive(job)) is not None:
                         source, reply = arrived
                         if reply[0] != "item":
-                            job.note(source, reply)
+                            job.record_reply(source, reply)
                             if source != rank and not job.failed:
                                 continue  # items may be on their way
                             self._stop(job)
@@ -413,7 +413,7 @@ class Ranks:
         while job.pending and (arrived := self._receive(job)) is not None:
             source, reply = arrived
             if reply[0] != "item":
-                job.note(source, reply)
+                job.record_reply(source, reply)
 
     def _finish(self, job: Job, close_on_error: bool = False) -> list[Outcome]:
         """Return the outcomes by rank. Raise if a rank failed, and close if one did not answer."""
@@ -442,7 +442,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def _my_turn(self, timeout: float, busy: bool = False) -> Iterator[None]:
-        """Hold the turn. Ctrl-C, or any other error that leaves the ranks at work, closes.
+        """Hold the turn. Ctrl-C, or any other error that leaves the ranks at work, closes the
+        executor.
 
         Args:
             busy: ranks may be at work on a function, and go on if the caller leaves.
@@ -506,7 +507,7 @@ class Ranks:
 
     def _send(self, message: Message, job: Job) -> None:
         def check() -> None:
-            if self._lose_dead(job, job.pending) or job.left() <= 0:
+            if self._record_deaths(job, job.pending) or job.seconds_left() <= 0:
                 raise _GiveUp
 
         for part in message:
@@ -520,14 +521,14 @@ class Ranks:
 
     def _receive(self, job: Job) -> tuple[int, Reply] | None:
         while job.pending:
-            left, pending = job.left(), sorted(job.pending)
+            left, pending = job.seconds_left(), sorted(job.pending)
             boxes = [self._in[rank] for rank in pending]
             arrived = Mailbox.wait_any(boxes, max(0.0, min(_SLICE_S, left)))
             if arrived >= 0:
                 rank = pending[arrived]
                 if (reply := self._read(rank, job)) is not None:
                     return rank, reply
-            elif not self._lose_dead(job, job.pending) and left <= 0:
+            elif not self._record_deaths(job, job.pending) and left <= 0:
                 break
         return None
 
@@ -536,7 +537,7 @@ class Ranks:
         until = max(job.deadline, time.monotonic() + _MESSAGE_S)
 
         def check() -> None:
-            if self._lose_dead(job, [rank]) or time.monotonic() > until:
+            if self._record_deaths(job, [rank]) or time.monotonic() > until:
                 raise _GiveUp
 
         move = partial(self._in[rank].read, 0)
@@ -545,11 +546,13 @@ class Ranks:
             if reply[0] != "pickled":
                 return reply
             data = self._pipes[rank].recv_bytes()
-        except (_GiveUp, EOFError, OSError) as error:
-            if not isinstance(error, _GiveUp):  # it died while sending
-                self._processes[rank].join(_REAP_S)
-                self._lose_dead(job, [rank])
-            if rank in job.pending:
+        except _GiveUp:
+            if rank in job.pending:  # time is up
+                raise
+            return None
+        except (EOFError, OSError) as error:  # it died while sending
+            self._processes[rank].join(_REAP_S)
+            if not self._record_deaths(job, [rank]):
                 raise _GiveUp from error
             return None
         try:
@@ -557,19 +560,19 @@ class Ranks:
         except Exception as error:  # an object of a class that only the rank can import
             return "error", worker.describe(error), type(error).__name__, reply[1]
 
-    def _lose_dead(self, job: Job, ranks: Collection[int]) -> bool:
+    def _record_deaths(self, job: Job, ranks: Collection[int]) -> bool:
         """Record the deaths among ``ranks``, and return whether there were any."""
-        with self._looking:
+        with self._processes_lock:
             if self._why_closed is not None:
                 raise RuntimeError("the executor was closed during a call")
             codes = {rank: self._processes[rank].exitcode for rank in ranks}
         dead = [rank for rank, code in codes.items() if code is not None]
         for rank in dead:
-            job.lose(Outcome(rank, exitcode=codes[rank]))
+            job.record_death(Outcome(rank, exitcode=codes[rank]))
         return bool(dead)
 
     def _end(self, idle: bool) -> None:
-        with self._looking:
+        with self._processes_lock:
             atexit.unregister(self.close)
             for rank, process in enumerate(self._processes):
                 if not idle or rank in self._job.pending:
@@ -612,7 +615,7 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
 
 
 def loopback_store() -> dist.TCPStore:
-    """Host a store that only processes of this machine reach; by itself it would listen on all
+    """Host a ``TCPStore`` that only this machine can reach; by default it listens on all
     interfaces."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return dist.TCPStore(
@@ -634,8 +637,9 @@ def _pickled(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
     return pickle.dumps(sys.path) + pickle.dumps((function, args, kwargs))
 
 
-def _checked(timeout: float) -> float:
-    """Return a timeout that threads and locks take."""
+def _checked_timeout(timeout: float) -> float:
+    """Return ``timeout``, at most what locks accept. Raise ``ValueError`` if it is not positive and
+    finite."""
     if not (timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout must be a number of seconds above 0, got {timeout}")
     return float(min(timeout, threading.TIMEOUT_MAX))

@@ -84,7 +84,8 @@ def on_one_host(world: int) -> bool:
 
 
 def backend_of(world: int, device: str) -> str:
-    """Choose NCCL for CUDA tensors unless ranks share a GPU, which it does not support."""
+    """Return the backend: NCCL for CUDA tensors, but gloo where ranks share a GPU, which NCCL
+    refuses before 2.30.3 (`_SHARED_GPU`)."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" and not ranks_share_gpus(world) else "gloo"
 
 
@@ -103,24 +104,24 @@ def open_session(
     torch.set_num_threads(threads)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        yield Session(lambda function, *args: gather_objects(function(*args)), is_leader())
+        yield Session(lambda function, *args: all_gather_objects(function(*args)), is_leader())
         dist.barrier()
     finally:
         groups.finalize()
         dist.destroy_process_group()
 
 
-def gather_objects(value: Any) -> list[Any]:
+def all_gather_objects(value: Any) -> list[Any]:
     """Gather every rank's ``value``, by rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def tensors_of_all(tensor: torch.Tensor) -> list[torch.Tensor]:
+def all_gather_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Gather every rank's ``tensor``, by rank; shapes may differ."""
     tensors = []
-    for rank, shape in enumerate(gather_objects(tuple(tensor.shape))):
+    for rank, shape in enumerate(all_gather_objects(tuple(tensor.shape))):
         local = rank == dist.get_rank()
         shard = tensor.contiguous() if local else tensor.new_empty(shape)
         if shard.numel():
@@ -129,18 +130,19 @@ def tensors_of_all(tensor: torch.Tensor) -> list[torch.Tensor]:
     return tensors
 
 
-def device_named(name: str | None) -> str:
-    """Return ``name`` if this machine has that device; the default is cuda if there is a GPU."""
+def resolve_device(name: str | None) -> str:
+    """Return ``name`` after checking that the machine has such a device; by default cuda if there
+    is a GPU, else cpu."""
     has_gpu = torch.cuda.is_available()
     if name is None:
         return "cuda" if has_gpu else "cpu"
-    if device_known(name) == "cuda" and not has_gpu:
+    if check_device(name) == "cuda" and not has_gpu:
         raise UsageError("--device is cuda, but torch sees no GPU")
     return name
 
 
-def device_known(name: str) -> str:
-    """Return ``name`` if it is a known kind of device, present or not."""
+def check_device(name: str) -> str:
+    """Return ``name`` after checking that it is a known device type, present or not."""
     check_known("device", [name], DEVICES)
     return name
 

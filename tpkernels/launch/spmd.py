@@ -6,7 +6,7 @@ Algorithm: cloudpickle sends such functions by value, and functions of modules b
 therefore need not import the caller's main script, which they otherwise would: without a guard
 (``if __name__ == "__main__"``) it would start ranks itself.
 
-Both pickles stay within the processes of one user on one machine.
+The pickled arguments and results stay within the processes of one user on one machine.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def spmd(
             variables, nor the caller theirs. What it prints appears where this process's standard
             output goes, which in a notebook is the server's terminal.
         nprocs: number of ranks.
-        mesh_shape: of the mesh, whose product is ``nprocs``; by default one dim.
+        mesh_shape: sizes of the mesh's dims; their product is ``nprocs``. By default one dim.
         mesh_dim_names: by default "x", "y" and "z".
         device: type of the mesh, "cpu" or "cuda". With "cuda" the process group is NCCL, and rank r
             uses GPU r modulo their number.
-        threads: of torch in each rank.
+        threads: intra-op threads of each rank.
         timeout: seconds for the call.
 
     Raises:
         ValueError: ``mesh_shape`` does not fit ``nprocs``, or the names do not fit the shape.
         TypeError: ``fn`` or an argument cannot be copied, such as an open file or a process group.
-        RankError: it raised on a rank, a rank died, or it took too long. The message has the
+        RankError: ``fn`` raised on a rank, a rank died, or it took too long. The message has the
             traceback of each.
     """
     import cloudpickle

@@ -3,22 +3,24 @@
 Messages, in one order on all ranks:
 
 - ``("join",)`` forms the default process group;
-- ``("run",)`` calls a function that the driver sends, pickled, through the pipe of each rank;
+- ``("run",)`` calls a function that the parent sends, pickled, through the pipe of each rank;
 - ``("make", factory, args, kwargs)`` makes the object;
 - ``("call", method, args, kwargs, rank)`` calls a method, whose result is wanted of ``rank``, or of
   all ranks if that is None;
-- ``("stream", method, args, kwargs, rank, steps)`` calls a generator method and makes ``steps``
+- ``("stream", method, args, kwargs, rank, steps)`` calls a generator method and takes ``steps``
   steps; ``("more", steps)`` allows further steps, ``("stop",)`` ends it;
 - ``("close",)`` ends the loop.
 
-Replies: a rank answers all but the last three with exactly one of ``("result", value, seconds)``,
-``("pickled", seconds)``, which the value follows through the pipe, ``("error", traceback, type,
-seconds)`` and, for a stream, ``("end", seconds)``. Before the last, the rank whose items are wanted
-sends ``("item", value)`` for each. Errors are returned as text; nothing is printed.
+Replies: each join, run, make, call and stream gets exactly one last reply from every rank:
+``("result", value, seconds)``, ``("pickled", seconds)``, which the value follows through the pipe,
+``("error", traceback, type, seconds)`` or, for a stream, ``("end", seconds)``. During a stream, the
+rank whose items are wanted sends ``("item", value)`` for each item, before its last reply. Errors
+are returned as text; nothing is printed.
 
-Invariant (all ranks stop after the same step): a rank makes a step only if it was allowed, and all
-ranks read the permissions and the stop in the same order. So when they read the stop, all have made
-all the steps that were allowed before, and no rank is in a collective that another will not enter.
+Invariant (all ranks stop after the same step): a rank takes a step only if it was allowed, and all
+ranks read the permissions and the stop in the same order. So when they read the stop, all have
+taken all the steps that were allowed before, and no rank is in a collective that another will not
+enter.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ RING_BYTES = 1 << 20
 # Waking from sleep takes some 50 us, and a wait polls before it sleeps, but not where the polling
 # would keep a core from the process that is waited for.
 _SPIN_US, _CROWDED_SPIN_US = 50.0, 0.0
-_SLICE_S = 10.0  # of a rank's waits, which last for as long as the driver lives
+_SLICE_S = 10.0  # of a rank's waits, which last for as long as the parent lives
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Worker:
         self._rank, self._setup, self._pipe, self._send = rank, setup, pipe, send
         self._object: Any = None
         self._items: Iterator[Any] | None = None
-        self._wanted = False  # the items of this rank
+        self._sends_items = False  # this rank's are wanted
         self._begin = 0.0
 
     def handle(self, message: tuple[Any, ...]) -> None:
@@ -101,16 +103,16 @@ class Worker:
             getattr(self, f"_{kind}")(*fields)
         except BaseException as error:  # even SystemExit: a method must not end the rank
             self._items = None
-            self._last("error", describe(error), type(error).__name__)
+            self._send_last_reply("error", describe(error), type(error).__name__)
 
-    def _last(self, *reply: Any, what: str = "") -> None:
-        """Send a last reply. ``what`` names its value in errors."""
+    def _send_last_reply(self, *reply: Any, what: str = "") -> None:
+        """Send the last reply; ``what`` names its value in errors."""
         seconds = time.monotonic() - self._begin
         self._send(messages.encode((*reply, seconds), ["", what, "", ""][: len(reply) + 1]))
 
     def _join(self) -> None:
         join_group(self._rank, self._setup)
-        self._last("result", None)
+        self._send_last_reply("result", None)
 
     def _run(self) -> None:
         job = io.BytesIO(self._pipe.recv_bytes())
@@ -123,19 +125,19 @@ class Worker:
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()  # the rank may be killed after a failure elsewhere
-        self._last("pickled")
-        self._pipe.send_bytes(value)  # after the reply: the driver reads the pipe only then
+        self._send_last_reply("pickled")
+        self._pipe.send_bytes(value)  # after the reply: the parent reads the pipe only then
 
     def _make(self, factory: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._object = resolve(factory)(*args, **kwargs)
-        self._last("result", methods_of(self._object))
+        self._send_last_reply("result", methods_of(self._object))
 
     def _call(
         self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int | None
     ) -> None:
         value = getattr(self._object, method)(*args, **kwargs)
         sent = value if rank in (None, self._rank) else None
-        self._last("result", sent, what=f"the result of {method}")
+        self._send_last_reply("result", sent, what=f"the result of {method}")
 
     def _stream(
         self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int, steps: int
@@ -145,7 +147,7 @@ class Worker:
             raise TypeError(
                 f"{method} returned a {type(items).__name__}; stream() needs a generator"
             )
-        self._items, self._wanted = items, rank == self._rank
+        self._items, self._sends_items = items, rank == self._rank
         self._more(steps)
 
     def _more(self, steps: int) -> None:
@@ -155,9 +157,9 @@ class Worker:
                 item = next(self._items)
             except StopIteration:
                 self._items = None
-                self._last("end")
+                self._send_last_reply("end")
                 return
-            if self._wanted:
+            if self._sends_items:
                 self._send(messages.encode(("item", item), ["", "an item"]))
 
     def _stop(self) -> None:
@@ -165,7 +167,7 @@ class Worker:
         if items is not None:  # it has not ended before
             if hasattr(items, "close"):
                 items.close()
-            self._last("end")
+            self._send_last_reply("end")
 
 
 def describe(error: BaseException) -> str:
@@ -291,6 +293,7 @@ def die_with_parent() -> None:
 
 
 def join_group(rank: int, setup: Setup) -> None:
+    """Set up this process (environment, threads, GPU) and form the default process group."""
     os.environ.clear()
     os.environ.update(setup.environ)
     _C.calls.limit_result_pool(result_pool_bytes())  # the fork server has imported the package

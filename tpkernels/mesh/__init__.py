@@ -1,5 +1,5 @@
-"""Sharded matrix products and collectives on device meshes, thin over the ops; DTensor is the array
-type."""
+"""Sharded matrix products and collectives on device meshes: a thin layer over the ops; sharded
+operands are DTensors."""
 
 from typing import Any
 

@@ -17,13 +17,13 @@ first ranks of the groups of the second dim have that of the rank whose coordina
 Algorithm, of known products (`History`): each rank numbers its products on a mesh that communicate.
 A rank that has waited for a while within one, and again after each such while, writes the last few,
 as text, to the store of each of its groups on the mesh, and reads what the others of these groups
-have written. Two products with one number are the error. A rank waits for one of its own group that
-is elsewhere, so it need not read further. A thread asks the stores: their server may hang, and
-waits are bounded. On CUDA tensors only the host's waits look.
+have written. It is an error if two ranks have different products under one number. The rank waited
+for is in one of this rank's groups, so no other store needs reading. A thread asks the stores:
+their server may hang, and waits are bounded. On CUDA tensors only the host's waits poll.
 
-Sync, of known products: a rank writes before it reads, so of two that wait, the later one finds
-out, and the other one when it looks again. The key holds the address of the rank in its group,
-which is made anew with the group (`Presence`): nothing stale is read.
+Sync, of known products: a rank writes before it reads, so of two waiting ranks, the one that writes
+last sees the mismatch at once, and the other at its next poll. The key holds the address of the
+rank in its group, which is made anew with the group (`Presence`): nothing stale is read.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from tpkernels.errors import (
 )
 from tpkernels.groups.group import Group
 from tpkernels.planning.cost import Profile
-from tpkernels.planning.store import own_machine, profile_in, profile_text
+from tpkernels.planning.store import machine_here, profile_in, profile_text
 
 _MOST_KNOWN = 1024  # products
-_PATIENCE = 0.3  # s of a wait between two looks
+_PATIENCE = 0.3  # seconds of waiting between two polls of the other ranks
 _MOST_COMPARED = 16  # products
 _NEW_PRODUCT, _DIFFERENT = "a new sharded_matmul", "sharded_matmul calls that differ"
 
@@ -112,12 +112,12 @@ class Agreement:
         try:
             ready = [group.ready(self.device) for group in self._groups()]
             for group in ready:
-                bounds = group.statements(_NEW_PRODUCT, (lowest, highest), self.device)
+                bounds = group.exchange_in_turn(_NEW_PRODUCT, (lowest, highest), self.device)
                 lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
             if lowest == highest:
                 return None
             for group in ready:
-                for statement in group.statements(_DIFFERENT, products, self.device):
+                for statement in group.exchange_in_turn(_DIFFERENT, products, self.device):
                     products |= statement
         except TpkernelsError as error:
             raise type(error)(f"{product}: {error}", peer=error.peer) from error
@@ -135,15 +135,15 @@ class Agreement:
         return self.machine
 
     def _or_own(self, agreed: str) -> str:
-        return agreed or profile_text(own_machine(self.device, prod(self.sizes))[1])
+        return agreed or profile_text(machine_here(self.device, prod(self.sizes))[1])
 
     @contextlib.contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Run a product. An error in it marks all groups of the mesh broken: this rank will not
-        take part in the rest of the product."""
+    def break_on_error(self) -> Iterator[None]:
+        """Mark all groups of the mesh broken if the block raises, because this rank takes no
+        further part in the product; not for `CaptureError`, before which nothing was queued."""
         try:
             yield
-        except CaptureError:  # nothing has been queued: the groups can go on
+        except CaptureError:
             raise
         except BaseException as error:
             # The peer is a rank of one group only.
@@ -161,20 +161,20 @@ class History:
         self._count = 0
         self._last: deque[str] = deque(maxlen=_MOST_COMPARED)
         self._thread: int | None = None  # that is within a product
-        self._since: float | None = None  # the first look in it, or the last comparison
+        self._since: float | None = None  # the first poll in it, or the last comparison
         self._asking: threading.Thread | None = None
         self._replies: list[tuple[Group, dict[int, dict[str, str]]]] = []  # to the last that asked
         self._attached = False
 
     def attach(self) -> None:
-        """Make the waits of the groups, which are set up, look."""
+        """Make waits in the mesh's groups, which are set up by now, call `_poll`."""
         if not self._attached:
             for name in self._names:
-                groups.get(name).look_in_waits(self._look)
+                groups.get(name).add_wait_hook(self._poll)
             self._attached = True
 
     def begin(self, text: str) -> None:
-        """Begin a product, within which the waits of its groups look; `end` follows."""
+        """Begin a product: until `end`, this thread's waits poll the other ranks' products."""
         self._count += 1
         self._last.append(text)
         self._since, self._thread = None, threading.get_ident()
@@ -182,7 +182,7 @@ class History:
     def end(self) -> None:
         self._thread = None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if threading.get_ident() != self._thread:
             return
         now = time.monotonic()
@@ -239,7 +239,7 @@ def known_machine(mesh: DeviceMesh) -> Profile:
     """Return what `Agreement.agreed_machine` has returned on a mesh; before that, and on a rank
     outside the mesh, this rank's machine. Local."""
     agreed = None if mesh.get_coordinate() is None else Agreement.on(mesh).machine
-    return agreed or own_machine(mesh.device_type, mesh.size())[1]
+    return agreed or machine_here(mesh.device_type, mesh.size())[1]
 
 
 def _text_of(mesh: DeviceMesh) -> str:

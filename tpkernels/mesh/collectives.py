@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from tpkernels import dtypes, ops
 from tpkernels.groups import name_of
-from tpkernels.mesh.layout import checked, text_of
+from tpkernels.mesh.layout import checked_placements, placements_text
 
 Axes: TypeAlias = int | str | Sequence[int | str]
 
@@ -26,14 +26,20 @@ def all_gather(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Run ``tpkernels.all_gather`` over the ranks that differ only along ``axes``: one axis of the
-    mesh, or several, by name or number. The order of several is that of the mesh, also of
-    ``shard_sizes``: the shards along its last axis are neighbours, as in a DTensor.
+    """Run ``tpkernels.all_gather`` over the ranks that differ only along ``axes``.
+
+    Args:
+        x: this rank's shard.
+        mesh: with all ranks of the groups.
+        axes: one axis of the mesh, or several, by name or number. The order of several is that of
+            the mesh: the shards along its last axis are neighbours, as in a DTensor.
+        gather_dim: the dim of ``x`` to concatenate along.
+        shard_sizes: rows of each rank in that order; default: all the same.
+        algorithm: as for the op.
 
     Raises:
         ValueError: there is no such axis, or several are named of a mesh without names.
-
-    And what the op raises.
+        Exception: whatever the op raises.
     """
     group = _group_of(mesh, axes, x)
     return ops.all_gather(x, group, gather_dim, shard_sizes=shard_sizes, algorithm=algorithm)
@@ -82,7 +88,8 @@ def sharded_sum(
     keepdim: bool = False,
     algorithm: str = "auto",
 ) -> DTensor:
-    """Sum a DTensor over tensor dims, completely over mesh axes.
+    """Sum a DTensor over tensor dims, and reduce the sum over mesh axes, so that it is not left
+    Partial there.
 
     Args:
         x: of a floating dtype; any placements of Shard, Replicate and Partial.
@@ -128,7 +135,7 @@ def _summed(
     if not isinstance(x, DTensor):
         raise TypeError(f"x is a {type(x).__name__}, not a DTensor")
     dtypes.check_supported(x.dtype, "x")
-    mesh, before = x.device_mesh, checked(x.placements, x.ndim, x.device_mesh.ndim, "x")
+    mesh, before = x.device_mesh, checked_placements(x.placements, x.ndim, x.device_mesh.ndim, "x")
     listed = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     dims = sorted({number % x.ndim for number in listed if -x.ndim <= number < x.ndim})
     if len(dims) < len(listed):
@@ -146,7 +153,7 @@ def _summed(
     for i in over:
         if not isinstance(placements[i], Partial):
             raise ValueError(
-                f"mesh axis {i} is {text_of((before[i],))} and splits none of the dims "
+                f"mesh axis {i} is {placements_text((before[i],))} and splits none of the dims "
                 f"{tuple(dims)}: there is nothing to sum over along it"
             )
     grads = [Replicate() if isinstance(p, Partial) else p for p in before]

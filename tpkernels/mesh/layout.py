@@ -70,7 +70,7 @@ def exchanged_elements(
     return received
 
 
-def text_of(placements: Placements) -> str:
+def placements_text(placements: Placements) -> str:
     """Write ``S0,R`` for ``(Shard(0), Replicate())``; P for Partial."""
     return ",".join(
         f"S{one.dim}" if isinstance(one, Shard) else "R" if isinstance(one, Replicate) else "P"
@@ -78,7 +78,7 @@ def text_of(placements: Placements) -> str:
     )
 
 
-def checked(
+def checked_placements(
     placements: Sequence[Placement], tensor_dims: int, mesh_dims: int, what: str
 ) -> Placements:
     """Return the placements of a tensor, with dims counted from 0.
@@ -96,7 +96,9 @@ def checked(
     for one in placements:
         if type(one) is Shard:
             if not -tensor_dims <= one.dim < tensor_dims:
-                raise ValueError(f"{what} has Shard({one.dim}), but a matrix has dims 0 and 1")
+                raise ValueError(
+                    f"{what} has Shard({one.dim}), but the tensor has dims 0 to {tensor_dims - 1}"
+                )
             result.append(Shard(one.dim % tensor_dims))
         elif type(one) is Replicate or (type(one) is Partial and one.reduce_op == "sum"):
             result.append(one)

@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tpkernels import dtypes, ops, validation
 from tpkernels.mesh.agreement import Agreement, known_machine
-from tpkernels.mesh.layout import Placements, checked, local_shape, text_of
+from tpkernels.mesh.layout import Placements, checked_placements, local_shape, placements_text
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, choose, ranked
 from tpkernels.ops.autograd import algorithm_like, matmul
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
@@ -104,11 +104,11 @@ def explain(
     table = [("strategy", "result", "ms", "bytes", "flops", "steps")]
     for plan, costs in ranked(problem, machine):
         numbers = (f"{1e3 * costs.seconds:.3g}", str(plan.nbytes), str(plan.flops))
-        table.append((plan.strategy, text_of(plan.out), *numbers, str(plan)))
+        table.append((plan.strategy, placements_text(plan.out), *numbers, str(plan)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
-        f"[{problem.m}, {problem.k}] {text_of(problem.x)} @ [{problem.k}, {problem.n}] "
-        f"{text_of(problem.w)} on a mesh of {' x '.join(map(str, problem.mesh_shape))}, "
+        f"[{problem.m}, {problem.k}] {placements_text(problem.x)} @ [{problem.k}, {problem.n}] "
+        f"{placements_text(problem.w)} on a mesh of {' x '.join(map(str, problem.mesh_shape))}, "
         f"{machine.title}"
     ]
     for row in table:
@@ -170,9 +170,11 @@ def _problem_of(
         k=x.shape[1],
         n=w.shape[1],
         mesh_shape=tuple(mesh.shape),
-        x=checked(x.placements, 2, dims, "x"),
-        w=checked(w.placements, 2, dims, "w"),
-        out=None if out_placements is None else checked(out_placements, 2, dims, "out_placements"),
+        x=checked_placements(x.placements, 2, dims, "x"),
+        w=checked_placements(w.placements, 2, dims, "w"),
+        out=None
+        if out_placements is None
+        else checked_placements(out_placements, 2, dims, "out_placements"),
         itemsize=x_dtype.itemsize,
         partial_itemsize=validation.wire_dtype(wire_dtype, x_dtype).itemsize,
     )
@@ -184,7 +186,7 @@ def _dtype_of(spec: DTensorSpec) -> torch.dtype:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class MatmulCall:
     """What the ranks of a mesh must agree on in one product."""
 
     problem: MatmulProblem
@@ -196,10 +198,10 @@ class Call:
     def text(self, mesh: str) -> str:
         """Describe the product for errors, and for the comparison with other ranks'."""
         one = self.problem
-        out = "any" if one.out is None else text_of(one.out)
+        out = "any" if one.out is None else placements_text(one.out)
         return (
-            f"sharded_matmul([{one.m}, {one.k}] {text_of(one.x)} @ [{one.k}, {one.n}] "
-            f"{text_of(one.w)} -> {out}, {dtypes.name(self.dtype)}, partials in "
+            f"sharded_matmul([{one.m}, {one.k}] {placements_text(one.x)} @ [{one.k}, {one.n}] "
+            f"{placements_text(one.w)} -> {out}, {dtypes.name(self.dtype)}, partials in "
             f"{dtypes.name(self.wire_dtype)}, strategy '{self.strategy}', algorithm "
             f"'{self.algorithm}', on {mesh})"
         )
@@ -213,9 +215,9 @@ def _checked_call(
     strategy: str,
     wire_dtype: torch.dtype | None,
     algorithm: str,
-) -> Call:
-    """Check the arguments. Without the mesh: specs are equal for equal meshes, which may have other
-    groups."""
+) -> MatmulCall:
+    """Check the arguments and return the call. It holds no mesh: the cache compares specs by value,
+    and equal meshes may have different groups."""
     problem = _problem_of(x, w, out, wire_dtype)
     choose(problem, strategy)  # raises if there is no such strategy
     if algorithm != "auto":
@@ -223,7 +225,7 @@ def _checked_call(
     if x.mesh.get_coordinate() is None:
         raise ValueError(f"this rank is not in the mesh {x.mesh}")
     dtype = _dtype_of(x)
-    return Call(
+    return MatmulCall(
         problem=problem,
         dtype=dtype,
         strategy=strategy,
@@ -232,21 +234,21 @@ def _checked_call(
     )
 
 
-def _run(call: Call, x: DTensor, w: DTensor, mesh: DeviceMesh) -> DTensor:
+def _run(call: MatmulCall, x: DTensor, w: DTensor, mesh: DeviceMesh) -> DTensor:
     """Compute the product by the plan of all ranks, which is made in the first call."""
     agreed = Agreement.on(mesh)
-    product: Product | None = agreed.products.get(call)
+    product: MatmulExecutor | None = agreed.products.get(call)
     text = ""
     if product is None:
         text = call.text(agreed.text)
-        with agreed.in_step():
+        with agreed.break_on_error():
             different = agreed.disagreement(text)
         if different:
             raise different
-    with agreed.in_step():
+    with agreed.break_on_error():
         if product is None:
             plan = choose(call.problem, call.strategy, agreed.agreed_machine())
-            product = Product(call, plan, agreed, mesh.get_coordinate() or (), text)
+            product = MatmulExecutor(call, plan, agreed, mesh.get_coordinate() or (), text)
             agreed.add(call, product)
         if product.plan.nbytes:  # what communicates nothing need not be made by all ranks
             agreed.history.begin(product.text)
@@ -257,24 +259,29 @@ def _run(call: Call, x: DTensor, w: DTensor, mesh: DeviceMesh) -> DTensor:
     return result
 
 
-class Product:
-    """A product that the ranks of a mesh have agreed on: its plan, and what this rank does in it.
+class MatmulExecutor:
+    """Runs an agreed product on this rank: its plan, and this rank's operations in it.
 
     Shards may be empty. Ranks of one group agree on whether there is anything to send, because
     their shards differ only along the dim that a step moves.
     """
 
     def __init__(
-        self, call: Call, plan: MatmulPlan, agreed: Agreement, coordinate: Sequence[int], text: str
+        self,
+        call: MatmulCall,
+        plan: MatmulPlan,
+        agreed: Agreement,
+        coordinate: Sequence[int],
+        text: str,
     ) -> None:
         self.call, self.plan, self.text = call, plan, text
         self._names, self._device, self._coordinate = agreed.names, agreed.device, coordinate
-        problem, partial = call.problem, (call.wire_dtype, call.dtype)
+        problem, wire_and_out = call.problem, (call.wire_dtype, call.dtype)
         self.shape, self.stride = torch.Size((problem.m, problem.n)), (problem.n, 1)
         self._x = self._moves("x", problem.x, plan.before)
         self._w = self._moves("w", problem.w, plan.before)
         self._multiply = self._multiplication()
-        self._after = self._moves("out", plan.product, plan.after, partial)
+        self._after = self._moves("out", plan.result, plan.after, wire_and_out)
 
     def run(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """Compute this rank's part of the result, contiguous, from its parts of the operands."""
@@ -282,9 +289,9 @@ class Product:
             x = move(x)
         for move in self._w:
             w = move(w)
-        off = torch.is_autocast_enabled(self._device)  # entering costs 3 us
-        # The same dtype by every plan.
-        with torch.autocast(self._device, enabled=False) if off else contextlib.nullcontext():
+        autocasts = torch.is_autocast_enabled(self._device)  # torch.autocast costs 3 us to enter
+        # No autocast: the result's dtype must not depend on the plan.
+        with torch.autocast(self._device, enabled=False) if autocasts else contextlib.nullcontext():
             y = self._multiply(x, w)
         for move in self._after:
             y = move(y)
@@ -295,15 +302,18 @@ class Product:
         operand: str,
         placements: Placements,
         steps: Sequence[Step],
-        partial: tuple[torch.dtype, torch.dtype] | None = None,
+        wire_and_out: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> list[_Move]:
-        """Return what the steps on one tensor do. ``partial``: its dtypes as long as it is Partial,
-        and then; None: it keeps its."""
+        """Return one function per step on ``operand`` that does something. ``wire_and_out``: the
+        dtype while the tensor is Partial, and the dtype once it is not; None: the dtype never
+        changes."""
         moves = []
         for step in steps:
             if step.operand == operand:
                 after = step.after(placements)
-                out_dtype = None if partial is None else partial[Partial() not in after]
+                out_dtype = None
+                if wire_and_out is not None:
+                    out_dtype = wire_and_out[0] if Partial() in after else wire_and_out[1]
                 if self.call.problem.mesh_shape[step.mesh_dim] > 1:
                     moves.append(self._move(step, placements, out_dtype))
                 elif out_dtype is not None:
@@ -342,7 +352,7 @@ class Product:
     def _multiplication(self) -> _Multiply:
         """Return the local product, with the step that is one op with it."""
         call, plan, step = self.call, self.plan, self.plan.fused
-        dtype = call.wire_dtype if plan.moves_product and Partial() in plan.product else call.dtype
+        dtype = call.wire_dtype if plan.moves_result and Partial() in plan.result else call.dtype
         if step is None:
             return functools.partial(_local, dtype=dtype)
         options: dict[str, Any] = {
@@ -354,7 +364,7 @@ class Product:
             options["wire_dtype"] = call.wire_dtype
             if step.tensor_dim is None:
                 return functools.partial(_reduced, op=ops.matmul_all_reduce, options=options)
-            sizes = self._sizes(step, plan.product, step.tensor_dim)
+            sizes = self._sizes(step, plan.result, step.tensor_dim)
             options |= {"scatter_dim": step.tensor_dim, "shard_sizes": sizes}
             shard = step.tensor_dim, sizes[self._coordinate[step.mesh_dim]]
             return functools.partial(
@@ -382,8 +392,8 @@ def _local(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 
 def _gathered(x: torch.Tensor, w: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Compute ``concat_r(x_r) @ w``. The ops take no w without columns, which may be this rank's
-    alone: it gets one."""
+    """Compute ``concat_r(x_r) @ w``. The ops reject a w without columns. This rank alone may have
+    one: it is padded to one column, which is cut off again."""
     rows, columns = sum(options["shard_sizes"]), w.shape[1]
     if not rows * x.shape[1]:
         return x.new_zeros(rows, columns, dtype=options["out_dtype"])
@@ -400,8 +410,8 @@ def _reduced(
     options: dict[str, Any],
     shard: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Reduce ``x @ w``. If K = 0, perhaps on this rank alone, x and w get a zero summand, because
-    the ops need one. ``shard``: the scattered dim, and this rank's part of it."""
+    """Reduce ``x @ w``. The ops reject K = 0. This rank may have it, perhaps alone: x and w are
+    padded with zeros to K = 1. ``shard``: the scattered dim, and this rank's part of it."""
     whole = [x.shape[0], w.shape[1]]
     if not prod(whole):
         if shard is not None:
@@ -414,7 +424,9 @@ def _reduced(
 
 class _ShardedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, w: DTensor, product: Product, mesh: DeviceMesh) -> DTensor:
+    def forward(
+        ctx: Any, x: DTensor, w: DTensor, product: MatmulExecutor, mesh: DeviceMesh
+    ) -> DTensor:
         ctx.save_for_backward(x, w)
         ctx.call, ctx.mesh = product.call, mesh
         y = product.run(x.to_local(), w.to_local())
@@ -436,14 +448,14 @@ class _ShardedMatmul(torch.autograd.Function):
         return grad_x, grad_w, None, None
 
 
-def _gradient(a: DTensor, b: DTensor, of: Placements, ctx: Any) -> DTensor:
-    """Compute a product of the backward, with the placements of the gradient of an operand that has
-    those ``of``. Each addend of a Partial operand has the gradient of the sum.
+def _gradient(a: DTensor, b: DTensor, operand_placements: Placements, ctx: Any) -> DTensor:
+    """Compute one operand's gradient, ``a @ b``, with the operand's placements, but Replicate for
+    Partial: each addend of a Partial operand has the gradient of the sum.
 
-    The groups are those of the forward: DTensor keeps meshes in caches by value, and a transposed
-    DTensor may be on an equal mesh whose groups have ended.
+    It runs on the forward's mesh: DTensor caches meshes by value, so a transposed DTensor may carry
+    an equal mesh whose groups were destroyed.
     """
-    out = tuple(Replicate() if isinstance(one, Partial) else one for one in of)
+    out = tuple(Replicate() if isinstance(one, Partial) else one for one in operand_placements)
     problem = _problem_of(a._spec, b._spec, out, ctx.call.wire_dtype)
     call = replace(ctx.call, problem=problem, dtype=a.dtype, strategy="auto")
     return _run(call, a, b, ctx.mesh)

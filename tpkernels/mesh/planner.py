@@ -28,7 +28,7 @@ from tpkernels.mesh.layout import (
     exchanged_elements,
     held_elements,
     local_shape,
-    text_of,
+    placements_text,
     with_placement,
 )
 from tpkernels.planning.cost import (
@@ -36,7 +36,7 @@ from tpkernels.planning.cost import (
     all_to_all_seconds,
     collective_seconds,
     fused_seconds,
-    product_seconds,
+    matmul_seconds,
 )
 
 # What the ranks along a mesh dim split: where x [M, K] and w [K, N] lie, and the result then.
@@ -139,7 +139,7 @@ class MatmulPlan:
     after: tuple[Step, ...]  #: on the result
     x: Placements  #: of the local product's operands, after a ``fused`` gather
     w: Placements
-    product: Placements  #: of its result, after a ``fused`` reduction
+    result: Placements  #: of its result, after a ``fused`` reduction
     out: Placements
     nbytes: int
     flops: int
@@ -150,7 +150,7 @@ class MatmulPlan:
         return (*self.before, *([self.fused] if self.fused else []), *self.after)
 
     @property
-    def moves_product(self) -> bool:
+    def moves_result(self) -> bool:
         """Return whether a step moves the product's result."""
         return bool(self.after) or (self.fused is not None and self.fused.operand == "out")
 
@@ -263,9 +263,9 @@ def _plan(
     candidates = [*x_route[-1:], *w_route[-1:], *out_route[:1]]
     fusable = [step for step in candidates if step.nbytes and _fusable(step)]
     fused = max(fusable, key=lambda step: step.nbytes, default=None)
-    x, w, product = _placements_of(strategy)
+    x, w, result = _placements_of(strategy)
     if fused is not None and fused.operand == "out":
-        product = fused.after(product)
+        result = fused.after(result)
     after = tuple(step for step in out_route if step is not fused)
     sizes = zip(problem.mesh_shape, strategy, strict=True)
     copies = prod(size for size, split in sizes if split not in ("M", "N", "K"))
@@ -276,8 +276,8 @@ def _plan(
         after=after,
         x=x,
         w=w,
-        product=product,
-        out=functools.reduce(lambda placements, step: step.after(placements), after, product),
+        result=result,
+        out=functools.reduce(lambda placements, step: step.after(placements), after, result),
         nbytes=sum(step.nbytes for route in routes for step in route),
         flops=2 * problem.m * problem.k * problem.n * copies,
     )
@@ -340,7 +340,7 @@ def estimate(plan: MatmulPlan, problem: MatmulProblem, profile: Profile) -> Esti
     """Estimate what a plan costs on a machine."""
     mesh = problem.mesh_shape
     (m, k), n = problem.largest("x", plan.x), problem.largest("w", plan.w)[1]
-    product = product_seconds(profile, m, k, n, problem.itemsize)
+    product = matmul_seconds(profile, m, k, n, problem.itemsize)
     seconds = {step: step.seconds(profile, mesh) for step in plan.steps}
     total = product + sum(time for step, time in seconds.items() if step is not plan.fused)
     if plan.fused is not None:
@@ -363,7 +363,7 @@ def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
 
     def nbytes(operand: str, placements: Placements) -> int:
         elements = prod(problem.largest(operand, placements))
-        if operand == "out" and not plan.moves_product:
+        if operand == "out" and not plan.moves_result:
             return elements * problem.itemsize
         return elements * problem.itemsize_of(operand, placements)
 
@@ -384,11 +384,11 @@ def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
         if step.communicates:  # a slice is a view
             change(step.operand, at[step.operand])
     if reduction is not None:  # the product comes before it
-        change("out", with_placement(plan.product, reduction.mesh_dim, Partial()))
+        change("out", with_placement(plan.result, reduction.mesh_dim, Partial()))
         temporary["x"] = temporary["w"] = 0
-    change("out", plan.product)
+    change("out", plan.result)
     temporary["x"] = temporary["w"] = 0
-    after = plan.product
+    after = plan.result
     for step in plan.after:
         after = step.after(after)
         change("out", after)
@@ -409,8 +409,8 @@ def ranked(problem: MatmulProblem, profile: Profile) -> tuple[tuple[MatmulPlan, 
 
 
 def choose(problem: MatmulProblem, strategy: str, profile: Profile | None = None) -> MatmulPlan:
-    """Return the plan of that strategy; for "auto" the fastest on a machine, without one that which
-    moves the fewest bytes.
+    """Return the plan of ``strategy``. For "auto": the fastest plan by ``profile``, or without a
+    profile the one that moves the fewest bytes.
 
     Raises:
         ValueError: there is no such strategy, or it cannot give the result.
@@ -421,9 +421,9 @@ def choose(problem: MatmulProblem, strategy: str, profile: Profile | None = None
     for plan in plans:
         if strategy in ("auto", plan.strategy):
             return plan
-    out = text_of(problem.out) if problem.out else "any"
+    out = placements_text(problem.out) if problem.out else "any"
     raise ValueError(
-        f"no strategy {strategy!r} for {text_of(problem.x)} @ {text_of(problem.w)} -> {out} on a "
-        f"mesh of {problem.mesh_shape}; there are 'auto' and "
-        f"{', '.join(repr(plan.strategy) for plan in plans)}"
+        f"no strategy {strategy!r} for {placements_text(problem.x)} @ "
+        f"{placements_text(problem.w)} -> {out} on a mesh of {problem.mesh_shape}; "
+        f"there are 'auto' and {', '.join(repr(plan.strategy) for plan in plans)}"
     )

@@ -16,7 +16,14 @@ from tpkernels import groups
 from tpkernels.groups import GroupLike
 from tpkernels.local.packed import check_packable, pack
 from tpkernels.nn.regions import gather_from_ranks
-from tpkernels.nn.sharding import LayerOptions, ShardedModule, Split, check_parameter, position
+from tpkernels.nn.sharding import (
+    LayerOptions,
+    SequenceOptions,
+    ShardedModule,
+    Split,
+    check_parameter,
+    position,
+)
 from tpkernels.ops.all_gather_matmul import run_all_gather_matmul
 from tpkernels.ops.column_matmul import column_matmul
 from tpkernels.ops.matmul_all_reduce import run_matmul_all_reduce
@@ -83,10 +90,14 @@ class ParallelLinear(ShardedModule):
 
     def reset_parameters(self) -> None:
         """Draw weight and bias as ``nn.Linear`` does, by the unsharded fan-in."""
-        bound = self.in_features**-0.5
+
+        def draw(full: torch.Tensor) -> None:
+            bound = self.in_features**-0.5
+            nn.init.uniform_(full, -bound, bound)
+
         with self._plain_weight():
             for name, _ in self.named_parameters():
-                self.fill(name, lambda full: nn.init.uniform_(full, -bound, bound))
+                self.fill(name, draw)
 
     def pack_(self, *, drop: bool = False) -> Self:
         """Pack the weight for inference on CPUs, as `tpkernels.pack`; return the layer.
@@ -223,12 +234,9 @@ class ColumnParallelLinear(ParallelLinear):
         """Map x [..., in_features] to [..., out_features of this rank, or all]."""
         return column_parallel(x, [self], shard_sizes=shard_sizes)[0]
 
-    def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight [K, N] and bias for the ops; zeros on a rank without features. The ops need
-        a column on every rank, and the padding keeps this rank's backward in step with the
-        others'."""
-        if not self.empty:
-            return self._operand(x), self.bias
+    def _zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return zero weight [K, N] and bias for a rank without features. The ops need a column on
+        every rank, and the padding keeps this rank's backward in step with the others'."""
         width = max(self.stand_in, 1)
         bias = None if self.bias is None else F.pad(self.bias, (0, width))
         return F.pad(self.weight, (0, 0, 0, width)).t(), bias
@@ -257,7 +265,7 @@ def column_parallel(
     gradient. Return the output of each layer, in order. Raise ValueError if the layers differ in
     group or sequence parallelism. ``sequence_parallel`` is by default the layers'."""
     # Function calls are saved here, since each takes about 1 % of a small layer's time: the ops are
-    # called directly, and `_operands` and `_finish` only where they do something.
+    # called directly, and `_zeros` and `_finish` only where they do something.
     first = layers[0]
     rows_split = first.sequence_parallel if sequence_parallel is None else sequence_parallel
     weights, biases, biased, finished = [], [], False, True
@@ -268,7 +276,7 @@ def column_parallel(
             or layer.sequence_dim != first.sequence_dim
         ):
             raise ValueError(f"layers of one input differ: {first!r} and {layer!r}")
-        w, bias = layer._operands(x) if layer.empty else (layer._operand(x), layer.bias)
+        w, bias = layer._zeros() if layer.empty else (layer._operand(x), layer.bias)
         weights.append(w)
         biases.append(bias)
         biased = biased or bias is not None
@@ -428,7 +436,7 @@ class MergedColumnParallelLinear(_SharedInputLinears):
 
     @classmethod
     def from_linear(
-        cls, linears: Mapping[str, nn.Linear], group: GroupLike, **options: Any
+        cls, linears: Mapping[str, nn.Linear], group: GroupLike, **options: Unpack[SequenceOptions]
     ) -> Self:
         """Make the layers with copies of this rank's shards of ``linears``, each with a bias if its
         linear has one. Raise TypeError if one is not a plain ``nn.Linear``, NotImplementedError if
@@ -483,6 +491,10 @@ class QKVParallelLinear(_SharedInputLinears):
         bias: whether the projections have biases.
     """
 
+    q_proj: ColumnParallelLinear
+    k_proj: ColumnParallelLinear
+    v_proj: ColumnParallelLinear
+
     def __init__(
         self,
         hidden_size: int,
@@ -510,7 +522,7 @@ class QKVParallelLinear(_SharedInputLinears):
         v: nn.Linear,
         head_dim: int,
         group: GroupLike,
-        **options: Any,
+        **options: Unpack[SequenceOptions],
     ) -> Self:
         """Make the projections with copies of this rank's shards, each with a bias if its linear
         has one. Raises what `MergedColumnParallelLinear.from_linear` does, and ValueError if

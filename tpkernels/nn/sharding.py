@@ -204,11 +204,16 @@ class ShardTensor(torch.Tensor):
         return self.local
 
 
-class LayerOptions(TypedDict, total=False):
-    """The options that all parallel layers take; see `tpkernels.nn`."""
+class SequenceOptions(TypedDict, total=False):
+    """How a layer splits its activations; see `tpkernels.nn`."""
 
     sequence_parallel: bool
     sequence_dim: int
+
+
+class LayerOptions(SequenceOptions, total=False):
+    """The options that all parallel layers take; see `tpkernels.nn`."""
+
     device: torch.device | str | None
     dtype: torch.dtype | None
 

@@ -23,7 +23,14 @@ from torch import nn
 from tpkernels import dtypes, groups, validation
 from tpkernels.groups import GroupLike
 from tpkernels.nn.linear import ColumnParallelLinear
-from tpkernels.nn.sharding import LayerOptions, ShardedModule, Split, check_parameter, position
+from tpkernels.nn.sharding import (
+    LayerOptions,
+    SequenceOptions,
+    ShardedModule,
+    Split,
+    check_parameter,
+    position,
+)
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.reduce_scatter import reduce_scatter
@@ -109,7 +116,9 @@ class VocabParallelEmbedding(ShardedModule):
         self.fill("weight", draw)
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, group: GroupLike, **options: Any) -> Self:
+    def from_embedding(
+        cls, embedding: nn.Embedding, group: GroupLike, **options: Unpack[SequenceOptions]
+    ) -> Self:
         """Make a layer with a copy of this rank's shard of ``embedding``'s vectors. Raise TypeError
         if it is not a plain ``nn.Embedding``, NotImplementedError if its weight is quantised or an
         option of it is not supported."""

@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 
 from tpkernels import dtypes
-from tpkernels.groups import GroupLike, break_if_left, name_of
+from tpkernels.groups import GroupLike, break_if_interrupted, name_of
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops.autograd import ColumnGrads, algorithm_like, matmul
 from tpkernels.ops.registration import bias_list, define, run_products
@@ -165,5 +165,5 @@ def all_gather_matmul(  # type: ignore[misc]
         result = outs[0] if single else outs
         return (gathered, result) if return_gathered else result
     except BaseException as error:
-        break_if_left(group, error)
+        break_if_interrupted(group, error)
         raise

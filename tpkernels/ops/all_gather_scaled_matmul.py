@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, break_if_left, name_of
+from tpkernels.groups import GroupLike, break_if_interrupted, name_of
 from tpkernels.ops import scaled
 from tpkernels.ops.registration import bias_list, define
 
@@ -89,5 +89,5 @@ def all_gather_scaled_matmul(
         result = outs[0] if single else outs
         return (gathered, result) if return_gathered else result
     except BaseException as error:
-        break_if_left(group, error)
+        break_if_interrupted(group, error)
         raise

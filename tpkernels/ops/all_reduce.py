@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tpkernels import validation
-from tpkernels.groups import GroupLike, break_if_left, name_of
+from tpkernels.groups import GroupLike, break_if_interrupted, name_of
 from tpkernels.ops.registration import define, documented
 
 SCHEMA = (
@@ -65,5 +65,5 @@ def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -
         _run_in_place(x, name_of(group), algorithm=algorithm)
         return x
     except BaseException as error:
-        break_if_left(group, error)
+        break_if_interrupted(group, error)
         raise

@@ -155,7 +155,9 @@ def _add_positions() -> None:
     one rank would be found in the cache by a job of two, or by the other rank. Torch's own
     collectives take the size as an argument for that reason.
     """
-    places = ", ".join(f"{name}: {rank} of {world}" for name, rank, world in groups.positions())
+    places = ", ".join(
+        f"{name}: {rank} of {world}" for name, rank, world in groups.ranks_and_sizes()
+    )
     config = torch.compiler.config
     theirs = _OUR_TAG.sub("", config.cache_key_tag)
     tag = f"{theirs} tpkernels{{{places}}}".strip()
@@ -183,11 +185,11 @@ def _recorded(
                     "create_graph=True"
                 )
             needs = needs_of(*ctx.needs_input_grad)  # without the defaults at the end
-            with torch._C._DisableAutocast(), groups.told_of_errors(getattr(ctx, "group", None)):
+            with torch._C._DisableAutocast(), groups.breaking_on_error(getattr(ctx, "group", None)):
                 found = backward(ctx, needs, *grads)
             return tuple(found.get(name) for name in names[: len(ctx.needs_input_grad)])
         except BaseException as error:
-            groups.break_if_left(getattr(ctx, "group", None), error)
+            groups.break_if_interrupted(getattr(ctx, "group", None), error)
             raise
 
     # What torch.library.register_autograd registers. By itself it would go through the dispatcher
@@ -251,7 +253,7 @@ def _define_autocast(op: str) -> None:
         off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         with torch._C._ExcludeDispatchKeyGuard(off):
             given = dict(zip(names, args, strict=False))  # without the defaults at the end
-            with groups.told_of_errors(given.get("group")):  # no memory for the copies
+            with groups.breaking_on_error(given.get("group")):  # no memory for the copies
                 lowered = [_lowered(n, a, dtype, out_dtype) for n, a in given.items()]
             return overload(*lowered, **options)
 
@@ -343,7 +345,7 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
                 return past_dispatcher(*args, **options)
             except BaseException as error:
                 group: GroupLike | None = args[at] if at < len(args) else options.get("group")
-                groups.break_if_left(group, error)
+                groups.break_if_interrupted(group, error)
                 raise
 
         return cast(Function, call)

@@ -361,7 +361,8 @@ class GGUFCheckpoint:
             path = Path(folder) / "header.gguf"
             writer = gguf.GGUFWriter(path, self._architecture)
             for name, field in fields.items():
-                if name[:5] == "GGUF." or name == _ARCHITECTURE:
+                # The small file has an alignment of its own.
+                if name[:5] == "GGUF." or name in (_ARCHITECTURE, "general.alignment"):
                     continue
                 if 0 < len(field.data) <= _LONGEST:  # the writer takes no empty array
                     kind = field.types[0]

@@ -3,10 +3,11 @@
 Problem: loading takes longer than the group's timeout, and may fail on one rank alone. The others
 must neither wait for it nor go on without it.
 
-Algorithm: while a rank works, a thread takes part in rounds. In a round all ranks exchange whether
-they are at work, done, or failed and why. A round begins after a second at the latest, and at once
-on a rank that has ended. The first round in which nobody is at work, or somebody has failed, is the
-last on all ranks: all see the same messages. So every wait is bounded, and dead ranks are noticed.
+Algorithm: while a rank works, a thread takes part in rounds. In a round all ranks gather whether
+they are at work, done or failed. A round begins after a second at the latest, and at once on a rank
+that has ended. The first round in which nobody is at work, or somebody has failed, is the last on
+all ranks, as all see the same statuses; then they exchange their texts. A round is a call of an op,
+so every wait is bounded, and dead ranks and ranks in another call are noticed as in any other.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from tpkernels import groups
 from tpkernels.groups.group import Group
+from tpkernels.ops.all_gather import all_gather
 from tpkernels.text import of_error
 
 THREAD = "tpkernels-joint-work"
 _INTERVAL = 1.0  # s, between rounds
+_AT_WORK, _DONE, _FAILED = 0.0, 1.0, 2.0  # what a rank announces in a round
 
 
 class PeerFailedError(RuntimeError):
@@ -36,8 +38,8 @@ class JointWork:
     def __init__(self, group: Group, device: torch.device, what: str) -> None:
         self.texts: list[str] = []  #: the final texts of all ranks, in rank order
         self.text = ""  #: what this rank announces when it is done
-        self._group, self._device, self._what = group, device.type, what
-        self._report: dict[str, Any] | None = None  # how the work ended here; None: it has not
+        self._group, self._device, self._what = group, device, what
+        self._status = _AT_WORK
         self._ended, self._over = threading.Event(), threading.Event()
         self._error: BaseException | None = None  # of the rounds
 
@@ -49,16 +51,15 @@ class JointWork:
     def take_part(self) -> None:
         """Exchange reports with the other ranks until the work is over."""
         interval = min(_INTERVAL, self._group.timeout / 4)
-        failed: list[int] = []
-        reports: list[dict[str, Any] | None] = [None]
+        statuses = [_AT_WORK]
         try:
-            while None in reports and not failed:
+            while _AT_WORK in statuses and _FAILED not in statuses:
                 self._ended.wait(interval)
-                reports = self._group.statements("joint work", self._report, self._device)
-                failed = [
-                    rank for rank, report in enumerate(reports) if report and report["failed"]
-                ]
-            self.texts = [report["text"] if report else "" for report in reports]
+                status = torch.tensor([self._status], dtype=torch.float32, device=self._device)
+                statuses = all_gather(status, self._group.name).tolist()
+            text = "" if self._status == _AT_WORK else self.text
+            self.texts = self._group.exchange_in_turn("joint work", text, self._device.type)
+            failed = [rank for rank, status in enumerate(statuses) if status == _FAILED]
             if failed:
                 also = f" (also rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
                 self._error = PeerFailedError(
@@ -69,11 +70,10 @@ class JointWork:
         finally:
             self._over.set()
 
-    def end(self, error: BaseException | None, thread: threading.Thread) -> None:
+    def end(self, status: float, thread: threading.Thread) -> None:
         """Announce how this rank's part ended, and wait for the last round."""
-        with groups.told_of_errors(self._group.name):
-            text = self.text if error is None else of_error(error)
-            self._report = {"failed": error is not None, "text": text}
+        with groups.breaking_on_error(self._group.name):
+            self._status = status
             self._ended.set()
             if thread.ident is None:  # it could not be started
                 self.take_part()
@@ -88,7 +88,7 @@ def joint_work(group: str, device: torch.device, what: str) -> Iterator[JointWor
 
     Args:
         group: the group's name.
-        device: on which the ranks work: how long they wait for one another depends on it.
+        device: of the tensors that the ranks exchange.
         what: what is done, for messages.
 
     Raises:
@@ -101,13 +101,14 @@ def joint_work(group: str, device: torch.device, what: str) -> Iterator[JointWor
         members.check_usable()
     work = JointWork(members, device, what)
     thread = threading.Thread(target=work.take_part, name=THREAD, daemon=True)
-    failure: BaseException | None = None
+    status = _DONE
     try:
         thread.start()
         yield work
     except BaseException as error:
-        failure = error
+        status = _FAILED
+        work.text = of_error(error)
         raise
     finally:
-        work.end(failure, thread)
+        work.end(status, thread)
     work.check()

@@ -96,7 +96,7 @@ def save_pretrained(model: Any, group: str, /, *args: Any, **options: Any) -> No
         work.text = _WRITE if arguments.get("is_main_process", True) else ""
     if work.texts[0] != _WRITE:
         return
-    with groups.told_of_errors(group):
+    with groups.breaking_on_error(group):
         shards = arguments.get("state_dict")
         if shards is None:
             shards = model.state_dict()

@@ -1,5 +1,6 @@
-"""The algorithms: one record each of what an algorithm does and what it needs; and how much of a
-rank's data buffers a call on CPU tensors uses, cut into steps that fit. All ranks compute the same.
+"""The algorithms: one record each of what an algorithm does and what it needs; and how many
+bytes of a rank's data buffers a call on CPU tensors uses per step. The numbers are the same on all
+ranks.
 
 Planning, checks, the backward passes and the CLI ask these records instead of comparing names. The
 code of an algorithm is attached to its name in `backends`.
@@ -22,7 +23,7 @@ _SLACK_BYTES = 4 << 10
 _HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned
 
 
-def step_bytes(problem: Problem) -> int:
+def bytes_per_row(problem: Problem) -> int:
     """Return the bytes of a data buffer that one row of each rank takes in a step of
     `pipelined`."""
     width, world = problem.shape[-1], problem.world
@@ -37,18 +38,19 @@ def step_bytes(problem: Problem) -> int:
 
 def step_rows(problem: Problem, workspace_bytes: int) -> int:
     """Return the rows of each rank that fit into a step of `pipelined`."""
-    return (workspace_bytes - 2 * problem.world * LINE_BYTES) // max(step_bytes(problem), 1)
+    return (workspace_bytes - 2 * problem.world * LINE_BYTES) // max(bytes_per_row(problem), 1)
 
 
 def _pipelined_bytes(problem: Problem, workspace_bytes: int) -> int:
+    """Return the bytes of a data buffer that one step of `pipelined` uses."""
     rows = problem.rows  # of the largest shard
     if problem.dim is None:
         rows = ceil_div(rows, problem.world)
     elif problem.dim < len(problem.shape) - 1:
         inner = prod(problem.shape[problem.dim + 1 : -1])
         rows = problem.outer * max(problem.sizes) * inner
-    steps = max(1, min(rows, step_rows(problem, workspace_bytes)))
-    return steps * step_bytes(problem) + 2 * problem.world * LINE_BYTES
+    rows_per_step = max(1, min(rows, step_rows(problem, workspace_bytes)))
+    return rows_per_step * bytes_per_row(problem) + 2 * problem.world * LINE_BYTES
 
 
 def chunk_bytes(problem: Problem, workspace_bytes: int) -> int:
@@ -65,7 +67,7 @@ def _hierarchical_rows(problem: Problem, workspace_bytes: int) -> int:
 
 
 def _hierarchical_bytes(problem: Problem, workspace_bytes: int) -> int:
-    """Return at most the bytes of one host with all ranks."""
+    """Return an upper bound of the bytes: those of a host that has all ranks."""
     if problem.spec.has_matmul:
         return _pipelined_bytes(problem, workspace_bytes)
     each = min(problem.nbytes, chunk_bytes(problem, workspace_bytes))
@@ -88,7 +90,8 @@ class Algorithm:
     splits_matmul: bool = False  #: by rank, so it cannot gather the dim that the matmul sums over
     overlaps_matmul: bool = False  #: has nothing to do for an op without a matmul
     needs_shared_memory: bool = False  #: every rank reads or writes its peers' memory
-    needs_nodes: bool = False  #: spans hosts; on CPU tensors shares memory with those of its host
+    #: For groups that span hosts; on CPU tensors, uses memory shared within a host.
+    spans_hosts: bool = False
     sends: bool = False  #: by sends and receives of the process group
     #: The collectives that it has no function for.
     lacks: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -98,7 +101,8 @@ class Algorithm:
     #: Moves whole rows, so that it can split a product's dims but the last, else dim 0 only, and
     #: accumulates in float32.
     whole_rows: frozenset[str] = frozenset()
-    tests_only: frozenset[str] = frozenset()  #: never by ``auto``: under Triton's interpreter
+    #: Runs in Triton's interpreter, so ``auto`` never takes it.
+    interpreted: frozenset[str] = frozenset()
     #: Bytes that a call on CPU tensors uses of each data buffer, given the limit; with less it
     #: takes more steps.
     workspace_bytes: Callable[[Problem, int], int] = lambda problem, limit: 0
@@ -135,12 +139,12 @@ _RECORDS = (
         kernels={"cpu": "Triton", "cuda": "Triton"},
         optional_kernels={"all_gather_matmul": "CUDA"},  # copy engines may bring the rows
         whole_rows=frozenset({"cpu", "cuda"}),
-        tests_only=frozenset({"cpu"}),
+        interpreted=frozenset({"cpu"}),
     ),
     Algorithm(
         "hierarchical",
         splits_matmul=True,
-        needs_nodes=True,
+        spans_hosts=True,
         sends=True,
         lacks=dict.fromkeys(("cpu", "cuda"), frozenset({"all_to_all"})),
         workspace_bytes=_hierarchical_bytes,

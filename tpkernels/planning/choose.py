@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from tpkernels import defaults
-from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm, step_bytes, step_rows
+from tpkernels.planning.algorithms import ALGORITHMS, bytes_per_row, check_algorithm, step_rows
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.table import Config, Series, Table
 
@@ -38,12 +38,12 @@ TRIED_MIN_ROWS = 16
 
 @dataclass(frozen=True)
 class SplitRule:
-    """On CPUs with these ``instructions``, which multiply these ``dtypes``: the minimum rows per
-    rank at which splitting the matmul pays off, and whether it also does before an all-reduce,
-    whose results are copied between the ranks either way. With fewer rows the matmul is bound by
-    streaming the weight, and a split streams it once per part."""
+    """Says from how many rows per rank splitting the matmul pays off on CPUs with ``cpu_flag``, for
+    ``dtypes``, and whether it also does before an all-reduce, whose results are copied between the
+    ranks either way. With fewer rows the matmul is bound by streaming the weight, and a split
+    streams it once per part."""
 
-    instructions: str
+    cpu_flag: str
     dtypes: frozenset[torch.dtype]
     min_rows: int
     splits_all_reduce: bool = True
@@ -69,10 +69,10 @@ _RULES = (
 _UNKNOWN_CPU = SplitRule("", _ANY, 1024)  # `direct` loses less where it is wrong
 
 
-def split_rule(dtype: torch.dtype, instructions: Collection[str]) -> SplitRule:
-    """Return when `pipelined` pays off on a CPU with these instructions."""
+def split_rule(dtype: torch.dtype, cpu_flags: Collection[str]) -> SplitRule:
+    """Return when `pipelined` pays off on a CPU with these flags."""
     for rule in _RULES:
-        if rule.instructions in instructions and dtype in rule.dtypes:
+        if rule.cpu_flag in cpu_flags and dtype in rule.dtypes:
             return rule
     return _UNKNOWN_CPU
 
@@ -104,10 +104,10 @@ class Means:
 
     shared_memory: bool  #: all ranks of the group can map each other's memory
     workspace_bytes: int = defaults.WORKSPACE_BYTES  #: the limit of each of two data buffers
-    instructions: frozenset[str] = (
-        frozenset()
-    )  #: flags of the CPU, of which `split_rule` knows some
-    unsupported: Mapping[str, str] = field(default_factory=dict)  #: by kernels, and why
+    #: Flags from /proc/cpuinfo.
+    cpu_flags: frozenset[str] = frozenset()
+    #: Algorithm name -> why it cannot run here.
+    unsupported: Mapping[str, str] = field(default_factory=dict)
     why_no_node: str | None = None  #: what the group lacks for `hierarchical`; None: nothing
 
 
@@ -132,18 +132,18 @@ def choose(
         reason = _unsupported(problem, requested, means)
         if reason is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {reason}")
-        return _cut(_plan(problem, requested, "asked for"), tuned, tuning_key)
+        return _with_tuned_config(_plan(problem, requested, "asked for"), tuned, tuning_key)
     ruled = _by_rule(problem, means)
     if ruled[0] in means.unsupported:
         ruled = "unfused", f"'{ruled[0]}' {means.unsupported[ruled[0]]}"
     if tuning_key is not None:
-        measured = tuned.choice(*tuning_key, candidates(problem, means), unless=ruled[0])
+        measured = tuned.choice(*tuning_key, candidates(problem, means), default=ruled[0])
         if measured is not None:
-            return _cut(_plan(problem, *measured), tuned, tuning_key)
+            return _with_tuned_config(_plan(problem, *measured), tuned, tuning_key)
     return _plan(problem, *ruled)
 
 
-def _cut(plan: Plan, tuned: Table, tuning_key: tuple[Series, int] | None) -> Plan:
+def _with_tuned_config(plan: Plan, tuned: Table, tuning_key: tuple[Series, int] | None) -> Plan:
     """Return the plan with the block sizes measured to be best for its kernels, if there are
     any."""
     if tuning_key is None or "Triton" not in ALGORITHMS[plan.algorithm].kernels.values():
@@ -166,7 +166,7 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     if problem.spec.scaled:
         return "direct", _ONE_PRODUCT
     rows, most = _rows_per_part(problem), step_rows(problem, means.workspace_bytes)
-    rule = split_rule(problem.dtype, means.instructions)
+    rule = split_rule(problem.dtype, means.cpu_flags)
     reason = _unsupported(problem, "pipelined", means)
     if reason is not None:
         return "direct", f"pipelined {reason}"
@@ -184,7 +184,7 @@ def candidates(problem: Problem, means: Means) -> list[str]:
     return [
         name
         for name, reason in unsupported_algorithms(problem, means).items()
-        if reason is None and problem.device not in ALGORITHMS[name].tests_only
+        if reason is None and problem.device not in ALGORITHMS[name].interpreted
     ]
 
 
@@ -244,9 +244,9 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm.needs_shared_memory and not means.shared_memory:
         return "needs memory that all ranks share, which this group's ranks do not"
-    if algorithm.needs_nodes and means.shared_memory:
+    if algorithm.spans_hosts and means.shared_memory:
         return "is for groups that span hosts, and all ranks of this one share memory"
-    if algorithm.needs_nodes and means.why_no_node is not None:
+    if algorithm.spans_hosts and means.why_no_node is not None:
         return means.why_no_node
     if algorithm.overlaps_matmul and not problem.spec.has_matmul:
         return "overlaps a matmul, and this op has none"
@@ -266,7 +266,7 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         and algorithm.step_rows(problem, means.workspace_bytes) < 1
     ):
         return (
-            f"needs {step_bytes(problem)} bytes for a row of each rank, and the workspace has "
+            f"needs {bytes_per_row(problem)} bytes for a row of each rank, and the workspace has "
             f"{means.workspace_bytes}; give tpkernels.init a larger workspace_bytes"
         )
     return means.unsupported.get(name)

@@ -8,9 +8,9 @@ bytes; on a machine that overlaps nothing, their sum. A collective takes a fixed
 each step of a ring, and the bytes that a rank receives at the rate of the link. Across nodes it
 goes in two levels.
 
-Algorithms on GPUs of one host (`predicted`), by their data sheets. Nothing of it was measured with
-this package, and nothing is chosen by it: `explain` shows it next to measured times. Left out: the
-time in which the host launches, and that of a kernel before its first store.
+Algorithms on GPUs of one host (`predict_seconds`), by their data sheets. Nothing of it was measured
+with this package, and nothing is chosen by it: `explain` shows it next to measured times. Left out:
+the time in which the host launches, and that of a kernel before its first store.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def machine_named(name: str) -> Profile:
 # Products and collectives.
 
 
-def product_seconds(profile: Profile, m: int, k: int, n: int, itemsize: int) -> float:
+def matmul_seconds(profile: Profile, m: int, k: int, n: int, itemsize: int) -> float:
     """Return the seconds of a local product [m, k] @ [k, n]."""
     multiply = 2 * m * k * n / profile.rate(itemsize)
     move = (m * k + k * n + m * n) * itemsize / profile.bandwidth
@@ -205,20 +205,22 @@ def product_seconds(profile: Profile, m: int, k: int, n: int, itemsize: int) -> 
 def collective_seconds(
     profile: Profile, nbytes: float, ranks: int, *, stride: int = 1, passes: int = 1
 ) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of a tensor of ``nbytes``, and with
-    two ``passes`` of an all-reduce. ``stride``: between the numbers of neighbours in the group."""
+    """Return the seconds of an all-gather or a reduce-scatter of a tensor of ``nbytes``, or, with
+    ``passes=2``, of an all-reduce. ``stride``: the distance between the numbers of neighbouring
+    ranks."""
     if ranks == 1:
         return 0.0
     inner = profile.ranks_in_a_node(ranks, stride)
     outer = ranks // inner
-    # Between nodes each rank gets the parts of those with its place; in the node, their results.
+    # Between nodes a rank exchanges with the ranks of the same local rank; then, within the node,
+    # with its neighbours.
     seconds = profile.between.ring_seconds(outer, (outer - 1) / ranks * nbytes, passes)
     return seconds + profile.within.ring_seconds(inner, (inner - 1) / inner * nbytes, passes)
 
 
 def all_to_all_seconds(profile: Profile, nbytes: float, ranks: int, *, stride: int = 1) -> float:
-    """Return the seconds of an all-to-all after which a rank has ``nbytes``. Ranks of other nodes
-    send each rank its pieces themselves."""
+    """Return the seconds of an all-to-all after which a rank has ``nbytes``. Between nodes the
+    pieces go directly from rank to rank."""
     inner = profile.ranks_in_a_node(ranks, stride)
     far, near = ranks - inner, inner - 1
     seconds = profile.between.ring_seconds(far + 1, far / ranks * nbytes)
@@ -233,16 +235,18 @@ def fused_seconds(
     parts: int,
     itemsize: int,
 ) -> float:
-    """Return the seconds of a product [m, k] @ [k, n] and a collective, which alone takes
-    ``communication``, as one op: all but the first chunk of the one and the last of the other
-    overlap, if the machine overlaps at all, and unless that takes longer than one after the other,
-    because each chunk reads the whole weight. The extent number ``cut`` of ``shape``, 0 or 2, is
-    cut into ``parts``."""
-    apart = product_seconds(profile, *shape, itemsize) + communication
+    """Return the seconds of a product [m, k] @ [k, n] fused with a collective that alone takes
+    ``communication``.
+
+    Both are cut into ``parts`` along dim ``cut`` (0 or 2) of ``shape``; all but the first chunk of
+    one and the last of the other overlap. If that is slower than running them in turn (each chunk
+    reads the whole weight), or the machine cannot overlap, they run in turn.
+    """
+    apart = matmul_seconds(profile, *shape, itemsize) + communication
     if not profile.overlaps:
         return apart
     m, k, n = (ceil_div(size, parts) if i == cut else size for i, size in enumerate(shape))
-    multiply, move = product_seconds(profile, m, k, n, itemsize), communication / parts
+    multiply, move = matmul_seconds(profile, m, k, n, itemsize), communication / parts
     return min(apart, move + (parts - 1) * max(multiply, move) + multiply)
 
 
@@ -256,9 +260,10 @@ HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 # Bytes per second that a rank sends: 18 links of NVLink 4 (NVIDIA H100 data sheet, one direction).
 # One number for all GPUs, so that the ranks agree.
 LINK = 450e9
-# Largest x in bytes that goes without fences. By LL: 64 rows of 4096 in bf16. By LL128:
-# what takes 0.6 MiB from each of 8 sources, in each parity. By the model both win beyond.
-TWO_SHOT_BYTES, LL128_BYTES = 512 << 10, 2 << 20
+# Most bytes sent without fences; beyond, "two_shot" is used, though by the model both would still
+# be faster. LL: 64 rows of 4096 in bf16. LL128: 0.6 MiB of slots for each of 8 sources and each
+# parity.
+LL_TWO_SHOT_MAX_BYTES, LL128_MAX_BYTES = 512 << 10, 2 << 20
 
 
 def hop_seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> float:
@@ -280,7 +285,7 @@ def all_reduce_way(nbytes: int, world: int, ll128: bool, split: int = 0) -> str:
     fastest of those without fences, by the model. ``ll128``: stores of 128 bytes arrive whole at
     all ranks (symm/nvlink.py). ``split``: bytes of all ranks' parts in two hops if that is more, as
     where parts are whole rows."""
-    way, most = ("ll128", LL128_BYTES) if ll128 else ("ll_two_shot", TWO_SHOT_BYTES)
+    way, most = ("ll128", LL128_MAX_BYTES) if ll128 else ("ll_two_shot", LL_TWO_SHOT_MAX_BYTES)
     if nbytes > most:
         return "two_shot"
     one_hop = hop_seconds("ll", nbytes, world)
@@ -299,14 +304,18 @@ LAUNCH_S = 0.9e-6
 COPY_S = 2.5e-6
 # A tensor up to this size travels with its flags: NCCL takes LL for messages of that order.
 LL_BYTES = 128 << 10
-# Of `fused`: kernels/configs.py, kernels/all_gather_matmul.py, algorithms/fused.py.
-FETCHERS, PIECE_BYTES, RING_BYTES, ROOM, COPY_ENGINE_BYTES = 12, 128 << 10, 64 << 10, 1, 4 << 20
+# The constants of `fused`, as in:
+FETCHERS = 12  # kernels/configs.py
+PIECE_BYTES = 128 << 10  # kernels/configs.py
+RING_BYTES = 64 << 10  # kernels/all_gather_matmul.py
+FREE_SMS = 1  # kernels/all_gather_matmul.py: for kernels that wait for the peers
+COPY_ENGINE_BYTES = 4 << 20  # algorithms/fused.py
 READ_S = 2 * HOP_S  # a read from a peer: a hop each way
 # The tile loop of kernels/matmul.py relative to cuBLAS. Not measured; 0.9 is assumed.
-OWN_PRODUCT = 0.9
+TRITON_EFFICIENCY = 0.9
 
 
-def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, float]:
+def predict_seconds(problem: Problem, other: int, profile: Profile) -> Mapping[str, float]:
     """Return the seconds of each algorithm that has something to do for a problem on GPUs of one
     node, connected all to all. ``other``: the extent of the matmul that is not part of it, over all
     ranks."""
@@ -317,26 +326,28 @@ def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, fl
     # rows, and, of an all-reduce, gathers the sums.
     received = nbytes * (ranks - 1) / ranks / link.bandwidth
     sums = 0.0 if spec.gathers else nbytes / profile.bandwidth
-    again = FENCED_HOP_S + received if spec.keeps_sum else 0.0
+    gather_sums = FENCED_HOP_S + received if spec.keeps_sum else 0.0
 
-    def product(parts: int = 1, *, at_once: int = 1, without: int = 0, rate: float = 1.0) -> float:
+    def product(
+        parts: int = 1, *, at_once: int = 1, reserved_sms: int = 0, rate: float = 1.0
+    ) -> float:
         """Return the seconds of the local product, or of one of ``parts`` of its rows: the longer
         of its tiles, in whole waves over the multiprocessors, and of its bytes. ``at_once`` parts
-        share the multiprocessors, of which ``without`` do something else; ``rate`` is relative to
-        the vendor's."""
+        share the multiprocessors, of which ``reserved_sms`` do something else; ``rate`` is relative
+        to the vendor's."""
         if not multiplies:
             return 0.0
         m, width = ceil_div(problem.rows, parts), problem.shape[-1]
         k, n = (width, other) if spec.gathers else (other, width)
-        units = profile.multiprocessors - without
+        units = profile.multiprocessors - reserved_sms
         waves = ceil_div(at_once * ceil_div(m, TILE[0]) * ceil_div(n, TILE[1]), units) / at_once
         flops = 2 * prod(TILE) * k * waves * profile.multiprocessors
         multiply = flops / profile.rate(problem.dtype.itemsize) / rate
         return max(multiply, (m * k + k * n + m * n) * problem.dtype.itemsize / profile.bandwidth)
 
     def direct() -> float:
-        """One kernel: with flags in the words, twice the bytes and one hop; or data, a fence and a
-        word. A reduction reads the slots of all ranks from memory."""
+        """Return the seconds of one kernel: with flags in the words, twice the bytes and one hop;
+        or data, a fence and a word. A reduction reads the slots of all ranks from memory."""
         if spec.keeps_sum:
             way = all_reduce_way(nbytes, ranks, ll128=False)
             hops = hop_seconds(way, nbytes, ranks, link.bandwidth)
@@ -346,23 +357,24 @@ def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, fl
         return FENCED_HOP_S + received + sums
 
     def fused() -> float:
-        """Expose the first tiles of a peer, and hide the rest of the smaller of product and
-        transfer. `FETCHERS` multiprocessors bring the rows of a gather, or, where shards are large,
-        copy engines, which leave `ROOM`. Nothing hides the sum of a reduction's slots."""
-        transfer, taken, begin = received, 0, FENCED_HOP_S
+        """Return the seconds with all but a peer's first tiles overlapped: the smaller of product
+        and transfer is hidden. `FETCHERS` multiprocessors bring the rows of a gather, or, where
+        shards are large, copy engines, beside which `FREE_SMS` stay free. Nothing hides the sum of
+        a reduction's slots."""
+        transfer, reserved, begin = received, 0, FENCED_HOP_S
         if spec.gathers:
             shard = ceil_div(nbytes, ranks)
             if shard >= COPY_ENGINE_BYTES:
-                taken, begin = ROOM, begin + COPY_S
+                reserved, begin = FREE_SMS, begin + COPY_S
             else:
-                taken = min(FETCHERS, peers * ceil_div(shard, PIECE_BYTES))
+                reserved = min(FETCHERS, peers * ceil_div(shard, PIECE_BYTES))
                 piece_s = PIECE_BYTES / RING_BYTES * READ_S + HOP_S  # with its word
-                transfer = max(transfer, peers * shard / PIECE_BYTES * piece_s / taken)
+                transfer = max(transfer, peers * shard / PIECE_BYTES * piece_s / reserved)
         elif spec.keeps_sum and nbytes <= 2 * LL_BYTES:  # one-shot
             transfer *= ranks
-        seconds = product(rate=OWN_PRODUCT, without=taken)
+        seconds = product(rate=TRITON_EFFICIENCY, reserved_sms=reserved)
         hidden = max(seconds, transfer) + min(seconds, transfer) / peers
-        return begin + hidden + sums + again
+        return begin + hidden + sums + gather_sums
 
     launched = product() + (LAUNCH_S if multiplies else 0.0)
     part, step = product(ranks) + LAUNCH_S, link.call / peers + link.step + received / peers
@@ -377,7 +389,7 @@ def predicted(problem: Problem, other: int, profile: Profile) -> Mapping[str, fl
         # last partial is copied, and all are summed.
         part = product(ranks, at_once=min(2, ranks)) + LAUNCH_S
         copy = COPY_S + received / peers
-        last = 0.0 if spec.gathers else copy + LAUNCH_S + sums + again
+        last = 0.0 if spec.gathers else copy + LAUNCH_S + sums + gather_sums
         seconds["pipelined"] = part + (ranks - 1) * max(part, copy) + last
         seconds["fused"] = fused()
     return seconds

@@ -77,7 +77,7 @@ def last_level_cache_bytes(device: str) -> int:
 
 
 @functools.cache
-def instructions() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """Return the processor's flags."""
     return frozenset(_cpuinfo().get("flags", "").split())
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -49,10 +48,12 @@ class Problem:
         cls,
         op: str,
         *,
+        device: str,
         world: int,
         shape: tuple[int, ...],
+        dtype: torch.dtype,
         options: Options = NO_OPTIONS,
-        **rest: Any,
+        numerics: str = ORDERED,
     ) -> Problem:
         """Return the problem of an op that splits dim 0, where it splits any, as evenly as
         possible. An exchange scatters dim 1."""
@@ -61,7 +62,7 @@ class Problem:
             options = replace(options, scattered=(1, tuple(shard_sizes(shape[1], world))))
         dim = None if spec.keeps_sum else 0
         sizes = () if spec.keeps_sum else tuple(shard_sizes(shape[0], world))
-        return cls(op=op, world=world, shape=shape, dim=dim, sizes=sizes, options=options, **rest)
+        return cls(op, device, world, shape, dim, sizes, dtype, options, numerics)
 
     @functools.cached_property
     def spec(self) -> OpSpec:
@@ -70,12 +71,13 @@ class Problem:
 
     @functools.cached_property
     def outer(self) -> int:
-        """Return the elements before ``dim``: the number of blocks in one rank's shard."""
+        """Return the product of the sizes before ``dim``: the number of contiguous blocks in a
+        shard."""
         return prod(self.shape[: self.dim]) if self.dim is not None else 1
 
     @property
     def inner(self) -> int:
-        """Return the elements after ``dim``."""
+        """Return the product of the sizes after ``dim``: the elements of one row."""
         return prod(self.shape[self.dim + 1 :]) if self.dim is not None else 1
 
     @functools.cached_property
@@ -97,12 +99,12 @@ class Problem:
 
     @property
     def tuning_key(self) -> tuple[Series, int] | None:
-        """Return the series of measurements that this problem belongs to, and its extent in it.
-        None where it belongs to none: it is not split evenly along its rows (along its elements,
-        without a matmul). An all-to-all is split along the first two dims, each evenly.
+        """Return the problem's series of measurements and its extent in it; None for a problem that
+        is never tuned: an empty one, or one not split evenly along its rows (its elements, without
+        a matmul; its first two dims, for an all-to-all).
 
-        A bias and a residual do not count: every algorithm adds them while it sums. Nor does how
-        rows are normalised. The numerics do: `unfused` takes longer where it sums in order.
+        Bias, residual and norm are not part of the series, because they do not change the time.
+        Numerics are: `unfused` takes longer where it sums in order.
         """
         matmul = self.spec.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)

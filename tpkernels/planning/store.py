@@ -28,7 +28,7 @@ from tpkernels.records import from_json
 from tpkernels.text import shown
 
 FORMAT = "tpkernels tuning 2"
-_RATES_FORMAT = "tpkernels machine 3"
+_PROFILE_FORMAT = "tpkernels machine 3"
 _MOST_BYTES = 1 << 20  # a case takes about 300
 _MOST_MS = 1e9
 _LOCK_SECONDS = 10.0  # an update takes milliseconds
@@ -128,25 +128,25 @@ def _checked(measurements: Iterable[Measurement]) -> Iterable[Measurement]:
         yield one
 
 
-def rates_path_for(machine: Machine) -> Path:
+def profile_path_for(machine: Machine) -> Path:
     """Return the file of a machine's rates. ``RuntimeError`` if the user has no home."""
     return cache_folder() / machine.file_name.replace("tuning-", "machine-", 1)
 
 
-def load_rates(machine: Machine) -> Profile | None:
+def load_profile(machine: Machine) -> Profile | None:
     """Return a machine's measured rates; None: there is no file, or it is not usable."""
     try:
-        data = json.loads(read_trusted(rates_path_for(machine), most=_MOST_BYTES))
-        _require_same(data, {"of": _head(_RATES_FORMAT, machine)})
+        data = json.loads(read_trusted(profile_path_for(machine), most=_MOST_BYTES))
+        _require_same(data, {"of": _head(_PROFILE_FORMAT, machine)})
         return from_json(Profile, data["profile"])
     except (OSError, RuntimeError, ValueError, KeyError, RecursionError):
         return None
 
 
-def save_rates(machine: Machine, profile: Profile) -> Path:
+def save_profile(machine: Machine, profile: Profile) -> Path:
     """Write a machine's measured rates. ``OSError`` if the file cannot be written."""
-    path = rates_path_for(machine)
-    _write(path, {"of": _head(_RATES_FORMAT, machine), "profile": asdict(profile)})
+    path = profile_path_for(machine)
+    _write(path, {"of": _head(_PROFILE_FORMAT, machine), "profile": asdict(profile)})
     return path
 
 
@@ -160,18 +160,18 @@ def profile_text(profile: Profile) -> str:
     return json.dumps(asdict(profile))
 
 
-def own_machine(device: str, ranks: int) -> tuple[str, Profile]:
-    """Return the name and the rates of this process's machine: as measured for so many ranks; else
-    those of its device in `machines.yaml`; else those of `DEFAULTS`. Touches no GPU if it is
+def machine_here(device: str, ranks: int) -> tuple[str, Profile]:
+    """Return the name and the rates of this process's machine: as measured with ``ranks`` ranks;
+    else those of its device in `machines.yaml`; else those of `DEFAULTS`. Touches no GPU if it is
     measured or ``device`` is "cpu"."""
-    measured = load_rates(this_machine(device, ranks, 1, True))
+    measured = load_profile(this_machine(device, ranks, 1, True))
     if measured is not None:
         return MEASURED, measured
-    name = name_of_own(device)
+    name = preset_name_here(device)
     return name, machine_named(name)
 
 
-def name_of_own(device: str) -> str:
+def preset_name_here(device: str) -> str:
     """Return the name in `machines.yaml` of this machine's device, or that of `DEFAULTS`."""
     return gpu_named(torch.cuda.get_device_name()) if device == "cuda" else DEFAULTS[device]
 

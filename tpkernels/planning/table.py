@@ -124,28 +124,28 @@ class Table:
         return sorted(self._by_series.get(series, {}))
 
     def choice(
-        self, series: Series, extent: int, possible: Collection[str], unless: str
+        self, series: Series, extent: int, possible: Collection[str], default: str
     ) -> tuple[str, str] | None:
-        """Return the algorithm to use, out of ``possible``, and the reason; ``unless`` wins if it
-        is as fast. None: the table does not decide."""
+        """Return the algorithm to use, out of ``possible``, and the reason; ``default`` is kept if
+        it is as fast. None: the table does not decide."""
         extents = self._by_series.get(series)
         if not extents:
             return None
         if extent in extents:
-            best = _steadiest(extents[extent], possible, unless)
+            best = _minimax(extents[extent], possible, default)
             return best and (best[0], _reason(best[0], extents[extent], possible))
         known = sorted(extents)
         above = bisect.bisect(known, extent)
         ends = known[max(above - 1, 0) : above + 1]
         if len(ends) == 2:
-            best = _steadiest([one for end in ends for one in extents[end]], possible, unless)
+            best = _minimax([one for end in ends for one in extents[end]], possible, default)
             if best is not None and best[1] <= AS_FAST:
                 reason = f"tuned: as fast as any at {ends[0]} and at {ends[1]} {_unit(series)}"
                 return best[0], reason
         nearest = min(ends, key=lambda end: _ratio(end, extent))
         if _ratio(nearest, extent) > (_NEAR if len(ends) == 2 else _ALIKE):
             return None
-        best = _steadiest(extents[nearest], possible, unless)
+        best = _minimax(extents[nearest], possible, default)
         return best and (best[0], f"tuned: as at {nearest} {_unit(series)}")
 
     def extended(self, new: Iterable[Measurement]) -> Table:
@@ -172,8 +172,8 @@ def _common(measurements: Sequence[Measurement], possible: Collection[str]) -> l
     return [name for name in possible if all(name in one.ms for one in measurements)]
 
 
-def _steadiest(
-    measurements: Sequence[Measurement], possible: Collection[str], unless: str
+def _minimax(
+    measurements: Sequence[Measurement], possible: Collection[str], default: str
 ) -> tuple[str, float] | None:
     """Return the algorithm with the smallest worst-case ratio to the fastest, and that ratio, among
     those never slower than `unfused`."""
@@ -183,8 +183,8 @@ def _steadiest(
     if "unfused" in names:
         names = [name for name in names if _keeps_up(name, measurements)]
     worst = {name: max(one.ratio(name, names) for one in measurements) for name in names}
-    if unless in worst and worst[unless] <= AS_FAST:
-        return unless, worst[unless]
+    if default in worst and worst[default] <= AS_FAST:
+        return default, worst[default]
     best = min(names, key=worst.__getitem__)
     return best, worst[best]
 

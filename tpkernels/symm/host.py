@@ -245,7 +245,8 @@ class HostWorkspace:
         return space
 
     def check_kernels(self, text: str) -> None:
-        """Raise what has failed in kernels on GPUs so far; ``text``: what has found it."""
+        """Raise the error if a GPU kernel has failed so far; ``text`` names, in its message, the
+        call that noticed."""
         for space in self.on_gpus.values():
             space.check(text)
 

@@ -137,7 +137,7 @@ def hang_up(call: Call, error: BaseException) -> None:
         return
     if isinstance(error, CollectiveMismatchError) and not isinstance(error, ProductMismatchError):
         return  # each rank receives all greetings, so all ranks detect the mismatch
-    if not group.by_gloo("cpu"):
+    if not group.uses_gloo("cpu"):
         return
     nothing = torch.empty(1, dtype=torch.uint8)
     for peer in call.peers_in_ring_order:

@@ -41,7 +41,9 @@ _ROUNDS = 5  # the first is a warm-up
 # Rounds of the last stage. Long calls vary less, and cost more.
 _MORE_ROUNDS, _FEW_MORE_ROUNDS, _LONG_SECONDS = 8, 3, 20e-3
 _REPEATS = 4  # of the last stage, while calls are disturbed
-MOST_CALLS = UNTRIED_CALLS + len(ELIGIBLE) * (2 * _ROUNDS + (1 + _REPEATS) * _MORE_ROUNDS)
+# Calls of a whole trial at most, without and with repeats of the last stage.
+UNDISTURBED_CALLS = UNTRIED_CALLS + len(ELIGIBLE) * (2 * _ROUNDS + _MORE_ROUNDS)
+MOST_CALLS = UNDISTURBED_CALLS + len(ELIGIBLE) * _REPEATS * _MORE_ROUNDS
 
 
 class Sample(NamedTuple):
@@ -114,8 +116,8 @@ class Contest:
             times.pop(name, None)
 
     def drop_slower(self) -> None:
-        """Drop the candidates that are clearly slower than the fastest, whatever the other
-        extent, and those in `_doubtful` not."""
+        """Drop the candidates that are clearly slower than the fastest at every other extent,
+        except those in `_doubtful`."""
         doubtful, kept = self._doubtful(), set[str]()
         for times in self._comparable().values():
             most = _CLEARLY_SLOWER * min(one.shortest for one in times.values())
@@ -151,7 +153,8 @@ class Contest:
         }
 
     def _comparable(self) -> dict[int, dict[str, _Times]]:
-        """Return `_compared`, or all extents together where none has enough calls."""
+        """Return `_compared`, or, if no extent has enough calls, the calls of all pooled under the
+        largest extent."""
         compared = self._compared()
         if compared:
             return compared
@@ -162,10 +165,9 @@ class Contest:
         return {max(self._times): together}
 
     def times(self) -> dict[int, dict[str, float]]:
-        """Return what the outcome follows from, by the other extent: the median of each candidate
-        that remains, or its shortest time if it is the only one, or if a median was disturbed. What
-        has dropped out keeps its ratio to the fastest of these by the shortest times, for which it
-        dropped out."""
+        """Return the seconds by which candidates are compared, by the other extent: medians, or
+        shortest times if one candidate remains or a median was disturbed. A dropped candidate keeps
+        the ratio of shortest times by which it was dropped."""
         outcome = {}
         for other, times in self._comparable().items():
             left = {name: times[name] for name in self.remaining if name in times}

@@ -16,9 +16,9 @@ from tpkernels.call import Call
 from tpkernels.groups.group import Group
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
-from tpkernels.planning.machine import instructions
+from tpkernels.planning.machine import cpu_flags
 from tpkernels.planning.problem import Problem
-from tpkernels.tuning.tuner import tried, tuned
+from tpkernels.tuning.tuner import tune_if_new, with_trial
 
 
 def plan_call(
@@ -26,30 +26,28 @@ def plan_call(
 ) -> Call:
     """Plan a call with the arguments ``given``, which have been checked. A group's first call sets
     up its workspace. ``make_run()`` makes what runs a planned call on trial."""
-    algorithm, on = given.algorithm, given.x.device
-    call = _plan_call(group, problem, algorithm, on)
-    if algorithm != "auto":
+    plan = functools.partial(_plan_call, problem=problem, device=given.x.device)
+    call = plan(group, given.algorithm)
+    if given.algorithm != "auto":
         return call
-
-    def plan(on_group: Group, name: str) -> Call:
-        return _plan_call(on_group, problem, name, on)
-
     if group.measured.tuning is not None:
         names = candidates(call.problem, _means(group))
-        return plan(group, "auto") if tuned(call, names, plan, make_run, given) else call
-    return tried(call, functools.partial(plan, group))
+        again = tune_if_new(call, names, plan, make_run, given)
+        return plan(group, "auto") if again else call
+    return with_trial(call, functools.partial(plan, group))
 
 
-def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device) -> Call:
+def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.device) -> Call:
     generation = group.generation
     if algorithm != "auto":
         check_algorithm(algorithm)
-    # One rank's CUDA tensors, and what is asked of torch alone, need no workspace.
-    takes_torchs = ("unfused",) if problem.device == "cpu" else ("auto", "unfused")
-    if group.world > 1 or algorithm not in takes_torchs:
+    # A group of one rank needs no workspace for torch's own calls: `unfused`, and `auto` on CUDA
+    # tensors.
+    runs_torch_only = ("unfused",) if problem.device == "cpu" else ("auto", "unfused")
+    if group.world > 1 or algorithm not in runs_torch_only:
         group.ready(problem.device)
     by_sends = algorithm != "auto" and ALGORITHMS[algorithm].sends
-    if by_sends and problem.device == "cuda" and group.by_gloo("cuda"):
+    if by_sends and problem.device == "cuda" and group.uses_gloo("cuda"):
         raise NotImplementedError(
             f"algorithm '{algorithm}' of {problem.op} sends CUDA tensors, which gloo cannot; make "
             "the group with NCCL"
@@ -60,39 +58,45 @@ def _plan_call(group: Group, problem: Problem, algorithm: str, on: torch.device)
         problem = replace(problem, numerics=group.cuda_numerics())
     has_times = group.has_times(problem.device)
     tuned = group.tuned(problem.device) if has_times else NOTHING_TUNED
-    missing = dict(group.measured.left_out_of(problem) or {}) if algorithm == "auto" else {}
+    unsupported = dict(group.measured.failures_of(problem) or {}) if algorithm == "auto" else {}
     while True:
-        means = _means(group, missing)
+        means = _means(group, unsupported)
         plan = choose(problem, means, requested=algorithm, tuned=tuned)
-        why = _unsupported_kernels(group, plan.algorithm, problem, on)
+        why = _unsupported_kernels(group, plan.algorithm, problem, device)
         if why is not None:
-            missing[plan.algorithm] = why
+            unsupported[plan.algorithm] = why
             continue
         if problem.device == "cpu":
             nbytes = ALGORITHMS[plan.algorithm].workspace_bytes(problem, means.workspace_bytes)
             group.make_room(nbytes, plan.text)
-        if _means(group, missing) == means:
+        # If the buffers grew, more algorithms may fit: choose again.
+        if _means(group, unsupported) == means:
             return Call(group, problem, plan, implementation(problem, plan), generation)
 
 
 def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
     """Return what the group offers, as far as it is set up."""
     shared_memory = group.workspace is not None
-    missing = dict(unsupported or {})
-    return Means(shared_memory, group.usable_bytes, instructions(), missing, group.why_no_node)
+    return Means(
+        shared_memory,
+        group.usable_bytes,
+        cpu_flags(),
+        dict(unsupported or {}),
+        group.why_no_node,
+    )
 
 
 def _unsupported_kernels(
-    group: Group, algorithm: str, problem: Problem, on: torch.device
+    group: Group, algorithm: str, problem: Problem, tensor_device: torch.device
 ) -> str | None:
     """Return why the kernels of an algorithm cannot run on tensors of the problem's device type;
-    None: they can, or there are none. ``on`` is this rank's device. Collective on GPUs: the ranks,
-    which have made the same plan, find out together."""
-    own, record = unsupported(algorithm, problem.device, on), ALGORITHMS[algorithm]
+    None: they can, or there are none. ``tensor_device`` is this rank's device. Collective on
+    GPUs: the ranks, which have made the same plan, find out together."""
+    own, record = unsupported(algorithm, problem.device, tensor_device), ALGORITHMS[algorithm]
     kind = record.kernels.get(problem.device)
     if problem.device != "cuda" or kind is None:
         return own
     optional = record.optional_kernels.get(problem.op)
     if optional is not None and problem.world > 1:
-        group.unsupported_kernels(on, optional, cuda.unsupported(on))
-    return group.unsupported_kernels(on, kind, own)
+        group.unsupported_kernels(tensor_device, optional, cuda.unsupported(tensor_device))
+    return group.unsupported_kernels(tensor_device, kind, own)

@@ -1,8 +1,8 @@
 """Whether an op is to take the place of torch's own collective and matmul.
 
 On CUDA tensors `auto` makes the same two calls, unless measured times say that another algorithm is
-faster. So what rewrites a program leaves them there, unless some do, or `tpkernels.autotune` is to
-find out.
+faster. So the compiler pass and the parallel styles keep torch's calls, unless measured times
+favour an op or `tpkernels.autotune` is about to measure it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def why_left_to_torch(
     options: Options = NO_OPTIONS,
 ) -> str | None:
     """Return the reason to keep torch's calls, or None to replace them. Communicates nothing: it
-    goes by the times that the group has, which are the same on all ranks. The tensor that travels
-    has ``rows`` on all ranks, None if they are not known yet and any measured ones do, and the last
-    dim ``width``, None if it is not known or not split along its rows."""
+    goes by the times that the group has, which are the same on all ranks. The communicated tensor
+    has ``rows`` rows over all ranks (None: not known yet, any measured extent counts) and last dim
+    ``width`` (None: not known, or not split along rows)."""
     if device != "cuda" or group.measured.tuning is not None:
         return None
     if width is None:
@@ -65,7 +65,7 @@ def why_left_to_torch(
         return f"{_UNLESS}, and none are for this split"
     series, extent = problem.tuning_key
     extents = known.extents(series) if rows is None else [extent]
-    found = [known.choice(series, each, ALGORITHMS, unless="unfused") for each in extents]
+    found = [known.choice(series, each, ALGORITHMS, default="unfused") for each in extents]
     choices = [choice for choice in found if choice is not None]
     if any(algorithm != "unfused" for algorithm, _ in choices):
         return None

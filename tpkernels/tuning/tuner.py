@@ -1,6 +1,6 @@
 """The tuner: ``auto`` finds out by a `Contest` which algorithm is the fastest for a problem, in the
-first calls that are made anyway (`tried`), or on the spot (`tuned`: ``tpkernels.autotune``, and
-`tpkernels tune` for each of its cases).
+first calls that are made anyway (`with_trial`), or on the spot (`tune_if_new`:
+``tpkernels.autotune``, and `tpkernels tune` for each of its cases).
 
 On the spot
 
@@ -8,9 +8,9 @@ Problem: every algorithm must be timed on all ranks alike, and one that fails, o
 however far it has come, must leave the group usable and no rank behind.
 
 Algorithm: the ranks plan each algorithm on a second group with a workspace of its own
-(`Group.second`), and make the op's call there, with its own inputs: first each algorithm once, then
-the rounds of the contest. After each run they exchange their times on the real group, and whether
-it failed (`_Tuner._attempt`).
+(`Group.make_second_group`), and make the op's call there, with its own inputs: first each algorithm
+once, then the rounds of the contest. After each run they exchange their times on the real group,
+and whether it failed (`_Tuner._attempt`).
 
 Failure: a call that fails breaks the second group, which tells the peers, as in any group. So all
 ranks come to the exchange, leave the algorithm out, and go on with a new second group. No rank is
@@ -58,9 +58,9 @@ _MOST_TRIALS = 1024  # of one group
 _STAGE_ROUNDS = 5
 _FEWEST_ROUNDS = 3  # before a candidate drops out
 _REPORT_SECONDS = 2.0
-_MOST_SCRATCH_BYTES = 256 << 20
+_MOST_FLUSH_BYTES = 256 << 20
 
-Plan = Callable[[Group, str], Call]  # on a group, by an algorithm
+PlanOn = Callable[[Group, str], Call]  # (group, algorithm) -> planned call
 MakeRun = Callable[[], Callable[[Call], object]]
 
 
@@ -108,23 +108,24 @@ def autotune(
 def tuning_by(group: Group, tuning: Tuning) -> Iterator[None]:
     """Tune on the spot what calls of a group meet within the block."""
     before = group.measured.tuning
-    group.tune_by(tuning)
+    group.use_tuning(tuning)
     try:
         yield
     finally:  # `init` may have turned it on within the block
-        group.tune_by(Tuning() if before is None and group.autotune else before)
+        group.use_tuning(Tuning() if before is None and group.autotune else before)
 
 
 # In the first calls of a problem.
 
 
-def tried(call: Call, plan: Callable[[str], Call]) -> Call:
+def with_trial(call: Call, plan: Callable[[str], Call]) -> Call:
     """Return the call as ``auto`` makes it: one that takes part in a trial, unless there is none
     for its problem or it is over. ``plan`` plans the same call with another algorithm, or raises
     ``NotImplementedError``. All ranks plan the same problems in the same order, and so have the
     same trials."""
     group, problem = call.group, call.problem
-    if group.autotune is False or problem.device != "cpu":  # whose times are not read for this
+    if group.autotune is False or problem.device != "cpu":
+        # No trial, so do not read rank 0's times: that is collective.
         return call
     if not is_eligible(problem, group.shared_memory, group.tuned(problem.device)):
         return call
@@ -142,10 +143,10 @@ def tried(call: Call, plan: Callable[[str], Call]) -> Call:
         if len(trials) >= _MOST_TRIALS:
             return call
         trial = trials[(*key, *calls)] = Trial(*key, tuple(calls), chosen)
-    return call if trial.over else replace(call, function=Tried(trial, calls))
+    return call if trial.over else replace(call, function=TrialRunner(trial, calls))
 
 
-class Tried:
+class TrialRunner:
     """The implementation of an op during a trial: runs the algorithm whose turn it is, and measures
     it."""
 
@@ -169,7 +170,9 @@ class Tried:
             trial.begin()
             return
         numbers = list(itertools.chain(*trial.samples))
-        times = exchanged(group, problem, f"the times of {len(trial.samples)} calls", numbers)
+        times = exchange_numbers(
+            group, problem, f"the times of {len(trial.samples)} calls", numbers
+        )
         trial.advance([list(map(Sample, *(rank[i::3] for i in range(3)))) for rank in times])
         if trial.over:
             known = group.tuned(problem.device)
@@ -179,7 +182,9 @@ class Tried:
 # On the spot.
 
 
-def tuned(call: Call, names: Sequence[str], plan: Plan, make_run: MakeRun, arguments: Any) -> bool:
+def tune_if_new(
+    call: Call, names: Sequence[str], plan: PlanOn, make_run: MakeRun, arguments: Any
+) -> bool:
     """Tune the problem of a call that ``auto`` makes, by the algorithms ``names``, if nothing was
     measured for it; return whether it is to be planned again. Collective. ``make_run`` makes what
     runs the op's planned call with ``arguments``, of which it overwrites none."""
@@ -193,13 +198,15 @@ def tuned(call: Call, names: Sequence[str], plan: Plan, make_run: MakeRun, argum
     if key is None or problem.world == 1 or len(names) < 2 or not group.has_times(problem.device):
         return False
 
-    def is_known() -> bool:  # or one of nearly the same extent, or nothing can be
+    def is_known() -> bool:
+        """Return whether this problem, or one of nearly the same extent, was tuned before, even if
+        no algorithm could be timed."""
         if tuning.anew:
             return False
-        left_out = group.measured.left_out_of(problem) is not None
-        return left_out or group.tuned(problem.device).near(*key)
+        was_tuned = group.measured.failures_of(problem) is not None
+        return was_tuned or group.tuned(problem.device).near(*key)
 
-    if is_known() or group.is_met_in_capture(arguments.x.device):
+    if is_known() or group.note_capture(arguments.x.device):
         return False
     try:
         with group.together():
@@ -213,24 +220,24 @@ def tuned(call: Call, names: Sequence[str], plan: Plan, make_run: MakeRun, argum
 
 
 class _Skipped(Exception):
-    """A problem cannot be tuned, on any rank."""
+    """Raised on all ranks: the problem cannot be tuned."""
 
 
 class _Failed(Exception):
-    """An algorithm, the first argument, is to be left out, on all ranks; why is the second."""
+    """Raised on all ranks: leave out algorithm ``args[0]``, for the reason ``args[1]``."""
 
 
 class _Tuner:
     """Tunes one problem. ``group`` is the real one, whose turn the caller has."""
 
     def __init__(
-        self, group: Group, problem: Problem, plan: Plan, arguments: Any, tuning: Tuning
+        self, group: Group, problem: Problem, plan: PlanOn, arguments: Any, tuning: Tuning
     ) -> None:
         self._group, self._problem, self._plan, self._tuning = group, problem, plan, tuning
         self._x: torch.Tensor = arguments.x
         w = getattr(arguments, "weights", None) or getattr(arguments, "w", None)
         self._other, self._timeout = _other_extent(self._x, w), group.timeout_on(problem.device)
-        self._exchanged = functools.partial(exchanged, group, problem)
+        self._exchange_numbers = functools.partial(exchange_numbers, group, problem)
         self._rounds = 0  # counted so far
         self._begun = self._reported = time.perf_counter()
 
@@ -247,7 +254,7 @@ class _Tuner:
                         "The group is broken: make a new one.",
                         peer=rank,
                     )
-        left_out = group.measured.left_out.setdefault(key, {})
+        failures = group.measured.failures.setdefault(key, {})
         contest = Contest(names)
         try:
             self._prepare(make_run)
@@ -259,7 +266,7 @@ class _Tuner:
                 except _Failed as failure:
                     name, why = failure.args
                 contest.leave_out(name)
-                left_out[name] = why
+                failures[name] = why
                 self._warn(f"algorithm '{name}' {why}")
         except _Skipped as skipped:
             self._warn(f"not tuned: {skipped}")
@@ -277,11 +284,11 @@ class _Tuner:
         """Allocate what the runs need; `_Skipped` on all ranks if one of them cannot."""
         why = ""
         try:
-            self._scratch = _scratch(self._x.device, self._problem.world)
+            self._flush_buffer = _cache_flush_buffer(self._x.device, self._problem.world)
             self._run = make_run()
         except (MemoryError, RuntimeError) as error:  # torch has no class for the CPU's
             why = of_error(error)
-        if any(failed for (failed,) in self._exchanged("preparing", [float(bool(why))])):
+        if any(failed for (failed,) in self._exchange_numbers("preparing", [float(bool(why))])):
             raise _Skipped(why or "a rank has no memory for it")
 
     @contextlib.contextmanager
@@ -289,7 +296,7 @@ class _Tuner:
         """Make a second group whose failure leaves the real one usable."""
         group = self._group
         try:
-            second = group.second("tuning", self._problem.device)
+            second = group.make_second_group("tuning", self._problem.device)
         except MemoryError as error:
             raise _Skipped(of_error(error)) from None
         try:
@@ -338,11 +345,11 @@ class _Tuner:
         return [Sample(*sample) for sample in samples]
 
     def _timed(self, call: Call) -> Sample:
-        self._scratch.fill_(1)  # takes the place of the inputs in the caches
-        _finish(self._x.device)
+        self._flush_buffer.fill_(1)  # evicts the inputs from the caches
+        _synchronize(self._x.device)
         begin = time.perf_counter()
         self._run(call)
-        _finish(self._x.device)
+        _synchronize(self._x.device)
         end = time.perf_counter()
         call.group.check_kernels(call.plan.text)  # a failure on a GPU shows only now
         return Sample(begin, end, self._other)
@@ -365,7 +372,7 @@ class _Tuner:
                 raise
             error = failure
         try:
-            everyone = self._exchanged(f"'{name}'", [float(error is not None), *numbers])
+            everyone = self._exchange_numbers(f"'{name}'", [float(error is not None), *numbers])
             if any(failed for failed, *_ in everyone):
                 raise self._failure(name, error)
         finally:
@@ -390,7 +397,7 @@ class _Tuner:
 
     def _elapsed(self) -> float:
         """Return the seconds so far, by rank 0's clock. Collective."""
-        return self._exchanged("the time", [time.perf_counter() - self._begun])[0][0]
+        return self._exchange_numbers("the time", [time.perf_counter() - self._begun])[0][0]
 
     def _report(self, contest: Contest) -> None:
         now = time.perf_counter()
@@ -409,16 +416,16 @@ class _Tuner:
             group.notices.append(f"tpkernels.autotune could not save its times: {error}")
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _scratch(device: torch.device, world: int) -> torch.Tensor:
-    """Allocate this rank's part of what overwrites the last-level cache."""
+def _cache_flush_buffer(device: torch.device, world: int) -> torch.Tensor:
+    """Allocate this rank's share of the buffer that flushes the last-level cache."""
     cache = last_level_cache_bytes(device.type)
     nbytes = 2 * cache if device.type == "cuda" else 2 * cache // world
-    return torch.empty(min(nbytes, _MOST_SCRATCH_BYTES), dtype=torch.uint8, device=device)
+    return torch.empty(min(nbytes, _MOST_FLUSH_BYTES), dtype=torch.uint8, device=device)
 
 
 def _other_extent(x: torch.Tensor, factor: Any) -> int:
@@ -429,7 +436,7 @@ def _other_extent(x: torch.Tensor, factor: Any) -> int:
     return sum(map(columns_of, getattr(factor, "weights", ())))
 
 
-def exchanged(
+def exchange_numbers(
     group: Group, problem: Problem, what: str, numbers: Sequence[float]
 ) -> list[list[float]]:
     """Return the numbers of each rank, in rank order. Collective, in the caller's turn. Between
