@@ -28,9 +28,8 @@ void raise_error(const char* name, const char* text, int peer) {
 constexpr const char* kClasses[] = {"GroupBrokenError", "PeerLostError", "CollectiveTimeoutError",
                                     "CollectiveMismatchError"};
 
-}  // namespace
-
-void set_python_error(std::exception_ptr error) {
+// Leaves all but our own exceptions to whoever is asked next.
+void translate(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);
   } catch (const host::Failure& failure) {
@@ -43,6 +42,14 @@ void set_python_error(std::exception_ptr error) {
   } catch (const std::system_error& failure) {
     errno = failure.code().value();
     PyErr_SetFromErrno(PyExc_OSError);
+  }
+}
+
+}  // namespace
+
+void set_python_error(std::exception_ptr error) {
+  try {
+    translate(error);
   } catch (py::error_already_set& raised) {
     raised.restore();
   } catch (const py::builtin_exception& raised) {
@@ -51,8 +58,6 @@ void set_python_error(std::exception_ptr error) {
     PyErr_NoMemory();
   } catch (const std::invalid_argument& raised) {
     PyErr_SetString(PyExc_ValueError, raised.what());
-  } catch (const std::out_of_range& raised) {
-    PyErr_SetString(PyExc_IndexError, raised.what());
   } catch (const std::exception& raised) {
     PyErr_SetString(PyExc_RuntimeError, raised.what());
   }
@@ -63,7 +68,7 @@ void set_python_error(std::exception_ptr error) {
 // def_submodule also adds each submodule to sys.modules, so `import tpkernels._C.host` works.
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ part of tpkernels";
-  pybind11::register_exception_translator(&tpkernels::set_python_error);
+  pybind11::register_local_exception_translator(&tpkernels::translate);
   auto host = m.def_submodule("host", "Shared memory, signals and collectives within one host");
   auto nccl = m.def_submodule("nccl", "NCCL, loaded at run time");
   auto cuda = m.def_submodule("cuda", "The CUDA C++ kernels and their launches");

@@ -134,15 +134,25 @@ void pack(Channel& channel, std::byte* tensor, const ShardLayout& layout, int to
       });
 }
 
+// What follows a sum, for its elements from `first` on.
+Epilogue epilogue_from(Epilogue epilogue, std::size_t first) {
+  if (epilogue.residual) {
+    const auto* residual = static_cast<const std::byte*>(epilogue.residual);
+    epilogue.residual = residual + first * size_of(epilogue.residual_dtype);
+  }
+  return epilogue;
+}
+
 // Bytes of the sum that are normalised at a time: they are still in the L1 cache.
 constexpr std::size_t kNormBlockBytes = 8 << 10;
 
 // in: [outer, sizes[rank], inner]; out: [outer, sum(sizes), inner].
 void all_gather(Channel& channel, const CallId& call, const Operands& operands,
                 const Shards& shards) {
-  const auto& [in, out, count, dtype, epilogue, norm] = operands;
+  const Source& in = operands.in;
+  std::byte* const out = operands.out;
   const ShardLayout& layout = shards.layout;
-  const std::size_t element = size_of(dtype);
+  const std::size_t element = size_of(operands.dtype);
   const int rank = channel.rank();
   const std::size_t mine = shard_bytes(layout, rank, element);
   const std::size_t largest = largest_shard(layout, element);
@@ -180,9 +190,10 @@ void all_gather(Channel& channel, const CallId& call, const Operands& operands,
 // in: [outer, sum(sizes), inner]; out: [outer, sizes[rank], inner].
 void reduce_scatter(Channel& channel, const CallId& call, const Operands& operands,
                     const Shards& shards) {
-  const auto& [in, out, count, wire, epilogue, norm] = operands;
+  const Source& in = operands.in;
+  const Epilogue& epilogue = operands.epilogue;
   const ShardLayout& layout = shards.layout;
-  const std::size_t element = size_of(wire);
+  const std::size_t element = size_of(operands.dtype);
   const int world = channel.world();
   const int rank = channel.rank();
   const std::size_t mine = shard_bytes(layout, rank, element);
@@ -210,21 +221,15 @@ void reduce_scatter(Channel& channel, const CallId& call, const Operands& operan
       if (n != 0) partials[static_cast<std::size_t>(peer)] = channel.data(peer, at + n) + at;
       channel.count_read(n);
     });
-    partials[static_cast<std::size_t>(rank)] =
-        channel.buffer(rank) + static_cast<unsigned>(rank) * step;
+    const std::byte*& ours = partials[static_cast<std::size_t>(rank)];
+    ours = channel.buffer(rank) + static_cast<unsigned>(rank) * step;
     if (own_in_place) {
-      own.for_range(begin, n, [&](std::byte* from, std::size_t, std::size_t) {
-        partials[static_cast<std::size_t>(rank)] = from;
-      });
+      own.for_range(begin, n, [&](std::byte* from, std::size_t, std::size_t) { ours = from; });
     }
     const std::size_t first = begin / element;
-    Epilogue here = epilogue;
-    if (here.residual) {
-      here.residual =
-          static_cast<const std::byte*>(here.residual) + first * size_of(here.residual_dtype);
-    }
     channel.sharing().timed([&] {
-      sum_partials(out + first * size_of(here.out_dtype), partials, wire, first, n / element, here);
+      sum_partials(operands.out + first * size_of(epilogue.out_dtype), partials, operands.dtype,
+                   first, n / element, epilogue_from(epilogue, first));
     });
     if (last) release_sources(channel, in_place ? in : Source{in.data});
   });
@@ -234,18 +239,18 @@ void reduce_scatter(Channel& channel, const CallId& call, const Operands& operan
 // of which rank r has given its rows.
 void all_to_all(Channel& channel, const CallId& call, const Operands& operands,
                 const Shards& shards) {
-  const auto& [in, out, count, dtype, epilogue, norm] = operands;
-  const auto& [given, taken, largest] = shards;
-  const std::size_t element = size_of(dtype);
+  const ShardLayout& given = shards.layout;
+  const ShardLayout& taken = shards.taken;
+  const std::size_t element = size_of(operands.dtype);
   const int rank = channel.rank();
   const std::size_t step = step_of_pieces(channel);
-  auto* input = const_cast<std::byte*>(in.data);
+  auto* input = const_cast<std::byte*>(operands.in.data);
   const std::size_t result = taken.outer * rows(taken, 0, channel.world()) * taken.inner;
   const bool stream = result * element >= kStreamBytes;
-  in_chunks(channel, call, largest * element, step, [&](std::size_t begin, bool) {
+  in_chunks(channel, call, shards.largest * element, step, [&](std::size_t begin, bool) {
     // Copies a run of the piece from `peer`, from byte `at` of the piece on, to its places.
     const auto place = [&](int peer, const std::byte* from, std::size_t at, std::size_t bytes) {
-      shard(out, taken, peer, element)
+      shard(operands.out, taken, peer, element)
           .for_range(at, bytes, [&](std::byte* to, std::size_t done, std::size_t m) {
             copy(to, from + done, m, stream);
           });
@@ -272,8 +277,12 @@ void all_to_all(Channel& channel, const CallId& call, const Operands& operands,
 // in, out: `count` elements. They may be the same memory if `in.segment` is 0. `norm.out` gets the
 // rows of the result, normalised: by every rank all of them, while they are in its caches.
 void all_reduce(Channel& channel, const CallId& call, const Operands& operands, const Shards&) {
-  const auto& [in, out, count, wire, epilogue, norm] = operands;
-  const std::size_t element = size_of(wire);
+  const Source& in = operands.in;
+  std::byte* const out = operands.out;
+  const std::size_t count = operands.count;
+  const Epilogue& epilogue = operands.epilogue;
+  const RmsNorm& norm = operands.norm;
+  const std::size_t element = size_of(operands.dtype);
   const std::size_t out_element = size_of(epilogue.out_dtype);
   const auto world = static_cast<std::size_t>(channel.world());
   const auto rank = static_cast<std::size_t>(channel.rank());
@@ -320,24 +329,17 @@ void all_reduce(Channel& channel, const CallId& call, const Operands& operands, 
       channel.count_read(length * element);
     });
     partials[rank] = source + first * element;
-    Epilogue here = epilogue;
-    if (here.residual) {
-      here.residual = static_cast<const std::byte*>(here.residual) +
-                      (begin + first) * size_of(here.residual_dtype);
-    }
     std::byte* to = out + begin * out_element;
     std::byte* own = to + first * out_element;
     const std::size_t block = one_shot && norm.out ? kNormBlockBytes / out_element : length;
     for (std::size_t at = 0; at < length; at += block) {
       const std::size_t m = std::min(block, length - at);
+      const std::size_t begun = begin + first + at;
       channel.sharing().timed([&] {
-        sum_partials(own + at * out_element, partials, wire, begin + first + at, m, here);
+        sum_partials(own + at * out_element, partials, operands.dtype, begun, m,
+                     epilogue_from(epilogue, begun));
       });
       for (const std::byte*& partial : partials) partial += m * element;
-      if (here.residual) {
-        here.residual =
-            static_cast<const std::byte*>(here.residual) + m * size_of(here.residual_dtype);
-      }
       if (one_shot) normalise(begin + at + m);
     }
     if (!one_shot) {

@@ -284,6 +284,40 @@ def test_auto_does_what_is_known_not_to_be_slower() -> None:
 
 
 @on_ranks(2)
+def test_which_products_hold_the_devices_turn() -> None:
+    """Those whose sum may start early: calls of other groups wait as long."""
+    held, seen = [0], []
+    enter, leave = CudaWorkspace.__enter__, CudaWorkspace.__exit__
+
+    def counted_enter(self: CudaWorkspace) -> CudaWorkspace:
+        held[0] += 1
+        return enter(self)
+
+    def counted_leave(self: CudaWorkspace, *error: Any) -> None:
+        held[0] -= 1
+        leave(self, *error)
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        seen.append(held[0])
+        return x @ torch.ones(8, 6)
+
+    with pretending() as patch, fresh_group() as group:
+        patch.setattr(CudaWorkspace, "__enter__", counted_enter)
+        patch.setattr(CudaWorkspace, "__exit__", counted_leave)
+        x, product = torch.ones(4, 8), tpkernels.LocalProduct(multiply, (8, 6), F32)
+        want = torch.full((4, 6), 16.0)
+        scattered = tpkernels.matmul_reduce_scatter(x, product, group, algorithm="direct")
+        reduced = tpkernels.matmul_all_reduce(x, product, group, algorithm="direct")
+        # Rows of 6 are normalised behind the sum.
+        _, total = tpkernels.matmul_all_reduce_rms_norm(
+            x, product, torch.ones(6), group, algorithm="direct"
+        )
+    assert seen == [0, 1, 0], seen
+    for got in (scattered, reduced, total):
+        assert torch.equal(got, want[: len(got)])
+
+
+@on_ranks(2)
 def test_refusals() -> None:
     with pretending(), fresh_group() as group:
         x, w = torch.ones(4, 8), torch.ones(8, 6)

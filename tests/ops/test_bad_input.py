@@ -47,6 +47,7 @@ def works(group: dist.ProcessGroup) -> bool:
         refusals.epilogues,
         refusals.shards,
         refusals.collectives,
+        refusals.arguments,
         refusals.group_arguments,
         refusals.options,
         refusals.normed_products,

@@ -215,6 +215,18 @@ def test_compile(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) 
     return failures
 
 
+@on_ranks(1)
+def test_each_op_has_its_own_limit_of_graphs() -> None:
+    """Ops with shapes of their own, together more than dynamo allows one function."""
+    torch._dynamo.reset()
+    with fresh_group() as group:
+        for op in (tpkernels.all_reduce, tpkernels.all_gather, tpkernels.reduce_scatter):
+            compiled = torch.compile(op, fullgraph=True, backend="eager", dynamic=False)
+            for rows in range(1, 2 + torch._dynamo.config.recompile_limit // 3):
+                x = torch.ones(rows, 2)
+                assert torch.equal(compiled(x, group.group_name, algorithm="unfused"), x)
+
+
 @pytest.mark.thorough
 @on_ranks(2)
 def test_compile_with_every_kind_of_group() -> list[str]:

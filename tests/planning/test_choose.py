@@ -163,7 +163,7 @@ def test_buffers_hold_the_largest_shard() -> None:
 
 def test_what_is_refused() -> None:
     for device, shared, requested in [("cpu", False, "hierarchical"), ("cuda", True, "direct")]:
-        with pytest.raises(NotImplementedError, match=f"is not implemented on {device} tensors"):
+        with pytest.raises(NotImplementedError, match=f"has no all_to_all on {device} tensors"):
             choose(problem("all_to_all", device=device), Means(shared), requested=requested)
     for name in ("tree", "Direct", "", "auto "):
         with pytest.raises(ValueError, match=f"'{name}'; there are auto, unfused, ring, direct"):

@@ -202,6 +202,18 @@ def collectives() -> Iterator[Refusal]:
         yield no(NotImplementedError, pattern, op, x.double(), out_dtype=F32)
 
 
+def arguments() -> Iterator[Refusal]:
+    """Arguments that an op does not have, has already or misses."""
+    x, reduce, norm = ones(4, 6), tpkernels.all_reduce, tpkernels.all_reduce_rms_norm
+    pattern = r"^all_reduce\(\) got an unexpected keyword argument 'algorithms'$"
+    yield no(TypeError, pattern, reduce, x, algorithms="direct")
+    yield no(TypeError, r"^all_reduce\(\) multiple values for argument 'x'$", reduce, x, x=x)
+    yield no(TypeError, r"^all_reduce\(\) too many positional arguments$", reduce, x, x, x, x)
+    pattern = r"^all_reduce_rms_norm\(\) missing a required argument: "
+    yield no(TypeError, pattern + "'group'$", norm, x)
+    yield Refusal(TypeError, pattern + "'weight'$", lambda group: norm(x, group=group))
+
+
 def group_arguments() -> Iterator[Refusal]:
     """Arguments that are not groups; the group that the refusal is called with is not used."""
     x, w = ones(4, 6), ones(6, 8)

@@ -164,6 +164,17 @@ def test_unconfirmed_messages_are_not_enough(monkeypatch: pytest.MonkeyPatch) ->
     assert any(random_lives(seed, 25) for seed in range(3))
 
 
+def test_a_rank_that_is_held_up_past_the_deadline_sees_who_has_come() -> None:
+    first, second = members(dist.HashStore(), 2)
+    held_up = replace(first, timeout=0.2, watch=lambda: time.sleep(0.4))
+
+    def later() -> list[Any]:
+        time.sleep(0.1)
+        return second.exchange("init", 1)
+
+    assert together([lambda: held_up.exchange("init", 0), later]) == [[0, 1]] * 2
+
+
 def test_a_rank_that_gives_up_notifies_those_that_are_there() -> None:
     ranks = members(dist.HashStore(), timeout=PATIENCE)
 

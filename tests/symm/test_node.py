@@ -59,6 +59,24 @@ def test_a_host_without_memory_is_a_reason_on_all(ranks: RanksFixture, rank: int
         assert f"rank {rank}" in message and "no descriptors are left" in message
 
 
+def second_job() -> list[str | None]:
+    """Why second groups have no nodes: one rank has no memory for the first of them."""
+    with on_hosts("0011"), fresh_group() as group:
+        whys = []
+        for lacking in (True, False):
+            why = "no memory here" if lacking and group.rank() == 2 else None
+            with mock.patch.object(rendezvous, "short_of_memory", return_value=why):
+                second = groups.get(group.group_name).second("tuning", "cpu")
+            whys.append(second.why_no_node)
+            second.close("the end of a test")
+        return whys
+
+
+def test_a_second_group_is_not_told_of_the_failure_of_an_earlier_one(ranks: RanksFixture) -> None:
+    for first, then in ranks(4).run(second_job):
+        assert first is not None and "no memory here" in first and then is None, (first, then)
+
+
 def growth_job(hosts: str, lacking: int) -> tuple[list[str], int]:
     """The buffers grow for a large call; on one host they cannot."""
     with on_hosts(hosts), fresh_group(8 << 20) as group:

@@ -8,11 +8,13 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +25,11 @@ from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PATIENCE, PROMPT, Ending, shares_memory
 from tests.support.tiers import sweep
+from tests.symm.test_exchange import together
 from tpkernels import _C, groups
+from tpkernels.errors import CollectiveTimeoutError, PeerLostError
 from tpkernels.symm import colocation, rendezvous
+from tpkernels.symm.exchange import Participant
 
 WORLD = 3
 CLONE_NEWNET = 0x40000000
@@ -70,6 +75,86 @@ def test_a_rank_that_fails_in_the_first_set_up_notifies_the_others(where: str) -
             assert first.error == "PeerLostError" and first.peer == 2, first
             assert reason in first.text and "rank 2" in first.text, first
             assert first.seconds < 0.4 + PROMPT, first
+
+
+def arenas_of(world: int, timeout: float, part: Callable[[Participant], Any]) -> list[Any]:
+    """What ranks that are threads return or raise when each makes its ``part`` of an arena."""
+    store = dist.HashStore()
+    members = [Participant(store, "group", rank, world, timeout) for rank in range(world)]
+    results = together([partial(part, member) for member in members])
+    for made in results:
+        if isinstance(made, rendezvous.MappedArena):
+            rendezvous.close_all(made.pidfds)
+    return results
+
+
+def make_arena(participant: Participant) -> rendezvous.MappedArena:
+    return rendezvous.make_arena(participant, "arena", 1 << 16, [(0, 4096)])
+
+
+def test_all_name_the_rank_that_does_not_connect() -> None:
+    """Rank 0 has told the others by itself when its connections close: nothing here breaks a
+    group."""
+
+    def part(participant: Participant) -> Any:
+        if participant.rank < 2:
+            return make_arena(participant)
+        return participant.exchange("arena", {"pid": os.getpid()})
+
+    first, second, _ = arenas_of(3, 1.0, part)
+    for error in (first, second):
+        assert isinstance(error, CollectiveTimeoutError) and error.peer == 2, error
+
+
+@pytest.mark.parametrize("late", [{1}, {0, 1, 2}])
+def test_a_rank_that_maps_late_is_the_one_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, late: set[int]
+) -> None:
+    """The exchange of errors has time of its own: where all are late, all have an arena."""
+    usual = rendezvous._Arena._map
+
+    def slow(arena: rendezvous._Arena, memory: int) -> Any:
+        if arena.participant.rank in late:
+            time.sleep(1.4)
+        return usual(arena, memory)
+
+    monkeypatch.setattr(rendezvous._Arena, "_map", slow)
+    for made in arenas_of(3, 1.0, make_arena):
+        if len(late) == 3:
+            assert isinstance(made, rendezvous.MappedArena), made
+        else:
+            assert isinstance(made, CollectiveTimeoutError) and {made.peer} == late, made
+
+
+def test_a_process_that_has_ended_is_lost_even_late() -> None:
+    arena = rendezvous._Arena(Participant(dist.HashStore(), "group", 0, 2, 5.0), 0, [], 0.0)
+    with subprocess.Popen(["true"]) as process:
+        pidfds = [_C.host.open_pidfd(os.getpid()), _C.host.open_pidfd(process.pid)]
+        process.wait()
+    with pytest.raises(PeerLostError, match="rank 1, which left") as error:
+        arena._watch(pidfds)
+    rendezvous.close_all(pidfds)
+    assert error.value.peer == 1
+
+
+def test_one_rank_needs_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "socket", None)
+    (made,) = arenas_of(1, 5.0, make_arena)
+    assert isinstance(made, rendezvous.MappedArena) and len(made.pidfds) == 1, made
+
+
+def test_the_ranks_before_share_the_time_to_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def unreached(_: str | None, seconds: float) -> str:
+        given.append(seconds)
+        time.sleep(0.2)
+        return "is apart"
+
+    monkeypatch.setattr(colocation, "_why_not_reached", unreached)
+    for found in arenas_of(3, 5.0, lambda rank: colocation.probe_colocation(rank, {})):
+        assert found.leaders == [0, 1, 2], found
+    assert len(given) == 3 and min(given) <= 4.8, given
 
 
 def other_user_job() -> str | None:

@@ -4,6 +4,8 @@ Pythons that lack the functions for one."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -73,6 +75,11 @@ def test_a_python_without_the_functions_works_as_well(monkeypatch: pytest.Monkey
         monkeypatch.delattr(os, name, raising=False)
     with Ranks(2) as ranks:
         assert ranks.run(without_job) == [True, True]
+
+
+def test_the_import_needs_none_of_the_functions() -> None:
+    remove = f"import os; [vars(os).pop(name, None) for name in {WRAPPERS}]; import tpkernels"
+    subprocess.run([sys.executable, "-c", remove], check=True)
 
 
 def test_one_rank_needs_no_system_call(ranks: RanksFixture) -> None:

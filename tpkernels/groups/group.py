@@ -236,7 +236,7 @@ class Group(_C.calls.Turns):
             MemoryError: on all ranks.
         """
         made = Group(self.pg, _close, f"{self.name}/{purpose}")
-        made._presence = self._presence_of_second
+        made._presence = self._presence_of_second.renewed()
         made.init(
             self.timeout_on(device), self.workspace_bytes, False, self.numerics, device=device
         )

@@ -346,8 +346,15 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
             except BaseException as error:
                 group: GroupLike | None = args[at] if at < len(args) else options.get("group")
                 groups.break_if_interrupted(group, error)
+                if isinstance(error, TypeError):
+                    try:
+                        signature.bind(*args, **options)
+                    except TypeError as wrong:  # it names the argument
+                        raise TypeError(f"{op}() {wrong}") from None
                 raise
 
+        # Dynamo counts graphs by code object: the ops would share one limit of recompilations.
+        call.__code__ = call.__code__.replace(co_name=op)  # type: ignore[attr-defined]
         return cast(Function, call)
 
     return decorate

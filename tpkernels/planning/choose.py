@@ -239,7 +239,7 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
     if problem.spec.scaled and "Triton" in algorithm.kernels.values():
         return "has no kernel for operands with scales"
     if problem.op in algorithm.lacks.get(problem.device, ()):
-        return f"is not implemented on {problem.device} tensors"
+        return f"has no {problem.op} on {problem.device} tensors"
     if algorithm.splits_matmul and problem.spec.has_matmul and problem.spec.gathers and last:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm.needs_shared_memory and not means.shared_memory:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,11 @@ def probe_colocation(participant: Participant, statement: dict[str, Any]) -> Col
             except OSError as error:
                 obstacle = f"cannot open a socket: {error.strerror}"
         statements = participant.exchange("init", statement)
+        deadline = time.monotonic() + participant.timeout
 
         def why_not_reached(lower: int) -> str | None:
-            return _why_not_reached(statements[lower]["socket"], participant.timeout)
+            remaining = max(0.0, deadline - time.monotonic())
+            return _why_not_reached(statements[lower]["socket"], remaining)
 
         def empty_queue() -> None:
             """Make room for members where strangers have filled the queue."""

@@ -29,7 +29,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed import Store
@@ -49,6 +49,10 @@ class Presence:
     addresses: list[str] = field(default_factory=list)  #: of all ranks, after the first exchange
     completed: dict[str, int] = field(default_factory=dict)  #: exchanges, by purpose
     confirmed: dict[str, list[str]] = field(default_factory=dict)  #: own keys, by purpose
+
+    def renewed(self) -> Presence:
+        """Return it for the next group with the same keys, which no notice to the last reaches."""
+        return replace(self, address=secrets.token_hex(8), addresses=[])
 
 
 @dataclass(frozen=True)
@@ -149,10 +153,12 @@ class _Attempt:
         deadline = time.monotonic() + participant.timeout
         self.store.set(self.keys[participant.rank], json.dumps(message))
         (pause, longest), look_at = _PAUSES, 0.0
-        while (messages := self._all_confirmed()) is None:
-            now = time.monotonic()
+        while True:
+            now = time.monotonic()  # before it looks, in which it may be held up
             if not self.confirmed or now >= look_at:
                 self._confirm()
+            if (messages := self._all_confirmed()) is not None:
+                break
             if now >= look_at:
                 participant.look(self.purpose, self.nonce)
                 look_at = now + _RARELY

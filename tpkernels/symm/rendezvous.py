@@ -7,8 +7,9 @@ their own process. Rank 0 sends everybody the memory's descriptor and all pidfds
 that rank 0 runs as its own user, maps the memory, whose size must be sealed, and commits its parts
 of it. Then the ranks exchange their errors, and either all succeed or all fail.
 
-Every step is bounded by the group's timeout. Received descriptors are closed on every path. A rank
-that gives up closes its connections; why, the others read in its notice (exchange.py).
+Every step is bounded by the group's timeout and `_GRACE` plus `_NOTICE`. Received descriptors are
+closed on every path. A rank that gives up notifies the others (exchange.py) and closes its
+connections.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ class _Arena:
             memory, offer["error"] = self._create()
             if memory >= 0:
                 files.callback(os.close, memory)
-            listener, offer["socket"] = files.enter_context(listening(purpose))
-            offer["token"] = secrets.token_hex(16)
+            if world > 1:
+                listener, offer["socket"] = files.enter_context(listening(purpose))
+                offer["token"] = secrets.token_hex(16)
         offers = participant.exchange(purpose, offer) if world > 1 else [offer]
         root, pids = offers[0], [offer["pid"] for offer in offers]
         _raise_first([root["error"]])
@@ -96,12 +98,14 @@ class _Arena:
         try:
             if participant.rank == 0:
                 received[0] = [_C.host.open_pidfd(os.getpid())]
-                connections = self._welcome(listener, root["token"], files, received)
+                connections = {}
+                if world > 1:
+                    connections = self._welcome(listener, root["token"], files, received)
                 pidfds = [pidfd for _, sent in sorted(received.items()) for pidfd in sent]
                 error = self._too_few(pidfds, world)
                 shared = [] if error is not None else [*pidfds, memory]
                 for rank, connection in connections.items():
-                    with self.bounded(rank):
+                    with self.naming(rank):
                         send(connection, {"error": error}, shared)
             else:
                 answer, descriptors = self._join(root)
@@ -118,10 +122,12 @@ class _Arena:
                 if watch is None and len(pidfds) == world:
                     watch = partial(self._watch, pidfds)
                 mapping = replace(participant, watch=watch)
-                with self.bounded(0):
+                with self.naming(0):  # the exchange has its own deadline
                     errors = mapping.exchange(f"{purpose}, mapped", error)
             _raise_first(errors)
-        except BaseException:
+        except BaseException as failure:
+            if not isinstance(failure, MemoryError):  # which all ranks raise
+                participant.tell_left(failure)  # while the connections are open
             close_all(pidfd for sent in received.values() for pidfd in sent)
             raise
         assert arena is not None  # or there was an error
@@ -195,7 +201,7 @@ class _Arena:
         for pidfd in pidfds:
             poll.register(pidfd, select.POLLIN)
         for pidfd, _ in poll.poll(0):
-            with self.bounded(pidfds.index(pidfd)):
+            with self.naming(pidfds.index(pidfd)):
                 raise EOFError("its process has ended")
 
     def _create(self) -> tuple[int, str | None]:
@@ -230,15 +236,21 @@ class _Arena:
 
     @contextlib.contextmanager
     def bounded(self, peer: int) -> Iterator[float]:
-        """Yield the seconds left, and turn a socket's errors into ours, which name ``peer``."""
-        participant = self.participant
-        rank, peer = participant.name(participant.rank), participant.name(peer)
-        where = f"set-up of group '{participant.group}': rank {rank} waited for rank {peer}"
-        remaining = self.deadline - time.monotonic()
-        try:
+        """Yield the seconds left to wait for ``peer``; raise if there are none."""
+        with self.naming(peer):
+            remaining = self.deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
             yield remaining
+
+    @contextlib.contextmanager
+    def naming(self, peer: int) -> Iterator[None]:
+        """Turn a socket's errors into ours, which name ``peer``."""
+        participant = self.participant
+        rank, peer = participant.name(participant.rank), participant.name(peer)
+        where = f"set-up of group '{participant.group}': rank {rank} waited for rank {peer}"
+        try:
+            yield
         except TimeoutError as error:
             raise CollectiveTimeoutError(
                 f"{where}, which did not arrive within {participant.timeout:g} s", peer=peer

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tpkernels import cuda
-from tpkernels.algorithms.parts import Products, as_rows, new_partial
+from tpkernels.algorithms.parts import Products, as_rows, new_partial, partial_of
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction, RmsNorm, normalising
 from tpkernels.call import Call
@@ -46,8 +46,8 @@ def reduce(
 ) -> None:
     """``out`` may be ``x``, where all ranks keep the sum."""
     bias, residual = reduction.bias, reduction.residual
-    partial = x.contiguous() if w is None else new_partial(call, x, w)
     if call.problem.spec.scatters:
+        partial = partial_of(call, x, w).contiguous()
         launch = cuda.prepare_reduce_scatter(
             as_blocks(partial),
             as_blocks(out),
@@ -55,11 +55,11 @@ def reduce(
             bias,
             None if residual is None else as_blocks(residual),
         )
-    else:
-        early, ll128 = _starts_early(partial, w), call.workspace.on_gpus[x.device].current.ll128
-        launch = cuda.prepare_all_reduce(
-            call.problem.world, partial, out, bias, residual, early, ll128
-        )
+        queue(call, x.device, launch)
+        return
+    partial = x.contiguous() if w is None else new_partial(call, x, w)
+    early, ll128 = _starts_early(partial, w), call.workspace.on_gpus[x.device].current.ll128
+    launch = cuda.prepare_all_reduce(call.problem.world, partial, out, bias, residual, early, ll128)
     _queue(call, x, w, partial, launch)
 
 
@@ -76,7 +76,7 @@ def reduce_and_normalise(
 ) -> torch.Tensor:
     """One launch, where the kernels take rows of that length; all ranks decide alike."""
     if not cuda.normalises(out.dtype, norm.weight.numel()):
-        return _in_steps(call, x, w, out, reduction, norm)
+        return _in_steps(call, partial_of(call, x, w), None, out, reduction, norm)
     partial = x.contiguous() if w is None else new_partial(call, x, w)
     normed = empty(out.shape, out.dtype, out.device)
     launch = cuda.prepare_normed_all_reduce(
