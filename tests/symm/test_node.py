@@ -66,7 +66,7 @@ def second_job() -> list[str | None]:
         for lacking in (True, False):
             why = "no memory here" if lacking and group.rank() == 2 else None
             with mock.patch.object(rendezvous, "short_of_memory", return_value=why):
-                second = groups.get(group.group_name).second("tuning", "cpu")
+                second = groups.get(group.group_name).make_second_group("tuning", "cpu")
             whys.append(second.why_no_node)
             second.close("the end of a test")
         return whys
