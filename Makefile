@@ -34,10 +34,10 @@ demo: $(EXT) $(MODEL)  ## a transformer layer on four processes, and a model tha
 	@$(BIN)/tpkernels demo $(ARGS)
 	@$(BIN)/python examples/speak.py
 
-test: $(EXT)  ## each op, algorithm, failure, command and document once: about 7 minutes
+test: $(EXT)  ## each op, algorithm, failure, command and document once: about 5 minutes
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-thorough: $(EXT)  ## the same with more of its sweeps: about 13 minutes
+test-thorough: $(EXT)  ## the same with more of its sweeps: about 11 minutes
 	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 test-slow: $(EXT)  ## the tests that take minutes each
