@@ -340,7 +340,7 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
                     if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
                         return run_products(op, *args, **options)
                 # Where a rank is without rows, dynamo runs this frame as it is, and compiles `run`.
-                if is_dynamo_compiling() or (sizes and not sizes.isdisjoint(options)):
+                if is_dynamo_compiling() or (sizes and options and not sizes.isdisjoint(options)):
                     return run(*args, **options)
                 return past_dispatcher(*args, **options)
             except BaseException as error:

@@ -142,11 +142,11 @@ class _Arena:
     ) -> dict[int, socket.socket]:
         """Accept connections until all peers have said hello; return them, and add the pidfds to
         ``received``. Strangers hold nobody up, however many connect and silent they stay."""
-        looked, others = 0.0, set(range(1, self.participant.world))
+        looked, missing = 0.0, set(range(1, self.participant.world))
         connections: dict[int, socket.socket] = {}
         with selectors.PollSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
-            while missing := others - set(connections):
+            while missing:
                 with self.bounded(min(missing)) as remaining:
                     ready = selector.select(min(remaining, _LOOK))
                     if time.monotonic() - looked > _LOOK:
@@ -162,15 +162,12 @@ class _Arena:
                             guest.close()
                         continue
                     selector.unregister(connection)
-                    hello: dict[str, Any] = {}
-                    descriptors: list[int] = []
-                    with contextlib.suppress(OSError, EOFError, ValueError):  # no valid message
-                        hello, descriptors = receive(connection, 1)
-                    rank = int(hello.get("rank", 0))
-                    if hello.get("token") != token or rank not in missing - set(connections):
+                    rank, descriptors = _hello(connection, token)
+                    if rank not in missing:
                         close_all(descriptors)
                         connection.close()
                         continue
+                    missing.remove(rank)
                     connection.settimeout(max(0.0, self.deadline - time.monotonic()))
                     connections[rank], received[rank] = connection, descriptors
         return connections
@@ -263,6 +260,15 @@ class _Arena:
                     participant.look("set-up")
                 time.sleep(0.005)
             raise PeerLostError(f"{where}, which left ({error})", peer=peer) from error
+
+
+def _hello(connection: socket.socket, token: str) -> tuple[int, list[int]]:
+    """Receive a peer's hello; return its rank, 0 if it is a stranger, and the descriptors sent."""
+    hello: dict[str, Any] = {}
+    descriptors: list[int] = []
+    with contextlib.suppress(OSError, EOFError, ValueError):  # no valid message
+        hello, descriptors = receive(connection, 1)
+    return int(hello.get("rank", 0)) if hello.get("token") == token else 0, descriptors
 
 
 def _raise_first(errors: Iterable[str | None]) -> None:
