@@ -1,5 +1,5 @@
-"""The local product: torch's with a plain weight and oneDNN's with a packed one, and with either
-those that the ops take (csrc/host/product.h).
+"""The local product: torch's with a plain weight, oneDNN's with its own packed one, and those that
+the ops take (csrc/host/product.h).
 
     python -m benchmarks.products
     python -m benchmarks.products --dtypes bfloat16 --rows 1 8 --weights 4096x4096
@@ -23,16 +23,32 @@ import torch
 import tpkernels
 from tpkernels.interleaved import interleaved
 from tpkernels.local.matmul import new_product
-from tpkernels.local.packed import native, packed_product
 
 COLD_BYTES = 64 << 20
+
+
+def onednn_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The product with a weight in oneDNN's layout."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, None, "none", [], "")
+    return product
+
+
+def reorders(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this dtype on this processor."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.ones(2, 2, dtype=dtype), 16)
+    except RuntimeError:
+        return False
+    return True
+
+
 Way = tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str]
 WAYS: dict[str, Way] = {
     "torch.mm, columns": (torch.mm, "columns"),
     "ours": (new_product, "columns"),
     "torch.mm, rows": (torch.mm, "rows"),
     "ours, rows": (new_product, "rows"),
-    "oneDNN, packed": (packed_product, "packed"),
+    "oneDNN, packed": (onednn_product, "onednn"),
     "ours, packed": (new_product, "packed"),
 }
 
@@ -41,6 +57,8 @@ def laid_out(w: torch.Tensor, layout: str) -> torch.Tensor:
     """A copy of a weight [K, N]."""
     if layout == "packed":
         return tpkernels.pack(w)
+    if layout == "onednn":
+        return torch.ops.mkldnn._reorder_linear_weight(w.t(), 16)  # rows
     return w.clone() if layout == "rows" else w.t().contiguous().t()
 
 
@@ -48,7 +66,7 @@ def medians(
     k: int, n: int, rows: int, dtype: torch.dtype, repeat: int, hot: bool
 ) -> dict[str, float]:
     """Microseconds of each way that this processor has."""
-    ways = {way: made for way, made in WAYS.items() if made[1] != "packed" or native(dtype)}
+    ways = {way: made for way, made in WAYS.items() if made[1] != "onednn" or reorders(dtype)}
     copies = 1 if hot else max(1, COLD_BYTES // (k * n * dtype.itemsize))
     x, weights = torch.randn(rows, k).to(dtype), {}
     for way, (multiply, layout) in ways.items():

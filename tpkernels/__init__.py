@@ -17,7 +17,7 @@ from tpkernels.errors import (
 )
 from tpkernels.groups import check, empty, finalize, init
 from tpkernels.launch.spmd import spmd
-from tpkernels.local.packed import pack
+from tpkernels.local.packed import pack, unpack
 from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
 from tpkernels.parallel import from_pretrained, parallelize
@@ -53,6 +53,7 @@ __all__ = [
     "shard_sizes",
     "sharded_matmul",
     "spmd",
+    "unpack",
 ]
 __all__ += ops.__all__
 

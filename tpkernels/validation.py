@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tpkernels import dtypes
-from tpkernels.local.packed import columns_of, is_packed
+from tpkernels.local.packed import check_packed, columns_of, is_packed, rows_of
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.shards import check_sizes
 
@@ -23,7 +23,7 @@ def dim(value: int, ndim: int, what: str) -> int:
 
 
 def tensors(arguments: Mapping[str, Any]) -> None:
-    """Check all tensors among an op's arguments: dense, or packed if a weight, and on x's device.
+    """Check all tensors among an op's arguments: dense, and on x's device.
     The dispatcher does not: with one tensor on the meta device it takes the fake kernel, and it
     overlooks optional lists."""
     x = arguments["x"]
@@ -33,13 +33,9 @@ def tensors(arguments: Mapping[str, Any]) -> None:
             if not isinstance(tensor, torch.Tensor):
                 continue
             what = f"{name}[{i}]" if listed else name
-            packed_weight = is_packed(tensor) and name in ("w", "weights")
-            if tensor.is_nested or not (packed_weight or tensor.layout == torch.strided):
+            if tensor.is_nested or tensor.layout != torch.strided:
                 kind = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
-                raise NotImplementedError(
-                    f"{what} {kind}; the ops take dense tensors, and packed ones (tpkernels.pack) "
-                    "as weights only"
-                )
+                raise NotImplementedError(f"{what} {kind}; the ops take dense tensors")
             if tensor.device != x.device:
                 raise ValueError(f"{what} is on {tensor.device} but x is on {x.device}")
 
@@ -73,7 +69,8 @@ def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
         raise ValueError(f"x has shape {list(x.shape)}: K must be at least 1")
     shape, form = list(w.shape), "shape"
     if is_packed(w):
-        shape, form = shape[::-1], "packed shape"
+        check_packed(w, what)
+        shape, form = [rows_of(w), columns_of(w)], "packed shape"
     if len(shape) != 2 or shape[0] != k:
         raise ValueError(
             f"{what} has {form} {shape}, but x of shape {list(x.shape)} needs [{k}, N]"

@@ -25,15 +25,7 @@ void append(std::string* key, const Tensor& x) {
               static_cast<std::size_t>(x.ndim) * sizeof *x.shape);
 }
 
-// Whether a tensor is packed. It is asked first: torch raises for one, and collects the stack of
-// the caller, which takes 0.7 ms (2-core Zen 4, torch 2.13, November 2026).
-bool is_packed(PyObject* tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("is_mkldnn");
-  return checked(PyObject_GetAttr(tensor, name)).is(py::bool_(true));
-}
-
-// A weight that is no dense tensor, by what Python says of it: packed ('p', on the CPU), or known
-// to a LocalProduct ('c'), of which only shape and dtype matter.
+// A weight that is known to a LocalProduct ('c'), of which only shape and dtype matter.
 bool append_opaque(std::string* key, char kind, PyObject* w) {
   static PyObject* const shape_name = PyUnicode_InternFromString("shape");
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
@@ -59,7 +51,6 @@ bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
   if (value == Py_None) {
     key->push_back('n');
   } else if (is_tensor(value)) {
-    if (weight && is_packed(value)) return append_opaque(key, 'p', value);
     if (!read(value, x)) return false;
     key->push_back('t');
     append(key, *x);

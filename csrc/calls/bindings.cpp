@@ -57,10 +57,10 @@ void bind_direct(py::module_& m) {
           py::arg("residual") = py::none(), py::arg("normed") = py::none(),
           py::arg("norm_weight") = py::none(), py::arg("eps") = 0.0);
   py::class_<Direct, Bound, std::shared_ptr<Direct>>(m, "Direct")
-      .def(py::init<std::shared_ptr<Collective>, const Arguments&, bool, py::tuple,
-                    std::vector<bool>, py::list, bool, double>(),
+      .def(py::init<std::shared_ptr<Collective>, const Arguments&, bool, py::tuple, bool, py::list,
+                    bool, double>(),
            py::arg("collective"), py::arg("arguments"), py::kw_only(), py::arg("in_place"),
-           py::arg("shape"), py::arg("packed"), py::arg("products"), py::arg("return_gathered"),
+           py::arg("shape"), py::arg("multiplies"), py::arg("products"), py::arg("return_gathered"),
            py::arg("eps"));
 }
 
@@ -84,20 +84,7 @@ host::Form form_of(const std::string& layout) {
 
 void bind_product(py::module_& m) {
   m.attr("PANEL_COLUMNS") = host::Product::kPanel;
-  py::class_<Panels>(m, "Panels")
-      .def(py::init([](std::uintptr_t address, std::size_t pitch, std::int64_t k, std::int64_t n,
-                       int dtype, py::object owner) {
-             const Weight weight{reinterpret_cast<const void*>(address),
-                                 pitch,
-                                 k,
-                                 n,
-                                 static_cast<host::DType>(dtype),
-                                 host::Form::kPanels};
-             return Panels{weight, std::move(owner)};
-           }),
-           py::arg("address"), py::arg("pitch"), py::arg("k"), py::arg("n"), py::arg("dtype"),
-           py::arg("owner") = py::none());
-  m.def("matmul", &matmul, py::arg("x"), py::arg("w"), py::arg("packed"));
+  m.def("matmul", &matmul, py::arg("x"), py::arg("w"));
   m.def(
       "multiplies",
       [](int dtype, const std::string& layout, std::size_t rows) {
@@ -105,7 +92,7 @@ void bind_product(py::module_& m) {
       },
       py::arg("dtype"), py::arg("layout"), py::arg("rows"));
   m.def("multiply", &multiply, py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"),
-        py::arg("packed"), py::arg("whole_shape"));
+        py::arg("whole_shape"));
 }
 
 void bind_turns(py::module_& m) {

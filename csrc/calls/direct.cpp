@@ -78,15 +78,15 @@ void Collective::run(const Tensor& x, const Tensor& out, const host::Epilogue& a
 }
 
 Direct::Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments,
-               bool in_place, py::tuple shape, std::vector<bool> packed, py::list products,
+               bool in_place, py::tuple shape, bool multiplies, py::list products,
                bool return_gathered, double eps)
     : collective_(std::move(collective)),
       bias_(arguments.index("bias")),
       residual_(arguments.index("residual")),
-      norm_weight_(arguments.index(packed.empty() ? "weight" : "norm_weight")),
+      norm_weight_(arguments.index(multiplies ? "norm_weight" : "weight")),
       in_place_(in_place),
       shape_(std::move(shape)),
-      packed_(std::move(packed)),
+      multiplies_(multiplies),
       products_(std::move(products)),
       return_gathered_(return_gathered),
       eps_(eps) {}
@@ -119,8 +119,8 @@ py::object Direct::run(const Slots& slots, const Tensor& x) const {
   }
   if (at(slots, residual_) != Py_None) residual = tensor(at(slots, residual_));
   py::object out = in;
-  if (!packed_.empty()) {
-    in = matmul(as_rows(std::move(in), x), slots[1], packed_[0]);
+  if (multiplies_) {
+    in = matmul(as_rows(std::move(in), x), slots[1]);
     summand = tensor(in);
     out = collective_->keeps_shape() ? viewed(in, shape_)
                                      : empty_like(in, shape_);  // the partial, until it is summed
@@ -149,7 +149,7 @@ py::object Direct::gather_and_multiply(const Slots& slots, const Tensor& x) cons
   py::list results;
   for (std::size_t i = 0; i < products_.size(); ++i) {
     PyObject* const w = PySequence_Fast_GET_ITEM(slots[1], static_cast<Py_ssize_t>(i));
-    results.append(viewed(matmul(rows, w, packed_[i]), py::tuple(products_[i])));
+    results.append(viewed(matmul(rows, w), py::tuple(products_[i])));
   }
   if (!return_gathered_) whole = empty_like(whole, py::make_tuple(0));
   return py::make_tuple(std::move(whole), std::move(results));

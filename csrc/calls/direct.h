@@ -52,12 +52,12 @@ class Collective {
 // rest.
 class Direct final : public Bound {
  public:
-  // `shape` is that of the tensor that the collective makes on this rank. `packed` says of each
-  // weight, the second argument, whether it is. Of an op that multiplies what it gathers,
-  // `products` are the shapes of the results.
+  // `shape` is that of the tensor that the collective makes on this rank. `multiplies`: the second
+  // argument is a weight, or a list of them. Of an op that multiplies what it gathers, `products`
+  // are the shapes of the results.
   Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments, bool in_place,
-         pybind11::tuple shape, std::vector<bool> packed, pybind11::list products,
-         bool return_gathered, double eps);
+         pybind11::tuple shape, bool multiplies, pybind11::list products, bool return_gathered,
+         double eps);
 
   bool takes(const Slots& slots, const Tensor& x) const override;
   pybind11::object run(const Slots& slots, const Tensor& x) const override;
@@ -69,7 +69,7 @@ class Direct final : public Bound {
   int bias_, residual_, norm_weight_;  // where they are; -1: nowhere
   bool in_place_;
   pybind11::tuple shape_;
-  std::vector<bool> packed_;
+  bool multiplies_;
   pybind11::list products_;
   bool return_gathered_;
   double eps_;

@@ -42,9 +42,6 @@ const Threads& torch_threads() {
   return found;
 }
 
-// The attribute of a packed tensor that has Panels: tpkernels/local/packed.py
-constexpr char kPanelsName[] = "_tpkernels_panels";
-
 // Bytes of the weight that are worth a thread's while.
 constexpr std::size_t kGrainBytes = 128 << 10;
 
@@ -87,10 +84,10 @@ std::size_t parts_of_rows(const Way& way, std::size_t rows, std::size_t blocks) 
   return std::clamp<std::size_t>(rows / kPartRows, 1, wanted);
 }
 
-bool supported(const Tensor& x, DType* dtype) {
+bool supported(const Tensor& x, DType* dtype, std::int32_t dims = 2) {
   const bool floats = x.dtype.lanes == 1 && (x.dtype.code == dlpack::kBFloat ||
                                              (x.dtype.code == dlpack::kFloat && x.dtype.bits < 64));
-  if (x.device.type != dlpack::kCpu || x.ndim != 2 || !floats) return false;
+  if (x.device.type != dlpack::kCpu || x.ndim != dims || !floats) return false;
   *dtype = dtype_of(x);
   return true;
 }
@@ -99,9 +96,26 @@ std::size_t pitch(const Tensor& x, int dim) {
   return static_cast<std::size_t>(x.strides[dim]) * x.dtype.bits / 8;
 }
 
-bool read_plain(PyObject* object, Weight* weight) {
+// A packed weight [N, K / g, g].
+bool read_packed(const Tensor& w, Weight* weight) {
+  if (!supported(w, &weight->dtype, kPackedDims) || !is_contiguous(w)) return false;
+  const std::int64_t group = host::kGroupBytes / size_of(weight->dtype);
+  weight->k = w.shape[1] * w.shape[2];
+  if (w.shape[2] != (weight->k % group == 0 ? group : weight->k)) return false;
+  weight->data = data_of(w);
+  weight->n = w.shape[0];
+  weight->pitch =
+      host::Product::kPanel * static_cast<std::size_t>(weight->k) * size_of(weight->dtype);
+  weight->form = Form::kPanels;
+  return true;
+}
+
+// A weight that csrc/host/product.h reads. Valid as long as the tensor is.
+bool read_weight(PyObject* object, Weight* weight) {
   Tensor w{};
-  if (!read(object, &w) || !supported(w, &weight->dtype)) return false;
+  if (!read(object, &w)) return false;
+  if (w.ndim == kPackedDims) return read_packed(w, weight);
+  if (!supported(w, &weight->dtype)) return false;
   const bool columns = w.strides[0] == 1;
   if (!columns && w.strides[1] != 1) return false;
   weight->data = data_of(w);
@@ -114,23 +128,13 @@ bool read_plain(PyObject* object, Weight* weight) {
 
 bool has_threads() { return torch_threads().parallel_for && torch_threads().get_num_threads; }
 
-// What packed.py tells of a weight, or a dense tensor [K, N]. Valid as long as w is. False: it is
-// none that csrc/host/product.h reads.
-bool read_weight(PyObject* w, bool packed, Weight* weight) {
-  if (!packed) return read_plain(w, weight);
-  static PyObject* const name = PyUnicode_InternFromString(kPanelsName);
-  const auto panels = py::reinterpret_steal<py::object>(PyObject_GetAttr(w, name));
-  if (!panels) return PyErr_Clear(), false;
-  *weight = panels.cast<const Panels&>().weight;
-  return true;
-}
-
 // How to compute x @ w to `out_dtype`, for x with any strides; without `multiply` where the
 // extension does not.
 Way way_of(const Tensor& x, const Weight& w, DType out_dtype, const Whole& whole) {
   DType dtype{};
   if (!has_threads() || !supported(x, &dtype) || dtype != w.dtype) return {};
-  if (x.shape[0] == 0 || w.k < 2 || w.n == 0 || w.k != x.shape[1]) return {};
+  if (x.shape[0] == 0 || w.k < (w.form == Form::kPanels ? 1 : 2) || w.n == 0 || w.k != x.shape[1])
+    return {};
   const auto [rows, whole_columns] = whole;
   if (static_cast<std::size_t>(x.shape[0]) > rows) return {};
   const std::size_t columns = std::max(whole_columns, static_cast<std::size_t>(w.n));
@@ -184,23 +188,6 @@ void run(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias
   if (failed) throw std::runtime_error("a product failed in torch_parallel_for, or has no memory");
 }
 
-py::object packed_matmul(const py::object& x, PyObject* w) {
-  // What the overload calls, without the Python code around it.
-  static PyObject* const multiply = py::object(py::module_::import("torch")
-                                                   .attr("ops")
-                                                   .attr("mkldnn")
-                                                   .attr("_linear_pointwise")
-                                                   .attr("default")
-                                                   .attr("_op"))
-                                        .release()
-                                        .ptr();
-  static PyObject* const none = PyUnicode_InternFromString("none");
-  static PyObject* const no_algorithm = PyUnicode_InternFromString("");
-  static PyObject* const no_scalars = PyList_New(0);
-  PyObject* const given[] = {x.ptr(), w, Py_None, none, no_scalars, no_algorithm};
-  return checked(PyObject_Vectorcall(multiply, given, 6, nullptr));
-}
-
 }  // namespace
 
 bool multiplies(DType dtype, Form form, std::size_t rows) {
@@ -208,7 +195,7 @@ bool multiplies(DType dtype, Form form, std::size_t rows) {
   return has_threads() && host::fastest_way({rows, kLarge, kLarge}, dtype, form, dtype).multiply;
 }
 
-py::object matmul(const py::object& x, const py::handle& w, bool packed) {
+py::object matmul(const py::object& x, const py::handle& w) {
   static const Global mm("torch", "mm");
   static PyObject* const by_name = py::make_tuple("out").release().ptr();
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
@@ -219,7 +206,7 @@ py::object matmul(const py::object& x, const py::handle& w, bool packed) {
   };
   const auto rows = static_cast<std::size_t>(a.shape[0]);
   Weight weight{};
-  if (read_weight(w.ptr(), packed, &weight)) {
+  if (read_weight(w.ptr(), &weight)) {
     py::object given = x;
     Tensor factor{};
     const Way way = way_with_unit_stride(&given, &factor, weight, weight.dtype, {rows, 0});
@@ -229,7 +216,6 @@ py::object matmul(const py::object& x, const py::handle& w, bool packed) {
       return out;
     }
   }
-  if (packed) return packed_matmul(x, w.ptr());
   const std::int64_t columns = tensor(w).shape[1];
   PyObject* factors[] = {x.ptr(), w.ptr(), nullptr};
   const auto bytes = rows * static_cast<std::size_t>(columns) * a.dtype.bits / 8;
@@ -240,12 +226,12 @@ py::object matmul(const py::object& x, const py::handle& w, bool packed) {
 }
 
 bool multiply(const py::object& x, const py::handle& w, const py::handle& out,
-              const py::handle& bias, bool packed, const Whole& whole) {
+              const py::handle& bias, const Whole& whole) {
   Tensor a{}, to{}, added{};
   DType out_dtype{};
   Weight weight{};
   const bool takes_result = read(out.ptr(), &to) && supported(to, &out_dtype) && to.strides[1] == 1;
-  if (!takes_result || !read_weight(w.ptr(), packed, &weight)) return false;
+  if (!takes_result || !read_weight(w.ptr(), &weight)) return false;
   if (!bias.is_none() && !read(bias.ptr(), &added)) return false;
   py::object given = x;
   const Way way = way_with_unit_stride(&given, &a, weight, out_dtype, whole);

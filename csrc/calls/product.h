@@ -22,11 +22,8 @@ struct Weight {
   host::Form form{};
 };
 
-// What packed.py tells of a weight that oneDNN has packed in panels.
-struct Panels {
-  Weight weight;
-  pybind11::object owner;  // keeps the memory
-};
+// The dims of a packed weight, [N, K / g, g]: tpkernels/local/packed.py. A plain one has two.
+constexpr std::int32_t kPackedDims = 3;
 
 // Whether products of large weights with `rows` rows would be computed, to x's dtype.
 bool multiplies(host::DType dtype, host::Form form, std::size_t rows);
@@ -35,12 +32,12 @@ bool multiplies(host::DType dtype, host::Form form, std::size_t rows);
 // that they do not depend on the parts.
 using Whole = std::pair<std::size_t, std::size_t>;
 
-// x [rows, K] @ w. `packed`: w is what tpkernels/local/packed.py makes of a weight, not [K, N].
-pybind11::object matmul(const pybind11::object& x, const pybind11::handle& w, bool packed);
+// x [rows, K] @ w, plain or packed.
+pybind11::object matmul(const pybind11::object& x, const pybind11::handle& w);
 
 // out = x @ w + bias, rounded once, where the extension has the fastest way; otherwise false, and
 // nothing is computed. bias [N] in fp32, or None. Throws std::invalid_argument for another shape.
 bool multiply(const pybind11::object& x, const pybind11::handle& w, const pybind11::handle& out,
-              const pybind11::handle& bias, bool packed, const Whole& whole);
+              const pybind11::handle& bias, const Whole& whole);
 
 }  // namespace tpkernels::calls

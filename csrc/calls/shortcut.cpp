@@ -182,14 +182,13 @@ struct Shortcut {
 
 // x @ w, where w is packed; null: the op is to be called.
 py::object packed_product(const Slots& slots) {
-  static PyObject* const is_packed = PyUnicode_InternFromString("is_mkldnn");
   if (slots[2] != Py_None || slots[3] != Py_None || !is_tensor(slots[1])) return {};
-  Tensor x{};
-  if (!checked(PyObject_GetAttr(slots[1], is_packed)).is(py::bool_(true)) || profiling() ||
-      !read(slots[0], &x) || x.ndim != 2 || x.shape[0] == 0) {
+  Tensor x{}, w{};
+  if (profiling() || !read(slots[1], &w) || w.ndim != kPackedDims || !read(slots[0], &x) ||
+      x.ndim != 2 || x.shape[0] == 0) {
     return {};
   }
-  return matmul(py::reinterpret_borrow<py::object>(slots[0]), slots[1], true);
+  return matmul(py::reinterpret_borrow<py::object>(slots[0]), slots[1]);
 }
 
 // Null without a Python error: the op is to be called.

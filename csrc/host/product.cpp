@@ -61,10 +61,10 @@ Product some_rows(const Product& product, std::size_t row, std::size_t count) {
 Way fastest_way(const Size& size, DType dtype, Form form, DType out_dtype) {
   static const bool amx = has_amx_bf16();
   if (dtype == DType::kF64) return {};
-  if (amx && dtype == DType::kBF16 && size.rows > kMostBesideAmx) return {};
   const VectorUnit& unit = vector_unit();
   const int at = static_cast<int>(dtype);
   if (form == Form::kPanels) return {unit.panels[at], Product::kPanel, true};
+  if (amx && dtype == DType::kBF16 && size.rows > kMostBesideAmx) return {};
   if (form == Form::kColumns && size.rows <= unit.most_few_rows[at]) {
     return {unit.few_rows[at], Product::kBlock, false};
   }

@@ -6,7 +6,9 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
+#include <utility>
 
 #include "host/vector_scalar.h"
 
@@ -41,7 +43,21 @@ inline void store_u16(void* to, Words words) {
 
 void stream(void* dst, const void* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
 
-constexpr VectorUnit kUnit = make_unit("plain", stream);
+inline Vec fused(Vec sum, Vec a, Vec b) { return sum + a * b; }
+
+template <DType D>
+constexpr std::size_t kPanelRows = 4;
+constexpr std::size_t kTileVecs = 2;
+constexpr std::size_t kGroups = 64;
+
+// clang-format off: the second needs the first
+#include "host/panel_groups.inc"
+#include "host/panels.inc"
+// clang-format on
+
+constexpr std::array<Multiply, 3> kPanels = {
+    multiply_panels<DType::kF32>, multiply_panels<DType::kF16>, multiply_panels<DType::kBF16>};
+constexpr VectorUnit kUnit = make_unit("plain", stream, kPanels);
 
 }  // namespace plain
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "host/vector_scalar.h"
@@ -70,7 +71,19 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
   _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(first, second), _mm_add_ps(third, fourth)));
 }
 
+inline Vec fused(Vec sum, Vec a, Vec b) { return _mm256_fmadd_ps(a, b, sum); }
+
+// 12 sums and 3 vectors of groups, or 8 sums and 6, of 16 registers.
+template <DType D>
+constexpr std::size_t kPanelRows = D == DType::kF32 ? 6 : 4;
+constexpr std::size_t kTileVecs = 2;
+constexpr std::size_t kGroups = 64;  // 16 KiB, in the L1 cache: read for 16 columns at a time
+
+// clang-format off: each needs the one before
 #include "host/few_rows.inc"
+#include "host/panel_groups.inc"
+#include "host/panels.inc"
+// clang-format on
 
 void stream(void* dst, const void* src, std::size_t bytes) {
   stream_lines(dst, src, bytes, 32, [](std::byte* to, const std::byte* from) {
@@ -80,10 +93,12 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   _mm_sfence();
 }
 
+constexpr std::array<Multiply, 3> kPanels = {
+    multiply_panels<DType::kF32>, multiply_panels<DType::kF16>, multiply_panels<DType::kBF16>};
 constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                               multiply_few_rows<DType::kF16>,
                                               multiply_few_rows<DType::kBF16>};
-constexpr VectorUnit kUnit = make_unit("avx2", stream, kFewRows, 8);
+constexpr VectorUnit kUnit = make_unit("avx2", stream, kPanels, kFewRows, 8);
 
 }  // namespace avx2
 

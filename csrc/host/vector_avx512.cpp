@@ -94,19 +94,17 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
   _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(first, second), _mm_add_ps(third, fourth)));
 }
 
-inline Vec broadcast(const std::byte* from) {
-  float value;
-  std::memcpy(&value, from, sizeof(value));
-  return set_vec(value);
-}
+inline Vec fused(Vec sum, Vec a, Vec b) { return _mm512_fmadd_ps(a, b, sum); }
 
+// 24 sums and 5 vectors of groups, or 16 sums and 10, of 32 registers.
 template <DType D>
-inline void store_sum(void* to, Vec sum) {
-  store_vec<D>(to, sum);
-}
+constexpr std::size_t kPanelRows = D == DType::kF32 ? 6 : 4;
+constexpr std::size_t kTileVecs = 4;
+constexpr std::size_t kGroups = 512;  // 128 KiB, in the L2 cache
 
-// clang-format off: the second needs the first
+// clang-format off: each needs the one before
 #include "host/few_rows.inc"
+#include "host/panel_groups.inc"
 #include "host/panels.inc"
 // clang-format on
 
@@ -221,14 +219,15 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   _mm_sfence();
 }
 
+constexpr std::array<Multiply, 3> kPanels = {
+    multiply_panels<DType::kF32>, multiply_panels<DType::kF16>, multiply_panels<DType::kBF16>};
 constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                               multiply_few_rows<DType::kF16>,
                                               multiply_few_rows<DType::kBF16>};
 
 constexpr VectorUnit make_avx512_unit() {
-  VectorUnit unit = make_unit("avx512", stream, kFewRows, 8);
+  VectorUnit unit = make_unit("avx512", stream, kPanels, kFewRows, 8);
   constexpr int kAt = static_cast<int>(DType::kF32);
-  unit.panels[kAt] = multiply_panels<DType::kF32>;
   unit.columns[kAt] = multiply_panels<DType::kF32, FromColumns<DType::kF32>>;
   unit.rows[kAt] = multiply_panels<DType::kF32, FromRows<DType::kF32>>;
   return unit;
@@ -256,13 +255,14 @@ namespace tpkernels::host {
 // The same with the dot products of AVX512_BF16, which take a subnormal for zero, as oneDNN's do.
 namespace avx512_bf16 {
 
-using avx512::add_block;
 using avx512::add_lanes;
+using avx512::kGroups;
 using avx512::kLanes;
+using avx512::kTileVecs;
 using avx512::load_acc;
 using avx512::set_vec;
 using avx512::store_acc;
-using avx512::store_block;
+using avx512::store_row;
 using avx512::store_vec;
 using avx512::Vec;
 
@@ -276,6 +276,12 @@ template <DType D>
 constexpr std::size_t kTileRows = 6;
 
 template <DType D>
+using Group = __m512bh;
+
+template <DType D>
+constexpr std::size_t kPanelRows = 6;
+
+template <DType D>
 inline __m512bh load_factor(const std::byte* from) {
   return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from));
 }
@@ -285,6 +291,17 @@ inline Vec multiply_add(Vec sum, __m512bh x, __m512bh w) {
   return _mm512_dpbf16_ps(sum, x, w);
 }
 
+template <DType D>
+inline __m512bh load_groups(const std::byte* from) {
+  return load_factor<D>(from);
+}
+
+template <DType D>
+inline Vec add_groups(Vec sum, __m512bh x, __m512bh w) {
+  return multiply_add<D>(sum, x, w);
+}
+
+template <DType D>
 inline __m512bh broadcast(const std::byte* from) {
   int pair;
   std::memcpy(&pair, from, sizeof(pair));

@@ -86,9 +86,9 @@ def test_a_torch_without_it_is_refused() -> None:
 
 def test_memory_that_does_not_hold_the_values_is_not_read() -> None:
     x, w, bias = torch.ones(4, 64), torch.ones(64, 64).t(), torch.ones(64)
-    if not tpkernels._C.calls.multiply(x, w, torch.empty(4, 64), bias, False, (4, 0)):
+    if not tpkernels._C.calls.multiply(x, w, torch.empty(4, 64), bias, (4, 0)):
         pytest.skip("the extension multiplies no rows on this processor")
     for wrong in (torch._neg_view(bias), torch._efficientzerotensor((64,))):
-        assert not tpkernels._C.calls.multiply(x, w, torch.empty(4, 64), wrong, False, (4, 0))
+        assert not tpkernels._C.calls.multiply(x, w, torch.empty(4, 64), wrong, (4, 0))
         got = torch.ops.tpkernels._matmul(x, w, bias=wrong)
         assert torch.equal(got, x @ w + wrong)

@@ -17,7 +17,7 @@ from tests.support import faults
 from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
 from tests.support.ranked import fresh_group, planned_in_python, report
-from tests.support.refusals import packable
+from tests.support.refusals import PACKABLE
 from tests.support.tiers import sweep
 from tpkernels import groups
 
@@ -134,7 +134,7 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
             yield given | {"weights": w, "return_gathered": True}
             yield given | {"weights": random(4 * world, n), DIMS[op]: x.dim() - 1}
             yield given | {"weights": w, "out_dtype": wide}
-            if dtype in packable():
+            if dtype in PACKABLE:
                 factor = tpkernels.pack(w)
                 yield given | {"weights": [w, factor]}
                 yield given | {"weights": [factor, w]}
@@ -157,7 +157,7 @@ def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[
                 columns = given | {"w": w, DIMS[op]: x.dim() - 1}
                 yield columns | {"residual": random(*shape[:-1], n // world, numbers=common)}
                 yield columns | {"bias": random(n, numbers=common)}
-        if dtype in packable():
+        if dtype in PACKABLE:
             factor, bias = tpkernels.pack(random(4, n)), random(n, numbers=common)
             yield given | {"w": factor}
             yield given | {"w": factor, "bias": bias, "residual": residual}

@@ -15,7 +15,7 @@ import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.products import product, threads, within_rounding
 from tests.support.ranked import place
-from tests.support.refusals import packable
+from tests.support.refusals import PACKABLE
 from tpkernels import _C
 from tpkernels.dtypes import CODES
 from tpkernels.local import matmul
@@ -38,7 +38,7 @@ def test_it_is_the_product(
     monkeypatch.setattr(matmul, "native", lambda _: native)
     torch.manual_seed(0)
     of_weights = ["plain", "transposed", "sliced"]
-    of_weights += ["packed"] if native and dtype in packable() else []
+    of_weights += ["packed"] if dtype in PACKABLE else []
     layouts = itertools.product(("plain", "transposed", "sliced"), of_weights)
     for rows, (of_x, of_w) in itertools.product((1, 3, 4, 70), layouts):
         x, w, bias = integers(rows, 9), integers(9, N), integers(N)
@@ -131,8 +131,8 @@ def test_which_few_rows_are_left_to_torch() -> None:
         product(x, w, F32, torch.ones(11))
     assert product(x[:, :30], w, F32) is None
     part = torch.empty(3, 12)
-    assert not _C.calls.multiply(x, w, part, None, False, (MOST + 1, 0))
-    assert not _C.calls.multiply(x, w, part, None, False, (2, 0))
+    assert not _C.calls.multiply(x, w, part, None, (MOST + 1, 0))
+    assert not _C.calls.multiply(x, w, part, None, (2, 0))
 
 
 @pytest.mark.skipif(not UNITS, reason="needs a vector unit")
@@ -156,7 +156,7 @@ def parts_and_whole() -> None:
     multiply = _C.calls.multiply
 
     def told_rows(*args: Any) -> bool:
-        told.add(args[5][0])
+        told.add(args[4][0])
         return bool(multiply(*args))
 
     for rows, dtype in itertools.product((1, 3, 4), DTYPES):
@@ -165,9 +165,7 @@ def parts_and_whole() -> None:
         x = torch.randn(rows, 200, generator=numbers).to(dtype)
         w = torch.randn(24, 200, generator=numbers).to(dtype).t()
         sizes = tpkernels.shard_sizes(rows, world)
-        weights = [w]
-        if dtype in packable():
-            weights += [each for each in [tpkernels.pack(w)] if hasattr(each, "_tpkernels_panels")]
+        weights = [w, tpkernels.pack(w)]
         first: dict[object, torch.Tensor] = {}
         ways = itertools.product(weights, ("unfused", "direct", "pipelined", "ring"))
         for w, algorithm in ways:
@@ -182,7 +180,7 @@ def parts_and_whole() -> None:
                     ),
                 )
             for i, result in enumerate(results):
-                same = torch.equal(first.setdefault((w.is_mkldnn, i), result), result)
+                same = torch.equal(first.setdefault((w.dim(), i), result), result)
                 assert same, (dtype, w.layout, algorithm, i)
         assert told == {rows}
 
@@ -223,7 +221,7 @@ def test_many_rows_are_close_to_float64(dtype: torch.dtype, layout: str) -> None
         w, bias = weight(k, n + 8, dtype, layout)[:, 3 : 3 + n], torch.randn(n)
         around = torch.full((rows, n + 2), torch.nan, dtype=out_dtype)
         out = around[:, 1:-1]
-        taken = _C.calls.multiply(x, w, out, None, False, (rows, 0))
+        taken = _C.calls.multiply(x, w, out, None, (rows, 0))
         assert taken or (layout == "columns" and out_dtype == BF16)
         assert not taken or within_rounding(out, x, w), (rows, k, n, out_dtype)
         matmul.local_matmul(x, w, out, bias)
@@ -237,11 +235,11 @@ def test_many_rows_do_not_depend_on_each_other(dtype: torch.dtype, layout: str) 
     torch.manual_seed(1)
     x, w, rows = torch.randn(300, 700).to(dtype), weight(700, 200, dtype, layout), 300
     whole = torch.empty(rows, 200)
-    assert _C.calls.multiply(x, w, whole, None, False, (rows, 0))
+    assert _C.calls.multiply(x, w, whole, None, (rows, 0))
     for count, (begin, end) in itertools.product((1, 2, 3), [(0, 300), (7, 8), (100, 256)]):
         part = torch.empty(end - begin, 200)
         with threads(count):
-            assert _C.calls.multiply(x[begin:end], w, part, None, False, (rows, 0))
+            assert _C.calls.multiply(x[begin:end], w, part, None, (rows, 0))
         assert torch.equal(part, whole[begin:end]), (count, begin)
 
 
@@ -276,6 +274,6 @@ def test_which_many_rows_are_left_to_torch() -> None:
     for rows, k, n, taken in [(64, 64, 64, 1), (64, 31, 64, 0), (64, 64, 47, 0), (2, 64, 64, 0)]:
         x, w = torch.ones(rows, k, dtype=dtype), torch.ones(k, n, dtype=dtype)
         out = torch.empty(rows, n)
-        assert _C.calls.multiply(x, w, out, None, False, (rows, 0)) == taken
-        assert not _C.calls.multiply(x, w[:, ::2], out[:, : (n + 1) // 2], None, False, (rows, 0))
-        assert not _C.calls.multiply(x, w.half(), out, None, False, (rows, 0))
+        assert _C.calls.multiply(x, w, out, None, (rows, 0)) == taken
+        assert not _C.calls.multiply(x, w[:, ::2], out[:, : (n + 1) // 2], None, (rows, 0))
+        assert not _C.calls.multiply(x, w.half(), out, None, (rows, 0))

@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from tests.support.cases import QUICK_WORLDS, RanksFixture
 from tests.support.nn_reference import Model, Shape, inputs
 from tests.support.ranked import fresh_group, messages_of, on_ranks, report, unlike
-from tests.support.refusals import packable
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
 from tpkernels.nn.linear import ParallelLinear
@@ -58,8 +57,8 @@ def wrong(model: Model, drop: bool, want: torch.Tensor, state: dict[str, torch.T
     for layer in layers_of(model):
         if (layer._packed is None) != layer.empty or not layer.weight.requires_grad:
             return f"{layer} is not packed, or needs no gradient"
-        if layer.weight.is_mkldnn != (drop and not layer.empty):
-            return f"{layer} has a weight of layout {layer.weight.layout}"
+        if (layer.weight.dim() == 3) != (drop and not layer.empty):
+            return f"{layer} has a weight of shape {list(layer.weight.shape)}"
     if not torch.allclose(logits(model), want, atol=1e-5):
         return f"logits {logits(model)}, not {want}"
     got = local(model)
@@ -98,7 +97,7 @@ def same_job(folder: str, sequence: bool, drop: bool) -> list[str]:
             failures.append("pickled: another weight")
         for layer in layers_of(model):
             layer.unpack_()
-        if not torch.equal(logits(model), want) or any(p.is_mkldnn for p in model.parameters()):
+        if not torch.equal(logits(model), want) or any(p.dim() == 3 for p in model.parameters()):
             failures.append("unpacked: another output, or packed weights")
         ids, targets, rotary = inputs(SHAPE, 0)
         model.loss(ids, targets, rotary).backward()  # type: ignore[no-untyped-call]
@@ -122,11 +121,10 @@ def test_a_layer_that_moves() -> list[str]:
         for drop in (False, True):
             plain = make(group, sequence=False)
             model = tnn.pack_(copied(plain), drop=drop)
-            if torch.bfloat16 in packable():
-                got = logits(copied(model).bfloat16(), torch.bfloat16)
-                want = logits(copied(plain).bfloat16(), torch.bfloat16)
-                if not torch.allclose(got, want, atol=0.05):
-                    failures.append(f"{drop=}: {got} in bfloat16, not {want}")
+            got = logits(copied(model).bfloat16(), torch.bfloat16)
+            want = logits(copied(plain).bfloat16(), torch.bfloat16)
+            if not torch.allclose(got, want, atol=0.05):
+                failures.append(f"{drop=}: {got} in bfloat16, not {want}")
             for layer in layers_of(model):
                 layer.reset_parameters()
             other = logits(model)
@@ -178,7 +176,7 @@ def test_refusals() -> list[str]:
                 f"NotImplementedError: {qkv.layers[0]!r} {gradient}": lambda: qkv(x),
                 row: lambda: frozen(needs),
                 row[:-1]: lambda: compiled(needs),
-                "NotImplementedError: a weight is float64, which oneDNN does not": wide.pack_,
+                "NotImplementedError: a weight is float64; use the plain weight": wide.pack_,
                 "NotImplementedError: w is a torch.strided tensor on meta": meta.pack_,
                 "nothing": lambda: frozen(x),
             }

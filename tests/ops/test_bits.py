@@ -24,7 +24,7 @@ from tests.support.cases import (
     each,
 )
 from tests.support.ranked import call, fresh_group, on_ranks, report
-from tests.support.refusals import packable
+from tests.support.refusals import PACKABLE
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.launch import Ranks
@@ -81,7 +81,7 @@ def _cases() -> list[Case]:
 def _packed_cases() -> list[Case]:
     split_by_rows = [c for c in MATMULS if not (c.scattered and c.dim == len(c.shape) - 1)]
     packed = [replace(case, weight_layout="packed", residual=None) for case in split_by_rows]
-    return each(*packed, dtypes=packable(), algorithms=MATMUL_ALGORITHMS, integers=(False,))
+    return each(*packed, dtypes=PACKABLE, algorithms=MATMUL_ALGORITHMS, integers=(False,))
 
 
 @pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))

@@ -25,7 +25,7 @@ from tests.support.ranked import (
     report,
     run_cases,
 )
-from tests.support.refusals import packable
+from tests.support.refusals import PACKABLE
 from tests.support.tiers import sweep
 from tpkernels import LocalProduct, groups
 from tpkernels.shards import shard_sizes
@@ -44,7 +44,7 @@ def test_every_dtype_by_every_algorithm(
 ) -> None:
     """Packed on all ranks, and on even ranks alone; few rows and many, uneven shards, leading dims,
     what is added."""
-    dtypes = packable() if weights == "packed" else DTYPES
+    dtypes = PACKABLE if weights == "packed" else DTYPES
     factors: dict[str, Any] = {"n": (7, 300)} if op == GATHER else {"k": (33, 1, 40)}
     cases = []
     for rows, n in ((world, 5), (31, 37), (200, 70)):
@@ -69,14 +69,14 @@ def test_every_dtype_by_every_algorithm(
 
 def test_the_last_dim_is_gathered(ranks: RanksFixture) -> None:
     case = Case(op=GATHER, shape=(5, 24), dim=1, n=(7, 2), weight_layout="packed")
-    run_cases(ranks, 2, each(case, dtypes=packable(), algorithms=("unfused", "direct", "auto")))
+    run_cases(ranks, 2, each(case, dtypes=PACKABLE, algorithms=("unfused", "direct", "auto")))
 
 
 @pytest.mark.parametrize("op", sweep(OPS))
 def test_steps_through_a_small_workspace(ranks: RanksFixture, op: str) -> None:
     factors: dict[str, Any] = {"n": (7, 300)} if op == GATHER else {"k": (24,)}
     case = Case(op=op, shape=(1500, 200), weight_layout="packed", **factors)
-    run_cases(ranks, 2, each(case, dtypes=packable(), integers=(True,)), SMALLEST_WORKSPACE)
+    run_cases(ranks, 2, each(case, dtypes=PACKABLE, integers=(True,)), SMALLEST_WORKSPACE)
 
 
 # Packed weights: compiled, under autocast, never with a gradient.
@@ -159,10 +159,9 @@ def autocast_job() -> list[str]:
                 lambda: tpkernels.all_gather_matmul(x, tpkernels.pack(w), group),
             ]
         )
-        if torch.bfloat16 in packable():
-            got = tpkernels.matmul_all_reduce(x, tpkernels.pack(w.bfloat16()), group)
-            assert got.dtype == torch.bfloat16
-            assert (got == 6 * group.size()).all()
+        got = tpkernels.matmul_all_reduce(x, tpkernels.pack(w.bfloat16()), group)
+        assert got.dtype == torch.bfloat16
+        assert (got == 6 * group.size()).all()
     return messages
 
 

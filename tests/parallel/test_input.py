@@ -119,7 +119,7 @@ def test_refusals_name_the_module() -> list[str]:
             "pack=True packs the layers of tpkernels.nn, and a plan": _attempt(
                 mlp, mesh, plan=up, pack=True
             ),
-            "model.layers.0.self_attn.q_proj.weight is float64, which oneDNN does": _attempt(
+            "model.layers.0.self_attn.q_proj.weight is float64; use the plain": _attempt(
                 hf_models.make("llama").double(), mesh, pack=True
             ),
             "is computed when its parent module is called": (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tpkernels import _C
+from tpkernels.local.packed import columns_of
 
 FILLER = 77  # around what is read and written, and in what is neither
 
@@ -21,11 +22,11 @@ def product(
     columns: int | None = None,
 ) -> torch.Tensor | None:
     """``x @ w + bias`` with canaries around it; None where the extension leaves it to torch.
-    ``columns``: of a packed w."""
-    n = w.shape[1] if columns is None else columns
+    ``columns``: of the result, if not those of w."""
+    n = columns_of(w) if columns is None else columns
     around = torch.full((x.shape[0] + 2, n + 9), FILLER, dtype=dtype)
     inside = around[1:-1, 1 : 1 + n]
-    took = _C.calls.multiply(x, w, inside, bias, columns is not None, (x.shape[0], 0))
+    took = _C.calls.multiply(x, w, inside, bias, (x.shape[0], 0))
     result = inside.clone()
     inside.fill_(FILLER)
     assert (around == FILLER).all(), "wrote beyond the result"

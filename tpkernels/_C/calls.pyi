@@ -40,7 +40,7 @@ class Direct(Bound):
         *,
         in_place: bool,
         shape: tuple[int, ...],
-        packed: Sequence[bool],
+        multiplies: bool,
         products: list[tuple[int, ...]],
         return_gathered: bool,
         eps: float,
@@ -93,19 +93,13 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 PANEL_COLUMNS: int
 
-class Panels:
-    def __init__(
-        self, address: int, pitch: int, k: int, n: int, dtype: int, owner: object = None
-    ) -> None: ...
-
-def matmul(x: torch.Tensor, w: torch.Tensor, packed: bool) -> torch.Tensor: ...
+def matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor: ...
 def multiplies(dtype: int, layout: Literal["rows", "columns", "packed"], rows: int) -> bool: ...
 def multiply(
     x: torch.Tensor,
     w: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    packed: bool,
     whole_shape: tuple[int, int],
 ) -> bool: ...
 def result_pool() -> dict[str, int]: ...

@@ -71,13 +71,11 @@ def drop_weight(layer: Any) -> None:
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):
-    """Holds one weight of a layer on a CPU, plain or packed, in place of what vLLM packs. ``apply``
+    """Holds the packed weight of a layer on a CPU in place of what vLLM packs. ``apply``
     is for what multiplies without the layer, such as LoRA."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        layer.tpkernels_weight = layer.weight.detach().t()
-        if packed.better_packed(layer.weight.dtype):
-            layer.tpkernels_weight = tpkernels.pack(layer.tpkernels_weight)
+        layer.tpkernels_weight = tpkernels.pack(layer.weight.t())
         drop_weight(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -144,8 +142,6 @@ def packed_linear(w: torch.Tensor) -> Callable[..., torch.Tensor] | None:
         packed_w = tpkernels.pack(w)
     except (ValueError, RuntimeError) as error:  # NotImplementedError among them
         report(f"products of {list(w.shape)} are left to vLLM: {error}")
-        return None
-    if not packed.has_panels(packed_w, MANY_ROWS):
         return None
     return lambda x, weight, bias=None: matmul(x, packed_w, bias=bias)
 

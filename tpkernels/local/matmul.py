@@ -20,7 +20,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels.local.memory import empty
-from tpkernels.local.packed import columns_of, has_panels, native, packed_product
+from tpkernels.local.packed import columns_of, is_packed, native
 from tpkernels.local.product import Product, Weight
 from tpkernels.local.ranges import MATMUL, profiling, recorded
 
@@ -41,7 +41,7 @@ def layout_of(w: Weight) -> str:
     """Return the layout of a weight, on which the bits of a product depend."""
     if not isinstance(w, torch.Tensor):
         return "unknown"
-    if w.is_mkldnn:
+    if is_packed(w):
         return "packed"
     return "columns" if w.stride(0) < w.stride(1) else "rows"
 
@@ -73,11 +73,8 @@ def local_matmul(
 def new_product(x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ w + bias`` in a new tensor of x's dtype; see `local_matmul`."""
     rows = x.shape[0]
-    if rows and isinstance(w, torch.Tensor) and w.is_mkldnn and not profiling():
-        if bias is None:
-            return _C.calls.matmul(x, w, True)
-        if not has_panels(w, rows):
-            return packed_product(x, w, bias)
+    if rows and bias is None and is_packed(w) and not profiling():
+        return _C.calls.matmul(x, w)
     return local_matmul(x, w, empty((rows, columns_of(w)), x.dtype, x.device), bias)
 
 
@@ -94,10 +91,8 @@ def _multiply(
     if x.is_cuda:
         return _multiply_on_gpu(x, w, out, bias)
     wide_bias = None if bias is None else bias.float().contiguous()
-    if _C.calls.multiply(x, w, out, wide_bias, w.is_mkldnn, whole):
+    if _C.calls.multiply(x, w, out, wide_bias, whole):
         return out
-    if w.is_mkldnn:
-        return out.copy_(packed_product(x, w, bias))
     same = x.dtype == out.dtype and (bias is None or bias.dtype == x.dtype)
     if same and not converts(x.dtype, whole[0]):
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
@@ -106,7 +101,7 @@ def _multiply(
         part = slice(begin, begin + _PANEL_COLUMNS)
         panel, to = w[:, part].float(), out[:, part]
         panel_bias = None if wide_bias is None else wide_bias[part]
-        if not _C.calls.multiply(wide, panel, to, panel_bias, False, whole):
+        if not _C.calls.multiply(wide, panel, to, panel_bias, whole):
             in_place = to if to.dtype == torch.float32 else None
             if panel_bias is None:
                 product = torch.mm(wide, panel, out=in_place)

@@ -1,30 +1,26 @@
-"""Weights in the packed form of oneDNN, which multiplies rows without rearranging the weight in
-every call.
+"""Weights in panels of 64 columns, whose products read memory in order (csrc/host/product.h).
 
-A packed weight is an opaque tensor on the CPU (layout ``torch._mkldnn``) of shape [N, K], where a
-plain one is [K, N]. Its columns cannot be sliced. A FakeTensor of it looks like a strided one.
+A packed weight [K, N] is an ordinary dense tensor of three dims, [N, K / g, g], with a weight's
+N * K elements in another order: g, 1 in float32 and 2 in 16 bits, are as many elements of a column
+as fill 4 bytes. An odd K has no whole number of such groups in 16 bits, where the shape is
+[N, 1, K].
 
-Where its memory turns out to be panels, as csrc/host/product.h describes them, the extension
-multiplies by it; oneDNN takes other layouts.
+Each panel is [K / g, columns, g] in memory: the last one has N % 64 columns, if that is not 0, and
+an odd K of 16 bits ends in a row of single elements. Nothing is padded. So the same panels serve
+vectors of any length, and the tiles of AMX.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
+from collections.abc import Iterator
 
 import torch
 
 from tpkernels import _C, dtypes
 from tpkernels.local.product import Weight
 
-# The rows that oneDNN lays the weight out for; products of any rows work. In float32, 4 rows of
-# K=1024, N=2816 took 569 us with a weight laid out for 1 row, and 234 to 248 us with one for 4 to
-# 512 rows. For 1 to 512 rows, hints from 4 on differ by no more than the noise. In bfloat16 the
-# hint changes nothing. AMD EPYC Zen 4, 1 thread, torch 2.13, 2026-11-22.
-_ROWS = 16
-
-_PLAIN = "use the plain weight"
+_GROUP_BYTES = 4
 
 
 @functools.cache
@@ -47,105 +43,64 @@ def native(dtype: torch.dtype) -> bool:
 def pack(w: torch.Tensor) -> torch.Tensor:
     """Return a copy of a weight that the ops take in place of it on CPUs, for inference.
 
-    oneDNN has it in a layout of its own. It pays off with any number of rows where the extension
-    reads that layout: in float32 on processors with AVX-512, in bfloat16 if these have its dot
-    products and no AMX. Elsewhere it pays off in float32 from a few rows on, and in 16 bits from
-    some 16. The first weight of a shape takes three times its memory meanwhile: what the layout is
-    is tried out.
-
-    Torch and oneDNN keep what they prepare for a shape of a weight and a number of rows, about half
-    a MiB each in float32. Each keeps the last 1024, or as many as ``LRU_CACHE_CAPACITY`` and
-    ``ONEDNN_PRIMITIVE_CACHE_CAPACITY`` say in the environment.
+    Products read it faster than the plain one, with any number of rows.
 
     Args:
         w: [K, N] of float32, bfloat16 or float16; any strides.
 
     Returns:
-        An opaque tensor of shape [N, K] and ``w``'s dtype, with memory of its own. It has no
-        gradient, and an op that gets it raises where one would be needed. ``to_dense().t()`` is
-        ``w`` again, to the bit. Its values are fixed: few rows would be multiplied by the old ones
-        if ``.data`` was assigned.
+        A dense tensor of three dims, [N, K / g, g] (see `tpkernels.local.packed`), and ``w``'s
+        dtype, whose order of elements only the ops and `unpack` know: it can be copied and saved,
+        but neither sliced nor converted. An op that gets it raises where its gradient would be
+        needed.
 
     Raises:
         ValueError: ``w`` is no matrix, is empty, or is packed already.
-        NotImplementedError: ``w`` is not on a CPU, the processor has no instructions for its dtype,
-            or torch was built without oneDNN.
+        NotImplementedError: ``w`` is not on a CPU, or float64.
     """
     check_packable(w, "w")
-    packed = _reordered(w.detach().t())
-    pitch = _panel_pitch(packed)
-    if pitch is not None:
-        n, k = packed.shape
-        address = torch.ops.mkldnn.data_ptr(packed)
-        # Read by csrc/calls/product.cpp. Aliases of the tensor lack it, and go to oneDNN.
-        packed._tpkernels_panels = _C.calls.Panels(  # type: ignore[attr-defined]
-            address, pitch, k, n, dtypes.CODES[w.dtype], owner=packed.detach()
-        )
+    packed = w.new_empty(_packed_shape(w.shape[0], w.shape[1], w.dtype), requires_grad=False)
+    for part, of_w in _parts(packed, w.detach()):
+        part.copy_(of_w)
     return packed
 
 
-def has_panels(packed: torch.Tensor, rows: int) -> bool:
-    """Return whether so many rows are multiplied by the extension."""
-    return hasattr(packed, "_tpkernels_panels") and _C.calls.multiplies(
-        dtypes.CODES[packed.dtype], "packed", rows
-    )
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Return the weight [K, N] that was packed, to the bit, with contiguous columns.
+
+    Raises:
+        ValueError: ``packed`` is not what `pack` returns.
+    """
+    check_packed(packed, "packed")
+    n, k = len(packed), rows_of(packed)
+    w = torch.empty_strided((k, n), (1, k), dtype=packed.dtype, device=packed.device)
+    for part, of_w in _parts(packed.detach(), w):
+        of_w.copy_(part)
+    return w
 
 
-def _reordered(w: torch.Tensor) -> torch.Tensor:
-    """w [N, K]."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(w, _ROWS)
-    return packed
+def _packed_shape(k: int, n: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    group = _GROUP_BYTES // dtype.itemsize
+    return (n, 1, k) if k % group else (n, k // group, group)
 
 
-def _panel_pitch(packed: torch.Tensor) -> int | None:
-    """Return the bytes from one panel to the next; None: the memory of a packed weight is no
-    panels, or no vector unit multiplies by panels of the dtype."""
-    if not _C.calls.multiplies(dtypes.CODES[packed.dtype], "packed", 1):
-        return None
-    n, k = packed.shape
-    return _pitch_of(_description(packed), n, k, packed.dtype)
-
-
-def _description(packed: torch.Tensor) -> bytes:
-    """Return what oneDNN says of the layout."""
-    return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
-
-
-@functools.cache
-def _pitch_of(description: bytes, n: int, k: int, dtype: torch.dtype) -> int | None:
-    """Pack random numbers and compares: oneDNN documents no layout, and a description has none
-    that can be read."""
-    generator = torch.Generator().manual_seed(0)  # the global one is the user's
-    plain = torch.randn(n, k, generator=generator, device="cpu", dtype=dtype)
-    packed = _reordered(plain)
-    nbytes = torch.ops.mkldnn._nbytes(packed)
-    panels = -(-n // _C.calls.PANEL_COLUMNS)
-    pitch, rest = divmod(nbytes, panels)
-    group = 4 // dtype.itemsize
-    elements = pitch // dtype.itemsize // _C.calls.PANEL_COLUMNS  # of a column
-    if rest or elements < k or elements % group or _description(packed) != description:
-        return None
-    memory = (ctypes.c_char * nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
-    found = torch.frombuffer(memory, dtype=torch.uint8).view(panels, pitch)
-    for panel, columns in zip(found, plain.split(_C.calls.PANEL_COLUMNS), strict=True):
-        padded = plain.new_zeros(_C.calls.PANEL_COLUMNS, elements)
-        padded[: len(columns), :k] = columns
-        expected = padded.view(-1, elements // group, group).transpose(0, 1).contiguous()
-        if not torch.equal(panel, expected.flatten().view(torch.uint8)):
-            return None
-    return pitch
-
-
-def better_packed(dtype: torch.dtype) -> bool:
-    """Return whether inference with any number of rows is served best by the packed weight, if one
-    of both is to be kept: in float32, and where the extension multiplies few rows faster by that
-    one, or by neither. Otherwise the plain one takes 0.8 to 1.2 times as long with up to 16 rows
-    (benchmarks/results/cpu-2core-few-rows.md), and 1.05 times with hundreds
-    (benchmarks/results/cpu-2core-llama.md)."""
-    if dtype == torch.float32 or not _C.calls.multiplies(dtypes.CODES[dtype], "columns", 8):
-        return True
-    probe = torch.empty(256, 256, dtype=dtype, device="cpu")
-    return native(dtype) and has_panels(pack(probe), 8)
+def _parts(packed: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield views of both that hold the same elements in the same shape: [groups, elements of a
+    group, panels, columns of a panel]. w [K, N]."""
+    k, n = w.shape
+    group = _GROUP_BYTES // w.dtype.itemsize
+    whole, last = divmod(n, _C.calls.PANEL_COLUMNS)
+    for panels, columns, begin in ((whole, _C.calls.PANEL_COLUMNS, 0), (1, last, n - last)):
+        for rows, size, row in ((k - k % group, group, 0), (k % group, 1, k - k % group)):
+            if panels * columns * rows == 0:
+                continue
+            part = packed.as_strided(
+                (rows // size, size, panels, columns),
+                (columns * size, 1, columns * k, size),
+                packed.storage_offset() + begin * k + row * columns,
+            )
+            of_w = w[row : row + rows, begin : begin + panels * columns]
+            yield part, of_w.unflatten(0, (-1, size)).unflatten(2, (panels, columns))
 
 
 def check_packable(w: torch.Tensor, what: str) -> None:
@@ -160,36 +115,30 @@ def check_packable(w: torch.Tensor, what: str) -> None:
         )
     dtypes.check_supported(w.dtype, what)
     if w.dtype == torch.float64:
-        raise NotImplementedError(f"{what} is float64, which oneDNN does not multiply; {_PLAIN}")
-    if not torch.backends.mkldnn.is_available():
-        raise NotImplementedError(f"torch was built without oneDNN; {_PLAIN}")
-    if not native(w.dtype):
-        raise NotImplementedError(
-            f"{what} is {dtypes.name(w.dtype)}, for which this processor has no instructions; "
-            f"{_PLAIN}, or pack it in float32"
-        )
+        raise NotImplementedError(f"{what} is float64; use the plain weight, or pack it in float32")
 
 
 def is_packed(w: Weight) -> bool:
-    """Return whether a weight is packed."""
-    return isinstance(w, torch.Tensor) and w.is_mkldnn
+    """Return whether a weight has the dims of a packed one."""
+    return isinstance(w, torch.Tensor) and w.dim() == 3
+
+
+def check_packed(w: torch.Tensor, what: str) -> None:
+    """Check that a tensor, which the message calls ``what``, may be what `pack` returned."""
+    k, n = rows_of(w) if w.dim() == 3 else 0, w.shape[0] if w.dim() else 0
+    if w.dim() != 3 or tuple(w.shape) != _packed_shape(k, n, w.dtype) or not w.is_contiguous():
+        raise ValueError(
+            f"{what} of {dtypes.name(w.dtype)}, shape {list(w.shape)} and strides "
+            f"{list(w.stride())} is neither a matrix nor what tpkernels.pack returns; pack the "
+            "weight in its dtype, and neither slice nor convert the result"
+        )
+
+
+def rows_of(w: Weight) -> int:
+    """Return K of a weight."""
+    return w.shape[1] * w.shape[2] if is_packed(w) else w.shape[0]
 
 
 def columns_of(w: Weight) -> int:
     """Return N of a weight."""
     return w.shape[0] if is_packed(w) else w.shape[1]
-
-
-def fake_columns_of(w: torch.Tensor, k: int) -> int:
-    """Return N of a weight in a fake kernel, for an x of ``k`` columns."""
-    packed = is_packed(w) or (w.shape[0] != k and w.shape[1] == k)
-    return w.shape[0] if packed else w.shape[1]
-
-
-def packed_product(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return oneDNN's ``x @ w + bias``. x [M, K] of any strides, w packed, bias [N] of x's dtype or
-    float32: it is added in the accumulator."""
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, bias, "none", [], "")
-    return product

@@ -14,7 +14,7 @@ from torch import nn
 
 from tpkernels import groups
 from tpkernels.groups import GroupLike
-from tpkernels.local.packed import check_packable, pack
+from tpkernels.local.packed import check_packable, is_packed, pack, unpack
 from tpkernels.nn.regions import gather_from_ranks
 from tpkernels.nn.sharding import (
     LayerOptions,
@@ -109,8 +109,8 @@ class ParallelLinear(ShardedModule):
 
         Args:
             drop: do not keep the plain weight, which takes as much memory again. ``weight`` is then
-                an opaque tensor of the same shape; a state dict unpacks it. An embedding that is
-                tied to the layer keeps the weight that they shared.
+                the packed one, of three dims; a state dict unpacks it. An embedding that is tied to
+                the layer keeps the weight that they shared.
         """
         self.unpack_()
         if not self.empty:
@@ -128,14 +128,14 @@ class ParallelLinear(ShardedModule):
         return self
 
     def _dense_weight(self) -> nn.Parameter:
-        if not self.weight.is_mkldnn:
+        if not is_packed(self.weight):
             return self.weight
-        return nn.Parameter(self.weight.detach().to_dense(), self.weight.requires_grad)
+        return nn.Parameter(unpack(self.weight).t(), self.weight.requires_grad)
 
     @contextmanager
     def _plain_weight(self) -> Iterator[None]:
         """Unpack the layer within the block, and pack it again after it."""
-        packed, drop = self._packed is not None, self.weight.is_mkldnn
+        packed, drop = self._packed is not None, is_packed(self.weight)
         self.unpack_()
         yield
         if packed:
@@ -172,18 +172,6 @@ class ParallelLinear(ShardedModule):
             super()._save_to_state_dict(destination, prefix, keep_vars)
         finally:
             self._parameters["weight"] = weight
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, of which an opaque tensor has neither."""
-        return self.__dict__ | {
-            "_parameters": self._parameters | {"weight": self._dense_weight()},
-            "_packed": None if self._packed is None else {"drop": self.weight.is_mkldnn},
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state | {"_packed": None})
-        if state["_packed"] is not None:
-            self.pack_(**state["_packed"])
 
     def extra_repr(self) -> str:
         features: list[Any] = [self.out_features, self.in_features]

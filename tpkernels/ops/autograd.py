@@ -29,7 +29,7 @@ from tpkernels import dtypes
 from tpkernels.algorithms.parts import as_rows
 from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.memory import empty
-from tpkernels.local.packed import columns_of, fake_columns_of
+from tpkernels.local.packed import columns_of
 from tpkernels.ops.registration import define_local
 from tpkernels.ops.shortcut import shortcut
 from tpkernels.planning.algorithms import ALGORITHMS
@@ -59,7 +59,7 @@ def _fake(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], fake_columns_of(w, x.shape[-1])), dtype=out_dtype)
+    return x.new_empty((*x.shape[:-1], columns_of(w)), dtype=out_dtype)
 
 
 # The local matmul of the algorithms: accumulates in fp32, rounds once, to any dtype, and is fast

@@ -17,7 +17,7 @@ from tpkernels import groups, validation
 from tpkernels.algorithms.parts import as_rows
 from tpkernels.groups import GroupLike
 from tpkernels.local.matmul import new_product
-from tpkernels.local.packed import columns_of, fake_columns_of
+from tpkernels.local.packed import columns_of
 from tpkernels.ops.autograd import ColumnGrads
 from tpkernels.ops.registration import bias_list, define_local
 from tpkernels.ops.shortcut import is_plain
@@ -48,7 +48,7 @@ def _fake(
     biases: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     groups.get(group)
-    return [x.new_empty((*x.shape[:-1], fake_columns_of(w, x.shape[-1]))) for w in weights]
+    return [x.new_empty((*x.shape[:-1], columns_of(w))) for w in weights]
 
 
 def _save(ctx: Any, given: Any, output: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tpkernels import dtypes, validation
 from tpkernels.groups.group import Group
-from tpkernels.local.packed import columns_of, fake_columns_of
+from tpkernels.local.packed import columns_of
 from tpkernels.local.scaled import Packing, numbers_in, scaling_of
 from tpkernels.op_spec import OPS, OpSpec, Options
 from tpkernels.ops import scaled
@@ -194,22 +194,15 @@ def fake_result(op: str, group: Group, given: Any) -> Any:
         sizes = given.gather_sizes if spec.exchanges else given.shard_sizes
         shape = _gathered(shape, given.gather_dim, sizes, group)
     if spec.gathers and spec.has_matmul:
-        outs = [
-            x.new_empty((*shape[:-1], _fake_columns(spec, w, shape[-1])), dtype=dtype)
-            for w in given.weights
-        ]
+        outs = [x.new_empty((*shape[:-1], columns_of(w)), dtype=dtype) for w in given.weights]
         return x.new_empty(shape if given.return_gathered else [0]), outs
     if spec.has_matmul:
-        shape[-1] = _fake_columns(spec, given.w, shape[-1])
+        shape[-1] = columns_of(given.w)
     if spec.scatters:
         sizes = given.scatter_sizes if spec.exchanges else given.shard_sizes
         shape = _shard(shape, given.scatter_dim, sizes, group)
     result = x.new_empty(shape, dtype=dtype)
     return (result, x.new_empty(shape)) if spec.normed else result
-
-
-def _fake_columns(spec: OpSpec, w: torch.Tensor, k: int) -> int:
-    return w.shape[1] if spec.scaled else fake_columns_of(w, k)
 
 
 def _gathered(

@@ -51,12 +51,10 @@ def define_local(
     as the schema has them; `define` says what the others are."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CPU")
-    _LIBRARY.impl(name, run, "CUDA")
+    for key in ("CPU", "CUDA", "MkldnnCPU"):  # the last for the refusal to be readable
+        _LIBRARY.impl(name, run, key)
     parsed = torch._C.parse_schema(f"tpkernels::{schema}")
     arguments = arguments_of(parsed)
-    if any(argument.name in ("w", "weights") for argument in parsed.arguments):
-        _LIBRARY.impl(name, run, "MkldnnCPU")
 
     def checked_fake(*args: Any, **options: Any) -> Any:
         validation.tensors(arguments.named(args, options)._asdict())
@@ -271,7 +269,8 @@ def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype |
         return value
     kept: dict[str, torch.dtype | None] = {"residual": out_dtype}
     kept |= dict.fromkeys(("biases", "bias", "norm_weight"), torch.float32)
-    if value.dtype in (torch.float64, kept.get(name)) or is_packed(value):
+    is_packed_weight = name in ("w", "weights") and is_packed(value)
+    if value.dtype in (torch.float64, kept.get(name)) or is_packed_weight:
         return value
     return value.to(dtype)
 
@@ -284,10 +283,10 @@ def _forbid_tangents(op: str, args: Iterable[Any]) -> None:
         )
 
 
-def _forbid_packed(op: str, args: Iterable[Any]) -> None:
-    """``NotImplementedError`` where a gradient is needed and a weight is packed."""
-    tensors = [x for x in _tensors(args) if x.requires_grad or is_packed(x)]
-    if any(x.requires_grad for x in tensors) and any(is_packed(x) for x in tensors):
+def _forbid_packed(op: str, args: Sequence[Any]) -> None:
+    """``NotImplementedError`` where a gradient is needed and a weight, the second argument, is
+    packed."""
+    if any(map(is_packed, _tensors(args[1:2]))) and any(x.requires_grad for x in _tensors(args)):
         raise NotImplementedError(
             f"tpkernels.{op} has no gradient with a packed weight; call it under torch.no_grad(), "
             "or pass the plain weight"

@@ -95,15 +95,14 @@ def _state(*tensors: Any) -> _State:
 def _plain_states() -> list[_State]:
     """Return the states in which nothing but autograd is on: outside inference mode, and within,
     whose tensors cannot be overwritten outside it."""
-    dense, packed = torch._C._dispatch_keys(torch.empty(0)), key_set("MkldnnCPU")
-    packed_outside = key_set("MkldnnCPU", "ADInplaceOrView", "AutogradOther")
+    dense = torch._C._dispatch_keys(torch.empty(0))
     on_gpu = key_set("CUDA", "AutocastCUDA")  # a machine without a GPU cannot ask for them
     on_gpu_outside = key_set("CUDA", "AutocastCUDA", "ADInplaceOrView", "AutogradCUDA")
     with torch.inference_mode():
         inference = torch._C._dispatch_keys(torch.empty(0))
-        within = _state(dense, inference, packed, packed_outside, on_gpu, on_gpu_outside)
+        within = _state(dense, inference, on_gpu, on_gpu_outside)
     with torch.inference_mode(False):
-        return [within, _state(dense, packed_outside, on_gpu_outside)]
+        return [within, _state(dense, on_gpu_outside)]
 
 
 _STATES: list[_State] = []  # none is plain
@@ -126,7 +125,7 @@ def kernel_above(
     below, else ``otherwise``."""
     if defaults.python_calls():
         return otherwise
-    plain = [key_set(*keys).raw_repr() for keys in (["CPU"], ["CUDA"], ["CPU", "MkldnnCPU"])]
+    plain = [key_set(*keys).raw_repr() for keys in (["CPU"], ["CUDA"])]
     below = torch._C._after_ADInplaceOrView_keyset.raw_repr()
     return _C.calls.make_above(run, otherwise, below, plain, overwrites)
 

@@ -48,7 +48,7 @@ def bind(
     dtypes = {x.dtype, problem.dtype, getattr(given, "out_dtype", None) or x.dtype}
     if len(dtypes) > 1 or prod(problem.shape) == 0:
         return None
-    if weights and converts(x.dtype, prod(problem.shape[:-1])):
+    if not all(map(is_packed, weights)) and converts(x.dtype, prod(problem.shape[:-1])):
         return None
     by_columns = problem.dim == len(problem.shape) - 1
     if by_columns and getattr(given, "bias", None) is not None:
@@ -63,7 +63,7 @@ def bind(
         arguments,
         in_place=in_place,
         shape=tuple(result_shape(problem, call.group.rank)),
-        packed=[is_packed(w) for w in weights],
+        multiplies=bool(weights),
         products=products,
         return_gathered=getattr(given, "return_gathered", False),
         eps=getattr(given, "eps", 0.0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
 from tpkernels.launch import fork_server
-from tpkernels.local.packed import better_packed
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import locate
 
@@ -36,7 +34,7 @@ def load_model(
     `tpkernels.from_pretrained` on ranks of a type of ``device``. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
-    CPUs the weights of the parallel layers are packed where that pays off.
+    CPUs the weights of the parallel layers are packed.
     """
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = tpkernels.from_pretrained(
@@ -46,9 +44,8 @@ def load_model(
         dtype=dtype,
         sequence_parallel=None if ffn_only else "prefill",
     )
-    if device == "cpu" and better_packed(model.dtype):
-        with contextlib.suppress(NotImplementedError):
-            pack_(model, drop=True)
+    if device == "cpu" and model.dtype != torch.float64:
+        pack_(model, drop=True)
     return model
 
 

@@ -36,9 +36,9 @@ _PRELOAD = [
     "fastapi",
     "uvicorn",
 ]
-# Bound how many prepared products with packed weights oneDNN keeps, and torch in front of it. There
-# is one for each shape of a weight and each number of rows, of half a MiB in fp32. By default they
-# keep 1024, and a rank grows by hundreds of MiB: its batches have all sizes. Preparing takes 1 ms.
+# Bound how many prepared products oneDNN keeps, and torch in front of it. There is one for each
+# shape of a plain weight and number of rows, of half a MiB in bf16. By default they keep 1024, and
+# a rank grows by hundreds of MiB: its batches have all sizes. Preparing takes 1 ms.
 _CAPACITIES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 _WATCH_S = 0.5  # between two looks at the ranks
 _FAILED_S = 10.0  # for rank 0 to answer its clients after a rank has failed
