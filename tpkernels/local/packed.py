@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import TypeGuard
 
 import torch
 
@@ -118,7 +119,7 @@ def check_packable(w: torch.Tensor, what: str) -> None:
         raise NotImplementedError(f"{what} is float64; use the plain weight, or pack it in float32")
 
 
-def is_packed(w: Weight) -> bool:
+def is_packed(w: Weight) -> TypeGuard[torch.Tensor]:
     """Return whether a weight has the dims of a packed one."""
     return isinstance(w, torch.Tensor) and w.dim() == 3
 
