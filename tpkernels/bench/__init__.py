@@ -4,7 +4,6 @@ specs, sweep          ops on global shapes; sweeps by options, models and YAML f
 cases, inputs         one rank's data; enough copies of it to miss the cache
 verification          results against float64
 measuring, probes     one case and its baselines on one rank; what the machine can reach
-tuning_cases          the cases of `tpkernels tune`
 statistics, results   confidence intervals; result files
 report                the table in the terminal, CSV, HTML and plots
 """
