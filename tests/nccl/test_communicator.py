@@ -25,7 +25,7 @@ from tests.support.fake_nccl import REMOTE_ERROR, Build, Fake
 from tests.support.faults import PROMPT, Ending
 from tests.support.paths import ROOT
 from tests.support.tiers import sweep
-from tpkernels.nccl import Communicator, communicator
+from tpkernels.nccl import Communicator
 
 WORLD = 3
 SHORT = 0.6
@@ -37,8 +37,8 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def pretending() -> Iterator[None]:
     """Makes the CPU the current CUDA device."""
     with (
-        mock.patch.object(communicator, "_current_device", lambda: CPU),
-        mock.patch.object(communicator, "_current_stream", lambda device: 7),
+        mock.patch.object(tpkernels.nccl, "_current_device", lambda: CPU),
+        mock.patch.object(tpkernels.nccl, "_current_stream", lambda device: 7),
     ):
         yield
 
