@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from typer import Option
 
-from tpkernels.bench.inputs import COLD
+from tpkernels.bench.cases import COLD
 from tpkernels.bench.measuring import BASELINES
 from tpkernels.bench.results import Report, Result, load
 from tpkernels.bench.statistics import Array, Speedup, independent, ratio

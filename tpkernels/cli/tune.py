@@ -14,8 +14,15 @@ import typer
 from rich.markup import escape
 from typer import Option
 
-from tpkernels.bench.cases import Case, Outputs, planned, random_case, run_tpkernels, world_group
-from tpkernels.bench.inputs import Inputs
+from tpkernels.bench.cases import (
+    Case,
+    Inputs,
+    Outputs,
+    planned,
+    random_case,
+    run_tpkernels,
+    world_group,
+)
 from tpkernels.bench.probes import measure_machine, profile_of, rates_text
 from tpkernels.bench.specs import Spec, check_split, specs_of
 from tpkernels.bench.verification import Verdict, verify
