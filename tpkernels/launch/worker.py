@@ -28,11 +28,11 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
-import importlib
 import inspect
 import io
 import os
 import pickle
+import pkgutil
 import shutil
 import signal
 import sys
@@ -182,10 +182,7 @@ def describe(error: BaseException) -> str:
 
 def resolve(factory: str) -> Callable[..., Any]:
     """Return the callable named "module:qualified.name"."""
-    module, _, name = factory.partition(":")
-    target: Any = importlib.import_module(module)
-    for part in name.split("."):
-        target = getattr(target, part)
+    target: Any = pkgutil.resolve_name(factory)
     if not callable(target):
         raise TypeError(f"{factory} is a {type(target).__name__}, not a class or function")
     return target
@@ -202,7 +199,7 @@ def name_of(factory: str | Callable[..., Any]) -> str:
             raise ValueError(f"factory {factory!r} must be of the form 'module:Class'")
         return factory
     name = f"{getattr(factory, '__module__', None)}:{getattr(factory, '__qualname__', None)}"
-    with contextlib.suppress(ImportError, AttributeError, TypeError):
+    with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
         if resolve(name) is factory:
             return name
     raise ValueError(
