@@ -51,6 +51,7 @@ _PRELOAD = ["torch", "torch.distributed", "tpkernels.launch.worker"]
 _SLICE_S = 0.1  # between two looks at the ranks
 _MESSAGE_S = 1.0  # for the rest of a reply that has begun to arrive
 _REAP_S = 5.0  # from a rank's death to its exit code, through the fork server
+_RUN = messages.encode(("run",))
 
 
 @dataclass(frozen=True)
@@ -221,11 +222,8 @@ class Ranks:
         pickled = _pickled(function, args, kwargs)
         what = getattr(function, "__qualname__", repr(function))
         with self._my_turn(timeout):
-            self._job = Job(what, self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS))
-            with contextlib.suppress(_GiveUp):
-                self._send_function(pickled)
-                self._drain(self._job)
-            outcomes = self._finish(self._job, close_on_error=True)
+            job = self._job = Job(what, self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS))
+            outcomes = self._run(job, _RUN, pickled, close_on_error=True)
         return [outcome.value for outcome in outcomes]
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -237,7 +235,7 @@ class Ranks:
         with self._my_turn(self._timeout):
             self._job = Job("submit", self.world, self._timeout, (math.inf, math.inf))
             try:
-                self._send_function(pickled)
+                self._send(self._job, _RUN, pickled)
             except _GiveUp:
                 self._finish(self._job)
 
@@ -351,9 +349,15 @@ class Ranks:
 
     # Jobs. All but the first run within `_my_turn`.
 
-    def _run(self, job: Job, message: Message, close_on_error: bool = False) -> list[Outcome]:
+    def _run(
+        self,
+        job: Job,
+        message: Message,
+        pickled: bytes = b"",
+        close_on_error: bool = False,
+    ) -> list[Outcome]:
         with contextlib.suppress(_GiveUp):
-            self._send(message, job)
+            self._send(job, message, pickled)
             self._drain(job)
         return self._finish(job, close_on_error)
 
@@ -364,9 +368,8 @@ class Ranks:
             job, taken = Job(what, self.world, timeout), 0
             try:
                 with contextlib.suppress(_GiveUp):
-                    self._send(message, job)
-                    while (arrived := self._receive(job)) is not None:
-                        kind, outcome = arrived
+                    self._send(job, message)
+                    for kind, outcome in self._replies(job):
                         if kind != "item":
                             if outcome.rank != rank and not job.failed:
                                 continue  # items may be on their way
@@ -377,7 +380,7 @@ class Ranks:
                         job.deadline = time.monotonic() + timeout
                         taken += 1
                         if taken % half == 0:
-                            self._send(messages.encode(("more", half)), job)
+                            self._send(job, messages.encode(("more", half)))
                 self._finish(job)
             except GeneratorExit:
                 if self._why_closed is None:
@@ -391,12 +394,12 @@ class Ranks:
 
     def _stop(self, job: Job) -> None:
         if job.pending:
-            self._send(messages.encode(("stop",)), job)
+            self._send(job, messages.encode(("stop",)))
             self._drain(job)
 
     def _drain(self, job: Job) -> None:
         """Wait for the last replies."""
-        while self._receive(job) is not None:
+        for _ in self._replies(job):
             pass
 
     def _finish(self, job: Job, close_on_error: bool = False) -> list[Outcome]:
@@ -489,27 +492,24 @@ class Ranks:
         self._processes.append(process)
         self._pipes.append(ours)
 
-    def _send(self, message: Message, job: Job) -> None:
+    def _send(self, job: Job, message: Message, pickled: bytes = b"") -> None:
         def check() -> None:
             self._give_up_if(job, job.pending, job.deadline)
 
         for part in message:
             worker.transfer(self._out.write, part, _SLICE_S, check)
+        for pipe in self._pipes if pickled else ():
+            with contextlib.suppress(OSError):  # a dead rank
+                pipe.send_bytes(pickled)
 
     def _give_up_if(self, job: Job, ranks: Collection[int], deadline: float) -> None:
         """Raise if one of the ranks has died, or time is up."""
         if self._record_deaths(job, ranks) or time.monotonic() >= deadline:
             raise _GiveUp
 
-    def _send_function(self, pickled: bytes) -> None:
-        self._send(messages.encode(("run",)), self._job)
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # a dead rank
-                pipe.send_bytes(pickled)
-
-    def _receive(self, job: Job) -> tuple[str, Outcome] | None:
-        """Return the kind and the content of the next reply, recorded if it is a rank's last. None:
-        all ranks have given their last, or time is up."""
+    def _replies(self, job: Job) -> Iterator[tuple[str, Outcome]]:
+        """Yield the kind and the content of each reply, and record those that are a rank's last,
+        until all ranks have given theirs or time is up."""
         while job.pending:
             left, pending = job.deadline - time.monotonic(), sorted(job.pending)
             boxes = [self._in[rank] for rank in pending]
@@ -518,10 +518,9 @@ class Ranks:
                 if (reply := self._read(pending[arrived], job)) is not None:
                     if reply[0] != "item":
                         job.record(reply[1])
-                    return reply
+                    yield reply
             elif not self._record_deaths(job, job.pending) and left <= 0:
-                break
-        return None
+                return
 
     def _read(self, rank: int, job: Job) -> tuple[str, Outcome] | None:
         """Return the reply of a rank, or None if the rank died meanwhile."""
