@@ -1,10 +1,9 @@
 // The product of rows with a weight: y[m][n] = the dot product of row m of x and column n of w.
 //
-// Panels: oneDNN's packed form of fp32, and of bf16 with dot products, on processors with AVX-512.
-//   Every 64 columns form a panel. For each 4 bytes of K, one element of 32 bits or two of 16, it
-//   holds those of all 64 columns in turn. What is missing in the last panel, and in the last 4
-//   bytes of an odd K, is zero. Memory is read in order, and no sum is spread over a vector's
-//   lanes.
+// Panels: the packed form. Every 64 columns form a panel; the last one has those that are left. For
+//   each 4 bytes of K, one element of 32 bits or two of 16, a panel holds those of all its columns
+//   in turn, and at the end the single elements that an odd K of 16 bits leaves. There is no
+//   padding. Memory is read in order, and no sum is spread over a vector's lanes.
 // Columns: each is contiguous, as in `linear.weight.t()`. Few rows are limited by how fast the
 //   weight is read: it is read once, in place, a block of columns from end to end, or in chunks
 //   where x does not fit the L1 cache.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tpkernels
-from tests.support.products import FILLER, product, threads, within_rounding
+from tests.support.products import product, threads, within_rounding
 from tests.support.refusals import packable
 from tpkernels import _C
 from tpkernels.dtypes import CODES
@@ -82,28 +82,27 @@ PANELS = [dtype for dtype in (F32, F16, BF16) if takes_panels(dtype)]
 needs_panels = pytest.mark.skipif(not PANELS, reason="needs AVX-512")
 
 
-def in_panels(w: torch.Tensor, more: int = 0) -> tuple[SimpleNamespace, torch.Tensor]:
-    """A weight [K, N] as csrc/host/product.h describes it, written apart from the package, with
-    ``more`` unused elements of K; and its memory."""
-    k, n = w.shape
+def in_panels(w: torch.Tensor) -> tuple[SimpleNamespace, torch.Tensor]:
+    """A weight [K, N] as csrc/host/product.h describes it, written apart from the package; and its
+    memory."""
     group = 4 // w.dtype.itemsize
-    groups = -(-k // group) + more
-    memory = torch.full((-(-n // COLUMNS), groups, COLUMNS, group), FILLER).to(w.dtype)
-    memory[:, : -(-k // group)] = 0
-    for row, column in itertools.product(range(k), range(n)):
-        at = (column // COLUMNS, row // group, column % COLUMNS, row % group)
-        memory[at] = w[row, column]
-    pitch = memory.stride(0) * w.dtype.itemsize
-    panels = _C.calls.Panels(memory.data_ptr(), pitch, k, n, CODES[w.dtype])
+    parts = []
+    for panel in w.split(COLUMNS, dim=1):
+        for groups in panel.split(len(w) // group * group or 1):  # and what an odd K leaves
+            together = group if len(groups) % group == 0 else 1
+            parts.append(groups.reshape(-1, together, panel.shape[1]).transpose(1, 2).flatten())
+    memory = torch.cat(parts)
+    pitch = COLUMNS * len(w) * w.dtype.itemsize
+    panels = _C.calls.Panels(memory.data_ptr(), pitch, *w.shape, CODES[w.dtype])
     return SimpleNamespace(_tpkernels_panels=panels), memory
 
 
 def test_exact_for_integers(unit: str) -> None:
     torch.manual_seed(0)
     shapes = [(1, 3), (2, 1), (3, 64), (17, 65), (32, 63), (33, 130)]
-    for dtype, (k, n), more in itertools.product((F32, F16, BF16), shapes, (0, 3)):
+    for dtype, (k, n) in itertools.product((F32, F16, BF16), shapes):
         w = torch.randint(-2, 3, (k, n)).to(dtype)
-        weight, memory = in_panels(w, more)
+        weight, memory = in_panels(w)
         wide, bias = torch.randint(-2, 3, (MOST, k + 5)).to(dtype), torch.randint(-3, 4, (n,))
         for rows, out_dtype, added in itertools.product(
             (1, 2, 5, 6, 7, 13, 17, MOST), {dtype, F32}, (None, bias.float())
@@ -114,7 +113,7 @@ def test_exact_for_integers(unit: str) -> None:
             assert (got is not None) is taken, (dtype, k, n, rows)
             if got is not None:
                 exact = x.float() @ w.float() + (0 if added is None else added)
-                assert torch.equal(got.float(), exact), (dtype, k, n, rows, more, out_dtype)
+                assert torch.equal(got.float(), exact), (dtype, k, n, rows, out_dtype)
         del memory
 
 
@@ -174,7 +173,7 @@ def test_a_packed_weight_and_its_alias(dtype: torch.dtype) -> None:
 @needs_panels
 @pytest.mark.parametrize("dtype", PANELS, ids=str)
 def test_another_layout_is_not_taken_for_panels(dtype: torch.dtype) -> None:
-    w = torch.randn(100, 70).to(dtype)
+    w = torch.randn(100, 128).to(dtype)
     if not hasattr(tpkernels.pack(w), "_tpkernels_panels"):
         pytest.skip("this torch does not pack in panels")
     factor = tpkernels.pack(w)
@@ -184,14 +183,14 @@ def test_another_layout_is_not_taken_for_panels(dtype: torch.dtype) -> None:
         with mock.patch.object(_C.calls, "PANEL_COLUMNS", 32):
             assert packed._panel_pitch(factor) is None
         packed._pitch_of.cache_clear()
-        assert packed._pitch_of(description[:-1], 70, 100, dtype) is None
+        assert packed._pitch_of(description[:-1], 128, 100, dtype) is None
         with (
             mock.patch.object(packed, "_reordered", torch.Tensor.to_mkldnn),  # row by row
             mock.patch.object(packed, "_description", return_value=b""),
         ):
             assert packed._pitch_of(b"", 128, 128, dtype) is None
         packed._pitch_of.cache_clear()
-        assert packed._pitch_of(description, 70, 100, dtype) is not None
+        assert packed._pitch_of(description, 128, 100, dtype) is not None
     finally:
         packed._pitch_of.cache_clear()
 

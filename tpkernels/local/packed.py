@@ -115,6 +115,8 @@ def _description(packed: torch.Tensor) -> bytes:
 def _pitch_of(description: bytes, n: int, k: int, dtype: torch.dtype) -> int | None:
     """Pack random numbers and compares: oneDNN documents no layout, and a description has none
     that can be read."""
+    if n % _C.calls.PANEL_COLUMNS or k * dtype.itemsize % 4:
+        return None  # oneDNN pads these
     generator = torch.Generator().manual_seed(0)  # the global one is the user's
     plain = torch.randn(n, k, generator=generator, device="cpu", dtype=dtype)
     packed = _reordered(plain)
