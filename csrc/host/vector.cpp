@@ -6,7 +6,10 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
+#include <type_traits>
+#include <utility>
 
 #include "host/vector_scalar.h"
 
@@ -41,7 +44,13 @@ inline void store_u16(void* to, Words words) {
 
 void stream(void* dst, const void* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
 
-constexpr VectorUnit kUnit = make_unit("plain", stream);
+inline Vec fused(Vec x, Vec w, Vec sum) { return x * w + sum; }
+
+#include "host/factors.inc"
+#include "host/panels.inc"
+#include "host/widened.inc"
+
+constexpr VectorUnit kUnit = make_unit("plain", stream, kPanels);
 
 }  // namespace plain
 

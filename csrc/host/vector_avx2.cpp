@@ -6,7 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "host/vector_scalar.h"
 
@@ -39,26 +42,13 @@ inline void store_u16(void* to, Words words) {
   store_bits(to, _mm256_castsi256_si128(narrow));
 }
 
-template <DType D>
-using Factor = Pair;
+inline Vec fused(Vec x, Vec w, Vec sum) { return _mm256_fmadd_ps(x, w, sum); }
 
-template <DType D>
-constexpr std::size_t kStep = 2 * kLanes;
-
-// 8 sums and 3 pairs of factors, of 16 registers.
+// 8 sums and 3 factors, which are pairs of 16 bits, of 16 registers.
 template <DType D>
 constexpr std::size_t kTileRows = 2;
 
-template <DType D>
-inline Pair load_factor(const std::byte* from) {
-  return load_pair<D>(from);
-}
-
-template <DType D>
-inline Vec multiply_add(Vec sum, Pair x, Pair w) {
-  sum = _mm256_fmadd_ps(x.first, w.first, sum);
-  return _mm256_fmadd_ps(x.second, w.second, sum);
-}
+#include "host/factors.inc"
 
 inline __m128 half(Vec value) {
   return _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
@@ -71,6 +61,8 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
 }
 
 #include "host/few_rows.inc"
+#include "host/panels.inc"
+#include "host/widened.inc"
 
 void stream(void* dst, const void* src, std::size_t bytes) {
   stream_lines(dst, src, bytes, 32, [](std::byte* to, const std::byte* from) {
@@ -83,7 +75,7 @@ void stream(void* dst, const void* src, std::size_t bytes) {
 constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                               multiply_few_rows<DType::kF16>,
                                               multiply_few_rows<DType::kBF16>};
-constexpr VectorUnit kUnit = make_unit("avx2", stream, kFewRows, 8);
+constexpr VectorUnit kUnit = make_unit("avx2", stream, kPanels, kFewRows, 8);
 
 }  // namespace avx2
 

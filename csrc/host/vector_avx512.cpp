@@ -8,7 +8,9 @@
 #include <array>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "host/vector_scalar.h"
 
@@ -42,45 +44,13 @@ inline void store_u16(void* to, Words words) {
   store_bits(to, _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words)));
 }
 
-// What few_rows.inc and panels.inc ask for, of all dtypes without dot products.
-template <DType D>
-struct FactorOf {
-  using Type = Pair;
-};
-
-template <>
-struct FactorOf<DType::kF32> {
-  using Type = Vec;
-};
-
-template <DType D>
-using Factor = typename FactorOf<D>::Type;
-
-template <DType D>
-constexpr std::size_t kStep = sizeof(Factor<D>) / sizeof(float);
+inline Vec fused(Vec x, Vec w, Vec sum) { return _mm512_fmadd_ps(x, w, sum); }
 
 // 24 sums and 7 factors, or 16 sums and 5 pairs of factors, of 32 registers.
 template <DType D>
 constexpr std::size_t kTileRows = D == DType::kF32 ? 6 : 4;
 
-template <DType D>
-inline Factor<D> load_factor(const std::byte* from) {
-  if constexpr (D == DType::kF32) {
-    return load_vec<D>(from);
-  } else {
-    return load_pair<D>(from);
-  }
-}
-
-template <DType D>
-inline Vec multiply_add(Vec sum, Factor<D> x, Factor<D> w) {
-  if constexpr (D == DType::kF32) {
-    return _mm512_fmadd_ps(x, w, sum);
-  } else {
-    sum = _mm512_fmadd_ps(x.first, w.first, sum);
-    return _mm512_fmadd_ps(x.second, w.second, sum);
-  }
-}
+#include "host/factors.inc"
 
 inline __m128 quarter(Vec value) {
   const __m256 half =
@@ -94,21 +64,9 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
   _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(first, second), _mm_add_ps(third, fourth)));
 }
 
-inline Vec broadcast(const std::byte* from) {
-  float value;
-  std::memcpy(&value, from, sizeof(value));
-  return set_vec(value);
-}
-
-template <DType D>
-inline void store_sum(void* to, Vec sum) {
-  store_vec<D>(to, sum);
-}
-
-// clang-format off: the second needs the first
 #include "host/few_rows.inc"
 #include "host/panels.inc"
-// clang-format on
+#include "host/widened.inc"
 
 // Panels made of plain weights: two sources of panels.inc. A group is 4 bytes of K whatever the
 // dtype.
@@ -226,9 +184,8 @@ constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                               multiply_few_rows<DType::kBF16>};
 
 constexpr VectorUnit make_avx512_unit() {
-  VectorUnit unit = make_unit("avx512", stream, kFewRows, 8);
+  VectorUnit unit = make_unit("avx512", stream, kPanels, kFewRows, 8);
   constexpr int kAt = static_cast<int>(DType::kF32);
-  unit.panels[kAt] = multiply_panels<DType::kF32>;
   unit.columns[kAt] = multiply_panels<DType::kF32, FromColumns<DType::kF32>>;
   unit.rows[kAt] = multiply_panels<DType::kF32, FromRows<DType::kF32>>;
   return unit;
@@ -263,6 +220,7 @@ using avx512::load_acc;
 using avx512::set_vec;
 using avx512::store_acc;
 using avx512::store_block;
+using avx512::store_row;
 using avx512::store_vec;
 using avx512::Vec;
 
@@ -285,6 +243,7 @@ inline Vec multiply_add(Vec sum, __m512bh x, __m512bh w) {
   return _mm512_dpbf16_ps(sum, x, w);
 }
 
+template <DType D>
 inline __m512bh broadcast(const std::byte* from) {
   int pair;
   std::memcpy(&pair, from, sizeof(pair));
