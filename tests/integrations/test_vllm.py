@@ -199,7 +199,7 @@ def test_products_of_other_layers(dtype: torch.dtype, remove: bool) -> None:
         parts: Any = importlib.import_module(fake_vllm.PARTS)
         parts.replace_products()
         dispatch = parts.utils.dispatch_cpu_unquantized_gemm
-        layer: Any = torch.nn.Linear(40, 70, dtype=dtype)
+        layer: Any = torch.nn.Linear(40, 128, dtype=dtype)
         weight, bias = layer.weight.detach().clone(), layer.bias.detach()
         dispatch(layer, remove)
         mine = layer.cpu_linear is not torch.nn.functional.linear
