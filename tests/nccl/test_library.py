@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.fake_nccl import Build
+from tests.support.processes import python
 from tpkernels import _C, nccl
 from tpkernels.errors import TpkernelsError
 
@@ -180,9 +179,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = python("-c", code)
     assert (ended.returncode, ended.stderr) == (0, ""), ended
     assert "NCCL communicator 'alone', rank 0 of 1: set-up failed" in ended.stdout
     assert "cuda" in ended.stdout.lower()
