@@ -43,6 +43,9 @@ bool pays_to_repack(const Size& size, DType dtype, Form form, DType out_dtype) {
 // The most rows beside AMX, with which 8 would take longer than torch's by the rate of the dot
 // products alone.
 constexpr std::size_t kMostBesideAmx = 4;
+// With other K, torch 2.13's products on AMX read beyond the end of a row: a NaN behind it becomes
+// one in the result.
+constexpr std::size_t kTileK = 32;
 
 }  // namespace
 
@@ -64,11 +67,12 @@ Way fastest_way(const Size& size, DType dtype, Form form, DType out_dtype) {
   const VectorUnit& unit = vector_unit();
   const int at = static_cast<int>(dtype);
   if (form == Form::kPanels) return {unit.panels[at], Product::kPanel, true};
-  if (amx && dtype == DType::kBF16 && size.rows > kMostBesideAmx) return {};
+  const bool beside_amx = amx && dtype == DType::kBF16;
+  if (beside_amx && size.k % kTileK == 0 && size.rows > kMostBesideAmx) return {};
   if (form == Form::kColumns && size.rows <= unit.most_few_rows[at]) {
     return {unit.few_rows[at], Product::kBlock, false};
   }
-  if (!pays_to_repack(size, dtype, form, out_dtype)) return {};
+  if (!beside_amx && !pays_to_repack(size, dtype, form, out_dtype)) return {};
   return {(form == Form::kColumns ? unit.columns : unit.rows)[at], Product::kPanel, true};
 }
 

@@ -1,9 +1,9 @@
 // The product of rows with a weight: y[m][n] = the dot product of row m of x and column n of w.
 //
-// Panels: what tpkernels/local/packed.py makes of a weight. Every 64 columns form a panel, and what
-//   is left the last one. For each group of 4 bytes of K, one element of 32 bits or two of 16, it
-//   holds those of all its columns in turn; an odd K of 16 bits ends in a group of one element.
-//   Nothing is padded. Memory is read in order, and no sum is spread over a vector's lanes.
+// Panels: the packed form. Every 64 columns form a panel; the last one has those that are left. For
+//   each 4 bytes of K, one element of 32 bits or two of 16, a panel holds those of all its columns
+//   in turn, and at the end the single elements that an odd K of 16 bits leaves. There is no
+//   padding. Memory is read in order, and no sum is spread over a vector's lanes.
 // Columns: each is contiguous, as in `linear.weight.t()`. Few rows are limited by how fast the
 //   weight is read: it is read once, in place, a block of columns from end to end, or in chunks
 //   where x does not fit the L1 cache.

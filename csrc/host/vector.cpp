@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 
 #include "host/vector_scalar.h"
@@ -43,20 +44,12 @@ inline void store_u16(void* to, Words words) {
 
 void stream(void* dst, const void* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
 
-inline Vec fused(Vec sum, Vec a, Vec b) { return sum + a * b; }
+inline Vec fused(Vec x, Vec w, Vec sum) { return x * w + sum; }
 
-template <DType D>
-constexpr std::size_t kPanelRows = 4;
-constexpr std::size_t kTileVecs = 2;
-constexpr std::size_t kGroups = 64;
-
-// clang-format off: the second needs the first
-#include "host/panel_groups.inc"
+#include "host/factors.inc"
 #include "host/panels.inc"
-// clang-format on
+#include "host/widened.inc"
 
-constexpr std::array<Multiply, 3> kPanels = {
-    multiply_panels<DType::kF32>, multiply_panels<DType::kF16>, multiply_panels<DType::kBF16>};
 constexpr VectorUnit kUnit = make_unit("plain", stream, kPanels);
 
 }  // namespace plain

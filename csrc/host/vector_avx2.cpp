@@ -7,7 +7,9 @@
 #include <array>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "host/vector_scalar.h"
 
@@ -40,26 +42,13 @@ inline void store_u16(void* to, Words words) {
   store_bits(to, _mm256_castsi256_si128(narrow));
 }
 
-template <DType D>
-using Factor = Pair;
+inline Vec fused(Vec x, Vec w, Vec sum) { return _mm256_fmadd_ps(x, w, sum); }
 
-template <DType D>
-constexpr std::size_t kStep = 2 * kLanes;
-
-// 8 sums and 3 pairs of factors, of 16 registers.
+// 8 sums and 3 factors, which are pairs of 16 bits, of 16 registers.
 template <DType D>
 constexpr std::size_t kTileRows = 2;
 
-template <DType D>
-inline Pair load_factor(const std::byte* from) {
-  return load_pair<D>(from);
-}
-
-template <DType D>
-inline Vec multiply_add(Vec sum, Pair x, Pair w) {
-  sum = _mm256_fmadd_ps(x.first, w.first, sum);
-  return _mm256_fmadd_ps(x.second, w.second, sum);
-}
+#include "host/factors.inc"
 
 inline __m128 half(Vec value) {
   return _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
@@ -71,19 +60,9 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
   _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(first, second), _mm_add_ps(third, fourth)));
 }
 
-inline Vec fused(Vec sum, Vec a, Vec b) { return _mm256_fmadd_ps(a, b, sum); }
-
-// 12 sums and 3 vectors of groups, or 8 sums and 6, of 16 registers.
-template <DType D>
-constexpr std::size_t kPanelRows = D == DType::kF32 ? 6 : 4;
-constexpr std::size_t kTileVecs = 2;
-constexpr std::size_t kGroups = 64;  // 16 KiB, in the L1 cache: read for 16 columns at a time
-
-// clang-format off: each needs the one before
 #include "host/few_rows.inc"
-#include "host/panel_groups.inc"
 #include "host/panels.inc"
-// clang-format on
+#include "host/widened.inc"
 
 void stream(void* dst, const void* src, std::size_t bytes) {
   stream_lines(dst, src, bytes, 32, [](std::byte* to, const std::byte* from) {
@@ -93,8 +72,6 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   _mm_sfence();
 }
 
-constexpr std::array<Multiply, 3> kPanels = {
-    multiply_panels<DType::kF32>, multiply_panels<DType::kF16>, multiply_panels<DType::kBF16>};
 constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                               multiply_few_rows<DType::kF16>,
                                               multiply_few_rows<DType::kBF16>};

@@ -8,7 +8,9 @@
 #include <array>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "host/vector_scalar.h"
 
@@ -42,45 +44,13 @@ inline void store_u16(void* to, Words words) {
   store_bits(to, _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words)));
 }
 
-// What few_rows.inc and panels.inc ask for, of all dtypes without dot products.
-template <DType D>
-struct FactorOf {
-  using Type = Pair;
-};
-
-template <>
-struct FactorOf<DType::kF32> {
-  using Type = Vec;
-};
-
-template <DType D>
-using Factor = typename FactorOf<D>::Type;
-
-template <DType D>
-constexpr std::size_t kStep = sizeof(Factor<D>) / sizeof(float);
+inline Vec fused(Vec x, Vec w, Vec sum) { return _mm512_fmadd_ps(x, w, sum); }
 
 // 24 sums and 7 factors, or 16 sums and 5 pairs of factors, of 32 registers.
 template <DType D>
 constexpr std::size_t kTileRows = D == DType::kF32 ? 6 : 4;
 
-template <DType D>
-inline Factor<D> load_factor(const std::byte* from) {
-  if constexpr (D == DType::kF32) {
-    return load_vec<D>(from);
-  } else {
-    return load_pair<D>(from);
-  }
-}
-
-template <DType D>
-inline Vec multiply_add(Vec sum, Factor<D> x, Factor<D> w) {
-  if constexpr (D == DType::kF32) {
-    return _mm512_fmadd_ps(x, w, sum);
-  } else {
-    sum = _mm512_fmadd_ps(x.first, w.first, sum);
-    return _mm512_fmadd_ps(x.second, w.second, sum);
-  }
-}
+#include "host/factors.inc"
 
 inline __m128 quarter(Vec value) {
   const __m256 half =
@@ -94,19 +64,9 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
   _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(first, second), _mm_add_ps(third, fourth)));
 }
 
-inline Vec fused(Vec sum, Vec a, Vec b) { return _mm512_fmadd_ps(a, b, sum); }
-
-// 24 sums and 5 vectors of groups, or 16 sums and 10, of 32 registers.
-template <DType D>
-constexpr std::size_t kPanelRows = D == DType::kF32 ? 6 : 4;
-constexpr std::size_t kTileVecs = 4;
-constexpr std::size_t kGroups = 512;  // 128 KiB, in the L2 cache
-
-// clang-format off: each needs the one before
 #include "host/few_rows.inc"
-#include "host/panel_groups.inc"
 #include "host/panels.inc"
-// clang-format on
+#include "host/widened.inc"
 
 // Panels made of plain weights: two sources of panels.inc. A group is 4 bytes of K whatever the
 // dtype.
@@ -219,8 +179,6 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   _mm_sfence();
 }
 
-constexpr std::array<Multiply, 3> kPanels = {
-    multiply_panels<DType::kF32>, multiply_panels<DType::kF16>, multiply_panels<DType::kBF16>};
 constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                               multiply_few_rows<DType::kF16>,
                                               multiply_few_rows<DType::kBF16>};
@@ -255,13 +213,13 @@ namespace tpkernels::host {
 // The same with the dot products of AVX512_BF16, which take a subnormal for zero, as oneDNN's do.
 namespace avx512_bf16 {
 
+using avx512::add_block;
 using avx512::add_lanes;
-using avx512::kGroups;
 using avx512::kLanes;
-using avx512::kTileVecs;
 using avx512::load_acc;
 using avx512::set_vec;
 using avx512::store_acc;
+using avx512::store_block;
 using avx512::store_row;
 using avx512::store_vec;
 using avx512::Vec;
@@ -276,12 +234,6 @@ template <DType D>
 constexpr std::size_t kTileRows = 6;
 
 template <DType D>
-using Group = __m512bh;
-
-template <DType D>
-constexpr std::size_t kPanelRows = 6;
-
-template <DType D>
 inline __m512bh load_factor(const std::byte* from) {
   return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from));
 }
@@ -289,16 +241,6 @@ inline __m512bh load_factor(const std::byte* from) {
 template <DType D>
 inline Vec multiply_add(Vec sum, __m512bh x, __m512bh w) {
   return _mm512_dpbf16_ps(sum, x, w);
-}
-
-template <DType D>
-inline __m512bh load_groups(const std::byte* from) {
-  return load_factor<D>(from);
-}
-
-template <DType D>
-inline Vec add_groups(Vec sum, __m512bh x, __m512bh w) {
-  return multiply_add<D>(sum, x, w);
 }
 
 template <DType D>

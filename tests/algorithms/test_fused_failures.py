@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT, Ending, Report
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.symm import cuda, device
@@ -138,78 +140,18 @@ def test_a_mismatch_is_found_on_all_ranks(interpreting: RanksFixture, watched: b
             assert expected & 0xFFFFFFFF == seen & 0xFFFFFFFF and expected != seen
 
 
-def late_job() -> tuple[Ending, tuple[int, ...] | None] | None:
-    """Rank 1 does not come; the kernel of rank 0 must give up by itself."""
-    group = faults.new_group(timeout=1.0)
-    faults.run_op("all_gather_matmul", group, "fused", 12)
-    cuda.LOOK_S = faults.COLLECT_SECONDS
-    if group.rank() == 1:
-        dist.barrier()  # the other one has given up
-        return None
-    ending = faults.ending_of(lambda: faults.run_op("all_gather_matmul", group, "fused", 12))
-    space = faults.workspace_of(group)._device
-    assert space is not None
-    dist.barrier()
-    return ending, space.failure()
-
-
-@pytest.mark.thorough
-def test_a_kernel_gives_up_at_its_deadline(interpreting: RanksFixture) -> None:
-    told = interpreting(2).run(late_job)[0]
-    assert told is not None
-    first, failure = told
-    assert first.error == "CollectiveTimeoutError" and first.peer == 1, first
-    assert 1.0 <= first.seconds < 1.0 + PROMPT, first
-    assert failure is not None and failure[:2] == (device.TIMEOUT, 1), failure
-
-
-def raising_job() -> Ending:
-    """Rank 1 fails before its kernel starts; the others are told."""
-    from tpkernels.kernels import matmul_reduce_scatter as kernel
-    from tpkernels.symm.device import Prepared
-
+@on_ranks(2)
+def test_without_the_interpreter_it_says_so() -> None:
     group = faults.new_group()
-
-    def fail(*_: object) -> None:
-        raise MemoryError("none left")
-
-    faults.run_op("matmul_reduce_scatter", group, "fused", 12)
-    if group.rank() == 1:
-        kernel.prepare = lambda *_: Prepared(1, 1, (), fail)  # type: ignore[assignment]
-    return faults.ending_of(lambda: faults.run_op("matmul_reduce_scatter", group, "fused", 12))
-
-
-@pytest.mark.thorough
-def test_an_exception_in_one_rank_reaches_all() -> None:
-    with faults.watched_ranks(WORLD, TRITON_INTERPRET="1") as ranks:
-        for rank, first in faults.values(faults.collect(ranks, raising_job)).items():
-            if rank == 1:
-                assert first.error == "MemoryError", first
-                continue
-            assert first.error == "PeerLostError" and first.peer == 1, first
-            assert "MemoryError: none left" in first.text, first
-            assert first.seconds < PROMPT, first
-
-
-def refused_job(op: str) -> list[str]:
-    group = faults.new_group()
-    x, w = torch.ones(8, 4, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
-    told = []
-    for dtype in (torch.float32, torch.float64):
-        given = x.to(dtype), w.to(dtype)
-        call = functools.partial(getattr(tpkernels, op), *given, group, algorithm="fused")
+    for op, dtype in itertools.product(OPS, (torch.float32, torch.float64)):
+        factors = torch.ones(8, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)
+        call = functools.partial(getattr(tpkernels, op), *factors, group, algorithm="fused")
         ending = faults.ending_of(call)
-        told.append(f"{ending.error}: {ending.text}")
-    faults.run_op(op, group)
+        assert ending.error == "NotImplementedError", ending
+        if dtype == torch.float64:
+            assert "takes no float64" in ending.text, ending
+        else:
+            assert ending.text.startswith(f"algorithm 'fused' of {op} runs Triton"), ending
+            assert "TRITON_INTERPRET=1" in ending.text, ending
+    faults.run_op("all_gather_matmul", group)
     assert groups.get(group.group_name).workspace is not None
-    return told
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_without_the_interpreter_it_says_so(ranks: RanksFixture, op: str) -> None:
-    for plain, wide in ranks(2).run(refused_job, op):
-        assert plain.startswith(f"NotImplementedError: algorithm 'fused' of {op} runs Triton"), (
-            plain
-        )
-        assert "TRITON_INTERPRET=1" in plain
-        assert "takes no float64" in wide, wide

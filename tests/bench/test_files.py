@@ -21,7 +21,7 @@ from typer.testing import Result
 
 from tests.support.damage import good_report, invoke, options
 from tests.support.processes import interrupted
-from tpkernels.bench import inputs, probes
+from tpkernels.bench import cases, probes
 from tpkernels.bench.report import unsupported
 from tpkernels.bench.results import load, new_report, resumed, save
 from tpkernels.bench.sweep import Settings, plan_sweep
@@ -51,7 +51,7 @@ def valid(path: Path) -> dict[str, Any]:
 
 def quick_rates(dtype: torch.dtype, device: str) -> Rates:
     """On a rank: rates of small operands, which say little. It has a small cache."""
-    for module in (probes, inputs):
+    for module in (probes, cases):
         module.last_level_cache_bytes = lambda _: 1 << 20
     with mock.patch.dict(probes._SIZE, {device: 64}):
         return probes.measure_rates(dtype, device)

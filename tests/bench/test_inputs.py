@@ -16,10 +16,9 @@ import torch
 from rich.console import Console
 
 from tests.support.damage import RATES, good_report
-from tpkernels.bench import inputs, probes
+from tpkernels.bench import cases, probes
 from tpkernels.bench import report as output
-from tpkernels.bench.cases import random_case
-from tpkernels.bench.inputs import COLD, Inputs, copies
+from tpkernels.bench.cases import COLD, Inputs, copies, random_case
 from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import result
 from tpkernels.bench.specs import Spec
@@ -37,18 +36,18 @@ MATMUL = Spec("all_gather_matmul", (64, 1024, 1024), torch.float32)  # 2.1 MiB o
 def test_copies_are_as_many_as_it_takes_and_memory_allows() -> None:
     for cache, nbytes, room in itertools.product(CACHES, [1, 2 * MIB], [0, 3 * MIB, 1 << 50]):
         count = copies(nbytes, footprint=2 * nbytes, cache=cache, room=room)
-        assert 1 <= count <= inputs._MOST_COPIES
+        assert 1 <= count <= cases._MOST_COPIES
         assert count == 1 or count * 2 * nbytes <= room
         assert (count - 1) * nbytes < COLD * cache
         if count * nbytes < COLD * cache:  # memory or the maximum number prevents more
-            assert count == inputs._MOST_COPIES or (count + 1) * 2 * nbytes > room
+            assert count == cases._MOST_COPIES or (count + 1) * 2 * nbytes > room
 
 
 def turns(spec: Spec, size: int, available: int) -> tuple[bool, float, float, int]:
     """On a rank: whether all copies have the right data; their size relative to the cache, counted
     and as reported; and the memory that they and the gathered copies occupy."""
     with mock.patch.multiple(
-        inputs, last_level_cache_bytes=lambda _: size, available_bytes=lambda: available
+        cases, last_level_cache_bytes=lambda _: size, available_bytes=lambda: available
     ):
         case = random_case(spec)
         made = Inputs(case, cold=True)
@@ -68,11 +67,11 @@ def turns(spec: Spec, size: int, available: int) -> tuple[bool, float, float, in
 def test_cold_inputs_exceed_the_cache(ranks: Callable[[int], Ranks]) -> None:
     """Or the report says how far they do not: too many copies would be needed, or memory."""
     few, more = (Spec("all_reduce", (elements,), torch.float32) for elements in (128, 1024))
-    cases = [(more, 32 * MIB, 16 * GIB, True), (few, MIB, 16 * GIB, True)]
-    cases += [(few, 32 * MIB, 16 * GIB, False), (MATMUL, 32 * MIB, 512 * MIB, True)]
-    cases += [(MATMUL, cache, 0, cache == MIB) for cache in CACHES]
-    cases += [(MATMUL, 2 * GIB, 512 * MIB, False)]
-    for spec, cache, available, cold in cases:
+    sizes = [(more, 32 * MIB, 16 * GIB, True), (few, MIB, 16 * GIB, True)]
+    sizes += [(few, 32 * MIB, 16 * GIB, False), (MATMUL, 32 * MIB, 512 * MIB, True)]
+    sizes += [(MATMUL, cache, 0, cache == MIB) for cache in CACHES]
+    sizes += [(MATMUL, 2 * GIB, 512 * MIB, False)]
+    for spec, cache, available, cold in sizes:
         for right, over_cache, reported, used in ranks(2).run(turns, spec, cache, available):
             assert right and reported == pytest.approx(over_cache)
             assert (reported >= COLD) == cold
@@ -80,7 +79,7 @@ def test_cold_inputs_exceed_the_cache(ranks: Callable[[int], Ranks]) -> None:
 
 
 def a_case(spec: Spec) -> CaseReport:
-    with mock.patch.object(inputs, "available_bytes", lambda: 0):
+    with mock.patch.object(cases, "available_bytes", lambda: 0):
         return run_case(spec, Method(algorithms=["auto"], repeat=1, baselines=False), RATES)
 
 
@@ -105,7 +104,7 @@ def rates_of(cache: int, available: int) -> tuple[Rates, int]:
 
     with (
         mock.patch.object(probes, "last_level_cache_bytes", lambda _: cache),
-        mock.patch.object(inputs, "available_bytes", lambda: available),
+        mock.patch.object(cases, "available_bytes", lambda: available),
         mock.patch.object(torch, "randint", counted),
         mock.patch.dict(probes._SIZE, {"cpu": 64}),
     ):

@@ -20,7 +20,7 @@ from tests.support.processes import interrupted
 from tests.support.tiers import sweep
 from tpkernels.bench import report
 from tpkernels.cli import profile as profile_command
-from tpkernels.cli.profile import CALL, lanes, merge, rank_of, times
+from tpkernels.cli.profile import CALL, PIDS, lanes, merge, times
 from tpkernels.local import matmul as product
 from tpkernels.local import ranges
 
@@ -45,6 +45,11 @@ def trace(*events: dict[str, Any], base: int = 0) -> dict[str, Any]:
         {"ph": "M", "name": "process_name", "pid": 7, "tid": 0, "ts": 0, "args": {"name": "python"}}
     ]
     return {"baseTimeNanoseconds": base, "traceEvents": [*named, *events]}
+
+
+def rank_of(event: dict[str, Any]) -> int:
+    """Return the rank of an event in a merged trace."""
+    return int(event["pid"] // PIDS)
 
 
 def test_ranks_come_on_one_clock_and_apart() -> None:

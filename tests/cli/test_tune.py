@@ -18,7 +18,7 @@ from tests.support.cases import RanksFixture
 from tpkernels import groups
 from tpkernels.bench.cases import planned, random_case
 from tpkernels.bench.specs import Spec
-from tpkernels.bench.tuning_cases import TuneReport, best_config, tune_case
+from tpkernels.cli.tune import TuneReport, best_config, tune_case
 from tpkernels.launch import session
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, Means, choose, split_rule

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from tests.support.protocol_model import EMPTY, MIXED, Step, advance, check
+from tests.support.protocol_model import MIXED, Step, advance, check
 from tests.support.tiers import sweep
 
 ALL_CALLS = ("pull", "push", "push-empty", "two-shot", "two-shot-empty")
@@ -61,20 +61,6 @@ def test_ll(calls: Sequence[str], world: int) -> None:
     expect(STUCK, calls, world, "single_words")
 
 
-def test_single_buffer_mixed_needs_three_ranks() -> None:
-    """Of two ranks, the one that writes the slot is the only one that read the buffer before."""
-    expect("", KINDS["mixed"], 2, "single_buffer")
-    expect(BAD, KINDS["mixed"], 3, "single_buffer")
-
-
-@pytest.mark.parametrize("world", (2, 3))
-def test_single_buffer_is_enough_for_two_shots(world: int) -> None:
-    """The words of one shot tell that the data of the other has been read. Not so for others."""
-    expect("", KINDS["two-shot"], world, "single_buffer")
-    expect("", KINDS["two-shot-empty"], world, "single_buffer")
-    expect(BAD, ("two-shot", "push", "push"), world, "single_buffer")
-
-
 @pytest.mark.parametrize("world", (2, 3))
 def test_no_final_wait(world: int) -> None:
     """A rank without rows waits for nothing else in a push: it runs ahead by two epochs, and writes
@@ -91,15 +77,6 @@ def test_no_final_wait_matters_in_the_epoch_between() -> None:
         failure = check(calls, 2, "no_final_wait").failure
         assert (failure != "") == (calls[1] == "push-empty"), f"{calls}: {failure or 'right'}"
     expect(STUCK, ("two-shot", "push-empty", "two-shot"), 2, "no_final_wait")
-
-
-def test_trace() -> None:
-    """A trace ends with the failure, and the rank that ran ahead is two epochs ahead in it."""
-    trace = check(KINDS["push-empty"], 2, "no_final_wait").trace
-    assert trace[-1][0] == 0 and trace[-1][1].startswith("BAD: epoch 1")
-    assert (EMPTY, f"epoch 3: begins to write slot of {EMPTY} at 0") in trace
-    stuck = check(KINDS["pull"], 2, "single_words").trace[-1]
-    assert stuck[1].startswith("STUCK before epoch 1: has waited for `entered`")
 
 
 @pytest.mark.parametrize("order", ("0011", "0101", "0110"))

@@ -62,28 +62,23 @@ std::string text(const VectorUnit& unit, Form form, DType dtype, const Extents& 
          std::to_string(size.k) + ", N " + std::to_string(size.columns);
 }
 
-std::size_t weight_bytes(Form form, DType dtype, const Extents& size) {
-  const std::size_t element = size_of(dtype);
-  if (form != Form::kPanels) return size.k * size.columns * element;
-  const std::size_t panels = (size.columns + Product::kPanel - 1) / Product::kPanel;
-  return panels * ((size.k * element + 3) / 4) * 4 * Product::kPanel;
-}
-
 // Where element (k, n) of a weight lies.
 std::size_t place(Form form, DType dtype, const Extents& size, std::size_t k, std::size_t n) {
   const std::size_t element = size_of(dtype), group = 4 / element;
   if (form == Form::kColumns) return (n * size.k + k) * element;
   if (form == Form::kRows) return (k * size.columns + n) * element;
-  const std::size_t groups = (size.k + group - 1) / group;
-  const std::size_t panel = n / Product::kPanel * groups * 4 * Product::kPanel;
-  return panel + (k / group * Product::kPanel + n % Product::kPanel) * 4 + k % group * element;
+  const std::size_t first = n / Product::kPanel * Product::kPanel;
+  const std::size_t columns = std::min(Product::kPanel, size.columns - first);
+  const std::size_t before = k / group * group;  // elements of a column that come earlier
+  const std::size_t together = std::min(group, size.k - before);
+  return (first * size.k + before * columns + (n - first) * together + k % group) * element;
 }
 
 std::size_t pitch(Form form, DType dtype, const Extents& size) {
   const std::size_t element = size_of(dtype);
   if (form == Form::kColumns) return size.k * element;
   if (form == Form::kRows) return size.columns * element;
-  return (size.k * element + 3) / 4 * 4 * Product::kPanel;
+  return size.k * element * Product::kPanel;
 }
 
 // Rows from `first` on.
@@ -106,7 +101,7 @@ void check_result(const VectorUnit& unit, Form form, DType dtype, const Extents&
 void check_product(const VectorUnit& unit, Multiply multiply, Form form, DType dtype,
                    const Extents& size, std::size_t at_a_time) {
   const std::size_t element = size_of(dtype);
-  const AtTheEnd x(size.rows * size.k * element), w(weight_bytes(form, dtype, size));
+  const AtTheEnd x(size.rows * size.k * element), w(size.k * size.columns * element);
   const AtTheEnd out(size.rows * size.columns * sizeof(float));
   for (std::size_t m = 0; m < size.rows; ++m) {
     for (std::size_t k = 0; k < size.k; ++k) {

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +22,9 @@ from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import REMOTE_ERROR, Build, Fake
 from tests.support.faults import PROMPT, Ending
 from tests.support.paths import ROOT
+from tests.support.processes import python
 from tests.support.tiers import sweep
-from tpkernels.nccl import Communicator, communicator
+from tpkernels.nccl import Communicator
 
 WORLD = 3
 SHORT = 0.6
@@ -37,8 +36,8 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def pretending() -> Iterator[None]:
     """Makes the CPU the current CUDA device."""
     with (
-        mock.patch.object(communicator, "_current_device", lambda: CPU),
-        mock.patch.object(communicator, "_current_stream", lambda device: 7),
+        mock.patch.object(tpkernels.nccl, "_current_device", lambda: CPU),
+        mock.patch.object(tpkernels.nccl, "_current_stream", lambda device: 7),
     ):
         yield
 
@@ -307,9 +306,7 @@ fake.delay("ncclCommAbort", 30_000)
 def test_a_process_that_ends_aborts_what_is_open(fake_nccl: Build) -> None:
     """And waits for no abort that does not come back."""
     code, start = LEAVING.format(root=str(ROOT), path=fake_nccl().path), time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = python("-c", code)
     assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stdout + ended.stderr
     assert time.monotonic() - start < 25
 

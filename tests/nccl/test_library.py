@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.fake_nccl import Build
+from tests.support.processes import python
 from tpkernels import _C, nccl
 from tpkernels.errors import TpkernelsError
-from tpkernels.nccl import library
 
 REQUIRED = [
     *("GetUniqueId", "GetErrorString", "GetLastError", "CommInitRankConfig", "CommGetAsyncError"),
@@ -31,7 +29,7 @@ OPTIONAL = {
 @pytest.fixture(scope="module")
 def real() -> str:
     """The path of an installed NCCL wheel's library."""
-    wheels = [path for path in library._wheels() if path.is_file()]
+    wheels = [path for path in nccl._wheels() if path.is_file()]
     if not wheels:
         pytest.skip("no NCCL wheel is installed (pip install nvidia-nccl-cu13)")
     return str(wheels[0])
@@ -115,9 +113,9 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     def paths(place: str) -> Iterator[Path]:
         return map(Path, files[place])
 
-    monkeypatch.setattr(library, "_loaded", lambda: paths("loaded"))
-    monkeypatch.setattr(library, "_wheels", lambda: paths("wheels"))
-    monkeypatch.setattr(library, "SONAME", "libnccl-of-nobody.so.2")
+    monkeypatch.setattr(nccl, "_loaded", lambda: paths("loaded"))
+    monkeypatch.setattr(nccl, "_wheels", lambda: paths("wheels"))
+    monkeypatch.setattr(nccl, "SONAME", "libnccl-of-nobody.so.2")
     return files
 
 
@@ -146,7 +144,7 @@ def test_one_that_is_too_old_is_passed_over(fake_nccl: Build, places: dict[str, 
 
 def test_what_is_loaded_is_seen(fake_nccl: Build) -> None:
     fake = fake_nccl()
-    assert Path(fake.path) in list(library._loaded())
+    assert Path(fake.path) in list(nccl._loaded())
 
 
 # The real one.
@@ -181,9 +179,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = python("-c", code)
     assert (ended.returncode, ended.stderr) == (0, ""), ended
     assert "NCCL communicator 'alone', rank 0 of 1: set-up failed" in ended.stdout
     assert "cuda" in ended.stdout.lower()

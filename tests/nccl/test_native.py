@@ -6,8 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +26,7 @@ from tests.support.fake_nccl import (
 )
 from tests.support.faults import Ending
 from tests.support.paths import ROOT
+from tests.support.processes import python
 from tpkernels import dtypes
 from tpkernels._C.nccl import Communicator, Library, Operation
 from tpkernels.errors import (
@@ -385,7 +384,5 @@ assert fake.alive() == 0
 @pytest.mark.thorough
 def test_a_fork_leaves_the_parents_communicator_alone(fake: Fake) -> None:
     code = FORKING.format(root=str(ROOT), path=fake.path)
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = python("-c", code)
     assert ended.returncode == 0, ended.stderr

@@ -1,10 +1,9 @@
 """Measuring ops: the library behind the commands that verify and time them.
 
 specs, sweep          ops on global shapes; sweeps by options, models and YAML files
-cases, inputs         one rank's data; enough copies of it to miss the cache
+cases                 one rank's data, and enough copies of it to miss the cache
 verification          results against float64
 measuring, probes     one case and its baselines on one rank; what the machine can reach
-tuning_cases          the cases of `tpkernels tune`
 statistics, results   confidence intervals; result files
 report                the table in the terminal, CSV, HTML and plots
 """

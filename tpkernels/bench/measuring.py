@@ -23,6 +23,7 @@ import torch.distributed as dist
 from tpkernels import nccl
 from tpkernels.bench.cases import (
     Case,
+    Inputs,
     planned,
     random_case,
     run_local_matmul,
@@ -32,7 +33,6 @@ from tpkernels.bench.cases import (
     settle,
     with_norm,
 )
-from tpkernels.bench.inputs import Inputs
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Method
 from tpkernels.bench.verification import Verdict, verify

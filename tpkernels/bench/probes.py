@@ -13,8 +13,13 @@ from dataclasses import astuple, dataclass
 import torch
 
 from tpkernels import ops
-from tpkernels.bench.cases import Case, run_local_matmul, run_matmul, world_group
-from tpkernels.bench.inputs import memory_budget
+from tpkernels.bench.cases import (
+    Case,
+    memory_budget,
+    run_local_matmul,
+    run_matmul,
+    world_group,
+)
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning import store
 from tpkernels.planning.cost import MEASURED, Link, Profile, Rates, machine_named, machines

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tpkernels.bench.inputs import COLD
+from tpkernels.bench.cases import COLD
 from tpkernels.bench.results import Report, Result, gemm
 from tpkernels.bench.statistics import Estimate
 from tpkernels.integers import ceil_div

@@ -85,7 +85,7 @@ class Result:
     ``shape``: M, N, K before the split, None for a collective. ``bytes``: size of the whole tensor
     that travels. ``flops`` and ``traffic`` (bytes from peers): of the busiest rank.
     ``inputs_over_cache``: bytes of all input copies over the last-level cache, on the rank with the
-    least; below `inputs.COLD` inputs may have been cached. ``roofline``: milliseconds at the
+    least; below `cases.COLD` inputs may have been cached. ``roofline``: milliseconds at the
     probes' rates, or of the case's fastest local matmul if that is less. ``left_out``: variants
     that were not run, with the reasons.
     """

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from typer import Option
 
 from tpkernels import dtypes
-from tpkernels.bench.inputs import COLD
+from tpkernels.bench.cases import COLD
 from tpkernels.bench.measuring import run_case
 from tpkernels.bench.probes import measure_rates, slowest_rates
 from tpkernels.bench.report import show, unsupported, write

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from typer import Option
 
-from tpkernels.bench.inputs import COLD
+from tpkernels.bench.cases import COLD
 from tpkernels.bench.measuring import BASELINES
 from tpkernels.bench.results import Report, Result, load
 from tpkernels.bench.statistics import Array, Speedup, independent, ratio
@@ -43,14 +43,14 @@ def compare(
         check_known("baseline", [relative_to], BASELINES)
     a, b = (load(path / "bench.json" if path.is_dir() else path) for path in (first, second))
     earlier = {result.case: result for result in a.results}
+    pairs = [(earlier[now.case], now) for now in b.results if now.case in earlier]
     changes = [
-        Change.of(earlier[result.case], result, name, relative_to)
-        for result in b.results
-        if result.case in earlier
+        Change.of(before, now, name, relative_to)
+        for before, now in pairs
         for name in b.sweep.algorithms
         if name in a.sweep.algorithms
     ]
-    if not any(change.comparable for change in changes):
+    if all(change.ratio is None and change.timed_in_both for change in changes):
         with_baseline = f" with baseline '{relative_to}'" if relative_to else ""
         raise UsageError(
             f"'{first}' and '{second}' have no case and algorithm in common{with_baseline}"
@@ -77,58 +77,43 @@ def compare(
 
 @dataclass(frozen=True)
 class Change:
-    """A case and algorithm in both files.
+    """A case and algorithm in both files, and the second time over the first, each relative to its
+    baseline if there is one; None unless all of them were timed."""
 
-    Attributes:
-        first, second: median milliseconds; None if the result was wrong and not timed.
-        ratio: the second time over the first; None unless both were timed.
-        right: whether the second result is right.
-    """
-
-    case: str
+    first: Result
+    second: Result
     algorithm: str
-    first: float | None
-    second: float | None
     ratio: Speedup | None
-    right: bool
 
     @classmethod
     def of(cls, first: Result, second: Result, name: str, relative_to: str | None) -> Change:
-        """Compare times, each relative to its baseline if there is one."""
+        """Compare the times of an algorithm."""
         names = [name] if relative_to is None else [name, relative_to]
-        estimate = None
-        if all(one in result.times for result in (first, second) for one in names):
-            series = [[result.times[one].samples for one in names] for result in (second, first)]
-            function = ratio if relative_to is None else _ratio_to_baselines
-            estimate = Speedup.of(independent(function, *series))
-        old, new = (result.times.get(name) for result in (first, second))
-        return cls(
-            case=second.case,
-            algorithm=name,
-            first=None if old is None else old.median,
-            second=None if new is None else new.median,
-            ratio=estimate,
-            right=second.algorithms[name].right,
-        )
+        if not all(one in result.times for result in (first, second) for one in names):
+            return cls(first, second, name, None)
+        series = [[result.times[one].samples for one in names] for result in (second, first)]
+        function = ratio if relative_to is None else _ratio_to_baselines
+        return cls(first, second, name, Speedup.of(independent(function, *series)))
 
     @property
-    def comparable(self) -> bool:
-        """Return whether a verdict is possible: both are timed, or one of them is wrong."""
-        return self.ratio is not None or self.first is None or self.second is None
+    def timed_in_both(self) -> bool:
+        """Return whether neither result was wrong, and so not timed."""
+        return self.algorithm in self.first.times and self.algorithm in self.second.times
 
     def regressed(self, threshold: float) -> bool:
         """Return whether it is newly wrong, or slower by more than ``threshold`` over the whole
         interval."""
-        if not self.right:
-            return self.first is not None
+        if not self.second.algorithms[self.algorithm].right:
+            return self.algorithm in self.first.times
         low = None if self.ratio is None else self.ratio.low
         return low is not None and low > 1 + threshold
 
     def cells(self, threshold: float) -> Iterator[str]:
         """Yield the cells of a row of the table."""
-        yield from (escape(self.case), escape(self.algorithm))
-        for median in (self.first, self.second):
-            yield "WRONG" if median is None else milliseconds(median)
+        yield from (escape(self.second.case), escape(self.algorithm))
+        for result in (self.first, self.second):
+            time = result.times.get(self.algorithm)
+            yield "WRONG" if time is None else milliseconds(time.median)
         estimate = self.ratio
         value = "" if estimate is None else f"{estimate.value:.3f}"
         if estimate is not None and estimate.low is not None:

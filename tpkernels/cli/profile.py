@@ -76,7 +76,7 @@ _NO_COMPUTE = frozenset(
 COLOURS = {COMPUTE: "tab:blue", COPY: "tab:orange", WAIT: "tab:red", MOVE: "tab:green"}
 _BARS = {COMPUTE: (-0.4, 0.8), COPY: (-0.4, 0.3), WAIT: (-0.4, 0.8), MOVE: (0.1, 0.3)}
 _MOST_INCHES = 30.0
-_PIDS = 100  # process ids reserved for each rank in the merged trace
+PIDS = 100  # process ids reserved for each rank in the merged trace
 _WARM_UP = 3
 _LEGEND = """\
 Each moment of a rank counts once: as compute, else copy, else wait. overlapped: the fraction of the
@@ -268,7 +268,7 @@ def _of_rank(rank: int, events: Iterable[Event], shift: float) -> Iterable[Event
             continue
         old = event["pid"]
         new = dict(event, ts=event["ts"] + shift)
-        new["pid"] = pids.setdefault(old, rank * _PIDS + len(pids))
+        new["pid"] = pids.setdefault(old, rank * PIDS + len(pids))
         if "id" in event:
             new["id"] = f"{rank}:{event['id']}"
         if event["name"] == "process_name":
@@ -277,11 +277,6 @@ def _of_rank(rank: int, events: Iterable[Event], shift: float) -> Iterable[Event
         elif event["name"] == "process_sort_index":
             new["args"] = {"sort_index": new["pid"]}
         yield new
-
-
-def rank_of(event: Event) -> int:
-    """Return the rank of an event in a merged trace."""
-    return int(event["pid"] // _PIDS)
 
 
 def kinds(event: Event) -> tuple[str, ...]:
@@ -328,7 +323,7 @@ def times(trace: dict[str, Any], ranks: int) -> list[RankTime]:
     by_rank: list[Spans] = [defaultdict(list) for _ in range(ranks)]
     for (pid, _), lane in lanes(trace).items():
         for kind, spans in lane.items():
-            by_rank[pid // _PIDS][kind] += spans
+            by_rank[pid // PIDS][kind] += spans
     return [_rank_time(spans) for spans in by_rank]
 
 

@@ -7,7 +7,6 @@ waits when one is lost. After a failure the results are NaN, and the group's nex
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +20,14 @@ _MOST_BOUND = 64  # launches that are kept with a planned call
 
 def queued(
     call: Call, on: torch.device, words: int, buffer_bytes: int, sizes: tuple[int, ...] = ()
-) -> AbstractContextManager[CudaWorkspace]:
-    """Return a call whose work is only queued, in a workspace (``current``) with so many words from
-    each source and such buffers. ``sizes``: those whose `starts` the kernels read.
+) -> CudaWorkspace:
+    """Return the workspace for a call whose work is only queued, to be entered around it. Its
+    ``current`` has so many words from each source and such buffers. ``sizes``: those whose `starts`
+    the kernels read.
 
     Raises:
         CaptureError: a graph is captured and the workspace lacks something.
     """
-    return _with_room(call, on, words, buffer_bytes, sizes)
-
-
-def _with_room(
-    call: Call, on: torch.device, words: int, buffer_bytes: int, sizes: tuple[int, ...]
-) -> CudaWorkspace:
     memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)
     if sizes:  # here, because in a capture this raises, which it must before anything is queued
         memory.current.starts(sizes)
@@ -65,7 +59,7 @@ def queue_alike(
     bound: _Bound | None = call.kept.get(key)
     if bound is None or bound.state is not memory.current.state_of_arguments:
         needs = prepare()
-        space = _with_room(call, on, needs.words, needs.buffer_bytes, needs.sizes).current
+        space = queued(call, on, needs.words, needs.buffer_bytes, needs.sizes).current
         bound = _Bound(space.state_of_arguments, needs.bind(space, call.plan.signature))
         if len(call.kept) >= _MOST_BOUND:
             call.kept.clear()

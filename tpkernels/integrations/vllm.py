@@ -22,12 +22,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels import _C, dtypes
+from tpkernels.local.packed import better_packed, native
 
 VARIABLE = "TPKERNELS_VLLM"
 MODES = ("off", "all_reduce", "fused", "auto")
 TESTED = ("0.32",)
-MANY_ROWS = 512  # of a prefill
 
 logger = logging.getLogger("vllm.tpkernels")  # has vLLM's handlers
 
@@ -43,7 +42,7 @@ class Choice:
 
 def choose(requested: str, version: str, platform: str, fast_products: bool) -> Choice:
     """Return what to replace in a vLLM of that version on "cpu", "cuda" or another platform.
-    ``fast_products``: the extension multiplies by packed weights in the dtypes of models. Raise
+    ``fast_products``: products by packed weights were measured to be faster. Raise
     ValueError if ``requested`` is none of `MODES`."""
     if requested not in MODES:
         raise ValueError(f"{VARIABLE} is '{requested}'; it must be one of {', '.join(MODES)}")
@@ -70,7 +69,7 @@ def _has_fast_products() -> bool:
     """Return whether vLLM is known to be slower: with zentorch, which it prefers, it was not
     measured."""
     zentorch = hasattr(torch.ops.zentorch, "zentorch_linear_unary")
-    return not zentorch and _C.calls.multiplies(dtypes.CODES[torch.bfloat16], "packed", MANY_ROWS)
+    return not zentorch and native(torch.bfloat16) and better_packed(torch.bfloat16)
 
 
 def register() -> None:

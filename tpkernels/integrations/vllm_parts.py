@@ -15,8 +15,8 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
 import tpkernels
-from tpkernels import _C, dtypes, groups
-from tpkernels.integrations.vllm import MANY_ROWS, logger
+from tpkernels import dtypes, groups
+from tpkernels.integrations.vllm import logger
 from tpkernels.local import packed
 from tpkernels.ops.autograd import matmul
 
@@ -71,11 +71,13 @@ def drop_weight(layer: Any) -> None:
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):
-    """Holds the packed weight of a layer on a CPU in place of what vLLM packs. ``apply``
+    """Holds one weight of a layer on a CPU, plain or packed, in place of what vLLM packs. ``apply``
     is for what multiplies without the layer, such as LoRA."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        layer.tpkernels_weight = tpkernels.pack(layer.weight.t())
+        layer.tpkernels_weight = layer.weight.detach().t()
+        if packed.better_packed(layer.weight.dtype):
+            layer.tpkernels_weight = tpkernels.pack(layer.tpkernels_weight)
         drop_weight(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -134,9 +136,9 @@ def replace_row_parallel() -> None:
 
 def packed_linear(w: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Return what vLLM calls with rows, its weight and a bias, on CPUs: it multiplies by a packed
-    copy of w [K, N] in place of that weight. None: vLLM may be faster."""
-    code = dtypes.CODES.get(w.dtype)
-    if code is None or not _C.calls.multiplies(code, "packed", MANY_ROWS):
+    copy of w [K, N] in place of that weight. None: vLLM may be faster, as in fp16, which was not
+    measured."""
+    if w.dtype not in (torch.float32, torch.bfloat16) or not packed.better_packed(w.dtype):
         return None
     try:
         packed_w = tpkernels.pack(w)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,8 +19,8 @@ import msgpack
 import torch
 
 _LENGTHS = struct.Struct("<QQ")  # bytes of msgpack, bytes of tensors
-_TENSOR = 2  # the code of an extension of msgpack: the dtype and shape of a tensor
-_TUPLE = msgpack.ExtType(1, b"")  # the first item of a list that stands for a tuple
+# Extensions of msgpack: the items of a tuple, as a message; the dtype and shape of a tensor.
+_TUPLE, _TENSOR = 1, 2
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 "
@@ -28,6 +29,15 @@ _NAMES = (
 )
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+# OverflowError, MemoryError: no memory for so many bytes.
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    RecursionError,
+    OverflowError,
+    MemoryError,
+    msgpack.UnpackException,
+)
 Bytes = bytearray | memoryview  # a vector of bytes, which may be written
 Message = list[Bytes]  # the frame, and the bytes of each tensor that has any
 
@@ -50,7 +60,7 @@ def encode(value: Any, what: str | Sequence[str] = "the message") -> Message:
 
     def replace(other: Any) -> Any:
         if type(other) is tuple:
-            return [_TUPLE, *other]
+            return msgpack.ExtType(_TUPLE, pack(list(other)))
         if isinstance(other, torch.Tensor) and _objection(other) is None:
             tensors.append(other)
             return msgpack.ExtType(
@@ -58,10 +68,11 @@ def encode(value: Any, what: str | Sequence[str] = "the message") -> Message:
             )
         raise _Refused
 
-    with contextlib.suppress(_Refused, ValueError):
-        packed = msgpack.packb(
-            value, default=replace, strict_types=True, unicode_errors="surrogatepass"
-        )
+    pack = partial(
+        msgpack.packb, default=replace, strict_types=True, unicode_errors="surrogatepass"
+    )
+    with contextlib.suppress(_Refused, ValueError, RecursionError):
+        packed = pack(value)
         payloads = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
         frame = bytearray(_LENGTHS.pack(len(packed), sum(map(len, payloads))) + packed)
         return [frame, *payloads]
@@ -89,8 +100,7 @@ def receive(fill: Callable[[Bytes], None]) -> Any:
         packed = bytearray(packed_bytes)
         fill(packed)
         value = _unpack(packed, tensors, payload_bytes)
-    except (ValueError, TypeError, OverflowError, MemoryError, msgpack.UnpackException) as error:
-        # TypeError: a list as a key. OverflowError, MemoryError: no memory for so many bytes.
+    except _MALFORMED as error:
         raise ValueError(f"malformed message: {error or type(error).__name__}"[:300]) from error
     for tensor in tensors:
         if tensor.numel():
@@ -101,13 +111,12 @@ def receive(fill: Callable[[Bytes], None]) -> Any:
 
 
 def _unpack(packed: bytearray, tensors: list[torch.Tensor], payload_bytes: int) -> Any:
-    left, marks = payload_bytes, 0
+    left = payload_bytes
 
     def extended(code: int, data: bytes) -> Any:
-        nonlocal left, marks
-        if (code, data) == _TUPLE:
-            marks += 1
-            return _TUPLE
+        nonlocal left
+        if code == _TUPLE:
+            return tuple(unpack(data))
         if code != _TENSOR:
             raise ValueError(f"unknown extension {code}")
         name, shape = msgpack.unpackb(data)
@@ -124,23 +133,16 @@ def _unpack(packed: bytearray, tensors: list[torch.Tensor], payload_bytes: int) 
             raise ValueError(f"no tensor of shape {shape}: {error}") from error
         return tensors[-1]
 
-    def listed(items: list[Any]) -> Any:
-        nonlocal marks
-        if not items or items[0] is not _TUPLE:
-            return items
-        marks -= 1
-        return tuple(items[1:])
-
-    value = msgpack.unpackb(
-        packed,
+    unpack = partial(
+        msgpack.unpackb,
         ext_hook=extended,
-        list_hook=listed,
         strict_map_key=False,
         timestamp=1,  # a float
         unicode_errors="surrogatepass",
     )
-    if marks or left:
-        raise ValueError(f"{marks} stray marks of tuples, {left} bytes of no tensor")
+    value = unpack(packed)
+    if left:
+        raise ValueError(f"{left} bytes of no tensor")
     return value
 
 

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -51,7 +51,7 @@ _PRELOAD = ["torch", "torch.distributed", "tpkernels.launch.worker"]
 _SLICE_S = 0.1  # between two looks at the ranks
 _MESSAGE_S = 1.0  # for the rest of a reply that has begun to arrive
 _REAP_S = 5.0  # from a rank's death to its exit code, through the fork server
-Reply = tuple[Any, ...]  # see `tpkernels.launch.worker`
+_RUN = messages.encode(("run",))
 
 
 @dataclass(frozen=True)
@@ -107,35 +107,23 @@ class Job:
     def failed(self) -> bool:
         return any(not outcome.ok for outcome in self._outcomes.values())
 
-    def seconds_left(self) -> float:
-        """Return the seconds until the deadline."""
-        return self.deadline - time.monotonic()
+    def record(self, outcome: Outcome) -> None:
+        """Record the last reply of a rank, or its end without one; a failure starts a grace."""
+        self._outcomes[outcome.rank] = outcome
+        self.pending.discard(outcome.rank)
+        dead = outcome.exitcode is not None
+        self.lost |= dead
+        if not outcome.ok:
+            self.deadline = min(self.deadline, time.monotonic() + self._grace[dead])
 
-    def record_reply(self, rank: int, reply: Reply) -> None:
-        """Record the last reply of a rank."""
-        kind, *fields, seconds = reply
-        if kind == "error":
-            text, name = fields
-            outcome = Outcome(rank, error=text, error_type=name, seconds=seconds)
-            self._record(outcome, self._grace[0])
-        else:
-            self._record(Outcome(rank, value=fields[0] if fields else None, seconds=seconds))
-
-    def record_death(self, outcome: Outcome) -> None:
-        """Record the end of a rank that has given no last reply."""
-        self._record(replace(outcome, seconds=time.monotonic() - self._begin), self._grace[1])
-        self.lost = True
+    def without_reply(self, rank: int, **cause: Any) -> Outcome:
+        """Return the outcome of a rank that has given no last reply."""
+        return Outcome(rank, seconds=time.monotonic() - self._begin, **cause)
 
     def by_rank(self) -> list[Outcome]:
         """Return all outcomes; ranks that have not answered have timed out."""
-        seconds = time.monotonic() - self._begin
-        late = {rank: Outcome(rank, timed_out=True, seconds=seconds) for rank in self.pending}
+        late = {rank: self.without_reply(rank, timed_out=True) for rank in self.pending}
         return [outcome for _, outcome in sorted((self._outcomes | late).items())]
-
-    def _record(self, outcome: Outcome, grace: float = math.inf) -> None:
-        self._outcomes[outcome.rank] = outcome
-        self.pending.discard(outcome.rank)
-        self.deadline = min(self.deadline, time.monotonic() + grace)
 
 
 class Ranks:
@@ -234,11 +222,8 @@ class Ranks:
         pickled = _pickled(function, args, kwargs)
         what = getattr(function, "__qualname__", repr(function))
         with self._my_turn(timeout):
-            self._job = Job(what, self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS))
-            with contextlib.suppress(_GiveUp):
-                self._send_function(pickled)
-                self._drain(self._job)
-            outcomes = self._finish(self._job, close_on_error=True)
+            job = self._job = Job(what, self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS))
+            outcomes = self._run(job, _RUN, pickled, close_on_error=True)
         return [outcome.value for outcome in outcomes]
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -250,7 +235,7 @@ class Ranks:
         with self._my_turn(self._timeout):
             self._job = Job("submit", self.world, self._timeout, (math.inf, math.inf))
             try:
-                self._send_function(pickled)
+                self._send(self._job, _RUN, pickled)
             except _GiveUp:
                 self._finish(self._job)
 
@@ -364,9 +349,15 @@ class Ranks:
 
     # Jobs. All but the first run within `_my_turn`.
 
-    def _run(self, job: Job, message: Message, close_on_error: bool = False) -> list[Outcome]:
+    def _run(
+        self,
+        job: Job,
+        message: Message,
+        pickled: bytes = b"",
+        close_on_error: bool = False,
+    ) -> list[Outcome]:
         with contextlib.suppress(_GiveUp):
-            self._send(message, job)
+            self._send(job, message, pickled)
             self._drain(job)
         return self._finish(job, close_on_error)
 
@@ -377,21 +368,19 @@ class Ranks:
             job, taken = Job(what, self.world, timeout), 0
             try:
                 with contextlib.suppress(_GiveUp):
-                    self._send(message, job)
-                    while (arrived := self._receive(job)) is not None:
-                        source, reply = arrived
-                        if reply[0] != "item":
-                            job.record_reply(source, reply)
-                            if source != rank and not job.failed:
+                    self._send(job, message)
+                    for kind, outcome in self._replies(job):
+                        if kind != "item":
+                            if outcome.rank != rank and not job.failed:
                                 continue  # items may be on their way
                             self._stop(job)
                             break
-                        yield reply[1]
+                        yield outcome.value
                         self._check_open()
                         job.deadline = time.monotonic() + timeout
                         taken += 1
                         if taken % half == 0:
-                            self._send(messages.encode(("more", half)), job)
+                            self._send(job, messages.encode(("more", half)))
                 self._finish(job)
             except GeneratorExit:
                 if self._why_closed is None:
@@ -405,15 +394,13 @@ class Ranks:
 
     def _stop(self, job: Job) -> None:
         if job.pending:
-            self._send(messages.encode(("stop",)), job)
+            self._send(job, messages.encode(("stop",)))
             self._drain(job)
 
     def _drain(self, job: Job) -> None:
         """Wait for the last replies."""
-        while job.pending and (arrived := self._receive(job)) is not None:
-            source, reply = arrived
-            if reply[0] != "item":
-                job.record_reply(source, reply)
+        for _ in self._replies(job):
+            pass
 
     def _finish(self, job: Job, close_on_error: bool = False) -> list[Outcome]:
         """Return the outcomes by rank. Raise if a rank failed, and close if one did not answer."""
@@ -505,60 +492,61 @@ class Ranks:
         self._processes.append(process)
         self._pipes.append(ours)
 
-    def _send(self, message: Message, job: Job) -> None:
+    def _send(self, job: Job, message: Message, pickled: bytes = b"") -> None:
         def check() -> None:
-            if self._record_deaths(job, job.pending) or job.seconds_left() <= 0:
-                raise _GiveUp
+            self._give_up_if(job, job.pending, job.deadline)
 
         for part in message:
             worker.transfer(self._out.write, part, _SLICE_S, check)
-
-    def _send_function(self, pickled: bytes) -> None:
-        self._send(messages.encode(("run",)), self._job)
-        for pipe in self._pipes:
+        for pipe in self._pipes if pickled else ():
             with contextlib.suppress(OSError):  # a dead rank
                 pipe.send_bytes(pickled)
 
-    def _receive(self, job: Job) -> tuple[int, Reply] | None:
+    def _give_up_if(self, job: Job, ranks: Collection[int], deadline: float) -> None:
+        """Raise if one of the ranks has died, or time is up."""
+        if self._record_deaths(job, ranks) or time.monotonic() >= deadline:
+            raise _GiveUp
+
+    def _replies(self, job: Job) -> Iterator[tuple[str, Outcome]]:
+        """Yield the kind and the content of each reply, and record those that are a rank's last,
+        until all ranks have given theirs or time is up."""
         while job.pending:
-            left, pending = job.seconds_left(), sorted(job.pending)
+            left, pending = job.deadline - time.monotonic(), sorted(job.pending)
             boxes = [self._in[rank] for rank in pending]
             arrived = Mailbox.wait_any(boxes, max(0.0, min(_SLICE_S, left)))
             if arrived >= 0:
-                rank = pending[arrived]
-                if (reply := self._read(rank, job)) is not None:
-                    return rank, reply
+                if (reply := self._read(pending[arrived], job)) is not None:
+                    if reply[0] != "item":
+                        job.record(reply[1])
+                    yield reply
             elif not self._record_deaths(job, job.pending) and left <= 0:
-                break
-        return None
+                return
 
-    def _read(self, rank: int, job: Job) -> Reply | None:
+    def _read(self, rank: int, job: Job) -> tuple[str, Outcome] | None:
         """Return the reply of a rank, or None if the rank died meanwhile."""
         until = max(job.deadline, time.monotonic() + _MESSAGE_S)
-
-        def check() -> None:
-            if self._record_deaths(job, [rank]) or time.monotonic() > until:
-                raise _GiveUp
-
+        check = partial(self._give_up_if, job, [rank], until)
         move = partial(self._in[rank].read, 0)
         try:
-            reply: Reply = messages.receive(lambda out: worker.transfer(move, out, _SLICE_S, check))
-            if reply[0] != "pickled":
-                return reply
-            data = self._pipes[rank].recv_bytes()
+            reply = messages.receive(lambda out: worker.transfer(move, out, _SLICE_S, check))
+            kind, value, error, error_type, seconds = reply
+            if kind == "pickled":
+                data = self._pipes[rank].recv_bytes()
         except _GiveUp:
             if rank in job.pending:  # time is up
                 raise
             return None
-        except (EOFError, OSError) as error:  # it died while sending
+        except (EOFError, OSError) as failure:  # it died while sending
             self._processes[rank].join(_REAP_S)
             if not self._record_deaths(job, [rank]):
-                raise _GiveUp from error
+                raise _GiveUp from failure
             return None
-        try:
-            return "result", pickle.loads(data), reply[1]
-        except Exception as error:  # an object of a class that only the rank can import
-            return "error", worker.describe(error), type(error).__name__, reply[1]
+        if kind == "pickled":
+            try:
+                value = pickle.loads(data)
+            except Exception as failure:  # an object of a class that only the rank can import
+                error, error_type = worker.describe(failure), type(failure).__name__
+        return kind, Outcome(rank, value, error, error_type, seconds=seconds)
 
     def _record_deaths(self, job: Job, ranks: Collection[int]) -> bool:
         """Record the deaths among ``ranks``, and return whether there were any."""
@@ -568,7 +556,7 @@ class Ranks:
             codes = {rank: self._processes[rank].exitcode for rank in ranks}
         dead = [rank for rank, code in codes.items() if code is not None]
         for rank in dead:
-            job.record_death(Outcome(rank, exitcode=codes[rank]))
+            job.record(job.without_reply(rank, exitcode=codes[rank]))
         return bool(dead)
 
     def _end(self, idle: bool) -> None:

@@ -11,11 +11,10 @@ Messages, in one order on all ranks:
   steps; ``("more", steps)`` allows further steps, ``("stop",)`` ends it;
 - ``("close",)`` ends the loop.
 
-Replies: each join, run, make, call and stream gets exactly one last reply from every rank:
-``("result", value, seconds)``, ``("pickled", seconds)``, which the value follows through the pipe,
-``("error", traceback, type, seconds)`` or, for a stream, ``("end", seconds)``. During a stream, the
-rank whose items are wanted sends ``("item", value)`` for each item, before its last reply. Errors
-are returned as text; nothing is printed.
+Replies are ``(kind, value, traceback, type of error, seconds)``. Each join, run, make, call and
+stream gets exactly one last reply from every rank. Its kind is "last", or "pickled" if the value
+comes through the pipe. During a stream, the rank whose items are wanted sends an "item" for each,
+before its last reply. Errors are returned as text; nothing is printed.
 
 Invariant (all ranks stop after the same step): a rank takes a step only if it was allowed, and all
 ranks read the permissions and the stop in the same order. So when they read the stop, all have
@@ -29,11 +28,11 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
-import importlib
 import inspect
 import io
 import os
 import pickle
+import pkgutil
 import shutil
 import signal
 import sys
@@ -103,16 +102,19 @@ class Worker:
             getattr(self, f"_{kind}")(*fields)
         except BaseException as error:  # even SystemExit: a method must not end the rank
             self._items = None
-            self._send_last_reply("error", describe(error), type(error).__name__)
+            self._reply("last", error=error)
 
-    def _send_last_reply(self, *reply: Any, what: str = "") -> None:
-        """Send the last reply; ``what`` names its value in errors."""
-        seconds = time.monotonic() - self._begin
-        self._send(messages.encode((*reply, seconds), ["", what, "", ""][: len(reply) + 1]))
+    def _reply(
+        self, kind: str, value: Any = None, what: str = "", error: BaseException | None = None
+    ) -> None:
+        """Send a reply; ``what`` names its value in errors."""
+        failure = (None, None) if error is None else (describe(error), type(error).__name__)
+        reply = kind, value, *failure, time.monotonic() - self._begin
+        self._send(messages.encode(reply, ["", what, "", "", ""]))
 
     def _join(self) -> None:
         join_group(self._rank, self._setup)
-        self._send_last_reply("result", None)
+        self._reply("last")
 
     def _run(self) -> None:
         job = io.BytesIO(self._pipe.recv_bytes())
@@ -125,19 +127,19 @@ class Worker:
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()  # the rank may be killed after a failure elsewhere
-        self._send_last_reply("pickled")
+        self._reply("pickled")
         self._pipe.send_bytes(value)  # after the reply: the parent reads the pipe only then
 
     def _make(self, factory: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._object = resolve(factory)(*args, **kwargs)
-        self._send_last_reply("result", methods_of(self._object))
+        self._reply("last", methods_of(self._object))
 
     def _call(
         self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int | None
     ) -> None:
         value = getattr(self._object, method)(*args, **kwargs)
-        sent = value if rank in (None, self._rank) else None
-        self._send_last_reply("result", sent, what=f"the result of {method}")
+        wanted = rank in (None, self._rank)
+        self._reply("last", value if wanted else None, f"the result of {method}")
 
     def _stream(
         self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int, steps: int
@@ -157,17 +159,17 @@ class Worker:
                 item = next(self._items)
             except StopIteration:
                 self._items = None
-                self._send_last_reply("end")
+                self._reply("last")
                 return
             if self._sends_items:
-                self._send(messages.encode(("item", item), ["", "an item"]))
+                self._reply("item", item, "an item")
 
     def _stop(self) -> None:
         items, self._items = self._items, None
         if items is not None:  # it has not ended before
             if hasattr(items, "close"):
                 items.close()
-            self._send_last_reply("end")
+            self._reply("last")
 
 
 def describe(error: BaseException) -> str:
@@ -180,10 +182,7 @@ def describe(error: BaseException) -> str:
 
 def resolve(factory: str) -> Callable[..., Any]:
     """Return the callable named "module:qualified.name"."""
-    module, _, name = factory.partition(":")
-    target: Any = importlib.import_module(module)
-    for part in name.split("."):
-        target = getattr(target, part)
+    target: Any = pkgutil.resolve_name(factory)
     if not callable(target):
         raise TypeError(f"{factory} is a {type(target).__name__}, not a class or function")
     return target
@@ -200,7 +199,7 @@ def name_of(factory: str | Callable[..., Any]) -> str:
             raise ValueError(f"factory {factory!r} must be of the form 'module:Class'")
         return factory
     name = f"{getattr(factory, '__module__', None)}:{getattr(factory, '__qualname__', None)}"
-    with contextlib.suppress(ImportError, AttributeError, TypeError):
+    with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
         if resolve(name) is factory:
             return name
     raise ValueError(

@@ -111,21 +111,18 @@ class Problem:
         if not total:
             return None
         extent = total // width
+        options = self.options.that_cost_time().texts()
         if self.spec.exchanges:
-            evenly = (1, tuple(shard_sizes(self.shape[1], self.world)))
-            if (self.dim, self.options.scattered) != (0, evenly):
+            rows, columns = (tuple(shard_sizes(size, self.world)) for size in self.shape[:2])
+            if (self.dim, self.sizes, self.options.scattered) != (0, rows, (1, columns)):
                 return None
-            if list(self.sizes) != shard_sizes(self.shape[0], self.world):
-                return None
-            dtype = dtypes.name(self.dtype)
-            return Series(self.op, self.device, self.world, width, dtype, ()), extent
-        if self.dim is not None:
+            options = ()
+        elif self.dim is not None:
             if self.outer != 1 or (matmul and self.dim == len(self.shape) - 1):
                 return None
             each = self.inner // width
             if [size * each for size in self.sizes] != shard_sizes(extent, self.world):
                 return None
-        options = self.options.that_cost_time().texts()
         if self.numerics != ORDERED:
             options += (self.numerics,)
         dtype = dtypes.name(self.dtype)

@@ -268,11 +268,6 @@ class HostWorkspace:
             raise IndexError(
                 f"bytes [{offset}, +{nbytes}) of a workspace buffer of {self.channel.capacity}"
             )
-        return self._at(rank, dtype, shape, self.channel.buffer_offset(self.epoch & 1) + offset)
-
-    def _at(
-        self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int
-    ) -> torch.Tensor:
         base = self._bases.get((rank, dtype))
         if base is None:
             with torch.inference_mode(False):  # it outlives the mode of this call
@@ -281,7 +276,8 @@ class HostWorkspace:
         strides = [1] * len(shape)
         for i in range(len(shape) - 1, 0, -1):
             strides[i - 1] = strides[i] * max(shape[i], 1)
-        return torch.as_strided(base, shape, strides, offset // dtype.itemsize)
+        begin = self.channel.buffer_offset(self.epoch & 1) + offset
+        return torch.as_strided(base, shape, strides, begin // dtype.itemsize)
 
     def read(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0

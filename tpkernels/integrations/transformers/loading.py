@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
 from tpkernels.launch import fork_server
+from tpkernels.local.packed import better_packed
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import locate
 
@@ -34,7 +35,7 @@ def load_model(
     `tpkernels.from_pretrained` on ranks of a type of ``device``. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
-    CPUs the weights of the parallel layers are packed.
+    CPUs the weights of the parallel layers are packed where that pays off.
     """
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = tpkernels.from_pretrained(
@@ -44,7 +45,7 @@ def load_model(
         dtype=dtype,
         sequence_parallel=None if ffn_only else "prefill",
     )
-    if device == "cpu" and model.dtype != torch.float64:
+    if device == "cpu" and model.dtype != torch.float64 and better_packed(model.dtype):
         pack_(model, drop=True)
     return model
 

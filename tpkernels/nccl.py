@@ -1,11 +1,13 @@
-"""A NCCL communicator over the ranks of a process group.
+"""NCCL without torch: a communicator over the ranks of a process group, with bounded calls.
 
+NCCL is loaded on first use, so this module imports on machines without NCCL and CUDA.
 csrc/nccl/communicator.h describes how a call ends that NCCL cannot complete.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import itertools
 import math
 import threading
@@ -13,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +24,12 @@ from tpkernels import _C, defaults, dtypes, groups
 from tpkernels._C.nccl import Operation
 from tpkernels.errors import CollectiveTimeoutError, TpkernelsError
 from tpkernels.groups import GroupLike
-from tpkernels.nccl.library import facts, load
 from tpkernels.symm.exchange import Participant
 from tpkernels.text import of_error
 
+__all__ = ["Communicator", "Window", "facts", "load"]
+
+SONAME = "libnccl.so.2"
 _POLL_INTERVAL = 1e-3  # s, between queries of an event
 
 
@@ -90,17 +95,17 @@ class Communicator:
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Concatenate the ``x`` of all ranks along dim 0, in rank order."""
         out = self._output(x, out, [self.world * self._rows(x), *x.shape[1:]])
-        return self._enqueue("all_gather", x, out, x.numel())
+        return self._enqueue("all_gather", x, out)
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's shard, along dim 0, of what `all_reduce` returns."""
         out = self._output(x, out, [self._rows(x, divisible=True) // self.world, *x.shape[1:]])
-        return self._enqueue("reduce_scatter", x, out, out.numel())
+        return self._enqueue("reduce_scatter", x, out)
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Sum all ranks' ``x``, in NCCL's order and in x's dtype; in place with ``out=x``."""
         self._check(x, "x")
-        return self._enqueue("all_reduce", x, self._output(x, out, x.shape), x.numel())
+        return self._enqueue("all_reduce", x, self._output(x, out, x.shape))
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         """Overwrite ``x`` with the root's ``x``, and return it."""
@@ -238,9 +243,10 @@ class Communicator:
         )
 
     def _enqueue(
-        self, kind: str, x: torch.Tensor, out: torch.Tensor, count: int, peer: int = 0
+        self, kind: str, x: torch.Tensor, out: torch.Tensor, peer: int = 0
     ) -> torch.Tensor:
         code, stream = dtypes.CODES[x.dtype], _current_stream(self.device)
+        count = min(x.numel(), out.numel())  # NCCL counts the elements of a shard
         operation = Operation(kind, x.data_ptr(), out.data_ptr(), count, code, peer, stream)
         if self._batch.calls is None:
             self._native.enqueue([operation])
@@ -252,7 +258,7 @@ class Communicator:
         if not 0 <= rank < self.world:
             raise ValueError(f"{name} is {rank}; it must be one of ranks 0 to {self.world - 1}")
         self._check(x, "x")
-        return self._enqueue(kind, x, x, x.numel(), rank)
+        return self._enqueue(kind, x, x, rank)
 
     def _check(self, x: torch.Tensor, name: str) -> None:
         """Raise unless NCCL can use ``x`` in place."""
@@ -348,3 +354,65 @@ class _Memory:
         weakref.finalize(self, library.mem_free, address)
         interface = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "stream": None}
         self.__cuda_array_interface__ = {**interface, "data": (address, False)}
+
+
+# The library.
+
+
+def _loaded() -> Iterator[Path]:
+    """Yield the copies of NCCL that this process has mapped, in the order of their addresses."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if "libnccl.so" in line)
+    return map(Path, files)
+
+
+def _wheels() -> Iterator[Path]:
+    """Yield the copies in installed wheels; the one for torch's version of CUDA comes first."""
+    names = ["nvidia-nccl-cu13", "nvidia-nccl-cu12"]
+    if (torch.version.cuda or "").startswith("12."):
+        names.reverse()
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            distribution = importlib.metadata.distribution(name)
+            yield Path(str(distribution.locate_file(f"nvidia/nccl/lib/{SONAME}")))
+
+
+def _find() -> tuple[str, _C.nccl.Library]:
+    """Load the best NCCL: the process's own copy (torch's), else torch's file, else that of a
+    wheel, else the system's. Return where it is from, and the library."""
+    candidates = [("loaded in this process", path) for path in _loaded()]
+    candidates += [("part of torch", Path(torch.__file__).parent / "lib" / SONAME)]
+    candidates += [("from a wheel", path) for path in _wheels()]
+    names = [(origin, str(path)) for origin, path in candidates if path.is_file()]
+    refusals = []
+    for origin, name in [*names, ("the system's", SONAME)]:
+        try:
+            return origin, _C.nccl.Library(name)
+        except NotImplementedError as error:
+            refusals.append(str(error))
+    raise NotImplementedError(
+        f"no NCCL: {'; '.join(refusals)}. Install one with `pip install nvidia-nccl-cu13` (-cu12 "
+        "for CUDA 12), or name the file"
+    )
+
+
+def load(library: str | None = None) -> _C.nccl.Library:
+    """Load NCCL from a file, or the process's own copy, torch's, that of an ``nvidia-nccl`` wheel
+    or the system's, in this order. The result has its ``path``, ``version`` and ``features``.
+
+    Raises:
+        NotImplementedError: there is none, or it is older than 2.14.
+    """
+    return _find()[1] if library is None else _C.nccl.Library(library)
+
+
+def facts() -> dict[str, Any]:
+    """Describe the NCCL that `load` would load: its ``path``, ``version``, ``origin``, and the
+    ``features`` (optional functions) that it has. Without NCCL, only ``unsupported``: the reason.
+    """
+    try:
+        origin, library = _find()
+    except NotImplementedError as error:
+        return {"unsupported": str(error)}
+    facts = {"path": library.path, "version": library.version, "origin": origin}
+    return {**facts, "features": library.features}
