@@ -23,9 +23,8 @@ def dim(value: int, ndim: int, what: str) -> int:
 
 
 def tensors(arguments: Mapping[str, Any]) -> None:
-    """Check all tensors among an op's arguments: dense, and on x's device.
-    The dispatcher does not: with one tensor on the meta device it takes the fake kernel, and it
-    overlooks optional lists."""
+    """Check all tensors among an op's arguments: dense, and on x's device. The dispatcher does not:
+    with one tensor on the meta device it takes the fake kernel, and it overlooks optional lists."""
     x = arguments["x"]
     for name, value in arguments.items():
         listed = isinstance(value, (list, tuple))
@@ -70,6 +69,8 @@ def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
     shape, form = list(w.shape), "shape"
     if is_packed(w):
         check_packed(w, what)
+        if w.is_cuda:
+            raise NotImplementedError(f"{what} is packed, which is for CPUs; pass the plain weight")
         shape, form = [rows_of(w), columns_of(w)], "packed shape"
     if len(shape) != 2 or shape[0] != k:
         raise ValueError(

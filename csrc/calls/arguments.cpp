@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "calls/product.h"
 #include "calls/python.h"
 
 namespace tpkernels::calls {
@@ -52,6 +53,7 @@ bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
     key->push_back('n');
   } else if (is_tensor(value)) {
     if (!read(value, x)) return false;
+    if (weight && x->ndim == kPackedDims && !is_contiguous(*x)) return false;  // to be refused
     key->push_back('t');
     append(key, *x);
   } else if (PyUnicode_Check(value)) {

@@ -133,8 +133,8 @@ bool has_threads() { return torch_threads().parallel_for && torch_threads().get_
 Way way_of(const Tensor& x, const Weight& w, DType out_dtype, const Whole& whole) {
   DType dtype{};
   if (!has_threads() || !supported(x, &dtype) || dtype != w.dtype) return {};
-  if (x.shape[0] == 0 || w.k < (w.form == Form::kPanels ? 1 : 2) || w.n == 0 || w.k != x.shape[1])
-    return {};
+  const std::int64_t least = w.form == Form::kPanels ? 1 : 2;
+  if (x.shape[0] == 0 || w.k < least || w.n == 0 || w.k != x.shape[1]) return {};
   const auto [rows, whole_columns] = whole;
   if (static_cast<std::size_t>(x.shape[0]) > rows) return {};
   const std::size_t columns = std::max(whole_columns, static_cast<std::size_t>(w.n));

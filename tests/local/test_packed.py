@@ -4,6 +4,7 @@ exact for integers, and what cannot be packed, or was not, is refused."""
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import tpkernels
 from tests.support.products import product, threads, within_rounding
+from tests.support.ranked import fresh_group, on_ranks, unlike
 from tests.support.refusals import PACKABLE
 from tpkernels import _C
 from tpkernels.local.matmul import local_matmul, new_product
@@ -134,6 +136,21 @@ def test_what_is_refused() -> None:
     assert product(x.bfloat16(), weight, F32) is None
     with pytest.raises(ValueError, match="another shape"):
         product(x, weight, F32, columns=13)
+
+
+@on_ranks(2)
+def test_a_sliced_weight_is_refused_before_a_warm_call() -> list[str]:
+    """One with the shape of a weight that the call has had; the group works afterwards."""
+    with fresh_group() as group:
+        x, packed = torch.ones(2, 4), tpkernels.pack(torch.ones(4, 256))
+        wrong = tpkernels.pack(torch.ones(4, 512))[::2]
+        call = functools.partial(tpkernels.matmul_all_reduce, x, group=group)
+        results = [call(packed[:256]) for _ in range(3)]
+        text = "ValueError: w of float32, shape [256, 4, 1] and strides [8, 1, 1] is neither"
+        failures = unlike({text: lambda: call(wrong)})
+        results.append(call(packed))
+        assert all((result == 8).all() for result in results)
+    return failures
 
 
 @pytest.mark.parametrize("dtype", PACKABLE, ids=str)

@@ -59,6 +59,8 @@ def wrong(model: Model, drop: bool, want: torch.Tensor, state: dict[str, torch.T
             return f"{layer} is not packed, or needs no gradient"
         if (layer.weight.dim() == 3) != (drop and not layer.empty):
             return f"{layer} has a weight of shape {list(layer.weight.shape)}"
+        if drop and not layer.empty and layer._packed.data_ptr() != layer.weight.data_ptr():
+            return f"{layer} has its packed weight twice"
     if not torch.allclose(logits(model), want, atol=1e-5):
         return f"logits {logits(model)}, not {want}"
     got = local(model)

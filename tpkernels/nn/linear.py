@@ -173,6 +173,12 @@ class ParallelLinear(ShardedModule):
         finally:
             self._parameters["weight"] = weight
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, whose weight is the packed one again where that is all there was."""
+        super().__setstate__(state)
+        if is_packed(self.weight):
+            self._packed = self.weight.detach()
+
     def extra_repr(self) -> str:
         features: list[Any] = [self.out_features, self.in_features]
         features[self._split_dim] = list(self.splits["weight"].sizes)
