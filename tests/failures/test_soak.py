@@ -83,7 +83,8 @@ def _poison(group: dist.ProcessGroup, which: str) -> None:
     channel = workspace.channel
     offset = channel.buffer_offset((channel.epoch + (which == "next")) & 1)
     floats = channel.capacity // 4
-    workspace._at(channel.rank, torch.float32, (floats,), offset).fill_(math.nan)
+    memory = torch.frombuffer(workspace._arena.region(channel.rank), dtype=torch.float32)
+    memory[offset // 4 :][:floats].fill_(math.nan)
 
 
 def run_task(task: Task) -> Outcome:
