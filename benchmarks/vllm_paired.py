@@ -119,10 +119,10 @@ def row_parallel(layer: Any, group: str) -> Callable[..., Any]:
 
 @functools.cache
 def linear(layer: Any) -> tuple[Any, Any]:
-    """Return vLLM's product of a layer, and the plugin's."""
+    """Return vLLM's product of a layer, and the plugin's, which may leave it to vLLM."""
     from tpkernels.integrations.vllm_parts import packed_linear
 
-    return layer.cpu_linear, packed_linear(weight_of(layer))
+    return layer.cpu_linear, packed_linear(weight_of(layer)) or layer.cpu_linear
 
 
 @functools.cache
@@ -156,11 +156,13 @@ def vllms_own() -> dict[Any, Callable[..., torch.Tensor]]:
     from vllm.distributed import get_tp_group
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+    import tpkernels
+
     communicator, handlers = get_tp_group().device_communicator, {}
 
     def linear(x: torch.Tensor, w: torch.Tensor, **options: Any) -> torch.Tensor:
         if id(w) not in handlers:
-            handlers[id(w)] = _custom_ops.create_onednn_mm(w.to_dense().t(), 32), w
+            handlers[id(w)] = _custom_ops.create_onednn_mm(tpkernels.unpack(w), 32), w
         return _custom_ops.onednn_mm(handlers[id(w)][0], x, options.get("bias"))
 
     def reduced(x: torch.Tensor, w: torch.Tensor, group: str, **options: Any) -> torch.Tensor:

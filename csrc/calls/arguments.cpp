@@ -26,8 +26,8 @@ void append(std::string* key, const Tensor& x) {
               static_cast<std::size_t>(x.ndim) * sizeof *x.shape);
 }
 
-// A weight that is known to a LocalProduct ('c'), of which only shape and dtype matter.
-bool append_opaque(std::string* key, char kind, PyObject* w) {
+// A weight that is known to a LocalProduct, of which only shape and dtype matter.
+bool append_product(std::string* key, PyObject* w) {
   static PyObject* const shape_name = PyUnicode_InternFromString("shape");
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
   const auto shape = py::reinterpret_steal<py::object>(PyObject_GetAttr(w, shape_name));
@@ -35,7 +35,7 @@ bool append_opaque(std::string* key, char kind, PyObject* w) {
   const auto dtype = py::reinterpret_steal<py::object>(PyObject_GetAttr(w, dtype_name));
   if (!dtype) return PyErr_Clear(), false;
   if (!PyTuple_Check(shape.ptr()) || !is_dtype(dtype.ptr())) return false;
-  key->push_back(kind);
+  key->push_back('c');
   append(key, dtype.ptr());
   append(key, PyTuple_GET_SIZE(shape.ptr()));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape.ptr()); ++i) {
@@ -84,7 +84,7 @@ bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
       if (!append(key, PySequence_Fast_GET_ITEM(value, i), &other, weight)) return false;
     }
   } else {
-    return weight && append_opaque(key, 'c', value);
+    return weight && append_product(key, value);
   }
   return true;
 }

@@ -9,12 +9,13 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import tpkernels
 from tests.support.products import product, threads, within_rounding
 from tests.support.ranked import fresh_group, on_ranks, unlike
 from tests.support.refusals import PACKABLE
-from tpkernels import _C
+from tpkernels import _C, validation
 from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.packed import is_packed
 
@@ -136,6 +137,13 @@ def test_what_is_refused() -> None:
     assert product(x.bfloat16(), weight, F32) is None
     with pytest.raises(ValueError, match="another shape"):
         product(x, weight, F32, columns=13)
+
+
+def test_on_a_gpu_the_plain_weight_is_needed() -> None:
+    with FakeTensorMode():
+        x, w = torch.empty(2, 4, device="cuda"), torch.empty(3, 4, 1, device="cuda")
+    with pytest.raises(NotImplementedError, match="w is packed, which is for CPUs; pass the plain"):
+        validation.weight(w, x, 4, "w")
 
 
 @on_ranks(2)

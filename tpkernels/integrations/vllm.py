@@ -42,8 +42,8 @@ class Choice:
 
 def choose(requested: str, version: str, platform: str, fast_products: bool) -> Choice:
     """Return what to replace in a vLLM of that version on "cpu", "cuda" or another platform.
-    ``fast_products``: products by packed weights were measured to be faster. Raise
-    ValueError if ``requested`` is none of `MODES`."""
+    ``fast_products``: products by packed weights were measured to be faster. Raise ValueError if
+    ``requested`` is none of `MODES`."""
     if requested not in MODES:
         raise ValueError(f"{VARIABLE} is '{requested}'; it must be one of {', '.join(MODES)}")
     if requested == "off":

@@ -136,9 +136,8 @@ def replace_row_parallel() -> None:
 
 def packed_linear(w: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Return what vLLM calls with rows, its weight and a bias, on CPUs: it multiplies by a packed
-    copy of w [K, N] in place of that weight. None: vLLM may be faster, as in fp16, which was not
-    measured."""
-    if w.dtype not in (torch.float32, torch.bfloat16) or not packed.better_packed(w.dtype):
+    copy of w [K, N] in place of that weight. None: vLLM may be faster."""
+    if not packed.better_packed(w.dtype):
         return None
     try:
         packed_w = tpkernels.pack(w)

@@ -45,7 +45,7 @@ def load_model(
         dtype=dtype,
         sequence_parallel=None if ffn_only else "prefill",
     )
-    if device == "cpu" and model.dtype != torch.float64 and better_packed(model.dtype):
+    if device == "cpu" and better_packed(model.dtype):
         pack_(model, drop=True)
     return model
 
