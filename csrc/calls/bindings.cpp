@@ -78,6 +78,7 @@ void bind_memory(py::module_& m) {
 
 host::Form form_of(const std::string& layout) {
   return layout == "packed"    ? host::Form::kPanels
+         : layout == "int8"    ? host::Form::kInt8Panels
          : layout == "columns" ? host::Form::kColumns
                                : host::Form::kRows;
 }

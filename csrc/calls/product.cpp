@@ -96,7 +96,21 @@ std::size_t pitch(const Tensor& x, int dim) {
   return static_cast<std::size_t>(x.strides[dim]) * x.dtype.bits / 8;
 }
 
-// A packed weight [N, K / g, g].
+// A packed weight of 8 bits, [N, K / group, group + 4], for rows of `dtype`.
+bool read_int8(const Tensor& w, DType dtype, Weight* weight) {
+  const std::int64_t group = w.shape[2] - static_cast<std::int64_t>(host::kGroupBytes);
+  if (group < 4 || group % 4 != 0) return false;
+  weight->data = data_of(w);
+  weight->k = w.shape[1] * group;
+  weight->n = w.shape[0];
+  weight->pitch = host::Product::kPanel * static_cast<std::size_t>(w.shape[1] * w.shape[2]);
+  weight->dtype = dtype;
+  weight->form = Form::kInt8Panels;
+  weight->group = static_cast<std::size_t>(group);
+  return true;
+}
+
+// One of floats, [N, K / g, g].
 bool read_packed(const Tensor& w, Weight* weight) {
   if (!supported(w, &weight->dtype, kPackedDims) || !is_contiguous(w)) return false;
   const std::int64_t group = host::kGroupBytes / size_of(weight->dtype);
@@ -110,10 +124,15 @@ bool read_packed(const Tensor& w, Weight* weight) {
   return true;
 }
 
-// A weight that csrc/host/product.h reads. Valid as long as the tensor is.
-bool read_weight(PyObject* object, Weight* weight) {
+// A weight that csrc/host/product.h reads, for rows like x. Valid as long as the tensor is.
+bool read_weight(PyObject* object, const Tensor& x, Weight* weight) {
   Tensor w{};
   if (!read(object, &w)) return false;
+  if (w.ndim == kPackedDims && w.dtype.code == dlpack::kInt && w.dtype.bits == 8) {
+    DType dtype{};
+    return w.device.type == dlpack::kCpu && is_contiguous(w) && supported(x, &dtype) &&
+           read_int8(w, dtype, weight);
+  }
   if (w.ndim == kPackedDims) return read_packed(w, weight);
   if (!supported(w, &weight->dtype)) return false;
   const bool columns = w.strides[0] == 1;
@@ -133,7 +152,7 @@ bool has_threads() { return torch_threads().parallel_for && torch_threads().get_
 Way way_of(const Tensor& x, const Weight& w, DType out_dtype, const Whole& whole) {
   DType dtype{};
   if (!has_threads() || !supported(x, &dtype) || dtype != w.dtype) return {};
-  const std::int64_t least = w.form == Form::kPanels ? 1 : 2;
+  const std::int64_t least = w.packed() ? 1 : 2;
   if (x.shape[0] == 0 || w.k < least || w.n == 0 || w.k != x.shape[1]) return {};
   const auto [rows, whole_columns] = whole;
   if (static_cast<std::size_t>(x.shape[0]) > rows) return {};
@@ -151,7 +170,7 @@ Way way_with_unit_stride(py::object* x, Tensor* rows, const Weight& w, DType out
   if (!way.multiply || rows->strides[1] == 1) return way;
   // Otherwise torch reads any strides as fast. In gradients of weights the copy takes 3 to 20 % of
   // the product's time, and torch.mm, or the conversion to fp32, 1.6 to 3.8 times as long as both.
-  if (w.form != Form::kPanels && w.dtype != DType::kF32 && w.dtype == out_dtype) return {};
+  if (!w.packed() && w.dtype != DType::kF32 && w.dtype == out_dtype) return {};
   *x = x->attr("contiguous")();
   *rows = tensor(*x);
   return way;
@@ -173,10 +192,12 @@ void run(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias
   product.out = data_of(out);
   product.out_dtype = dtype_of(out);
   product.out_pitch = pitch(out, 0);
+  product.group = w.group;
   product.bias = bias.data ? reinterpret_cast<const float*>(data_of(bias)) : nullptr;
   const std::size_t blocks = (product.columns + work.way.columns - 1) / work.way.columns;
   work.parts = parts_of_rows(work.way, product.rows, blocks);
-  const std::size_t block_bytes = work.way.columns * product.k * size_of(w.dtype);
+  const std::size_t block_bytes =
+      w.packed() ? w.pitch : work.way.columns * product.k * size_of(w.dtype);
   const std::size_t grain =
       product.rows > Product::kFewRows ? 1 : std::max<std::size_t>(kGrainBytes / block_bytes, 1);
   std::int32_t failed = 0;
@@ -206,7 +227,7 @@ py::object matmul(const py::object& x, const py::handle& w) {
   };
   const auto rows = static_cast<std::size_t>(a.shape[0]);
   Weight weight{};
-  if (read_weight(w.ptr(), &weight)) {
+  if (read_weight(w.ptr(), a, &weight)) {
     py::object given = x;
     Tensor factor{};
     const Way way = way_with_unit_stride(&given, &factor, weight, weight.dtype, {rows, 0});
@@ -231,7 +252,7 @@ bool multiply(const py::object& x, const py::handle& w, const py::handle& out,
   DType out_dtype{};
   Weight weight{};
   const bool takes_result = read(out.ptr(), &to) && supported(to, &out_dtype) && to.strides[1] == 1;
-  if (!takes_result || !read_weight(w.ptr(), &weight)) return false;
+  if (!takes_result || !read(x.ptr(), &a) || !read_weight(w.ptr(), a, &weight)) return false;
   if (!bias.is_none() && !read(bias.ptr(), &added)) return false;
   py::object given = x;
   const Way way = way_with_unit_stride(&given, &a, weight, out_dtype, whole);

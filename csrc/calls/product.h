@@ -18,11 +18,14 @@ struct Weight {
   const void* data = nullptr;
   std::size_t pitch = 0;
   std::int64_t k = 0, n = 0;
-  host::DType dtype{};
+  host::DType dtype{};  // that x must have; that it has where the weight has 8 bits
   host::Form form{};
+  std::size_t group = 0;  // of K, in panels of 8 bits
+
+  bool packed() const { return form == host::Form::kPanels || form == host::Form::kInt8Panels; }
 };
 
-// The dims of a packed weight, [N, K / g, g]: tpkernels/local/packed.py. A plain one has two.
+// The dims of a packed weight: tpkernels/local/packed.py. A plain one has two.
 constexpr std::int32_t kPackedDims = 3;
 
 // Whether products of large weights with `rows` rows would be computed, to x's dtype.

@@ -63,6 +63,7 @@ Way fastest_way(const Size& size, DType dtype, Form form, DType out_dtype) {
   const VectorUnit& unit = vector_unit();
   const int at = static_cast<int>(dtype);
   if (form == Form::kPanels) return {unit.panels[at], Product::kPanel, true};
+  if (form == Form::kInt8Panels) return {unit.int8[at], Product::kPanel, true};
   if (form == Form::kColumns && size.rows <= unit.most_few_rows[at]) {
     return {unit.few_rows[at], Product::kBlock, false};
   }

@@ -4,6 +4,10 @@
 //   each 4 bytes of K, one element of 32 bits or two of 16, a panel holds those of all its columns
 //   in turn, and at the end the single elements that an odd K of 16 bits leaves. There is no
 //   padding. Memory is read in order, and no sum is spread over a vector's lanes.
+// Panels of 8 bits: each group of K, a multiple of 4 elements, is 4 bytes of each column in turn,
+// as
+//   above, behind the scales in fp32 of its columns, whose element is the scale's multiple. Rows of
+//   x are quantised in the same groups: the largest magnitude is 127 times the scale.
 // Columns: each is contiguous, as in `linear.weight.t()`. Few rows are limited by how fast the
 //   weight is read: it is read once, in place, a block of columns from end to end, or in chunks
 //   where x does not fit the L1 cache.
@@ -22,7 +26,7 @@ namespace tpkernels::host {
 
 enum class DType : int;
 
-enum class Form { kColumns, kRows, kPanels };
+enum class Form { kColumns, kRows, kPanels, kInt8Panels };
 
 struct Product {
   std::size_t rows = 0;
@@ -36,6 +40,7 @@ struct Product {
   std::size_t out_pitch = 0;  // bytes from one row to the next
   DType out_dtype{};
   const float* bias = nullptr;  // one per column; added before the result is rounded
+  std::size_t group = 0;        // elements of K that share a scale, in panels of 8 bits
 
   static constexpr std::size_t kFewRows = 16;  // the most that columns in place are for
   static constexpr std::size_t kBlock = 32;    // columns whose sums are held at a time

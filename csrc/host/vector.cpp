@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <type_traits>
@@ -57,7 +58,18 @@ inline Vec fused(Vec x, Vec w, Vec sum) { return x * w + sum; }
 #include "host/panels.inc"
 #include "host/widened.inc"
 
-constexpr VectorUnit kUnit = make_unit("plain", stream, kPanels);
+using Ints = std::int32_t __attribute__((vector_size(4 * kLanes)));
+constexpr int kOffset = 0;
+inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
+  for (std::size_t i = 0; i < 4 * kLanes; ++i) {
+    sums[i / 4] += static_cast<std::int8_t>(w[i]) * static_cast<std::int8_t>(x[i % 4]);
+  }
+  return sums;
+}
+
+#include "host/int8.inc"
+
+constexpr VectorUnit kUnit = make_unit("plain", stream, kPanels, kInt8);
 
 // AMX's tiles, as Intel documents TDPBF16PS: the products of the first and of the second elements
 // of all pairs are summed apart, fused, and then added. Subnormals are zero.
@@ -213,7 +225,8 @@ std::vector<const VectorUnit*> supported_units() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     units.push_back(&avx512_unit());
-    if (__builtin_cpu_supports("avx512bf16")) {
+    if (__builtin_cpu_supports("avx512vnni")) units.push_back(&avx512_vnni_unit());
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
       units.push_back(&avx512_bf16_unit());
       if (amx_refused().empty()) units.push_back(&amx_bf16_unit());
     }

@@ -39,6 +39,7 @@ struct VectorUnit {
   Multiply few_rows[3];
   std::size_t most_few_rows[3];
   Multiply panels[3];
+  Multiply int8[3];  // of panels of 8 bits, by the dtype of x
   Multiply columns[3];
   Multiply rows[3];
   // Copies with streaming stores: for results that nobody reads soon.
@@ -49,6 +50,7 @@ const VectorUnit& plain_unit();
 #if defined(__x86_64__)
 const VectorUnit& avx2_unit();
 const VectorUnit& avx512_unit();
+const VectorUnit& avx512_vnni_unit();
 const VectorUnit& avx512_bf16_unit();
 const VectorUnit& amx_bf16_unit();
 #endif

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -64,6 +65,18 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
 #include "host/panels.inc"
 #include "host/widened.inc"
 
+using Ints = std::int32_t __attribute__((vector_size(4 * kLanes)));
+constexpr int kOffset = 0;
+// No element is -128, so two products fit 16 bits.
+inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
+  const __m256i factors = load_bits<__m256i>(w), rows = _mm256_set1_epi32(load_bits<int>(x));
+  const __m256i pairs =
+      _mm256_maddubs_epi16(_mm256_abs_epi8(factors), _mm256_sign_epi8(rows, factors));
+  return sums + reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+#include "host/int8.inc"
+
 void stream(void* dst, const void* src, std::size_t bytes) {
   stream_lines(dst, src, bytes, 32, [](std::byte* to, const std::byte* from) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
@@ -75,7 +88,7 @@ void stream(void* dst, const void* src, std::size_t bytes) {
 constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                               multiply_few_rows<DType::kF16>,
                                               multiply_few_rows<DType::kBF16>};
-constexpr VectorUnit kUnit = make_unit("avx2", stream, kPanels, kFewRows, 8);
+constexpr VectorUnit kUnit = make_unit("avx2", stream, kPanels, kInt8, kFewRows, 8);
 
 }  // namespace avx2
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -67,6 +68,19 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
 #include "host/few_rows.inc"
 #include "host/panels.inc"
 #include "host/widened.inc"
+
+using Ints = std::int32_t __attribute__((vector_size(4 * kLanes)));
+constexpr int kOffset = 0;
+// No element is -128, so two products fit 16 bits.
+inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
+  const __m512i factors = load_bits<__m512i>(w), rows = _mm512_set1_epi32(load_bits<int>(x));
+  const __m512i signs =
+      _mm512_mask_sub_epi8(rows, _mm512_movepi8_mask(factors), _mm512_setzero_si512(), rows);
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(factors), signs);
+  return sums + reinterpret_cast<Ints>(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+
+#include "host/int8.inc"
 
 // Panels made of plain weights: two sources of panels.inc. A group is 4 bytes of K whatever the
 // dtype.
@@ -184,7 +198,7 @@ constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
                                               multiply_few_rows<DType::kBF16>};
 
 constexpr VectorUnit make_avx512_unit() {
-  VectorUnit unit = make_unit("avx512", stream, kPanels, kFewRows, 8);
+  VectorUnit unit = make_unit("avx512", stream, kPanels, kInt8, kFewRows, 8);
   constexpr int kAt = static_cast<int>(DType::kF32);
   unit.columns[kAt] = multiply_panels<DType::kF32, FromColumns<DType::kF32>>;
   unit.rows[kAt] = multiply_panels<DType::kF32, FromRows<DType::kF32>>;
@@ -196,6 +210,56 @@ constexpr VectorUnit kUnit = make_avx512_unit();
 }  // namespace avx512
 
 const VectorUnit& avx512_unit() { return avx512::kUnit; }
+
+}  // namespace tpkernels::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+#endif
+
+namespace tpkernels::host {
+// The same with AVX512_VNNI's dot products of bytes, of which those of x have no sign.
+namespace avx512_vnni {
+
+using avx512::kLanes;
+using avx512::load_acc;
+using avx512::load_bits;
+using avx512::load_block;
+using avx512::set_vec;
+using avx512::store_acc;
+using avx512::store_bits;
+using avx512::store_row;
+using avx512::Vec;
+using avx512::Words;
+
+using Ints = avx512::Ints;
+constexpr int kOffset = 128;
+inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
+  return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums),
+                                                    _mm512_set1_epi32(load_bits<int>(x)),
+                                                    load_bits<__m512i>(w)));
+}
+
+#include "host/int8.inc"
+
+constexpr VectorUnit make_vnni_unit() {
+  VectorUnit unit = avx512::kUnit;
+  unit.name = "avx512_vnni";
+  for (std::size_t dtype = 0; dtype < kInt8.size(); ++dtype) unit.int8[dtype] = kInt8[dtype];
+  return unit;
+}
+
+constexpr VectorUnit kUnit = make_vnni_unit();
+
+}  // namespace avx512_vnni
+
+const VectorUnit& avx512_vnni_unit() { return avx512_vnni::kUnit; }
 
 }  // namespace tpkernels::host
 
@@ -265,7 +329,7 @@ inline void store_sum(void* to, Vec sum) {
 #include "host/panels.inc"
 
 constexpr VectorUnit make_bf16_unit() {
-  VectorUnit unit = avx512::kUnit;
+  VectorUnit unit = avx512_vnni::kUnit;
   unit.name = "avx512_bf16";
   constexpr int kAt = static_cast<int>(DType::kBF16);
   unit.few_rows[kAt] = multiply_few_rows<DType::kBF16>;

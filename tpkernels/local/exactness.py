@@ -52,7 +52,7 @@ def parts_are_exact(
 
     Args:
         shape: M, K, N of the whole product.
-        layout: of w [K, N]; "columns" is that of ``linear.weight.t()``.
+        layout: of w [K, N], as `layout_of` returns it.
         threads: of torch; the libraries divide the work by it.
 
     The sums of the numbers it takes cancel, but for a small one where K is odd, so that the results
@@ -73,7 +73,8 @@ def parts_are_exact(
         x = left.to(dtype).repeat(-(-m // _DISTINCT), 1)[:m]
         w = right.to(dtype).repeat(1, -(-n // _DISTINCT))[:, :n]
         w = w.contiguous() if layout == "rows" else w.t().contiguous().t()
-        w = pack(w) if layout == "packed" else w
+        if layout in ("packed", "int8"):
+            w = pack(w, torch.int8 if layout == "int8" else None)
         bias = None if bias_dtype is None else torch.zeros(n, dtype=bias_dtype)
         whole = local_matmul(x, w, torch.empty(m, n, dtype=out_dtype), bias)
 

@@ -52,7 +52,7 @@ def layout_of(w: Weight) -> str:
     if not isinstance(w, torch.Tensor):
         return "unknown"
     if is_packed(w):
-        return "packed"
+        return "int8" if w.dtype == torch.int8 else "packed"
     return "columns" if w.stride(0) < w.stride(1) else "rows"
 
 

@@ -8,11 +8,16 @@ as fill 4 bytes. An odd K has no whole number of such groups in 16 bits, where t
 Each panel is [K / g, columns, g] in memory: the last one has N % 64 columns, if that is not 0, and
 an odd K of 16 bits ends in a row of single elements. Nothing is padded. So the same panels serve
 vectors of any length, and the tiles of AMX.
+
+A weight of 8 bits is a tensor [N, K / group, group + 4] of int8, where each panel is [K / group,
+1 + group / 4, columns, 4] in memory: of each group of K the columns' scales in float32, and then
+their elements, four of K at a time, which are integers in [-127, 127] times the scale.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import TypeGuard
 
@@ -22,6 +27,9 @@ from tpkernels import _C, dtypes
 from tpkernels.local.product import Weight
 
 _GROUP_BYTES = 4
+_SCALE_GROUPS = (128, 64, 32, 16, 8, 4)  # of K; the first that divides it is taken
+_LARGEST = 127
+_COLUMNS_AT_A_TIME = 16 * _C.calls.PANEL_COLUMNS  # that are converted at a time
 
 
 @functools.cache
@@ -41,7 +49,7 @@ def native(dtype: torch.dtype) -> bool:
         return False
 
 
-def pack(w: torch.Tensor) -> torch.Tensor:
+def pack(w: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a copy of a weight that the ops take in place of it on CPUs, for inference.
 
     Products read it faster than the plain one, with any number of rows; in float16 only with
@@ -49,18 +57,25 @@ def pack(w: torch.Tensor) -> torch.Tensor:
 
     Args:
         w: [K, N] of float32, bfloat16 or float16; any strides.
+        dtype: of the copy: ``w``'s (default), or int8, in half of bfloat16's bytes. Each column then
+            has a scale for every 128 elements, or fewer where 128 does not divide K, and rows of x
+            are quantised in the same groups: see `docs/numerics.md` for the error. It multiplies
+            rows of any of the three dtypes.
 
     Returns:
-        A dense tensor of three dims, [N, K / g, g] (see `tpkernels.local.packed`), and ``w``'s
-        dtype, whose order of elements only the ops and `unpack` know: it can be copied and saved,
-        but neither sliced nor converted. An op that gets it raises where its gradient would be
-        needed.
+        A dense tensor of three dims (see `tpkernels.local.packed`), whose order of elements only
+        the ops and `unpack` know: it can be copied and saved, but neither sliced nor converted. An
+        op that gets it raises where its gradient would be needed.
 
     Raises:
-        ValueError: ``w`` is no matrix, is empty, or is packed already.
-        NotImplementedError: ``w`` is not on a CPU, or float64.
+        ValueError: ``w`` is no matrix, is empty, or is packed already; in int8 also: it has NaN or
+            infinite elements.
+        NotImplementedError: ``w`` is not on a CPU, or float64; in int8 also: K is no multiple of 4.
+        TypeError: ``dtype`` is another one.
     """
-    check_packable(w, "w")
+    check_packable(w, "w", dtype)
+    if dtype == torch.int8:
+        return _pack_int8(w.detach())
     packed = w.new_empty(_packed_shape(w.shape[0], w.shape[1], w.dtype), requires_grad=False)
     for part, of_w in _parts(packed, w.detach()):
         part.copy_(of_w)
@@ -68,17 +83,56 @@ def pack(w: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Return the weight [K, N] that was packed, to the bit, with contiguous columns.
+    """Return the weight [K, N] that was packed, to the bit, with contiguous columns; of int8 what
+    products take for it, in float32.
 
     Raises:
         ValueError: ``packed`` is not what `pack` returns.
     """
     check_packed(packed, "packed")
     n, k = len(packed), rows_of(packed)
+    if packed.dtype == torch.int8:
+        w = torch.empty(n, k, device=packed.device).t()
+        for of_w, scales, elements in _int8_parts(packed.detach(), w):
+            of_w.copy_((elements * scales[:, None, None]).flatten(0, 2).flatten(1))
+        return w
     w = torch.empty_strided((k, n), (1, k), dtype=packed.dtype, device=packed.device)
     for part, of_w in _parts(packed.detach(), w):
         of_w.copy_(part)
     return w
+
+
+def _pack_int8(w: torch.Tensor) -> torch.Tensor:
+    k, n = w.shape
+    group = next(size for size in _SCALE_GROUPS if k % size == 0)
+    packed = w.new_empty(n, k // group, group + _GROUP_BYTES, dtype=torch.int8)
+    for of_w, scales, elements in _int8_parts(packed, w):
+        groups = of_w.float().reshape(elements.shape)
+        largest = groups.abs().amax((1, 2))
+        if not largest.isfinite().all():
+            raise ValueError("w has NaN or infinite elements, which int8 has not")
+        scales.copy_(largest / _LARGEST)
+        factor = (_LARGEST / largest).where(largest > torch.finfo(torch.float32).tiny, 0)
+        elements.copy_((groups * factor[:, None, None]).round())
+    return packed
+
+
+def _int8_parts(
+    packed: torch.Tensor, w: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield some columns of w [K, N], and views of their scales, [groups, panels, columns of a
+    panel], and elements, [groups, group / 4, 4, panels, columns of a panel]."""
+    n, (groups, size) = w.shape[1], packed.shape[1:]
+    rows = size // _GROUP_BYTES  # of a group in a panel: its scales' and its elements'
+    last = n - n % _C.calls.PANEL_COLUMNS
+    for begin, end in [*itertools.pairwise([*range(0, last, _COLUMNS_AT_A_TIME), last]), (last, n)]:
+        if begin == end:
+            continue
+        columns = min(_C.calls.PANEL_COLUMNS, end - begin)
+        part = packed[begin:end].view(-1, groups, rows, columns, _GROUP_BYTES)
+        scales = part[:, :, 0].view(torch.float32).squeeze(-1).transpose(0, 1)
+        elements = part[:, :, 1:].permute(1, 2, 4, 0, 3)
+        yield w[:, begin:end], scales, elements
 
 
 def _packed_shape(k: int, n: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -112,8 +166,10 @@ def better_packed(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16)
 
 
-def check_packable(w: torch.Tensor, what: str) -> None:
+def check_packable(w: torch.Tensor, what: str, dtype: torch.dtype | None = None) -> None:
     """Raise what `pack` raises for a weight, which the message calls ``what``."""
+    if dtype not in (None, w.dtype, torch.int8):
+        raise TypeError(f"{what} is {dtypes.name(w.dtype)} and can be packed in that or int8 only")
     if is_packed(w):
         raise ValueError(f"{what} of shape {list(w.shape)} is packed already")
     if w.dim() != 2 or 0 in w.shape:
@@ -125,6 +181,10 @@ def check_packable(w: torch.Tensor, what: str) -> None:
     dtypes.check_supported(w.dtype, what)
     if w.dtype == torch.float64:
         raise NotImplementedError(f"{what} is float64; use the plain weight, or pack it in float32")
+    if dtype == torch.int8 and w.shape[0] % _SCALE_GROUPS[-1]:
+        raise NotImplementedError(
+            f"{what} has shape {list(w.shape)}; in int8 K must be a multiple of {_SCALE_GROUPS[-1]}"
+        )
 
 
 def is_packed(w: Weight) -> TypeGuard[torch.Tensor]:
@@ -134,8 +194,7 @@ def is_packed(w: Weight) -> TypeGuard[torch.Tensor]:
 
 def check_packed(w: torch.Tensor, what: str) -> None:
     """Check that a tensor, which the message calls ``what``, may be what `pack` returned."""
-    k, n = rows_of(w) if w.dim() == 3 else 0, w.shape[0] if w.dim() else 0
-    if w.dim() != 3 or tuple(w.shape) != _packed_shape(k, n, w.dtype) or not w.is_contiguous():
+    if not (is_packed(w) and _has_packed_shape(w) and w.is_contiguous()):
         raise ValueError(
             f"{what} of {dtypes.name(w.dtype)}, shape {list(w.shape)} and strides "
             f"{list(w.stride())} is neither a matrix nor what tpkernels.pack returns; pack the "
@@ -143,9 +202,17 @@ def check_packed(w: torch.Tensor, what: str) -> None:
         )
 
 
+def _has_packed_shape(w: torch.Tensor) -> bool:
+    if w.dtype == torch.int8:
+        return w.shape[2] > _GROUP_BYTES and w.shape[2] % _GROUP_BYTES == 0
+    return tuple(w.shape) == _packed_shape(rows_of(w), len(w), w.dtype)
+
+
 def rows_of(w: Weight) -> int:
     """Return K of a weight."""
-    return w.shape[1] * w.shape[2] if is_packed(w) else w.shape[0]
+    if not is_packed(w):
+        return w.shape[0]
+    return w.shape[1] * (w.shape[2] - (_GROUP_BYTES if w.dtype == torch.int8 else 0))
 
 
 def columns_of(w: Weight) -> int:
