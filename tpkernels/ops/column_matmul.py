@@ -35,7 +35,7 @@ def _run(
 ) -> list[torch.Tensor]:
     if biases is None and all(map(is_packed, weights)) and not profiling():
         # Checks take as long as a product of one row; only one that fails is looked into.
-        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+        with contextlib.suppress(Exception):
             rows, lead = as_rows(x), x.shape[:-1]
             return [_C.calls.matmul(rows, w).view(*lead, columns_of(w)) for w in weights]
     validation.tensors({"x": x, "weights": weights, "biases": biases})
