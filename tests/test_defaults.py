@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from tests.support.paths import ROOT
+from tests.support.processes import python
 from tpkernels import _C, defaults
 from tpkernels.launch import Ranks
 from tpkernels.local.memory import empty
-
-
-def run_python(code: str, limit: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TPKERNELS_RESULT_POOL_BYTES": limit},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
 
 
 def limit_job() -> tuple[dict[str, int], bool]:
@@ -50,7 +35,7 @@ def test_a_malformed_limit_is_refused(monkeypatch: pytest.MonkeyPatch, limit: st
 
 @pytest.mark.slow
 def test_a_malformed_limit_is_reported_by_the_import() -> None:
-    ended = run_python("import tpkernels", "many")
+    ended = python("-c", "import tpkernels", TPKERNELS_RESULT_POOL_BYTES="many")
     assert ended.returncode == 1
     assert "ValueError: TPKERNELS_RESULT_POOL_BYTES is 'many'" in ended.stderr
 
@@ -61,5 +46,5 @@ def test_tensors_may_outlive_the_interpreter() -> None:
         "import torch, tpkernels; from tpkernels.local.memory import empty;"
         "torch.kept = empty([4 << 20], torch.float32, torch.device('cpu'))"
     )
-    ended = run_python(code, "100000000")
+    ended = python("-c", code, TPKERNELS_RESULT_POOL_BYTES="100000000")
     assert ended.returncode == 0 and not ended.stderr, ended.stderr

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.algorithms.test_ring import uneven_cases
 from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each
+from tests.support.faults import poison_buffer
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
     call,
@@ -155,11 +156,7 @@ def delayed_job(hosts: str, calls: int, **broken: bool) -> list[str]:
         cases = [replace(c, integers=True, algorithm="hierarchical") for c in STEPPED]
         for case in itertools.islice(itertools.cycle(cases), calls):
             wrong += check_cases([case], group)
-            parity = (node.channel.epoch + 1) & 1
-            offset = node.channel.buffer_offset(parity)
-            floats = node.channel.capacity // 4
-            memory = torch.frombuffer(node.workspace._arena.region(node.index), dtype=F32)
-            memory[offset // 4 :][:floats].fill_(float("nan"))
+            poison_buffer(node.workspace, node.channel.epoch + 1)
     return wrong
 
 

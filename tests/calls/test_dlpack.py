@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 import tpkernels
 from tests.support.paths import ROOT
+from tests.support.processes import python
 from tpkernels.ops.shortcut import PLAIN_KEYS
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "dlpack.h"
@@ -78,8 +78,7 @@ def test_torch_has_the_interface() -> None:
 @pytest.mark.thorough
 def test_a_torch_without_it_is_refused() -> None:
     code = "import torch; del torch.Tensor.__dlpack_c_exchange_api__; import tpkernels"
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    result = python("-c", code)
     assert result.returncode == 1
     assert "ImportError: torch" in result.stderr and "needs 2.11 or later" in result.stderr
 

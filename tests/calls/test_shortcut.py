@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tpkernels
 from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
-from tests.support.paths import ROOT
+from tests.support.processes import output_of
 from tests.support.ranked import fresh_group, report
 from tests.support.tiers import sweep
 from tpkernels import _C, defaults
@@ -226,13 +223,7 @@ def test_one_variable_turns_all_of_it_off(ranks: RanksFixture) -> None:
         "from tpkernels.launch import Ranks\n"
         "with Ranks(2) as ranks: print(ranks.run(warm_calls_job))"
     )
-    command = [sys.executable, "-c", code]
-    environment = {**os.environ, "TPKERNELS_PYTHON_CALLS": "1"}
-    ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert ended.returncode == 0, ended.stderr
-    in_python: Any = ast.literal_eval(ended.stdout)
+    in_python: Any = ast.literal_eval(output_of("-c", code, TPKERNELS_PYTHON_CALLS="1"))
     for calls, short in zip(in_python, ranks(WORLD).run(warm_calls_job), strict=True):
         assert [call[:2] for call in calls] == [call[:2] for call in short]
         assert not any(call[2] or call[3] for call in calls)

@@ -5,7 +5,6 @@ The negative controls run the same calls on a broken protocol, and must detect t
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import DTYPES, Case, RanksFixture
-from tests.support.faults import group_of, workspace_of
+from tests.support.faults import group_of, poison_buffer, workspace_of
 from tests.support.ranked import SMALLEST_WORKSPACE, check
 from tests.support.tiers import sweep
 from tpkernels import groups
@@ -80,11 +79,7 @@ def _poison(group: dist.ProcessGroup, which: str) -> None:
     """Fills one of this rank's two buffers with NaN. When a call has returned, nobody reads the
     "next" one any more, but peers may still be reading the "last" one."""
     workspace = workspace_of(group)
-    channel = workspace.channel
-    offset = channel.buffer_offset((channel.epoch + (which == "next")) & 1)
-    floats = channel.capacity // 4
-    memory = torch.frombuffer(workspace._arena.region(channel.rank), dtype=torch.float32)
-    memory[offset // 4 :][:floats].fill_(math.nan)
+    poison_buffer(workspace, workspace.channel.epoch + (which == "next"))
 
 
 def run_task(task: Task) -> Outcome:

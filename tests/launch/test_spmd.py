@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import RanksFixture
+from tests.support.processes import output_of
 from tpkernels.launch import RankError
 
 
@@ -65,17 +63,9 @@ print([box.value for box in boxes], all(type(box) is Box for box in boxes))
 def test_a_script_needs_no_guard(tmp_path: Path, how: str) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    run = subprocess.run(
-        [sys.executable, str(path) if how == "a file" else "-"],
-        input=None if how == "a file" else SCRIPT,
-        cwd=Path(tpkernels.__file__).parent.parent,
-        env={**os.environ, "PYTHONPATH": str(Path(tpkernels.__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.stdout.splitlines() == ["[2, 3] True"], run.stdout + run.stderr
+    with path.open() as script:
+        printed = output_of(*([path] if how == "a file" else ["-"]), stdin=script)
+    assert printed.splitlines() == ["[2, 3] True"]
 
 
 def test_an_error_comes_with_the_traceback_of_its_rank() -> None:

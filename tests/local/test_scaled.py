@@ -11,7 +11,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import scaled as support
-from tests.support.scaled import E4M3, E8M0, FP4, GATHER, ScaledCase, operand
+from tests.support.scaled import (
+    E4M3,
+    E8M0,
+    FP4,
+    GATHER,
+    operand,
+    scale_of_w,
+    scaled_case,
+    scaled_weight,
+)
 from tpkernels.local import scaled
 from tpkernels.local.scaled import ScaledMatrix
 
@@ -26,10 +35,10 @@ def test_torch_and_panels(
     product: Callable[..., torch.Tensor], kind: str, out_dtype: torch.dtype
 ) -> None:
     for layout in (lambda w: w.t(), lambda w: w.t().contiguous()):
-        case = ScaledCase(op=GATHER, rows=(M,), k=K, n=(N,), scales=kind, exact=False)
-        x, w = operand(case, M, K, E4M3, "x"), operand(case, N, K, E4M3, "w")
+        case = scaled_case(GATHER, (M,), K, (N,), scales=kind)
+        x, w = operand(case, (M, K), E4M3, "x"), scaled_weight(case, N, K)
         bias = torch.randn(N).to(out_dtype)
-        scale_w = w.scale.t().contiguous() if w.scale.dim() else w.scale
+        scale_w = scale_of_w(case, w)
         if product is scaled.by_torch and not (x.scale.dim() or w.scale.dim()):
             try:
                 torch._scaled_mm(x.elements, w.elements.t(), x.scale, w.scale)

@@ -1,10 +1,9 @@
 """The ops on scaled operands on real ranks against float64: exact for small integers with powers of
-two as scales, else within the derived bound of support/scaled.py. Across hosts, under autocast and
-``torch.compile``."""
+two as scales, else within the derived bound of support/reference.py. Across hosts, under autocast
+and ``torch.compile``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,16 @@ import pytest
 import torch
 
 import tpkernels
-from tests.support.cases import MATMUL_ALGORITHMS, QUICK_WORLDS, RanksFixture
-from tests.support.ranked import apart, fresh_group, on_hosts, on_ranks, report
+from tests.support.cases import MATMUL_ALGORITHMS, QUICK_WORLDS, Case, RanksFixture, each
+from tests.support.ranked import (
+    apart,
+    check_cases,
+    fresh_group,
+    on_hosts,
+    on_ranks,
+    report,
+    run_cases,
+)
 from tests.support.scaled import (
     BF16,
     E4M3,
@@ -25,11 +32,9 @@ from tests.support.scaled import (
     REDUCE,
     SCALES,
     SCATTER,
-    ScaledCase,
-    each,
+    scaled_case,
     uneven,
 )
-from tests.support.scaled_run import check, run_cases
 from tests.support.tiers import sweep
 from tpkernels.local.scaled import ScaledMatrix, scaled_matmul
 
@@ -50,12 +55,11 @@ OPS = (GATHER, SCATTER, REDUCE)
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int, op: str) -> None:
     n = (5, 300) if op == GATHER else (300,)
     cases = [
-        ScaledCase(op=op, rows=(6 * world,), n=n, scales="rows", x_dtype=x, w_dtype=w)
-        for x, w in PAIRS
+        scaled_case(op, (6 * world,), n=n, scales="rows", dtype=x, w_dtype=w) for x, w in PAIRS
     ]
-    cases += [replace(cases[0], out=out) for out in (F32, F16)]
+    cases += [replace(cases[0], out_dtype=out) for out in (F32, F16)]
     if op != GATHER:
-        cases += [replace(cases[0], out=out, wire=F32) for out in (F16, None)]
+        cases += [replace(cases[0], out_dtype=out, wire_dtype=F32) for out in (F16, None)]
     run_cases(ranks, world, each(*cases, algorithms=MATMUL_ALGORITHMS))
 
 
@@ -65,11 +69,11 @@ def test_every_kind_of_scales(ranks: RanksFixture, world: int, op: str) -> None:
     whole tiles of 128 rows on each rank."""
     rows, n = (128 * world, (130, 5)) if op == GATHER else (4 * world, (9,))
     cases = [
-        ScaledCase(op=op, rows=(rows,), n=n, k=k, scales=scales, out=out)
+        scaled_case(op, (rows,), k, n, scales=scales, out_dtype=out)
         for scales in SCALES
         for k, out in ((96, None), (160, F32))
     ]
-    cases += [replace(cases[0], k=37, scales=scales) for scales in ("tensor", "rows")]
+    cases += [scaled_case(op, (rows,), 37, n, scales=scales) for scales in ("tensor", "rows")]
     cases += [replace(cases[0], scales="rows", replicated=True)] if op == GATHER else []
     run_cases(ranks, world, each(*cases, algorithms=("direct", "pipelined")))
 
@@ -78,34 +82,43 @@ def test_every_kind_of_scales(ranks: RanksFixture, world: int, op: str) -> None:
 @pytest.mark.parametrize("op", [GATHER, SCATTER])
 def test_what_is_added_and_layouts(ranks: RanksFixture, world: int, op: str) -> None:
     """Also of few rows, and of none."""
-    case = ScaledCase(op=op, rows=(3 * world,), n=(260,), scales="rows", bias=True)
-    cases = [case, replace(case, out=F32)]
+    n = (7, 260) if op == GATHER else (260,)
+
+    def case_of(*rows: int, scales: str = "rows") -> Case:
+        more = {} if op == GATHER else {"residual": BF16}
+        return scaled_case(op, rows, n=n, scales=scales, biases=(BF16,), **more)
+
+    case = case_of(3 * world)
+    cases = [
+        replace(case, residual=None),
+        replace(case, out_dtype=F32, biases=(F32,), residual=None),
+    ]
     if op == GATHER:
-        case = replace(case, n=(7, 260))
-        cases += [replace(case, out=BF16, return_gathered=True)]
+        cases += [replace(case, out_dtype=BF16, return_gathered=True)]
     else:
-        case = replace(case, residual=True)
-        cases += [case, replace(case, wire=F32, scales="blocks")]
+        cases += [case, replace(case, wire_dtype=F32, scales="blocks")]
     cases += [
-        replace(case, layout=layout, scales=scales)
+        replace(case, layout=layout, weight_layout=layout, scales=scales)
         for layout in ("sliced", "transposed")
         for scales in ("tensor", "rows", "blocks")
     ]
     some = [(0,), (world,), (world, 2, 3)]
-    cases += [replace(case, rows=rows, scales=kind) for rows in some for kind in ("rows", "blocks")]
+    cases += [case_of(*rows, scales=kind) for rows in some for kind in ("rows", "blocks")]
     run_cases(ranks, world, each(*cases))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_uneven_shards_and_other_dims(ranks: RanksFixture, world: int, op: str) -> None:
-    cases, more = [], {"return_gathered": True} if op == GATHER else {"bias": True}
+    cases = []
+    more = {"return_gathered": True} if op == GATHER else {"biases": (BF16,), "residual": BF16}
     sizes = None if op == REDUCE else uneven(11, world)
     for scales in ("tensor", "rows", "blocks", "fp4" if op == GATHER else "swizzled"):
-        case = ScaledCase(op=op, rows=(11,), scales=scales, sizes=sizes)
-        between = replace(
-            case, rows=(2, 11, 3), dim=int(op != REDUCE), residual=op != GATHER, **more
-        )
-        cases += [case, between, replace(between, rows=(3, 2 * world), sizes=None)]
+        options = {"scales": scales, "dim": int(op != REDUCE), **more}
+        cases += [
+            scaled_case(op, (11,), scales=scales, sizes=sizes),
+            scaled_case(op, (2, 11, 3), sizes=sizes, **options),
+            scaled_case(op, (3, 2 * world), **options),
+        ]
     if op == GATHER:
         cases += [replace(case, scales="rows", replicated=True) for case in cases[3:6]]
     run_cases(ranks, world, each(*cases))
@@ -183,9 +196,9 @@ def test_rows_that_lie_across_words() -> list[str]:
     return failures
 
 
-def across_job(hosts: str, cases: Sequence[ScaledCase]) -> list[str]:
+def across_job(hosts: str, cases: list[Case]) -> list[str]:
     with on_hosts(hosts) if "1" in hosts else apart(), fresh_group() as group:
-        return [failure for case in cases for failure in check(case, group)]
+        return check_cases(cases, group)
 
 
 @pytest.mark.parametrize("hosts", sweep(["000", "001", "0011"]))
@@ -193,7 +206,7 @@ def test_across_hosts(ranks: RanksFixture, hosts: str) -> None:
     """With several ranks on a host, and with none that share memory."""
     world = len(hosts)
     cases = [
-        ScaledCase(op=op, rows=(12 * world,), scales=scales)
+        scaled_case(op, (12 * world,), scales=scales)
         for op in (GATHER, SCATTER, REDUCE)
         for scales in ("tensor", "rows", "blocks")
     ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -23,16 +24,6 @@ COLLECTIVE_WAYS = ("unfused", "ring", "direct")
 MATMUL_WAYS = ("unfused", "ring", "direct", "pipelined")
 COLLECTIVE_ALGORITHMS = (*COLLECTIVE_WAYS, "auto")
 MATMUL_ALGORITHMS = (*MATMUL_WAYS, "auto")
-
-
-def text_of(case: Any) -> str:
-    """A dataclass with an ``op``, and what is not at its default."""
-    changed = [
-        f"{field.name}={getattr(case, field.name)}"
-        for field in fields(case)
-        if field.name != "op" and getattr(case, field.name) != field.default
-    ]
-    return f"{case.op}({', '.join(changed)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +48,26 @@ class Case:
     layout: str = "plain"  #: of x in memory, see `ranked.place`
     weight_layout: str = "plain"
     integers: bool = False
+    scales: str = ""  #: of an op on scaled operands: one of `scaled.SCALES`
+    w_dtype: torch.dtype | None = None  #: of the scaled weights, None for that of x
+    replicated: bool = False  #: every rank passes the scales of the gathered x
 
     def __str__(self) -> str:
-        return text_of(self)
+        """The op, and what is not at its default."""
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name != "op" and getattr(self, field.name) != field.default
+        ]
+        return f"{self.op}({', '.join(changed)})"
 
     @property
     def out(self) -> torch.dtype:
-        return self.out_dtype or self.dtype
+        return self.out_dtype or (torch.bfloat16 if self.scales else self.dtype)
 
     @property
     def wire(self) -> torch.dtype:
-        return self.wire_dtype or self.dtype
+        return self.wire_dtype or (self.out if self.scales else self.dtype)
 
     @property
     def scattered(self) -> bool:
@@ -88,7 +88,11 @@ class Case:
 
     def values(self) -> Case:
         """The case without the fields that change no value."""
-        return replace(self, algorithm="auto", layout="plain", weight_layout="plain")
+        plain = {"layout": "plain", "weight_layout": "plain"}
+        return replace(self, algorithm="auto", replicated=False, **plain)
+
+    def generator(self, *what: object) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(f"{self} {what}".encode()))
 
 
 def each(
@@ -97,12 +101,12 @@ def each(
     algorithms: tuple[str, ...] | None = None,
     integers: tuple[bool, ...] = (True, False),
 ) -> list[Case]:
-    """The cases in every dtype, with integers and with random numbers, by every algorithm of the op
-    or by ``algorithms`` ("auto" chooses one of them)."""
+    """The cases in every dtype (scaled ones in theirs), with integers and with random numbers, by
+    every algorithm of the op or by ``algorithms`` ("auto" chooses one of them)."""
     return [
         replace(case, dtype=dtype, integers=exact, algorithm=algorithm)
         for case in cases
-        for dtype in dtypes
+        for dtype in ((case.dtype,) if case.scales else dtypes)
         for exact in integers
         for algorithm in algorithms or (MATMUL_WAYS if "matmul" in case.op else COLLECTIVE_WAYS)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import re
 import signal
@@ -71,6 +72,14 @@ def workspace_of(group: dist.ProcessGroup) -> HostWorkspace:
     workspace = groups.get(group.group_name).workspace
     assert workspace is not None
     return workspace
+
+
+def poison_buffer(workspace: HostWorkspace, epoch: int) -> None:
+    """Fill this rank's buffer of the epoch's parity with NaN."""
+    channel = workspace.channel
+    memory = torch.frombuffer(workspace._arena.region(channel.rank), dtype=torch.float32)
+    offset = channel.buffer_offset(epoch & 1)
+    memory[offset // 4 :][: channel.capacity // 4].fill_(math.nan)
 
 
 def shares_memory(group: dist.ProcessGroup) -> bool:

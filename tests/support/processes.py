@@ -9,18 +9,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
 
 from tests.support.paths import ROOT
 
 
 def python(
-    *arguments: object, seconds: float = 120, **env: str
+    *arguments: object, seconds: float = 120, stdin: IO[str] | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in the checkout, whatever its exit code."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        stdin=stdin,
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -28,17 +30,17 @@ def python(
     )
 
 
-def output_of(*arguments: object, seconds: float = 120, **env: str) -> str:
-    """Run Python in the checkout; return its output."""
-    ended = python(*arguments, seconds=seconds, **env)
+def output_of(*arguments: object, **options: Any) -> str:
+    """Run Python in the checkout; return its output. ``options`` are those of `python`."""
+    ended = python(*arguments, **options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
-def torchrun(ranks: int, *arguments: object, seconds: float = 120, **env: str) -> str:
+def torchrun(ranks: int, *arguments: object, **options: Any) -> str:
     """Run a script or module on ranks of torchrun; return what they print."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    return output_of(*launcher, *arguments, seconds=seconds, **env)
+    return output_of(*launcher, *arguments, **options)
 
 
 def interrupted(

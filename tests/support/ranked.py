@@ -20,6 +20,7 @@ import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
 from tests.support.reference import Expected
+from tests.support.scaled import Operand, scale_of_w, scale_of_x
 from tpkernels import LocalProduct, backends, groups
 from tpkernels.groups import GroupLike
 from tpkernels.symm import colocation
@@ -106,15 +107,18 @@ def recorded_calls() -> Iterator[list[str]]:
 
 def place(x: torch.Tensor, layout: str) -> torch.Tensor:
     """A copy of x with this layout in memory. It is surrounded by NaN, which must not be read."""
+    if x.is_floating_point() and x.itemsize == 1:  # torch copies few of these dtypes
+        return place(x.view(torch.uint8), layout).view(x.dtype)
+    nan = math.nan if x.is_floating_point() else 0x7F
     if layout == "transposed" and x.dim() > 1:
         swapped = x.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
         return swapped.transpose(-1, -2)
     if layout == "sliced":
-        around = x.new_full([2 * size + 3 for size in x.shape], math.nan)
+        around = x.new_full([2 * size + 3 for size in x.shape], nan)
         inside = around[tuple(slice(1, 1 + 2 * size, 2) for size in x.shape)]
         return inside.copy_(x)
     if layout == "offset":  # contiguous, at an odd element
-        flat = x.new_full([x.numel() + 3], math.nan)
+        flat = x.new_full([x.numel() + 3], nan)
         return flat[1 : 1 + x.numel()].view(x.shape).copy_(x)
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -141,7 +145,15 @@ def placed(case: Case, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[to
     yield place(x, "plain") if case.layout == "mixed" and group.rank() % 2 == 0 else inside
 
 
-def _placed_weight(w: torch.Tensor, layout: str) -> torch.Tensor | LocalProduct:
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        torch.equal(a, b) if a.itemsize > 1 else torch.equal(*(t.view(torch.uint8) for t in (a, b)))
+    )
+
+
+def _placed_weight(w: Any, layout: str) -> torch.Tensor | LocalProduct:
+    if isinstance(w, Operand):
+        return place(w.elements, layout).t()
     if layout == "packed" or (layout == "packed_on_even_ranks" and dist.get_rank() % 2 == 0):
         return tpkernels.pack(w)
     if layout == "caller's":
@@ -151,7 +163,8 @@ def _placed_weight(w: torch.Tensor, layout: str) -> torch.Tensor | LocalProduct:
 
 def _gather(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list[torch.Tensor]:
     rank, world = group.rank(), group.size()
-    shard = case.shard(reference.gathered_x(case), rank, world)
+    whole = reference.gathered_x(case)
+    shard = case.shard(whole.elements if case.scales else whole, rank, world)
     options: dict[str, Any] = {"shard_sizes": case.sizes, "algorithm": case.algorithm}
     with placed(case, shard, group) as x:
         if not case.n:
@@ -160,9 +173,15 @@ def _gather(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list
             pairs = reference.column_weights(case, rank)
             if case.biases:
                 options["biases"] = [None if b is None else place(b, case.layout) for _, b in pairs]
-            results = tpkernels.all_gather_matmul(
+            scales: list[Any] = []
+            if case.scales:
+                shared = case.replicated or not whole.scale.dim()
+                of_x = whole.scale if shared else case.shard(whole.scale, rank, world)
+                scales = [scale_of_x(case, of_x), [scale_of_w(case, w) for w, _ in pairs]]
+            results = getattr(tpkernels, case.op)(
                 x,
                 [_placed_weight(w, case.weight_layout) for w, _ in pairs],
+                *scales,
                 group_like,
                 case.dim,
                 out_dtype=case.out_dtype,
@@ -170,14 +189,20 @@ def _gather(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list
                 **options,
             )
             if case.return_gathered:
-                results = [results[0], *results[1]]
-        assert torch.equal(x, shard), "the input was changed"
+                assert results[0].dtype == x.dtype
+                gathered = results[0].view(torch.uint8) if case.scales else results[0]
+                results = [gathered, *results[1]]
+        assert _same_bytes(x, shard), "the input was changed"
     return results
 
 
 def _reduce(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list[torch.Tensor]:
     rank, world = group.rank(), group.size()
     mine, w = reference.partial_factors(case, rank, world)
+    scales: list[torch.Tensor] = []
+    if case.scales:
+        scales = [scale_of_x(case, mine.scale), scale_of_w(case, w)]
+        mine = mine.elements
     options: dict[str, Any] = {"algorithm": case.algorithm}
     if case.scattered:
         options |= {"scatter_dim": case.dim, "shard_sizes": case.sizes}
@@ -198,11 +223,11 @@ def _reduce(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list
         factors = [x] if w is None else [x, _placed_weight(w, case.weight_layout)]
         if case.normalises:
             factors.append(place(reference.norm_weight(case), case.layout))
-        result: Any = getattr(tpkernels, case.op)(*factors, group_like, **options)
+        result: Any = getattr(tpkernels, case.op)(*factors, *scales, group_like, **options)
         if case.op == "all_reduce_":
             assert result is x, "not the tensor that was passed"
             return [result.contiguous().clone()]
-        assert torch.equal(x, mine), "the input was changed"
+        assert _same_bytes(x, mine), "the input was changed"
     return list(result) if case.normalises else [result]
 
 

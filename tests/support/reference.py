@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import math
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -29,6 +28,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from tests.support.cases import Case
+from tests.support.scaled import Operand, operand, scaled_weight
 from tpkernels.dtypes import accumulator
 
 # The largest magnitude up to which a dtype holds every integer.
@@ -61,11 +61,8 @@ def _by_values(function: _Cached) -> _Cached:
     return cast(_Cached, functools.wraps(function)(lambda case, *of: kept(case.values(), *of)))
 
 
-# Inputs. Those of rank r are made from the case and r alone, so any rank can make them.
-
-
-def _generator(case: Case, *what: object) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(f"{case} {what}".encode()))
+# Inputs. Those of rank r are made from the case and r alone, so any rank can make them. Factors are
+# tensors, or `Operand`s if the case is one of scaled operands.
 
 
 def _limit(case: Case) -> int:
@@ -76,7 +73,7 @@ def draw(
     case: Case, shape: tuple[int, ...], dtype: torch.dtype, top: int, *what: object
 ) -> torch.Tensor:
     """Normally distributed, or integers of -top to top."""
-    generator = _generator(case, *what)
+    generator = case.generator(*what)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if case.integers:
         return torch.randint(-top, top + 1, shape, generator=generator, dtype=wide).to(dtype)
@@ -88,26 +85,32 @@ def _factor(case: Case, shape: tuple[int, ...], terms: int, *what: object) -> to
     of products with such integers is larger than that."""
     factor = draw(case, shape, case.dtype, 1, *what)
     if case.integers and shape[-1] > terms:
-        order = torch.randperm(shape[-1], generator=_generator(case, "order", *what))
+        order = torch.randperm(shape[-1], generator=case.generator("order", *what))
         factor[..., order[terms:]] = 0
     return factor
 
 
 @_by_values
-def gathered_x(case: Case) -> torch.Tensor:
+def gathered_x(case: Case) -> Any:
     """x of all ranks, concatenated."""
+    if case.scales:
+        return operand(case, case.shape, case.dtype, "x")
     if case.n:
         return _factor(case, case.shape, _limit(case) - 16, "x")
     return draw(case, case.shape, case.dtype, 100, "x")
 
 
 @_by_values
-def column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """(weight, bias) pairs of a rank of all_gather_matmul."""
-    pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+def column_weights(case: Case, rank: int) -> list[tuple[Any, torch.Tensor | None]]:
+    """(weight, bias) pairs of a rank of an all-gather matmul."""
+    pairs: list[tuple[Any, torch.Tensor | None]] = []
     for i, n in enumerate(case.n):
         columns = n + rank * case.n_by_rank
-        w = draw(case, (case.shape[-1], columns), case.dtype, 1, "w", rank, i)
+        w: Any
+        if case.scales:
+            w = scaled_weight(case, columns, case.shape[-1], rank, i)
+        else:
+            w = draw(case, (case.shape[-1], columns), case.dtype, 1, "w", rank, i)
         dtype = case.biases[i % len(case.biases)] if case.biases else None
         bias = None if dtype is None else draw(case, (columns,), dtype, 8, "b", rank, i)
         pairs.append((w, bias))
@@ -115,11 +118,14 @@ def column_weights(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Tens
 
 
 @_by_values
-def partial_factors(case: Case, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def partial_factors(case: Case, rank: int, world: int) -> tuple[Any, Any]:
     """(x, w) of a rank of a reduction; w is None if there is no product."""
     if not case.k:
         return draw(case, case.shape, case.dtype, 8, "x", rank), None
     k = case.k[rank % len(case.k)]
+    if case.scales:
+        x = operand(case, (*case.shape[:-1], k), case.dtype, "x", rank)
+        return x, scaled_weight(case, case.shape[-1], k, rank)
     x = _factor(case, (*case.shape[:-1], k), (_limit(case) - 16) // world, "x", rank)
     return x, draw(case, (k, case.shape[-1]), case.dtype, 1, "w", rank)
 
@@ -149,12 +155,13 @@ def norm_weight(case: Case) -> torch.Tensor:
 def bounded(
     case: Case,
     exact: torch.Tensor,
-    unfused: torch.Tensor,
+    unfused: torch.Tensor | None,
     terms: torch.Tensor,
     k: int,
     partials: torch.Tensor | None = None,
 ) -> Expected:
     """Args:
+    unfused: the reference's result; None for one without error.
     terms: ``|A| @ |B|``, plus the magnitude of everything else that is added.
     k: summands of an element.
     partials: ``sum_r |p_r|`` of the partials that travel, rounded to the wire's dtype.
@@ -164,9 +171,11 @@ def bounded(
             raise AssertionError(f"{case} is not an exact test: it does not fit {case.out}")
         return Expected(exact, torch.zeros_like(exact), case.out)
     tiny = torch.finfo(case.out).smallest_normal * torch.finfo(case.out).eps  # of subnormals
-    error = (unfused.double() - exact).abs()
+    error = torch.zeros_like(exact) if unfused is None else (unfused.double() - exact).abs()
     eps, wire = torch.finfo(case.out).eps, torch.finfo(case.wire).eps
     unit = torch.finfo(accumulator(case.dtype)).eps
+    if case.scales:
+        unit /= 2  # products of 8-bit numbers are exact, so that only sums of them are rounded
     rounding = eps / 2 * exact.abs() + (k + 2) * unit * terms
     if partials is not None:
         eps, rounding = max(eps, wire), rounding + wire / 2 * partials
@@ -175,16 +184,29 @@ def bounded(
     return Expected(exact, bound, case.out)
 
 
+def _product(x: Any, w: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x @ w`` and ``|x| @ |w|`` in float64."""
+    left, right = x, w
+    if isinstance(x, Operand):
+        left, right = x.worth, w.worth.t()
+    left, right = left.double(), right.double()
+    return left @ right, left.abs() @ right.abs()
+
+
 @_by_values
 def _gathered_products(case: Case, rank: int) -> list[Expected]:
     x = gathered_x(case)
     narrow = case.dtype if case.out == case.dtype else torch.float32
     products = []
     for w, bias in column_weights(case, rank):
-        exact, terms = x.double() @ w.double(), x.double().abs() @ w.double().abs()
-        unfused = torch.matmul(x.to(narrow), w.to(narrow))
+        exact, terms = _product(x, w)
         if bias is not None:
             exact, terms = exact + bias.double(), terms + bias.double().abs()
+        if case.scales:  # each factor has a scale, whose product is rounded
+            products.append(bounded(case, exact, None, terms, case.shape[-1] + 4))
+            continue
+        unfused = torch.matmul(x.to(narrow), w.to(narrow))
+        if bias is not None:
             unfused = unfused + bias.to(narrow)
         products.append(bounded(case, exact, unfused.to(case.out), terms, case.shape[-1]))
     return products
@@ -200,26 +222,33 @@ def _reduced(case: Case, world: int) -> Expected:
             wide.append(x.double())
             sizes.append(x.double().abs())
         else:
-            partials.append(torch.matmul(x.to(case.wire), w.to(case.wire)))
-            wide.append(x.double() @ w.double())
-            sizes.append(x.double().abs() @ w.double().abs())
+            if not case.scales:
+                partials.append(torch.matmul(x.to(case.wire), w.to(case.wire)))
+            exact, terms = _product(x, w)
+            wide.append(exact)
+            sizes.append(terms)
     for extra in (reduction_bias(case), reduction_residual(case)):
         if extra is not None:
             partials.append(extra.to(case.wire))
             wide.append(extra.double())
             sizes.append(extra.double().abs())
-    unfused = functools.reduce(torch.add, partials).to(case.out)
     exact, terms = functools.reduce(torch.add, wide), functools.reduce(torch.add, sizes)
-    k = sum(case.k[rank % len(case.k)] for rank in range(world)) if case.k else world
     travelling = functools.reduce(torch.add, [part.abs() for part in wide[:world]])
-    return bounded(case, exact, unfused, terms, k, travelling)
+    ks = [case.k[rank % len(case.k)] if case.k else 1 for rank in range(world)]
+    if case.scales:  # each partial is a sum of its own, whose scales are rounded
+        return bounded(case, exact, None, terms, max(ks) + world + 4, travelling)
+    unfused = functools.reduce(torch.add, partials).to(case.out)
+    return bounded(case, exact, unfused, terms, sum(ks), travelling)
 
 
 def expected(case: Case, rank: int, world: int) -> list[Expected]:
     """What a rank gets, in the order in which the op returns it."""
     if "all_gather" in case.op:
-        whole = gathered_x(case).double()
-        gathered = Expected(whole, torch.zeros_like(whole), case.dtype)
+        whole = gathered_x(case)
+        if case.scales:  # compared by bytes
+            whole = whole.elements.view(torch.uint8)
+        exact, dtype = whole.double(), whole.dtype
+        gathered = Expected(exact, torch.zeros_like(exact), dtype)
         results = [gathered] if case.return_gathered or not case.n else []
         return results + _gathered_products(case, rank)
     sum_ = _reduced(case, world)

@@ -4,8 +4,6 @@ Pythons that lack the functions for one."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -16,6 +14,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import Ending, shares_memory
+from tests.support.processes import output_of
 from tests.support.tiers import sweep
 from tpkernels import _C
 from tpkernels.launch import Ranks
@@ -79,7 +78,7 @@ def test_a_python_without_the_functions_works_as_well(monkeypatch: pytest.Monkey
 
 def test_the_import_needs_none_of_the_functions() -> None:
     remove = f"import os; [vars(os).pop(name, None) for name in {WRAPPERS}]; import tpkernels"
-    subprocess.run([sys.executable, "-c", remove], check=True)
+    output_of("-c", remove)
 
 
 def test_one_rank_needs_no_system_call(ranks: RanksFixture) -> None:
