@@ -68,6 +68,8 @@ def test_the_text_is_that_of_one_process(folder: Path, text: str) -> None:
     assert whole["completions"][0]["finish_reason"] == "length"
     assert whole["ranks"] == 2 and whole["dtype"] == "float32"
     assert 0 < whole["seconds_to_first_token"] <= whole["seconds"]
+    int8 = ("--weights", "int8", "--max-new-tokens", 8, "--tp", 2, "--json")
+    assert len(done(invoke(folder, "--prompt", PROMPT, *int8))["completions"][0]["tokens"]) == 8
 
 
 @pytest.mark.slow
@@ -121,6 +123,7 @@ def test_ranks_of_torchrun_agree_on_tokenizer_and_seed() -> None:
         (("--stream", "--json"), "leave out one"),
         (("--stream", "--prompt", "more"), "--stream takes one --prompt"),
         (("--dtype", "int4"), "int4"),
+        (("--weights", "int4"), "--weights is 'int4' on cpu; it can be int8, on cpu"),
         (("--tp", 0), "--nproc is 0"),
     ],
 )

@@ -83,6 +83,15 @@ def test_what_cannot_be_packed() -> None:
     ):
         with pytest.raises(error, match=pattern):
             tpkernels.pack(given)
+        if given.dtype == torch.float32:
+            with pytest.raises(error, match=pattern):
+                tpkernels.pack(given, torch.int8)
+    with pytest.raises(TypeError, match="w is float32 and can be packed in that or int8 only"):
+        tpkernels.pack(w, BF16)
+    with pytest.raises(NotImplementedError, match="in int8 K must be a multiple of 4"):
+        tpkernels.pack(w[:3], torch.int8)
+    with pytest.raises(ValueError, match="w has NaN or infinite elements"):
+        tpkernels.pack(w / torch.tensor([1.0, 0.0, 1.0]), torch.int8)
 
 
 def test_what_is_not_packed() -> None:
@@ -98,6 +107,9 @@ def test_what_is_not_packed() -> None:
         tpkernels.pack(odd.bfloat16()).float(),
         tpkernels.pack(even)[:, 1:],
         tpkernels.pack(even)[::2],
+        tpkernels.pack(even, torch.int8)[::2],
+        tpkernels.pack(even, torch.int8)[:, :, 1:],
+        tpkernels.pack(even, torch.int8)[:, :, :4].contiguous(),
     ):
         with pytest.raises(ValueError, match=pattern):
             tpkernels.unpack(wrong)
@@ -189,3 +201,93 @@ def test_strides_do_not_change_the_bits(dtype: torch.dtype) -> None:
     with torch.profiler.profile():
         results.append(new_product(x, factor))
     assert all(torch.equal(each, new_product(x.contiguous(), factor)) for each in results)
+
+
+# Weights of 8 bits.
+
+INT8_SHAPES = [(4, 1), (128, 64), (96, 70), (320, 200), (2304, 130)]
+GROUPS = {4: 4, 96: 32, 128: 128, 320: 64, 2304: 128}
+
+
+def quantised(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The integers of x [M, K] as float64, and their scales, both [M, K]."""
+    x = x.float().unflatten(1, (-1, group))
+    largest = x.abs().amax(2, keepdim=True)
+    # Divided: a number over a tensor is that times the tensor's reciprocal.
+    factors = torch.tensor(127.0) / largest
+    numbers = (x * factors.where(largest > 0, 0)).round()
+    return numbers.flatten(1).double(), (largest / 127).expand_as(x).flatten(1).double()
+
+
+def test_the_order_of_the_elements_of_8_bits() -> None:
+    torch.manual_seed(0)
+    for k, n in INT8_SHAPES:
+        w = torch.randn(k, n).bfloat16()
+        packed, group = tpkernels.pack(w, torch.int8), GROUPS[k]
+        assert packed.shape == (n, k // group, group + 4) and packed.is_contiguous()
+        numbers, scales = quantised(w.t(), group)
+        assert torch.equal(
+            tpkernels.unpack(packed).t().double(), (numbers * scales).float().double()
+        )
+        bytes_of = iter(packed.flatten().tolist())
+        for begin in range(0, n, COLUMNS):
+            columns = range(begin, min(begin + COLUMNS, n))
+            for at in range(0, k, group):
+                stored = torch.tensor([[next(bytes_of) for _ in range(4)] for _ in columns])
+                want = scales[begin : columns.stop, at].float()
+                assert torch.equal(stored.to(torch.int8).view(torch.float32).flatten(), want)
+                for row in range(at, at + group, 4):
+                    stored = torch.tensor([[next(bytes_of) for _ in range(4)] for _ in columns])
+                    assert torch.equal(stored, numbers[begin : columns.stop, row : row + 4])
+
+
+def test_products_of_8_bits_are_those_of_the_quantised_operands(unit: str) -> None:
+    """Up to the rounding of sums in fp32; with the bits of the plain unit; and within the bound
+    that docs/numerics.md gives."""
+    torch.manual_seed(1)
+    for (k, n), dtype in itertools.product(INT8_SHAPES, PACKABLE):
+        w, x, bias = torch.randn(k, n), torch.randn(MOST, k).to(dtype), torch.randn(n)
+        packed, group = tpkernels.pack(w, torch.int8), GROUPS[k]
+        of_w, scales = (each.t() for each in quantised(w.t(), group))
+        of_x, own_scales = quantised(x, group)
+        whole = product(x, packed, F32, bias)
+        assert whole is not None
+        _C.host.use_vector_unit("plain")
+        plain = product(x, packed, F32, bias)
+        _C.host.use_vector_unit(unit)
+        assert plain is not None and torch.equal(whole, plain)
+        wanted = (of_x * own_scales) @ (of_w * scales) + bias
+        sizes = (of_x.abs() * own_scales) @ (of_w.abs() * scales) + bias.abs()
+        rounding = (k / group + 3) * torch.finfo(F32).eps * sizes
+        assert ((whole - wanted).abs() <= rounding).all(), (k, n, dtype)
+        true, half = x.double() @ w.double() + bias, 0.5001
+        bound = half * (x.double().abs() @ scales + own_scales @ w.double().abs())
+        bound += half**2 * own_scales @ scales + rounding
+        assert ((whole - true).abs() <= bound).all(), (k, n, dtype)
+        with threads(2):
+            for rows in ((0, 1), (3, 10)):
+                part = product(x[slice(*rows)], packed, F32, bias)
+                assert part is not None and torch.equal(part, whole[slice(*rows)])
+        got = product(x, packed, dtype, bias)
+        assert got is not None and torch.equal(got, whole.to(dtype))
+
+
+def test_rows_of_8_bits_stay_apart(unit: str) -> None:
+    """Those with NaN or infinity are NaN, or nothing, without changing others; and tiny ones are
+    zero."""
+    k, n = 256, 70
+    packed = amid_nan_bytes(tpkernels.pack(torch.ones(k, n), torch.int8))
+    for value, want in ((torch.nan, torch.nan), (torch.inf, torch.nan), (1e-35, 0.0)):
+        x = torch.zeros(7, k)
+        x[3, 200] = value
+        x[4] = 1
+        y = product(x, packed, F32)
+        assert y is not None
+        torch.testing.assert_close(y[3], torch.full((n,), want), equal_nan=True)
+        assert (y[:3] == 0).all() and (y[4] - k).abs().max() < 1e-3 and (y[5:] == 0).all()
+
+
+def amid_nan_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """A copy with bytes of NaN before and behind it in memory."""
+    room = packed.new_full((packed.numel() + 2 * COLUMNS,), -1)
+    return room[COLUMNS:-COLUMNS].view(packed.shape).copy_(packed)

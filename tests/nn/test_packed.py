@@ -141,6 +141,37 @@ def test_a_layer_that_moves() -> list[str]:
     return failures
 
 
+@on_ranks(2)
+def test_layers_of_8_bits() -> list[str]:
+    """Where K is a multiple of 4; they stay so when they are copied, moved or loaded."""
+    failures = []
+    with fresh_group() as group:
+        for drop in (False, True):
+            plain = make(group, sequence=False)
+            want = logits(plain)
+            model = tnn.pack_(copied(plain), drop=drop, dtype=torch.int8)
+            loaded = tnn.pack_(make(group, sequence=False, seed=1), drop=drop, dtype=torch.int8)
+            loaded.load_state_dict(tnn.full_state_dict(plain))
+            ways = {"packed": model, "copied": copied(model), "loaded": loaded}
+            ways["pickled"] = copied(plain)
+            ways["pickled"].mlp = pickle.loads(pickle.dumps(copied(model).mlp))
+            for how, one in ways.items():
+                dtypes = {layer._packed.dtype for layer in layers_of(one.mlp)}
+                if dtypes != {torch.int8} or not torch.allclose(logits(one), want, atol=0.05):
+                    failures.append(f"{drop=}, {how}: {dtypes}, {logits(one)}, not {want}")
+            if torch.equal(logits(model), want):
+                failures.append(f"{drop=}: the products are not those of 8 bits")
+            for layer in layers_of(model.bfloat16()):
+                if layer._packed is not None and layer._packed.dtype != torch.int8:
+                    failures.append(f"{drop=}: {layer} is {layer._packed.dtype} when moved")
+                if layer.unpack_().weight.dtype != torch.bfloat16:
+                    failures.append(f"{drop=}: {layer} is {layer.weight.dtype} when unpacked")
+        odd = tnn.RowParallelLinear(6, 8, group).pack_(dtype=torch.int8)
+        if odd._packed is None or odd._packed.dtype != torch.float32:
+            failures.append("K of 3 is packed in 8 bits")
+    return failures
+
+
 @pytest.mark.parametrize(
     "backend", [thorough("aot_eager"), pytest.param("inductor", marks=pytest.mark.slow)]
 )

@@ -24,10 +24,12 @@ from tests.support.ranked import (
     on_ranks,
     report,
     run_cases,
+    unlike,
 )
 from tests.support.refusals import PACKABLE
 from tests.support.tiers import sweep
 from tpkernels import LocalProduct, groups
+from tpkernels.local.matmul import new_product
 from tpkernels.shards import shard_sizes
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -77,6 +79,61 @@ def test_steps_through_a_small_workspace(ranks: RanksFixture, op: str) -> None:
     factors: dict[str, Any] = {"n": (7, 300)} if op == GATHER else {"k": (24,)}
     case = Case(op=op, shape=(1500, 200), weight_layout="packed", **factors)
     run_cases(ranks, 2, each(case, dtypes=PACKABLE, integers=(True,)), SMALLEST_WORKSPACE)
+
+
+@on_ranks(3)
+def test_weights_of_8_bits() -> list[str]:
+    """Results are those of local products, to the bit, by every algorithm and in warm calls."""
+    failures = []
+    with fresh_group() as group, torch.no_grad():
+        world, rank = group.size(), group.rank()
+        for dtype in PACKABLE:
+            numbers = torch.Generator().manual_seed(0)
+            xs = torch.randn(world, 6 * world, 40, generator=numbers).to(dtype)
+            ws = torch.randn(world, 40, 70, generator=numbers)
+            weights = [tpkernels.pack(w, torch.int8) for w in ws]
+            parts = [new_product(x, w) for x, w in zip(xs, weights, strict=True)]
+            total = functools.reduce(torch.add, [part.float() for part in parts]).to(dtype)
+            rows, packed = slice(6 * rank, 6 * rank + 6), weights[rank]
+            whole = new_product(xs[0], packed)
+            for algorithm in (*MATMUL_ALGORITHMS, "auto"):
+                for call in range(3):
+                    options = {"group": group, "algorithm": algorithm}
+                    got = {
+                        GATHER: (
+                            tpkernels.all_gather_matmul(xs[0, rows], packed, **options),
+                            whole,
+                        ),
+                        SCATTER: (
+                            tpkernels.matmul_reduce_scatter(xs[rank], packed, **options),
+                            total[rows],
+                        ),
+                        REDUCE: (tpkernels.matmul_all_reduce(xs[rank], packed, **options), total),
+                    }
+                    failures += [
+                        f"{op} by {algorithm} in {dtype}, call {call}"
+                        for op, (result, want) in got.items()
+                        if not torch.equal(result, want)
+                    ]
+        x = torch.ones(2, 40, dtype=torch.float64)
+        failures += unlike(
+            {
+                "TypeError: w is int8 but x is float64": lambda: tpkernels.matmul_all_reduce(
+                    x, packed, group
+                ),
+                "ValueError: w has packed shape [40, 70]": lambda: tpkernels.matmul_all_reduce(
+                    torch.ones(2, 36), packed, group
+                ),
+                "NotImplementedError: tpkernels.matmul_all_reduce has no gradient with a": (
+                    torch.enable_grad()(
+                        lambda: tpkernels.matmul_all_reduce(
+                            torch.ones(2, 40, requires_grad=True), packed, group
+                        )
+                    )
+                ),
+            }
+        )
+    return failures
 
 
 # Packed weights: compiled, under autocast, never with a gradient.

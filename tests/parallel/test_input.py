@@ -116,6 +116,7 @@ def test_refusals_name_the_module() -> list[str]:
                 mlp, mesh, plan=up | {"blocks.1.down": fused}
             ),
             "model.layers.1.self_attn.v_proj has 16 features, expected ": _attempt(wide, mesh),
+            "pack is 'int4'; it can be True, False or": _attempt(mlp, mesh, pack="int4"),
             "pack=True packs the layers of tpkernels.nn, and a plan": _attempt(
                 mlp, mesh, plan=up, pack=True
             ),

@@ -115,9 +115,12 @@ def dtype_job(path: str) -> list[str]:
         found = {parameter.dtype for parameter in model.parameters()} | {model.dtype}
         if found != {want} or model.model.rotary_emb.inv_freq.dtype != torch.float32:
             failures.append(f"{dtype}: {found}")
-        packed = model.model.layers[0].mlp.up_proj._packed is not None
-        if packed != (dtype is not None):
+        packed = model.model.layers[0].mlp.up_proj._packed
+        if (None if packed is None else packed.dtype) != dtype:
             failures.append(f"{dtype}: {packed=}")
+    model = tpkernels.from_pretrained(path, mesh, pack="int8")
+    if model.model.layers[0].mlp.up_proj._packed.dtype != torch.int8:
+        failures.append("int8: another dtype")
     return failures
 
 

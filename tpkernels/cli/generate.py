@@ -63,6 +63,7 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="One JSON object; see the docs.")] = False,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
+    weights: options.Weights = None,
     device: options.Device = None,
     threads: options.Threads = 1,
     timeout: Annotated[
@@ -88,7 +89,7 @@ def generate(
     sampling = Sampling(
         max_new_tokens, temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed
     )
-    held = (model, where, dtype_name, ffn_only)
+    held = (model, where, dtype_name, ffn_only, options.checked_weights(weights, where))
     try:
         sampling.check()
         if not under_torchrun():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
-from tpkernels.terminal import DTYPES
+from tpkernels.terminal import DTYPES, UsageError
 
 Ranks = Annotated[
     int | None, Option("--nproc", "--tp", help="Number of ranks; default 2, or torchrun's.")
@@ -23,5 +23,19 @@ Checkpoint = Annotated[
 CheckpointDtype = Annotated[
     str | None, Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
 ]
+Weights = Annotated[
+    str | None,
+    Option(help="int8: half of bf16's bytes, on CPUs; by default the parameters' dtype."),
+]
 FfnOnly = Annotated[bool, Option("--ffn-only", help="Split the feed-forward layers only.")]
 AsJson = Annotated[bool, Option("--json", help="One JSON object instead of tables.")]
+
+
+def checked_weights(text: str | None, device: str) -> Literal["int8"] | None:
+    """Return what --weights says for ranks on a type of ``device``. Raise UsageError if it is no
+    dtype that they take."""
+    if text is None:
+        return None
+    if text != "int8" or device != "cpu":
+        raise UsageError(f"--weights is {text!r} on {device}; it can be int8, on cpu")
+    return "int8"

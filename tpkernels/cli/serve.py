@@ -27,6 +27,7 @@ def serve(
     ] = None,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
+    weights: options.Weights = None,
     max_requests: Annotated[int, Option(help="Requests in a batch.")] = 32,
     max_waiting: Annotated[
         int, Option(help="Requests that wait for a place; more are refused with 429.")
@@ -78,6 +79,7 @@ def serve(
         name=name or Path(model).resolve().stem,
         dtype=None if dtype is None else dtype_named(dtype),
         ffn_only=ffn_only,
+        weights=options.checked_weights(weights, "cpu"),
         max_requests=max_requests,
         max_waiting=max_waiting,
         max_length=max_length,

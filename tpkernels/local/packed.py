@@ -28,7 +28,7 @@ from tpkernels.local.product import Weight
 
 _GROUP_BYTES = 4
 _SCALE_GROUPS = (128, 64, 32, 16, 8, 4)  # of K; the first that divides it is taken
-_LARGEST = 127
+_LARGEST = 127.0
 _COLUMNS_AT_A_TIME = 16 * _C.calls.PANEL_COLUMNS  # that are converted at a time
 
 
@@ -57,9 +57,9 @@ def pack(w: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 
     Args:
         w: [K, N] of float32, bfloat16 or float16; any strides.
-        dtype: of the copy: ``w``'s (default), or int8, in half of bfloat16's bytes. Each column then
-            has a scale for every 128 elements, or fewer where 128 does not divide K, and rows of x
-            are quantised in the same groups: see `docs/numerics.md` for the error. It multiplies
+        dtype: of the copy: ``w``'s (default), or int8, in half of bfloat16's bytes. Each column
+            then has a scale for every 128 elements, or fewer where 128 does not divide K, and rows
+            of x are quantised in the same groups: `docs/numerics.md` gives the error. It multiplies
             rows of any of the three dtypes.
 
     Returns:
@@ -112,8 +112,11 @@ def _pack_int8(w: torch.Tensor) -> torch.Tensor:
         if not largest.isfinite().all():
             raise ValueError("w has NaN or infinite elements, which int8 has not")
         scales.copy_(largest / _LARGEST)
-        factor = (_LARGEST / largest).where(largest > torch.finfo(torch.float32).tiny, 0)
-        elements.copy_((groups * factor[:, None, None]).round())
+        # Divided: a number over a tensor is that times the tensor's reciprocal.
+        factors = (torch.full_like(largest, _LARGEST) / largest).where(
+            largest > torch.finfo(torch.float32).tiny, 0
+        )
+        elements.copy_((groups * factors[:, None, None]).round())
     return packed
 
 

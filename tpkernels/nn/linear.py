@@ -46,6 +46,8 @@ class ParallelLinear(ShardedModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
     _packed: torch.Tensor | None = None  # what the ops get in place of weight.t()
+    _asked_dtype: torch.dtype | None = None  # that `pack_` was given
+    _plain_dtype: torch.dtype | None = None  # of a weight that it dropped
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class ParallelLinear(ShardedModule):
             for name, _ in self.named_parameters():
                 self.fill(name, draw)
 
-    def pack_(self, *, drop: bool = False) -> Self:
+    def pack_(self, *, drop: bool = False, dtype: torch.dtype | None = None) -> Self:
         """Pack the weight for inference on CPUs, as `tpkernels.pack`; return the layer.
 
         State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
@@ -111,13 +113,18 @@ class ParallelLinear(ShardedModule):
             drop: do not keep the plain weight, which takes as much memory again. ``weight`` is then
                 the packed one, of three dims; a state dict unpacks it. An embedding that is tied to
                 the layer keeps the weight that they shared.
+            dtype: of the packed weight: the weight's (default), or int8, which is used where K is a
+                multiple of 4. A dropped weight of int8 needs no gradient, also when it is unpacked.
         """
         self.unpack_()
         if not self.empty:
-            packed = pack(self.weight.t())
+            w = self.weight.t()
+            packed = pack(w, None if dtype == torch.int8 and len(w) % 4 else dtype)
             if drop:
-                self.weight = nn.Parameter(packed, self.weight.requires_grad)
-            self._packed = packed
+                self._plain_dtype = w.dtype
+                trained = self.weight.requires_grad and packed.is_floating_point()
+                self.weight = nn.Parameter(packed, trained)
+            self._packed, self._asked_dtype = packed, dtype
         return self
 
     def unpack_(self) -> Self:
@@ -130,7 +137,8 @@ class ParallelLinear(ShardedModule):
     def _dense_weight(self) -> nn.Parameter:
         if not is_packed(self.weight):
             return self.weight
-        return nn.Parameter(unpack(self.weight).t(), self.weight.requires_grad)
+        weight = unpack(self.weight).t().to(self._plain_dtype)
+        return nn.Parameter(weight, self.weight.requires_grad)
 
     @contextmanager
     def _plain_weight(self) -> Iterator[None]:
@@ -140,7 +148,7 @@ class ParallelLinear(ShardedModule):
         yield
         if packed:
             try:
-                self.pack_(drop=drop)
+                self.pack_(drop=drop, dtype=self._asked_dtype)
             except NotImplementedError as error:
                 raise NotImplementedError(f"{error}; call unpack_() before") from None
 
@@ -388,9 +396,9 @@ class _SharedInputLinears(nn.Module):
         """Return the layers, in order."""
         return cast("list[ColumnParallelLinear]", list(self.children()))
 
-    def pack_(self, *, drop: bool = False) -> Self:
+    def pack_(self, *, drop: bool = False, dtype: torch.dtype | None = None) -> Self:
         """Pack each layer's weight; see `ColumnParallelLinear.pack_`."""
-        return pack_(self, drop=drop)
+        return pack_(self, drop=drop, dtype=dtype)
 
     @classmethod
     def _from(cls, linears: Mapping[str, nn.Linear], *args: Any, **options: Any) -> Self:
@@ -546,7 +554,7 @@ class QKVParallelLinear(_SharedInputLinears):
         return q, k, v
 
 
-def pack_(module: Module, *, drop: bool = False) -> Module:
+def pack_(module: Module, *, drop: bool = False, dtype: torch.dtype | None = None) -> Module:
     """Pack every parallel linear layer in a module, as `ColumnParallelLinear.pack_`; return the
     module, which is unchanged if a layer cannot be packed."""
     layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear)]
@@ -554,7 +562,7 @@ def pack_(module: Module, *, drop: bool = False) -> Module:
         if layer._packed is None and not layer.empty:
             check_packable(layer.weight, "a weight")
     for layer in layers:
-        layer.pack_(drop=drop)
+        layer.pack_(drop=drop, dtype=dtype)
     return module
 
 

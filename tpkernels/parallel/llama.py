@@ -65,6 +65,7 @@ PROMPT_ROWS = 16  #: tokens per rank from which ``sequence_parallel="prefill"`` 
 SEQUENCE_DIM = 1  #: transformers' activations are [batch, sequence, width]
 
 SequenceParallel = bool | Literal["prefill"]
+Pack = bool | Literal["int8"]
 
 #: By ``config.model_type``, the norms of the attention that are applied to each head. All else has
 #: the names of the family.
@@ -244,7 +245,7 @@ def apply(
     *,
     sequence_parallel: SequenceParallel,
     ffn_only: bool = False,
-    pack: bool = False,
+    pack: Pack = False,
 ) -> None:
     """Apply `tpkernels.parallelize` without a plan. All modules are checked before the first is
     replaced.
@@ -288,7 +289,7 @@ def apply(
     if not ffn_only:
         _replace_ends(model, base, group, rows)
     if pack:
-        pack_(model)
+        pack_(model, dtype=torch.int8 if pack == "int8" else None)
 
 
 def _module(parent: nn.Module, name: str, prefix: str) -> nn.Module:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.nn.sharding import check_parameter
 from tpkernels.parallel import llama, model_methods
-from tpkernels.parallel.llama import SequenceParallel
+from tpkernels.parallel.llama import Pack, SequenceParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -28,7 +28,7 @@ def parallelize(
     plan: Mapping[str, ParallelStyle] | None = None,
     sequence_parallel: SequenceParallel | None = None,
     ffn_only: bool = False,
-    pack: bool = False,
+    pack: Pack = False,
 ) -> Model:
     """Split a model over the ranks of ``mesh``, in place, and return it. All ranks call it, with
     the same weights. If it raises, the model is unchanged. Without a plan it does not communicate.
@@ -65,7 +65,7 @@ def parallelize(
         ffn_only: without a plan, whether only the feed-forward layers are split. Every rank then
             computes the rest in full, without sequence parallelism.
         pack: without a plan, whether the weights are packed for inference on CPUs, as
-            `tpkernels.nn.pack_` does without ``drop``. The model is then called under
+            `tpkernels.nn.pack_` does without ``drop``, or with "int8" in int8. It is called under
             ``torch.no_grad()`` or ``torch.inference_mode()``.
 
     Raises:
@@ -104,16 +104,18 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def check_options(
-    plan: object, sequence_parallel: SequenceParallel | None, ffn_only: bool, pack: bool
+    plan: object, sequence_parallel: SequenceParallel | None, ffn_only: bool, pack: Pack
 ) -> SequenceParallel:
     """Check that the options can be combined; return when rows are split."""
     if sequence_parallel not in (True, False, "prefill", None):
         raise ValueError(
             f'sequence_parallel is {sequence_parallel!r}; it can be True, False, "prefill" or None'
         )
+    if pack not in (True, False, "int8"):
+        raise ValueError(f'pack is {pack!r}; it can be True, False or "int8"')
     if plan is not None and pack:
         raise NotImplementedError(
-            "pack=True packs the layers of tpkernels.nn, and a plan makes none; leave out one"
+            f"pack={pack!r} packs the layers of tpkernels.nn, and a plan makes none; leave out one"
         )
     if plan is not None and ffn_only:
         raise ValueError("ffn_only=True and a plan both say what is split; leave out one")

@@ -24,7 +24,7 @@ from tpkernels.nn.sharding import ShardedModule, Split
 from tpkernels.parallel import llama
 from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
 from tpkernels.parallel.joint_work import joint_work
-from tpkernels.parallel.llama import SequenceParallel
+from tpkernels.parallel.llama import Pack, SequenceParallel
 from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     *,
     sequence_parallel: SequenceParallel | None = None,
-    pack: bool = False,
+    pack: Pack = False,
 ) -> Any:
     """Load a causal language model of transformers, split over the ranks of ``mesh``. All ranks
     call it; each reads its slices of the weights, into its shard and a buffer of some megabytes.
@@ -233,7 +233,7 @@ def from_pretrained(
             work.check()
             _fill(slot, device)
         if pack:
-            pack_(blueprint.model)
+            pack_(blueprint.model, dtype=torch.int8 if pack == "int8" else None)
     if blueprint.unexpected and groups.get(group).rank == 0:
         warnings.warn(
             f"{path} has {len(blueprint.unexpected)} tensors that "

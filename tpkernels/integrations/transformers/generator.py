@@ -53,10 +53,17 @@ class Generator:
     are those of `load_model`, with the name of a dtype, and so are its errors."""
 
     def __init__(
-        self, path: str, device: str = "cpu", dtype: str | None = None, ffn_only: bool = False
+        self,
+        path: str,
+        device: str = "cpu",
+        dtype: str | None = None,
+        ffn_only: bool = False,
+        weights: Literal["int8"] | None = None,
     ) -> None:
         torch_dtype = None if dtype is None else DTYPES[dtype]
-        self._model = load_model(path, device=device, dtype=torch_dtype, ffn_only=ffn_only)
+        self._model = load_model(
+            path, device=device, dtype=torch_dtype, ffn_only=ffn_only, weights=weights
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return facts about the model: the most tokens it takes, its vocabulary's size, the tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,14 @@ def load_model(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     ffn_only: bool = False,
+    weights: Literal["int8"] | None = None,
 ) -> Any:
     """Return the model at ``path``, split over all ranks for inference, as
     `tpkernels.from_pretrained` on ranks of a type of ``device``. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
-    CPUs the weights of the parallel layers are packed where that pays off.
+    CPUs the weights of the parallel layers are packed where that pays off, or in int8 by
+    ``weights``.
     """
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = tpkernels.from_pretrained(
@@ -47,8 +49,8 @@ def load_model(
         sequence_parallel=None if ffn_only else "prefill",
     )
     if device == "cpu":
-        if better_packed(model.dtype):
-            pack_(model, drop=True)
+        if weights or better_packed(model.dtype):
+            pack_(model, drop=True, dtype=torch.int8 if weights else None)
         if not ffn_only:
             join_norms(model)
     return model

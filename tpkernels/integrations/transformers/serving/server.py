@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ class Options:
     name: str
     dtype: torch.dtype | None
     ffn_only: bool
+    weights: Literal["int8"] | None
     max_requests: int
     max_waiting: int
     max_length: int | None
@@ -185,7 +186,9 @@ def run_rank(options: Options, shared: socket.socket) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     tokenizer = load_tokenizer(options.model) if first else None
     dist.barrier()  # a GGUF file's tokenizer may take longer than ranks wait for one another
-    model = load_model(options.model, dtype=options.dtype, ffn_only=options.ffn_only)
+    model = load_model(
+        options.model, dtype=options.dtype, ffn_only=options.ffn_only, weights=options.weights
+    )
     manager = make_manager(model, options)
     _report_once(manager)
     if first:
