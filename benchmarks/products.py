@@ -50,13 +50,14 @@ WAYS: dict[str, Way] = {
     "ours, rows": (new_product, "rows"),
     "oneDNN, packed": (onednn_product, "onednn"),
     "ours, packed": (new_product, "packed"),
+    "ours, int8": (new_product, "int8"),
 }
 
 
 def laid_out(w: torch.Tensor, layout: str) -> torch.Tensor:
     """A copy of a weight [K, N]."""
-    if layout == "packed":
-        return tpkernels.pack(w)
+    if layout in ("packed", "int8"):
+        return tpkernels.pack(w, torch.int8 if layout == "int8" else None)
     if layout == "onednn":
         return torch.ops.mkldnn._reorder_linear_weight(w.t(), 16)  # rows
     return w.clone() if layout == "rows" else w.t().contiguous().t()
