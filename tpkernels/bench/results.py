@@ -386,8 +386,14 @@ def versions() -> dict[str, str]:
 
 
 def vector_units() -> dict[str, Any]:
-    """Return the instruction sets of the extension's loops."""
-    return {"in_use": _C.host.vector_unit(), "available": _C.host.vector_units()}
+    """Return the instruction sets of the extension's loops, those that multiplied wrongly when
+    tried, and why AMX cannot be used ("": it can)."""
+    return {
+        "in_use": _C.host.vector_unit(),
+        "available": _C.host.vector_units(),
+        "failed": _C.host.failed_vector_units(),
+        "amx_refused": _C.host.amx_refused(),
+    }
 
 
 def devices() -> dict[str, Any]:
