@@ -256,13 +256,18 @@ void bind_collectives(py::module_& m) {
 }
 
 void bind_vector_units(py::module_& m) {
-  m.def("vector_units", [] {
+  const auto names = [](const std::vector<const VectorUnit*>& units) {
     std::vector<std::string> names;
-    for (const VectorUnit* unit : available_units()) names.emplace_back(unit->name);
+    for (const VectorUnit* unit : units) names.emplace_back(unit->name);
     return names;
-  });
+  };
+  m.def("vector_units", [names] { return names(available_units()); });
+  m.def("failed_vector_units", [names] { return names(failed_units()); });
+  m.def("amx_refused", &amx_refused);
   m.def("vector_unit", [] { return std::string(vector_unit().name); });
-  m.def("use_vector_unit", &use_unit, py::arg("name"));
+  m.def("use_vector_unit", [](const std::string& name) { use_unit(unit_named(name)); });
+  m.def("multiplies_exactly",
+        [](const std::string& name) { return multiplies_exactly(unit_named(name)); });
 }
 
 }  // namespace

@@ -40,9 +40,6 @@ bool pays_to_repack(const Size& size, DType dtype, Form form, DType out_dtype) {
   return size.rows >= 24 && (form == Form::kRows || out_dtype != dtype);
 }
 
-// The most rows beside AMX, with which 8 would take longer than torch's by the rate of the dot
-// products alone.
-constexpr std::size_t kMostBesideAmx = 4;
 // With other K, torch 2.13's products on AMX read beyond the end of a row: a NaN behind it becomes
 // one in the result.
 constexpr std::size_t kTileK = 32;
@@ -62,17 +59,16 @@ Product some_rows(const Product& product, std::size_t row, std::size_t count) {
 // (benchmarks/results/cpu-2core-few-rows.md, cpu-2core-products.md). Not measured: fp16, AVX2
 // alone, bf16 without dot products, Intel's processors, AMX.
 Way fastest_way(const Size& size, DType dtype, Form form, DType out_dtype) {
-  static const bool amx = has_amx_bf16();
   if (dtype == DType::kF64) return {};
   const VectorUnit& unit = vector_unit();
   const int at = static_cast<int>(dtype);
   if (form == Form::kPanels) return {unit.panels[at], Product::kPanel, true};
-  const bool beside_amx = amx && dtype == DType::kBF16;
-  if (beside_amx && size.k % kTileK == 0 && size.rows > kMostBesideAmx) return {};
   if (form == Form::kColumns && size.rows <= unit.most_few_rows[at]) {
     return {unit.few_rows[at], Product::kBlock, false};
   }
-  if (!beside_amx && !pays_to_repack(size, dtype, form, out_dtype)) return {};
+  static const bool amx = has_amx_bf16();
+  const bool torch_is_safe = !amx || dtype != DType::kBF16 || size.k % kTileK == 0;
+  if (torch_is_safe && !pays_to_repack(size, dtype, form, out_dtype)) return {};
   return {(form == Form::kColumns ? unit.columns : unit.rows)[at], Product::kPanel, true};
 }
 

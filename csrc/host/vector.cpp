@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +11,12 @@
 #include <stdexcept>
 #include <type_traits>
 #include <utility>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "host/vector_scalar.h"
 
@@ -52,9 +59,79 @@ inline Vec fused(Vec x, Vec w, Vec sum) { return x * w + sum; }
 
 constexpr VectorUnit kUnit = make_unit("plain", stream, kPanels);
 
+// AMX's tiles, as Intel documents TDPBF16PS: the products of the first and of the second elements
+// of all pairs are summed apart, fused, and then added. Subnormals are zero.
+struct Tiles {
+  std::size_t rows[8];
+  std::byte bytes[8][16][64];
+};
+thread_local Tiles tiles;
+
+float without_subnormals(float value) {
+  return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value;
+}
+
+float factor_of_tile(std::size_t tile, std::size_t row, std::size_t at) {
+  return without_subnormals(scalar::to_float<DType::kBF16>(tiles.bytes[tile][row] + 2 * at));
+}
+
+void configure_tiles(std::size_t top, std::size_t bottom) {
+  for (const int tile : {0, 1, 4}) tiles.rows[tile] = top;
+  for (const int tile : {2, 3, 5}) tiles.rows[tile] = bottom ? bottom : top;
+  for (const int tile : {6, 7}) tiles.rows[tile] = 16;
+}
+void release_tiles() { tiles = {}; }
+
+template <int T>
+void zero_tile() {
+  std::memset(tiles.bytes[T], 0, sizeof(tiles.bytes[T]));
+}
+template <int T>
+void load_tile(const void* from, std::size_t pitch) {
+  for (std::size_t row = 0; row < tiles.rows[T]; ++row) {
+    std::memcpy(tiles.bytes[T][row], static_cast<const std::byte*>(from) + row * pitch, 64);
+  }
+}
+template <int T>
+void store_tile(void* to, std::size_t pitch) {
+  for (std::size_t row = 0; row < tiles.rows[T]; ++row) {
+    std::memcpy(static_cast<std::byte*>(to) + row * pitch, tiles.bytes[T][row], 64);
+  }
+}
+template <int C, int A, int B>
+void multiply_tiles() {
+  for (std::size_t row = 0; row < tiles.rows[C]; ++row) {
+    for (std::size_t column = 0; column < 16; ++column) {
+      float sums[2] = {};
+      for (std::size_t group = 0; group < 16; ++group) {
+        for (std::size_t i = 0; i < 2; ++i) {
+          const float x = factor_of_tile(A, row, 2 * group + i);
+          const float w = factor_of_tile(B, group, 2 * column + i);
+          sums[i] = without_subnormals(std::fma(x, w, sums[i]));
+        }
+      }
+      std::byte* const at = tiles.bytes[C][row] + 4 * column;
+      const float sum = without_subnormals(sums[0] + sums[1]);
+      store_bits(at, without_subnormals(load_bits<float>(at) + sum));
+    }
+  }
+}
+
+#include "host/tiles.inc"
+
+constexpr VectorUnit make_tiled_unit() {
+  VectorUnit unit = kUnit;
+  unit.name = "tiles";
+  unit.panels[static_cast<int>(DType::kBF16)] = multiply_tiled<>;
+  return unit;
+}
+
+constexpr VectorUnit kTiledUnit = make_tiled_unit();
+
 }  // namespace plain
 
 const VectorUnit& plain_unit() { return plain::kUnit; }
+const VectorUnit& tiled_unit() { return plain::kTiledUnit; }
 
 namespace {
 
@@ -100,7 +177,27 @@ void normalise_double(const RmsNorm& norm, double* out, const double* row) {
 
 }  // namespace
 
-std::vector<const VectorUnit*> available_units() {
+const std::string& amx_refused() {
+  static const std::string why = [] {
+#if defined(__x86_64__) && defined(__linux__)
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    constexpr unsigned kTiles = 1u << 24, kBF16 = 1u << 22;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kTiles) == 0 || (d & kBF16) == 0) {
+      return std::string("the processor has none");
+    }
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of asm/prctl.h, Linux 5.16
+    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return std::string();
+    return std::string("arch_prctl: ") + std::strerror(errno);
+#else
+    return std::string("not built for this system");
+#endif
+  }();
+  return why;
+}
+
+namespace {
+
+std::vector<const VectorUnit*> supported_units() {
   std::vector<const VectorUnit*> units{&plain_unit()};
 #if defined(__x86_64__)
   // Torch's variable caps these units, too. It warns of values that it does not know.
@@ -116,11 +213,31 @@ std::vector<const VectorUnit*> available_units() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     units.push_back(&avx512_unit());
-    if (__builtin_cpu_supports("avx512bf16")) units.push_back(&avx512_bf16_unit());
+    if (__builtin_cpu_supports("avx512bf16")) {
+      units.push_back(&avx512_bf16_unit());
+      if (amx_refused().empty()) units.push_back(&amx_bf16_unit());
+    }
   }
 #endif
   return units;
 }
+
+// [0]: those that failed; [1]: the others.
+const std::array<std::vector<const VectorUnit*>, 2>& tried_units() {
+  static const auto tried = [] {
+    std::array<std::vector<const VectorUnit*>, 2> units;
+    for (const VectorUnit* unit : supported_units()) {
+      units[unit == &plain_unit() || multiplies_exactly(*unit)].push_back(unit);
+    }
+    return units;
+  }();
+  return tried;
+}
+
+}  // namespace
+
+const std::vector<const VectorUnit*>& available_units() { return tried_units()[1]; }
+const std::vector<const VectorUnit*>& failed_units() { return tried_units()[0]; }
 
 const VectorUnit& vector_unit() {
   const VectorUnit* unit = chosen.load(std::memory_order_acquire);
@@ -131,17 +248,21 @@ const VectorUnit& vector_unit() {
   return *unit;
 }
 
-void use_unit(const std::string& name) {
+const VectorUnit& unit_named(const std::string& name) {
+  std::vector<const VectorUnit*> units = supported_units();
+  units.push_back(&tiled_unit());
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512bf16")) units.push_back(&amx_bf16_unit());
+#endif
   std::string names;
-  for (const VectorUnit* unit : available_units()) {
-    if (name == unit->name) {
-      chosen.store(unit, std::memory_order_release);
-      return;
-    }
-    names += std::string(names.empty() ? "" : ", ") + unit->name;
+  for (const VectorUnit* unit : units) {
+    if (name == unit->name) return *unit;
+    names += (names.empty() ? "" : ", ") + std::string(unit->name);
   }
   throw std::invalid_argument("no vector unit '" + name + "' on this processor; it has " + names);
 }
+
+void use_unit(const VectorUnit& unit) { chosen.store(&unit, std::memory_order_release); }
 
 void sum_partials(void* out, const std::vector<const std::byte*>& partials, DType wire,
                   std::size_t begin, std::size_t count, const Epilogue& epilogue) {

@@ -50,14 +50,28 @@ const VectorUnit& plain_unit();
 const VectorUnit& avx2_unit();
 const VectorUnit& avx512_unit();
 const VectorUnit& avx512_bf16_unit();
+const VectorUnit& amx_bf16_unit();
 #endif
+// The plain one with the loops of tiles.inc on tiles in memory, for tests: bit for bit AMX's.
+const VectorUnit& tiled_unit();
 
-// The units that this processor supports, up to ATEN_CPU_CAPABILITY, the fastest last.
-std::vector<const VectorUnit*> available_units();
+// Whether this process may use AMX's tiles, which Linux permits when asked for the first time: it
+// was asked, and this is empty, or why not.
+const std::string& amx_refused();
+
+// Whether all products of a unit are exact for some small integers.
+bool multiplies_exactly(const VectorUnit& unit);
+
+// The units that this processor supports, up to ATEN_CPU_CAPABILITY, the fastest last, without
+// those that are not exact, which is tried once.
+const std::vector<const VectorUnit*>& available_units();
+const std::vector<const VectorUnit*>& failed_units();
 // The unit in use: the fastest, unless `use_unit` chose another.
 const VectorUnit& vector_unit();
-// Throws std::invalid_argument if this processor has no unit of that name.
-void use_unit(const std::string& name);
+// Any unit, also the tiled one, and on processors with AVX512_BF16 AMX's, whose instructions tests
+// emulate. Throws std::invalid_argument if there is none of that name.
+const VectorUnit& unit_named(const std::string& name);
+void use_unit(const VectorUnit& unit);
 
 // Added after the sum. `bias` is fp32 (fp64 for fp64 partials).
 struct Epilogue {

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import hf_models, served
-from tests.support.ranked import on_ranks
+from tests.support import hf_folders, hf_models, served
+from tests.support.nn_reference import far
+from tests.support.ranked import on_ranks, recorded_calls
 from tpkernels.integrations.transformers.generator import Generator, Sampling
+from tpkernels.integrations.transformers.loading import load_model
 from tpkernels.launch import Ranks
+from tpkernels.parallel import llama
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,6 +29,12 @@ SAMPLED = Sampling(max_new_tokens=12, temperature=0.9, top_k=9, top_p=0.9, seed=
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return served.folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    base = tmp_path_factory.mktemp("models")
+    return [hf_folders.folder(base, kind) for kind in ("llama", "mistral", "qwen2", "qwen3")]
 
 
 def of_one_process(path: Path, sampling: Sampling) -> list[list[int]]:
@@ -52,6 +61,35 @@ def test_tokens_are_those_of_one_process(folder: Path) -> None:
         assert len({*want[0]}) > 2  # not one token for ever
         steps = Generator(str(folder)).generate(PROMPTS, asdict(sampling))
         assert [list(tokens) for tokens in zip(*steps, strict=True)] == want
+
+
+@pytest.mark.parametrize("world", hf_models.SWEEP)
+@on_ranks()
+def test_blocks_end_in_one_op(folders: list[Path]) -> list[str]:
+    """The sum, the residual and the next norm, also after a block that failed. Long sequences are
+    split instead."""
+    failures, normed = [], "matmul_all_reduce_rms_norm"
+    for path in folders:
+        single, model = transformers.AutoModelForCausalLM.from_pretrained(path), load_model(path)
+        for tokens in (1, 7, 30, 64):
+            ids = hf_models.batch(tokens)["input_ids"]
+            attention = model.model.layers[1].self_attn
+            hook = attention.register_forward_pre_hook(lambda *_: 1 // 0)
+            with torch.no_grad():
+                with pytest.raises(ZeroDivisionError):
+                    model(ids[:, :1])
+                hook.remove()
+                with recorded_calls() as calls:
+                    logits = model(ids, use_cache=False).logits
+                wrong = far(logits, single(ids, use_cache=False).logits.double(), 1e-5)
+            if wrong is not None:
+                failures.append(f"{path.name}, {tokens} tokens: {wrong}")
+            joined = tokens < llama.PROMPT_ROWS * torch.distributed.get_world_size()
+            if joined and calls[1:-1] != [*[normed] * 3, "matmul_all_reduce"]:
+                failures.append(f"{path.name}, {tokens} tokens: {calls}")
+            if normed in calls and not joined:
+                failures.append(f"{path.name}, {tokens} tokens, which are split: {calls}")
+    return failures
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ import pytest
 from tpkernels import _C
 
 
-@pytest.fixture(params=_C.host.vector_units())
+@pytest.fixture(params=[*_C.host.vector_units(), "tiles"])
 def unit(request: pytest.FixtureRequest) -> Iterator[str]:
     before = _C.host.vector_unit()
     _C.host.use_vector_unit(request.param)

@@ -4,6 +4,7 @@ in every vector unit that it has."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 from unittest import mock
@@ -74,7 +75,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 13, MOST)
 
 def few_rows(unit: str, dtype: torch.dtype) -> int:
     """For so many, columns are read in place whatever the processor."""
-    return 0 if unit == "plain" else 4 if dtype == BF16 else 8
+    return 0 if unit in ("plain", "tiles") else 4 if dtype == BF16 else 8
 
 
 def k_major(k: int, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -277,3 +278,11 @@ def test_which_many_rows_are_left_to_torch() -> None:
         assert _C.calls.multiply(x, w, out, None, (rows, 0)) == taken
         assert not _C.calls.multiply(x, w[:, ::2], out[:, : (n + 1) // 2], None, (rows, 0))
         assert not _C.calls.multiply(x, w.half(), out, None, (rows, 0))
+
+
+def test_a_unit_that_failed_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C.host, "failed_vector_units", lambda: ["avx512"])
+    with pytest.warns(
+        RuntimeWarning, match="does not use avx512 of this processor: products of small"
+    ):
+        importlib.reload(matmul)

@@ -38,6 +38,12 @@ def in_panels(w: torch.Tensor) -> list[float]:
     ]
 
 
+def amid_nan(packed: torch.Tensor) -> torch.Tensor:
+    """A copy with NaN before and behind it in memory."""
+    room = packed.new_full((packed.numel() + 2 * COLUMNS,), torch.nan)
+    return room[COLUMNS:-COLUMNS].view(packed.shape).copy_(packed)
+
+
 @pytest.mark.parametrize("dtype", PACKABLE, ids=str)
 def test_the_order_of_the_elements(dtype: torch.dtype) -> None:
     for (k, n), layout in itertools.product(SHAPES, ("rows", "columns", "neither")):
@@ -100,9 +106,13 @@ def test_what_is_not_packed() -> None:
 def test_exact_for_integers(unit: str) -> None:
     torch.manual_seed(0)
     for dtype, (k, n) in itertools.product(PACKABLE, SHAPES):
-        w = torch.randint(-2, 3, (k, n)).to(dtype)
-        weight = tpkernels.pack(w)
-        wide, bias = torch.randint(-2, 3, (MOST, k + 5)).to(dtype), torch.randint(-3, 4, (n,))
+        # What this leaves in the memory of a thread is multiplied by nothing.
+        ones = tpkernels.pack(torch.ones(99, 64).to(dtype))
+        product(torch.full((MOST, 99), torch.nan).to(dtype), ones, F32)
+        w, bias = torch.randint(-2, 3, (k, n)).to(dtype), torch.randint(-3, 4, (n,))
+        wide = torch.full((MOST, k + 5), torch.nan, dtype=dtype)  # as memory around the operands
+        wide[:, 2 : 2 + k] = torch.randint(-2, 3, (MOST, k))
+        weight = amid_nan(tpkernels.pack(w))
         for rows, out_dtype, added in itertools.product(
             (1, 2, 5, 6, 7, 13, 17, MOST), {dtype, F32}, (None, bias.float())
         ):

@@ -275,9 +275,9 @@ TEST_CASE(a_process_killed_within_collectives_is_reported, kFork) {
 }
 
 TEST_CASE(every_vector_unit_agrees, kThreads) {
-  const std::string best = host::vector_unit().name;
+  const host::VectorUnit& best = host::vector_unit();
   for (const host::VectorUnit* unit : host::available_units()) {
-    host::use_unit(unit->name);
+    host::use_unit(*unit);
     on_threads({.world = 3}, [](Channel& channel) { run_random(channel, options().seed + 1, 25); });
   }
   host::use_unit(best);

@@ -172,6 +172,8 @@ def test_refusals() -> list[str]:
         gradient = "is packed and has no gradient; call it under torch.no_grad(), or unpack_() it"
         row = f"NotImplementedError: {frozen!r} {gradient}"
         meta = tnn.RowParallelLinear(8, 6, group, device="meta")
+        unbiased = tnn.ColumnParallelLinear(4, 6, group, bias=False).pack_()
+        plain, x5 = torch.no_grad()(unbiased), torch.ones(2, 5)
         return unlike(
             {
                 f"NotImplementedError: {column!r} {gradient}": lambda: column(x),
@@ -181,5 +183,8 @@ def test_refusals() -> list[str]:
                 "NotImplementedError: a weight is float64; use the plain weight": wide.pack_,
                 "NotImplementedError: w is a torch.strided tensor on meta": meta.pack_,
                 "nothing": lambda: frozen(x),
+                "packed shape [4, 3], but x of shape [2, 5] needs [5, N]": lambda: plain(x5),
+                "weights[0] is float32 but x is bfloat16": lambda: plain(x.bfloat16()),
+                "ValueError: x must have at least 2 dims": lambda: plain(x[0]),
             }
         )

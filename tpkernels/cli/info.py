@@ -97,7 +97,9 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         **facts["versions"],
         "extension": facts["extension"]["file"],
         "contains": ", ".join(facts["extension"]["holds"]),
-        "vector unit": f"{units['in_use']} (available: {', '.join(units['available'])})",
+        "vector unit": f"{units['in_use']} (available: {', '.join(units['available'])}"
+        + (f"; wrong when tried: {', '.join(units['failed'])})" if units["failed"] else ")"),
+        "AMX": units["amx_refused"] or "granted to this process",
         **{f"{name} matmul": _MATMULS[how] for name, how in facts["local_matmul"].items()},
         "processor": devices["cpu"],
         "cores": f"{len(devices['usable_cores'])} of {devices['cores']} usable: {cores}",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels.local.packed import better_packed, native
+from tpkernels.local.packed import native
 
 VARIABLE = "TPKERNELS_VLLM"
 MODES = ("off", "all_reduce", "fused", "auto")
@@ -69,7 +69,7 @@ def _has_fast_products() -> bool:
     """Return whether vLLM is known to be slower: with zentorch, which it prefers, it was not
     measured."""
     zentorch = hasattr(torch.ops.zentorch, "zentorch_linear_unary")
-    return not zentorch and native(torch.bfloat16) and better_packed(torch.bfloat16)
+    return not zentorch and native(torch.bfloat16)
 
 
 def register() -> None:

@@ -16,6 +16,8 @@ switch would affect the products of other threads.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from tpkernels import _C
@@ -30,6 +32,14 @@ from tpkernels.local.ranges import MATMUL, profiling, recorded
 # 6.2 ms.
 _PANEL_COLUMNS = 256
 _MIN_ROWS = 4
+
+if _failed := _C.host.failed_vector_units():
+    warnings.warn(
+        f"tpkernels does not use {', '.join(_failed)} of this processor: products of small "
+        "integers were wrong when tried; please report it, with what `tpkernels info` prints",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def converts(dtype: torch.dtype, rows: int) -> bool:

@@ -44,8 +44,8 @@ def native(dtype: torch.dtype) -> bool:
 def pack(w: torch.Tensor) -> torch.Tensor:
     """Return a copy of a weight that the ops take in place of it on CPUs, for inference.
 
-    Products read it faster than the plain one, with any number of rows; in bfloat16 on processors
-    with AMX only with up to about 8, and in float16 only with dozens.
+    Products read it faster than the plain one, with any number of rows; in float16 only with
+    dozens.
 
     Args:
         w: [K, N] of float32, bfloat16 or float16; any strides.
@@ -108,11 +108,8 @@ def _parts(packed: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[torch.Tensor
 def better_packed(dtype: torch.dtype) -> bool:
     """Return whether inference with any number of rows is served best by the packed weight, if one
     of both is to be kept. It is not in float16, which is converted on the way: 1 to 8 rows take 1.4
-    to 2.1 times as long as with the plain one (AMD EPYC Zen 4, 2026-11-25). Beside AMX it is not in
-    bfloat16 either: its products are those of vectors, which take 3.7 times as long as oneDNN's of
-    64 rows on tiles (Intel Xeon, 2026-11-23)."""
-    beside_amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    return dtype in (torch.float32, torch.bfloat16) and not beside_amx
+    to 2.1 times as long as with the plain one (AMD EPYC Zen 4, 2026-11-25)."""
+    return dtype in (torch.float32, torch.bfloat16)
 
 
 def check_packable(w: torch.Tensor, what: str) -> None:

@@ -336,12 +336,17 @@ class RowParallelLinear(ParallelLinear):
         ``residual``, of that shape, is added after the bias; the output gets its dtype.
         ``sequence_parallel`` is by default the layer's."""
         rows_split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        x, w = self._factors(x)
+        dim = self.sequence_dim if rows_split else None
+        return row_parallel(x, w, self.group, dim, self.bias, residual, shard_sizes)
+
+    def _factors(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and the weight [K, N] as the ops take them."""
         w = self._operand(x)
         if self.empty:  # The ops need K >= 1: one zero feature, as in ColumnParallelLinear._zeros.
             x = x if x.shape[-1] else F.pad(x, (0, 1))
             w = F.pad(self.weight, (0, x.shape[-1])).t()
-        dim = self.sequence_dim if rows_split else None
-        return row_parallel(x, w, self.group, dim, self.bias, residual, shard_sizes)
+        return x, w
 
 
 def row_parallel(

@@ -14,6 +14,7 @@ from tpkernels.launch import fork_server
 from tpkernels.local.packed import better_packed
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import locate
+from tpkernels.parallel.llama import join_norms
 
 
 def preload() -> None:
@@ -45,8 +46,11 @@ def load_model(
         dtype=dtype,
         sequence_parallel=None if ffn_only else "prefill",
     )
-    if device == "cpu" and better_packed(model.dtype):
-        pack_(model, drop=True)
+    if device == "cpu":
+        if better_packed(model.dtype):
+            pack_(model, drop=True)
+        if not ffn_only:
+            join_norms(model)
     return model
 
 
