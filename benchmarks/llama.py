@@ -136,9 +136,8 @@ def main() -> None:
         found: dict[str, list[dict[str, float]]] = {how: [] for how in processes}
         for repetition in range(args.warmup + args.repeat):
             for how, each in processes.items():
-                result = each.run(once, how, args.tokens, args.compile, args.batches, timeout=600)[
-                    0
-                ]
+                options = how, args.tokens, args.compile, args.batches
+                result = each.run(once, *options, timeout=600)[0]
                 if repetition >= args.warmup:
                     found[how].append(result)
     for what in next(iter(found.values()))[0]:
