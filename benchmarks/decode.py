@@ -71,15 +71,15 @@ def variants_of(vllm: str, product: bool) -> dict[str, Variant]:
         all_reduce = vllm_all_reduce(vllm, group)
         variants["vllm"] = Variant(all_reduce, *packed)
         if product:
-            variants["vllm all"] = Variant(all_reduce, _pack_for_vllm, _multiply_by_vllm)
+            variants["vllm all"] = Variant(all_reduce, pack_for_vllm, multiply_by_vllm)
     return variants
 
 
-def _pack_for_vllm(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
+def pack_for_vllm(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
     return torch.tensor(torch.ops._C.create_onednn_mm_handler(weight.t(), 32)), weight.shape[0]
 
 
-def _multiply_by_vllm(x: torch.Tensor, weight: tuple[torch.Tensor, int]) -> torch.Tensor:
+def multiply_by_vllm(x: torch.Tensor, weight: tuple[torch.Tensor, int]) -> torch.Tensor:
     handler, columns = weight
     y = x.new_empty(x.shape[0], columns)
     torch.ops._C.onednn_mm(y, x, None, handler)

@@ -16,7 +16,6 @@ import datetime
 import itertools
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -42,6 +41,7 @@ from benchmarks.gpu import (  # noqa: F401  (which have the stages)
     speeds,
 )  # fmt: skip
 from benchmarks.gpu.stage import STAGES, Result, Setting, Stage, stage
+from tpkernels.bench.results import versions
 
 ORDER = (
     *("path_check", "grad_check", "layer_check", "compile_check", "path_speed", "autotune_check"),
@@ -58,14 +58,7 @@ _LOOK_S = 0.2
 
 def environment(device: str) -> dict[str, str]:
     """The environment that the figures depend on."""
-    import triton
-
-    facts = {
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-    }
+    facts = {"date": datetime.date.today().isoformat(), **versions()}
     if device == "cpu":
         return facts | {"device": "cpu, Triton's interpreter: no figure here is a measurement"}
     driver = subprocess.run(

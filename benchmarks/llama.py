@@ -2,6 +2,7 @@
 
     python -m benchmarks.llama --tokens 24 --repeat 7
     python -m benchmarks.llama --size 1b --tokens 8 --repeat 3
+    python -m benchmarks.llama --setups threads ranks packed --batches 1 2 4 8 16
     python -m benchmarks.llama --compile --repeat 7
 
     threads        one process with as many threads as there are ranks, the baseline
@@ -34,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tpkernels
 from tpkernels.launch import Ranks
 
-PREFILL, PROMPT, BATCHES, FORWARDS = 512, 32, (1, 8), (1, 8, 512)
+PREFILL, PROMPT, FORWARDS = 512, 32, (1, 8, 512)
 SETUPS = ("threads", "thread", "transformers", "ranks", "packed", "prefill", "both")
 _FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -93,7 +94,7 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 8192, (batch, length), generator=generator)
 
 
-def once(how: str, new: int, compiled: bool) -> dict[str, float]:
+def once(how: str, new: int, compiled: bool, batches: list[int]) -> dict[str, float]:
     """Milliseconds of a forward, and tokens per second of `generate`."""
     model, found = _models[how], {}
     with torch.inference_mode():
@@ -101,7 +102,7 @@ def once(how: str, new: int, compiled: bool) -> dict[str, float]:
             ids = _tokens(1, length)
             seconds = _seconds(functools.partial(model, ids, use_cache=False))
             found[f"forward of {length}, ms"] = 1e3 * seconds
-        for batch in () if compiled else BATCHES:
+        for batch in () if compiled else batches:
             options = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": new}
             ids = _tokens(batch, PROMPT)
             run = functools.partial(model.generate, ids, max_new_tokens=new, **options)
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2, help="ranks, and threads of the process")
     parser.add_argument("--size", choices=SIZES, default="100m")
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=SETUPS)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of each generate")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=4, help="repetitions before: auto's trials")
@@ -134,7 +136,8 @@ def main() -> None:
         found: dict[str, list[dict[str, float]]] = {how: [] for how in processes}
         for repetition in range(args.warmup + args.repeat):
             for how, each in processes.items():
-                result = each.run(once, how, args.tokens, args.compile, timeout=600)[0]
+                options = how, args.tokens, args.compile, args.batches
+                result = each.run(once, *options, timeout=600)[0]
                 if repetition >= args.warmup:
                     found[how].append(result)
     for what in next(iter(found.values()))[0]:

@@ -3,11 +3,13 @@ the ops take (csrc/host/product.h).
 
     python -m benchmarks.products
     python -m benchmarks.products --dtypes bfloat16 --rows 1 8 --weights 4096x4096
+    python -m benchmarks.products --vllm PATH/vllm/_C_AVX512.abi3.so
 
 One thread. Results are checked first. The ways are interleaved, each with its own copies of the
 weight, as many as empty the cache of 32 MiB, as the layers of a model do; --hot takes one copy.
-"columns" are those of ``linear.weight.t()``, "rows" those of a contiguous weight [K, N]. Prints
-medians in us.
+"columns" are those of ``linear.weight.t()``, "rows" those of a contiguous weight [K, N]. `--vllm`
+adds the product of vLLM's CPU wheel, from its library (see benchmarks/decode.py). Prints medians in
+us.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import tpkernels
+from benchmarks.decode import multiply_by_vllm, pack_for_vllm
 from tpkernels.interleaved import interleaved
 from tpkernels.local.matmul import new_product
 
@@ -42,7 +46,7 @@ def reorders(dtype: torch.dtype) -> bool:
     return True
 
 
-Way = tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str]
+Way = tuple[Callable[[torch.Tensor, Any], torch.Tensor], str]
 WAYS: dict[str, Way] = {
     "torch.mm, columns": (torch.mm, "columns"),
     "ours": (new_product, "columns"),
@@ -54,8 +58,10 @@ WAYS: dict[str, Way] = {
 }
 
 
-def laid_out(w: torch.Tensor, layout: str) -> torch.Tensor:
+def laid_out(w: torch.Tensor, layout: str) -> Any:
     """A copy of a weight [K, N]."""
+    if layout == "vllm":
+        return pack_for_vllm(w.t())
     if layout in ("packed", "int8"):
         return tpkernels.pack(w, torch.int8 if layout == "int8" else None)
     if layout == "onednn":
@@ -93,8 +99,12 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--repeat", type=int, default=40)
     parser.add_argument("--hot", action="store_true")
+    parser.add_argument("--vllm", default="", metavar="PATH")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.vllm:
+        torch.ops.load_library(args.vllm)
+        WAYS["vLLM"] = (multiply_by_vllm, "vllm")
     print("| dtype | K x N | rows |", *(f"{way} |" for way in WAYS))
     print("|---|---|---|" + "---|" * len(WAYS))
     for dtype, weight, rows in itertools.product(args.dtypes, args.weights, args.rows):

@@ -7,21 +7,17 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.cases import Case, RanksFixture
-from tests.support.ranked import call, fresh_group, on_hosts
+from tests.support.ranked import bytes_sent, call, fresh_group, on_hosts
 from tests.support.tiers import sweep
 from tpkernels.algorithms.hierarchical.cpu import Route, delegate, rounds, routes
 from tpkernels.algorithms.hierarchical.cuda import Transfer, gathering, summing
 from tpkernels.symm.node import hosts_of
-from tpkernels.transport import point_to_point as links
-from tpkernels.transport.point_to_point import PeerLinks
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -86,18 +82,13 @@ def test_each_rank_of_a_host_has_its_share(sizes: tuple[int, ...]) -> None:
 
 def traffic_job(layout: str, cases: list[Case]) -> list[int]:
     """Bytes that this rank sends to other hosts in each call, greetings aside."""
-    sent, begin = [], PeerLinks._start
-
-    def count(link: PeerLinks, sends: Any, receives: Any, tag: int) -> Any:
-        if tag != links._GREETING_TAG:
-            sent[-1] += sum(t.nbytes for t, to in sends if layout[to] != layout[dist.get_rank()])
-        return begin(link, sends, receives, tag)
-
-    with on_hosts(layout), fresh_group() as group, mock.patch.object(PeerLinks, "_start", count):
+    result, here = [], layout[dist.get_rank()]
+    with on_hosts(layout), fresh_group() as group:
         for case in cases:
-            sent.append(0)
-            call(case, group)
-    return sent
+            with bytes_sent() as sent:
+                call(case, group)
+            result.append(sum(nbytes for to, nbytes in sent.items() if layout[to] != here))
+    return result
 
 
 @pytest.mark.parametrize("layout", sweep(["0011", "000111"]))

@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each, uneven_splits
-from tests.support.ranked import apart, call, check_cases, fresh_group, report
+from tests.support.ranked import apart, bytes_sent, call, check_cases, fresh_group, report
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.algorithms import ring
-from tpkernels.transport import point_to_point as links
-from tpkernels.transport.point_to_point import PeerLinks
 
 F32, BF16 = torch.float32, torch.bfloat16
 WORLDS = (2, 3, 4, 5)
@@ -165,21 +163,11 @@ def test_the_steps_of_the_ring(world: int) -> None:
 
 def traffic_job(case: Case) -> int:
     """Bytes that this rank sends in one call, greetings aside."""
-    sent = 0
-    begin = PeerLinks._start
-
-    def count(link: PeerLinks, sends: Any, receives: Any, tag: int) -> Any:
-        nonlocal sent
-        if tag != links._GREETING_TAG:
-            sent += sum(tensor.nbytes for tensor, _ in sends)
-        return begin(link, sends, receives, tag)
-
     with apart(), fresh_group() as group:
         call(case, group)
-        PeerLinks._start = count  # type: ignore[method-assign]
-        call(case, group)
-        PeerLinks._start = begin  # type: ignore[method-assign]
-    return sent
+        with bytes_sent() as sent:
+            call(case, group)
+    return sent.total()
 
 
 @pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))

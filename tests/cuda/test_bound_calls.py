@@ -22,7 +22,7 @@ from tests.support.cuda_rehearsal import FUSED_OPS, pretending, space_of
 from tests.support.faults import Ending
 from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
-from tpkernels import backends, groups
+from tpkernels import _C, backends, groups
 from tpkernels.call import Call
 from tpkernels.symm import streams
 from tpkernels.tuning import planned_calls
@@ -83,6 +83,23 @@ def test_a_warm_call_only_launches(op: str) -> None:
         count = functions_called(call)
         assert len(launches) > before and not ran, ran
         assert count <= MOST_FUNCTIONS[op], count
+
+
+def test_an_alarm_reads_the_words_that_it_watches() -> None:
+    """And no others: their memory may be gone."""
+    alarm, words = _C.calls.Alarm(), torch.zeros(2, dtype=torch.int64)
+    first, second = (word.data_ptr() for word in words)
+    alarm.watch(first)
+    alarm.watch(second)
+    assert not alarm.rings()
+    words.fill_(1)
+    assert alarm.rings()
+    alarm.unwatch(first)
+    assert alarm.rings()
+    alarm.unwatch(second)
+    assert not alarm.rings()
+    alarm.raised = True
+    assert alarm.rings()
 
 
 @on_ranks(2)

@@ -73,8 +73,8 @@ def test_blocks_end_in_one_op(folders: list[Path]) -> list[str]:
         single, model = transformers.AutoModelForCausalLM.from_pretrained(path), load_model(path)
         for tokens in (1, 7, 30, 64):
             ids = hf_models.batch(tokens)["input_ids"]
-            attention = model.model.layers[1].self_attn
-            hook = attention.register_forward_pre_hook(lambda *_: 1 // 0)
+            output = model.model.layers[1].self_attn.o_proj
+            hook = output.register_forward_pre_hook(lambda *_: 1 // 0)
             with torch.no_grad():
                 with pytest.raises(ZeroDivisionError):
                     model(ids[:, :1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 import tpkernels
+from tpkernels.algorithms.parts import Split
 from tpkernels.local import exactness
 from tpkernels.local.exactness import multiplies_parts_exactly, parts_are_exact
 from tpkernels.local.matmul import layout_of
 from tpkernels.local.packed import pack
 from tpkernels.local.product import Product
+from tpkernels.planning.problem import Problem
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -67,6 +70,14 @@ def test_rows_and_columns_at_the_end_count() -> None:
         parts_are_exact.cache_clear()
         with mock.patch.object(exactness, "local_matmul", product):
             assert not tried([(6, 70)], (70, 5, 70), "rows", F32, F32)
+
+
+def test_the_products_that_are_tried() -> None:
+    """Those of all steps, of one row as well, and of whole parts; none that is empty."""
+    problem = Problem("all_gather_matmul", "cpu", 3, (8, 5), 0, (7, 1, 0), F32)
+    split = replace(Split.of_matmul(problem, 5, None), step=4)
+    assert split.products(6, whole_parts=False) == {(4, 6), (3, 6), (1, 6)}
+    assert split.products(6, whole_parts=True) == {(7, 6), (4, 6), (3, 6), (1, 6)}
 
 
 def test_what_is_not_tried() -> None:

@@ -12,7 +12,6 @@ import itertools
 import math
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,11 +19,9 @@ import torch
 import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, P, Placements, R, draw, make_mesh, placements_of
-from tests.support.ranked import apart
+from tests.support.ranked import apart, bytes_sent
 from tpkernels import groups
 from tpkernels import mesh as tpmesh
-from tpkernels.transport import point_to_point as links
-from tpkernels.transport.point_to_point import PeerLinks
 
 SHAPE = (7, 5, 6)
 # Of which no tensor is reduced one-shot by three ranks: all have more than 16 KiB.
@@ -45,26 +42,14 @@ def moved_job(
 ) -> list[tuple[str, int, int]]:
     """(what, bytes in the plan, bytes that this rank sends or reads) of every plan of each
     product. With `ring` the ranks share no memory."""
-    sent = 0
-    begin = PeerLinks._start
-
-    def count(link: PeerLinks, sends: Any, receives: Any, tag: int) -> Any:
-        nonlocal sent
-        if tag != links._GREETING_TAG:
-            sent += sum(tensor.nbytes for tensor, _ in sends)
-        return begin(link, sends, receives, tag)
-
     (m, k, n), (dtype, wire) = shape, dtypes
     results = []
-    with (
-        apart() if algorithm == "ring" else nullcontext(),
-        mock.patch.object(PeerLinks, "_start", count),
-    ):
+    with apart() if algorithm == "ring" else nullcontext(), bytes_sent() as sent:
         mesh = make_mesh(mesh_shape)  # the default group would stay apart for later tests
         spaces = [groups.get(groups.name_of((mesh, dim))).workspace for dim in range(mesh.ndim)]
 
         def total() -> int:
-            return sent + sum(space.bytes_read for space in spaces if space)
+            return sent.total() + sum(space.bytes_read for space in spaces if space)
 
         for x, w, out in operands:
             a = draw("x", (m, k), mesh, x, dtype).sharded

@@ -31,7 +31,7 @@ from tpkernels.bench.cases import random_case, run_tpkernels
 from tpkernels.bench.specs import Spec
 from tpkernels.cache import locked
 from tpkernels.op_spec import OPS
-from tpkernels.planning import store
+from tpkernels.planning import machine, store
 from tpkernels.planning.choose import NOTHING_TUNED
 from tpkernels.planning.machine import Machine, this_machine
 from tpkernels.planning.table import Table
@@ -109,6 +109,15 @@ WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
     "rows beyond use": (first(extent=10**400), "measurements[0].extent is 1000"),
     "no date": (first(date="yesterday\n"), r"a date is 'yesterday\n'"),
 }  # fmt: skip
+
+
+def test_the_largest_cache_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "Path", lambda _: tmp_path)
+    assert machine.last_level_cache_bytes("cpu") == machine._CACHE_BYTES
+    for index, size in enumerate(("48K", "24576K", "2048K", "unknown")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert machine.last_level_cache_bytes("cpu") == 24 << 20
 
 
 def test_a_bad_file_is_ignored_with_one_warning(cache: Path) -> None:

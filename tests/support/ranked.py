@@ -9,6 +9,7 @@ import math
 import re
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -24,6 +25,8 @@ from tests.support.scaled import Operand, scale_of_w, scale_of_x
 from tpkernels import LocalProduct, backends, groups
 from tpkernels.groups import GroupLike
 from tpkernels.symm import colocation
+from tpkernels.transport import point_to_point
+from tpkernels.transport.point_to_point import PeerLinks
 
 SMALLEST_WORKSPACE = 1 << 16
 TIMEOUT = 20.0  # s, after which ranks no longer wait for one that failed alone
@@ -75,6 +78,22 @@ def on_hosts(host_of: str) -> Iterator[None]:
 
     with apart(), mock.patch.object(colocation, "_why_not_reached", why_not_reached):
         yield
+
+
+@contextlib.contextmanager
+def bytes_sent() -> Iterator[Counter[int]]:
+    """What this rank sends over `torch.distributed` within the block, by receiver; greetings
+    aside."""
+    sent, start = Counter[int](), PeerLinks._start
+
+    def counting(link: PeerLinks, sends: Any, receives: Any, tag: int) -> Any:
+        if tag != point_to_point._GREETING_TAG:
+            for tensor, to in sends:
+                sent[to] += tensor.nbytes
+        return start(link, sends, receives, tag)
+
+    with mock.patch.object(PeerLinks, "_start", counting):
+        yield sent
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from tpkernels.bench.sweep import Item, Method, Sweep
 from tpkernels.cache import locked, replace_file
 from tpkernels.dtypes import name as dtype_name
 from tpkernels.launch.session import is_leader, under_torchrun
+from tpkernels.planning import machine
 from tpkernels.planning.cost import Cost, Rates
 from tpkernels.planning.machine import last_level_cache_bytes, processor
 from tpkernels.records import from_json
@@ -36,7 +37,6 @@ from tpkernels.symm.limits import available_bytes
 from tpkernels.terminal import UsageError, make_output_folder, read_input, writable, writing
 from tpkernels.text import all_printable, short, shown
 from tpkernels.timing import Samples, Timing, summary
-from tpkernels.version import VERSION
 
 FORMAT = "tpkernels-bench/3"
 _MOST_BYTES = 256 << 20  # a case takes about 10 KiB
@@ -364,11 +364,11 @@ def _require_consistent(result: Result, algorithms: Sequence[str]) -> None:
 
 def environment(device: str) -> dict[str, Any]:
     """Collect what stays the same between runs on a machine."""
-    machine = devices()
-    del machine["available_bytes"]
+    hardware = devices()
+    del hardware["available_bytes"]
     return {
         **versions(),
-        **machine,
+        **hardware,
         "vector_unit": vector_units()["in_use"],
         "last_level_cache_bytes": last_level_cache_bytes(device),
         "launcher": "torchrun" if under_torchrun() else "spawned",
@@ -376,13 +376,9 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return those of tpkernels, torch, Python and the kernel."""
-    return {
-        "tpkernels": VERSION,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "kernel": f"{platform.system()} {platform.release()}",
-    }
+    """Return those of tpkernels, torch, Triton, Python and the kernel."""
+    system = f"{platform.system()} {platform.release()}"
+    return {**machine.versions(), "python": platform.python_version(), "kernel": system}
 
 
 def vector_units() -> dict[str, Any]:

@@ -154,12 +154,22 @@ class SplitRowsNorm(RMSNorm):
         return self.weight if self.rows.sizes is None else super().shared_weight()
 
 
+def project(
+    parent: nn.Module, names: tuple[str, ...], x: torch.Tensor, sizes: list[int] | None = None
+) -> None:
+    """Store the outputs of projections of x, of which each rank has ``sizes`` rows, or all."""
+    modules: Any = parent._modules
+    layers = [modules[name] for name in names]
+    outputs = column_parallel(x, layers, shard_sizes=sizes, sequence_parallel=sizes is not None)
+    for layer, output in zip(layers, outputs, strict=True):
+        layer.stored.output = output
+
+
 def share_input(
     names: tuple[str, ...], rows: Rows | None, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     """Forward pre-hook (with keyword arguments) of the parent of the projections ``names``."""
     x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    layers = [getattr(module, name) for name in names]
     sizes = None
     if rows is not None:
         # A checkpointed layer is recomputed alone, perhaps after a forward of another length. Its
@@ -167,9 +177,7 @@ def share_input(
         if "position_embeddings" in kwargs:
             rows.split(kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
         sizes = rows.sizes
-    outputs = column_parallel(x, layers, shard_sizes=sizes, sequence_parallel=sizes is not None)
-    for layer, output in zip(layers, outputs, strict=True):
-        layer.stored.output = output
+    project(module, names, x, sizes)
     if sizes is None:
         return None
     shape = list(x.shape)
@@ -198,9 +206,8 @@ def gather_rows(group: str, rows: Rows, module: nn.Module, args: Any, output: to
 
 def join_norms(model: Any) -> None:
     """Let a block (attention or MLP) of a parallel model end in one op, unless rows are split: it
-    sums over the ranks, adds the residual and normalises the rows for the next block. Hooks on a
-    block and its last projection then see those rows as their output. Not for training with
-    activation checkpoints."""
+    sums over the ranks, adds the residual and normalises the rows for the next block. Hooks on
+    blocks are not called then. Not for training with activation checkpoints."""
     layers = list(getattr(model, model.base_model_prefix).layers)
     next_norms = [layer.input_layernorm for layer in layers[1:]]
     for layer, norm in zip(layers, [*next_norms, None], strict=True):
@@ -215,11 +222,15 @@ def joined_layer(
     if rows.sizes is not None:
         split: torch.Tensor = type(layer).forward(layer, hidden_states, **options)
         return split
-    x = rows.normed if rows.sum is hidden_states else layer.input_layernorm(hidden_states)
+    normed = rows.normed if rows.sum is hidden_states else None
+    x = layer.input_layernorm(hidden_states) if normed is None else normed
+    attention, mlp = layer.self_attn, layer.mlp
     rows.residual, rows.norm = hidden_states, layer.post_attention_layernorm
-    x, _ = layer.self_attn(hidden_states=x, **options)
+    project(attention, QKV, x)
+    x, _ = attention.forward(hidden_states=x, **options)
     rows.residual, rows.norm = rows.sum, next_norm
-    layer.mlp(x)
+    project(mlp, GATE_UP, x)
+    mlp.forward(x)
     return rows.sum
 
 
