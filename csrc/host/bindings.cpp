@@ -265,9 +265,13 @@ void bind_vector_units(py::module_& m) {
   m.def("failed_vector_units", [names] { return names(failed_units()); });
   m.def("amx_refused", &amx_refused);
   m.def("vector_unit", [] { return std::string(vector_unit().name); });
-  m.def("use_vector_unit", [](const std::string& name) { use_unit(unit_named(name)); });
-  m.def("multiplies_exactly",
-        [](const std::string& name) { return multiplies_exactly(unit_named(name)); });
+  m.def(
+      "use_vector_unit", [](const std::string& name) { use_unit(unit_named(name)); },
+      py::arg("name"));
+  m.def(
+      "multiplies_exactly",
+      [](const std::string& name) { return multiplies_exactly(unit_named(name)); },
+      py::arg("name"));
 }
 
 }  // namespace
