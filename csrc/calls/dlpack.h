@@ -11,8 +11,8 @@ namespace tpkernels::calls::dlpack {
 
 constexpr std::uint32_t kMajorVersion = 1;  // a change would break what is declared here
 constexpr int kCpu = 1;                     // of `Device::type`
-constexpr std::uint8_t kFloat = 2;          // of `DataType::code`
-constexpr std::uint8_t kInt = 0;
+constexpr std::uint8_t kInt = 0;            // of `DataType::code`
+constexpr std::uint8_t kFloat = 2;
 constexpr std::uint8_t kBFloat = 4;
 
 struct Version {

@@ -161,11 +161,10 @@ Way way_of(const Tensor& x, const Weight& w, DType out_dtype, const Whole& whole
                            out_dtype);
 }
 
-// The same, where it also replaces x by a copy with unit column stride if that pays, and fills
-// `rows`.
+// The same, where it also replaces x, and `rows`, which describes it, by a copy with unit column
+// stride if that pays.
 Way way_with_unit_stride(py::object* x, Tensor* rows, const Weight& w, DType out_dtype,
                          const Whole& whole) {
-  if (!read(x->ptr(), rows)) return {};
   const Way way = way_of(*rows, w, out_dtype, whole);
   if (!way.multiply || rows->strides[1] == 1) return way;
   // Otherwise torch reads any strides as fast. In gradients of weights the copy takes 3 to 20 % of
@@ -229,7 +228,7 @@ py::object matmul(const py::object& x, const py::handle& w) {
   Weight weight{};
   if (read_weight(w.ptr(), a, &weight)) {
     py::object given = x;
-    Tensor factor{};
+    Tensor factor = a;
     const Way way = way_with_unit_stride(&given, &factor, weight, weight.dtype, {rows, 0});
     if (way.multiply) {
       py::object out = new_result(weight.n);

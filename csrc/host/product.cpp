@@ -11,15 +11,6 @@
 namespace tpkernels::host {
 namespace {
 
-bool has_amx_bf16() {
-#if defined(__x86_64__)
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1) != 0;
-#else
-  return false;
-#endif
-}
-
 // MKL, which torch multiplies fp32 with, takes AVX2 on other makers' processors.
 bool is_intel() {
 #if defined(__x86_64__)
@@ -67,8 +58,8 @@ Way fastest_way(const Size& size, DType dtype, Form form, DType out_dtype) {
   if (form == Form::kColumns && size.rows <= unit.most_few_rows[at]) {
     return {unit.few_rows[at], Product::kBlock, false};
   }
-  static const bool amx = has_amx_bf16();
-  const bool torch_is_safe = !amx || dtype != DType::kBF16 || size.k % kTileK == 0;
+  const bool torch_is_safe =
+      !amx_refused().empty() || dtype != DType::kBF16 || size.k % kTileK == 0;
   if (torch_is_safe && !pays_to_repack(size, dtype, form, out_dtype)) return {};
   return {(form == Form::kColumns ? unit.columns : unit.rows)[at], Product::kPanel, true};
 }

@@ -1,5 +1,7 @@
 // The check that a unit must pass before it is used: its products of small integers, which every
-// order of sums gives exactly, with K and columns that leave tails.
+// order of sums gives exactly, with K and columns that leave tails; and those of 8 bits, whose bits
+// are the plain unit's.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -62,6 +64,42 @@ bool is_exact(Multiply multiply, DType dtype, Form form, std::size_t rows, std::
   return true;
 }
 
+// The sums of 8 bits by a unit, of weights with fractions for scales.
+std::vector<float> int8_sums(const VectorUnit& unit, DType dtype) {
+  constexpr std::size_t kGroup = 8, kGroups = 5, kLongK = kGroup * kGroups;
+  const std::size_t size = size_of(dtype);
+  std::vector<std::byte> x(kRows * kLongK * size);
+  for (std::size_t i = 0; i < kRows * kLongK; ++i) {
+    put(&x[i * size], dtype, number(i / kLongK, i % kLongK));
+  }
+  std::vector<std::byte> w(kColumns * kGroups * (kGroup + kGroupBytes));
+  for (std::size_t i = 0; i < w.size(); ++i) w[i] = static_cast<std::byte>(number(i, i / 64));
+  std::byte* scales = w.data();
+  for (std::size_t first = 0; first < kColumns; first += Product::kPanel) {
+    const std::size_t columns = std::min(Product::kPanel, kColumns - first);
+    for (std::size_t i = 0; i < kGroups; ++i, scales += columns * (kGroup + kGroupBytes)) {
+      for (std::size_t column = 0; column < columns; ++column) {
+        const float scale = 1.0f / static_cast<float>(1 + first + column + i);
+        std::memcpy(scales + column * kGroupBytes, &scale, sizeof(scale));
+      }
+    }
+  }
+  std::vector<float> out(kRows * kColumns);
+  Product product;
+  product.rows = kRows;
+  product.k = kLongK;
+  product.x = x.data();
+  product.x_pitch = kLongK * size;
+  product.w = w.data();
+  product.w_pitch = Product::kPanel * kGroups * (kGroup + kGroupBytes);
+  product.columns = kColumns;
+  product.out = out.data();
+  product.out_pitch = kColumns * sizeof(float);
+  product.group = kGroup;
+  unit.int8[static_cast<int>(dtype)](product, 0, kColumns);
+  return out;
+}
+
 }  // namespace
 
 bool multiplies_exactly(const VectorUnit& unit) {
@@ -75,7 +113,8 @@ bool multiplies_exactly(const VectorUnit& unit) {
         !holds(unit.panels[at], dtype, Form::kPanels, 1, Product::kPanel) ||
         !holds(unit.panels[at], dtype, Form::kPanels, kRows, Product::kPanel) ||
         !holds(unit.columns[at], dtype, Form::kColumns, kRows, Product::kPanel) ||
-        !holds(unit.rows[at], dtype, Form::kRows, kRows, Product::kPanel)) {
+        !holds(unit.rows[at], dtype, Form::kRows, kRows, Product::kPanel) ||
+        int8_sums(unit, dtype) != int8_sums(plain_unit(), dtype)) {
       return false;
     }
   }

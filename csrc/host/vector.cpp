@@ -134,7 +134,7 @@ void multiply_tiles() {
 constexpr VectorUnit make_tiled_unit() {
   VectorUnit unit = kUnit;
   unit.name = "tiles";
-  unit.panels[static_cast<int>(DType::kBF16)] = multiply_tiled<>;
+  unit.panels[static_cast<int>(DType::kBF16)] = multiply_tiled;
   return unit;
 }
 

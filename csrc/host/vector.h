@@ -61,7 +61,8 @@ const VectorUnit& tiled_unit();
 // was asked, and this is empty, or why not.
 const std::string& amx_refused();
 
-// Whether all products of a unit are exact for some small integers.
+// Whether all products of a unit are exact for some small integers, and those of 8 bits as the
+// plain unit's.
 bool multiplies_exactly(const VectorUnit& unit);
 
 // The units that this processor supports, up to ATEN_CPU_CAPABILITY, the fastest last, without

@@ -227,6 +227,8 @@ namespace tpkernels::host {
 // The same with AVX512_VNNI's dot products of bytes, of which those of x have no sign.
 namespace avx512_vnni {
 
+using avx512::InPlace;
+using avx512::kAhead;
 using avx512::kLanes;
 using avx512::load_acc;
 using avx512::load_bits;
@@ -382,7 +384,7 @@ constexpr VectorUnit make_amx_unit() {
   unit.name = "amx_bf16";
   constexpr int kAt = static_cast<int>(DType::kBF16);
   unit.most_few_rows[kAt] = 4;  // with 8, torch's take less time by the rate of the dot products
-  unit.panels[kAt] = multiply_tiled<>;
+  unit.panels[kAt] = multiply_tiled;
   return unit;
 }
 

@@ -144,7 +144,10 @@ TEST_CASE(products_are_exact_and_stay_within_the_operands, kThreads) {
   // Beyond the groups and the rows that are held at a time, too.
   const std::vector<Extents> many = {
       {1, 3, 1}, {6, 1030, 64}, {17, 15, 63}, {50, 33, 129}, {775, 17, 66}};
-  for (const VectorUnit* unit : host::available_units()) {
+  std::vector<const VectorUnit*> units = host::available_units();
+  units.push_back(&host::tiled_unit());
+  for (const VectorUnit* unit : units) {
+    CHECK(multiplies_exactly(*unit), unit->name);
     for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
       const int at = static_cast<int>(dtype);
       const auto run = [&](Multiply multiply, Form form, const std::vector<Extents>& sizes,
