@@ -175,6 +175,31 @@ def test_a_rank_that_is_held_up_past_the_deadline_sees_who_has_come() -> None:
     assert together([lambda: held_up.exchange("init", 0), later]) == [[0, 1]] * 2
 
 
+def test_a_rank_that_returned_and_then_left_has_taken_part() -> None:
+    first, second = members(dist.HashStore(), 2, timeout=PATIENCE)
+    first_waits, second_waits, left = (threading.Event() for _ in range(3))
+
+    def until(reached: threading.Event, other: threading.Event) -> None:
+        reached.set()
+        assert other.wait(PATIENCE)
+
+    def return_and_leave() -> list[Any]:
+        here = replace(first, watch=lambda: until(first_waits, second_waits))
+        values = here.exchange("init", 0)
+        first.tell_left(OSError("a damaged disk"))
+        left.set()
+        return values
+
+    def look_for_notices_late() -> list[Any]:
+        assert first_waits.wait(PATIENCE)
+        here = replace(second, watch=lambda: until(second_waits, left))
+        return here.exchange("init", 1)
+
+    assert together([return_and_leave, look_for_notices_late]) == [[0, 1]] * 2
+    with pytest.raises(PeerLostError, match="a damaged disk"):
+        second.look("the next")
+
+
 def test_a_rank_that_gives_up_notifies_those_that_are_there() -> None:
     ranks = members(dist.HashStore(), timeout=PATIENCE)
 

@@ -160,7 +160,13 @@ class _Attempt:
             if (messages := self._all_confirmed()) is not None:
                 break
             if now >= look_at:
-                participant.look(self.purpose, self.nonce)
+                try:
+                    participant.look(self.purpose, self.nonce)
+                except TpkernelsError:
+                    # A rank may have returned, and then left, since this one looked.
+                    if (messages := self._all_confirmed()) is not None:
+                        break
+                    raise
                 look_at = now + _RARELY
             if now >= deadline:
                 raise self._late()
