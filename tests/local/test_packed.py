@@ -146,10 +146,20 @@ def test_close_to_float64_and_the_same_beside_other_rows(dtype: torch.dtype, uni
     assert whole is not None
     assert within_rounding(whole, x, w)
     # With 2 threads, one of the 2 panels for each; with 3, each panel in parts of the rows.
-    for rows, count in [((0, 1), 1), ((3, 10), 1), ((0, MOST), 2), ((0, MOST), 3)]:
+    for rows, count in [((0, 1), 1), ((3, 7), 1), ((3, 10), 1), ((0, MOST), 2), ((0, MOST), 3)]:
         with threads(count):
             part = product(x[slice(*rows)], weight, F32)
         assert part is not None and torch.equal(part, whole[slice(*rows)]), (rows, count)
+
+
+def test_float16_keeps_its_range(unit: str) -> None:
+    """From the least subnormal to the largest power of two."""
+    powers = torch.tensor([2.0**exponent for exponent in range(-24, 16)]).to(F16)
+    w = torch.stack([powers, torch.zeros_like(powers), powers])
+    for rows in (1, len(powers)):
+        x = powers[:rows, None].expand(rows, 3).contiguous()
+        got = product(x, tpkernels.pack(w), F32)
+        assert got is not None and torch.equal(got, 2 * torch.outer(x[:, 0].float(), w[0].float()))
 
 
 def test_what_is_refused() -> None:
