@@ -18,7 +18,6 @@ from tests.support import fake_vllm
 from tests.support.ranked import apart, on_ranks, recorded_calls
 from tests.support.refusals import PACKABLE
 from tpkernels.integrations import vllm
-from tpkernels.local.packed import better_packed
 
 WORLD = 2
 
@@ -201,12 +200,11 @@ def test_products_of_other_layers(dtype: torch.dtype, remove: bool) -> None:
         layer: Any = torch.nn.Linear(40, 70, dtype=dtype)
         weight, bias = layer.weight.detach().clone(), layer.bias.detach()
         dispatch(layer, remove)
-        mine = layer.cpu_linear is not torch.nn.functional.linear
-        assert mine == better_packed(dtype)
-        assert layer.weight.numel() == (0 if mine and remove else weight.numel())
+        assert layer.cpu_linear is not torch.nn.functional.linear
+        assert layer.weight.numel() == (0 if remove else weight.numel())
         for x in (torch.randn(1, 40).to(dtype), torch.randn(2, 9, 40).to(dtype)):
             for added in (None, bias):
-                got = layer.cpu_linear(x, layer.weight if remove and mine else weight, added)
+                got = layer.cpu_linear(x, layer.weight if remove else weight, added)
                 want = torch.nn.functional.linear(x, weight, added)
                 torch.testing.assert_close(got, want)
         for other in (torch.randn(3, 4, 5), torch.randn(4, 5).double()):

@@ -71,13 +71,11 @@ def drop_weight(layer: Any) -> None:
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):
-    """Holds one weight of a layer on a CPU, plain or packed, in place of what vLLM packs. ``apply``
-    is for what multiplies without the layer, such as LoRA."""
+    """Holds the packed weight of a layer on a CPU, in place of what vLLM packs. ``apply`` is for
+    what multiplies without the layer, such as LoRA."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        layer.tpkernels_weight = layer.weight.detach().t()
-        if packed.better_packed(layer.weight.dtype):
-            layer.tpkernels_weight = tpkernels.pack(layer.tpkernels_weight)
+        layer.tpkernels_weight = tpkernels.pack(layer.weight.detach().t())
         drop_weight(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -136,9 +134,7 @@ def replace_row_parallel() -> None:
 
 def packed_linear(w: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Return what vLLM calls with rows, its weight and a bias, on CPUs: it multiplies by a packed
-    copy of w [K, N] in place of that weight. None: vLLM may be faster."""
-    if not packed.better_packed(w.dtype):
-        return None
+    copy of w [K, N] in place of that weight. None: there is none of this w."""
     try:
         packed_w = tpkernels.pack(w)
     except (ValueError, RuntimeError) as error:  # NotImplementedError among them

@@ -52,8 +52,7 @@ def native(dtype: torch.dtype) -> bool:
 def pack(w: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a copy of a weight that the ops take in place of it on CPUs, for inference.
 
-    Products read it faster than the plain one, with any number of rows; in float16 only with
-    dozens.
+    Products read it faster than the plain one, with any number of rows.
 
     Args:
         w: [K, N] of float32, bfloat16 or float16; any strides.
@@ -160,13 +159,6 @@ def _parts(packed: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[torch.Tensor
             )
             of_w = w[row : row + rows, begin : begin + panels * columns]
             yield part, of_w.unflatten(0, (-1, size)).unflatten(2, (panels, columns))
-
-
-def better_packed(dtype: torch.dtype) -> bool:
-    """Return whether inference with any number of rows is served best by the packed weight, if one
-    of both is to be kept. It is not in float16, which is converted on the way: 1 to 8 rows take 1.4
-    to 2.1 times as long as with the plain one (AMD EPYC Zen 4, 2026-11-25)."""
-    return dtype in (torch.float32, torch.bfloat16)
 
 
 def check_packable(w: torch.Tensor, what: str, dtype: torch.dtype | None = None) -> None:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
 from tpkernels.launch import fork_server
-from tpkernels.local.packed import better_packed
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import locate
 from tpkernels.parallel.llama import join_norms
@@ -37,8 +36,8 @@ def load_model(
     `tpkernels.from_pretrained` on ranks of a type of ``device``. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
-    CPUs the weights of the parallel layers are packed where that pays off, or in int8 by
-    ``weights``.
+    CPUs the weights of the parallel layers are packed, unless they are float64, or in int8
+    by ``weights``.
     """
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = tpkernels.from_pretrained(
@@ -49,7 +48,7 @@ def load_model(
         sequence_parallel=None if ffn_only else "prefill",
     )
     if device == "cpu":
-        if weights or better_packed(model.dtype):
+        if weights or model.dtype != torch.float64:
             pack_(model, drop=True, dtype=torch.int8 if weights else None)
         if not ffn_only:
             join_norms(model)
