@@ -134,9 +134,9 @@ def _how_to_map(gpus: Sequence[Gpu]) -> str:
         if gpu.ordinal is not None and ranks.setdefault(gpu.ordinal, rank) != rank:
             return (
                 f"Ranks {ranks[gpu.ordinal]} and {rank} each have a GPU of their own, which both "
-                f"know as cuda:{gpu.ordinal}, and torch takes that for one: let each process see all "
-                "GPUs of the host (CUDA_VISIBLE_DEVICES alike on all ranks, no --gpus-per-task), "
-                "and take cuda:LOCAL_RANK"
+                f"know as cuda:{gpu.ordinal}, and torch takes that for one: let each process see "
+                "all GPUs of the host (CUDA_VISIBLE_DEVICES alike on all ranks, no "
+                "--gpus-per-task), and take cuda:LOCAL_RANK"
             )
     return "The GPUs need peer access: `nvidia-smi topo -p2p r` shows which have it"
 
