@@ -4,11 +4,13 @@ symmetric memory."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,6 +42,7 @@ from tpkernels.algorithms import reduction as summing
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.symm import gpu_memory
 from tpkernels.symm.cuda import CudaWorkspace
+from tpkernels.symm.device import DeviceWorkspace
 from tpkernels.symm.gpu_memory import Gpu
 
 WAYS = ("direct", "pipelined")
@@ -459,21 +462,27 @@ def test_what_the_other_ranks_hear_of_a_gpu(
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    alone = Gpu("H100 (sm_90, 132 processors)", "5f1c", 3, under_mps=False)
+    alone = Gpu("H100 (sm_90, 132 processors)", "GPU-5f1c", 3, under_mps=False)
     assert Gpu.of(torch.device("cuda", 3)) == alone
     (tmp_path / "control").touch()
     assert Gpu.of(torch.device("cuda", 3)) == alone._replace(under_mps=True)
     assert Gpu.of(torch.device("cpu")) == Gpu("cpu")
 
 
-def test_allocation_waits_for_the_current_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another there may be a receive of what the peer sends when it has allocated."""
+def test_allocation_waits_for_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the caller's there may be a receive of what the peer sends when it has allocated."""
     waits, stream = list[str](), SimpleNamespace(synchronize=lambda: waits.append("stream"))
-    memory = SimpleNamespace(is_cuda=True, zero_=lambda: None)
-    monkeypatch.setattr(NoPeers, "empty", lambda *_, **__: memory)
+    threads = list[int]()
+
+    def empty(*_: Any, **__: Any) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return torch.empty(8)
+
+    monkeypatch.setattr(NoPeers, "empty", empty)
     monkeypatch.setattr(gpu_memory, "symmetric", NoPeers)
     monkeypatch.setattr(NoPeers, "rendezvous", NoMemory.empty)  # far enough
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: waits.append("device"))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(Gpu, "of", lambda _: Gpu("H100"))
     two = SimpleNamespace(
@@ -481,7 +490,30 @@ def test_allocation_waits_for_the_current_stream_alone(monkeypatch: pytest.Monke
     )
     with pytest.raises(NotImplementedError, match="cannot map"):
         gpu_memory.make_symmetric(two, 8, torch.device("cuda", 0))  # type: ignore[arg-type]
-    assert waits == ["stream"]
+    assert waits == ["stream"] and threading.get_ident() not in threads
+
+
+def test_what_outlives_a_call_is_allocated_on_a_thread_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller's may allocate for a graph that is warmed up, or in inference mode."""
+    threads = list[int]()
+
+    def spied(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*args: Any, **options: Any) -> torch.Tensor:
+            threads.append(threading.get_ident())
+            return make(*args, **options)
+
+        return run
+
+    region = torch.zeros(1 << 10, dtype=torch.uint8)
+    for name in ("zeros", "empty", "tensor"):
+        monkeypatch.setattr(torch, name, spied(getattr(torch, name)))
+    with torch.inference_mode():
+        space = DeviceWorkspace([region.data_ptr()], region, 0, 8, 8, 1.0)
+        kept = [space.regions, space.state, space.control, space.scratch, space.starts((2, 3))]
+    assert len(threads) == len(kept) and threading.get_ident() not in threads
+    assert not any(tensor.is_inference() for tensor in kept)
 
 
 # Failures: a call only queues its kernels, so its results are NaN and the next call says why.

@@ -24,8 +24,9 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tpkernels import nvml
 from tpkernels.symm import streams
-from tpkernels.symm.device import DeviceWorkspace, region_bytes
+from tpkernels.symm.device import DeviceWorkspace, lasting, region_bytes
 from tpkernels.symm.exchange import Participant
 
 _ALIGNMENT = 256  # bytes, of symmetric memory: kernels read and write it in lines
@@ -57,15 +58,14 @@ class Gpu(NamedTuple):
         kind = f"{found.name} (sm_{found.major}{found.minor}, {found.multi_processor_count} "
         pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
         under_mps = (pipes / "control").exists()
-        return cls(f"{kind}processors)", str(found.uuid), device.index, under_mps)
+        return cls(f"{kind}processors)", nvml.uuid_of(device), device.index, under_mps)
 
 
-@torch.inference_mode(False)  # the memory outlives this call's mode
 def make_symmetric(
     participant: Participant, nbytes: int, device: torch.device, reason: str | None = None
 ) -> Symmetric:
-    """Allocate memory that the GPUs of all ranks address. Collective; waits for what is queued on
-    the current stream, and for no other: there a receive may wait for what a peer sends later.
+    """Allocate memory that the GPUs of all ranks address. Collective; waits for none of the
+    caller's streams, where a receive may wait for what a peer sends later.
     ``reason``: why this rank cannot take part, if that is known already.
 
     Raises:
@@ -78,10 +78,7 @@ def make_symmetric(
     if reason is None:
         try:
             make = torch.empty if participant.world == 1 else symmetric.empty
-            memory = make(nbytes, dtype=torch.uint8, device=device)
-            memory.zero_()
-            if memory.is_cuda:
-                torch.cuda.current_stream(device).synchronize()
+            memory = lasting(device, lambda: make(nbytes, dtype=torch.uint8, device=device).zero_())
         except RuntimeError as error:
             reason = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
     # No peer writes before this returns, and by then all memory is zero.
