@@ -37,6 +37,7 @@ LEAVES = {
     "integers",
     "records",
     "interleaved",
+    "nvml",
 }
 ALLOWED = {
     **{leaf: set[str]() for leaf in LEAVES - {"_C", "op_spec", "records"}},

@@ -113,7 +113,8 @@ def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
     on_gpus = machine.kind == "cuda"
     units = torch.cuda.get_device_properties(0).multi_processor_count if on_gpus else 0
     return Profile(
-        title=f"{machine.device}, {world} ranks x {machine.threads} threads",
+        title=f"{machine.device}, {world} ranks"
+        + ("" if on_gpus else f" x {machine.threads} threads"),
         device=machine.kind,
         flops=(flops16, flops32, flops64),
         bandwidth=min(rates.copy_bytes for rates in by_dtype),
