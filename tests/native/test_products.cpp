@@ -143,8 +143,11 @@ std::vector<std::byte> int8_product(const VectorUnit& unit, DType dtype, const E
   const std::size_t element = size_of(dtype), groups = size.k / group;
   const AtTheEnd x(size.rows * size.k * element), w(size.columns * groups * (group + 4));
   const AtTheEnd out(size.rows * size.columns * sizeof(float));
-  for (std::size_t i = 0; i < size.rows * size.k; ++i) {
-    put(x.data() + i * element, dtype, value(i / size.k, i));
+  for (std::size_t m = 0; m < size.rows; ++m) {
+    for (std::size_t k = 0; k < size.k; ++k) {  // no scale is the next row's or group's
+      const int factor = 1 + static_cast<int>((m + k / group) % 3);
+      put(x.data() + (m * size.k + k) * element, dtype, factor * value(m, k));
+    }
   }
   std::byte* to = w.data();
   for (std::size_t first = 0; first < size.columns; first += Product::kPanel) {
