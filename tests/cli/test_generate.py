@@ -17,7 +17,7 @@ from typer.testing import Result
 
 import tpkernels.cli.generate as command
 from tests.cli import test_cli
-from tests.support import served
+from tests.support import hf_folders, served
 from tests.support.processes import output_of, torchrun
 from tests.support.ranked import on_ranks
 from tests.support.tiers import thorough
@@ -73,6 +73,15 @@ def test_the_text_is_that_of_one_process(folder: Path, text: str) -> None:
     assert 0 < whole["seconds_to_first_token"] <= whole["seconds"]
     int8 = ("--weights", "int8", "--max-new-tokens", 8, "--tp", 2, "--json")
     assert len(done(invoke(folder, "--prompt", PROMPT, *int8))["completions"][0]["tokens"]) == 8
+
+
+@pytest.mark.thorough
+def test_a_gguf_file_in_8_bits(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", "Q8_0")
+    options = ("--prompt", PROMPT, "--weights", "int8", "--max-new-tokens", 8, "--tp", 2, "--json")
+    [completion] = done(invoke(path, *options))["completions"]
+    assert completion["prompt_tokens"] == 13 and len(completion["tokens"]) == 8
 
 
 @pytest.mark.slow

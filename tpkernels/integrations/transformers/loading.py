@@ -60,10 +60,11 @@ def load_model(
         ffn_only=ffn_only,
         dtype=dtype,
         sequence_parallel=None if ffn_only else "prefill",
+        pack=weights or False,
     )
     if device == "cpu":
-        if weights or better_packed(model.dtype):
-            pack_(model, drop=True, dtype=torch.int8 if weights else None)
+        if not weights and better_packed(model.dtype):
+            pack_(model, drop=True)
         if not ffn_only:
             join_norms(model)
     return model
