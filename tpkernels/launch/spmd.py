@@ -15,7 +15,6 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from math import prod
-from types import NoneType
 from typing import Any
 
 import torch
@@ -56,16 +55,16 @@ def spmd(
     Raises:
         ValueError: ``mesh_shape`` does not fit ``nprocs``, or the names do not fit the shape, or
             there is no such device.
-        TypeError: ``mesh_shape`` is no sequence, or ``fn`` or an argument cannot be copied, such as
+        TypeError: ``mesh_shape`` is a number, or ``fn`` or an argument cannot be copied, such as
             an open file or a process group.
         RankError: ``fn`` raised on a rank, a rank died, or it took too long. The message has the
             traceback of each.
     """
     import cloudpickle
 
-    if not isinstance(nprocs, int) or nprocs < 1:
+    if nprocs < 1:
         raise ValueError(f"nprocs is {nprocs!r}; pass the number of ranks, at least 1")
-    if not isinstance(mesh_shape, (Sequence, NoneType)) or isinstance(mesh_shape, str):
+    if isinstance(mesh_shape, int):
         raise TypeError(
             f"mesh_shape is {mesh_shape!r}; pass the sizes of the mesh's dims, such as "
             f"({nprocs},), or None, before the arguments of the function"
