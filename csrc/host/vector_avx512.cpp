@@ -281,14 +281,21 @@ namespace avx512_bf16 {
 
 using avx512::add_block;
 using avx512::add_lanes;
+using avx512::Ints;
 using avx512::kLanes;
+using avx512::kOffset;
 using avx512::load_acc;
+using avx512::load_bits;
+using avx512::multiply_int8;
+using avx512::QuantisedRows;
+using avx512::scaled;
 using avx512::set_vec;
 using avx512::store_acc;
 using avx512::store_block;
 using avx512::store_row;
 using avx512::store_vec;
 using avx512::Vec;
+using avx512_vnni::kInt8;
 
 template <DType D>
 using Factor = __m512bh;
@@ -372,28 +379,31 @@ template <int T>
 inline void store_tile(void* to, std::size_t pitch) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(pitch), "i"(T) : "memory");
 }
-template <int C, int A, int B>
+template <Form F, int C, int A, int B>
 inline void multiply_tiles() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  if constexpr (F == Form::kInt8Panels) {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  } else {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
 }
 
 #include "host/tiles.inc"
 
-constexpr VectorUnit make_amx_unit() {
-  VectorUnit unit = kUnit;
-  unit.name = "amx_bf16";
-  constexpr int kAt = static_cast<int>(DType::kBF16);
-  unit.most_few_rows[kAt] = 4;  // with 8, torch's take less time by the rate of the dot products
-  unit.panels[kAt] = multiply_tiled;
+constexpr VectorUnit make_amx_bf16_unit() {
+  VectorUnit unit = with_tiles(kUnit, "amx_bf16", true, false);
+  // With 8, torch's take less time by the rate of the dot products.
+  unit.most_few_rows[static_cast<int>(DType::kBF16)] = 4;
   return unit;
 }
 
-constexpr VectorUnit kAmxUnit = make_amx_unit();
+constexpr VectorUnit kAmxBF16Unit = make_amx_bf16_unit();
+constexpr VectorUnit kAmxInt8Unit = with_tiles(kUnit, "amx_int8", false, true);
+constexpr VectorUnit kAmxUnit = with_tiles(kAmxBF16Unit, "amx_int8", true, true);
 
 }  // namespace avx512_bf16
 
 const VectorUnit& avx512_bf16_unit() { return avx512_bf16::kUnit; }
-const VectorUnit& amx_bf16_unit() { return avx512_bf16::kAmxUnit; }
 
 }  // namespace tpkernels::host
 
@@ -402,5 +412,17 @@ const VectorUnit& amx_bf16_unit() { return avx512_bf16::kAmxUnit; }
 #else
 #pragma GCC pop_options
 #endif
+
+namespace tpkernels::host {
+
+std::vector<const VectorUnit*> amx_units(bool bf16, bool int8) {
+  using namespace avx512_bf16;
+  std::vector<const VectorUnit*> units;
+  if (bf16) units.push_back(&kAmxBF16Unit);
+  if (int8) units.push_back(bf16 ? &kAmxUnit : &kAmxInt8Unit);
+  return units;
+}
+
+}  // namespace tpkernels::host
 
 #endif  // __x86_64__

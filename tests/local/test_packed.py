@@ -12,7 +12,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import tpkernels
-from tests.support.products import product, threads, within_rounding
+from tests.support.products import (
+    amid_nan_bytes,
+    assert_plain_bits,
+    product,
+    threads,
+    within_rounding,
+)
 from tests.support.ranked import fresh_group, on_ranks, unlike
 from tests.support.refusals import PACKABLE
 from tpkernels import _C, validation
@@ -272,6 +278,10 @@ def test_products_of_8_bits_are_those_of_the_quantised_operands(unit: str) -> No
         assert got is not None and torch.equal(got, whole.to(dtype))
 
 
+def test_products_of_8_bits_have_the_bits_of_the_plain_unit(unit: str) -> None:
+    assert_plain_bits(unit, range(1, 71))
+
+
 def test_integers_as_they_are(unit: str) -> None:
     """In groups of any size, -128 among them, with scales of either sign."""
     torch.manual_seed(2)
@@ -308,9 +318,3 @@ def test_rows_of_8_bits_stay_apart(unit: str) -> None:
         assert y is not None
         torch.testing.assert_close(y[3], torch.full((n,), want), equal_nan=True)
         assert (y[:3] == 0).all() and (y[4] - k).abs().max() < 1e-3 and (y[5:] == 0).all()
-
-
-def amid_nan_bytes(packed: torch.Tensor) -> torch.Tensor:
-    """A copy with bytes of NaN before and behind it in memory."""
-    room = packed.new_full((packed.numel() + 2 * COLUMNS,), -1)
-    return room[COLUMNS:-COLUMNS].view(packed.shape).copy_(packed)
