@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from typer.testing import Result
 
 import tpkernels.cli.generate as command
 from tests.cli import test_cli
-from tests.support import served
+from tests.support import hf_folders, served
 from tests.support.processes import output_of, torchrun
 from tests.support.ranked import on_ranks
+from tests.support.tiers import thorough
 from tpkernels.integrations.transformers.generator import Sampling
 from tpkernels.terminal import UsageError
 
@@ -72,12 +75,21 @@ def test_the_text_is_that_of_one_process(folder: Path, text: str) -> None:
     assert len(done(invoke(folder, "--prompt", PROMPT, *int8))["completions"][0]["tokens"]) == 8
 
 
+@pytest.mark.thorough
+def test_a_gguf_file_in_8_bits(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", "Q8_0")
+    options = ("--prompt", PROMPT, "--weights", "int8", "--max-new-tokens", 8, "--tp", 2, "--json")
+    [completion] = done(invoke(path, *options))["completions"]
+    assert completion["prompt_tokens"] == 13 and len(completion["tokens"]) == 8
+
+
 @pytest.mark.slow
 def test_a_stream(folder: Path, text: str) -> None:
     result = invoke(folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 1, "--stream")
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{text}\n"
-    assert "8 tokens on 1 ranks" in result.stderr
+    assert "8 tokens on 1 rank" in result.stderr
 
 
 @pytest.mark.slow
@@ -155,11 +167,42 @@ def test_refused_by_what_the_model_is(
         for path in folder.glob(file):
             path.unlink()
     result = invoke(folder, "--max-new-tokens", 8, "--tp", 1, *options)
-    assert result.exit_code in (1, 2), result.output
+    assert result.exit_code == 2, result.output
     assert message in result.stderr
 
 
-def test_a_missing_model(tmp_path: Path) -> None:
-    result = invoke(tmp_path / "none", "--prompt", PROMPT, "--tp", 1)
-    assert result.exit_code in (1, 2), result.output
-    assert "there is no" in result.stderr
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def _damage_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def _other_family(folder: Path) -> None:
+    transformers.GPT2Config().save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove, "there is no "),
+        thorough(_truncate, "is damaged or truncated"),
+        thorough(_damage_config, "config.json"),
+        thorough(_other_family, "gpt2"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_one_line(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    folder = served.folder(tmp_path / "model", length=64)
+    damage(folder)
+    result = invoke(folder, "--prompt", PROMPT, "--tp", 2)
+    assert result.exit_code == 2, result.output
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert message in line and "Traceback" not in result.stderr, result.stderr

@@ -35,7 +35,8 @@ from tpkernels.launch.session import (
     world_size,
 )
 from tpkernels.parallel.joint_work import PeerFailedError
-from tpkernels.terminal import UsageError, check_workers, dtype_named
+from tpkernels.terminal import UsageError, check_workers, dtype_named, note_crowd
+from tpkernels.text import counted
 
 
 def generate(
@@ -93,6 +94,8 @@ def generate(
     try:
         sampling.check()
         if not under_torchrun():
+            if where == "cpu":
+                note_crowd(world, threads)
             preload()
         with ThreadPoolExecutor(1) as loading:
             loaded = loading.submit(load_tokenizer, model)
@@ -202,7 +205,7 @@ def _show(done: Completions, prompts: list[str], world: int, stream: bool) -> No
     times, tokens = done.times, sum(len(completion.tokens) for completion in done.texts)
     speed = "" if times.rate is None else f", then {times.rate:.1f} tokens/s for each prompt"
     typer.echo(
-        f"{tokens} tokens on {world} ranks in {times.end:.2f} s: the first after "
+        f"{tokens} tokens on {counted(world, 'rank')} in {times.end:.2f} s: the first after "
         f"{times.first:.2f} s{speed}",
         err=True,
     )

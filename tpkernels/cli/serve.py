@@ -10,7 +10,14 @@ from typer import Option
 
 from tpkernels.cli import options
 from tpkernels.launch.session import under_torchrun
-from tpkernels.terminal import UsageError, at_least, check_workers, dtype_named, read_input
+from tpkernels.terminal import (
+    UsageError,
+    at_least,
+    check_workers,
+    dtype_named,
+    note_crowd,
+    read_input,
+)
 
 _MOST_KEY = 4096  # bytes of a key's file
 
@@ -88,6 +95,7 @@ def serve(
         grace=grace,
         key=key,
     )
+    note_crowd(ranks, threads)
     try:
         server.serve(asked, ranks=ranks, threads=threads, host=host, port=port)
     except KeyboardInterrupt as error:

@@ -41,7 +41,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tpkernels.local.packed import check_packable
+from tpkernels.local.packed import check_finite, check_packable
 from tpkernels.nn import (
     ColumnParallelLinear,
     ParallelLMHead,
@@ -266,6 +266,11 @@ def joined_layer(
     return rows.sum
 
 
+def packed_dtype(pack: Pack) -> torch.dtype | None:
+    """Return the dtype by which `pack_` does what ``pack`` says."""
+    return torch.int8 if pack == "int8" else None
+
+
 def head_norms_of(config: Any, what: str) -> tuple[str, ...]:
     """Return the entry of `HEAD_NORMS` for a ``config`` of transformers; ``what`` names its owner
     in messages.
@@ -313,6 +318,8 @@ def apply(
     for name, module in model.named_modules():
         if pack and isinstance(module, nn.Linear):
             check_packable(module.weight, f"{name}.weight")
+            if pack == "int8":
+                check_finite(module.weight, f"{name}.weight")
 
     fewest = PROMPT_ROWS * world if sequence_parallel == "prefill" else 1
     rows = Rows(world, fewest) if sequence_parallel and not ffn_only else None
@@ -332,7 +339,7 @@ def apply(
     if not ffn_only:
         _replace_ends(model, base, group, rows)
     if pack:
-        pack_(model, dtype=torch.int8 if pack == "int8" else None)
+        pack_(model, dtype=packed_dtype(pack))
 
 
 def _module(parent: nn.Module, name: str, prefix: str) -> nn.Module:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from tpkernels.integrations.transformers.loading import end_tokens, load_model, load_tokenizer
 from tpkernels.launch import Outcome, RankError, Ranks, fork_server
 from tpkernels.terminal import UsageError
+from tpkernels.text import counted
 
 _PRELOAD = [
     "transformers.generation.continuous_batching",
@@ -279,8 +280,8 @@ async def _serve_http(
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(
-            f"Serving {options.name} on http://{shown}:{port} with {dist.get_world_size()} ranks; "
-            f"at most {most} tokens a request",
+            f"Serving {options.name} on http://{shown}:{port} with "
+            f"{counted(dist.get_world_size(), 'rank')}; at most {most} tokens a request",
             flush=True,
         )
         yield
