@@ -390,16 +390,9 @@ inline void multiply_tiles() {
 
 #include "host/tiles.inc"
 
-constexpr VectorUnit make_amx_bf16_unit() {
-  VectorUnit unit = with_tiles(kUnit, "amx_bf16", true, false);
-  // With 8, torch's take less time by the rate of the dot products.
-  unit.most_few_rows[static_cast<int>(DType::kBF16)] = 4;
-  return unit;
-}
-
-constexpr VectorUnit kAmxBF16Unit = make_amx_bf16_unit();
+constexpr VectorUnit kAmxBF16Unit = with_tiles(kUnit, "amx_bf16", true, false);
 constexpr VectorUnit kAmxInt8Unit = with_tiles(kUnit, "amx_int8", false, true);
-constexpr VectorUnit kAmxUnit = with_tiles(kAmxBF16Unit, "amx_int8", true, true);
+constexpr VectorUnit kAmxUnit = with_tiles(kUnit, "amx_int8", true, true);
 
 }  // namespace avx512_bf16
 
