@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -137,6 +139,7 @@ def test_ranks_of_torchrun_agree_on_tokenizer_and_seed() -> None:
         (("--dtype", "int4"), "int4"),
         (("--weights", "int4"), "--weights is 'int4' on cpu; it can be int8, on cpu"),
         (("--tp", 0), "--nproc is 0"),
+        (("--prompt", "the \udcff"), "--prompt 'the \\udcff' is not UTF-8"),
     ],
 )
 def test_refused_before_ranks_start(
@@ -169,6 +172,21 @@ def test_refused_by_what_the_model_is(
     result = invoke(folder, "--max-new-tokens", 8, "--tp", 1, *options)
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+@pytest.mark.thorough
+def test_a_reader_that_leaves(folder: Path) -> None:
+    """As `head` does."""
+    command = [sys.executable, "-m", "tpkernels", "generate", "--model", str(folder), "--stream"]
+    options = ["--prompt", PROMPT, "--max-new-tokens", "50"]
+    with subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(60) in (0, 1)  # 0: all of it was in the pipe
+        assert process.stderr.read() == "" or process.returncode == 0
 
 
 def _remove(folder: Path) -> None:

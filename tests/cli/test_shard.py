@@ -78,6 +78,15 @@ def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
     assert not any("Rank 3" in line for line in only)
 
 
+def test_a_gguf_file_keeps_its_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", "F32")
+    assert invoke("--model", path, "--out", tmp_path / "out").exit_code == 0
+    by_file = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    by_folder = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert by_folder("the cat")["input_ids"] == by_file("the cat")["input_ids"] != []
+
+
 def test_json(folder: Path) -> None:
     plan = json.loads(invoke("--model", folder, "--tp", 3, "--dry-run", "--json").stdout)
     by_name = {each["name"]: each for each in plan["parameters"]}

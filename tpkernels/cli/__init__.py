@@ -40,6 +40,11 @@ def exit_codes() -> Iterator[None]:
 
     try:
         yield
+    except BrokenPipeError as error:  # of `head`, say: what is left to flush goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(130) from error
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank raises the same error
             typer.echo(f"Error: {short(printable(str(error)), _MOST_MESSAGE)}", err=True)

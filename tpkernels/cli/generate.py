@@ -87,6 +87,11 @@ def generate(
         raise UsageError("--stream prints text, --json one object at the end; leave out one")
     if stream and len(prompt) > 1:
         raise UsageError(f"--stream takes one --prompt, not {len(prompt)}")
+    for text in prompt:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"--prompt {text[:60]!a} is not UTF-8") from error
     sampling = Sampling(
         max_new_tokens, temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed
     )
@@ -109,6 +114,8 @@ def generate(
                         if stream and is_leader():
                             typer.echo(texts[0], nl=False)
                             sys.stdout.flush()
+    except BrokenPipeError:  # an OSError, but not of what the user gave
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     except PeerFailedError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
 from tpkernels.cli import options
@@ -62,8 +61,8 @@ def serve(
     failed.
     """
     check_workers(tp=ranks, threads=threads)
-    positive = {"max-requests": max_requests, "cache-tokens": cache_tokens}
-    at_least(1, **positive, **{"request-timeout": request_timeout})
+    at_least(1, **{"max-requests": max_requests, "request-timeout": request_timeout})
+    at_least(2, **{"cache-tokens": cache_tokens})  # of a prompt and its answer
     at_least(0, **{"max-waiting": max_waiting, "grace": grace})
     if max_length is not None:
         at_least(2, **{"max-length": max_length})
@@ -96,10 +95,7 @@ def serve(
         key=key,
     )
     note_crowd(ranks, threads)
-    try:
-        server.serve(asked, ranks=ranks, threads=threads, host=host, port=port)
-    except KeyboardInterrupt as error:
-        raise typer.Exit(130) from error
+    server.serve(asked, ranks=ranks, threads=threads, host=host, port=port)
 
 
 def _key_in(path: Path) -> str:
