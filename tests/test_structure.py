@@ -37,6 +37,7 @@ LEAVES = {
     "integers",
     "records",
     "interleaved",
+    "nvml",
 }
 ALLOWED = {
     **{leaf: set[str]() for leaf in LEAVES - {"_C", "op_spec", "records"}},
@@ -66,7 +67,7 @@ ALLOWED = {
     "nn": LEAVES - {"_C"} | {"groups", "validation", "ops", "local", "nn"},
     "parallel": LEAVES - {"_C"} | {"groups", "tuning", "ops", "local", "nn", "parallel"},
     "timing": {"groups", "interleaved"},
-    "terminal": {"dtypes"},
+    "terminal": {"dtypes", "text"},
     "launch": {"_C", "defaults", "groups", "terminal", "launch"},
 }
 # From here on anything goes but `cli`: they use the package as its users do.

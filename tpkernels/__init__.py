@@ -14,6 +14,7 @@ from tpkernels.errors import (
     PeerLostError,
     ProductMismatchError,
     TpkernelsError,
+    WorkspaceMemoryError,
 )
 from tpkernels.groups import check, empty, finalize, init
 from tpkernels.launch.spmd import spmd
@@ -36,6 +37,7 @@ __all__ = [
     "PeerLostError",
     "ProductMismatchError",
     "TpkernelsError",
+    "WorkspaceMemoryError",
     "autotune",
     "benchmark",
     "check",

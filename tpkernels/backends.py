@@ -18,7 +18,7 @@ from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.algorithms.reduction import normalising
 from tpkernels.call import Call
-from tpkernels.errors import CaptureError, TpkernelsError
+from tpkernels.errors import HARMLESS, TpkernelsError
 from tpkernels.local.ranges import profiling, recorded_waits
 from tpkernels.op_spec import OPS, OpSpec
 from tpkernels.planning.algorithms import ALGORITHMS
@@ -87,10 +87,11 @@ def bind(
     """Return what runs calls with these arguments in the extension, where something does. On CUDA
     tensors it is what `run` does before and after ``execute(call, arguments)``."""
     problem, group = call.problem, call.group
-    if defaults.python_calls() or call.function is not implementation(problem, call.plan):
-        return None  # as the user wants, or of a trial
+    if defaults.python_calls():
+        return None
     if problem.device == "cpu":
-        by_itself = call.plan.algorithm == "direct"
+        on_trial = call.function is not implementation(problem, call.plan)
+        by_itself = call.plan.algorithm == "direct" and not on_trial
         return direct.bind(call, given, arguments, in_place) if by_itself else None
     if group.workspace is None:
         return None
@@ -99,9 +100,9 @@ def bind(
 
 
 def failed(call: Call, error: BaseException) -> None:
-    """Break the group of a call that ends in an error, and tell the peers; not if nothing that
-    was queued runs (`CaptureError`)."""
-    if not isinstance(error, CaptureError):
+    """Break the group of a call that ends in an error, and tell the peers, unless the error is
+    `HARMLESS`."""
+    if not isinstance(error, HARMLESS):
         call.group.mark_broken(error)
         hang_up(call, error)
 
@@ -133,7 +134,7 @@ def run(
                 raise
             finally:
                 group.in_call = False
-    except (TpkernelsError, CaptureError):
+    except (TpkernelsError, *HARMLESS):
         raise
     except BaseException as error:  # also of a signal handler, in the wait for the turn
         group.break_between_calls(error)

@@ -9,6 +9,8 @@ is not supported ``NotImplementedError``.
     |   |   `-- ProductMismatchError      a rank of a mesh made another sharded product
     |   `-- GroupBrokenError              an earlier call failed
     `-- CaptureError                      a CUDA graph's capture needs a call before it
+    MemoryError
+    `-- WorkspaceMemoryError              no memory for a call's workspace, found by all ranks
 """
 
 from __future__ import annotations
@@ -53,6 +55,15 @@ class CaptureError(RuntimeError):
     """A call that is being captured into a graph needs something that only a call outside a capture
     can set up. Nothing that the call has queued runs if the capture is not replayed, so its group
     can go on."""
+
+
+class WorkspaceMemoryError(MemoryError):
+    """The workspace on GPUs cannot grow for a call, because a rank lacks the memory. All ranks
+    raise it before the call sends anything, so their group can go on."""
+
+
+#: After these the group can go on.
+HARMLESS = CaptureError, WorkspaceMemoryError
 
 
 def _rebuild(cls: type[TpkernelsError], message: str, peer: int | None) -> TpkernelsError:

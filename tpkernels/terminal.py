@@ -5,6 +5,7 @@ Everything here raises `UsageError` for input that cannot be used.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpkernels import dtypes
+from tpkernels.text import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +32,8 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class UsageError(ValueError):
-    """The request cannot be carried out. Raised before any rank starts."""
+    """The request cannot be carried out, as is found before any rank starts, or when the ranks load
+    a model."""
 
 
 def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
@@ -81,6 +84,18 @@ def at_least(least: int, *, most: int = _MOST, **values: int) -> None:
         if not least <= value <= most:
             bound = f"at least {least}" if value < least else f"at most {most}"
             raise UsageError(f"--{name} is {value}; it must be {bound}")
+
+
+def note_crowd(ranks: int, threads: int) -> None:
+    """Say on standard error that there are more threads than cores, where there are."""
+    cores = len(os.sched_getaffinity(0))
+    if ranks * threads > cores:
+        print(
+            f"Starting {counted(ranks, 'rank')} of {counted(threads, 'thread')} on "
+            f"{counted(cores, 'core')}: they take turns, which is slow.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def check_workers(**values: int) -> None:

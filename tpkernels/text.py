@@ -35,6 +35,11 @@ def short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def of_error(error: BaseException) -> str:
     """Return an exception's kind and text, which any encoding takes: a path in it may have none."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -263,7 +263,7 @@ void bind_vector_units(py::module_& m) {
   };
   m.def("vector_units", [names] { return names(available_units()); });
   m.def("failed_vector_units", [names] { return names(failed_units()); });
-  m.def("amx_refused", &amx_refused);
+  m.def("amx_refused", [] { return amx().refused; });
   m.def("vector_unit", [] { return std::string(vector_unit().name); });
   m.def(
       "use_vector_unit", [](const std::string& name) { use_unit(unit_named(name)); },

@@ -58,8 +58,7 @@ Way fastest_way(const Size& size, DType dtype, Form form, DType out_dtype) {
   if (form == Form::kColumns && size.rows <= unit.most_few_rows[at]) {
     return {unit.few_rows[at], Product::kBlock, false};
   }
-  const bool torch_is_safe =
-      !amx_refused().empty() || dtype != DType::kBF16 || size.k % kTileK == 0;
+  const bool torch_is_safe = !amx().bf16 || dtype != DType::kBF16 || size.k % kTileK == 0;
   if (torch_is_safe && !pays_to_repack(size, dtype, form, out_dtype)) return {};
   return {(form == Form::kColumns ? unit.columns : unit.rows)[at], Product::kPanel, true};
 }

@@ -72,7 +72,8 @@ inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
 constexpr VectorUnit kUnit = make_unit("plain", stream, kPanels, kInt8);
 
 // AMX's tiles, as Intel documents TDPBF16PS: the products of the first and of the second elements
-// of all pairs are summed apart, fused, and then added. Subnormals are zero.
+// of all pairs are summed apart, fused, and then added. Subnormals are zero. And TDPBSSD, of bytes
+// with signs.
 struct Tiles {
   std::size_t rows[8];
   std::byte bytes[8][16][64];
@@ -110,35 +111,37 @@ void store_tile(void* to, std::size_t pitch) {
     std::memcpy(static_cast<std::byte*>(to) + row * pitch, tiles.bytes[T][row], 64);
   }
 }
-template <int C, int A, int B>
+template <Form F, int C, int A, int B>
 void multiply_tiles() {
   for (std::size_t row = 0; row < tiles.rows[C]; ++row) {
     for (std::size_t column = 0; column < 16; ++column) {
-      float sums[2] = {};
-      for (std::size_t group = 0; group < 16; ++group) {
-        for (std::size_t i = 0; i < 2; ++i) {
-          const float x = factor_of_tile(A, row, 2 * group + i);
-          const float w = factor_of_tile(B, group, 2 * column + i);
-          sums[i] = without_subnormals(std::fma(x, w, sums[i]));
-        }
-      }
       std::byte* const at = tiles.bytes[C][row] + 4 * column;
-      const float sum = without_subnormals(sums[0] + sums[1]);
-      store_bits(at, without_subnormals(load_bits<float>(at) + sum));
+      if constexpr (F == Form::kInt8Panels) {
+        auto sum = load_bits<std::int32_t>(at);
+        for (std::size_t k = 0; k < 64; ++k) {
+          sum += static_cast<std::int8_t>(tiles.bytes[A][row][k]) *
+                 static_cast<std::int8_t>(tiles.bytes[B][k / 4][4 * column + k % 4]);
+        }
+        store_bits(at, sum);
+      } else {
+        float sums[2] = {};
+        for (std::size_t group = 0; group < 16; ++group) {
+          for (std::size_t i = 0; i < 2; ++i) {
+            const float x = factor_of_tile(A, row, 2 * group + i);
+            const float w = factor_of_tile(B, group, 2 * column + i);
+            sums[i] = without_subnormals(std::fma(x, w, sums[i]));
+          }
+        }
+        const float sum = without_subnormals(sums[0] + sums[1]);
+        store_bits(at, without_subnormals(load_bits<float>(at) + sum));
+      }
     }
   }
 }
 
 #include "host/tiles.inc"
 
-constexpr VectorUnit make_tiled_unit() {
-  VectorUnit unit = kUnit;
-  unit.name = "tiles";
-  unit.panels[static_cast<int>(DType::kBF16)] = multiply_tiled;
-  return unit;
-}
-
-constexpr VectorUnit kTiledUnit = make_tiled_unit();
+constexpr VectorUnit kTiledUnit = with_tiles(kUnit, "tiles", true, true);
 
 }  // namespace plain
 
@@ -189,22 +192,25 @@ void normalise_double(const RmsNorm& norm, double* out, const double* row) {
 
 }  // namespace
 
-const std::string& amx_refused() {
-  static const std::string why = [] {
+const Amx& amx() {
+  static const Amx amx = []() -> Amx {
 #if defined(__x86_64__) && defined(__linux__)
     unsigned a = 0, b = 0, c = 0, d = 0;
-    constexpr unsigned kTiles = 1u << 24, kBF16 = 1u << 22;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kTiles) == 0 || (d & kBF16) == 0) {
-      return std::string("the processor has none");
+    constexpr unsigned kBF16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kTiles) == 0 ||
+        (d & (kBF16 | kInt8)) == 0) {
+      return {false, false, "the processor has none"};
     }
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of asm/prctl.h, Linux 5.16
-    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return std::string();
-    return std::string("arch_prctl: ") + std::strerror(errno);
+    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) {
+      return {(d & kBF16) != 0, (d & kInt8) != 0, ""};
+    }
+    return {false, false, std::string("arch_prctl: ") + std::strerror(errno)};
 #else
-    return std::string("not built for this system");
+    return {false, false, "not built for this system"};
 #endif
   }();
-  return why;
+  return amx;
 }
 
 namespace {
@@ -228,7 +234,7 @@ std::vector<const VectorUnit*> supported_units() {
     if (__builtin_cpu_supports("avx512vnni")) units.push_back(&avx512_vnni_unit());
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
       units.push_back(&avx512_bf16_unit());
-      if (amx_refused().empty()) units.push_back(&amx_bf16_unit());
+      for (const VectorUnit* unit : amx_units(amx().bf16, amx().int8)) units.push_back(unit);
     }
   }
 #endif
@@ -265,7 +271,9 @@ const VectorUnit& unit_named(const std::string& name) {
   std::vector<const VectorUnit*> units = supported_units();
   units.push_back(&tiled_unit());
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512bf16")) units.push_back(&amx_bf16_unit());
+  if (__builtin_cpu_supports("avx512bf16")) {
+    for (const VectorUnit* unit : amx_units(true, true)) units.push_back(unit);
+  }
 #endif
   std::string names;
   for (const VectorUnit* unit : units) {

@@ -52,14 +52,19 @@ const VectorUnit& avx2_unit();
 const VectorUnit& avx512_unit();
 const VectorUnit& avx512_vnni_unit();
 const VectorUnit& avx512_bf16_unit();
-const VectorUnit& amx_bf16_unit();
+// Those with AMX's tiles of a processor that has them for products of bf16, of 8 bits or of both.
+std::vector<const VectorUnit*> amx_units(bool bf16, bool int8);
 #endif
 // The plain one with the loops of tiles.inc on tiles in memory, for tests: bit for bit AMX's.
 const VectorUnit& tiled_unit();
 
-// Whether this process may use AMX's tiles, which Linux permits when asked for the first time: it
-// was asked, and this is empty, or why not.
-const std::string& amx_refused();
+// Which products this process may use AMX's tiles for, which Linux permits when asked for the first
+// time: it was asked. `refused`: why there are none, or empty.
+struct Amx {
+  bool bf16, int8;
+  std::string refused;
+};
+const Amx& amx();
 
 // Whether all products of a unit are exact for some small integers, and those of 8 bits as the
 // plain unit's.

@@ -67,7 +67,7 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
 
 using Ints = std::int32_t __attribute__((vector_size(4 * kLanes)));
 constexpr int kOffset = 0;
-// No element is -128, so two products fit 16 bits.
+// No element of a row is -128, so two products fit 16 bits and its sign can be changed.
 inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
   const __m256i factors = load_bits<__m256i>(w), rows = _mm256_set1_epi32(load_bits<int>(x));
   const __m256i pairs =

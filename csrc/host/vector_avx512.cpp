@@ -71,7 +71,7 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
 
 using Ints = std::int32_t __attribute__((vector_size(4 * kLanes)));
 constexpr int kOffset = 0;
-// No element is -128, so two products fit 16 bits.
+// No element of a row is -128, so two products fit 16 bits and its sign can be changed.
 inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
   const __m512i factors = load_bits<__m512i>(w), rows = _mm512_set1_epi32(load_bits<int>(x));
   const __m512i signs =
@@ -281,14 +281,21 @@ namespace avx512_bf16 {
 
 using avx512::add_block;
 using avx512::add_lanes;
+using avx512::Ints;
 using avx512::kLanes;
+using avx512::kOffset;
 using avx512::load_acc;
+using avx512::load_bits;
+using avx512::multiply_int8;
+using avx512::QuantisedRows;
+using avx512::scaled;
 using avx512::set_vec;
 using avx512::store_acc;
 using avx512::store_block;
 using avx512::store_row;
 using avx512::store_vec;
 using avx512::Vec;
+using avx512_vnni::kInt8;
 
 template <DType D>
 using Factor = __m512bh;
@@ -372,28 +379,24 @@ template <int T>
 inline void store_tile(void* to, std::size_t pitch) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(pitch), "i"(T) : "memory");
 }
-template <int C, int A, int B>
+template <Form F, int C, int A, int B>
 inline void multiply_tiles() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  if constexpr (F == Form::kInt8Panels) {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  } else {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
 }
 
 #include "host/tiles.inc"
 
-constexpr VectorUnit make_amx_unit() {
-  VectorUnit unit = kUnit;
-  unit.name = "amx_bf16";
-  constexpr int kAt = static_cast<int>(DType::kBF16);
-  unit.most_few_rows[kAt] = 4;  // with 8, torch's take less time by the rate of the dot products
-  unit.panels[kAt] = multiply_tiled;
-  return unit;
-}
-
-constexpr VectorUnit kAmxUnit = make_amx_unit();
+constexpr VectorUnit kAmxBF16Unit = with_tiles(kUnit, "amx_bf16", true, false);
+constexpr VectorUnit kAmxInt8Unit = with_tiles(kUnit, "amx_int8", false, true);
+constexpr VectorUnit kAmxUnit = with_tiles(kUnit, "amx_int8", true, true);
 
 }  // namespace avx512_bf16
 
 const VectorUnit& avx512_bf16_unit() { return avx512_bf16::kUnit; }
-const VectorUnit& amx_bf16_unit() { return avx512_bf16::kAmxUnit; }
 
 }  // namespace tpkernels::host
 
@@ -402,5 +405,17 @@ const VectorUnit& amx_bf16_unit() { return avx512_bf16::kAmxUnit; }
 #else
 #pragma GCC pop_options
 #endif
+
+namespace tpkernels::host {
+
+std::vector<const VectorUnit*> amx_units(bool bf16, bool int8) {
+  using namespace avx512_bf16;
+  std::vector<const VectorUnit*> units;
+  if (bf16) units.push_back(&kAmxBF16Unit);
+  if (int8) units.push_back(bf16 ? &kAmxUnit : &kAmxInt8Unit);
+  return units;
+}
+
+}  // namespace tpkernels::host
 
 #endif  // __x86_64__

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,9 +22,10 @@ from typer.testing import Result
 
 from tests.support.damage import good_report, invoke, options
 from tests.support.processes import interrupted
-from tpkernels.bench import cases, probes
+from tpkernels.bench import cases, probes, report
 from tpkernels.bench.report import unsupported
 from tpkernels.bench.results import load, new_report, resumed, save
+from tpkernels.bench.statistics import Estimate
 from tpkernels.bench.sweep import Settings, plan_sweep
 from tpkernels.cli import bench as command
 from tpkernels.launch import session
@@ -348,3 +350,15 @@ def test_compare_needs_something_in_common(written: Path, tmp_path: Path) -> Non
     (tmp_path / "bench.json").write_text(json.dumps(report))
     result = invoke("compare", str(written), str(tmp_path))
     assert result.exit_code == 2 and "no case and algorithm in common" in result.output
+
+
+def test_one_case_is_drawn_as_bars() -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    axes = figure.Figure().subplots()
+    case = SimpleNamespace(shape=(8, 16, 16))
+    values = {"direct": Estimate(1.5, 1.4, 1.6), "ring": Estimate(0.5, None, None)}
+    lines: Any = {name: [(case, estimate)] for name, estimate in values.items()}
+    report._over_size(axes, lines | {"none": [(case, None)]}, "speed-up", neutral=1.0)
+    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
+    assert bars == [(1.0, 0.5), (1.0, -0.5)] and axes.get_xscale() != "log"
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import tpkernels
 from tests.support.processes import python
+from tpkernels import terminal
 from tpkernels.bench import probes
 from tpkernels.bench.cases import Outputs, random_case, run_torch, run_tpkernels
 from tpkernels.bench.specs import Spec
@@ -235,13 +237,28 @@ def test_bad_input_is_one_line_before_any_rank_starts(
     check_refused(args, message, monkeypatch)
 
 
+def test_version() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.output) == (0, f"tpkernels {tpkernels.__version__}\n")
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(2, False), (3, True)])
+def test_more_threads_than_cores_are_said(
+    ranks: int, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    terminal.note_crowd(ranks, 2)
+    text = "Starting 3 ranks of 2 threads on 4 cores: they take turns, which is slow.\n"
+    assert capsys.readouterr().err == (text if told else "")
+
+
 def test_nproc_must_be_the_launchers(only_rank: None) -> None:
     result = invoke("demo", "--nproc", "2")
     assert result.exit_code == 2
     assert "--nproc is 2 but torchrun set WORLD_SIZE to 1" in result.output
     result = invoke("bench", "--tp", "1,2")
     assert result.exit_code == 2
-    assert "--tp is 2 but torchrun started 1 ranks (WORLD_SIZE); leave --tp out" in result.output
+    assert "--tp is 2 but torchrun started 1 rank (WORLD_SIZE); leave --tp out" in result.output
 
 
 def test_refused_json_path_leaves_no_file(tmp_path: Path) -> None:

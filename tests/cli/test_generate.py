@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,10 @@ from typer.testing import Result
 
 import tpkernels.cli.generate as command
 from tests.cli import test_cli
-from tests.support import served
+from tests.support import hf_folders, served
 from tests.support.processes import output_of, torchrun
 from tests.support.ranked import on_ranks
+from tests.support.tiers import thorough
 from tpkernels.integrations.transformers.generator import Sampling
 from tpkernels.terminal import UsageError
 
@@ -72,12 +77,21 @@ def test_the_text_is_that_of_one_process(folder: Path, text: str) -> None:
     assert len(done(invoke(folder, "--prompt", PROMPT, *int8))["completions"][0]["tokens"]) == 8
 
 
+@pytest.mark.thorough
+def test_a_gguf_file_in_8_bits(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", "Q8_0")
+    options = ("--prompt", PROMPT, "--weights", "int8", "--max-new-tokens", 8, "--tp", 2, "--json")
+    [completion] = done(invoke(path, *options))["completions"]
+    assert completion["prompt_tokens"] == 13 and len(completion["tokens"]) == 8
+
+
 @pytest.mark.slow
 def test_a_stream(folder: Path, text: str) -> None:
     result = invoke(folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 1, "--stream")
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{text}\n"
-    assert "8 tokens on 1 ranks" in result.stderr
+    assert "8 tokens on 1 rank" in result.stderr
 
 
 @pytest.mark.slow
@@ -125,6 +139,7 @@ def test_ranks_of_torchrun_agree_on_tokenizer_and_seed() -> None:
         (("--dtype", "int4"), "int4"),
         (("--weights", "int4"), "--weights is 'int4' on cpu; it can be int8, on cpu"),
         (("--tp", 0), "--nproc is 0"),
+        (("--prompt", "the \udcff"), "--prompt 'the \\udcff' is not UTF-8"),
     ],
 )
 def test_refused_before_ranks_start(
@@ -155,11 +170,57 @@ def test_refused_by_what_the_model_is(
         for path in folder.glob(file):
             path.unlink()
     result = invoke(folder, "--max-new-tokens", 8, "--tp", 1, *options)
-    assert result.exit_code in (1, 2), result.output
+    assert result.exit_code == 2, result.output
     assert message in result.stderr
 
 
-def test_a_missing_model(tmp_path: Path) -> None:
-    result = invoke(tmp_path / "none", "--prompt", PROMPT, "--tp", 1)
-    assert result.exit_code in (1, 2), result.output
-    assert "there is no" in result.stderr
+@pytest.mark.thorough
+def test_a_reader_that_leaves(folder: Path) -> None:
+    """As `head` does."""
+    command = [sys.executable, "-m", "tpkernels", "generate", "--model", str(folder), "--stream"]
+    options = ["--prompt", PROMPT, "--max-new-tokens", "50"]
+    with subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(60) in (0, 1)  # 0: all of it was in the pipe
+        assert process.stderr.read() == "" or process.returncode == 0
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def _damage_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def _other_family(folder: Path) -> None:
+    transformers.GPT2Config().save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove, "there is no "),
+        thorough(_truncate, "is damaged or truncated"),
+        thorough(_damage_config, "config.json"),
+        thorough(_other_family, "gpt2"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_one_line(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    folder = served.folder(tmp_path / "model", length=64)
+    damage(folder)
+    result = invoke(folder, "--prompt", PROMPT, "--tp", 2)
+    assert result.exit_code == 2, result.output
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert message in line and "Traceback" not in result.stderr, result.stderr

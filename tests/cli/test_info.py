@@ -22,6 +22,8 @@ def test_info_shows_what_is_here() -> None:
     for text in (tpkernels.__version__, torch.__version__, "CUDA kernels", "CUDA driver", *OPS):
         assert text in shown
     assert "pipelined overlaps a matmul, and this op has none" in shown
+    first = [line.split()[0] for line in shown.splitlines()[:6]]
+    assert first == ["tpkernels", "torch", "processor", "cores", "memory", "GPUs"]
     facts = json.loads(invoke("info", "--json").stdout)
     assert facts["vector_unit"]["in_use"] in facts["vector_unit"]["available"]
     assert facts["devices"]["usable_cores"] == sorted(os.sched_getaffinity(0))

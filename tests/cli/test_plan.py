@@ -119,4 +119,4 @@ def test_tune_measures_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     tuned = invoke("tune", "--machine", "--tp", "2")
     assert tuned.exit_code == 0 and "TFLOP/s" in tuned.output, tuned.output
     product = "plan --m 64 --k 64 --n 64 --mesh 2 --x S0 --machine this"
-    assert "2 ranks x 1 threads" in " ".join(invoke(*product.split()).output.split())
+    assert "2 ranks x 1 thread" in " ".join(invoke(*product.split()).output.split())

@@ -120,6 +120,15 @@ def test_nothing_recorded_takes_no_time() -> None:
     assert spent.total == spent.moved == spent.compute == 0
 
 
+def test_a_script_of_which_nothing_is_recorded(tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("print('no torch here')")
+    result = invoke("profile", "--tp", 1, "--out", tmp_path, script)
+    assert result.exit_code == 2, result.output
+    assert "computed and moved nothing with torch on any rank" in result.stderr
+    assert not list(tmp_path.glob("*.json"))
+
+
 def loaded(folder: Path) -> list[dict[str, Any]]:
     """The events of a trace, which a viewer must be able to load."""
     merged = json.loads((folder / "trace.json").read_text())

@@ -66,7 +66,8 @@ def test_a_tinyllama_at_four_ranks(tmp_path: Path) -> None:
 
 def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
     shown = lines(invoke("--model", folder, "--tp", 4, "--dry-run"))
-    name = "model.layers.1.self_attn.q_proj.weight"
+    name = "model.layers.0..1.self_attn.q_proj.weight (2)"  # one line for both layers
+    assert not any("layers.1." in line for line in shown)
     assert f"{name} 36x36 36x12 on ranks 0-2; 36x0 on rank 3 output features" in shown
     text = "Rank 3 has no part of k_proj, o_proj, q_proj, v_proj and multiplies by zeros there. "
     assert (
@@ -75,6 +76,15 @@ def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
     only = lines(invoke("--model", folder, "--tp", 4, "--dry-run", "--ffn-only"))
     assert f"{name} 36x36 36x36 whole on all ranks" in only
     assert not any("Rank 3" in line for line in only)
+
+
+def test_a_gguf_file_keeps_its_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", "F32")
+    assert invoke("--model", path, "--out", tmp_path / "out").exit_code == 0
+    by_file = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    by_folder = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert by_folder("the cat")["input_ids"] == by_file("the cat")["input_ids"] != []
 
 
 def test_json(folder: Path) -> None:

@@ -52,7 +52,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert "needs" in before.output or "runs Triton kernels" in before.output  # fused
     fewest = split_rule(torch.bfloat16, cpu_flags()).min_rows
     assert f"auto chooses direct: 4 rows a rank < {fewest}" in before.output
-    assert "Nothing was measured here with 2 ranks x 1 threads" in before.output
+    assert "Nothing was measured here with 2 ranks x 1 thread" in before.output
     assert "In the first calls it tries unfused, direct, pipelined" in before.output
 
     tuned = invoke("tune", *SMALL, "--op", "all_reduce", "--bytes", "4K", "--repeat", "3")
@@ -75,7 +75,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     table = NOTHING_TUNED.extended([measured(64, times)])
     best = choose(spec.problem(2), Means(shared_memory=True), tuned=table).algorithm
     assert f"auto chooses {best}: tuned: {times[best]:.3g} ms, " in after.output
-    assert "Measured here with 2 ranks x 1 threads: 3 cases" in after.output
+    assert "Measured here with 2 ranks x 1 thread: 3 cases" in after.output
     between = invoke(*EXPLAIN, "--m", "20")
     assert between.output.count("not measured") == 4
     elsewhere = invoke(*EXPLAIN, "--m", "9", "--threads", "2")

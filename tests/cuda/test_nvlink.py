@@ -3,6 +3,7 @@ made for the tests, and the kernels of csrc/cuda on the CPU."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from tests.support.ranked import check_cases, fresh_group
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.cuda import calls
+from tpkernels.planning import machine
+from tpkernels.planning.machine import Machine, this_machine
 from tpkernels.symm import nvlink
 
 F32 = torch.float32
@@ -53,7 +56,7 @@ def links(library: str, rank: int, doubt: str) -> Iterator[pytest.MonkeyPatch]:
     """What a rank finds: all GPUs linked, or less in a doubt of ``DOUBTS``."""
     with pytest.MonkeyPatch.context() as patch:
         found = dict(DOUBTS[doubt][0].get(rank, {})) if doubt else {}
-        patch.setattr(nvlink, "_LIBRARY", found.pop("library", library))
+        patch.setattr("tpkernels.nvml.LIBRARY", found.pop("library", library))
         gpu = found.pop("gpu", f"GPU-{rank}") or None
         patch.setattr(nvlink, "_uuid", lambda _: gpu)
         for name, value in found.items():
@@ -127,6 +130,37 @@ def test_all_ranks_are_told_alike(ranks: RanksFixture, nvml: str, doubt: str) ->
 )
 def test_what_keeps_nccl_from_ll128_does_here(protocols: str | None, on: bool) -> None:
     assert nvlink._allows_ll128(protocols) is on
+
+
+def test_times_on_gpus_are_those_of_their_links_and_libraries(
+    nvml: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of nothing on the host: `tpkernels tune` has other threads than torchrun."""
+    monkeypatch.setattr("tpkernels.nvml.LIBRARY", nvml)
+    monkeypatch.setattr("tpkernels.nvml.uuid_of", lambda number: f"GPU-{number}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+
+    def found() -> Machine:
+        machine._gpus.cache_clear()
+        return this_machine("cuda", 4, 1, True)
+
+    first = found()
+    assert first.gpus == "0 pairs of 4 without NVLink; driver 580.65.06, NCCL 2.27.3"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(99))
+    assert found().file_name == first.file_name
+    others = set()
+    for name, value in (("EMULATED_DRIVER", "590.1"), ("EMULATED_UNLINKED", "1-3")):
+        monkeypatch.setenv(name, value)
+        others.add(found().file_name)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 1))
+    others.add(found().file_name)
+    monkeypatch.setattr("tpkernels.nvml.LIBRARY", "libmissing.so")
+    assert found().gpus == "4, links unknown: OSError; driver unknown, NCCL 2.28.1"
+    assert len(others | {first.file_name, found().file_name}) == 5
+    machine._gpus.cache_clear()
 
 
 def test_a_cpu_has_no_nvlink() -> None:

@@ -4,11 +4,13 @@ symmetric memory."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,6 +42,8 @@ from tpkernels.algorithms import reduction as summing
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.symm import gpu_memory
 from tpkernels.symm.cuda import CudaWorkspace
+from tpkernels.symm.device import DeviceWorkspace
+from tpkernels.symm.gpu_memory import Gpu
 
 WAYS = ("direct", "pipelined")
 
@@ -371,8 +375,20 @@ def lacking(way: str, text: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(place, lambda name, *_: why.get(name))
 
 
+def on_gpus(*gpus: Gpu) -> Callable[[pytest.MonkeyPatch], None]:
+    """The ranks' GPUs, as a rank finds its own."""
+    return lambda patch: patch.setattr(Gpu, "of", lambda _: gpus[dist.get_rank()])
+
+
 def with_memory(memory: type[SharedMemory]) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(gpu_memory, "symmetric", memory)
+
+
+class Misaligned(SharedMemory):
+    @staticmethod
+    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
+        handle = SharedMemory.rendezvous(memory, name)
+        return replace(handle, offset=handle.offset + 128)
 
 
 OTHER = "H100 (sm_90, 114 processors)"
@@ -384,18 +400,25 @@ LACKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], object], str]] = {
     "peers": (
         "fused",
         with_memory(NoPeers),
-        "rank 1 cannot map the other ranks' memory: no peer access",
+        "rank 1 cannot map the other ranks' memory: no peer access. The GPUs need peer access",
     ),
     "pointers": (
         "fused",
         with_memory(NoPointers),
         "rank 1 cannot address the other ranks' memory: torch's",
     ),
-    "own GPU": ("fused", lambda _: None, "ranks 0 and 1 share GPU GPU-5f1c under MPS"),
-    "same GPU": (
-        "fused",
-        lambda patch: patch.setattr(gpu_memory, "_describe", lambda _: OTHER),
-        f"rank 0 has cpu, rank 1 {OTHER}",
+    "alignment": ("fused", with_memory(Misaligned), "not all are multiples of 256"),
+    "same GPU": ("fused", on_gpus(Gpu(OTHER), Gpu(OTHER)), f"rank 0 has cpu, rank 1 {OTHER}"),
+}
+SHARED = [Gpu("H100", "GPU-5f1c", 0)] * 2
+# The ranks' GPUs, of which rank 1 cannot map rank 0's memory (under MPS: it can), and what both
+# are told.
+SHARING: dict[str, tuple[list[Gpu], str]] = {
+    "MPS": ([gpu._replace(under_mps=True) for gpu in SHARED], "share GPU GPU-5f1c under MPS"),
+    "one GPU": (SHARED, "Ranks 0 and 1 share GPU GPU-5f1c: give each rank a GPU of its own"),
+    "one visible GPU each": (
+        [SHARED[0], SHARED[0]._replace(uuid="GPU-77aa")],
+        "Ranks 0 and 1 each have a GPU of their own, which both know as cuda:0",
     ),
 }
 
@@ -407,9 +430,7 @@ def test_what_one_rank_lacks_is_refused_by_all(what: str) -> None:
     way, lose, text = LACKS[what]
     with pretending() as patch:
         group = faults.new_group()
-        if what == "own GPU":
-            patch.setattr(gpu_memory, "_gpu_under_mps", lambda _: "GPU-5f1c")
-        elif group.rank() == 1:
+        if group.rank() == 1:
             lose(patch)
         call = functools.partial(faults.run_op, "all_gather_matmul", group)
         first, second = (faults.ending_of(lambda: call(way)) for _ in range(2))
@@ -418,14 +439,81 @@ def test_what_one_rank_lacks_is_refused_by_all(what: str) -> None:
         call()
 
 
-def test_a_gpu_has_a_name_only_under_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    properties = SimpleNamespace(uuid="5f1c")
+@pytest.mark.parametrize("what", SHARING)
+@interpreted(2, driver=False)
+def test_gpus_that_torch_takes_for_one(what: str) -> None:
+    gpus, text = SHARING[what]
+    with pretending() as patch:
+        group = faults.new_group()
+        on_gpus(*gpus)(patch)
+        if group.rank() == 1:
+            with_memory(NoPeers)(patch)
+        ending = faults.ending_of(
+            lambda: faults.run_op("all_gather_matmul", group, algorithm="fused")
+        )
+        assert ending.error == "NotImplementedError" and text in ending.text, ending
+
+
+def test_what_the_other_ranks_hear_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    properties = SimpleNamespace(
+        name="H100", major=9, minor=0, multi_processor_count=132, uuid="5f1c"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert gpu_memory._gpu_under_mps(torch.device("cuda", 0)) is None
+    alone = Gpu("H100 (sm_90, 132 processors)", "GPU-5f1c", 3, under_mps=False)
+    assert Gpu.of(torch.device("cuda", 3)) == alone
     (tmp_path / "control").touch()
-    assert gpu_memory._gpu_under_mps(torch.device("cuda", 0)) == "5f1c"
-    assert gpu_memory._gpu_under_mps(torch.device("cpu")) is None
+    assert Gpu.of(torch.device("cuda", 3)) == alone._replace(under_mps=True)
+    assert Gpu.of(torch.device("cpu")) == Gpu("cpu")
+
+
+def test_allocation_waits_for_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the caller's there may be a receive of what the peer sends when it has allocated."""
+    waits, stream = list[str](), SimpleNamespace(synchronize=lambda: waits.append("stream"))
+    threads = list[int]()
+
+    def empty(*_: Any, **__: Any) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return torch.empty(8)
+
+    monkeypatch.setattr(NoPeers, "empty", empty)
+    monkeypatch.setattr(gpu_memory, "symmetric", NoPeers)
+    monkeypatch.setattr(NoPeers, "rendezvous", NoMemory.empty)  # far enough
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: waits.append("device"))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(Gpu, "of", lambda _: Gpu("H100"))
+    two = SimpleNamespace(
+        world=2, group="g", process_group="g", exchange=lambda _, mine: [mine] * 2
+    )
+    with pytest.raises(NotImplementedError, match="cannot map"):
+        gpu_memory.make_symmetric(two, 8, torch.device("cuda", 0))  # type: ignore[arg-type]
+    assert waits == ["stream"] and threading.get_ident() not in threads
+
+
+def test_what_outlives_a_call_is_allocated_on_a_thread_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller's may allocate for a graph that is warmed up, or in inference mode."""
+    threads = list[int]()
+
+    def spied(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*args: Any, **options: Any) -> torch.Tensor:
+            threads.append(threading.get_ident())
+            return make(*args, **options)
+
+        return run
+
+    region = torch.zeros(1 << 10, dtype=torch.uint8)
+    for name in ("zeros", "empty", "tensor"):
+        monkeypatch.setattr(torch, name, spied(getattr(torch, name)))
+    with torch.inference_mode():
+        space = DeviceWorkspace([region.data_ptr()], region, 0, 8, 8, 1.0)
+        kept = [space.regions, space.state, space.control, space.scratch, space.starts((2, 3))]
+    assert len(threads) == len(kept) and threading.get_ident() not in threads
+    assert not any(tensor.is_inference() for tensor in kept)
 
 
 # Failures: a call only queues its kernels, so its results are NaN and the next call says why.

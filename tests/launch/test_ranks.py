@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +401,21 @@ def test_a_fork_is_not_the_parent() -> None:
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert ranks.call("rank") == [0]
+
+
+def blocked_signals(pid: int | str) -> int:
+    [mask] = re.findall(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(mask, 16)
+
+
+def test_ctrl_c_does_not_interrupt_the_imports_of_the_fork_server() -> None:
+    """It reaches the server, whose ranks have process groups of their own and take it."""
+    bit = 1 << signal.SIGINT - 1
+    with Ranks(1) as ranks:
+        [blocked] = ranks.run(blocked_signals, "self")
+    server = forkserver._forkserver._forkserver_pid
+    assert blocked_signals(server) & bit and not blocked & bit
+    assert not blocked_signals("self") & bit
 
 
 def test_ranks_leave_no_descriptors_and_no_mappings() -> None:

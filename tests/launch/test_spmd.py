@@ -86,7 +86,10 @@ def test_a_result_that_cannot_be_copied() -> None:
     ("arguments", "options", "error", "message"),
     [
         ((4, (2, 3)), {}, ValueError, "has 6 ranks, but nprocs is 4"),
-        ((0,), {}, ValueError, r"mesh_shape \(0,\)"),
+        ((0,), {}, ValueError, "nprocs is 0; pass the number of ranks"),
+        ((2, 4), {}, TypeError, r"mesh_shape is 4; .* such as \(2,\), or None, before the arg"),
+        ((2,), {"device": "cuda"}, ValueError, "torch sees no GPU"),
+        ((2,), {"device": "tpu"}, ValueError, "device is 'tpu'; it can be 'cpu' or 'cuda'"),
         ((4, (2, 2)), {"mesh_dim_names": ["x"]}, ValueError, "2 dims, but the names are"),
         ((1, (1, 1, 1, 1)), {}, ValueError, "pass mesh_dim_names"),
         ((1, None, threading.Lock()), {}, TypeError, "cannot be copied to the ranks"),
@@ -100,5 +103,6 @@ def test_bad_input_starts_nothing(
     message: str,
 ) -> None:
     monkeypatch.setattr("tpkernels.launch.spmd.Ranks", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(error, match=message):
         tpkernels.spmd(print, *arguments, **options)

@@ -12,12 +12,18 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import tpkernels
-from tests.support.products import product, threads, within_rounding
+from tests.support.products import (
+    amid_nan_bytes,
+    assert_plain_bits,
+    product,
+    threads,
+    within_rounding,
+)
 from tests.support.ranked import fresh_group, on_ranks, unlike
 from tests.support.refusals import PACKABLE
 from tpkernels import _C, validation
 from tpkernels.local.matmul import local_matmul, new_product
-from tpkernels.local.packed import is_packed
+from tpkernels.local.packed import is_packed, pack_integers
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 COLUMNS = _C.calls.PANEL_COLUMNS
@@ -282,6 +288,33 @@ def test_products_of_8_bits_are_those_of_the_quantised_operands(unit: str) -> No
         assert got is not None and torch.equal(got, whole.to(dtype))
 
 
+def test_products_of_8_bits_have_the_bits_of_the_plain_unit(unit: str) -> None:
+    assert_plain_bits(unit, range(1, 71))
+
+
+def test_integers_as_they_are(unit: str) -> None:
+    """In groups of any size, -128 among them, with scales of either sign."""
+    torch.manual_seed(2)
+    for (k, n), group in itertools.product(((96, 70), (320, 200)), (4, 16, 32)):
+        integers = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+        integers[:, ::5] = -128
+        scales = 2.0 ** torch.randint(-3, 1, (n, k // group)) * (torch.randint(2, (n, 1)) * 2 - 1)
+        packed = pack_integers(integers.t(), scales.t())
+        assert packed.shape == (n, k // group, group + 4)
+        w = (integers.unflatten(1, (-1, group)) * scales.unsqueeze(2)).flatten(1).t()
+        assert torch.equal(tpkernels.unpack(packed), w)
+        x = torch.randint(-127, 128, (MOST, k)).float()
+        x[:, ::group] = 127  # so rows are quantised to what they are
+        x[1] = -127
+        y = product(x, packed, F32)
+        assert y is not None and torch.equal(y.double(), x.double() @ w.double())
+        x = torch.randn(MOST, k)
+        (_, of_x), y = quantised(x, group), product(x, packed, F32)
+        sizes = (x.abs() + of_x) @ w.abs().double()
+        bound = 0.5001 * of_x @ w.abs().double() + (k / group + 3) * torch.finfo(F32).eps * sizes
+        assert y is not None and ((y - x.double() @ w.double()).abs() <= bound).all()
+
+
 def test_rows_of_8_bits_stay_apart(unit: str) -> None:
     """Those with NaN or infinity are NaN, or nothing, without changing others; and tiny ones are
     zero."""
@@ -295,9 +328,3 @@ def test_rows_of_8_bits_stay_apart(unit: str) -> None:
         assert y is not None
         torch.testing.assert_close(y[3], torch.full((n,), want), equal_nan=True)
         assert (y[:3] == 0).all() and (y[4] - k).abs().max() < 1e-3 and (y[5:] == 0).all()
-
-
-def amid_nan_bytes(packed: torch.Tensor) -> torch.Tensor:
-    """A copy with bytes of NaN before and behind it in memory."""
-    room = packed.new_full((packed.numel() + 2 * COLUMNS,), -1)
-    return room[COLUMNS:-COLUMNS].view(packed.shape).copy_(packed)

@@ -1,6 +1,6 @@
 // Runs AMX's instructions on a processor without them, of one thread: a handler of SIGILL decodes
 // those that csrc/host/vector_avx512.cpp has and does what Intel documents (Software Developer's
-// Manual, volume 2, LDTILECFG to TDPBF16PS). What would be #UD or #GP there ends the process.
+// Manual, volume 2, LDTILECFG to TDPBSSD). What would be #UD or #GP there ends the process.
 #include <signal.h>
 #include <sys/ucontext.h>
 
@@ -54,24 +54,38 @@ void configure(const std::uint8_t* at) {
   configured = true;
 }
 
-bool wrong = false;  // a sum of each product is left as it is
+int wrong = 0;  // the opcode of products that leave a sum as it is
 
-void multiply(Tile& c, const Tile& a, const Tile& b) {
+void add_bf16(float& sum, const std::uint8_t* x, const Tile& b, std::uint32_t n) {
+  float sums[2] = {};
+  for (std::uint32_t k = 0; k < b.rows; ++k) {
+    for (std::uint32_t i = 0; i < 2; ++i) {
+      const float w = bf16(&b.bytes[k][4 * n + 2 * i]);
+      sums[i] = flushed(std::fma(bf16(x + 4 * k + 2 * i), w, sums[i]));
+    }
+  }
+  sum = flushed(flushed(sum) + flushed(sums[0] + sums[1]));
+}
+
+void add_int8(std::int32_t& sum, const std::uint8_t* x, const Tile& b, std::uint32_t n) {
+  for (std::uint32_t k = 0; k < 4 * b.rows; ++k) {
+    const std::uint8_t w = b.bytes[k / 4][4 * n + k % 4];
+    sum += static_cast<std::int8_t>(x[k]) * static_cast<std::int8_t>(w);
+  }
+}
+
+// `add(sum, x, b, n)` adds the product of the bytes at x and column n of b.
+template <class Sum>
+void multiply(int opcode, Tile& c, const Tile& a, const Tile& b,
+              void (*add)(Sum&, const std::uint8_t*, const Tile&, std::uint32_t)) {
   require(&c != &a && &c != &b && &a != &b, "a tile twice in a product");
   require(c.rows == a.rows && c.row_bytes == b.row_bytes && a.row_bytes == 4 * b.rows,
           "tiles of a product that do not fit");
   for (std::uint32_t m = 0; m < c.rows; ++m) {
     for (std::uint32_t n = 0; n < c.row_bytes / 4; ++n) {
-      float sums[2] = {}, sum;
-      for (std::uint32_t k = 0; k < b.rows; ++k) {
-        for (std::uint32_t i = 0; i < 2; ++i) {
-          const float x = bf16(&a.bytes[m][4 * k + 2 * i]), w = bf16(&b.bytes[k][4 * n + 2 * i]);
-          sums[i] = flushed(std::fma(x, w, sums[i]));
-        }
-      }
+      Sum sum;
       std::memcpy(&sum, &c.bytes[m][4 * n], 4);
-      if (wrong && m == 0 && n == 0) continue;
-      sum = flushed(flushed(sum) + flushed(sums[0] + sums[1]));
+      if (opcode != wrong || m != 0 || n != 0) add(sum, a.bytes[m], b, n);
       std::memcpy(&c.bytes[m][4 * n], &sum, 4);
     }
   }
@@ -137,9 +151,12 @@ std::size_t run(const std::uint8_t* code, const std::uint64_t* registers) {
   } else if (opcode == 0x49 && prefix == kF2) {
     require(configured, "tiles without a configuration");
     std::memset(tiles[reg].bytes, 0, sizeof(tiles[reg].bytes));
-  } else if (opcode == 0x5c && prefix == kF3) {
+  } else if ((opcode == 0x5c && prefix == kF3) || (opcode == 0x5e && prefix == kF2)) {
     require(configured, "tiles without a configuration");
-    multiply(tiles[reg], tiles[rm], tiles[(code[2] >> 3 & 7) ^ 7]);
+    const Tile& a = tiles[rm];
+    const Tile& b = tiles[(code[2] >> 3 & 7) ^ 7];
+    if (opcode == 0x5c) multiply(opcode, tiles[reg], a, b, add_bf16);
+    if (opcode == 0x5e) multiply(opcode, tiles[reg], a, b, add_int8);
   } else {
     return 0;
   }
@@ -160,8 +177,8 @@ void on_illegal_instruction(int, siginfo_t*, void* context) {
 
 }  // namespace
 
-extern "C" void emulate_amx(bool wrongly) {
-  wrong = wrongly;
+extern "C" void emulate_amx(int wrong_opcode) {
+  wrong = wrong_opcode;
   struct sigaction action{};
   action.sa_sigaction = on_illegal_instruction;
   action.sa_flags = SA_SIGINFO;

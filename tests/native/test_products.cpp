@@ -137,6 +137,47 @@ void check_product(const VectorUnit& unit, Multiply multiply, Form form, DType d
   check_result(unit, form, dtype, size, out.data(), half);
 }
 
+// The bits of a product of 8 bits in fp32, whose scales are fractions.
+std::vector<std::byte> int8_product(const VectorUnit& unit, DType dtype, const Extents& size,
+                                    std::size_t group) {
+  const std::size_t element = size_of(dtype), groups = size.k / group;
+  const AtTheEnd x(size.rows * size.k * element), w(size.columns * groups * (group + 4));
+  const AtTheEnd out(size.rows * size.columns * sizeof(float));
+  for (std::size_t m = 0; m < size.rows; ++m) {
+    for (std::size_t k = 0; k < size.k; ++k) {  // no scale is the next row's or group's
+      const int factor = 1 + static_cast<int>((m + k / group) % 3);
+      put(x.data() + (m * size.k + k) * element, dtype, factor * value(m, k));
+    }
+  }
+  std::byte* to = w.data();
+  for (std::size_t first = 0; first < size.columns; first += Product::kPanel) {
+    const std::size_t columns = std::min(Product::kPanel, size.columns - first);
+    for (std::size_t i = 0; i < groups; ++i) {
+      for (std::size_t n = 0; n < columns; ++n, to += 4) {
+        const float scale = 1.0f / static_cast<float>(1 + first + n + i);
+        std::memcpy(to, &scale, sizeof(scale));
+      }
+      for (std::size_t at = 0; at < group * columns; ++at) {
+        *to++ = static_cast<std::byte>(127 - (at * 7 + i * 31 + first) % 255);
+      }
+    }
+  }
+  Product product;
+  product.rows = size.rows;
+  product.k = size.k;
+  product.x = x.data();
+  product.x_pitch = size.k * element;
+  product.w = w.data();
+  product.w_pitch = Product::kPanel * groups * (group + 4);
+  product.columns = size.columns;
+  product.out = out.data();
+  product.out_pitch = size.columns * sizeof(float);
+  product.out_dtype = DType::kF32;
+  product.group = group;
+  unit.int8[static_cast<int>(dtype)](product, 0, size.columns);
+  return {out.data(), out.data() + size.rows * product.out_pitch};
+}
+
 }  // namespace
 
 TEST_CASE(products_are_exact_and_stay_within_the_operands, kThreads) {
@@ -164,5 +205,40 @@ TEST_CASE(products_are_exact_and_stay_within_the_operands, kThreads) {
     }
   }
 }
+
+TEST_CASE(products_of_8_bits_have_the_same_bits_and_stay_within_the_operands, kThreads) {
+  std::vector<const VectorUnit*> units = host::available_units();
+  units.push_back(&host::tiled_unit());
+  for (const std::size_t group : {4, 8, 16, 32, 64, 128}) {
+    for (const Extents& size : std::vector<Extents>{
+             {1, group, 1}, {5, 3 * group, 70}, {16, group, 64}, {33, 2 * group, 65}}) {
+      for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+        const auto exact = int8_product(host::plain_unit(), dtype, size, group);
+        for (const VectorUnit* unit : units) {
+          CHECK(int8_product(*unit, dtype, size, group) == exact,
+                text(*unit, Form::kInt8Panels, dtype, size));
+        }
+      }
+    }
+  }
+}
+
+#if defined(__x86_64__)
+TEST_CASE(processors_may_have_tiles_for_bf16_or_8_bits_alone, kThreads) {
+  constexpr int kAt = static_cast<int>(DType::kBF16);
+  const VectorUnit& none = host::avx512_bf16_unit();
+  CHECK(host::amx_units(false, false).empty());
+  for (const bool bf16 : {false, true}) {
+    for (const bool int8 : {false, true}) {
+      const auto units = host::amx_units(bf16, int8);
+      CHECK(units.size() == std::size_t{bf16} + std::size_t{int8});
+      if (units.empty()) continue;
+      CHECK((units.back()->panels[kAt] != none.panels[kAt]) == bf16);
+      CHECK((units.back()->int8[kAt] != none.int8[kAt]) == int8);
+      CHECK((units.back()->most_few_rows[kAt] != none.most_few_rows[kAt]) == bf16);
+    }
+  }
+}
+#endif
 
 }  // namespace tpkernels::test

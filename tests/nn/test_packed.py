@@ -4,6 +4,7 @@ unpacked and compiled. What needs the plain weight is refused."""
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 from pathlib import Path
@@ -216,13 +217,21 @@ def test_refusals() -> list[str]:
         meta = tnn.RowParallelLinear(8, 6, group, device="meta")
         unbiased = tnn.ColumnParallelLinear(4, 6, group, bias=False).pack_()
         plain, x5 = torch.no_grad()(unbiased), torch.ones(2, 5)
-        return unlike(
+        partly = tnn.MergedColumnParallelLinear(4, {"gate": 6, "up": 6, "down": 6}, group)
+        for layer in partly.layers[1:]:
+            layer.pack_(drop=layer is partly.layers[2])
+            layer.weight.data[..., 0] = torch.inf if layer is partly.layers[2] else 1
+        int8 = functools.partial(partly.pack_, dtype=torch.int8)
+        failures = unlike({"ValueError: down.weight has NaN or infinite elements": int8})
+        if [layer._packed is None for layer in partly.layers] != [True, False, False]:
+            failures.append("layers were packed before another was refused")
+        return failures + unlike(
             {
                 f"NotImplementedError: {column!r} {gradient}": lambda: column(x),
                 f"NotImplementedError: {qkv.layers[0]!r} {gradient}": lambda: qkv(x),
                 row: lambda: frozen(needs),
                 row[:-1]: lambda: compiled(needs),
-                "NotImplementedError: a weight is float64; use the plain weight": wide.pack_,
+                "NotImplementedError: gate.weight is float64; use the plain weight": wide.pack_,
                 "NotImplementedError: w is a torch.strided tensor on meta": meta.pack_,
                 "nothing": lambda: frozen(x),
                 "packed shape [4, 3], but x of shape [2, 5] needs [5, N]": lambda: plain(x5),

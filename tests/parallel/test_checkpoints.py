@@ -87,6 +87,40 @@ def test_gguf_is_read_as_transformers_reads_it(tmp_path: Path, kind: str) -> Non
                 assert torch.equal(out, weights[name][box.slices]), name
 
 
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [("Q8_0", 32), ("Q5_0", 32), ("Q4_0", 32), ("IQ4_NL", 32), ("Q6_K", 16), ("Q4_1", 0)],
+)
+def test_integers_of_gguf_are_those_that_it_decodes(tmp_path: Path, kind: str, group: int) -> None:
+    """Also of heads whose halves are interleaved; whole groups alone."""
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", kind)
+    checkpoint = open_checkpoint(path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(checkpoint.config())
+    for chunk in (1000, checkpoints.CHUNK):
+        with mock.patch.object(checkpoints, "CHUNK", chunk):
+            for name, tensor in checkpoint.tensors(model).items():
+                if len(tensor.shape) != 2:
+                    assert tensor.integers is None, name
+                    continue
+                rows, columns = tensor.shape
+                box = Box((rows // 3, 32), (rows // 2, columns - 32))
+                parts = tensor.read_integers(box)
+                if group == 0:
+                    assert parts is None
+                    continue
+                assert parts is not None
+                integers, scales = parts
+                assert integers.dtype == torch.int8 and scales.dtype == torch.float32
+                assert scales.shape == (rows // 2, (columns - 32) // group)
+                values = torch.empty(box.shape)
+                tensor.read(box, values)
+                got = integers.unflatten(1, (-1, group)) * scales.unsqueeze(2)
+                assert torch.equal(got.flatten(1), values), name
+                for begin, count in ((32, columns - 36), (4, group)):
+                    assert tensor.read_integers(Box((0, begin), (rows, count))) is None
+
+
 @pytest.mark.parametrize(("vocabulary", "names_size"), [(MANY, False), (47, True)])
 def test_the_configuration_of_a_gguf_file_is_read_without_its_vocabulary(
     tmp_path: Path, vocabulary: int, names_size: bool
@@ -102,6 +136,7 @@ def test_the_configuration_of_a_gguf_file_is_read_without_its_vocabulary(
     assert config.name_or_path == expected.name_or_path
     with checkpoint._without_vocabulary() as small:
         assert small.stat().st_size < 4096
+        assert small.parent == Path("/proc/self/fd")  # nothing that a killed rank would leave
     assert not small.exists()
 
 

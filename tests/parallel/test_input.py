@@ -84,8 +84,11 @@ def test_refusals_name_the_module() -> list[str]:
     norm = _changed("model.layers.1.input_layernorm", lambda _: nn.LayerNorm(36))
     wide = _changed("model.layers.1.self_attn.v_proj", lambda _: nn.Linear(36, 16, bias=False))
     fused = FusedColwiseParallel(input_layouts=(Shard(0), Shard(1)))
+    nan = hf_models.make("llama")
+    nan.lm_head.weight.data[1, 2] = torch.nan
+    whole = list(nan.modules())
     quantised = "NotImplementedError: model.layers.1.mlp.down_proj.weight is a Tensor of int8; a qu"
-    return unlike(
+    failures = unlike(
         {
             "ValueError: mesh has 2 dims ('dp', 'tp'); parallelize takes one: pass mesh[\"tp\"]": (
                 _attempt(llama, square)
@@ -123,11 +126,15 @@ def test_refusals_name_the_module() -> list[str]:
             "model.layers.0.self_attn.q_proj.weight is float64; use the plain": _attempt(
                 hf_models.make("llama").double(), mesh, pack=True
             ),
+            "ValueError: lm_head.weight has NaN or infinite elements": _attempt(
+                nan, mesh, pack="int8"
+            ),
             "is computed when its parent module is called": (
                 lambda: twice.model.layers[0].mlp.up_proj(torch.zeros(1, 2, 36))
             ),
         }
     )
+    return failures if list(nan.modules()) == whole else [*failures, "a module was replaced"]
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from tests.support.ranked import report
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 from tpkernels.launch import Ranks
-from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
+from tpkernels.nn.linear import ParallelLinear
+from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel, pretrained
 from tpkernels.parallel.shard_files import plan_shards, write_shards
 
 transformers = pytest.importorskip("transformers")
@@ -108,6 +110,74 @@ def test_a_gguf_file_and_its_shards(ranks: RanksFixture, tmp_path: Path) -> None
     check(ranks, 2, tmp_path / "shards", path)
 
 
+def integers_job(path: str, group: int, requantised: list[str]) -> list[str]:
+    """What is wrong with the integers of a GGUF file in 8 bits; ``requantised`` are weights whose
+    shards are no whole groups, and are read in fp32."""
+    file = Path(path)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    names: list[str] = []
+    read = pretrained._read
+
+    def recorded(slot: pretrained.Slot, device: torch.device) -> None:
+        names.append(slot.name)
+        read(slot, device)
+
+    mesh, failures = hf_models.mesh_of_all(), []
+    for dtype in (torch.float32, torch.bfloat16):
+        names.clear()
+        with mock.patch.object(pretrained, "_read", recorded):
+            model = tpkernels.from_pretrained(path, mesh, dtype=dtype, pack="int8")
+        layers = {
+            f"{name}.weight": layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, ParallelLinear)
+        }
+        again = [name for name in layers if name.rpartition(".")[0].split(".")[-1] in requantised]
+        if {name for name in names if "norm" not in name} != {"model.embed_tokens.weight", *again}:
+            failures.append(f"{dtype}: read as floats: {names}")
+        groups = {name: layer._packed.shape[2] - 4 for name, layer in layers.items()}
+        if any((size == group) == (name in again) for name, size in groups.items()):
+            failures.append(f"{dtype}: groups of {groups}")
+        if (model.lm_head.weight is model.model.embed_tokens.weight) != (
+            whole.config.tie_word_embeddings
+        ):
+            failures.append(
+                f"{dtype}: the head's weight is not the embedding's, or is without need"
+            )
+        ids = torch.arange(3 * 11).view(3, 11) % 46 + 1
+        twice = tnn.pack_(tpkernels.from_pretrained(path, mesh, dtype=dtype), dtype=torch.int8)
+        with torch.no_grad():
+            want = whole(ids).logits
+            once_off, twice_off = ((each(ids).logits - want).norm() for each in (model, twice))
+        if not once_off < twice_off < 0.1 * want.norm():
+            failures.append(f"{dtype}: logits are off by {once_off}; quantised twice, {twice_off}")
+        for how, one in (
+            ("", model),
+            ("moved, ", model.to("cpu")),
+            ("rounded, ", model.bfloat16()),
+        ):
+            state = tnn.full_state_dict(one)
+            for name, value in whole.state_dict().items():
+                same = torch.equal(state[name], value.to(one.dtype))
+                if same == (name in again):
+                    failures.append(f"{dtype}, {how}{name}: {same=}")
+    return failures
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    sweep([("Q8_0", 2), ("Q6_K", 1), ("Q4_0", 2), ("Q5_0", 1), ("IQ4_NL", 1), ("Q6_K", 2)], 2),
+)
+def test_integers_of_a_gguf_file(
+    ranks: RanksFixture, tmp_path: Path, kind: str, world: int
+) -> None:
+    """They are packed as they are, without the weights in fp32 between."""
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", kind, tied=world == 1)
+    group, again = (16, []) if kind == "Q6_K" else (32, ["down_proj"] if world == 2 else [])
+    results = ranks(world).run(integers_job, str(path), group, again, timeout=120)
+    report(failure for rank in results for failure in rank)
+
+
 def dtype_job(path: str) -> list[str]:
     mesh, failures = hf_models.mesh_of_all(), []
     for dtype, want in ((None, torch.bfloat16), (torch.float32, torch.float32)):
@@ -121,6 +191,10 @@ def dtype_job(path: str) -> list[str]:
     model = tpkernels.from_pretrained(path, mesh, pack="int8")
     if model.model.layers[0].mlp.up_proj._packed.dtype != torch.int8:
         failures.append("int8: another dtype")
+    if any(
+        layer.weight.dim() == 2 for layer in model.modules() if isinstance(layer, ParallelLinear)
+    ):
+        failures.append("int8: plain weights are kept")
     return failures
 
 
@@ -165,7 +239,7 @@ def test_a_base_model_and_tensors_without_use(ranks: RanksFixture, tmp_path: Pat
     assert "norm.weight" in weights
     weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    check(ranks, 2, tmp_path, tmp_path)
+    check(ranks, 2, tmp_path, tmp_path, pack=True)
 
 
 def memory(name: str) -> int:
@@ -175,13 +249,13 @@ def memory(name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def growth_job(small: str, path: str, dtype: torch.dtype | None) -> tuple[int, int, int]:
+def growth_job(small: str, path: str, options: dict[str, Any]) -> tuple[int, int, int]:
     """Growth of the peak, size of the shard, and size of its largest parameter."""
     mesh = hf_models.mesh_of_all()
-    tpkernels.from_pretrained(small, mesh)  # imports, and the group's memory
+    tpkernels.from_pretrained(small, mesh, **options)  # imports, and the group's memory
     RESET.write_text("5")  # VmHWM starts again
     before = memory("VmRSS")
-    model = tpkernels.from_pretrained(path, mesh, dtype=dtype)
+    model = tpkernels.from_pretrained(path, mesh, **options)
     grown = memory("VmHWM") - before
     sizes = [parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters()]
     return grown, sum(sizes), max(sizes)
@@ -207,6 +281,25 @@ def test_peak_memory(tmp_path: Path, dtype: torch.dtype | None) -> None:
     del model
     small = hf_folders.folder(tmp_path)
     with Ranks(2) as ranks:
-        results = ranks.run(growth_job, str(small), str(tmp_path / "large"), dtype, timeout=200)
+        places = str(small), str(tmp_path / "large")
+        results = ranks.run(growth_job, *places, {"dtype": dtype}, timeout=200)
     for grown, shard, largest in results:
         assert 150 << 20 < shard <= grown + (4 << 20) and grown <= 1.1 * shard + largest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RESET.exists(), reason="the system does not measure peak memory anew")
+def test_peak_memory_of_a_gguf_file_in_8_bits(tmp_path: Path) -> None:
+    """It is that of the packed weights, one weight's integers, and the file, which is mapped."""
+    pytest.importorskip("gguf")
+    small, large = (
+        hf_folders.gguf_file(tmp_path / f"{width}.gguf", "Q8_0", width=width)
+        for width in (64, 2560)
+    )
+    with Ranks(1) as ranks:
+        options = {"pack": "int8"}
+        [found] = ranks.run(growth_job, str(small), str(large), options, timeout=200)
+    grown, packed, largest = found
+    mapped = large.stat().st_size
+    assert 90 << 20 < packed <= grown - mapped + (4 << 20) and largest < 15 << 20
+    assert grown - mapped <= packed + largest + (24 << 20)  # some chunks of 4 MiB in fp32

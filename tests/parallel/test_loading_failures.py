@@ -193,3 +193,15 @@ def test_a_damaged_gguf_file(ranks: RanksFixture, tmp_path: Path) -> None:
         messages = load(ranks, [good, bad])
         assert messages[1].startswith(f"ValueError: {bad} cannot be read"), messages[1]
         assert messages[0].startswith("PeerFailedError: opening"), messages[0]
+
+
+def test_a_scale_of_a_gguf_file_that_is_nan(ranks: RanksFixture, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", "Q8_0")
+    name = "blk.1.ffn_up.weight"
+    [tensor] = [each for each in gguf.GGUFReader(path, "r+").tensors if each.name == name]
+    tensor.data[-1, :2] = 255  # in the shard of the last rank
+    tensor.data.base.flush()
+    first, second = load(ranks, [path, path], {"pack": "int8"}, {"pack": "int8"})
+    wrong = "ValueError: model.layers.1.mlp.up_proj.weight has NaN or infinite elements"
+    assert second.startswith(wrong) and wrong in first, (first, second)

@@ -23,11 +23,12 @@ FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 @dataclass(frozen=True)
 class Handle:
     buffer_ptrs: list[int]
+    offset: int  # bytes, of the memory in its allocation
     multicast_ptr: int
     arena: Any
 
-    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.frombuffer(self.arena.region(rank), dtype=dtype, count=sizes[0])
+
+OFFSET = 256  # bytes before the memory, in its allocation
 
 
 class SharedMemory:
@@ -39,11 +40,11 @@ class SharedMemory:
     def rendezvous(memory: torch.Tensor, name: str) -> Handle:
         workspace = groups.get(name).workspace
         assert workspace is not None
-        arena = workspace._further_arena("a rehearsal", memory.numel())
-        memory.set_(torch.frombuffer(arena.region(workspace.participant.rank), dtype=memory.dtype))
-        return Handle(
-            [arena.region(r).address for r in range(workspace.participant.world)], 0, arena
-        )
+        arena = workspace._further_arena("a rehearsal", OFFSET + memory.numel())
+        own = workspace.participant.rank
+        memory.set_(torch.frombuffer(arena.region(own, OFFSET, memory.numel()), dtype=memory.dtype))
+        ranks = range(workspace.participant.world)
+        return Handle([arena.region(rank).address for rank in ranks], OFFSET, 0, arena)
 
 
 @contextlib.contextmanager

@@ -28,29 +28,59 @@ def change_config(path: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
+#: Where a block's factor of fp16 is, of the kinds that gguf decodes only.
+_FACTORS = {"IQ4_NL": slice(0, 2), "Q6_K": slice(208, 210)}
+
+
+def _quantised(data: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
+    import gguf
+
+    if kind.name not in _FACTORS:
+        raw: np.ndarray[Any, Any] = gguf.quantize(data, kind)
+        return raw
+    size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(data.size)
+    blocks = random.integers(0, 256, (data.size // size, nbytes), dtype=np.uint8)
+    factors = random.uniform(-1e-4, 1e-4, (len(blocks), 1)).astype(np.float16)
+    blocks[:, _FACTORS[kind.name]] = factors.view(np.uint8)
+    return blocks.reshape(len(data), -1)
+
+
 def gguf_file(
-    path: Path, kind: str, *, vocabulary: int = hf_models.VOCAB, names_size: bool = True
+    path: Path,
+    kind: str,
+    *,
+    vocabulary: int = hf_models.VOCAB,
+    names_size: bool = True,
+    width: int | None = None,
+    tied: bool = False,
 ) -> Path:
     """A Llama in a GGUF file, of the widths that quantised blocks need: 2 layers, 8 heads in 4
-    key-value groups.
+    key-value groups, tokens that are letters.
 
     Args:
-        kind: F32, or a quantisation of the matrices.
+        kind: F32, or a quantisation of the matrices, which have random blocks if gguf does not
+            quantise by it.
         vocabulary: number of tokens.
         names_size: their number has an entry of its own.
+        width: of the layers, by default the smallest.
+        tied: the head has the embedding's weight.
     """
     import gguf
     import transformers
 
     torch.manual_seed(4)
+    if width is None:
+        width = 512 if kind.endswith("_K") else 64
     config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=width,
+        intermediate_size=3 * width // 2,
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=vocabulary,
         max_position_embeddings=64,
+        tie_word_embeddings=tied,
     )
     model = transformers.LlamaForCausalLM(config)
     writer = gguf.GGUFWriter(path, "llama")
@@ -69,18 +99,23 @@ def gguf_file(
         getattr(writer, f"add_{key}")(number)
     if names_size:
         writer.add_vocab_size(vocabulary)
-    writer.add_token_list([f"t{i}" for i in range(vocabulary)])
+    letters = [*"abcdefghijklmnopqrstuvwxyz\u0120", "th"]  # a space, and what a merge makes
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*letters, *(f"t{i}" for i in range(len(letters), vocabulary))])
+    writer.add_token_merges(["t h"])
     writer.add_token_types([1] * vocabulary)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, value in model.state_dict().items():
-        data = value.mul(3).numpy()
         module, _, parameter = name.rpartition(".")
+        if tied and module == "lm_head":
+            continue
+        data = value.mul(3).numpy()
         if "q_proj" in name or "k_proj" in name:  # halves of heads are interleaved
             heads = 8 if "q_proj" in name else 4
             halves = data.reshape(heads, 2, data.shape[0] // heads // 2, -1)
             data = halves.swapaxes(1, 2).reshape(data.shape)
         quantised = getattr(gguf.GGMLQuantizationType, kind if data.ndim > 1 else "F32")
-        raw = gguf.quantize(np.ascontiguousarray(data), quantised)
+        raw = _quantised(np.ascontiguousarray(data), quantised)
         stored_name = f"{names.get_name(module)}.{parameter}"
         writer.add_tensor(stored_name, raw, raw_dtype=quantised)
     writer.write_header_to_file()

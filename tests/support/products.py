@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+import tpkernels
 from tpkernels import _C
 from tpkernels.local.packed import columns_of
 
 FILLER = 77  # around what is read and written, and in what is neither
+COLUMNS = _C.calls.PANEL_COLUMNS
+INT8_GROUPS = (128, 64, 32, 16, 8, 4)  # of K
 
 
 def product(
@@ -54,3 +58,27 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def amid_nan_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """A copy of a weight of 8 bits with bytes of NaN before and behind it in memory."""
+    room = packed.new_full((packed.numel() + 2 * COLUMNS,), -1)
+    return room[COLUMNS:-COLUMNS].view(packed.shape).copy_(packed)
+
+
+def assert_plain_bits(unit: str, rows: Sequence[int]) -> None:
+    """Assert that products of so many rows with weights of 8 bits, amid NaN, have the bits of the
+    plain unit's, whatever the groups and columns."""
+    torch.manual_seed(2)
+    for group, n in itertools.product(INT8_GROUPS, (1, COLUMNS, COLUMNS + 6)):
+        packed = amid_nan_bytes(tpkernels.pack(torch.randn(3 * group, n), torch.int8))
+        assert packed.shape[2] == group + 4
+        x = torch.full((max(rows) + 2, 3 * group + 9), torch.nan)
+        x[1:-1, 4:-5] = torch.randn(max(rows), 3 * group)
+        for count in rows:
+            results = []
+            for each in ("plain", unit):
+                _C.host.use_vector_unit(each)
+                results.append(product(x[1 : 1 + count, 4:-5], packed, torch.float32))
+            assert results[0] is not None and results[1] is not None
+            assert torch.equal(*results), (unit, group, n, count)

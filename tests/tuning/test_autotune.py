@@ -15,6 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
-from tests.support.cuda_rehearsal import pretending
+from tests.support.cuda_rehearsal import SharedMemory, pretending
 from tests.support.ranked import apart, fresh_group, report
 from tests.support.tiers import covering, thorough
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
@@ -258,6 +259,71 @@ def cuda_job(driver: str) -> list[str]:
             if not plan_of(group).reason.startswith("tried: "):
                 failures.append(plan_of(group).reason)
     return failures
+
+
+class LittleMemory(SharedMemory):
+    """Rank 1 has memory for a few workspaces of a page or two, as on a GPU that is nearly full."""
+
+    @staticmethod
+    def empty(nbytes: int, **options: Any) -> torch.Tensor:
+        if nbytes > 1 << 16 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return torch.empty(nbytes, **options)
+
+
+def little_memory_job(driver: str) -> list[str]:
+    """A call on GPUs whose workspace cannot grow: named, measured to be fastest, and tuned."""
+    emulated.load(driver)
+    failures: list[str] = []
+    with pretending(LittleMemory) as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(Group, "uses_gloo", lambda *_: False)
+        group = faults.new_group()
+        few, many = (torch.full((n, 4), float(dist.get_rank() + 1)) for n in (8, 8 << 10))
+
+        def gather(x: torch.Tensor, algorithm: str = "auto") -> None:
+            got = tpkernels.all_gather(x, group, algorithm=algorithm)
+            if got[:: len(x), 0].tolist() != [1.0, 2.0]:
+                failures.append(f"{algorithm}, {len(x)} rows: {got[:: len(x), 0]}")
+
+        def left_out(how: str) -> None:
+            found = list(own(group).measured.failures.values())
+            if len(found) != 1 or "CUDA out of memory" not in found[0].get("direct", ""):
+                failures.append(f"{how}: {found}")
+            own(group).measured.failures.clear()
+
+        own(group).measured.tables["cuda"] = Table()
+        gather(few, "direct")
+        for _ in range(2):
+            ending = faults.ending_of(lambda: gather(many, "direct"))
+            if (
+                ending.error != "WorkspaceMemoryError"
+                or "rank 1 cannot allocate" not in ending.text
+            ):
+                failures.append(f"named: {ending}")
+        gather(few, "direct")
+        with tpkernels.autotune(group):
+            gather(many)
+        [tuned] = own(group).measured.tables["cuda"].measurements
+        if "direct" in tuned.ms:
+            failures.append(f"tuned: {tuned}")
+        left_out("tuned")
+        ms = {"unfused": 2.0, "direct": 1.0}
+        own(group).use_times("cuda", Table((replace(tuned, ms=ms),)))
+        gather(many)  # by `direct` first
+        gather(many)
+        if (plan := plan_of(group)).algorithm != "unfused":
+            failures.append(f"again: {plan}")
+        left_out("measured")
+        gather(few, "direct")
+    told = ["'direct' has no memory" in str(warning.message) for warning in warned]
+    if told != [True] * (2 if dist.get_rank() == 0 else 0):
+        failures.append(f"{[str(warning.message) for warning in warned]}")
+    return failures
+
+
+def test_a_workspace_without_memory_is_left_out(ranks: RanksFixture, cuda_driver: str) -> None:
+    report(f for rank in ranks(2).run(little_memory_job, cuda_driver) for f in rank)
 
 
 def test_nothing_is_tuned_in_a_capture(ranks: RanksFixture, cuda_driver: str) -> None:

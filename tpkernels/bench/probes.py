@@ -25,6 +25,7 @@ from tpkernels.planning import store
 from tpkernels.planning.cost import MEASURED, Link, Profile, Rates, machine_named, machines
 from tpkernels.planning.machine import Machine, last_level_cache_bytes, this_machine
 from tpkernels.terminal import UsageError, check_known
+from tpkernels.text import counted
 from tpkernels.timing import Variant, measure
 
 # A square matmul that is long compared with its overheads and short compared with a case: 2 GFLOP
@@ -113,7 +114,8 @@ def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
     on_gpus = machine.kind == "cuda"
     units = torch.cuda.get_device_properties(0).multi_processor_count if on_gpus else 0
     return Profile(
-        title=f"{machine.device}, {world} ranks x {machine.threads} threads",
+        title=f"{machine.device}, {counted(world, 'rank')}"
+        + ("" if on_gpus else f" x {counted(machine.threads, 'thread')}"),
         device=machine.kind,
         flops=(flops16, flops32, flops64),
         bandwidth=min(rates.copy_bytes for rates in by_dtype),

@@ -22,6 +22,7 @@ from tpkernels.bench.results import Report, Result, gemm
 from tpkernels.bench.statistics import Estimate
 from tpkernels.integers import ceil_div
 from tpkernels.terminal import byte_size, milliseconds, table, writing
+from tpkernels.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,9 +77,10 @@ def _notes(report: Report) -> list[str]:
     """Describe the conditions of the run in sentences."""
     sweep = report.sweep
     lines = [
-        f"Roofline, measured in this run on all {rates.tp} ranks at once, {rates.dtype}: a local "
-        f"matmul at {rates.tflops:.3g} TFLOP/s (torch.matmul {rates.torch_tflops:.3g}), a copy of "
-        f"{rates.copy_over_cache:.2g}x the last-level cache at {rates.copy_gb_per_s:.3g} GB/s."
+        f"Roofline, measured in this run on {counted(rates.tp, 'rank')} at once, {rates.dtype}: a "
+        f"local matmul at {rates.tflops:.3g} TFLOP/s (torch.matmul {rates.torch_tflops:.3g}), a "
+        f"copy of {rates.copy_over_cache:.2g}x the last-level cache at {rates.copy_gb_per_s:.3g} "
+        "GB/s."
         for rates in report.rooflines
     ]
     limit = "" if sweep.seconds is None else f", fewer after {sweep.seconds:g} s per case"
@@ -252,7 +254,7 @@ def plots(report: Report) -> dict[str, bytes]:
     for result in sorted(report.results, key=_x):
         size = f" N={result.shape[1]} K={result.shape[2]}" if result.shape else ""
         labels = f"\n{', '.join(result.labels)}" if result.labels else ""
-        title = f"{result.op}{size}, {result.dtype}, {result.tp} ranks{labels}"
+        title = f"{result.op}{size}, {result.dtype}, {counted(result.tp, 'rank')}{labels}"
         panels.setdefault(title, []).append(result)
     matmuls = {title: cases for title, cases in panels.items() if cases[0].shape}
     names = report.sweep.algorithms
@@ -314,8 +316,12 @@ def _over_size(
     neutral: float,
     scale: float = 1.0,
 ) -> None:
-    """Draw a line of estimates over M or the bytes, with a vertical bar for each interval."""
+    """Draw a line of estimates over M or the bytes, with a vertical bar for each interval. Where
+    there is one M, draw `_bars`."""
     shown: list[Result] = []
+    if len({_x(result) for points in lines.values() for result, _ in points}) == 1:
+        _bars(axes, lines, ylabel, neutral, scale)
+        return
     for label, points in lines.items():
         known = [(result, estimate) for result, estimate in points if estimate is not None]
         if not known:
@@ -337,6 +343,31 @@ def _over_size(
     axes.set_ylabel(ylabel, fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     axes.legend(fontsize=7)
+
+
+def _bars(
+    axes: Axes,
+    lines: Mapping[str, Sequence[tuple[Result, Estimate | None]]],
+    ylabel: str,
+    neutral: float,
+    scale: float,
+) -> None:
+    """Draw estimates of one case as bars from the neutral value on, with a line for each
+    interval."""
+    known = [(label, points[0][1]) for label, points in lines.items()]
+    bars = [(label, estimate) for label, estimate in known if estimate is not None]
+    if not bars:
+        return
+    at, values = range(len(bars)), [scale * estimate.value - neutral for _, estimate in bars]
+    axes.barh(at, values, left=neutral, color="#4878a8")
+    for row, (_, estimate) in enumerate(bars):
+        if estimate.low is not None and estimate.high is not None:
+            axes.hlines(row, scale * estimate.low, scale * estimate.high, color="black", lw=1)
+    axes.axvline(neutral, color="grey", lw=0.8, ls="--")
+    axes.set_yticks(at, [label for label, _ in bars], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(ylabel, fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
 
 
 def _split(axes: Axes, cases: list[Result], names: list[str]) -> None:

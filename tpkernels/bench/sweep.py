@@ -35,7 +35,7 @@ from tpkernels.terminal import (
     number_in,
     read_input,
 )
-from tpkernels.text import printable, shown
+from tpkernels.text import counted, printable, shown
 
 PROJECTIONS = ("qkv", "out", "gate_up", "down", "lm_head")
 LAYER = PROJECTIONS[:4]  # those of a layer; a model has one lm_head
@@ -241,7 +241,8 @@ def plan_sweep(settings: Settings, *, ranks: int | None, device: str) -> Sweep:
         check_workers(tp=world)
         if ranks is not None and world != ranks:
             raise UsageError(
-                f"--tp is {world} but torchrun started {ranks} ranks (WORLD_SIZE); leave --tp out"
+                f"--tp is {world} but torchrun started {counted(ranks, 'rank')} (WORLD_SIZE); "
+                "leave --tp out"
             )
     items: dict[tuple[Spec, int], Item] = {}
     for world in worlds:

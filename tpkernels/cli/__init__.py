@@ -11,10 +11,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from tpkernels.launch import RankError
 
 COMMANDS = (
     *("info", "demo", "bench", "compare", "tune", "explain", "plan", "shard", "generate", "serve"),
@@ -37,13 +40,29 @@ def exit_codes() -> Iterator[None]:
 
     try:
         yield
+    except BrokenPipeError as error:  # of `head`, say: what is left to flush goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(130) from error
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank raises the same error
             typer.echo(f"Error: {short(printable(str(error)), _MOST_MESSAGE)}", err=True)
         raise typer.Exit(2) from error
     except RankError as error:
+        if (why := _unusable_input(error)) is not None:
+            typer.echo(f"Error: {short(printable(why), _MOST_MESSAGE)}", err=True)
+            raise typer.Exit(2) from error
         typer.echo(f"FAIL: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _unusable_input(error: RankError) -> str | None:
+    """Return the text of the `UsageError` that ended the ranks; None: another error did."""
+    for outcome in error.outcomes:
+        if outcome.error is not None and outcome.error_type == "UsageError":
+            return outcome.error.rpartition("UsageError: ")[2].strip()
+    return None
 
 
 class _Commands(TyperGroup):
@@ -71,9 +90,22 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from tpkernels.version import VERSION
+
+        typer.echo(f"tpkernels {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
-def _take_no_options() -> None:
-    """Stand in for registered commands, without which typer makes no group."""
+def _take_options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """Take what precedes a command."""
 
 
 def main() -> None:

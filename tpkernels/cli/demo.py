@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -45,12 +46,14 @@ from tpkernels.terminal import (
     milliseconds,
     table,
 )
+from tpkernels.text import counted
 from tpkernels.timing import Samples, Variant, measure, summary
 
 _LARGEST_HEAD = 128
 _DECODE_TOKENS = 8
 _OPS = 4  # in the layer
 _SECONDS_PER_OP = 3.0  # spent on timing
+_BUSY = 0.5  # processes that run or want to, on average, from which times are disturbed
 _LEGEND = (
     "error/bound: the maximum over all elements; at most 1 is right. ms: the slowest rank's "
     "median, interleaved.\n"
@@ -90,7 +93,14 @@ def demo(
     out = console()
     with open_session(world, threads=threads, timeout=timeout) as session:
         if session.leader:
-            out.print(f"Layer of width {hidden}, MLP {ffn}, {m} tokens, {dtype}, {world} ranks")
+            of_ranks = counted(world, "rank")
+            out.print(f"Layer of width {hidden}, MLP {ffn}, {m} tokens, {dtype}, {of_ranks}")
+            busy = os.getloadavg()[0]
+            if busy >= _BUSY:
+                out.print(
+                    f"Other work has kept {busy:.1f} of this machine's cores busy for the last "
+                    "minute: the times below are not the machine's, and neither are their ratios."
+                )
         with out.status("verifying and timing"):
             ranks = session.run(run_layer, m, hidden, ffn, of, repeat)
         calls, verdict = ranks[0]

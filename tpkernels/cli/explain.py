@@ -31,6 +31,7 @@ from tpkernels.terminal import (
     milliseconds,
     table,
 )
+from tpkernels.text import counted
 from tpkernels.tuning.contest import ELIGIBLE, is_eligible
 
 
@@ -103,13 +104,14 @@ def explain(
             "(tpkernels.init(autotune=False): it does not)"
         )
     if machine is not None:
-        count, where = len(known.measurements), f"{world} ranks x {threads} threads"
+        count = len(known.measurements)
+        where = f"{counted(world, 'rank')} x {counted(threads, 'thread')}"
         if count:
             path = escape(str(store.path_for(machine)))
             notes.append(f"Measured here with {where}: {count} cases, {path}")
         else:
             notes.append(f"Nothing was measured here with {where}: see tpkernels tune")
-    for part in (f"{op} {spec}, {world} ranks, {device}", grid, *notes):
+    for part in (f"{op} {spec}, {counted(world, 'rank')}, {device}", grid, *notes):
         console().print(part)
 
 

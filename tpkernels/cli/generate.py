@@ -35,7 +35,8 @@ from tpkernels.launch.session import (
     world_size,
 )
 from tpkernels.parallel.joint_work import PeerFailedError
-from tpkernels.terminal import UsageError, check_workers, dtype_named
+from tpkernels.terminal import UsageError, check_workers, dtype_named, note_crowd
+from tpkernels.text import counted
 
 
 def generate(
@@ -86,6 +87,11 @@ def generate(
         raise UsageError("--stream prints text, --json one object at the end; leave out one")
     if stream and len(prompt) > 1:
         raise UsageError(f"--stream takes one --prompt, not {len(prompt)}")
+    for text in prompt:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"--prompt {text[:60]!a} is not UTF-8") from error
     sampling = Sampling(
         max_new_tokens, temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed
     )
@@ -93,6 +99,8 @@ def generate(
     try:
         sampling.check()
         if not under_torchrun():
+            if where == "cpu":
+                note_crowd(world, threads)
             preload()
         with ThreadPoolExecutor(1) as loading:
             loaded = loading.submit(load_tokenizer, model)
@@ -106,6 +114,8 @@ def generate(
                         if stream and is_leader():
                             typer.echo(texts[0], nl=False)
                             sys.stdout.flush()
+    except BrokenPipeError:  # an OSError, but not of what the user gave
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     except PeerFailedError as error:
@@ -202,7 +212,7 @@ def _show(done: Completions, prompts: list[str], world: int, stream: bool) -> No
     times, tokens = done.times, sum(len(completion.tokens) for completion in done.texts)
     speed = "" if times.rate is None else f", then {times.rate:.1f} tokens/s for each prompt"
     typer.echo(
-        f"{tokens} tokens on {world} ranks in {times.end:.2f} s: the first after "
+        f"{tokens} tokens on {counted(world, 'rank')} in {times.end:.2f} s: the first after "
         f"{times.first:.2f} s{speed}",
         err=True,
     )

@@ -93,27 +93,29 @@ def _show(facts: dict[str, Any], out: Console) -> None:
     alone = facts["shared_memory"]
     cores = ", ".join(map(str, devices["usable_cores"]))
     memory, available = (byte_size(devices[f"{which}_bytes"]) for which in ("memory", "available"))
+    versions = dict(facts["versions"])
     lines = {
-        **facts["versions"],
-        "extension": facts["extension"]["file"],
-        "contains": ", ".join(facts["extension"]["holds"]),
+        **{name: versions.pop(name) for name in ("tpkernels", "torch")},
+        "processor": devices["cpu"],
+        "cores": f"{len(devices['usable_cores'])} of {devices['cores']} usable: {cores}",
+        "memory": f"{memory}, {available} available",
+        "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
         "vector unit": f"{units['in_use']} (available: {', '.join(units['available'])}"
         + (f"; wrong when tried: {', '.join(units['failed'])})" if units["failed"] else ")"),
         "AMX": units["amx_refused"] or "granted to this process",
         **{f"{name} matmul": _MATMULS[how] for name, how in facts["local_matmul"].items()},
-        "processor": devices["cpu"],
-        "cores": f"{len(devices['usable_cores'])} of {devices['cores']} usable: {cores}",
-        "memory": f"{memory}, {available} available",
         "shared memory": f"none: this process {alone}"
         if alone
         else "between ranks of one user, on one machine and in one network namespace",
         "result pool": f"keeps at most {kept}; {idle} idle, {in_use} in use"
         if pool["limit"]
         else f"off: {POOL_VARIABLE} is 0",
-        "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
         "NCCL": _nccl_text(facts["nccl"]),
+        **versions,
+        "extension": facts["extension"]["file"],
+        "contains": ", ".join(facts["extension"]["holds"]),
     }
     grid = Table.grid(padding=(0, 2))
     for name, text in lines.items():

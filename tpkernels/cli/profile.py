@@ -52,6 +52,7 @@ from tpkernels.terminal import (
     writable,
     writing,
 )
+from tpkernels.text import counted
 
 Event = dict[str, Any]
 Spans = dict[str, list[tuple[float, float]]]  # [begin, end) in microseconds, by kind of time
@@ -145,6 +146,8 @@ def _report(recordings: list[Recording], what: str, trace_file: Path, picture: P
     hosts = sorted({recording.host for recording in recordings})  # whose clocks are not aligned
     trace["otherData"] = {"what": what, "ranks": len(recordings), "hosts": hosts}
     spent = times(trace, len(recordings))
+    if not any(time.compute or time.copy or time.wait or time.moved for time in spent):
+        raise UsageError(f"{what} computed and moved nothing with torch on any rank")
     moved = sum(time.moved for time in spent)
     overlapped = sum(time.overlapped for time in spent) / moved if moved else 0.0
     with writing(trace_file):
@@ -155,7 +158,7 @@ def _report(recordings: list[Recording], what: str, trace_file: Path, picture: P
             timeline(trace, picture, f"{what}: {overlapped:.0%} of the data movement overlapped")
     out = console()
     plan = f", {recordings[0].plan}" if recordings[0].plan else ""
-    out.print(f"{what}, {len(spent)} ranks{plan}", markup=False)
+    out.print(f"{what}, {counted(len(spent), 'rank')}{plan}", markup=False)
     columns = ("ms", "compute", "copy", "wait", "other", "data\nmoves, ms")
     grid = table("rank", columns, "overlapped")
     for rank, time in enumerate(spent):

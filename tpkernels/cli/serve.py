@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
 from tpkernels.cli import options
 from tpkernels.launch.session import under_torchrun
-from tpkernels.terminal import UsageError, at_least, check_workers, dtype_named, read_input
+from tpkernels.terminal import (
+    UsageError,
+    at_least,
+    check_workers,
+    dtype_named,
+    note_crowd,
+    read_input,
+)
 
 _MOST_KEY = 4096  # bytes of a key's file
 
@@ -55,8 +61,8 @@ def serve(
     failed.
     """
     check_workers(tp=ranks, threads=threads)
-    positive = {"max-requests": max_requests, "cache-tokens": cache_tokens}
-    at_least(1, **positive, **{"request-timeout": request_timeout})
+    at_least(1, **{"max-requests": max_requests, "request-timeout": request_timeout})
+    at_least(2, **{"cache-tokens": cache_tokens})  # of a prompt and its answer
     at_least(0, **{"max-waiting": max_waiting, "grace": grace})
     if max_length is not None:
         at_least(2, **{"max-length": max_length})
@@ -88,10 +94,8 @@ def serve(
         grace=grace,
         key=key,
     )
-    try:
-        server.serve(asked, ranks=ranks, threads=threads, host=host, port=port)
-    except KeyboardInterrupt as error:
-        raise typer.Exit(130) from error
+    note_crowd(ranks, threads)
+    server.serve(asked, ranks=ranks, threads=threads, host=host, port=port)
 
 
 def _key_in(path: Path) -> str:

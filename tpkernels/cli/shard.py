@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -62,6 +63,8 @@ def shard(
         raise UsageError(str(error)) from error
 
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a parameter's name
+
 _LEGEND = (
     "Weights of linear layers are shown as kernels, input x output features; checkpoints hold them "
     "transposed."
@@ -71,11 +74,13 @@ _LEGEND = (
 def _show(plan: ShardPlan, out: Console) -> None:
     grid = table("parameter", ("full",), "on each rank")
     grid.add_column("split")
+    alike: dict[tuple[str, ...], list[str]] = {}  # names, by all that is shown and all but numbers
     for slot in plan.slots:
-        shapes = [_size(slot, shape) for shape in plan.shapes(slot)]
-        grid.add_row(
-            escape(slot.name), _size(slot, slot.shape), _by_rank(shapes), _split(slot, plan.ranks)
-        )
+        shapes = _by_rank([_size(slot, shape) for shape in plan.shapes(slot)])
+        shown = _size(slot, slot.shape), shapes, _split(slot, plan.ranks)
+        alike.setdefault((_NUMBER.sub("*", slot.name), *shown), []).append(slot.name)
+    for (_, *row), names in alike.items():
+        grid.add_row(escape(_name_of(names)), *row)
     out.print(grid)
     out.print(_LEGEND, markup=False)
     sizes = [plan.nbytes(rank) for rank in range(plan.ranks)]
@@ -89,6 +94,15 @@ def _show(plan: ShardPlan, out: Console) -> None:
             f"split by whole key-value groups, of which this model has {groups}.",
             markup=False,
         )
+
+
+def _name_of(names: list[str]) -> str:
+    """Return one name for names that differ in numbers: those of the first and the last layer."""
+    if len(names) == 1:
+        return names[0]
+    first, last = (_NUMBER.findall(name) for name in (names[0], names[-1]))
+    spans = iter([a if a == b else f"{a}..{b}" for a, b in zip(first, last, strict=True)])
+    return f"{_NUMBER.sub(lambda _: next(spans), names[0])} ({len(names)})"
 
 
 def _size(slot: Slot, shape: Sequence[int]) -> str:

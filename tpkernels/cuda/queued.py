@@ -27,6 +27,7 @@ def queued(
 
     Raises:
         CaptureError: a graph is captured and the workspace lacks something.
+        WorkspaceMemoryError: on all ranks, if one has no memory for the workspace.
     """
     memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)
     if sizes:  # here, because in a capture this raises, which it must before anything is queued

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import defaults
-from tpkernels.errors import CaptureError, TpkernelsError
+from tpkernels.errors import HARMLESS, TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.planning.problem import NUMERICS
 from tpkernels.planning.table import Table
@@ -204,7 +204,7 @@ def breaking_on_error(name: str | None) -> Iterator[None]:
     calls leaves this rank out of step."""
     try:
         yield
-    except (TpkernelsError, CaptureError):  # of a call, which has seen to that
+    except (TpkernelsError, *HARMLESS):  # of a call, which has seen to that
         raise
     except BaseException as error:
         if name is not None:
@@ -230,7 +230,9 @@ def init(
             NCCL: a queued kernel must outwait what the ranks' hosts do meanwhile.
         workspace_bytes: what each of the two data buffers that a rank shares may grow to; default
             64 MiB. They start at 1 MiB and grow when a call can use more. Larger calls run in
-            several steps.
+            several steps; not on GPUs, where buffers grow to what a call needs. If a rank lacks the
+            memory there, ``auto`` takes `unfused`, a named algorithm raises
+            ``WorkspaceMemoryError`` on all ranks, and the group can go on.
         autotune: None: ``algorithm="auto"`` tries the algorithms in the first calls of a problem
             and keeps the fastest. That happens on CPUs, between ranks that share memory, and for
             ops with a matmul; all algorithms give the same bits. True: it times them on the spot

@@ -570,6 +570,17 @@ class Group(_C.calls.Turns):
             self.measured.tables[device] = table
             self.forget_calls()
 
+    def leave_out(self, problem: Problem, algorithm: str, why: str) -> None:
+        """Plan ``auto``'s calls of a problem without an algorithm from now on. All ranks do so from
+        the same call on."""
+        with self.lock:
+            key = problem.tuning_key
+            assert key is not None  # else no measured time has led to the algorithm
+            self.measured.failures.setdefault(key, {})[algorithm] = why
+            if self.rank == 0:
+                self.notices.append(f"{problem}: algorithm '{algorithm}' {why}")
+            self.forget_calls()
+
     def use_tuning(self, tuning: Tuning | None) -> None:
         """Plan calls anew, tuning each new problem as ``tuning`` says; None stops tuning. All ranks
         do so from the same call on."""

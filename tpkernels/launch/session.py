@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tpkernels import groups
 from tpkernels.launch.ranks import Ranks
-from tpkernels.terminal import UsageError, check_known, check_workers
+from tpkernels.terminal import UsageError, check_known, check_workers, note_crowd
 
 DEVICES = ("cpu", "cuda")
 
@@ -97,6 +97,8 @@ def open_session(
     ``timeout`` seconds fails. No process is left behind after the block, or after a failure."""
     backend = backend_of(world, device)
     if not under_torchrun():
+        if device == "cpu":
+            note_crowd(world, threads)
         env = _SHARED_GPU if device == "cuda" and backend == "gloo" else None
         with Ranks(world, threads=threads, backend=backend, env=env) as ranks:
             yield Session(partial(ranks.run, timeout=timeout))

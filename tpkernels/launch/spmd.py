@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tpkernels.launch.ranks import Ranks
@@ -52,13 +53,26 @@ def spmd(
         timeout: seconds for the call.
 
     Raises:
-        ValueError: ``mesh_shape`` does not fit ``nprocs``, or the names do not fit the shape.
-        TypeError: ``fn`` or an argument cannot be copied, such as an open file or a process group.
+        ValueError: ``mesh_shape`` does not fit ``nprocs``, or the names do not fit the shape, or
+            there is no such device.
+        TypeError: ``mesh_shape`` is a number, or ``fn`` or an argument cannot be copied, such as
+            an open file or a process group.
         RankError: ``fn`` raised on a rank, a rank died, or it took too long. The message has the
             traceback of each.
     """
     import cloudpickle
 
+    if nprocs < 1:
+        raise ValueError(f"nprocs is {nprocs!r}; pass the number of ranks, at least 1")
+    if isinstance(mesh_shape, int):
+        raise TypeError(
+            f"mesh_shape is {mesh_shape!r}; pass the sizes of the mesh's dims, such as "
+            f"({nprocs},), or None, before the arguments of the function"
+        )
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; it can be 'cpu' or 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch sees no GPU")
     shape = (nprocs,) if mesh_shape is None else tuple(mesh_shape)
     if prod(shape) != nprocs or min(shape, default=0) < 1:
         raise ValueError(f"mesh_shape {shape} has {prod(shape)} ranks, but nprocs is {nprocs}")

@@ -256,6 +256,7 @@ def transfer(
 def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
     """Run a rank process; does not return. It dies with its parent."""
     die_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `ranks.fork_server`
     faulthandler.register(signal.SIGUSR1, file=_C.host.open_memfd(STACK_FILE))
     requests, replies = mailboxes(setup.memory.fileno(), setup.world)
     setup.memory.close()

@@ -11,7 +11,7 @@ vectors of any length, and the tiles of AMX.
 
 A weight of 8 bits is a tensor [N, K / group, group + 4] of int8, where each panel is [K / group,
 1 + group / 4, columns, 4] in memory: of each group of K the columns' scales in float32, and then
-their elements, four of K at a time, which are integers in [-127, 127] times the scale.
+their elements, four of K at a time, which are integers times the scale.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def pack(w: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """
     check_packable(w, "w", dtype)
     if dtype == torch.int8:
+        check_finite(w.t(), "w")
         return _pack_int8(w.detach())
     packed = w.new_empty(_packed_shape(w.shape[0], w.shape[1], w.dtype), requires_grad=False)
     for part, of_w in _parts(packed, w.detach()):
@@ -92,8 +93,8 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     n, k = len(packed), rows_of(packed)
     if packed.dtype == torch.int8:
         w = torch.empty(n, k, device=packed.device).t()
-        for of_w, scales, elements in _int8_parts(packed.detach(), w):
-            of_w.copy_((elements * scales[:, None, None]).flatten(0, 2).flatten(1))
+        for columns, scales, elements in _int8_parts(packed.detach()):
+            w[:, columns].copy_((elements * scales[:, None, None]).flatten(0, 2).flatten(1))
         return w
     w = torch.empty_strided((k, n), (1, k), dtype=packed.dtype, device=packed.device)
     for part, of_w in _parts(packed.detach(), w):
@@ -105,11 +106,9 @@ def _pack_int8(w: torch.Tensor) -> torch.Tensor:
     k, n = w.shape
     group = next(size for size in _SCALE_GROUPS if k % size == 0)
     packed = w.new_empty(n, k // group, group + _GROUP_BYTES, dtype=torch.int8)
-    for of_w, scales, elements in _int8_parts(packed, w):
-        groups = of_w.float().reshape(elements.shape)
+    for columns, scales, elements in _int8_parts(packed):
+        groups = w[:, columns].float().reshape(elements.shape)
         largest = groups.abs().amax((1, 2))
-        if not largest.isfinite().all():
-            raise ValueError("w has NaN or infinite elements, which int8 has not")
         scales.copy_(largest / _LARGEST)
         # Divided: a number over a tensor is that times the tensor's reciprocal.
         factors = (torch.full_like(largest, _LARGEST) / largest).where(
@@ -119,12 +118,25 @@ def _pack_int8(w: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _int8_parts(
-    packed: torch.Tensor, w: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield some columns of w [K, N], and views of their scales, [groups, panels, columns of a
-    panel], and elements, [groups, group / 4, 4, panels, columns of a panel]."""
-    n, (groups, size) = w.shape[1], packed.shape[1:]
+def pack_integers(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the packed weight with these elements and scales.
+
+    Args:
+        integers: [K, N] of int8.
+        scales: [K / group, N] of float32; ``group`` is a multiple of 4.
+    """
+    (k, n), groups = integers.shape, len(scales)
+    packed = integers.new_empty(n, groups, k // groups + _GROUP_BYTES)
+    for columns, of_scales, elements in _int8_parts(packed):
+        of_scales.copy_(scales[:, columns].reshape(of_scales.shape))
+        elements.copy_(integers[:, columns].reshape(elements.shape))
+    return packed
+
+
+def _int8_parts(packed: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Yield some columns, and views of their scales, [groups, panels, columns of a panel], and
+    elements, [groups, group / 4, 4, panels, columns of a panel]."""
+    n, groups, size = packed.shape
     rows = size // _GROUP_BYTES  # of a group in a panel: its scales' and its elements'
     last = n - n % _C.calls.PANEL_COLUMNS
     for begin, end in [*itertools.pairwise([*range(0, last, _COLUMNS_AT_A_TIME), last]), (last, n)]:
@@ -134,7 +146,7 @@ def _int8_parts(
         part = packed[begin:end].view(-1, groups, rows, columns, _GROUP_BYTES)
         scales = part[:, :, 0].view(torch.float32).squeeze(-1).transpose(0, 1)
         elements = part[:, :, 1:].permute(1, 2, 4, 0, 3)
-        yield w[:, begin:end], scales, elements
+        yield slice(begin, end), scales, elements
 
 
 def _packed_shape(k: int, n: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -180,6 +192,13 @@ def check_packable(w: torch.Tensor, what: str, dtype: torch.dtype | None = None)
         raise NotImplementedError(
             f"{what} has shape {list(w.shape)}; in int8 K must be a multiple of {_SCALE_GROUPS[-1]}"
         )
+
+
+def check_finite(w: torch.Tensor, what: str) -> None:
+    """Raise ValueError if a contiguous matrix, which the message calls ``what``, cannot be packed
+    in int8."""
+    if not all(bound.isfinite() for bound in w.detach().aminmax()):  # both are NaN if one is
+        raise ValueError(f"{what} has NaN or infinite elements, which int8 cannot hold")
 
 
 def is_packed(w: Weight) -> TypeGuard[torch.Tensor]:

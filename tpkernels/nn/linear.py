@@ -14,7 +14,14 @@ from torch import nn
 
 from tpkernels import groups
 from tpkernels.groups import GroupLike
-from tpkernels.local.packed import check_packable, is_packed, pack, unpack
+from tpkernels.local.packed import (
+    check_finite,
+    check_packable,
+    is_packed,
+    pack,
+    rows_of,
+    unpack,
+)
 from tpkernels.nn.regions import gather_from_ranks
 from tpkernels.nn.sharding import (
     LayerOptions,
@@ -105,9 +112,9 @@ class ParallelLinear(ShardedModule):
         """Pack the weight for inference on CPUs, as `tpkernels.pack`; return the layer.
 
         State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
-        the new weight. Other changes of ``weight`` do not reach the packed one: pack it again.
-        Where a gradient would be needed, the layer raises NotImplementedError. A rank without
-        features has nothing to pack.
+        the new weight, unless 8 bits have its values already. Other changes of ``weight`` do not
+        reach the packed one: pack it again. Where a gradient would be needed, the layer raises
+        NotImplementedError. A rank without features has nothing to pack.
 
         Args:
             drop: do not keep the plain weight, which takes as much memory again. ``weight`` is then
@@ -118,14 +125,23 @@ class ParallelLinear(ShardedModule):
         """
         self.unpack_()
         if not self.empty:
-            w = self.weight.t()
-            packed = pack(w, None if dtype == torch.int8 and len(w) % 4 else dtype)
-            if drop:
-                self._plain_dtype = w.dtype
-                trained = self.weight.requires_grad and packed.is_floating_point()
-                self.weight = nn.Parameter(packed, trained)
-            self._packed, self._asked_dtype = packed, dtype
+            packed = pack(self.weight.t(), dtype if self._fits(dtype) else None)
+            self.use_packed(packed, drop=drop, dtype=dtype)
         return self
+
+    def use_packed(self, packed: torch.Tensor, *, drop: bool, dtype: torch.dtype | None) -> None:
+        """Do what `pack_` does, given the packed weight. If it is dropped, the plain one may be on
+        the meta device."""
+        if drop:
+            self._plain_dtype = self.weight.dtype
+            trained = self.weight.requires_grad and packed.is_floating_point()
+            self.weight = nn.Parameter(packed, trained)
+        self._packed, self._asked_dtype = packed, dtype
+
+    def _fits(self, dtype: torch.dtype | None) -> bool:
+        """Return whether the weight's K allows to pack it in ``dtype``."""
+        weight = self.weight
+        return dtype != torch.int8 or rows_of(weight if is_packed(weight) else weight.t()) % 4 == 0
 
     def unpack_(self) -> Self:
         """Undo `pack_`; return the layer. A dropped weight has the values that were packed."""
@@ -142,11 +158,18 @@ class ParallelLinear(ShardedModule):
 
     @contextmanager
     def _plain_weight(self) -> Iterator[None]:
-        """Unpack the layer within the block, and pack it again after it."""
-        packed, drop = self._packed is not None, is_packed(self.weight)
+        """Unpack the layer within the block, and pack it again after it; integers are kept if the
+        weight still has their values, which would be quantised a second time."""
+        packed, drop = self._packed, is_packed(self.weight)
         self.unpack_()
         yield
-        if packed:
+        if packed is None:
+            return
+        weight = self.weight.detach()
+        kept = packed.dtype == torch.int8 and weight.is_cpu and weight.dtype != torch.float64
+        if kept and torch.equal(weight, unpack(packed).t().to(weight.dtype)):
+            self.use_packed(packed, drop=drop, dtype=torch.int8)
+        else:
             try:
                 self.pack_(drop=drop, dtype=self._asked_dtype)
             except NotImplementedError as error:
@@ -557,11 +580,16 @@ class QKVParallelLinear(_SharedInputLinears):
 def pack_(module: Module, *, drop: bool = False, dtype: torch.dtype | None = None) -> Module:
     """Pack every parallel linear layer in a module, as `ColumnParallelLinear.pack_`; return the
     module, which is unchanged if a layer cannot be packed."""
-    layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear)]
-    for layer in layers:
+    layers = {
+        name: layer for name, layer in module.named_modules() if isinstance(layer, ParallelLinear)
+    }
+    for name, layer in layers.items():
+        what = f"{name}.weight" if name else "weight"
         if layer._packed is None and not layer.empty:
-            check_packable(layer.weight, "a weight")
-    for layer in layers:
+            check_packable(layer.weight, what)
+        if dtype == torch.int8 and not layer.empty and layer._fits(dtype):
+            check_finite(layer.weight, what)
+    for layer in layers.values():
         layer.pack_(drop=drop, dtype=dtype)
     return module
 

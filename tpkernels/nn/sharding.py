@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses import FakeTensor
 
 from tpkernels import dtypes, groups
 from tpkernels.groups import GroupLike
+from tpkernels.nn.torch_tools import Mark, mark
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.shards import check_sizes, shard_sizes
@@ -24,6 +26,7 @@ from tpkernels.shards import check_sizes, shard_sizes
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
+    from typing_extensions import Self
 
 _PLANNED = "tpkernels: ranks that are planned, "  # followed by their number
 _aten = torch.ops.aten
@@ -246,6 +249,29 @@ class ShardedModule(nn.Module):
             self.splits[name] = split
         self.register_parameter(name, nn.Parameter(torch.empty(*shape, **self._factory)))
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, or replace one."""
+        super().register_parameter(name, param)
+        self._mark_shards()
+
+    def _mark_shards(self) -> None:
+        """Tell torch's own tools which parameters are shards."""
+        for name, split in self.splits.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                to_state = partial(ShardTensor, split=split, group=self.group)
+                from_state = partial(_shard_of, split=split, shape=parameter.shape)
+                mark(parameter, Mark(self.group, to_state, from_state))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._mark_shards()  # torch may have made new parameters
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_shards()
+
     def fill(self, name: str, draw: Callable[[torch.Tensor], Any]) -> None:
         """Draw the unsharded parameter, which needs memory for it, and keep this rank's shard: with
         the same random state, ranks get the values of the unsharded module."""
@@ -375,16 +401,15 @@ def gather_state(module: nn.Module, shards: Mapping[str, Any], rank0_only: bool)
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Run ``torch.nn.utils.clip_grad_norm_`` for a module with sharded layers: scale all gradients
-    so that their 2-norm over all ranks is at most ``max_norm``. torch's function would take the
-    norm of each rank's own gradients, and replicated parameters would drift apart.
+    """Scale all gradients of a module with sharded layers so that their 2-norm over all ranks is at
+    most ``max_norm``. ``torch.nn.utils.clip_grad_norm_`` does the same with more collectives, but
+    not for layers under FSDP2.
 
     A sharded parameter counts with the shards of all ranks, a replicated one once. Sums are in
     float64. Collective: all ranks call it, with gradients for the same parameters. Return the norm
     before clipping, a float32 scalar with the same bits on every rank.
 
     Raises:
-        NotImplementedError: a gradient is a DTensor.
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
     """
     shards = {
@@ -394,12 +419,6 @@ def clip_grad_norm_(
         for name in part.splits
     }
     gradients = [(p.grad, shards.get(id(p))) for p in module.parameters() if p.grad is not None]
-    for gradient, _ in gradients:
-        if type(gradient) is not torch.Tensor:
-            raise NotImplementedError(
-                f"a gradient is a {type(gradient).__name__}; for models of DTensors use "
-                "torch.nn.utils.clip_grad_norm_"
-            )
     device = gradients[0][0].device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     # Groups in the order of the modules, which is the same on every rank.
@@ -407,7 +426,8 @@ def clip_grad_norm_(
         squares = torch.zeros(1, dtype=torch.float64, device=device)
         for gradient, owner in gradients:
             if owner == group:
-                squares += gradient.detach().to(torch.float64).square().sum()
+                square: Any = gradient.detach().to(torch.float64).square().sum()
+                squares += square.full_tensor() if hasattr(square, "full_tensor") else square
         total += (squares if group is None else all_reduce(squares, group)).squeeze()
     norm = total.sqrt()
     if error_if_nonfinite and not norm.isfinite():

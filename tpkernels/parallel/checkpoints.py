@@ -13,7 +13,8 @@ name, `FORMAT`.
 transformers translates the metadata of GGUF files; the ``gguf`` package reads their layout,
 translates names and dequantises. Llama's and Mistral's query and key weights are stored with the
 two halves of each head interleaved, as llama.cpp's rotary embedding wants them. Reading restores
-transformers' order head by head.
+transformers' order head by head. Kinds of quantisation whose elements are integers times a scale
+per group can also be read as these (`StoredTensor.read_integers`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,6 +53,12 @@ _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _INTERLEAVED = {"llama", "mistral"}  # model types
 _LONGEST = 1024  # entries of an array in a configuration, which has one per layer
 _ARCHITECTURE, _TOKENS = "general.architecture", "tokenizer.ggml.tokens"
+# Kinds of GGUF whose elements are integers of 8 bits times a scale per group, and the bytes of a
+# block that hold its factor of fp16 and, of Q6_K, those of its groups of int8.
+_FACTORS: dict[str, tuple[slice, slice | None]] = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"), (slice(0, 2), None)),
+    "Q6_K": (slice(208, 210), slice(192, 208)),
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
+    #: of int8, and their scales [N, K / group]; None unless a quantised matrix [N, K] is made so
+    integers: tuple[StoredTensor, StoredTensor] | None = None
 
     @property
     def files(self) -> str:
@@ -120,6 +128,23 @@ class StoredTensor:
             common = piece.box.common(box)
             if common.size:
                 piece.copy(common.relative_to(piece.box), out[common.relative_to(box).slices])
+
+    def read_integers(self, box: Box) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Read the part ``box`` of a matrix [N, K] as integers of int8 and their scales [N, K /
+        group] in float32, or return None if it is not made of whole groups of such."""
+        if self.integers is None:
+            return None
+        integers, scales = self.integers
+        group = integers.shape[1] // scales.shape[1]
+        if box.offsets[1] % group or box.shape[1] % group:
+            return None
+        of_scales = Box(
+            (box.offsets[0], box.offsets[1] // group), (box.shape[0], box.shape[1] // group)
+        )
+        parts = torch.empty(box.shape, dtype=torch.int8), torch.empty(of_scales.shape)
+        integers.read(box, parts[0])
+        scales.read(of_scales, parts[1])
+        return parts
 
 
 class SafetensorsCheckpoint:
@@ -291,7 +316,7 @@ class GGUFCheckpoint:
             config = package("transformers").AutoConfig.from_pretrained(
                 small.parent, gguf_file=small.name
             )
-        config.name_or_path = str(self.path.parent)  # not the temporary folder
+        config.name_or_path = str(self.path.parent)  # not the small file
         return config
 
     def generation_config(self) -> Any:
@@ -315,10 +340,26 @@ class GGUFCheckpoint:
             shape = tuple(map(int, reversed(tensor.shape)))
             interleaved = config.model_type in _INTERLEAVED and part in heads
             head = shape[0] // heads[part] if interleaved else 1
-            copy = partial(_copy_gguf, tensor.data.reshape(shape[0], -1), tensor.tensor_type, head)
-            piece = Piece(Box.full(shape), self.path, copy)
-            stored[names[tensor.name]] = StoredTensor(shape, self.dtype(), (piece,))
+            stored[names[tensor.name]] = self._stored(tensor, shape, head)
         return stored
+
+    def _stored(self, tensor: Any, shape: tuple[int, ...], head: int) -> StoredTensor:
+        gguf, kind = package("gguf"), tensor.tensor_type
+        rows = tensor.data.reshape(shape[0], -1)
+
+        def decoded(
+            shape: tuple[int, ...], dtype: torch.dtype, decode: Callable[[Any], Any]
+        ) -> StoredTensor:
+            piece = Piece(Box.full(shape), self.path, partial(_copy_gguf, rows, decode, head))
+            return StoredTensor(shape, dtype, (piece,))
+
+        values = decoded(shape, self.dtype(), partial(gguf.dequantize, qtype=kind))
+        if kind.name not in _FACTORS or len(shape) != 2:
+            return values
+        integers = decoded(shape, torch.int8, partial(_integers, kind=kind))
+        groups = _scales(rows[:1], kind).shape[1]
+        scales = decoded((shape[0], groups), torch.float32, partial(_scales, kind=kind))
+        return replace(values, integers=(integers, scales))
 
     @cached_property
     def _reader(self) -> Any:
@@ -353,12 +394,13 @@ class GGUFCheckpoint:
     @contextmanager
     def _without_vocabulary(self) -> Iterator[Path]:
         """Write a small file with the same configuration and names of tensors, without long arrays
-        and values. transformers would spend 5 s on 49,152 tokens, which no configuration needs."""
+        and values: transformers would spend 5 s on 49,152 tokens, which no configuration needs. It
+        is in memory, so nothing is left of a process that is killed."""
         import numpy as np
 
         gguf, fields = package("gguf"), self._reader.fields
-        with tempfile.TemporaryDirectory(prefix="tpkernels-") as folder:
-            path = Path(folder) / "header.gguf"
+        with open(os.memfd_create("tpkernels-gguf"), "rb") as file:
+            path = Path(f"/proc/self/fd/{file.fileno()}")
             writer = gguf.GGUFWriter(path, self._architecture)
             for name, field in fields.items():
                 # The small file has an alignment of its own.
@@ -402,16 +444,18 @@ class GGUFCheckpoint:
         return names
 
 
-def _copy_gguf(rows: Any, kind: Any, head: int, box: Box, out: torch.Tensor) -> None:
-    """Decode a part of a tensor into ``out``. ``rows`` is what lies in the file, of gguf's type
-    ``kind``; ``head`` is the rows of a head whose two halves are interleaved, 1 if none are."""
+def _copy_gguf(
+    rows: Any, decode: Callable[[Any], Any], head: int, box: Box, out: torch.Tensor
+) -> None:
+    """Copy a part of a tensor into ``out``. ``decode`` makes its rows from some of ``rows``, which
+    lie in the file; ``head`` is the rows of a head whose two halves are interleaved, 1 if none
+    are."""
     import numpy as np
 
-    dequantize = package("gguf").dequantize
     first, last = box.offsets[0], box.offsets[0] + box.shape[0]
     step = max(1, CHUNK // (rows[0].nbytes * head)) * head
     for begin in range(first - first % head, last, step):
-        decoded = dequantize(rows[begin : begin + step], kind)
+        decoded = decode(rows[begin : begin + step])
         values = torch.from_numpy(np.require(decoded, requirements="W"))
         if head > 1:
             halves = values.view(-1, head // 2, 2, values.shape[-1])
@@ -421,6 +465,37 @@ def _copy_gguf(rows: Any, kind: Any, head: int, box: Box, out: torch.Tensor) -> 
         low, high = max(first, begin), min(last, begin + len(values))
         part = values[(slice(low - begin, high - begin), *box.slices[1:])]
         out[low - first : high - first].copy_(part)
+
+
+def _scales(rows: Any, kind: Any) -> Any:
+    """Return the scales of rows of one of `_FACTORS`, of each group of elements."""
+    import numpy as np
+
+    of_block, of_groups = _FACTORS[kind.name]
+    blocks = _blocks(rows, kind)
+    scales = blocks[:, of_block].copy().view(np.float16).astype(np.float32)
+    if of_groups is not None:
+        scales = scales * blocks[:, of_groups].view(np.int8)
+    return scales.reshape(len(rows), -1)
+
+
+def _integers(rows: Any, kind: Any) -> Any:
+    """Return the integers of rows of one of `_FACTORS`, in floating point: what is decoded with
+    ones for factors."""
+    import numpy as np
+
+    of_block, of_groups = _FACTORS[kind.name]
+    rows = rows.copy()
+    blocks = _blocks(rows, kind)
+    blocks[:, of_block] = np.ones(1, np.float16).view(np.uint8)
+    if of_groups is not None:
+        blocks[:, of_groups] = 1
+    return package("gguf").dequantize(rows, kind)
+
+
+def _blocks(rows: Any, kind: Any) -> Any:
+    _, nbytes = package("gguf").GGML_QUANT_SIZES[kind]
+    return rows.reshape(-1, nbytes)
 
 
 @contextmanager

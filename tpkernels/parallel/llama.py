@@ -41,7 +41,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tpkernels.local.packed import check_packable
+from tpkernels.local.packed import check_finite, check_packable
 from tpkernels.nn import (
     ColumnParallelLinear,
     ParallelLMHead,
@@ -204,6 +204,38 @@ def gather_rows(group: str, rows: Rows, module: nn.Module, args: Any, output: to
     return gather_from_ranks(output, group, SEQUENCE_DIM, rows.sizes)
 
 
+def gather_recorded(
+    group: str, rows: Rows | None, module: Any, args: Any, output: Any
+) -> tuple[Any, ...] | None:
+    """Forward hook of the base model: gather the hidden states and attention weights that it was
+    asked to return, of which each rank has its rows and its heads."""
+
+    last, sizes = output[0], None if rows is None else rows.sizes
+
+    def gather(values: Any) -> Any:
+        if not isinstance(values, tuple):
+            return values
+        pairs = zip([*module.layers, None], values, strict=False)  # None: of the last hidden state
+        return tuple(gather_one(layer, value) for layer, value in pairs)
+
+    def gather_one(layer: Any, value: torch.Tensor | None) -> torch.Tensor | None:
+        if value is None or value is last:  # not recorded, or whole already
+            return value
+        if value.dim() == 4:
+            projection, width = layer.self_attn.q_proj, layer.self_attn.head_dim
+            heads = [size // width for size in projection.out_sizes]
+            local = value[:, : heads[projection.rank]].contiguous()
+            return gather_from_ranks(local, group, 1, heads)
+        return value if sizes is None else gather_from_ranks(value, group, SEQUENCE_DIM, sizes)
+
+    if isinstance(output, tuple):  # return_dict=False
+        return tuple(map(gather, output))
+    for name in ("hidden_states", "attentions"):
+        if output.get(name) is not None:
+            output[name] = gather(output[name])
+    return None
+
+
 def join_norms(model: Any) -> None:
     """Let a block (attention or MLP) of a parallel model end in one op, unless rows are split: it
     sums over the ranks, adds the residual and normalises the rows for the next block. Hooks on
@@ -232,6 +264,11 @@ def joined_layer(
     project(mlp, GATE_UP, x)
     mlp.forward(x)
     return rows.sum
+
+
+def packed_dtype(pack: Pack) -> torch.dtype | None:
+    """Return the dtype by which `pack_` does what ``pack`` says."""
+    return torch.int8 if pack == "int8" else None
 
 
 def head_norms_of(config: Any, what: str) -> tuple[str, ...]:
@@ -281,6 +318,8 @@ def apply(
     for name, module in model.named_modules():
         if pack and isinstance(module, nn.Linear):
             check_packable(module.weight, f"{name}.weight")
+            if pack == "int8":
+                check_finite(module.weight, f"{name}.weight")
 
     fewest = PROMPT_ROWS * world if sequence_parallel == "prefill" else 1
     rows = Rows(world, fewest) if sequence_parallel and not ffn_only else None
@@ -300,7 +339,7 @@ def apply(
     if not ffn_only:
         _replace_ends(model, base, group, rows)
     if pack:
-        pack_(model, dtype=torch.int8 if pack == "int8" else None)
+        pack_(model, dtype=packed_dtype(pack))
 
 
 def _module(parent: nn.Module, name: str, prefix: str) -> nn.Module:
@@ -364,6 +403,7 @@ def _replace_ends(model: Any, base: Any, group: str, rows: Rows | None) -> None:
         if head.weight is base.embed_tokens.weight:
             model.lm_head.tie(embedding)
     base.embed_tokens = embedding
+    base.register_forward_hook(partial(gather_recorded, group, rows))
     if rows is not None:
         _replace_norm(base, "norm", group, rows)
         base.layers[0].register_forward_pre_hook(partial(split_rows, group, rows))

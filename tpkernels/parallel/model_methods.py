@@ -12,6 +12,10 @@ be equal. Here splits may differ, and with ``ffn_only`` there are none. So the c
 made for the heads that its attention computes. Invariant: all ranks schedule alike, each on its own
 cache. Blocks must therefore hold the same number of tokens on all ranks; they do, because blocks
 are counted in tokens and their number is reduced over the ranks.
+
+**Trainer and accelerate** read from the model on how many ranks it is sharded. Trainer then gives
+all ranks the same batch and does not wrap the model in DDP. On CPUs, accelerate refuses tensor
+parallelism, so a model that declared it could not be trained at all.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ def attach(model: nn.Module, mesh: DeviceMesh) -> None:
             save = functools.partial(save_pretrained, module, groups.name_of(mesh))
             module.save_pretrained = save  # type: ignore[assignment]
             module.push_to_hub = refuse_to_push  # type: ignore[assignment]
+    if mesh.size() > 1 and mesh.device_type != "cpu" and hasattr(type(model), "tp_size"):
+        declare_ranks(model, mesh.size())
     start = getattr(type(model), "init_continuous_batching", None)
     if start is not None:
         sharded: Any = model
@@ -51,6 +57,21 @@ def attach(model: nn.Module, mesh: DeviceMesh) -> None:
             mesh.get_group(), mesh.device_type, mesh_dim_names=("tp",)
         )
         sharded.init_continuous_batching = functools.partial(init_batching, start, sharded)
+
+
+def declare_ranks(model: Any, world: int) -> None:
+    """Declare, where transformers and accelerate look, that ``world`` ranks share the model, whose
+    attention may be unsplit."""
+    model._tp_size = world
+    if not any(
+        name.endswith("k_proj") and isinstance(module, ColumnParallelLinear)
+        for name, module in model.named_modules()
+    ):
+        model._tp_plan = {}  # by which caches would have a share of the heads
+    with contextlib.suppress(ImportError, TypeError):  # older transformers
+        from transformers.distributed import DistributedConfig
+
+        model.config.distributed_config = DistributedConfig(tp_size=world)
 
 
 def refuse_to_push(*args: Any, **options: Any) -> NoReturn:
@@ -120,9 +141,12 @@ def _as_unsharded(model: Any) -> Iterator[None]:
     total = sum(sizes.values())
     model.num_parameters = lambda *args, **options: total
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    ranks = getattr(model.config, "distributed_config", None)
+    model.config.distributed_config = None  # transformers would gather the weights on all ranks
     try:
         yield
     finally:
+        model.config.distributed_config = ranks
         del model.num_parameters, model.should_save_on_this_rank
 
 

@@ -38,9 +38,9 @@ def parallelize(
     of `tpkernels.nn`. Heads, MLP features, tokens and vocabulary need not divide by the ranks.
 
     The model is called as before, with the same input on all ranks. All ranks get whole logits,
-    ``last_hidden_state`` and loss, and the gradients of the unsharded model. ``generate`` works;
-    sampling needs the same random state on all ranks. ``output_hidden_states`` and
-    ``output_attentions`` give each rank its shard. Each rank draws the dropout of its heads.
+    hidden states, attention weights and loss, and the gradients of the unsharded model.
+    ``generate`` works; sampling needs the same random state on all ranks. Each rank draws the
+    dropout of its heads.
 
     ``model.save_pretrained(folder)``, with transformers' arguments and on all ranks, writes the
     unsharded model. Rank 0 of the mesh gathers the weights and writes them, unless it is passed

@@ -19,12 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import dtypes, groups
-from tpkernels.nn.linear import pack_
+from tpkernels.local.packed import check_finite, pack_integers
+from tpkernels.nn.linear import ParallelLinear
 from tpkernels.nn.sharding import ShardedModule, Split
 from tpkernels.parallel import llama
 from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
 from tpkernels.parallel.joint_work import joint_work
-from tpkernels.parallel.llama import Pack, SequenceParallel
+from tpkernels.parallel.llama import Pack, SequenceParallel, packed_dtype
 from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize
 
 if TYPE_CHECKING:
@@ -190,10 +191,13 @@ def from_pretrained(
     Args:
         path: a local folder with ``config.json`` and safetensors files, one that `tpkernels shard`
             has written for any number of ranks, or a GGUF file. Quantised weights of a GGUF file
-            are dequantised.
+            are dequantised; but with ``pack="int8"``, the integers and scales of Q8_0, Q6_K, Q5_0,
+            Q4_0 and IQ4_NL are packed as they are, where this rank's K is whole groups of them.
         mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger one. Its device type is where
             the model is: the CPU or the current GPU.
-        plan, ffn_only, sequence_parallel, pack: as `tpkernels.parallelize` takes them.
+        plan, ffn_only, sequence_parallel: as `tpkernels.parallelize` takes them.
+        pack: as `tpkernels.parallelize` takes it, but each weight is packed when it has been read,
+            and the plain one is dropped, unless an embedding is tied to it.
         dtype: of the parameters. None means the one that ``config.json`` names, or that of the
             weights; float32 for GGUF files.
 
@@ -231,9 +235,7 @@ def from_pretrained(
             _restore_buffers(blueprint.model)
         for slot in blueprint.slots:
             work.check()
-            _fill(slot, device)
-        if pack:
-            pack_(blueprint.model, dtype=torch.int8 if pack == "int8" else None)
+            _fill(slot, device, pack)
     if blueprint.unexpected and groups.get(group).rank == 0:
         warnings.warn(
             f"{path} has {len(blueprint.unexpected)} tensors that "
@@ -245,7 +247,39 @@ def from_pretrained(
     return blueprint.model.eval()
 
 
-def _fill(slot: Slot, device: torch.device) -> None:
+def _fill(slot: Slot, device: torch.device, pack: Pack) -> None:
+    """Read this rank's part of a parameter, and pack it for the linear layers that have it."""
+    layers = [
+        module
+        for module, attribute in slot.owners
+        if pack and attribute == "weight" and isinstance(module, ParallelLinear)
+    ]
+    dtype, tied = packed_dtype(pack), len(slot.owners) > 1
+    packed = _packed_integers(slot, device) if layers and dtype == torch.int8 else None
+    if packed is None or tied:
+        _read(slot, device)
+    for layer in layers:
+        if packed is None:
+            layer.pack_(drop=not tied, dtype=dtype)
+        else:
+            layer.use_packed(packed, drop=not tied, dtype=dtype)
+
+
+def _packed_integers(slot: Slot, device: torch.device) -> torch.Tensor | None:
+    """Return this rank's part packed from the checkpoint's integers, or None if they are not
+    readable as such or cannot be packed."""
+    part = slot.part()
+    if device.type != "cpu" or slot.parameter.dtype == torch.float64 or part.size == 0:
+        return None
+    parts = slot.stored.read_integers(part)
+    if parts is None:
+        return None
+    integers, scales = parts
+    check_finite(scales, slot.name)
+    return pack_integers(integers.t(), scales.t())
+
+
+def _read(slot: Slot, device: torch.device) -> None:
     """Give a parameter memory and read this rank's part into it."""
     empty, part = slot.parameter, slot.part()
     local = torch.empty(part.shape, dtype=empty.dtype, device=device)

@@ -8,6 +8,7 @@ loaded.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -144,6 +145,10 @@ def _copy_other_files(plan: ShardPlan, partial: Path) -> None:
         for file in plan.path.iterdir():
             if file.is_file() and file.suffix in _COPIED and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, partial / file.name)
+    else:
+        tokenizers, path = package("transformers").AutoTokenizer, plan.path
+        with contextlib.suppress(OSError, ValueError, KeyError, ImportError):  # it has none
+            tokenizers.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(partial)
     plan.blueprint.model.config.save_pretrained(partial)  # with the dtype that is written
 
 

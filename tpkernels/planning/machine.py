@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tpkernels import _C
+from tpkernels import _C, nvml
 from tpkernels.version import VERSION
 
 _CACHE_BYTES = 32 << 20  # assumed if the machine does not report its cache
@@ -23,22 +23,28 @@ class Machine:
     """A device and a topology, as rank 0 of a group sees them.
 
     ``cores`` is the number of cores rank 0 may use, ``threads`` its intra-op threads, ``hosts`` the
-    number of distinct host names.
+    number of distinct host names. Times on GPUs depend on none of the host's, and on ``gpus``.
     """
 
     kind: str  #: "cpu" or "cuda"
     device: str
-    vector_unit: str
-    cores: int
-    threads: int
+    vector_unit: str = ""
+    cores: int = 0
+    threads: int = 0
     ranks: int
     hosts: int
     shared_memory: bool
+    gpus: str | None = None  #: how they are linked, and the driver and NCCL
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Return what is known of it, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
     def file_name(self) -> str:
         """Return a name that is unique to this machine and these versions."""
-        identity = repr((sorted(asdict(self).items()), sorted(versions().items())))
+        identity = repr((sorted(self.facts.items()), sorted(versions().items())))
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         return f"tuning-{self.kind}-{self.ranks}-ranks-{digest}.json"
 
@@ -47,9 +53,18 @@ def this_machine(
     kind: str, ranks: int, hosts: int, shared_memory: bool, *, threads: int | None = None
 ) -> Machine:
     """Describe this process's machine. ``threads`` defaults to torch's in this process."""
+    if kind == "cuda":
+        return Machine(
+            kind=kind,
+            device=torch.cuda.get_device_name(),
+            ranks=ranks,
+            hosts=hosts,
+            shared_memory=shared_memory,
+            gpus=_gpus(),
+        )
     return Machine(
         kind=kind,
-        device=processor() if kind == "cpu" else torch.cuda.get_device_name(),
+        device=processor(),
         vector_unit=_C.host.vector_unit(),
         cores=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads() if threads is None else threads,
@@ -57,6 +72,23 @@ def this_machine(
         hosts=hosts,
         shared_memory=shared_memory,
     )
+
+
+@functools.cache
+def _gpus() -> str:
+    """Return what times on this host's GPUs depend on beside their kind."""
+    try:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, ImportError, RuntimeError):  # torch built without it
+        nccl = "none"
+    gpus = [nvml.uuid_of(number) for number in range(torch.cuda.device_count())]
+    try:
+        driver = nvml.driver_version()
+        pairs = sum(len(nvml.unlinked(gpu, gpus[i + 1 :])) for i, gpu in enumerate(gpus))
+        links = f"{pairs} pairs of {len(gpus)} without NVLink"
+    except nvml.ERRORS as error:
+        driver, links = "unknown", f"{len(gpus)}, links unknown: {type(error).__name__}"
+    return f"{links}; driver {driver}, NCCL {nccl}"
 
 
 def processor() -> str:

@@ -178,7 +178,7 @@ def preset_name_here(device: str) -> str:
 
 def _head(file_format: str, machine: Machine) -> dict[str, Any]:
     """Return what a file must say for it to be of this machine."""
-    return {"format": file_format, "machine": asdict(machine), "versions": versions()}
+    return {"format": file_format, "machine": machine.facts, "versions": versions()}
 
 
 def _require_same(data: Any, expected: dict[str, Any]) -> None:

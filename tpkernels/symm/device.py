@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +23,8 @@ from tpkernels.errors import (
 )
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.symm import streams
+
+_Made = TypeVar("_Made")
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
@@ -60,6 +63,26 @@ def region_bytes(world: int, words: int, buffer_bytes: int) -> int:
     return round_up(2 * world * words * _WORD, _ALIGNMENT) + 2 * round_up(buffer_bytes, _ALIGNMENT)
 
 
+def lasting(device: torch.device, allocate: Callable[[], _Made]) -> _Made:
+    """Return what ``allocate`` makes on a device for longer than a call, once it is filled.
+
+    It runs on a thread of its own, and so on the default stream, without inference mode or a
+    default device. In the warm-up of ``torch.compile(mode="reduce-overhead")`` what the calling
+    thread allocates lies in a graph's pool, and torch raises where some of that is kept.
+    """
+
+    def run() -> _Made:
+        if device.type != "cuda":
+            return allocate()
+        with torch.cuda.device(device):
+            made = allocate()
+            torch.cuda.current_stream(device).synchronize()
+        return made
+
+    with ThreadPoolExecutor(1, "tpkernels-memory") as thread:
+        return thread.submit(run).result()
+
+
 class DeviceWorkspace:
     """The regions of a group's ranks, and the epoch of their kernels.
 
@@ -87,12 +110,20 @@ class DeviceWorkspace:
         self._addresses, self._region, self._memory = addresses, region, memory
         self.multicast, device = multicast, region.device
         self.ll128 = False  #: stores of 128 bytes arrive whole at all ranks (nvlink.py)
-        with torch.inference_mode(False):  # the tensors outlive this call's mode
-            self.regions = torch.tensor(addresses, dtype=torch.int64, device=device)
-            self.state = torch.zeros(FLAGS_AT + FLAGS, dtype=torch.int64, device=device)
-            pinned = self.regions.is_cuda  # host and kernels write it while the other reads
-            self.control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
-            self.scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
+
+        def allocate() -> tuple[torch.Tensor, ...]:
+            state = torch.zeros(FLAGS_AT + FLAGS, dtype=torch.int64, device=device)
+            pinned = state.is_cuda  # host and kernels write it while the other reads
+            control = torch.zeros(len(CONTROL), dtype=torch.int64, pin_memory=pinned)
+            scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
+            return (
+                torch.tensor(addresses, dtype=torch.int64, device=device),
+                state,
+                control,
+                scratch,
+            )
+
+        self.regions, self.state, self.control, self.scratch = lasting(device, allocate)
         # Reading an element of a tensor takes 2 us, and every call looks.
         self._failed = ctypes.c_int64.from_address(self.control.data_ptr() + FAILED * _WORD)
         self.rank, self.world = rank, len(addresses)
@@ -146,9 +177,8 @@ class DeviceWorkspace:
                     f"rows {list(sizes)} are new to this group: call the op with them once before "
                     "capturing a graph"
                 )
-            edges = [sum(sizes[:r]) for r in range(len(sizes) + 1)]
-            with torch.inference_mode(False):  # as above
-                starts = torch.tensor(edges, dtype=torch.int32, device=self.regions.device)
+            edges, device = [sum(sizes[:r]) for r in range(len(sizes) + 1)], self.regions.device
+            starts = lasting(device, lambda: torch.tensor(edges, dtype=torch.int32, device=device))
             self._starts[sizes] = starts
         return starts
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -23,9 +24,12 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tpkernels import nvml
 from tpkernels.symm import streams
-from tpkernels.symm.device import DeviceWorkspace, region_bytes
+from tpkernels.symm.device import DeviceWorkspace, lasting, region_bytes
 from tpkernels.symm.exchange import Participant
+
+_ALIGNMENT = 256  # bytes, of symmetric memory: kernels read and write it in lines
 
 
 class Symmetric(NamedTuple):
@@ -33,14 +37,35 @@ class Symmetric(NamedTuple):
 
     memory: torch.Tensor  # bytes, filled with zeros
     addresses: tuple[int, ...]  # of all ranks' memory, as this rank addresses it
-    handle: Any  # torch's, which keeps it mapped; None: there is one rank
+    multicast: int = 0  # the address of all ranks' memory at once; 0 without multicast
+    handle: Any = None  # torch's, which keeps it mapped; None: there is one rank
 
 
-@torch.inference_mode(False)  # the memory outlives this call's mode
+class Gpu(NamedTuple):
+    """A rank's GPU, as the other ranks hear of it."""
+
+    kind: str  # must be the same for all, because grids and configs depend on it
+    uuid: str | None = None  # None: unknown, as in a rehearsal without GPUs
+    ordinal: int | None = None  # as the rank's process numbers those that it sees
+    under_mps: bool = False  # MPS runs the kernels of several processes on it side by side
+
+    @classmethod
+    def of(cls, device: torch.device) -> Gpu:
+        """Describe a device."""
+        if device.type != "cuda":
+            return cls(device.type)
+        found = torch.cuda.get_device_properties(device)
+        kind = f"{found.name} (sm_{found.major}{found.minor}, {found.multi_processor_count} "
+        pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+        under_mps = (pipes / "control").exists()
+        return cls(f"{kind}processors)", nvml.uuid_of(device), device.index, under_mps)
+
+
 def make_symmetric(
     participant: Participant, nbytes: int, device: torch.device, reason: str | None = None
 ) -> Symmetric:
-    """Allocate memory that the GPUs of all ranks address. Collective; waits for the device.
+    """Allocate memory that the GPUs of all ranks address. Collective; waits for none of the
+    caller's streams, where a receive may wait for what a peer sends later.
     ``reason``: why this rank cannot take part, if that is known already.
 
     Raises:
@@ -49,38 +74,68 @@ def make_symmetric(
             TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, GPUs that differ.
         CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
     """
-    memory = handle = None
+    memory = None
     if reason is None:
         try:
             make = torch.empty if participant.world == 1 else symmetric.empty
-            memory = make(nbytes, dtype=torch.uint8, device=device)
-            memory.zero_()
-            if memory.is_cuda:
-                torch.cuda.synchronize(device)
+            memory = lasting(device, lambda: make(nbytes, dtype=torch.uint8, device=device).zero_())
         except RuntimeError as error:
             reason = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
     # No peer writes before this returns, and by then all memory is zero.
-    agree_on_gpus(participant, reason, _describe(device), _gpu_under_mps(device))
+    gpus = agree_on_gpus(participant, reason, Gpu.of(device))
     assert memory is not None  # otherwise all ranks would have raised
     if participant.world == 1:
-        return Symmetric(memory, (memory.data_ptr(),), None)
+        return Symmetric(memory, (memory.data_ptr(),))
+    mapped, reason = _map_peers(participant, memory, gpus)
+    agree_on_gpus(participant, reason)
+    assert mapped is not None  # as above
+    return mapped
+
+
+def _map_peers(
+    participant: Participant, memory: torch.Tensor, gpus: Sequence[Gpu]
+) -> tuple[Symmetric | None, str | None]:
+    """Return this rank's memory with the addresses of all ranks', or why there are none."""
     try:
         name = cast(Any, participant.process_group)  # a NewType of str
-        handle = symmetric.rendezvous(memory, name)
-        if not all(handle.buffer_ptrs):
-            reason = (
-                "cannot address the other ranks' memory: torch's symmetric memory has no pointers "
-                "to it with this backend; call "
-                "torch.distributed._symmetric_memory.set_backend('CUDA') before its first use"
-            )
+        handle: Any = symmetric.rendezvous(memory, name)
     except RuntimeError as error:
-        reason = (
-            f"cannot map the other ranks' memory: {error}. Ranks that share a GPU need "
-            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
+        return None, f"cannot map the other ranks' memory: {error}. {_how_to_map(gpus)}"
+    if not all(handle.buffer_ptrs):
+        return None, (
+            "cannot address the other ranks' memory: torch's symmetric memory has no pointers to "
+            "it with this backend; call torch.distributed._symmetric_memory.set_backend('CUDA') "
+            "before its first use"
         )
-    agree_on_gpus(participant, reason)
-    assert handle is not None  # as above
-    return Symmetric(memory, tuple(handle.buffer_ptrs), handle)
+    # torch's pointers are those of allocations, which a tensor need not begin.
+    addresses = tuple(pointer + handle.offset for pointer in handle.buffer_ptrs)
+    multicast = handle.multicast_ptr and handle.multicast_ptr + handle.offset
+    if any(address % _ALIGNMENT for address in (*addresses, multicast)):
+        return None, (
+            f"has symmetric memory at {', '.join(map(hex, addresses))}, of which not all are "
+            f"multiples of {_ALIGNMENT}; this version of torch needs another tpkernels"
+        )
+    return Symmetric(memory, addresses, multicast, handle), None
+
+
+def _how_to_map(gpus: Sequence[Gpu]) -> str:
+    """Return what to do where torch cannot map the memory of ranks on these GPUs."""
+    ranks: dict[Any, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu.uuid is not None and ranks.setdefault(gpu.uuid, rank) != rank:
+            return (
+                f"Ranks {ranks[gpu.uuid]} and {rank} share GPU {gpu.uuid}: give each rank a GPU of "
+                "its own; only for tests, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 permits it"
+            )
+    for rank, gpu in enumerate(gpus):
+        if gpu.ordinal is not None and ranks.setdefault(gpu.ordinal, rank) != rank:
+            return (
+                f"Ranks {ranks[gpu.ordinal]} and {rank} each have a GPU of their own, which both "
+                f"know as cuda:{gpu.ordinal}, and torch takes that for one: let each process see "
+                "all GPUs of the host (CUDA_VISIBLE_DEVICES alike on all ranks, no "
+                "--gpus-per-task), and take cuda:LOCAL_RANK"
+            )
+    return "The GPUs need peer access: `nvidia-smi topo -p2p r` shows which have it"
 
 
 def make_workspace(
@@ -92,51 +147,32 @@ def make_workspace(
 ) -> DeviceWorkspace:
     """Return a workspace of a group's kernels on GPUs, in memory from `make_symmetric`."""
     rank, nbytes = participant.rank, region_bytes(participant.world, words, buffer_bytes)
-    memory, addresses, handle = make_symmetric(participant, nbytes, device, reason)
-    region = memory if handle is None else handle.get_buffer(rank, (nbytes,), torch.uint8)
-    multicast = 0 if handle is None else handle.multicast_ptr
+    made = make_symmetric(participant, nbytes, device, reason)
     limits = words, buffer_bytes, participant.timeout
-    return DeviceWorkspace(addresses, region, rank, *limits, multicast, (memory, handle))
+    return DeviceWorkspace(made.addresses, made.memory, rank, *limits, made.multicast, made)
 
 
-def _describe(device: torch.device) -> str:
-    """Return what must be the same for all ranks' GPUs, because grids and configs depend on it."""
-    if device.type != "cuda":  # a rehearsal
-        return device.type
-    gpu = torch.cuda.get_device_properties(device)
-    return f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} processors)"
-
-
-def _gpu_under_mps(device: torch.device) -> str | None:
-    """Return the GPU's UUID where MPS runs the kernels of several processes side by side; None
-    where processes that share a GPU have it in turns."""
-    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-    if device.type != "cuda" or not Path(folder, "control").exists():
-        return None
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def agree_on_gpus(
-    participant: Participant, error: str | None, kind: str = "", under_mps: str | None = None
-) -> None:
-    """Raise ``NotImplementedError`` on all ranks if one has an ``error`` or another ``kind`` of
-    GPU, or if two have one GPU, named by ``under_mps``. Collective."""
-    reports = participant.exchange("kernels on GPUs", (error, kind, under_mps))
+def agree_on_gpus(participant: Participant, error: str | None, own: Gpu | None = None) -> list[Gpu]:
+    """Return all ranks' GPUs. Raise ``NotImplementedError`` on all ranks if one has an ``error`` or
+    another kind of GPU, or if two share one under MPS. Collective; all ranks give a GPU or none."""
+    reports = participant.exchange("kernels on GPUs", (error, *(own or Gpu(""))))
+    gpus = [Gpu(*gpu) for _, *gpu in reports]
     first: dict[str, int] = {}  # rank on a GPU under MPS
-    for rank, (error, kind, gpu) in enumerate(reports):
+    for rank, ((error, *_), gpu) in enumerate(zip(reports, gpus, strict=True)):
         why = None
         if error is not None:
             why = f"cannot run on GPUs: rank {rank} {error}"
-        elif kind != reports[0][1]:
-            why = f"need GPUs of one kind: rank 0 has {reports[0][1]}, rank {rank} {kind}"
-        elif gpu is not None and first.setdefault(gpu, rank) != rank:
+        elif gpu.kind != gpus[0].kind:
+            why = f"need GPUs of one kind: rank 0 has {gpus[0].kind}, rank {rank} {gpu.kind}"
+        elif gpu.under_mps and gpu.uuid and first.setdefault(gpu.uuid, rank) != rank:
             why = (
-                f"cannot run: ranks {first[gpu]} and {rank} share GPU {gpu} under MPS, where the "
-                "kernel of one can fill the GPU while it waits for the other's. Give each rank a "
-                "GPU of its own, or stop MPS"
+                f"cannot run: ranks {first[gpu.uuid]} and {rank} share GPU {gpu.uuid} under MPS, "
+                "where the kernel of one can fill the GPU while it waits for the other's. Give "
+                "each rank a GPU of its own, or stop MPS"
             )
         if why is not None:
             raise NotImplementedError(f"the kernels of group '{participant.group}' {why}")
+    return gpus
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels._C.host import Phase
-from tpkernels.errors import CaptureError
+from tpkernels.errors import CaptureError, WorkspaceMemoryError
 from tpkernels.integers import round_up
 from tpkernels.symm import streams
 from tpkernels.symm.cuda import CudaWorkspace
@@ -232,6 +232,7 @@ class HostWorkspace:
 
         Raises:
             CaptureError: it would have to grow while a graph is captured.
+            WorkspaceMemoryError: on all ranks, if one has no memory for it.
         """
         space = self.on_gpus[device]
         if not space.current.holds(words, buffer_bytes):
@@ -241,7 +242,10 @@ class HostWorkspace:
                 )
             with self.waiting(self._gpu_timeout):
                 self._agree(f"a GPU workspace of {words} words and {buffer_bytes} bytes for {text}")
-                space.grow(words, buffer_bytes)
+                try:
+                    space.grow(words, buffer_bytes)
+                except NotImplementedError as error:  # as for the first workspace, on all ranks
+                    raise WorkspaceMemoryError(f"{text}: {error}") from None
         return space
 
     def check_kernels(self, text: str) -> None:

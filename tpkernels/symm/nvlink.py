@@ -8,17 +8,13 @@ NCCL_PROTO that turns LL128 off in NCCL turns it off here, too. No GPU has confi
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
+from tpkernels import nvml
 from tpkernels.symm.exchange import Participant
-
-_LIBRARY = "libnvidia-ml.so.1"  # NVML, of the driver
-_SUCCESS, _NVLINK = 0, 2  # also NVML_P2P_STATUS_OK; NVML_P2P_CAPS_INDEX_NVLINK
 
 
 def why_lines_may_tear(participant: Participant, device: torch.device) -> str | None:
@@ -33,7 +29,7 @@ def _uuid(device: torch.device) -> str | None:
     """Return the name of a GPU, whatever other processes see of it."""
     if device.type != "cuda":
         return None
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return nvml.uuid_of(device)
 
 
 def _why_not(gpus: Sequence[str | None], rank: int) -> str | None:
@@ -46,8 +42,8 @@ def _why_not(gpus: Sequence[str | None], rank: int) -> str | None:
         return f"NCCL_PROTO is '{text}'"
     peers = [gpu for gpu in gpus if gpu is not None and gpu != this_gpu]
     try:
-        unlinked = list(_unlinked(this_gpu, peers))
-    except (OSError, AttributeError, RuntimeError) as error:  # AttributeError: too old
+        unlinked = nvml.unlinked(this_gpu, peers)
+    except nvml.ERRORS as error:
         return f"NVML says nothing about links: {error}"
     return f"no NVLink from {this_gpu} to {', '.join(unlinked)}" if unlinked else None
 
@@ -60,30 +56,3 @@ def _allows_ll128(protocols: str | None) -> bool:
     names = {name.strip().lower() for name in protocols.removeprefix("^").split(",")}
     known = names <= {"ll", "ll128", "simple"}
     return known and ("ll128" in names) != protocols.startswith("^")
-
-
-def _unlinked(this_gpu: str, peers: Sequence[str]) -> Iterator[str]:
-    """Yield the GPUs to which NVML knows no NVLink from ``own``."""
-    nvml = ctypes.CDLL(_LIBRARY)
-
-    def call(function: str, *arguments: Any, on: str = "") -> None:
-        code = getattr(nvml, function)(*arguments)
-        if code != _SUCCESS:
-            raise RuntimeError(f"{function}{on} returns {code}")
-
-    def handle(uuid: str) -> ctypes.c_void_p:
-        gpu = ctypes.c_void_p()
-        function = "nvmlDeviceGetHandleByUUID"
-        call(function, uuid.encode(), ctypes.byref(gpu), on=f"({uuid})")
-        return gpu
-
-    call("nvmlInit_v2")
-    try:
-        for peer in peers:
-            status = ctypes.c_int(-1)
-            pair = handle(this_gpu), handle(peer)
-            call("nvmlDeviceGetP2PStatus", *pair, _NVLINK, ctypes.byref(status))
-            if status.value != _SUCCESS:
-                yield peer
-    finally:
-        nvml.nvmlShutdown()

@@ -13,6 +13,7 @@ import torch
 from tpkernels import cuda
 from tpkernels.backends import implementation, unsupported
 from tpkernels.call import Call
+from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.groups.group import Group
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
@@ -71,7 +72,27 @@ def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.dev
             group.make_room(nbytes, plan.text)
         # If the buffers grew, more algorithms may fit: choose again.
         if _means(group, unsupported) == means:
-            return Call(group, problem, plan, implementation(problem, plan), generation)
+            function = implementation(problem, plan)
+            if algorithm == "auto" and problem.device == "cuda" and plan.algorithm != "unfused":
+                function = _or_unfused(function, group, problem, device)
+            return Call(group, problem, plan, function, generation)
+
+
+def _or_unfused(
+    function: Callable[..., Any], group: Group, problem: Problem, device: torch.device
+) -> Callable[..., Any]:
+    """Return a call's function that leaves the call, and those that follow, to `unfused` where
+    there is no memory for its workspace."""
+
+    def run(call: Call, *operands: Any) -> Any:
+        try:
+            return function(call, *operands)
+        except WorkspaceMemoryError as error:
+            group.leave_out(problem, call.plan.algorithm, f"has no memory: {error}")
+        instead = _plan_call(group, "unfused", problem, device)
+        return instead.function(instead, *operands)
+
+    return run
 
 
 def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:

@@ -40,6 +40,7 @@ from tpkernels.errors import (
     CollectiveTimeoutError,
     PeerLostError,
     TpkernelsError,
+    WorkspaceMemoryError,
 )
 from tpkernels.groups import GroupLike, named_or_default
 from tpkernels.groups.group import TUNING_SECONDS, Group, Tuning
@@ -361,11 +362,13 @@ class _Tuner:
         ``count`` numbers that each returns, in rank order; None: it cannot run, on any rank.
         `_Failed` if it fails on one. No rank goes on before all have left it."""
         numbers: Sequence[float] = [0.0] * count
-        supported, error = True, None
+        supported, error, refusal = True, None, ""
         try:
             numbers = run()
         except NotImplementedError:  # on all ranks
             supported = False
+        except WorkspaceMemoryError as refused:  # on all ranks
+            refusal = of_error(refused)
         except Exception as failure:  # whatever it is, the others go on without
             second.mark_broken(failure)
             if self._group.workspace is None:  # its calls go through the one process group
@@ -375,6 +378,8 @@ class _Tuner:
             everyone = self._exchange_numbers(f"'{name}'", [float(error is not None), *numbers])
             if any(failed for failed, *_ in everyone):
                 raise self._failure(name, error)
+            if refusal:
+                raise _Failed(name, f"has no memory: {refusal}")
         finally:
             error = None  # it has this frame, and what failed in it, in its traceback
         return [theirs for _, *theirs in everyone] if supported else None
@@ -418,7 +423,7 @@ class _Tuner:
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _cache_flush_buffer(device: torch.device, world: int) -> torch.Tensor:

@@ -44,7 +44,8 @@ OWN = {
             "",
             [],
             ["a", "b"],
-            [[1, 2]],
+            [[1, 2], [3]],
+            [["a"]],
             [1.5],
             [True],
             [-1],
@@ -143,6 +144,10 @@ def test_messages_say_what_to_do(http: TestClient) -> None:
     assert f"{LENGTH + 5} tokens" in message("/v1/completions", prompt="a" * (LENGTH + 5))
     assert "which role?" in message("/v1/chat/completions", messages=[{**MESSAGES[0], "role": "x"}])
     assert "or pass 1" in message("/v1/completions", n=3)
+    error = error_of(
+        http.post("/v1/completions", json={**GOOD["/v1/completions"], "stop": [1]}), 400
+    )
+    assert error["param"] == "stop" and "function-after" not in error["message"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"a":' * 100_000])
@@ -179,9 +184,26 @@ def test_half_a_character(http: TestClient, path: str, fields: dict[str, Any]) -
 def test_json_must_be_declared(http: TestClient) -> None:
     """A web page may send text to a server on its reader's machine, but not JSON."""
     content = json.dumps(GOOD["/v1/completions"])
-    error_of(
-        http.post("/v1/completions", content=content, headers={"content-type": "text/plain"}), 400
-    )
+    for kind in ("text/plain", ""):
+        reply = http.post("/v1/completions", content=content, headers={"content-type": kind})
+        message = error_of(reply, 400)["message"]
+        assert message == f"content-type is '{kind}'; send application/json"
+
+
+def test_where_json_ends_being_json(http: TestClient) -> None:
+    kind = {"content-type": "application/json; charset=utf-8"}
+    error = error_of(http.post("/v1/completions", content='{"model": "a",}', headers=kind), 400)
+    assert error["param"] is None and "the body is not JSON: " in error["message"]
+    assert error["message"].endswith(", at character 14"), error
+
+
+@pytest.mark.parametrize("prompt", [["a"], [[5, 6]]])
+def test_a_list_of_one_prompt_is_a_prompt(
+    http: TestClient, manager: FakeManager, prompt: list[Any]
+) -> None:
+    body = GOOD["/v1/completions"]
+    reply = http.post("/v1/completions", json={**body, "prompt": prompt, "max_tokens": 1})
+    assert reply.status_code == 200, reply.text
 
 
 def test_other_models_paths_and_methods(http: TestClient) -> None:

@@ -131,11 +131,11 @@ async def failing() -> None:
     await until(lambda: "a" in clients[1].text)
     manager.background_thread_status.fatal_error = RuntimeError("a rank died")
     assert what.batcher.failure() == "RuntimeError: a rank died"
-    what.batcher.fail("a rank died")
+    what.batcher.fail(503, "the server is stopping")
     for client in clients:
         await asyncio.wait_for(client.done, 10)
-        assert "the generation failed" in client.text
-    assert clients[0].sent[0]["status"] == 500
+        assert "the server is stopping" in client.text
+    assert clients[0].sent[0]["status"] == 503
     assert clients[1].text.endswith("data: [DONE]\n\n")
     late = Client(app)
     await asyncio.wait_for(late.done, 10)

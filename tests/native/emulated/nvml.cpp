@@ -1,4 +1,4 @@
-// NVML made for the tests of symm/nvlink.py: GPUs "GPU-0" to "GPU-7", all linked but for the pair
+// NVML made for tests: GPUs "GPU-0" to "GPU-7", all linked but for the pair
 // in EMULATED_UNLINKED ("0-2", in this order).
 #include <cstdio>
 #include <cstdlib>
@@ -16,6 +16,12 @@ int nvmlInit_v2() {
 }
 int nvmlShutdown() {
   begun = false;
+  return kSuccess;
+}
+int nvmlSystemGetDriverVersion(char* text, unsigned size) {
+  if (!begun) return kUninitialized;
+  const char* version = std::getenv("EMULATED_DRIVER");
+  std::snprintf(text, size, "%s", version != nullptr ? version : "580.65.06");
   return kSuccess;
 }
 int nvmlDeviceGetHandleByUUID(const char* uuid, long* gpu) {  // a handle is its number + 1

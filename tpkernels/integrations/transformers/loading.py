@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -14,6 +16,7 @@ from tpkernels.launch import fork_server
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import locate
 from tpkernels.parallel.llama import join_norms
+from tpkernels.terminal import UsageError
 
 
 def preload() -> None:
@@ -24,6 +27,16 @@ def preload() -> None:
     )
 
 
+@contextmanager
+def unusable_model() -> Iterator[None]:
+    """Turn what loading raises for a model that cannot be used into a `UsageError`."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+        raise UsageError(str(error)) from error
+
+
+@unusable_model()
 def load_model(
     path: str | os.PathLike[str],
     *,
@@ -36,8 +49,8 @@ def load_model(
     `tpkernels.from_pretrained` on ranks of a type of ``device``. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
-    CPUs the weights of the parallel layers are packed, unless they are float64, or in int8
-    by ``weights``.
+    CPUs the weights of the parallel layers are packed, unless they are float64, or in int8 by
+    ``weights``.
     """
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = tpkernels.from_pretrained(
@@ -46,10 +59,11 @@ def load_model(
         ffn_only=ffn_only,
         dtype=dtype,
         sequence_parallel=None if ffn_only else "prefill",
+        pack=weights or False,
     )
     if device == "cpu":
-        if weights or model.dtype != torch.float64:
-            pack_(model, drop=True, dtype=torch.int8 if weights else None)
+        if not weights and model.dtype != torch.float64:
+            pack_(model, drop=True)
         if not ffn_only:
             join_norms(model)
     return model
@@ -61,9 +75,10 @@ def end_tokens(model: Any) -> list[int]:
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
+@unusable_model()
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """Return the tokenizer in a model's folder or GGUF file. Raise FileNotFoundError if there is no
-    such file or folder, ValueError if it has no tokenizer that transformers can read."""
+    """Return the tokenizer in a model's folder or GGUF file. Raise `UsageError` if there is no such
+    file or folder, or if it has no tokenizer that transformers can read."""
     from transformers import AutoTokenizer
 
     place = locate(path)

@@ -177,6 +177,8 @@ class CompletionRequest(Request):
     @field_validator("prompt", mode="before")
     @classmethod
     def _one_prompt(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+            prompt = prompt[0]
         if isinstance(prompt, str):
             return prompt
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):

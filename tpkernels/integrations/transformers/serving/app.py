@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -243,13 +244,28 @@ class _Guard:
                 return bytes(body)
 
 
-async def _error(_: Request, error: Exception) -> Response:
+def _refusal(request: Request, error: RequestValidationError) -> ApiError:
+    """Return the error of a body that is not what a route takes."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        return ApiError(400, f"content-type is {kind[:100]!r}; send application/json")
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        what, at = first["ctx"]["error"], first["loc"][-1]
+        return ApiError(400, f"the body is not JSON: {what}, at character {at}")
+    # Of the place only fields and indices count; pydantic also names what it tried on them.
+    places = itertools.takewhile(
+        lambda part: str(part).isidentifier() or type(part) is int, first["loc"][1:]
+    )
+    where = ".".join(map(str, places))
+    what = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{where}: {what}".lstrip(": "), param=where or None)
+
+
+async def _error(request: Request, error: Exception) -> Response:
     """Reply to any error as OpenAI does."""
     if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        what = first["msg"].removeprefix("Value error, ")
-        error = ApiError(400, f"{where}: {what}".lstrip(": "), param=where or None)
+        error = _refusal(request, error)
     elif isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail))
     elif not isinstance(error, ApiError):

@@ -31,6 +31,8 @@ from tpkernels.integrations.transformers.generator import Sampling
 from tpkernels.integrations.transformers.serving.api import ApiError, Piece
 from tpkernels.integrations.transformers.text_stream import TextStream
 
+FAILED = 500, "the generation failed; the server's log says why"
+STOPPING = 503, "the server is stopping"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -133,15 +135,15 @@ class Batcher:
                 top_p=sampling.top_p,
             )
         if added is None:
-            raise ApiError(503, "the server is stopping; it takes no more requests")
+            raise ApiError(*STOPPING)
         self.live[name] = answer
         self.metrics.prompt_tokens.inc(len(prompt))
         return answer
 
-    def fail(self, why: str) -> None:
+    def fail(self, status: int, why: str) -> None:
         """End all answers with an error."""
         for answer in list(self.live.values()):
-            answer.end(why)
+            answer.end(status, why)
         self.live.clear()
 
     def receive(self, outputs: Sequence[Any]) -> None:
@@ -179,7 +181,7 @@ class Answer:
         self._begin = self._latest = time.monotonic()
         self._arrived = asyncio.Event()
         self._finished = False
-        self._error: str | None = None
+        self._error: tuple[int, str] | None = None  # its HTTP status and text
         self.tokens: list[int] = []
 
     def receive(self, output: Any) -> None:
@@ -194,14 +196,14 @@ class Answer:
             metrics.generated_tokens.inc(new)
             self._latest, self.tokens = now, output.generated_tokens
         if output.error is not None:
-            self._error = output.error
+            self._error = FAILED
             self._batcher.report(output.error)
         self._finished = output.is_finished()
         self._arrived.set()
 
-    def end(self, error: str) -> None:
+    def end(self, status: int, why: str) -> None:
         """End the answer with an error."""
-        self._error, self._finished = error, True
+        self._error, self._finished = (status, why), True
         self._arrived.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -216,7 +218,7 @@ class Answer:
                 raise ApiError(504, f"the answer took longer than {limit:g} s") from error
             self._arrived.clear()
             if self._error is not None:
-                raise ApiError(500, "the generation failed; the server's log says why")
+                raise ApiError(*self._error)
             tokens, last = self.tokens[seen:], self._finished
             seen += len(tokens)
             piece = self._text.feed(tokens, last)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from tpkernels.integrations.transformers.loading import end_tokens, load_model, load_tokenizer
 from tpkernels.launch import Outcome, RankError, Ranks, fork_server
 from tpkernels.terminal import UsageError
+from tpkernels.text import counted
 
 _PRELOAD = [
     "transformers.generation.continuous_batching",
@@ -49,6 +50,7 @@ _BATCH_TOKENS = 512  # of prompts and answers in one step; a longer prompt takes
 _PEER_S = 30.0  # for a rank that does not answer; the same as for the ops
 _STOP_S = 10.0  # for the generation to end
 _LOOK_S = 0.1  # between two looks at the generation
+_REPLY_S = 2  # for clients to get the errors of answers that are cut off
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,10 @@ def run_rank(options: Options, shared: socket.socket) -> None:
         manager.start()
         manager.join(time.perf_counter())
     error = manager.background_thread_status.fatal_error
+    if isinstance(error, MemoryError):
+        raise UsageError(
+            f"no memory for {options.cache_tokens} tokens ({error}): pass a smaller --cache-tokens"
+        ) from error
     if error is not None:
         raise RuntimeError("the generation failed") from error
     manager.destroy()
@@ -251,7 +257,7 @@ async def _serve_http(
 
     from tpkernels.integrations.transformers.serving.api import Prompts
     from tpkernels.integrations.transformers.serving.app import Service, make_app
-    from tpkernels.integrations.transformers.serving.batcher import Batcher
+    from tpkernels.integrations.transformers.serving.batcher import FAILED, STOPPING, Batcher
 
     longest = model.config.max_position_embeddings
     most = min(options.max_length or longest, longest, options.cache_tokens)
@@ -266,10 +272,14 @@ async def _serve_http(
     prompts = Prompts(tokenizer, vocabulary=model.config.vocab_size, most=most)
 
     async def watch() -> None:
-        """End the server if the generation has failed; its clients get the reason."""
-        while (why := batcher.failure()) is None:
+        """End the server if the generation has failed, and all answers then, or when those of a
+        server that stops have had their time."""
+        limit = math.inf
+        while batcher.failure() is None and time.monotonic() < limit:
             await asyncio.sleep(_LOOK_S)
-        batcher.fail(why)
+            if server.should_exit and limit == math.inf:
+                limit = time.monotonic() + options.grace
+        batcher.fail(*(STOPPING if batcher.failure() is None else FAILED))
         server.should_exit = True
 
     @contextlib.asynccontextmanager
@@ -279,8 +289,8 @@ async def _serve_http(
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(
-            f"Serving {options.name} on http://{shown}:{port} with {dist.get_world_size()} ranks; "
-            f"at most {most} tokens a request",
+            f"Serving {options.name} on http://{shown}:{port} with "
+            f"{counted(dist.get_world_size(), 'rank')}; at most {most} tokens a request",
             flush=True,
         )
         yield
@@ -292,7 +302,7 @@ async def _serve_http(
         access_log=False,
         lifespan="on",
         server_header=False,
-        timeout_graceful_shutdown=options.grace,
+        timeout_graceful_shutdown=options.grace + _REPLY_S,
     )
     server = uvicorn.Server(config)
     # uvicorn stops on SIGTERM, and raises it once more at its end, which would kill this rank.

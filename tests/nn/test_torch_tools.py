@@ -1,0 +1,240 @@
+"""PyTorch's own tools on sharded parameters: they give what they give for the unsharded model, or
+refuse."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import tpkernels
+from tests.support import hf_models
+from tests.support.cases import RanksFixture
+from tests.support.ranked import on_ranks, report, unlike
+from tpkernels import nn as tnn
+
+pytest.importorskip("transformers")
+
+
+def _pair(mesh: Any = None, frozen: bool = False) -> tuple[Any, Any]:
+    """A model, and a parallel copy of it."""
+    single = hf_models.make("llama").requires_grad_(not frozen)
+    mesh = hf_models.mesh_of_all() if mesh is None else mesh
+    return single, tpkernels.parallelize(copy.deepcopy(single), mesh)
+
+
+def _backward(model: Any, tokens: int = hf_models.TOKENS, scale: float = 1.0) -> None:
+    (model(**hf_models.batch(tokens), use_cache=False).loss * scale).backward()
+
+
+@on_ranks(3)
+def test_norms_are_of_the_unsharded_gradients() -> list[str]:
+    """Also of parameters that were frozen, of copies, of reloaded ones, and after a second
+    backward."""
+    failures = []
+    single, parallel = _pair(frozen=True)
+    for model in (single, parallel):
+        model.requires_grad_(True)
+    copied = copy.deepcopy(parallel)
+    with torch.device("meta"):
+        _, empty = _pair()
+    loaded = empty.to_empty(device="cpu")
+    loaded.load_state_dict(single.state_dict())
+    loaded.model.rotary_emb = copy.deepcopy(single.model.rotary_emb)
+    assigned = copy.deepcopy(parallel)
+    assigned.load_state_dict(single.state_dict(), assign=True)
+    for model in (single, parallel, copied, loaded, assigned):
+        _backward(model)
+        _backward(model, 5)
+    for order in (2.0, 1.0, torch.inf):
+        want = get_total_norm([p.grad for p in single.parameters()], order)
+        for foreach in (None, True):
+            for name, model in (
+                ("parallel", parallel),
+                ("copied", copied),
+                ("loaded", loaded),
+                ("assigned", assigned),
+            ):
+                got = get_total_norm([p.grad for p in model.parameters()], order, foreach=foreach)
+                if abs(got - want) > 1e-5 * want:
+                    failures.append(f"{name}, {order=}, {foreach=}: {got}, not {want}")
+    want = clip_grad_norm_(single.parameters(), 0.5)
+    got = clip_grad_norm_(parallel.parameters(), 0.5)
+    ours = tnn.clip_grad_norm_(copied, 0.5)
+    for value in (got, ours):
+        if abs(value - want) > 1e-5 * want:
+            failures.append(f"clipped with the norm {value}, not {want}")
+    # A step gets plain tensors, which can be compiled; after it, norms are whole again.
+    optimizer, kinds = torch.optim.SGD(parallel.parameters()), set[type]()
+    optimizer.register_step_pre_hook(lambda *_: kinds.update(type(p.grad) for p in _all(optimizer)))
+    optimizer.step()
+    if kinds != {torch.Tensor}:
+        failures.append(f"a step got gradients of {kinds}")
+    for model in (parallel, copied):
+        clipped = get_total_norm([p.grad for p in model.parameters()])
+        if abs(clipped - 0.5) > 1e-5:
+            failures.append(f"the norm is {clipped} after clipping to 0.5")
+    return failures
+
+
+def _all(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@on_ranks(2)
+def test_a_step_is_skipped_on_all_ranks() -> list[str]:
+    """An infinity in the shard of one rank."""
+    _, model = _pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=100)
+    before = [p.detach().clone() for p in model.parameters()]
+    _backward(model, scale=2.0)
+    if dist.get_rank() == 1:
+        model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = torch.inf
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    scaler.step(optimizer)
+    scaler.update()
+    failures = [] if scaler.get_scale() == 1.0 else [f"the scale is {scaler.get_scale()}, not 1"]
+    if not all(map(torch.equal, before, model.parameters())):
+        failures.append("the step was not skipped")
+    return failures
+
+
+@on_ranks(2)
+def test_wrappers_that_take_shards_for_copies_are_refused() -> list[str]:
+    """Data parallelism over the ranks of the tensor-parallel group, by itself or in a module."""
+    _, model = _pair()
+    before = [p.detach().clone() for p in model.parameters()]
+    zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=1.0)
+    muon = torch.optim.Muon([model.model.layers[0].mlp.up_proj.weight])
+    tuner: Any = type("LoraModel", (nn.Module,), {"__module__": "peft.tuners.lora.model"})()
+    _backward(model)
+
+    def adapt() -> None:
+        tuner.model = model
+
+    failures = unlike(
+        {
+            "ValueError: DistributedDataParallel would treat the parameters of ranks [0, 1] as": (
+                lambda: DistributedDataParallel(model)
+            ),
+            'pass process_group=mesh["dp"].get_group()': (
+                lambda: DistributedDataParallel(nn.Sequential(model))
+            ),
+            "ZeroRedundancyOptimizer would treat": zero.step,
+            "Muon computes with whole weights": muon.step,
+            "LoraModel of PEFT cannot adapt a model that is sharded by tpkernels": adapt,
+        }
+    )
+    if not all(map(torch.equal, before, model.parameters())):
+        failures.append("parameters have changed")
+    return failures
+
+
+@on_ranks(4)
+def test_data_parallelism_on_another_dim() -> list[str]:
+    """DDP and FSDP2 over pairs of ranks with other batches: the gradients are averaged, and norms
+    are those of the unsharded model with both batches."""
+    failures = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    replica = mesh.get_local_rank("dp")
+    single = hf_models.make("llama")
+    for tokens in (6, 9):
+        _backward(single, tokens, 0.5)
+    want = get_total_norm([p.grad for p in single.parameters()])
+    for kind in ("ddp", "fsdp2"):
+        parallel = tpkernels.parallelize(copy.deepcopy(single), mesh["tp"])
+        parallel.zero_grad()
+        if kind == "ddp":
+            wrapped: Any = DistributedDataParallel(parallel, process_group=mesh["dp"].get_group())
+            views = DistributedDataParallel(
+                copy.deepcopy(parallel), device_mesh=mesh["dp"], gradient_as_bucket_view=True
+            )
+            refused = {"gradient_as_bucket_view=True replaces": partial(_backward, views)}
+            failures += unlike(refused)
+        else:
+            for layer in parallel.model.layers:
+                fully_shard(layer, mesh=mesh["dp"])
+            wrapped = fully_shard(parallel, mesh=mesh["dp"])
+        _backward(wrapped, (6, 9)[replica])
+        norms = {"tpkernels": tnn.clip_grad_norm_(wrapped, 1e9)}
+        if kind == "ddp":
+            norms["torch"] = clip_grad_norm_(wrapped.parameters(), 1e9)
+        for name, got in norms.items():
+            if abs(got - want) > 1e-5 * want:
+                failures.append(f"{kind}: the norm of {name} is {got}, not {want}")
+    return failures
+
+
+def _train(model: Any, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        _backward(model, 5 + step)
+        optimizer.step()
+
+
+def _save(folder: str) -> None:
+    _, model = _pair()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    _train(model, optimizer, 2)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def _resume(folder: str) -> list[str]:
+    single, model = _pair()
+    reference = torch.optim.AdamW(single.parameters(), lr=0.01)
+    _train(single, reference, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    # The state of the unsharded optimizer, and a copy of the state, load as well, before any step.
+    again = copy.deepcopy(model)
+    unsharded = torch.optim.AdamW(again.parameters(), lr=0.01)
+    unsharded.load_state_dict(copy.deepcopy(reference.state_dict()))
+    also = copy.deepcopy(model)
+    copied = torch.optim.AdamW(also.parameters(), lr=0.01)
+    copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    failures = unlike(
+        {
+            "a ShardTensor is one rank's shard and cannot be pickled": lambda: torch.save(
+                optimizer.state_dict(), f"{folder}/{dist.get_rank()}.pt"
+            )
+        }
+    )
+    _train(single, reference, 1)
+    want = single.state_dict()
+    for name, parallel, adam in (
+        ("loaded", model, optimizer),
+        ("unsharded", again, unsharded),
+        ("copied", also, copied),
+    ):
+        _train(parallel, adam, 1)
+        got = tnn.full_state_dict(parallel)
+        far = [key for key in want if not torch.allclose(got[key], want[key], atol=1e-4)]
+        failures += [f"{name}: {far}"] if far else []
+    return failures
+
+
+def test_states_of_optimizers_are_the_unsharded_models(ranks: RanksFixture, tmp_path: Path) -> None:
+    """Saved by 2 ranks and resumed by 3, as if the model had not been sharded."""
+    ranks(2).run(_save, str(tmp_path))
+    report(failure for rank in ranks(3).run(_resume, str(tmp_path)) for failure in rank)

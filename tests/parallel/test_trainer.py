@@ -1,0 +1,98 @@
+"""Trainer of transformers, and accelerate, train a parallel model like the unsharded one."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support import hf_models
+from tests.support.ranked import on_ranks, unlike
+from tpkernels import nn as tnn
+from tpkernels.parallel import model_methods
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+def _trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Norms of the gradients in three steps of clipped training, and the weights after it."""
+    import transformers
+
+    arguments = transformers.TrainingArguments(
+        tempfile.gettempdir(),  # nothing is saved
+        max_steps=3,
+        per_device_train_batch_size=2,
+        max_grad_norm=1.0,
+        learning_rate=0.01,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    samples = [{"input_ids": torch.arange(i, i + 7)} for i in range(1, 9)]
+    trainer = transformers.Trainer(
+        copy.deepcopy(model),
+        arguments,
+        train_dataset=[{**sample, "labels": sample["input_ids"]} for sample in samples],
+    )
+    trainer.train()
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return norms, tnn.full_state_dict(trainer.model)
+
+
+@on_ranks(2, timeout=180)
+def test_gradients_and_weights() -> list[str]:
+    """With accelerate in charge of the ranks, as on GPUs, where it knows of the ranks from the
+    model; and with ranks of which it knows nothing, as `tpkernels.spmd` starts them. Where it does
+    not know that the ranks share a model, DDP is refused."""
+    from accelerate import ParallelismConfig
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    single, mesh = hf_models.make("llama"), hf_models.mesh_of_all()
+    parallel = tpkernels.parallelize(copy.deepcopy(single), mesh)
+    declared = tpkernels.parallelize(copy.deepcopy(single), mesh)
+    model_methods.declare_ranks(declared, dist.get_world_size())
+    environment = {
+        name: os.environ.pop(name)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        if name in os.environ
+    }
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    of_launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+    of_launcher |= {"LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    failures, results = [], {}
+
+    def train(model: Any, launched: dict[str, str]) -> Any:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+        with mock.patch.dict(os.environ, launched):
+            return _trained(model)
+
+    try:
+        results["single"] = train(single, {})
+        results["spmd"] = train(parallel, {})
+        failures += unlike(
+            {"DistributedDataParallel would treat the pa": lambda: train(parallel, of_launcher)}
+        )
+        with mock.patch.object(ParallelismConfig, "_validate_accelerator"):  # refuses CPUs
+            results["accelerate"] = train(declared, of_launcher)
+    finally:
+        os.environ.update(environment)
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+    norms, weights = results.pop("single")
+    for name, (got_norms, got) in results.items():
+        if not torch.allclose(torch.tensor(got_norms), torch.tensor(norms), rtol=1e-4):
+            failures.append(f"{name}: norms {got_norms}, not {norms}")
+        far = [key for key in weights if not torch.allclose(got[key], weights[key], atol=1e-4)]
+        failures += [f"{name}: {far} differ"] if far else []
+    return failures

@@ -1,0 +1,245 @@
+"""What PyTorch's own tools do with parameters of which each rank holds a shard.
+
+Problem: such a parameter, and its gradient, are plain tensors, so torch takes a shard for the whole
+parameter. ``clip_grad_norm_`` would scale by another norm on each rank, ``GradScaler`` skip a step
+on some ranks only, ``DistributedDataParallel`` overwrite each shard with rank 0's, and a saved
+state of an optimizer lack the other ranks' shards: all without an error.
+
+Algorithm: `mark` says of a parameter which group holds its shards. Then
+
+- its gradient becomes a `ShardGradient` when the backward has accumulated it. Norms of it, and the
+  search for infinities, take in the shards of all ranks. All else treats it as a plain tensor.
+- a module that wraps it (DDP, FSDP, PEFT) is checked when torch registers the wrapped module in it.
+- an optimizer that updates it is prepared by a hook at its first step. From then on its state dict
+  has `ShardTensor` values, and it loads these or unsharded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from tpkernels import groups
+from tpkernels.ops.all_gather import all_gather
+from tpkernels.ops.all_reduce import all_reduce
+
+_MARK = "_tpkernels_mark"  # attribute of a marked parameter
+_UPDATES_SHARDS = "_tpkernels_updates_shards"  # attribute of an optimizer that has made a step
+#: Optimizers whose step computes with the whole weight, or with all weights at once.
+_NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon"}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What is known of a parameter of which this rank holds a shard."""
+
+    group: str  #: whose ranks hold the shards
+    to_state: Callable[[torch.Tensor], torch.Tensor]  #: wraps a shard for a state dict
+    from_state: Callable[[torch.Tensor], torch.Tensor]  #: unwraps it, or takes it from a whole one
+
+
+def mark(parameter: nn.Parameter, shard: Mark) -> None:
+    """Mark a parameter, which may be marked already."""
+    if hasattr(parameter, _MARK) or not parameter.is_floating_point() or parameter.is_inference():
+        return
+    _install()
+    setattr(parameter, _MARK, shard)
+    needs_gradient = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes no hook of a parameter that is frozen for now
+    parameter.register_post_accumulate_grad_hook(partial(_mark_gradient, shard.group))
+    parameter.requires_grad_(needs_gradient)
+
+
+def _mark_gradient(group: str, parameter: torch.Tensor) -> None:
+    if type(parameter.grad) is torch.Tensor:
+        gradient: Any = parameter.grad
+        gradient.__class__ = ShardGradient
+        gradient.group = group
+
+
+class ShardGradient(torch.Tensor):
+    """The gradient of this rank's shard. ``linalg.vector_norm`` without ``dim``, and what
+    ``clip_grad_norm_`` and ``GradScaler`` call for lists of gradients, are collective."""
+
+    group: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func == torch.linalg.vector_norm and result.dim() == 0:
+                return _norms(args[:1], [result], *args[1:2], **(kwargs or {}))[0]
+            if func == torch._foreach_norm:
+                return _norms(args[0], result, *args[1:2], **(kwargs or {}))
+            if func == torch._amp_foreach_non_finite_check_and_unscale_:
+                found_inf = args[1]
+                for group in _groups_of(args[0]):
+                    found_inf.copy_(all_reduce(found_inf.reshape(1), group).squeeze())
+            return result
+
+
+def _groups_of(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """Return the groups of the gradients that are sharded, in the order of the first of each."""
+    groups_of = (getattr(tensor, "group", None) for tensor in tensors)
+    return list(dict.fromkeys(group for group in groups_of if group is not None))
+
+
+def _norms(
+    gradients: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], ord: float = 2, **_: Any
+) -> list[torch.Tensor]:
+    """Return the norms of unsharded gradients, from those of what this rank has of them."""
+    norms = list(norms)
+    for group in _groups_of(gradients):
+        sharded = [i for i, g in enumerate(gradients) if getattr(g, "group", None) == group]
+        gathered = all_gather(torch.stack([norms[i] for i in sharded])[None], group)
+        for i, norm in zip(sharded, torch.linalg.vector_norm(gathered, ord, 0), strict=True):
+            norms[i] = norm
+    return norms
+
+
+def marked_groups(parameters: Iterable[torch.Tensor]) -> list[str]:
+    """Return the groups that hold the shards of marked parameters."""
+    marks = (getattr(parameter, _MARK, None) for parameter in parameters)
+    return list(dict.fromkeys(shard.group for shard in marks if shard is not None))
+
+
+@cache
+def _install() -> None:
+    register_module_module_registration_hook(_check_wrapper)
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raise if a module that now gets ``module`` as its child would treat shards as whole."""
+    if module is None:
+        return
+    kind = type(wrapper)
+    process_group = wrapper.__dict__.get("process_group")  # of DDP and FSDP
+    if isinstance(process_group, dist.ProcessGroup):
+        _check_apart(kind.__name__, process_group, module.parameters())
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            wrapper.register_forward_pre_hook(_refuse_bucket_views)
+    elif (
+        kind.__module__.startswith("peft.")
+        and name in ("model", "base_model")
+        and marked_groups(module.parameters())
+    ):
+        raise NotImplementedError(
+            f"{kind.__name__} of PEFT cannot adapt a model that is sharded by tpkernels: adapters "
+            "would have to be split like the layers. Train them on the unsharded model, merge them "
+            "(merge_and_unload) and then call tpkernels.parallelize"
+        )
+
+
+def _check_apart(
+    tool: str, process_group: dist.ProcessGroup, parameters: Iterable[torch.Tensor]
+) -> None:
+    """Raise ValueError if two ranks of a process group hold different shards of a parameter."""
+    synced = dist.get_process_group_ranks(process_group)
+    for group in marked_groups(parameters):
+        ranks = dist.get_process_group_ranks(groups.get(group).pg)
+        both = sorted({*synced} & {*ranks})
+        if len(both) > 1:
+            raise ValueError(
+                f"{tool} would treat the parameters of ranks {both} as copies, but they are shards "
+                f"of one model; ranks {ranks} all need the same batch and no {tool}. For data "
+                'parallelism, make a mesh of two dims, parallelize over mesh["tp"] and pass '
+                'process_group=mesh["dp"].get_group(). Accelerate and Trainer: on CPUs, start the '
+                "ranks with tpkernels.spmd; on GPUs, pass Accelerator(parallelism_config="
+                f"ParallelismConfig(tp_size={len(ranks)}))"
+            )
+
+
+def _refuse_bucket_views(wrapper: Any, args: Any) -> None:
+    if wrapper.gradient_as_bucket_view and marked_groups(wrapper.module.parameters()):
+        raise NotImplementedError(
+            "gradient_as_bucket_view=True replaces the gradients of shards by plain tensors, whose "
+            "norms would differ from rank to rank; leave it out"
+        )
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    """Before a step of any optimizer: prepare it, if it is the first. The step itself, which may be
+    compiled, gets plain tensors for gradients."""
+    if _UPDATES_SHARDS not in optimizer.__dict__:
+        setattr(optimizer, _UPDATES_SHARDS, _prepare(optimizer))
+    for parameter in _sharded_parameters(optimizer):
+        if isinstance(parameter.grad, ShardGradient):
+            parameter.grad.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    for parameter in _sharded_parameters(optimizer):
+        _mark_gradient(getattr(parameter, _MARK).group, parameter)
+
+
+def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    if not getattr(optimizer, _UPDATES_SHARDS, False):
+        return []
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [parameter for parameter in parameters if hasattr(parameter, _MARK)]
+
+
+def _prepare(optimizer: Any) -> bool:
+    """Check an optimizer, and add what its state dict needs. Return whether it updates shards."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not marked_groups(parameters):
+        return False
+    kind = type(optimizer).__name__
+    if isinstance(getattr(optimizer, "process_group", None), dist.ProcessGroup):
+        _check_apart(kind, optimizer.process_group, parameters)
+    if kind in _NOT_ELEMENTWISE:
+        raise NotImplementedError(
+            f"{kind} computes with whole weights, and each rank has a shard; use an optimizer that "
+            "updates each element by itself, such as AdamW"
+        )
+    _take_shards(optimizer)
+    optimizer.register_load_state_dict_post_hook(_take_shards)
+    optimizer.register_state_dict_post_hook(_shard_states)
+    return True
+
+
+def _take_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Replace what a state dict had for marked parameters by this rank's shards."""
+    for parameter, state in optimizer.state.items():
+        shard: Mark | None = getattr(parameter, _MARK, None)
+        if shard is None:
+            continue
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+                state[key] = shard.from_state(value)
+
+
+def _shard_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Replace the states of marked parameters in a state dict by `ShardTensor`."""
+    states = state_dict["state"]
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], saved["params"], strict=True):
+            shard: Mark | None = getattr(parameter, _MARK, None)
+            if shard is None or index not in states:
+                continue
+            states[index] = state = dict(states[index])
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                    continue
+                if value.shape != parameter.shape:
+                    raise NotImplementedError(
+                        f"{key} of {type(optimizer).__name__} has shape {list(value.shape)} for a "
+                        f"shard of {list(parameter.shape)}, so it cannot be put together with the "
+                        "other ranks' in a state dict"
+                    )
+                state[key] = shard.to_state(value)
