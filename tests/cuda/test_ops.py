@@ -380,6 +380,10 @@ def on_gpus(*gpus: Gpu) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(Gpu, "of", lambda _: gpus[dist.get_rank()])
 
 
+def without_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gpu_memory, "DeviceWorkspace", NoMemory.empty)
+
+
 def with_memory(memory: type[SharedMemory]) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(gpu_memory, "symmetric", memory)
 
@@ -407,6 +411,7 @@ LACKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], object], str]] = {
         with_memory(NoPointers),
         "rank 1 cannot address the other ranks' memory: torch's",
     ),
+    "state": ("fused", without_state, "rank 1 cannot allocate what belongs to a workspace"),
     "alignment": ("fused", with_memory(Misaligned), "not all are multiples of 256"),
     "same GPU": ("fused", on_gpus(Gpu(OTHER), Gpu(OTHER)), f"rank 0 has cpu, rank 1 {OTHER}"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -413,6 +415,8 @@ def test_ctrl_c_does_not_interrupt_the_imports_of_the_fork_server() -> None:
     bit = 1 << signal.SIGINT - 1
     with Ranks(1) as ranks:
         [blocked] = ranks.run(blocked_signals, "self")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as others:
+        blocked |= others.submit(blocked_signals, "self").result()
     server = forkserver._forkserver._forkserver_pid
     assert blocked_signals(server) & bit and not blocked & bit
     assert not blocked_signals("self") & bit

@@ -4,6 +4,7 @@ refuse."""
 from __future__ import annotations
 
 import copy
+import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,77 @@ def test_a_step_is_skipped_on_all_ranks() -> list[str]:
     if not all(map(torch.equal, before, model.parameters())):
         failures.append("the step was not skipped")
     return failures
+
+
+@on_ranks(2)
+def test_fused_optimizers_skip_a_step_of_which_both_ranks_have_infinities() -> list[str]:
+    layer = tnn.ColumnParallelLinear(4, 4, dist.group.WORLD, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = torch.optim.Adam(layer.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(layer(torch.full((2, 4), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+    skipped = torch.equal(before, layer.weight)
+    return [] if skipped else [f"{layer.weight}"]
+
+
+class Block(nn.Module):
+    """A user's module, with an attribute named as one of torch's wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process_group = dist.group.WORLD
+        self.up = tnn.ColumnParallelLinear(4, 6, self.process_group)
+
+
+@on_ranks(2)
+def test_copies_by_pickle_are_marked_again() -> list[str]:
+    def norm_of(layer: nn.Module) -> torch.Tensor:
+        layer.zero_grad()
+        layer(torch.ones(2, 4)).sum().backward()
+        return get_total_norm([p.grad for p in layer.parameters()])
+
+    layer = Block().up
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    failures = [] if torch.equal(norm_of(again), norm_of(layer)) else ["another norm"]
+    plain = copy.deepcopy(layer.weight.grad)
+    failures += [] if type(plain) is torch.Tensor else [f"{type(plain)}"]
+    for kept in (list(layer.parameters()), layer.weight.grad):
+        file = io.BytesIO()
+        torch.save(kept, file)
+        file.seek(0)
+        torch.load(file)  # of weights only
+    return failures
+
+
+@on_ranks(2)
+def test_states_load_where_one_rank_has_all_of_a_parameter() -> list[str]:
+    layer = tnn.ColumnParallelLinear(4, 1, dist.group.WORLD, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    for _ in range(2):
+        layer(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return []
+
+
+@on_ranks(4)
+def test_zero_sends_states_over_another_dim() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layer = tnn.ColumnParallelLinear(4, 6, mesh["tp"])
+    group = mesh["dp"].get_group()
+    optimizer = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.Adam, process_group=group)
+    layer(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    if group.rank() != 0:
+        return []
+    states = optimizer.state_dict()["state"]
+    kinds = {type(value) for state in states.values() for value in state.values()}
+    return [] if kinds == {torch.Tensor} else [str(kinds)]
 
 
 @on_ranks(2)

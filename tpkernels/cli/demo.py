@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -53,7 +55,8 @@ _LARGEST_HEAD = 128
 _DECODE_TOKENS = 8
 _OPS = 4  # in the layer
 _SECONDS_PER_OP = 3.0  # spent on timing
-_BUSY = 0.5  # processes that run or want to, on average, from which times are disturbed
+_BUSY = 0.5  # cores at work, from which times are disturbed
+_LOOK_SECONDS = 0.2
 _LEGEND = (
     "error/bound: the maximum over all elements; at most 1 is right. ms: the slowest rank's "
     "median, interleaved.\n"
@@ -95,11 +98,11 @@ def demo(
         if session.leader:
             of_ranks = counted(world, "rank")
             out.print(f"Layer of width {hidden}, MLP {ffn}, {m} tokens, {dtype}, {of_ranks}")
-            busy = os.getloadavg()[0]
+            busy = _busy_cores()
             if busy >= _BUSY:
                 out.print(
-                    f"Other work has kept {busy:.1f} of this machine's cores busy for the last "
-                    "minute: the times below are not the machine's, and neither are their ratios."
+                    f"Other work keeps {busy:.1f} of this machine's cores busy: the times below "
+                    "are not the machine's, and neither are their ratios."
                 )
         with out.status("verifying and timing"):
             ranks = session.run(run_layer, m, hidden, ffn, of, repeat)
@@ -111,6 +114,21 @@ def demo(
             _show([calls for calls, _ in ranks], verdict, wrong, native(of), out)
     if wrong:
         raise typer.Exit(1)
+
+
+def _busy_cores() -> float:
+    """Return how many cores are at work for others, for a moment in which this process sleeps."""
+
+    def ticks() -> tuple[int, int]:
+        first = Path("/proc/stat").read_text().splitlines()[0]
+        user, nice, system, idle, waiting, *rest = map(int, first.split()[1:9])
+        return user + nice + system + sum(rest), idle + waiting
+
+    busy, idle = ticks()
+    time.sleep(_LOOK_SECONDS)
+    busy_then, idle_then = ticks()
+    busy, idle = busy_then - busy, idle_then - idle
+    return busy / max(1, busy + idle) * (os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)

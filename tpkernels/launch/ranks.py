@@ -593,14 +593,16 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
     # pool that has started. Ranks raise the number through torch.set_num_threads.
     saved = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ[worker.SERVER_VARIABLE] = ""
     # A Ctrl-C is for this process alone. The server ignores it only once it has imported, so it
-    # inherits a mask, which its ranks lift.
+    # inherits a mask, which its children lift.
     resource_tracker.ensure_running()  # or the server starts it, and that lifts the mask
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        os.environ.pop(worker.SERVER_VARIABLE)
         os.environ.pop("OMP_NUM_THREADS")
         if saved is not None:
             os.environ["OMP_NUM_THREADS"] = saved

@@ -44,6 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
 from tpkernels.errors import (
+    HARMLESS,
     CaptureError,
     CollectiveMismatchError,
     ProductMismatchError,
@@ -140,12 +141,15 @@ class Agreement:
     @contextlib.contextmanager
     def break_on_error(self) -> Iterator[None]:
         """Mark all groups of the mesh broken if the block raises, because this rank takes no
-        further part in the product; not for `CaptureError`, before which nothing was queued."""
+        further part in the product; not for `CaptureError`, before which nothing was queued, nor
+        for what all ranks of a mesh's one group raise."""
         try:
             yield
         except CaptureError:
             raise
         except BaseException as error:
+            if isinstance(error, HARMLESS) and len(list(self._groups())) == 1:
+                raise
             # The peer is a rank of one group only.
             without_peer = type(error)(str(error)) if isinstance(error, TpkernelsError) else error
             for group in self._groups():

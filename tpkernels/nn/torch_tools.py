@@ -16,6 +16,8 @@ Algorithm: `mark` says of a parameter which group holds its shards. Then
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -35,7 +37,9 @@ from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 
 _MARK = "_tpkernels_mark"  # attribute of a marked parameter
-_UPDATES_SHARDS = "_tpkernels_updates_shards"  # attribute of an optimizer that has made a step
+# Attribute of an optimizer that has made a step: whether it updates shards; None: another one does
+# that by this one.
+_UPDATES_SHARDS = "_tpkernels_updates_shards"
 #: Optimizers whose step computes with the whole weight, or with all weights at once.
 _NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon"}
 
@@ -48,10 +52,20 @@ class Mark:
     to_state: Callable[[torch.Tensor], torch.Tensor]  #: wraps a shard for a state dict
     from_state: Callable[[torch.Tensor], torch.Tensor]  #: unwraps it, or takes it from a whole one
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be pickled as an empty dict, which is no mark: the hook is not pickled either. It is of a
+        class that loads of weights only take."""
+        return OrderedDict, ()
+
+
+def _mark_of(parameter: Any) -> Mark | None:
+    found = getattr(parameter, _MARK, None)
+    return found if isinstance(found, Mark) else None
+
 
 def mark(parameter: nn.Parameter, shard: Mark) -> None:
     """Mark a parameter, which may be marked already."""
-    if hasattr(parameter, _MARK) or not parameter.is_floating_point() or parameter.is_inference():
+    if _mark_of(parameter) or not parameter.is_floating_point() or parameter.is_inference():
         return
     _install()
     setattr(parameter, _MARK, shard)
@@ -74,20 +88,29 @@ class ShardGradient(torch.Tensor):
 
     group: str
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            if func == torch.linalg.vector_norm and result.dim() == 0:
+            of_all = len(args) < 3 and (kwargs or {}).get("dim") is None
+            if func == torch.linalg.vector_norm and of_all:
                 return _norms(args[:1], [result], *args[1:2], **(kwargs or {}))[0]
             if func == torch._foreach_norm:
                 return _norms(args[0], result, *args[1:2], **(kwargs or {}))
             if func == torch._amp_foreach_non_finite_check_and_unscale_:
-                found_inf = args[1]
+                found_inf = args[1]  # 0 or 1: fused optimizers count with it
                 for group in _groups_of(args[0]):
-                    found_inf.copy_(all_reduce(found_inf.reshape(1), group).squeeze())
+                    found_inf.copy_(all_reduce(found_inf.reshape(1), group).squeeze() > 0)
             return result
 
 
@@ -112,7 +135,7 @@ def _norms(
 
 def marked_groups(parameters: Iterable[torch.Tensor]) -> list[str]:
     """Return the groups that hold the shards of marked parameters."""
-    marks = (getattr(parameter, _MARK, None) for parameter in parameters)
+    marks = map(_mark_of, parameters)
     return list(dict.fromkeys(shard.group for shard in marks if shard is not None))
 
 
@@ -129,7 +152,9 @@ def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> N
         return
     kind = type(wrapper)
     process_group = wrapper.__dict__.get("process_group")  # of DDP and FSDP
-    if isinstance(process_group, dist.ProcessGroup):
+    of_torch = kind.__module__.startswith("torch.")
+    of_torch = of_torch or isinstance(wrapper, nn.parallel.DistributedDataParallel)
+    if of_torch and isinstance(process_group, dist.ProcessGroup):
         _check_apart(kind.__name__, process_group, module.parameters())
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
             wrapper.register_forward_pre_hook(_refuse_bucket_views)
@@ -175,7 +200,7 @@ def _refuse_bucket_views(wrapper: Any, args: Any) -> None:
 def _before_step(optimizer: Any, *_: Any) -> None:
     """Before a step of any optimizer: prepare it, if it is the first. The step itself, which may be
     compiled, gets plain tensors for gradients."""
-    if _UPDATES_SHARDS not in optimizer.__dict__:
+    if optimizer.__dict__.get(_UPDATES_SHARDS, False) is False:
         setattr(optimizer, _UPDATES_SHARDS, _prepare(optimizer))
     for parameter in _sharded_parameters(optimizer):
         if isinstance(parameter.grad, ShardGradient):
@@ -184,14 +209,16 @@ def _before_step(optimizer: Any, *_: Any) -> None:
 
 def _after_step(optimizer: Any, *_: Any) -> None:
     for parameter in _sharded_parameters(optimizer):
-        _mark_gradient(getattr(parameter, _MARK).group, parameter)
+        shard = _mark_of(parameter)
+        assert shard is not None  # it is sharded
+        _mark_gradient(shard.group, parameter)
 
 
 def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     if not getattr(optimizer, _UPDATES_SHARDS, False):
         return []
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return [parameter for parameter in parameters if hasattr(parameter, _MARK)]
+    return [parameter for parameter in parameters if _mark_of(parameter) is not None]
 
 
 def _prepare(optimizer: Any) -> bool:
@@ -202,6 +229,8 @@ def _prepare(optimizer: Any) -> bool:
     kind = type(optimizer).__name__
     if isinstance(getattr(optimizer, "process_group", None), dist.ProcessGroup):
         _check_apart(kind, optimizer.process_group, parameters)
+        # ZeRO sends the state of the optimizer within it to one rank, as plain tensors.
+        setattr(optimizer.optim, _UPDATES_SHARDS, None)
     if kind in _NOT_ELEMENTWISE:
         raise NotImplementedError(
             f"{kind} computes with whole weights, and each rank has a shard; use an optimizer that "
@@ -216,12 +245,13 @@ def _prepare(optimizer: Any) -> bool:
 def _take_shards(optimizer: torch.optim.Optimizer) -> None:
     """Replace what a state dict had for marked parameters by this rank's shards."""
     for parameter, state in optimizer.state.items():
-        shard: Mark | None = getattr(parameter, _MARK, None)
+        shard = _mark_of(parameter)
         if shard is None:
             continue
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
-                state[key] = shard.from_state(value)
+            if isinstance(value, torch.Tensor) and value.dim():
+                whole = type(value) is torch.Tensor and value.shape == parameter.shape
+                state[key] = value if whole else shard.from_state(value)
 
 
 def _shard_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -229,7 +259,7 @@ def _shard_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
     states = state_dict["state"]
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for parameter, index in zip(group["params"], saved["params"], strict=True):
-            shard: Mark | None = getattr(parameter, _MARK, None)
+            shard = _mark_of(parameter)
             if shard is None or index not in states:
                 continue
             states[index] = state = dict(states[index])

@@ -82,12 +82,13 @@ def _gpus() -> str:
     except (AttributeError, ImportError, RuntimeError):  # torch built without it
         nccl = "none"
     gpus = [nvml.uuid_of(number) for number in range(torch.cuda.device_count())]
+    driver = "unknown"
     try:
         driver = nvml.driver_version()
         pairs = sum(len(nvml.unlinked(gpu, gpus[i + 1 :])) for i, gpu in enumerate(gpus))
         links = f"{pairs} pairs of {len(gpus)} without NVLink"
     except nvml.ERRORS as error:
-        driver, links = "unknown", f"{len(gpus)}, links unknown: {type(error).__name__}"
+        links = f"{len(gpus)}, links unknown: {type(error).__name__}"
     return f"{links}; driver {driver}, NCCL {nccl}"
 
 

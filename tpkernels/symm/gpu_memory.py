@@ -64,8 +64,8 @@ class Gpu(NamedTuple):
 def make_symmetric(
     participant: Participant, nbytes: int, device: torch.device, reason: str | None = None
 ) -> Symmetric:
-    """Allocate memory that the GPUs of all ranks address. Collective; waits for none of the
-    caller's streams, where a receive may wait for what a peer sends later.
+    """Allocate memory that the GPUs of all ranks address. Collective; waits for the device's
+    default stream alone: on others a receive may wait for what a peer sends later.
     ``reason``: why this rank cannot take part, if that is known already.
 
     Raises:
@@ -145,11 +145,18 @@ def make_workspace(
     device: torch.device,
     reason: str | None = None,
 ) -> DeviceWorkspace:
-    """Return a workspace of a group's kernels on GPUs, in memory from `make_symmetric`."""
+    """Return a workspace of a group's kernels on GPUs, in memory from `make_symmetric`; raise what
+    that does."""
     rank, nbytes = participant.rank, region_bytes(participant.world, words, buffer_bytes)
     made = make_symmetric(participant, nbytes, device, reason)
-    limits = words, buffer_bytes, participant.timeout
-    return DeviceWorkspace(made.addresses, made.memory, rank, *limits, made.multicast, made)
+    limits, space = (words, buffer_bytes, participant.timeout), None
+    try:
+        space = DeviceWorkspace(made.addresses, made.memory, rank, *limits, made.multicast, made)
+    except RuntimeError as error:
+        reason = f"cannot allocate what belongs to a workspace: {error}"
+    agree_on_gpus(participant, reason)
+    assert space is not None  # otherwise all ranks would have raised
+    return space
 
 
 def agree_on_gpus(participant: Participant, error: str | None, own: Gpu | None = None) -> list[Gpu]:

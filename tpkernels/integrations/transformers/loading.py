@@ -32,7 +32,7 @@ def unusable_model() -> Iterator[None]:
     """Turn what loading raises for a model that cannot be used into a `UsageError`."""
     try:
         yield
-    except (OSError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:
         raise UsageError(str(error)) from error
 
 

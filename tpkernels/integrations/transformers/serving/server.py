@@ -205,7 +205,8 @@ def run_rank(options: Options, shared: socket.socket) -> None:
     error = manager.background_thread_status.fatal_error
     if isinstance(error, MemoryError):
         raise UsageError(
-            f"no memory for {options.cache_tokens} tokens ({error}): pass a smaller --cache-tokens"
+            f"no memory for the generation ({error}); pass less than --cache-tokens "
+            f"{options.cache_tokens}"
         ) from error
     if error is not None:
         raise RuntimeError("the generation failed") from error
