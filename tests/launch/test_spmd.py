@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,12 @@ def test_a_closure_on_a_mesh() -> None:
     assert [coordinate for _, coordinate, _ in results] == [[0, 0], [0, 1], [1, 0], [1, 1]]
     assert results[0][0] == ("x", "y")
     assert [y.tolist() for *_, y in results] == [[33.0] * 2] * 2 + [[165.0] * 2] * 2
+
+
+def test_attributes_with_the_names_of_submodules() -> None:
+    """cloudpickle sends `torch.distributed.config`, which is no plain module."""
+    box = SimpleNamespace(config=7)
+    assert tpkernels.spmd(lambda mesh: box.config + dist.get_rank(), 1) == [7]
 
 
 SCRIPT = """

@@ -11,6 +11,8 @@ The pickled arguments and results stay within the processes of one user on one m
 
 from __future__ import annotations
 
+import importlib
+import io
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -82,8 +84,19 @@ def spmd(
             f"mesh_shape {shape} has {len(shape)} dims, but the names are {names}; pass "
             "mesh_dim_names with a name for each"
         )
+
+    class Pickler(cloudpickle.Pickler):
+        """Sends modules of other types than Python's by name, too, such as torch's configurations.
+        cloudpickle adds those of a package that a function uses, by the attributes in its code."""
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+                return importlib.import_module, (obj.__name__,)
+            return super().reducer_override(obj)
+
+    file = io.BytesIO()
     try:
-        job = cloudpickle.dumps((fn, args, kwargs))
+        Pickler(file).dump((fn, args, kwargs))
     except Exception as error:  # pickle, and what it calls, raise several kinds
         raise TypeError(
             f"{fn!r} and its arguments cannot be copied to the ranks: {error}; make what cannot be "
@@ -97,7 +110,7 @@ def spmd(
     finally:
         sys.modules["__main__"] = main
     with ranks:
-        results = ranks.run(_call, job, device, shape, names, timeout=timeout)
+        results = ranks.run(_call, file.getvalue(), device, shape, names, timeout=timeout)
     return [cloudpickle.loads(result) for result in results]
 
 
