@@ -9,9 +9,9 @@
     thread         one process with one thread
     transformers   ranks, split by transformers itself (``tp_plan="auto"``, over gloo)
     ranks          ranks, split by `tpkernels.from_pretrained`
-    packed         the same with packed weights, beside the plain ones
+    packed         the same with packed weights
     prefill        as `ranks`, and rows are split in prompts (``sequence_parallel="prefill"``)
-    both           packed weights, beside the plain ones, and rows split in prompts
+    both           packed weights, and rows split in prompts
 
 All stay up, and take turns. Random weights, bf16, greedy. Prints medians: the prefill of 512 tokens
 and, at each batch size, decoding by `generate`, its short prompt included; with --compile, forwards

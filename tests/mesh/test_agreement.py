@@ -3,6 +3,7 @@ that all know, while they wait."""
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tests.support import meshes
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, Placements, R, draw, error_of, make_mesh
 from tests.support.ranked import TIMEOUT, apart, messages_of
+from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.groups.group import Group
 from tpkernels.mesh import agreement
 
@@ -183,6 +185,29 @@ def test_a_rank_without_memory_is_not_waited_for(ranks: RanksFixture) -> None:
     assert failed == "MemoryError: none left"
     assert re.match(r"PeerLostError: .*rank 1", waiting), waiting
     assert seconds < AT_ONCE
+
+
+def no_workspace_job(shape: tuple[int, ...]) -> tuple[str, str]:
+    """What a product raises whose workspace cannot grow, as all ranks of a group find, and then the
+    same one with memory."""
+    mesh, whole = make_mesh(shape), (R,) * (len(shape) - 1)
+    fails = mock.patch.object(torch, "matmul", side_effect=WorkspaceMemoryError("none left"))
+    strategy = ",".join(["M", *["none"] * len(whole)])
+
+    def message() -> str:
+        return messages_of([lambda: multiply(mesh, (S0, *whole), (R, *whole), strategy)])[0]
+
+    with fails:
+        first = message()
+    return first, message()
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_a_workspace_without_memory(ranks: RanksFixture, shape: tuple[int, ...]) -> None:
+    """The other groups of a mesh know nothing of it, so they break."""
+    for first, again in ranks(math.prod(shape)).run(no_workspace_job, shape):
+        assert first == "WorkspaceMemoryError: none left"
+        assert again.startswith("GroupBrokenError" if len(shape) > 1 else "nothing"), again
 
 
 def known_and_new_job() -> tuple[list[str], float]:
