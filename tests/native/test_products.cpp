@@ -98,6 +98,23 @@ void check_result(const VectorUnit& unit, Form form, DType dtype, const Extents&
   }
 }
 
+// x and out without gaps; out in fp32.
+Product product_of(const Extents& size, std::size_t element, const AtTheEnd& x, const AtTheEnd& w,
+                   std::size_t w_pitch, const AtTheEnd& out) {
+  Product product;
+  product.rows = size.rows;
+  product.k = size.k;
+  product.x = x.data();
+  product.x_pitch = size.k * element;
+  product.w = w.data();
+  product.w_pitch = w_pitch;
+  product.columns = size.columns;
+  product.out = out.data();
+  product.out_pitch = size.columns * sizeof(float);
+  product.out_dtype = DType::kF32;
+  return product;
+}
+
 void check_product(const VectorUnit& unit, Multiply multiply, Form form, DType dtype,
                    const Extents& size, std::size_t at_a_time) {
   const std::size_t element = size_of(dtype);
@@ -113,17 +130,7 @@ void check_product(const VectorUnit& unit, Multiply multiply, Form form, DType d
       put(w.data() + place(form, dtype, size, k, n), dtype, value(n + 3, k));
     }
   }
-  Product product;
-  product.rows = size.rows;
-  product.k = size.k;
-  product.x = x.data();
-  product.x_pitch = size.k * element;
-  product.w = w.data();
-  product.w_pitch = pitch(form, dtype, size);
-  product.columns = size.columns;
-  product.out = out.data();
-  product.out_pitch = size.columns * sizeof(float);
-  product.out_dtype = DType::kF32;
+  const Product product = product_of(size, element, x, w, pitch(form, dtype, size), out);
   const auto run = [&](const Product& some) {
     for (std::size_t begin = 0; begin < size.columns; begin += at_a_time) {
       multiply(some, begin, std::min(begin + at_a_time, size.columns));
@@ -162,17 +169,8 @@ std::vector<std::byte> int8_product(const VectorUnit& unit, DType dtype, const E
       }
     }
   }
-  Product product;
-  product.rows = size.rows;
-  product.k = size.k;
-  product.x = x.data();
-  product.x_pitch = size.k * element;
-  product.w = w.data();
-  product.w_pitch = Product::kPanel * groups * (group + 4);
-  product.columns = size.columns;
-  product.out = out.data();
-  product.out_pitch = size.columns * sizeof(float);
-  product.out_dtype = DType::kF32;
+  const std::size_t w_pitch = Product::kPanel * groups * (group + 4);
+  Product product = product_of(size, element, x, w, w_pitch, out);
   product.group = group;
   unit.int8[static_cast<int>(dtype)](product, 0, size.columns);
   return {out.data(), out.data() + size.rows * product.out_pitch};

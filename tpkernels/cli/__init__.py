@@ -102,7 +102,7 @@ def _print_version(asked: bool) -> None:
 def _take_options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Take what precedes a command."""

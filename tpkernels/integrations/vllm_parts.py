@@ -134,7 +134,7 @@ def replace_row_parallel() -> None:
 
 def packed_linear(w: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Return what vLLM calls with rows, its weight and a bias, on CPUs: it multiplies by a packed
-    copy of w [K, N] in place of that weight. None: there is none of this w."""
+    copy of w [K, N] in place of that weight. None: w cannot be packed."""
     try:
         packed_w = tpkernels.pack(w)
     except (ValueError, RuntimeError) as error:  # NotImplementedError among them

@@ -139,7 +139,7 @@ class ParallelLinear(ShardedModule):
         self._packed, self._asked_dtype = packed, dtype
 
     def _fits(self, dtype: torch.dtype | None) -> bool:
-        """Return whether the weight's K allows to pack it in ``dtype``."""
+        """Return whether the weight's K allows packing it in ``dtype``."""
         weight = self.weight
         return dtype != torch.int8 or rows_of(weight if is_packed(weight) else weight.t()) % 4 == 0
 

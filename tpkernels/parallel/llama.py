@@ -209,7 +209,6 @@ def gather_recorded(
 ) -> tuple[Any, ...] | None:
     """Forward hook of the base model: gather the hidden states and attention weights that it was
     asked to return, of which each rank has its rows and its heads."""
-
     last, sizes = output[0], None if rows is None else rows.sizes
 
     def gather(values: Any) -> Any:

@@ -23,7 +23,8 @@ class Machine:
     """A device and a topology, as rank 0 of a group sees them.
 
     ``cores`` is the number of cores rank 0 may use, ``threads`` its intra-op threads, ``hosts`` the
-    number of distinct host names. Times on GPUs depend on none of the host's, and on ``gpus``.
+    number of distinct host names. Those of GPUs have ``gpus`` instead of cores and threads, on
+    which their times do not depend.
     """
 
     kind: str  #: "cpu" or "cuda"
