@@ -82,7 +82,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     ].unlink(),
     "ValueError: .*is damaged or truncated": truncate,
     r"NotImplementedError: .*\(model_type 'gemma'\) is not supported without": (
-        configure(model_type="gemma")
+        configure(model_type="gpt2")
     ),
     "ValueError: .*mystery": configure(model_type="mystery"),
     r"ValueError: .*shape \[22, 36\], but config.json makes it \[24, 36\]": (

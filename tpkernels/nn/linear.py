@@ -61,7 +61,7 @@ class ParallelLinear(ShardedModule):
         in_features: int,
         out_features: int,
         group: GroupLike,
-        sizes: Sequence[int] | None,
+        sizes: Sequence[int] | Split | None,
         *,
         bias: bool = True,
         **options: Unpack[LayerOptions],
@@ -247,7 +247,7 @@ class ColumnParallelLinear(ParallelLinear):
         *,
         bias: bool = True,
         gather_output: bool = False,
-        out_sizes: Sequence[int] | None = None,
+        out_sizes: Sequence[int] | Split | None = None,
         stand_in: int = 0,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -501,8 +501,17 @@ class Heads:
         """Return how a projection in `QKV` is split, as options of `ColumnParallelLinear`. A rank
         without heads returns zeros of one key-value group."""
         width = self.head_dim * (self.heads // self.kv_heads if name == "q_proj" else 1)
-        groups_by_rank = balanced_sizes(self.kv_heads, self.world)
-        return {"out_sizes": [count * width for count in groups_by_rank], "stand_in": width}
+        return {"out_sizes": [count * width for count in self.groups_by_rank], "stand_in": width}
+
+    @property
+    def groups_by_rank(self) -> list[int]:
+        """Return the key-value groups of each rank."""
+        return balanced_sizes(self.kv_heads, self.world)
+
+    @property
+    def query_heads(self) -> list[int]:
+        """Return the query heads of each rank."""
+        return [count * (self.heads // self.kv_heads) for count in self.groups_by_rank]
 
 
 class QKVParallelLinear(_SharedInputLinears):

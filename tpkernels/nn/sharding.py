@@ -8,8 +8,9 @@ or unsharded tensors, of which each rank keeps its shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 import torch
@@ -68,13 +69,17 @@ class Split:
     dim: int
     sizes: tuple[int, ...]
     rank: int
+    #: (begin, size) of the ranges that make up each rank's shard, if it is not a single one
+    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     @classmethod
     def of(
-        cls, dim: int, total: int, group: str, what: str, sizes: Sequence[int] | None = None
+        cls, dim: int, total: int, group: str, what: str, sizes: Sequence[int] | Split | None = None
     ) -> Split:
         """Split ``total`` entries of ``what`` over a group: into ``sizes``, by default balanced.
         Raise ValueError if the sizes do not fit."""
+        if isinstance(sizes, Split):
+            return sizes
         rank, world = position(group)
         if sizes is None:
             return cls(dim, tuple(shard_sizes(total, world)), rank)
@@ -82,6 +87,16 @@ class Split:
         if sum(checked) != total:
             raise ValueError(f"the split {list(checked)} of {what} does not add up to {total}")
         return cls(dim, checked, rank)
+
+    @classmethod
+    def packed(cls, dim: int, parts: Sequence[Sequence[int]], rank: int) -> Split:
+        """Split a dim of which one part follows another: rank r has ``part[r]`` entries of each."""
+        ranges = []
+        for r in range(len(parts[0])):
+            begins = accumulate(map(sum, parts), initial=0)
+            pairs = zip(begins, parts, strict=False)
+            ranges.append(tuple((begin + sum(part[:r]), part[r]) for begin, part in pairs))
+        return cls(dim, tuple(map(sum, zip(*parts, strict=True))), rank, tuple(ranges))
 
     @property
     def offset(self) -> int:
@@ -99,8 +114,29 @@ class Split:
         return sum(self.sizes)
 
     def shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of an unsharded tensor, as a view."""
-        return full.narrow(self.dim, self.offset, self.size)
+        """Return this rank's shard of an unsharded tensor, as a view if it is one range."""
+        if self.ranges is None:
+            return full.narrow(self.dim, self.offset, self.size)
+        return torch.cat(
+            [full.narrow(self.dim, *each) for each in self.ranges[self.rank]], self.dim
+        )
+
+    def chunks(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Return the ranges of this rank's shard ``local``, as views, with where they begin."""
+        if self.ranges is None:
+            return [(self.offset, local)]
+        begins, sizes = zip(*self.ranges[self.rank], strict=True)
+        return list(zip(begins, local.split(sizes, self.dim), strict=True))
+
+    def unsharded(self, shards: torch.Tensor) -> torch.Tensor:
+        """Return the unsharded tensor, given the concatenated shards of all ranks."""
+        if self.ranges is None:
+            return shards
+        full = torch.empty_like(shards)
+        for rank, shard in enumerate(shards.split(self.sizes, self.dim)):
+            for begin, chunk in replace(self, rank=rank).chunks(shard):
+                full.narrow(self.dim, begin, chunk.shape[self.dim]).copy_(chunk)
+        return full
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of this rank's shard, given that of a tensor or of any shard."""
@@ -134,7 +170,8 @@ class ShardTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Gather the unsharded tensor on every rank. Collective: all ranks call it."""
         split = self.placement
-        return all_gather(self.local, self.group, split.dim, shard_sizes=split.sizes)
+        shards = all_gather(self.local, self.group, split.dim, shard_sizes=split.sizes)
+        return split.unsharded(shards)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -197,14 +234,17 @@ class ShardTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        if self.local.numel() == 0:
-            return []
-        offsets = [0] * self.dim()
-        offsets[self.placement.dim] = self.placement.offset
-        return [ChunkStorageMetadata(torch.Size(offsets), self.local.size())]
+        dim, chunks = self.placement.dim, []
+        for begin, chunk in self.placement.chunks(self.local):
+            offsets = [0] * self.dim()
+            offsets[dim] = begin
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.size()))
+        return chunks if self.local.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.local
+        chunks = self.placement.chunks(self.local)
+        begin = chunks[0][0] if index.offset is None else index.offset[self.placement.dim]
+        return dict(chunks)[begin]
 
 
 class SequenceOptions(TypedDict, total=False):

@@ -33,7 +33,7 @@ torch.compile traces into one graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -89,6 +89,12 @@ class Rows:
     norm: RMSNorm | None = None  #: of the block after it
     sum: torch.Tensor | None = None  #: the last such sum
     normed: torch.Tensor | None = None  #: that sum, normalised
+
+    @classmethod
+    def of(cls, group: str, when: SequenceParallel) -> Rows:
+        """Make those of a model on the ranks of a group."""
+        _, world = position(group)
+        return cls(world, PROMPT_ROWS * world if when == "prefill" else 1)
 
     def split(self, tokens: int) -> None:
         """Begin a sequence of this many tokens."""
@@ -197,33 +203,41 @@ def split_rows(group: str, rows: Rows, module: nn.Module, args: Any) -> Any:
     return (split_over_ranks(x, group, SEQUENCE_DIM, rows.sizes), *others)
 
 
-def gather_rows(group: str, rows: Rows, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
-    """Forward hook of the last norm: all ranks get all rows again."""
+def gather_rows(group: str, rows: Rows, module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of the last norm or layer: all ranks get all rows again."""
     if rows.sizes is None:
         return output
+    if isinstance(output, tuple):
+        return (gather_rows(group, rows, module, args, output[0]), *output[1:])
     return gather_from_ranks(output, group, SEQUENCE_DIM, rows.sizes)
 
 
 def gather_recorded(
-    group: str, rows: Rows | None, module: Any, args: Any, output: Any
+    group: str,
+    rows: Rows | None,
+    heads_of_layers: Sequence[list[int] | None],
+    module: Any,
+    args: Any,
+    output: Any,
 ) -> tuple[Any, ...] | None:
     """Forward hook of the base model: gather the hidden states and attention weights that it was
-    asked to return, of which each rank has its rows and its heads."""
+    asked to return, of which each rank has its rows and, where they are split, its heads."""
     last, sizes = output[0], None if rows is None else rows.sizes
+    rank, _ = position(group)
 
     def gather(values: Any) -> Any:
         if not isinstance(values, tuple):
             return values
-        pairs = zip([*module.layers, None], values, strict=False)  # None: of the last hidden state
-        return tuple(gather_one(layer, value) for layer, value in pairs)
+        pairs = zip([*heads_of_layers, None], values, strict=False)  # None: the last hidden state
+        return tuple(gather_one(heads, value) for heads, value in pairs)
 
-    def gather_one(layer: Any, value: torch.Tensor | None) -> torch.Tensor | None:
+    def gather_one(heads: list[int] | None, value: torch.Tensor | None) -> torch.Tensor | None:
         if value is None or value is last:  # not recorded, or whole already
             return value
         if value.dim() == 4:
-            projection, width = layer.self_attn.q_proj, layer.self_attn.head_dim
-            heads = [size // width for size in projection.out_sizes]
-            local = value[:, : heads[projection.rank]].contiguous()
+            if heads is None:
+                return value
+            local = value[:, : heads[rank]].contiguous()
             return gather_from_ranks(local, group, 1, heads)
         return value if sizes is None else gather_from_ranks(value, group, SEQUENCE_DIM, sizes)
 
@@ -314,14 +328,8 @@ def apply(
     head = getattr(model, "lm_head", None)
     if head is not None:
         check_linear(head, "lm_head")
-    for name, module in model.named_modules():
-        if pack and isinstance(module, nn.Linear):
-            check_packable(module.weight, f"{name}.weight")
-            if pack == "int8":
-                check_finite(module.weight, f"{name}.weight")
-
-    fewest = PROMPT_ROWS * world if sequence_parallel == "prefill" else 1
-    rows = Rows(world, fewest) if sequence_parallel and not ffn_only else None
+    check_packing(model, pack)
+    rows = Rows.of(group, sequence_parallel) if sequence_parallel and not ffn_only else None
     for layer, heads in layers:
         _replace_inputs(layer.mlp, {name: {} for name in GATE_UP}, group, rows)
         _replace_linear(layer.mlp, "down_proj", SplitRowsLinear, group, rows)
@@ -336,9 +344,18 @@ def apply(
         for name in LAYER_NORMS if rows is not None else ():
             _replace_norm(layer, name, group, rows)
     if not ffn_only:
-        _replace_ends(model, base, group, rows)
+        _replace_ends(model, base, group, rows, [heads.query_heads for _, heads in layers])
     if pack:
         pack_(model, dtype=packed_dtype(pack))
+
+
+def check_packing(model: nn.Module, pack: Pack) -> None:
+    """Raise if the weights of a model are to be packed and cannot be."""
+    for name, module in model.named_modules():
+        if pack and isinstance(module, nn.Linear):
+            check_packable(module.weight, f"{name}.weight")
+            if pack == "int8":
+                check_finite(module.weight, f"{name}.weight")
 
 
 def _module(parent: nn.Module, name: str, prefix: str) -> nn.Module:
@@ -393,7 +410,9 @@ def _check_layer(layer: nn.Module, prefix: str, head_norms: tuple[str, ...], wor
     return heads
 
 
-def _replace_ends(model: Any, base: Any, group: str, rows: Rows | None) -> None:
+def _replace_ends(
+    model: Any, base: Any, group: str, rows: Rows | None, heads: Sequence[list[int] | None]
+) -> None:
     """Replace what comes before and after the layers."""
     head = getattr(model, "lm_head", None)
     embedding = VocabParallelEmbedding.from_embedding(base.embed_tokens, group)
@@ -402,7 +421,7 @@ def _replace_ends(model: Any, base: Any, group: str, rows: Rows | None) -> None:
         if head.weight is base.embed_tokens.weight:
             model.lm_head.tie(embedding)
     base.embed_tokens = embedding
-    base.register_forward_hook(partial(gather_recorded, group, rows))
+    base.register_forward_hook(partial(gather_recorded, group, rows, heads))
     if rows is not None:
         _replace_norm(base, "norm", group, rows)
         base.layers[0].register_forward_pre_hook(partial(split_rows, group, rows))

@@ -22,7 +22,7 @@ from tpkernels import dtypes, groups
 from tpkernels.local.packed import check_finite, pack_integers
 from tpkernels.nn.linear import ParallelLinear
 from tpkernels.nn.sharding import ShardedModule, Split
-from tpkernels.parallel import llama
+from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
 from tpkernels.parallel.joint_work import joint_work
 from tpkernels.parallel.llama import Pack, SequenceParallel, packed_dtype
@@ -58,7 +58,8 @@ class Slot:
         return module.get_parameter(attribute)
 
     def part(self, rank: int | None = None) -> Box:
-        """Return the part that a rank holds, by default this one; a plan's only of this one."""
+        """Return the part that a rank holds, by default this one; a plan's only of this one. Of a
+        packed weight, it is as large as what the rank holds, and the ranks' are all of it."""
         data: Any = self.parameter.data
         if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -70,8 +71,23 @@ class Slot:
         if self.split is None:
             return Box.full(self.shape)
         split = self.split if rank is None else replace(self.split, rank=rank)
-        begin = [split.offset if dim == split.dim else 0 for dim in range(len(self.shape))]
-        return Box(tuple(begin), split.local_shape(self.shape))
+        return self._box(split.offset, split.size)
+
+    def ranges(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+        """Return the parts that make up this rank's, and where each is in the ``local`` tensor."""
+        if self.split is None or self.split.ranges is None:
+            return [(self.part(), local)]
+        dim = self.split.dim
+        return [(self._box(at, part.shape[dim]), part) for at, part in self.split.chunks(local)]
+
+    def _box(self, begin: int, size: int) -> Box:
+        assert self.split is not None
+        full, dim = Box.full(self.shape), self.split.dim
+        offsets, shape = (
+            (*values[:dim], value, *values[dim + 1 :])
+            for values, value in ((full.offsets, begin), (full.shape, size))
+        )
+        return Box(offsets, shape)
 
 
 @dataclass(frozen=True)
@@ -86,8 +102,8 @@ class Blueprint:
         """Return a digest that is equal on all ranks if they make the same model."""
         facts = [str(self.model.config)]
         for slot in self.slots:
-            sizes = slot.split and slot.split.sizes
-            facts.append(f"{slot.name} {slot.shape} {slot.parameter.dtype} {sizes}")
+            split = slot.split and (slot.split.sizes, slot.split.ranges)
+            facts.append(f"{slot.name} {slot.shape} {slot.parameter.dtype} {split}")
         return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
@@ -103,7 +119,7 @@ def draw(
     transformers = package("transformers")
     config = checkpoint.config()
     if not any_architecture:
-        llama.head_norms_of(config, str(checkpoint.path))
+        plans.check_has_plan(config, str(checkpoint.path))
     if getattr(config, "quantization_config", None) is not None:
         raise NotImplementedError(
             f"{checkpoint.path} is quantised; a quantised weight cannot be split: load the plain "
@@ -269,6 +285,8 @@ def _packed_integers(slot: Slot, device: torch.device) -> torch.Tensor | None:
     """Return this rank's part packed from the checkpoint's integers, or None if they are not
     readable as such or cannot be packed."""
     part = slot.part()
+    if slot.split is not None and slot.split.ranges is not None:
+        return None
     if device.type != "cpu" or slot.parameter.dtype == torch.float64 or part.size == 0:
         return None
     parts = slot.stored.read_integers(part)
@@ -283,7 +301,8 @@ def _read(slot: Slot, device: torch.device) -> None:
     """Give a parameter memory and read this rank's part into it."""
     empty, part = slot.parameter, slot.part()
     local = torch.empty(part.shape, dtype=empty.dtype, device=device)
-    slot.stored.read(part, local)
+    for box, range_of_local in slot.ranges(local):
+        slot.stored.read(box, range_of_local)
     value = local
     if type(empty.data) is not torch.Tensor:
         from torch.distributed.tensor import DTensor

@@ -24,7 +24,7 @@ from torch import nn
 
 from tpkernels import dtypes
 from tpkernels.nn.sharding import planned
-from tpkernels.parallel import llama
+from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, open_checkpoint, package
 from tpkernels.parallel.pretrained import Blueprint, Slot, draw
 
@@ -93,7 +93,7 @@ def plan_shards(
         raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
 
     def split(model: nn.Module) -> nn.Module:
-        llama.apply(model, planned(ranks), sequence_parallel=False, ffn_only=ffn_only)
+        plans.apply(model, planned(ranks), sequence_parallel=False, ffn_only=ffn_only)
         return model
 
     blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=False)
