@@ -3,6 +3,7 @@ table in docs/models.md says."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,14 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
     mesh = hf_models.mesh_of_all()
     if mesh.get_rank():
         return []
+    dropping = hf_models.make("starcoder2", residual_dropout=0.5)
     packed = {"model.layers.*.mlp.gate_up_proj": ColwiseParallel()}
     in_plan = "in its model's plan, and"
     attempts = {
         "mlp.gate_up_proj: ColwiseParallel would leave its columns split, but the code of Phi3": (
             attempt(hf_models.make("phi3"), mesh, plan=packed)
         ),
-        f"1.mlp.gate_up_proj has the style 'packed_colwise' {in_plan} the code of Glm4MLP mixes": (
+        f"mlp.gate_up_proj has the style 'packed_colwise' {in_plan} the code of Glm4MLP may mix": (
             attempt(_mixing(), mesh)
         ),
         "0.self_attn.k_norm.weight would have to be split with it; pass plan": attempt(
@@ -144,6 +146,9 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
         ),
         f"0.self_attn.o_proj.weight has the style 'rowwise' {in_plan} splits": attempt(
             _planned("rowwise", "self_attn.o_proj.weight"), mesh
+        ),
+        "self_attn.residual_dropout=0.5, and each rank would drop other values": partial(
+            tpkernels.parallelize(dropping, mesh), **hf_models.batch()
         ),
     }
     return unlike(attempts, NotImplementedError)

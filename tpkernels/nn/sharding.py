@@ -78,9 +78,9 @@ class Split:
     ) -> Split:
         """Split ``total`` entries of ``what`` over a group: into ``sizes``, by default balanced.
         Raise ValueError if the sizes do not fit."""
-        if isinstance(sizes, Split):
-            return sizes
         rank, world = position(group)
+        if isinstance(sizes, Split):
+            return replace(sizes, rank=rank)
         if sizes is None:
             return cls(dim, tuple(shard_sizes(total, world)), rank)
         checked = check_sizes(sizes, world)
@@ -89,14 +89,14 @@ class Split:
         return cls(dim, checked, rank)
 
     @classmethod
-    def packed(cls, dim: int, parts: Sequence[Sequence[int]], rank: int) -> Split:
+    def packed(cls, dim: int, parts: Sequence[Sequence[int]]) -> Split:
         """Split a dim of which one part follows another: rank r has ``part[r]`` entries of each."""
         ranges = []
         for r in range(len(parts[0])):
             begins = accumulate(map(sum, parts), initial=0)
             pairs = zip(begins, parts, strict=False)
             ranges.append(tuple((begin + sum(part[:r]), part[r]) for begin, part in pairs))
-        return cls(dim, tuple(map(sum, zip(*parts, strict=True))), rank, tuple(ranges))
+        return cls(dim, tuple(map(sum, zip(*parts, strict=True))), 0, tuple(ranges))
 
     @property
     def offset(self) -> int:
@@ -111,7 +111,19 @@ class Split:
     @property
     def total(self) -> int:
         """Return the unsharded size."""
-        return sum(self.sizes)
+        if self.ranges is None:
+            return sum(self.sizes)
+        return max(begin + size for ranges in self.ranges for begin, size in ranges)
+
+    @property
+    def replicated(self) -> bool:
+        """Return whether several ranks have the same entries."""
+        return sum(self.sizes) > self.total
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether no rank before this one has its entries."""
+        return self.ranges is None or self.ranges.index(self.ranges[self.rank]) == self.rank
 
     def shard(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of an unsharded tensor, as a view if it is one range."""
@@ -128,14 +140,16 @@ class Split:
         begins, sizes = zip(*self.ranges[self.rank], strict=True)
         return list(zip(begins, local.split(sizes, self.dim), strict=True))
 
-    def unsharded(self, shards: torch.Tensor) -> torch.Tensor:
-        """Return the unsharded tensor, given the concatenated shards of all ranks."""
+    def unsharded(self, shards: torch.Tensor, *, add: bool = False) -> torch.Tensor:
+        """Return the unsharded tensor, given the concatenated shards of all ranks. Entries that
+        several ranks have are the same, or are to be added."""
         if self.ranges is None:
             return shards
-        full = torch.empty_like(shards)
+        full = torch.zeros(self.full_shape(shards.shape), dtype=shards.dtype, device=shards.device)
         for rank, shard in enumerate(shards.split(self.sizes, self.dim)):
             for begin, chunk in replace(self, rank=rank).chunks(shard):
-                full.narrow(self.dim, begin, chunk.shape[self.dim]).copy_(chunk)
+                place = full.narrow(self.dim, begin, chunk.shape[self.dim])
+                place.copy_(place + chunk if add else chunk)
         return full
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -301,7 +315,8 @@ class ShardedModule(nn.Module):
             if parameter is not None:
                 to_state = partial(ShardTensor, split=split, group=self.group)
                 from_state = partial(_shard_of, split=split, shape=parameter.shape)
-                mark(parameter, Mark(self.group, to_state, from_state))
+                total = partial(_sum_replicas, split, self.group) if split.replicated else None
+                mark(parameter, Mark(self.group, to_state, from_state, split.is_first, total))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -375,6 +390,13 @@ class ShardedModule(nn.Module):
                 shard = self.get_parameter(name).detach()
             values[key] = shard.clone() if assign else shard
         super()._load_from_state_dict(values, prefix, local_metadata, *args)
+
+
+def _sum_replicas(split: Split, group: str, grad: torch.Tensor) -> torch.Tensor:
+    """Return a shard's gradient, given this rank's part of it."""
+    grads = grad.to(dtypes.accumulator(grad.dtype)).contiguous()
+    shards = all_gather(grads, group, split.dim, shard_sizes=split.sizes)
+    return split.shard(split.unsharded(shards, add=True)).to(grad.dtype)
 
 
 def _shard_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Tensor:
@@ -453,19 +475,23 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
     """
     shards = {
-        id(part.get_parameter(name)): part.group
+        id(part.get_parameter(name)): (part.group, split.is_first)
         for part in module.modules()
         if isinstance(part, ShardedModule)
-        for name in part.splits
+        for name, split in part.splits.items()
     }
-    gradients = [(p.grad, shards.get(id(p))) for p in module.parameters() if p.grad is not None]
+    gradients = [
+        (p.grad, *shards.get(id(p), (None, True)))
+        for p in module.parameters()
+        if p.grad is not None
+    ]
     device = gradients[0][0].device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     # Groups in the order of the modules, which is the same on every rank.
-    for group in dict.fromkeys([None, *shards.values()]):
+    for group in dict.fromkeys([None, *(owner for owner, _ in shards.values())]):
         squares = torch.zeros(1, dtype=torch.float64, device=device)
-        for gradient, owner in gradients:
-            if owner == group:
+        for gradient, owner, is_first in gradients:
+            if owner == group and is_first:
                 square: Any = gradient.detach().to(torch.float64).square().sum()
                 squares += square.full_tensor() if hasattr(square, "full_tensor") else square
         total += (squares if group is None else all_reduce(squares, group)).squeeze()
@@ -473,6 +499,6 @@ def clip_grad_norm_(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
-    for gradient, _ in gradients:
+    for gradient, *_ in gradients:
         gradient.detach().mul_(factor)
     return norm.float()

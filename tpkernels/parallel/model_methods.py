@@ -176,7 +176,8 @@ def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **option
             heads = config.num_attention_heads
             kv_heads = getattr(config, "num_key_value_heads", None) or heads
             local.num_key_value_heads = max(1, kv_heads * row.in_sizes[row.rank] // row.in_features)
-            local.num_attention_heads = local.num_key_value_heads * (heads // kv_heads)
+            groups_of_queries = getattr(attention, "num_key_value_groups", 1)
+            local.num_attention_heads = local.num_key_value_heads * groups_of_queries
         model.config = local
         try:
             return create(manager)  # the class's function: transformers may keep the manager

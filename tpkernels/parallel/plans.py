@@ -42,7 +42,7 @@ from tpkernels.nn import (
     pack_,
     split_over_ranks,
 )
-from tpkernels.nn.linear import QKV, check_linear
+from tpkernels.nn.linear import QKV, Heads, check_linear
 from tpkernels.nn.sharding import Split, check_parameter, position
 from tpkernels.nn.vocabulary import check_embedding
 from tpkernels.parallel import llama
@@ -73,7 +73,7 @@ class Block:
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)  #: options by child
     row: str | None = None  #: the row-parallel child
     row_options: dict[str, Any] = field(default_factory=dict)
-    heads: list[int] | None = None  #: query heads of each rank, if it is an attention that is split
+    heads: Heads | None = None  #: if it is an attention that is split
     shared: list[nn.Module] = field(default_factory=list)  #: each rank applies them to its heads
     latent: list[nn.Module] = field(default_factory=list)  #: with style `MLA`
 
@@ -154,6 +154,9 @@ def apply(
     ends = (None, None, 1.0) if ffn_only else _ends(model)
     llama.check_packing(model, pack)
 
+    dropouts = _dropouts(model, blocks)
+    if dropouts:
+        model.register_forward_pre_hook(partial(_refuse_training, dropouts[0]))
     stack = None if ffn_only else _stack(model, blocks)
     rows = None
     if stack is not None:
@@ -206,7 +209,7 @@ def _blocks(model: Any, group: str, ffn_only: bool) -> list[Block]:
             f"{type(model).__name__} has no module that its plan splits; pass plan={{...}}"
         )
     blocks = [_block(model, name, children, group) for name, children in styles.items()]
-    return [block for block in blocks if block.heads is None or not ffn_only]
+    return [each for each in blocks if not ffn_only or not _is_attention(each.module)]
 
 
 def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Block:
@@ -230,7 +233,7 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Bloc
         if _is_elementwise(block.module, columns, block.row, inner):
             sizes = shard_sizes(inner, world)
             block.columns = {
-                child: _column([sizes] * (linear.out_features // inner), group)
+                child: _column([sizes] * (linear.out_features // inner))
                 for child, linear in columns.items()
             }
             block.row_options = {"in_sizes": sizes}
@@ -255,10 +258,13 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Bloc
     return block
 
 
-def _column(parts: list[list[int]], group: str) -> dict[str, Any]:
+def _is_attention(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__
+
+
+def _column(parts: list[list[int]]) -> dict[str, Any]:
     """Return the options of a column-parallel layer of packed parts, or of one."""
-    sizes = parts[0] if len(parts) == 1 else Split.packed(0, parts, position(group)[0])
-    return {"out_sizes": sizes}
+    return {"out_sizes": parts[0] if len(parts) == 1 else Split.packed(0, parts)}
 
 
 def _split_heads(
@@ -273,11 +279,11 @@ def _split_heads(
     """Split a block by key-value heads, or raise if it is not an attention that allows that."""
     attention: Any = block.module
     first = next(iter(columns))
-    if "Attention" not in type(attention).__name__ or "packed_colwise" in styles.values():
+    if not _is_attention(attention) or "packed_colwise" in styles.values():
         raise _refuse(
             prefix + first,
             styles[first],
-            f"the code of {type(attention).__name__} mixes columns, so a split could be wrong",
+            f"the code of {type(attention).__name__} may mix columns, so a split could be wrong",
         )
     config = getattr(attention, "config", model.config.get_text_config())
     heads = kv_heads = config.num_attention_heads
@@ -285,19 +291,20 @@ def _split_heads(
         head_dim = getattr(attention, "head_dim", None) or row.in_features // heads
         heads = columns["q_proj"].out_features // head_dim if "q_proj" in columns else heads
         kv_heads = columns["k_proj"].out_features // head_dim
+    keys = {"k_proj", "v_proj"}
     widths = {child: linear.out_features for child, linear in columns.items()}
-    widths_of_all = {**widths, str(block.row): row.in_features, "heads": heads}
-    for child, width in widths_of_all.items():
-        if width % kv_heads:
+    for child, width in (widths | {str(block.row): row.in_features}).items():
+        count = kv_heads if child in keys else heads
+        if width % count or heads % kv_heads:
             raise ValueError(
-                f"{prefix}{child} has {width} features, which are not of {kv_heads} key-value heads"
+                f"{prefix}{child} has {width} features, which are not those of {heads} heads in "
+                f"{kv_heads} key-value groups"
             )
-    counts = shard_sizes(kv_heads, position(group)[1])
+    block.heads = Heads(heads, kv_heads, row.in_features // heads, position(group)[1])
     for child, width in widths.items():
-        unit = width // kv_heads
-        block.columns[child] = {"out_sizes": [n * unit for n in counts], "stand_in": unit}
-    block.row_options = {"in_sizes": [n * (row.in_features // kv_heads) for n in counts]}
-    block.heads = [n * (heads // kv_heads) for n in counts]
+        count = kv_heads if child in keys else heads
+        block.columns[child] = block.heads.split_of(child, width // count)
+    block.row_options = {"in_sizes": block.heads.split_of(str(block.row))["out_sizes"]}
     for name, parameter in attention.named_parameters():
         child = name.partition(".")[0]
         module = getattr(attention, child)
@@ -323,7 +330,8 @@ def _stack(model: nn.Module, blocks: list[Block]) -> Stack | None:
     stack = Stack(model.get_submodule(name.rpartition(".")[0]), list(layers))
     for number, layer in layers.named_children():
         of_layer = children.get(f"{name}.{number}", {})
-        stack.heads.append(next((each.heads for each in of_layer.values() if each.heads), None))
+        split = [block.heads.query_heads for block in of_layer.values() if block.heads]
+        stack.heads.append(split[0] if split else None)
         weighted = [
             child
             for key, child in layer.named_children()
@@ -337,6 +345,29 @@ def _stack(model: nn.Module, blocks: list[Block]) -> Stack | None:
     return stack
 
 
+def _dropouts(model: nn.Module, blocks: list[Block]) -> list[str]:
+    """Name the probabilities of dropout of values that all ranks share; ranks would draw different
+    ones."""
+    split = [block.module for block in blocks if block.heads is not None]
+    return [
+        f"{name}.{key}={value}"
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if ("drop" in key or (key == "p" and isinstance(module, nn.Dropout)))
+        and isinstance(value, float)
+        and value > 0
+        and not (key == "attention_dropout" and any(module is each for each in split))
+    ]
+
+
+def _refuse_training(dropout: str, module: nn.Module, args: Any) -> None:
+    if module.training:
+        raise NotImplementedError(
+            f"the model has {dropout}, and each rank would drop other values of what all share; "
+            "set it to 0, or call eval()"
+        )
+
+
 def _is_elementwise(
     parent: nn.Module, columns: Mapping[str, nn.Linear], row: str, inner: int
 ) -> bool:
@@ -346,7 +377,12 @@ def _is_elementwise(
     if any(linear.out_features not in (inner, 2 * inner) for linear in columns.values()):
         return False
     outputs = {
-        child: torch.randn(1, 3, linear.out_features // inner, width, generator=generator).double()
+        child: torch.randn(
+            (1, 3, linear.out_features // inner, width),
+            generator=generator,
+            dtype=torch.float64,
+            device="cpu",
+        )
         for child, linear in columns.items()
     }
 
@@ -358,11 +394,11 @@ def _is_elementwise(
                 children[name] = _Constant(outputs[name][..., :width].flatten(2))
             else:
                 children[name] = nn.Identity() if name == row else copy.deepcopy(module)
-        probe.__dict__["_modules"] = children
+        probe.__dict__ |= {"_modules": children, "training": False}
         for module in children.values():
             if module is not None:
                 module.eval()
-        result: torch.Tensor = probe.forward(torch.zeros(1, 3, 1))
+        result: torch.Tensor = probe.forward(torch.zeros(1, 3, 1, device="cpu"))
         return result
 
     others = [name for name, _ in parent.named_parameters() if name.split(".")[0] not in columns]
@@ -399,6 +435,8 @@ def _replace(block: Block, group: str, rows: Rows | None) -> None:
         options = dict(block.row_options)
         kind = SplitInputLinear if options.pop("whole_input", False) else SplitRowsLinear
         llama._replace_linear(parent, block.row, kind, group, rows, **options)
+    if block.heads is not None:
+        llama.set_groups(parent, block.heads, group)
     for module in block.shared:
         share_gradients(module, group, None)
     for module in block.latent:
@@ -460,14 +498,14 @@ def _factor(embedding: Any) -> float | None:
         return None
     probe: Any = copy.copy(embedding)
     buffers = {
-        name: torch.tensor(getattr(embedding, f"scalar_{name}", torch.nan))
+        name: torch.tensor(getattr(embedding, f"scalar_{name}", torch.nan), device="cpu")
         for name in embedding._buffers
     }
     probe.__dict__ |= {"_buffers": buffers, "padding_idx": None}
-    vectors = torch.tensor([[0.0, 1.0, 3.0]])
+    vectors = torch.tensor([[0.0, 1.0, 3.0]], device="cpu")
     probe.__dict__["_parameters"] = {"weight": vectors}
     try:
-        result = probe.forward(torch.zeros(1, dtype=torch.long))
+        result = probe.forward(torch.zeros(1, dtype=torch.long, device="cpu"))
         factor = float(result[0, 1])
         return factor if torch.equal(result, vectors * factor) else None
     except Exception:  # it takes more than ids

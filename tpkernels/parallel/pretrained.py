@@ -27,6 +27,7 @@ from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_c
 from tpkernels.parallel.joint_work import joint_work
 from tpkernels.parallel.llama import Pack, SequenceParallel, packed_dtype
 from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize
+from tpkernels.shards import shard_sizes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -58,8 +59,8 @@ class Slot:
         return module.get_parameter(attribute)
 
     def part(self, rank: int | None = None) -> Box:
-        """Return the part that a rank holds, by default this one; a plan's only of this one. Of a
-        packed weight, it is as large as what the rank holds, and the ranks' are all of it."""
+        """Return the part that a rank holds, by default this one; a plan's only of this one. If
+        that is not one range of its own, return this rank's share in a balanced split."""
         data: Any = self.parameter.data
         if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -71,7 +72,17 @@ class Slot:
         if self.split is None:
             return Box.full(self.shape)
         split = self.split if rank is None else replace(self.split, rank=rank)
+        if split.ranges is not None:
+            sizes = shard_sizes(split.total, len(split.sizes))
+            split = Split(split.dim, tuple(sizes), split.rank)
         return self._box(split.offset, split.size)
+
+    def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
+        """Return the shape of what a rank holds, by default this one."""
+        if self.split is None:
+            return self.part().shape
+        split = self.split if rank is None else replace(self.split, rank=rank)
+        return split.local_shape(self.shape)
 
     def ranges(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
         """Return the parts that make up this rank's, and where each is in the ``local`` tensor."""
@@ -284,8 +295,8 @@ def _fill(slot: Slot, device: torch.device, pack: Pack) -> None:
 def _packed_integers(slot: Slot, device: torch.device) -> torch.Tensor | None:
     """Return this rank's part packed from the checkpoint's integers, or None if they are not
     readable as such or cannot be packed."""
-    part = slot.part()
-    if slot.split is not None and slot.split.ranges is not None:
+    [(part, _), *others] = slot.ranges(slot.parameter.data)
+    if others:
         return None
     if device.type != "cpu" or slot.parameter.dtype == torch.float64 or part.size == 0:
         return None
@@ -299,8 +310,8 @@ def _packed_integers(slot: Slot, device: torch.device) -> torch.Tensor | None:
 
 def _read(slot: Slot, device: torch.device) -> None:
     """Give a parameter memory and read this rank's part into it."""
-    empty, part = slot.parameter, slot.part()
-    local = torch.empty(part.shape, dtype=empty.dtype, device=device)
+    empty = slot.parameter
+    local = torch.empty(slot.local_shape(), dtype=empty.dtype, device=device)
     for box, range_of_local in slot.ranges(local):
         slot.stored.read(box, range_of_local)
     value = local

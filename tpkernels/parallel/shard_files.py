@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,18 @@ class ShardPlan:
 
     def shapes(self, slot: Slot) -> list[tuple[int, ...]]:
         """Return the shape of a parameter on each rank."""
-        return [slot.part(rank).shape for rank in range(self.ranks)]
+        return [slot.local_shape(rank) for rank in range(self.ranks)]
 
     def nbytes(self, rank: int) -> int:
         """Count the bytes of the parameters that a rank holds."""
-        return sum(slot.part(rank).size * slot.parameter.dtype.itemsize for slot in self.slots)
+        itemsizes = [slot.parameter.dtype.itemsize for slot in self.slots]
+        sizes = [prod(slot.local_shape(rank)) for slot in self.slots]
+        return sum(map(mul, sizes, itemsizes))
 
     def without(self) -> dict[int, list[str]]:
         """Name the parameters of which a rank has nothing, by the rank."""
         names = {
-            rank: [slot.name for slot in self.slots if not slot.part(rank).size]
+            rank: [slot.name for slot in self.slots if not prod(slot.local_shape(rank))]
             for rank in range(self.ranks)
         }
         return {rank: missing for rank, missing in names.items() if missing}
