@@ -16,7 +16,7 @@ from tests.support.nn_reference import shard
 from tests.support.ranked import on_ranks, recorded_calls
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
-from tpkernels.parallel import llama
+from tpkernels.parallel import decoder
 
 pytest.importorskip("transformers")
 
@@ -40,7 +40,7 @@ def test_only_long_sequences_are_split() -> list[str]:
     model, mesh = hf_models.make("qwen3"), hf_models.mesh_of_all()
     failures, made = [], []
     for longer in (0, 1):
-        llama.PROMPT_ROWS, before = hf_models.TOKENS, llama.PROMPT_ROWS
+        decoder.PROMPT_ROWS, before = hf_models.TOKENS, decoder.PROMPT_ROWS
         tokens = hf_models.TOKENS * mesh.size() - 1 + longer
         try:
             failures += hf_models.differences(model, "prefill", mesh, tokens=tokens)
@@ -48,7 +48,7 @@ def test_only_long_sequences_are_split() -> list[str]:
                 copy.deepcopy(model), mesh, sequence_parallel="prefill"
             )
         finally:
-            llama.PROMPT_ROWS = before
+            decoder.PROMPT_ROWS = before
         with recorded_calls() as calls, torch.no_grad():
             parallel(input_ids=hf_models.batch(tokens)["input_ids"], use_cache=False)
         made.append(set(calls) - {"all_gather", "all_reduce"})

@@ -34,8 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.nn.linear import ColumnParallelLinear
 from tpkernels.nn.sharding import ShardedModule, gather_state
+from tpkernels.parallel.decoder import SplitRowsLinear
 from tpkernels.parallel.joint_work import joint_work
-from tpkernels.parallel.llama import SplitRowsLinear
 from tpkernels.parallel.plans import SplitInputLinear
 
 _WRITE = "write"  # what rank 0 announces

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.nn.sharding import check_parameter
 from tpkernels.parallel import model_methods, plans
-from tpkernels.parallel.llama import Pack, SequenceParallel
+from tpkernels.parallel.decoder import Pack, SequenceParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

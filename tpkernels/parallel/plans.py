@@ -1,5 +1,5 @@
 """The plan that a model of transformers brings: ``base_model_tp_plan`` of its configuration, which
-names a style for each projection. Llama's family has a plan of its own (`llama`).
+names a style for each projection.
 
 Problem: the styles say how a weight is split, in chunks of equal size. They do not say what the
 code between two projections does with its columns, so they allow neither uneven shards nor heads
@@ -45,8 +45,8 @@ from tpkernels.nn import (
 from tpkernels.nn.linear import QKV, Heads, check_linear
 from tpkernels.nn.sharding import Split, check_parameter, position
 from tpkernels.nn.vocabulary import check_embedding
-from tpkernels.parallel import llama
-from tpkernels.parallel.llama import (
+from tpkernels.parallel import decoder
+from tpkernels.parallel.decoder import (
     GATE_UP,
     Pack,
     Rows,
@@ -74,7 +74,7 @@ class Block:
     row: str | None = None  #: the row-parallel child
     row_options: dict[str, Any] = field(default_factory=dict)
     heads: Heads | None = None  #: if it is an attention that is split
-    shared: list[nn.Module] = field(default_factory=list)  #: each rank applies them to its heads
+    shared: list[str] = field(default_factory=list)  #: norms; each rank applies them to its heads
     latent: list[nn.Module] = field(default_factory=list)  #: with style `MLA`
 
     @property
@@ -92,7 +92,7 @@ class Stack:
     layers: list[nn.Module]
     heads: list[list[int] | None] = field(default_factory=list)  #: of each layer's attention
     #: of the layers; None if a layer may do more with its rows than blocks and norms do
-    norms: list[nn.Module] | None = field(default_factory=list)
+    norms: list[str] | None = field(default_factory=list)
 
 
 class SplitInputLinear(SplitRowsLinear):
@@ -103,13 +103,11 @@ class SplitInputLinear(SplitRowsLinear):
 
 
 def check_has_plan(config: Any, what: str) -> None:
-    """Raise NotImplementedError if neither a ``config`` of transformers nor this package has a plan
-    for its architecture; ``what`` names its owner."""
-    model_type = getattr(config, "model_type", None)
-    if model_type in llama.HEAD_NORMS:
-        return
+    """Raise NotImplementedError if a ``config`` of transformers brings no plan; ``what`` names its
+    owner."""
     configs = [config, *map(partial(getattr, config), getattr(config, "sub_configs", ()))]
     if not any(getattr(each, "base_model_tp_plan", None) for each in configs):
+        model_type = getattr(config, "model_type", None)
         raise NotImplementedError(
             f"{what} (model_type {model_type!r}) is not supported without a plan: its "
             "configuration has no base_model_tp_plan; pass plan={...}"
@@ -145,14 +143,10 @@ def apply(
     Args:
         group: a group's name, which may be `tpkernels.nn.sharding.planned`.
     """
-    config: Any = getattr(model, "config", None)
-    check_has_plan(config, type(model).__name__)
-    if config.model_type in llama.HEAD_NORMS:
-        llama.apply(model, group, sequence_parallel=sequence_parallel, ffn_only=ffn_only, pack=pack)
-        return
+    check_has_plan(getattr(model, "config", None), type(model).__name__)
     blocks = _blocks(model, group, ffn_only)
     ends = (None, None, 1.0) if ffn_only else _ends(model)
-    llama.check_packing(model, pack)
+    decoder.check_packing(model, pack)
 
     dropouts = _dropouts(model, blocks)
     if dropouts:
@@ -163,16 +157,16 @@ def apply(
         if sequence_parallel and stack.norms is not None:
             rows = Rows.of(group, sequence_parallel)
             for norm in stack.norms:
-                share_gradients(norm, group, rows)
-            stack.layers[0].register_forward_pre_hook(partial(llama.split_rows, group, rows))
-            stack.layers[-1].register_forward_hook(partial(llama.gather_rows, group, rows))
-        gather = partial(llama.gather_recorded, group, rows, stack.heads)
+                decoder.share_norm(model, norm, group, rows)
+            stack.layers[0].register_forward_pre_hook(partial(decoder.split_rows, group, rows))
+            stack.layers[-1].register_forward_hook(partial(decoder.gather_rows, group, rows))
+        gather = partial(decoder.gather_recorded, group, rows, stack.heads)
         stack.base.register_forward_hook(gather)
     for block in blocks:
-        _replace(block, group, rows)
+        _replace(model, block, group, rows)
     _replace_ends(model, *ends, group)
     if pack:
-        pack_(model, dtype=llama.packed_dtype(pack))
+        pack_(model, dtype=decoder.packed_dtype(pack))
 
 
 def _wildcard(name: str) -> str:
@@ -203,13 +197,13 @@ def _blocks(model: Any, group: str, ffn_only: bool) -> list[Block]:
         if style not in COLUMNS | ROWS | {SHARED, MLA}:
             raise _refuse(name, style, "that style is not supported")
         parent, _, child = name.rpartition(".")
-        styles.setdefault(parent, {})[child] = style
+        if not ffn_only or not _is_attention(model.get_submodule(parent)):
+            styles.setdefault(parent, {})[child] = style
     if not any(set(children.values()) & (COLUMNS | ROWS) for children in styles.values()):
         raise NotImplementedError(
             f"{type(model).__name__} has no module that its plan splits; pass plan={{...}}"
         )
-    blocks = [_block(model, name, children, group) for name, children in styles.items()]
-    return [each for each in blocks if not ffn_only or not _is_attention(each.module)]
+    return [_block(model, name, children, group) for name, children in styles.items()]
 
 
 def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Block:
@@ -225,7 +219,8 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Bloc
             kind = columns if style in COLUMNS else rows
             kind[child] = check_linear(module, prefix + child)
         else:
-            (block.shared if style == SHARED else block.latent).append(module)
+            block.shared += [prefix + child] if style == SHARED else []
+            block.latent += [module] if style == MLA else []
     whole = {child for child, style in styles.items() if style in GATHERED | SPLIT_INPUT}
     if len(rows) == 1 and columns:
         [(block.row, row)] = rows.items()
@@ -307,14 +302,13 @@ def _split_heads(
     block.row_options = {"in_sizes": block.heads.split_of(str(block.row))["out_sizes"]}
     for name, parameter in attention.named_parameters():
         child = name.partition(".")[0]
-        module = getattr(attention, child)
-        if child in styles or block.latent or any(module is each for each in block.shared):
+        if child in styles or block.latent or prefix + child in block.shared:
             continue
         if parameter.dim() != 1 or parameter.shape[0] * heads != row.in_features:
             raise _refuse(
                 prefix + first, styles[first], f"{prefix}{name} would have to be split with it"
             )
-        block.shared.append(module)
+        block.shared.append(prefix + child)
 
 
 def _stack(model: nn.Module, blocks: list[Block]) -> Stack | None:
@@ -323,25 +317,26 @@ def _stack(model: nn.Module, blocks: list[Block]) -> Stack | None:
     for block in blocks:
         parent, _, child = block.name.rpartition(".")
         children.setdefault(parent, {})[child] = block
-    [name, *others] = {name.rpartition(".")[0] for name in children}
+    [name, *lists] = {name.rpartition(".")[0] for name in children}
     layers = model.get_submodule(name)
-    if others or not isinstance(layers, nn.ModuleList):
+    if lists or not isinstance(layers, nn.ModuleList):
         return None
     stack = Stack(model.get_submodule(name.rpartition(".")[0]), list(layers))
     for number, layer in layers.named_children():
         of_layer = children.get(f"{name}.{number}", {})
         split = [block.heads.query_heads for block in of_layer.values() if block.heads]
         stack.heads.append(split[0] if split else None)
-        weighted = [
-            child
+        others = {
+            f"{name}.{number}.{key}": child
             for key, child in layer.named_children()
             if key not in of_layer and next(child.parameters(), None) is not None
-        ]
-        by_row = all("Norm" in type(child).__name__ for child in weighted) and not layer._parameters
+        }
+        norms = all("Norm" in type(child).__name__ for child in others.values())
+        by_row = norms and not layer._parameters
         if not by_row or not all(block.shares_input for block in of_layer.values()):
             stack.norms = None
         if stack.norms is not None:
-            stack.norms += weighted
+            stack.norms += others
     return stack
 
 
@@ -422,11 +417,11 @@ class _Constant(nn.Module):
         return self.output
 
 
-def _replace(block: Block, group: str, rows: Rows | None) -> None:
+def _replace(model: nn.Module, block: Block, group: str, rows: Rows | None) -> None:
     """Replace the projections of a block."""
     parent = block.module
     if block.shares_input:
-        llama._replace_inputs(parent, block.columns, group, rows)
+        decoder.replace_inputs(parent, block.columns, group, rows)
     else:
         for name, options in block.columns.items():
             linear = ColumnParallelLinear.from_linear(getattr(parent, name), group, **options)
@@ -434,11 +429,11 @@ def _replace(block: Block, group: str, rows: Rows | None) -> None:
     if block.row is not None:
         options = dict(block.row_options)
         kind = SplitInputLinear if options.pop("whole_input", False) else SplitRowsLinear
-        llama._replace_linear(parent, block.row, kind, group, rows, **options)
+        decoder.replace_linear(parent, block.row, kind, group, rows, **options)
     if block.heads is not None:
-        llama.set_groups(parent, block.heads, group)
-    for module in block.shared:
-        share_gradients(module, group, None)
+        decoder.set_groups(parent, block.heads, group)
+    for name in block.shared:
+        decoder.share_norm(model, name, group, None)
     for module in block.latent:
         attention: Any = parent
         module.register_forward_hook(
@@ -452,26 +447,6 @@ def _share_rotary(
     """Forward hook: each rank uses the last ``rotary`` columns for its heads."""
     latent, rest = output.split([output.shape[-1] - rotary, rotary], -1)
     return torch.cat([latent, copy_to_ranks(rest, group)], -1)
-
-
-def share_gradients(module: nn.Module, group: str, rows: Rows | None) -> None:
-    """Sum the gradients of a module's own parameters over the ranks, each of which applies it to
-    its part of the input: its heads or, with ``rows``, its rows while they are split."""
-    module.register_forward_pre_hook(partial(_lend_copies, group, rows))
-    module.register_forward_hook(_take_back, always_call=True)
-
-
-def _lend_copies(group: str, rows: Rows | None, module: nn.Module, args: Any) -> None:
-    parameters: dict[str, Any] = module._parameters
-    if torch.is_grad_enabled() and (rows is None or rows.sizes is not None):
-        module.__dict__["_lent"] = dict(parameters)
-        for name, parameter in parameters.items():
-            if parameter is not None:
-                parameters[name] = copy_to_ranks(parameter, group)
-
-
-def _take_back(module: nn.Module, args: Any, output: Any) -> None:
-    module._parameters.update(module.__dict__.pop("_lent", {}))
 
 
 def _ends(model: Any) -> tuple[nn.Module | None, nn.Module | None, float]:

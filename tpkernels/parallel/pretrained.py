@@ -24,8 +24,8 @@ from tpkernels.nn.linear import ParallelLinear
 from tpkernels.nn.sharding import ShardedModule, Split
 from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
+from tpkernels.parallel.decoder import Pack, SequenceParallel, packed_dtype
 from tpkernels.parallel.joint_work import joint_work
-from tpkernels.parallel.llama import Pack, SequenceParallel, packed_dtype
 from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize
 from tpkernels.shards import shard_sizes
 
@@ -126,7 +126,7 @@ def draw(
 ) -> Blueprint:
     """Draw the blueprint of a checkpoint's model; raise what `from_pretrained` raises for files.
     ``parallelize`` splits a model on the meta device in place: those that
-    `tpkernels.parallel.llama` knows, or ``any_architecture``."""
+    `tpkernels.parallel.decoder` knows, or ``any_architecture``."""
     transformers = package("transformers")
     config = checkpoint.config()
     if not any_architecture:
