@@ -24,8 +24,7 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa", **opti
     import transformers
 
     torch.manual_seed(9)
-    config = transformers.AutoConfig.for_model(
-        model_type,
+    sizes = dict(
         hidden_size=36,
         num_hidden_layers=2,
         num_attention_heads=9,
@@ -38,8 +37,8 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa", **opti
         attn_implementation=attention,
         pad_token_id=0,
         eos_token_id=None,
-        **options,
     )
+    config = transformers.AutoConfig.for_model(model_type, **sizes | options)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # norms of ones and biases of zeros would hide mix-ups
         for parameter in model.parameters():

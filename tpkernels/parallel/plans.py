@@ -284,7 +284,7 @@ def _split_heads(
     heads = kv_heads = config.num_attention_heads
     if "k_proj" in columns:
         head_dim = getattr(attention, "head_dim", None) or row.in_features // heads
-        heads = columns["q_proj"].out_features // head_dim if "q_proj" in columns else heads
+        heads = row.in_features // head_dim
         kv_heads = columns["k_proj"].out_features // head_dim
     keys = {"k_proj", "v_proj"}
     widths = {child: linear.out_features for child, linear in columns.items()}
@@ -304,7 +304,8 @@ def _split_heads(
         child = name.partition(".")[0]
         if child in styles or block.latent or prefix + child in block.shared:
             continue
-        if parameter.dim() != 1 or parameter.shape[0] * heads != row.in_features:
+        of_head = parameter.dim() == 1 and parameter.shape[0] * heads == row.in_features
+        if not of_head or child == name:
             raise _refuse(
                 prefix + first, styles[first], f"{prefix}{name} would have to be split with it"
             )
