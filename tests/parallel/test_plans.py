@@ -68,6 +68,12 @@ def family_job(family: str, folder: str, again: str) -> tuple[dict[str, list[str
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     same = torch.equal(loaded.generate(ids, **settings), whole.generate(ids, **settings))
     failures["generate"] = [] if same else ["other tokens"]
+    try:
+        served = list(hf_models.tokens_of(loaded).values())
+        want = hf_models.expected_tokens(whole)
+        failures["continuous batching"] = [] if served == want else [f"{served}, expected {want}"]
+    except Exception as error:
+        failures["continuous batching"] = [repr(error)[-200:]]
     loaded.save_pretrained(again)
     saved = transformers.AutoModelForCausalLM.from_pretrained(again).state_dict()
     same = all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())

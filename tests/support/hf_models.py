@@ -15,6 +15,7 @@ import tpkernels
 from tests.support.nn_reference import far, shard
 
 VOCAB, TOKENS = 47, 7
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]  # of a batch of requests
 #: World sizes: 3 key-value groups do not divide by 2; one of 4 ranks has none.
 SWEEP = (2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)))
 
@@ -148,3 +149,25 @@ def attempt(model: torch.nn.Module, mesh: Any, **options: Any) -> Callable[[], N
             assert _inventory(model) == before, "changed the model"
 
     return call
+
+
+def tokens_of(model: Any) -> dict[str, list[int]]:
+    """The tokens that follow each prompt. ``page_size`` is small enough for a second block."""
+    import transformers
+
+    outputs = model.generate_batch(
+        PROMPTS,
+        transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1),
+        transformers.ContinuousBatchingConfig(
+            num_blocks=16, page_size=64, max_batch_tokens=32, disable_nccl_graph_mixing=False
+        ),
+    )
+    errors = {name: output.error for name, output in outputs.items() if output.error}
+    assert not errors, errors
+    return {name: output.generated_tokens for name, output in outputs.items()}
+
+
+def expected_tokens(model: Any) -> list[list[int]]:
+    """What `tokens_of` is to return, by ``generate``."""
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    return [model.generate(torch.tensor([p]), **settings)[0, len(p) :].tolist() for p in PROMPTS]
