@@ -138,7 +138,7 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
         f"mlp.gate_up_proj has the style 'packed_colwise' {in_plan} the code of Glm4MLP may mix": (
             attempt(_mixing(), mesh)
         ),
-        "0.self_attn.k_norm.weight would have to be split with it; pass plan": attempt(
+        "0.self_attn.q_norm.weight would have to be split with it; pass plan": attempt(
             hf_models.make("cohere", use_qk_norm=True), mesh
         ),
         f"0.mlp.experts has the style 'moe_tp_experts' {in_plan} mixtures": attempt(

@@ -117,11 +117,11 @@ def differences(
     """What is wrong with a parallel copy of ``model``, which in float64 must match the unsharded
     one up to rounding. In float32, `test_loading` bounds the error of logits."""
     failures: dict[str, str | None] = {}
+    exact = copy.deepcopy(model).double()
+    parallel = tpkernels.parallelize(
+        copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, ffn_only=ffn_only
+    )
     with InFull():
-        exact = copy.deepcopy(model).double()
-        parallel = tpkernels.parallelize(
-            copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, ffn_only=ffn_only
-        )
         logits, loss, grads = run(exact, tokens)
         got_logits, got_loss, got = run(parallel, tokens)
     failures |= {"logits": far(got_logits, logits, 1e-11), "loss": far(got_loss, loss, 1e-11)}
