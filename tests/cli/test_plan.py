@@ -82,14 +82,6 @@ def test_layers_of_all_sizes() -> None:
     assert not any(layer["overlap_helps"] for layer in layers)
 
 
-def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'tpkernels[plots]'")
-    path = tmp_path / "layers.svg"
-    assert invoke(*LAYERS.split(), "--plot", str(path)).exit_code == 0
-    picture = path.read_text()
-    assert "<svg" in picture and len(picture) > 10_000
-
-
 def report(flops: float, small: float) -> MachineReport:
     rates = Rates(flops=flops, torch_flops=flops, copy_bytes=10 * flops, copy_over_cache=8.0)
     machine = this_machine("cpu", 2, 1, True, threads=1)

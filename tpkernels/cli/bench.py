@@ -15,7 +15,7 @@ from tpkernels import dtypes
 from tpkernels.bench.cases import COLD
 from tpkernels.bench.measuring import run_case
 from tpkernels.bench.probes import measure_rates, slowest_rates
-from tpkernels.bench.report import show, unsupported, write
+from tpkernels.bench.report import show, write
 from tpkernels.bench.results import (
     Report,
     Roofline,
@@ -137,7 +137,7 @@ def bench(
     device: options.Device = None,
     out: Annotated[
         Path | None,
-        Option(help="Write bench.json, bench.csv, report.html and plots to this folder."),
+        Option(help="Write bench.json and report.txt to this folder."),
     ] = None,
     json_file: Annotated[Path | None, Option("--json", help="Write the JSON to this file.")] = None,
     resume: Annotated[
@@ -171,10 +171,8 @@ def bench(
             if is_leader():
                 show(report, console())
             if is_leader() and out is not None:
-                write(report, out)
-                if (missing := unsupported()) is not None:
-                    console().print(f"No plots: {missing}.", markup=False)
-                console().print(f"Written: {out}/report.html", markup=False, soft_wrap=True)
+                write(report, out / "report.txt")
+                console().print(f"Written: {out}/report.txt", markup=False, soft_wrap=True)
     if interrupted:
         measured = f"{len(report.results)} of {len(report.cases)} cases"
         hint = "" if file is None else "; use --resume to continue"
@@ -206,7 +204,7 @@ def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) 
             with open_session(
                 world, threads=method.threads, timeout=timeout, device=method.device
             ) as session:
-                done, rooflines = session.run(_identity, (report.done, report.rooflines))[0]
+                done, rooflines = session.run(tuple, (report.done, report.rooflines))[0]
                 rates = {entry.dtype: entry.rates for entry in rooflines if entry.tp == world}
                 for item in items:
                     progress.update(bar, description=item.key)
@@ -225,11 +223,6 @@ def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) 
     report.complete = True
     if path is not None:
         save(report, path)
-
-
-def _identity(value: object) -> object:
-    """Run on every rank, this broadcasts rank 0's value."""
-    return value
 
 
 def _weight(item: Item) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +15,6 @@ from typer import Option
 
 from tpkernels import validation
 from tpkernels.bench.probes import machine_by_name
-from tpkernels.bench.report import unsupported
 from tpkernels.bench.sweep import LAYER, MODELS, projection
 from tpkernels.cli import options
 from tpkernels.integers import ceil_div
@@ -40,12 +38,10 @@ from tpkernels.terminal import (
     milliseconds,
     number_in,
     table,
-    writing,
 )
 
 _HELPS = 0.98  # of the time without overlap; less is within the spread of a measurement
 _MOST_RANKS, _MOST_MESH_RANKS = 1024, 1 << 20
-_FORMATS = (".png", ".svg", ".pdf")
 _PLACEMENTS: dict[str, Placement] = {
     "S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial(),
 }  # fmt: skip
@@ -91,7 +87,6 @@ def plan(
     wire_dtype: Annotated[
         str | None, Option(help="Dtype in which partial results travel: --dtype (default) or fp32.")
     ] = None,
-    plot: Annotated[Path | None, Option(help="Draw the times of --model to this file.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Rank the ways to compute a product on a mesh, or predict a model's layer for many TP sizes.
@@ -108,16 +103,10 @@ def plan(
         tps = tps_of(tp)
         if nodes is not None:
             at_least(1, nodes=nodes)
-        if plot is not None and (missing := unsupported()) is not None:
-            raise UsageError(f"--plot: {missing}")
-        if plot is not None and plot.suffix not in _FORMATS:
-            raise UsageError(f"--plot is '{plot}'; it must end in {', '.join(_FORMATS)}")
         profile = machine_by_name(machine, tps[-1], device)
         phases = {"prefill": prefill, "decode": decode}
         layers = layer_times(model, tps, profile, nodes=nodes, phases=phases, itemsize=itemsize)
         title = f"{model}, a layer on {profile.title}, {prefill} tokens and {decode} sequences"
-        if plot is not None:
-            _draw(layers, plot, title)
         if as_json:
             _print_json(profile, layers=layers)
         else:
@@ -131,8 +120,6 @@ def plan(
         raise UsageError(str(error)) from error
     if m is None or k is None or n is None or mesh is None:
         raise UsageError("pass --m, --k, --n and --mesh, or --model")
-    if plot is not None:
-        raise UsageError("--plot needs --model")
     at_least(1, m=m, k=k, n=n)
     shape = tuple(number_in(part) for part in mesh.lower().split("x"))
     if len(shape) > 2 or not all(1 <= size <= _MOST_MESH_RANKS for size in shape):
@@ -332,33 +319,3 @@ def _show_layers(layers: list[dict[str, Any]], title: str) -> None:
     screen.print(title, markup=False)
     screen.print(grid)
     screen.print("ms per layer, predicted; attention itself and norms are left out.", markup=False)
-
-
-def _draw(layers: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw a panel for each phase."""
-    from matplotlib.figure import Figure as Canvas
-
-    phases = list(dict.fromkeys(layer["phase"] for layer in layers))
-    canvas = Canvas(figsize=(10, 3.6), layout="constrained")
-    canvas.suptitle(title, fontsize="medium", parse_math=False)
-    for axes, phase in zip(canvas.subplots(1, len(phases)), phases, strict=True):
-        shown = [layer for layer in layers if layer["phase"] == phase]
-        tps = [layer["tp"] for layer in shown]
-        for label, style, name in (
-            ("products", "b:", "product"),
-            ("communication", "r:", "communication"),
-            ("without overlap", "k--o", "unfused"),
-            ("with overlap", "g-o", "overlapped"),
-        ):
-            # A log scale has no 0.
-            ms = [1e3 * layer[name] or float("nan") for layer in shown]
-            axes.plot(tps, ms, style, label=label, markersize=4)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(tps, labels=list(map(str, tps)))
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("ms per layer")
-        axes.set_title(phase, fontsize="medium")
-        axes.legend(fontsize="small")
-    with writing(path):
-        canvas.savefig(path, dpi=150)
