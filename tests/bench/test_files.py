@@ -186,7 +186,7 @@ def altered(name: str, value: object) -> Callable[[dict[str, Any]], None]:
         (None, ["--repeat", "7"], "its repeat is 6, here it is 7"),
         (None, ["--algorithm", "direct"], "its algorithms is ['auto'], here it is ['direct']"),
         (None, ["--bytes", "16K"], "6 cases differ, such as all_reduce 2048"),
-        (lambda report: report.update(format="x/1"), [], "format 'x/1', not 'tpkernels-bench/3'"),
+        (lambda report: report.update(format="x/1"), [], "format 'x/1', not 'tpkernels-bench/4'"),
     ],
 )
 def test_what_cannot_be_resumed(

@@ -53,11 +53,11 @@ def _notes(report: Report) -> list[str]:
     """Describe the conditions of the run in sentences."""
     sweep = report.sweep
     lines = [
-        f"Roofline, measured in this run on {counted(rates.tp, 'rank')} at once, {rates.dtype}: a "
-        f"local matmul at {rates.tflops:.3g} TFLOP/s (torch.matmul {rates.torch_tflops:.3g}), a "
-        f"copy of {rates.copy_over_cache:.2g}x the last-level cache at {rates.copy_gb_per_s:.3g} "
-        "GB/s."
-        for rates in report.rooflines
+        f"Roofline, measured in this run on {counted(entry.tp, 'rank')} at once, {entry.dtype}: a "
+        f"local matmul at {entry.rates.flops / 1e12:.3g} TFLOP/s (torch.matmul "
+        f"{entry.rates.torch_flops / 1e12:.3g}), a copy of {entry.rates.copy_over_cache:.2g}x the "
+        f"last-level cache at {entry.rates.copy_bytes / 1e9:.3g} GB/s."
+        for entry in report.rooflines
     ]
     limit = "" if sweep.seconds is None else f", fewer after {sweep.seconds:g} s per case"
     cache = "not in the cache" if sweep.cold else "the same in each call, possibly in the cache"
