@@ -209,18 +209,18 @@ def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) 
                 continue  # no need to start ranks
             with open_session(
                 world, threads=method.threads, timeout=timeout, device=method.device
-            ) as session:
-                done, rooflines = session.run(tuple, (report.done, report.rooflines))[0]
+            ) as run:
+                done, rooflines = run(tuple, (report.done, report.rooflines))[0]
                 rates = {entry.dtype: entry.rates for entry in rooflines if entry.tp == world}
                 for item in items:
                     progress.update(bar, description=item.key)
                     if item.key not in done:
                         spec, dtype = item.spec, dtypes.name(item.spec.dtype)
                         if dtype not in rates:
-                            measured = session.run(measure_rates, spec.dtype, method.device)
+                            measured = run(measure_rates, spec.dtype, method.device)
                             rates[dtype] = slowest_rates(measured)
                             report.rooflines.append(Roofline(world, dtype, rates[dtype]))
-                        ranks = session.run(run_case, spec, method, rates[dtype])
+                        ranks = run(run_case, spec, method, rates[dtype])
                         report.results.append(result(item, rates[dtype], ranks))
                         if path is not None:
                             save(report, path)

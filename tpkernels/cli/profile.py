@@ -119,15 +119,15 @@ def profile(
     if is_leader():
         make_output_folder(out)
         file = writable(out / "trace.json")
-    with open_session(world, threads=threads, timeout=timeout) as session:
+    with open_session(world, threads=threads, timeout=timeout) as run:
         if op is not None:
             what = f"{op} {spec}"
-            recordings = session.run(record_op, spec, algorithm, calls)
+            recordings = run(record_op, spec, algorithm, calls)
         else:
             assert script  # one of the two is given
             what = " ".join(script)
             store = loopback_store()
-            recordings = session.run(record_script, script[0], script[1:], store.port)
+            recordings = run(record_script, script[0], script[1:], store.port)
         if file is not None:
             _report(recordings, what, file)
 
