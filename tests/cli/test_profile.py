@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +13,6 @@ import torch
 from torch.profiler import profile
 
 from tests.cli.test_cli import invoke
-from tests.support.processes import interrupted
 from tests.support.tiers import sweep
 from tpkernels.cli.profile import CALL, PIDS, lanes, merge, times
 from tpkernels.local import matmul as product
@@ -217,21 +214,6 @@ def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
     pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
     assert len(pids) == 2 and not any(Path("/proc", str(pid)).exists() for pid in pids)
     assert not (tmp_path / "trace.json").exists()
-
-
-def at_work(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    assert "at work" in process.stdout.readline()
-
-
-@pytest.mark.slow
-def test_a_script_that_is_interrupted(tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text("import time\nprint('at work', flush=True)\ntime.sleep(600)")
-    code, _, error = interrupted(
-        *("-m", "tpkernels", "profile", "--out", tmp_path, script), when=at_work, seconds=90
-    )
-    assert code == 128 + signal.SIGINT and "Traceback" not in error
 
 
 def test_no_range_is_opened_where_no_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:

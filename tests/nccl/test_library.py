@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.fake_nccl import Build
-from tests.support.processes import python
 from tpkernels import nccl
 from tpkernels.errors import TpkernelsError
 
@@ -122,28 +120,3 @@ def test_the_real_library(real: str) -> None:
     assert tuple(map(int, loaded.version.split("."))) >= (2, 14, 0)
     first, second = loaded.unique_id(), loaded.unique_id()
     assert first != second and len(first) == 128
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_real_library_without_a_gpu(real: str) -> None:
-    """It fails in time, prints nothing, and goes on in a fork."""
-    code = f"""
-import os
-from tpkernels import _C, nccl
-loaded = nccl.load({real!r})
-first = loaded.unique_id()
-child = os.fork()
-if child == 0:
-    assert loaded.unique_id() != first
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-try:
-    _C.nccl.Communicator(loaded, first, 0, 1, name="alone", timeout=10)
-except RuntimeError as error:
-    print(error)
-"""
-    ended = python("-c", code)
-    assert (ended.returncode, ended.stderr) == (0, ""), ended
-    assert "NCCL communicator 'alone', rank 0 of 1: set-up failed" in ended.stdout
-    assert "cuda" in ended.stdout.lower()
