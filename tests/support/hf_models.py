@@ -39,6 +39,8 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa", **opti
         pad_token_id=0,
         eos_token_id=None,
     )
+    if not hasattr(transformers.CONFIG_MAPPING[model_type](), "num_key_value_heads"):
+        del sizes["num_key_value_heads"]
     config = transformers.AutoConfig.for_model(model_type, **sizes | options)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # norms of ones and biases of zeros would hide mix-ups
