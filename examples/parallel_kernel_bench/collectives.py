@@ -116,7 +116,7 @@ def blocked_fp8_quantize(at: Setup) -> Case:
 
     def ours():
         elements, scale = quantized(x)
-        whole = tpkernels.all_gather(elements.view(torch.float32), at.group)
+        whole = tpkernels.all_gather(elements.view(torch.int32), at.group)
         return whole.view(torch.uint8), tpkernels.all_gather(scale, at.group)
 
     return Case(reference, ours)
@@ -129,7 +129,7 @@ def blocked_fp8_dequantize(at: Setup) -> Case:
     def ours():  # exchanges the bytes, a quarter as many, before it dequantizes
         moved, scales = (
             tpkernels.all_to_all(x[None], at.group).squeeze(1)
-            for x in (elements.view(torch.float32), scale)
+            for x in (elements.view(torch.int32), scale)
         )
         return dequantized(moved.view(FP8), scales)
 
@@ -153,7 +153,7 @@ def ulysses_all_gather_variable_primitive(at: Setup) -> Case:
     x = at.normal(at.size(2048) - 3 * at.rank, 1024)
 
     def ours():
-        rows = tpkernels.all_gather(torch.tensor([float(len(x))]), at.group).int().tolist()
+        rows = tpkernels.all_gather(torch.tensor([len(x)]), at.group).tolist()
         return tpkernels.all_gather(x, at.group, shard_sizes=rows)
 
     return Case(lambda: plain.gathered_uneven(x), ours)

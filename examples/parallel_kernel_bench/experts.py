@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import tpkernels
 from examples.parallel_kernel_bench import plain
 from examples.parallel_kernel_bench.gallery import Case, Setup, problem
-from examples.parallel_kernel_bench.lookups import gathered_ids, sent
+from examples.parallel_kernel_bench.lookups import sent
 from examples.parallel_kernel_bench.plain import stacked, summed
 
 TOP, WIDTH = 2, 256
@@ -45,7 +45,7 @@ def moe_token_preprocess(at: Setup) -> Case:
 
     return Case(
         lambda: counted(stacked(routing.counts)),
-        lambda: counted(gathered_ids(routing.counts[None], at)),
+        lambda: counted(tpkernels.all_gather(routing.counts[None], at.group)),
     )
 
 
@@ -70,7 +70,7 @@ def moe_pre_all2all(at: Setup) -> Case:
         return by_expert(plain.sent(x[routing.tokens], routing.per_rank(at))[0], table)
 
     def ours():
-        table = gathered_ids(routing.counts[None], at)[:, routing.mine]
+        table = tpkernels.all_gather(routing.counts[None], at.group)[:, routing.mine]
         return by_expert(sent(x[routing.tokens], routing.per_rank(at), at), table)
 
     return Case(reference, ours)
@@ -108,7 +108,7 @@ def moe_epgroupgemm_lora_backward(at: Setup) -> Case:
 
 
 def layer(at: Setup, *, experts: int, lora: int = 0) -> Case:
-    """A layer of experts. Those of a rank share an MLP; ``lora`` is the rank of its adapters."""
+    """Make a layer whose experts share an MLP on each rank; ``lora``: the rank of its adapters."""
     x, router = at.normal(at.size(2048), WIDTH), at.normal(WIDTH, experts, shared=True)
     gate, up, down = (
         (at.normal(n, k) / n**0.5, at.normal(n, lora) / n**0.5, at.normal(lora, k) / 8)

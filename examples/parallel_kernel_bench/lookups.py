@@ -13,16 +13,10 @@ import tpkernels
 from examples.parallel_kernel_bench import plain
 from examples.parallel_kernel_bench.gallery import Case, Setup, problem
 
-INT64 = torch.float64  # the dtype in which the ops move integers as they are
-
-
-def gathered_ids(ids: torch.Tensor, at: Setup) -> torch.Tensor:
-    return tpkernels.all_gather(ids.view(INT64), at.group).view(torch.int64)
-
 
 def sent(x: torch.Tensor, counts: torch.Tensor, at: Setup) -> torch.Tensor:
     """Send ``counts[r]`` rows of ``x`` to rank r; return the rows received."""
-    table = gathered_ids(counts[None], at)  # [from, to]
+    table = tpkernels.all_gather(counts[None], at.group)  # [from, to]
     whole = tpkernels.all_gather(x, at.group, shard_sizes=table.sum(1).tolist())
     return torch.cat(whole.split(table.flatten().tolist())[at.rank :: at.world])
 
@@ -38,7 +32,7 @@ def fetched_by_torch(table: torch.Tensor, ids: torch.Tensor, at: Setup) -> torch
 
 def fetched(table: torch.Tensor, ids: torch.Tensor, at: Setup) -> torch.Tensor:
     """Gather the ids; each rank looks up its rows of all, zeros elsewhere, which are summed."""
-    local = gathered_ids(ids, at) - at.rank * len(table)
+    local = tpkernels.all_gather(ids, at.group) - at.rank * len(table)
     here = (local >= 0) & (local < len(table))
     rows = F.embedding(local.where(here, 0), table).mul_(here[:, None])
     return tpkernels.reduce_scatter(rows, at.group)
@@ -75,9 +69,7 @@ def dinov2_distributed_knn(at: Setup) -> Case:
 
     def ours():
         similarity = tpkernels.all_gather_matmul(queries, features.t(), at.group)
-        values, labels_of = nearest(similarity, labels.to(queries.dtype))
-        candidates = (tpkernels.all_to_all(x, at.group, 1, 0) for x in (values, labels_of))
-        values, labels_of = nearest(*candidates)
-        return values, labels_of.long()
+        candidates = nearest(similarity, labels)
+        return nearest(*(tpkernels.all_to_all(x, at.group, 1, 0) for x in candidates))
 
     return Case(reference, ours, depth=256)

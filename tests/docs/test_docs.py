@@ -75,7 +75,7 @@ def run_job(source: str, name: str) -> None:
     exec(compile(source, name, "exec"), {"__name__": name})
 
 
-ON_TWO_RANKS = ["failures", "mesh", "models", "numerics", "ops", "performance"]
+ON_TWO_RANKS = ["failures", "gallery", "mesh", "models", "numerics", "ops", "performance"]
 
 
 @pytest.mark.parametrize(

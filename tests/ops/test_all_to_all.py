@@ -82,6 +82,36 @@ def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None
     run(ranks, world, [Case(shape=(12, 24), dtype=dtype, algorithm=name) for dtype, name in pairs])
 
 
+def integers_job() -> list[str]:
+    """All bit patterns survive, those of NaNs too: all_gather and all_to_all, on a planned call."""
+    wrong = []
+    with fresh_group() as group:
+        rank, world = group.rank(), group.size()
+        for dtype, total, way in itertools.product(
+            (torch.int64, torch.int32), (12, 13), ALGORITHMS
+        ):
+            sizes, bits = shard_sizes(total, world), torch.iinfo(dtype)
+            generator = torch.Generator().manual_seed(total)
+            whole = torch.randint(
+                bits.min, bits.max, (total, total), dtype=dtype, generator=generator
+            )
+            x = whole.split(sizes)[rank]
+            for _ in range(2):
+                gathered = tpkernels.all_gather(x, group, shard_sizes=sizes, algorithm=way)
+                columns = tpkernels.all_to_all(
+                    x, group, gather_sizes=sizes, scatter_sizes=sizes, algorithm=way
+                )
+                if not torch.equal(gathered, whole):
+                    wrong.append(f"all_gather, {dtype}, {total} rows, {way}, rank {rank}")
+                if not torch.equal(columns, whole.split(sizes, 1)[rank]):
+                    wrong.append(f"all_to_all, {dtype}, {total} rows, {way}, rank {rank}")
+    return wrong
+
+
+def test_integers(ranks: RanksFixture, world: int) -> None:
+    report(failure for rank in ranks(world).run(integers_job, timeout=120) for failure in rank)
+
+
 def of_any_dims() -> Iterator[Case]:
     for shape in [(12, 24), (12, 3, 24), (12, 24, 5), (2, 12, 24), (2, 12, 3, 24, 5), (12, 24, 1)]:
         split = [dim for dim, size in enumerate(shape) if size % 12 == 0]
@@ -143,7 +173,7 @@ def refusals_job() -> list[str]:
                 lambda: op(torch.ones(2, 5), group),
                 lambda: op(x, group, gather_sizes=[1, 1]),
                 lambda: op(x, group, scatter_sizes=[2, 2]),
-                lambda: op(x.int(), group),
+                lambda: op(x.bool(), group),
                 lambda: op(x, group, algorithm="pipelined"),
                 lambda: op(x, group, algorithm="hierarchical"),
             ]
@@ -159,7 +189,7 @@ REFUSED = [
     r"ValueError: 5 rows do not divide by 2 ranks; pass scatter_sizes=tpkernels.shard_sizes\(5, 2",
     r"ValueError: x has 2 rows in the gathered dim, but gather_sizes \[1, 1\] gives rank \d 1",
     r"ValueError: scatter_sizes \[2, 2\] add up to 4, but the scattered dim has 6 rows",
-    "NotImplementedError: x has dtype int32",
+    "NotImplementedError: x has dtype bool; supported: .*, float64, int64, int32",
     "NotImplementedError: algorithm 'pipelined' of all_to_all overlaps a matmul",
     "NotImplementedError: algorithm 'hierarchical' of all_to_all has no all_to_all on cpu",
     r"CollectiveMismatchError: .*scattered dim 1 by \[.*, but rank \d .*scattered dim 1 by \[",
