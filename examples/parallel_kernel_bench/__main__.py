@@ -9,7 +9,7 @@ from pathlib import Path
 
 from examples.parallel_kernel_bench import __doc__ as description
 from examples.parallel_kernel_bench.gallery import PROBLEMS, Examined, Problem, examine
-from tpkernels.launch.session import open_session, world_size
+from tpkernels.launch.session import is_leader, open_session, world_size
 from tpkernels.terminal import UsageError, at_least, console, milliseconds, table, writable
 from tpkernels.timing import summary
 
@@ -81,13 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         parser.error(str(error))
     rows = []
-    with open_session(world, threads=1, timeout=600) as session, console().status("") as status:
+    with open_session(world, threads=1, timeout=600) as run, console().status("") as status:
         for each in problems:
             status.update(f"{each.number} {each.name}")
             full = options.size == "full"
-            rows.append(row(session.run(examine, each.number, full, options.repeat)))
+            rows.append(row(run(examine, each.number, full, options.repeat)))
     title = f"{len(rows)} problems on {world} ranks of one thread, {options.size} size, float32."
-    return report(rows, title, out) if session.leader else 0
+    return report(rows, title, out) if is_leader() else 0
 
 
 if __name__ == "__main__":
