@@ -89,34 +89,25 @@ def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None
     run(ranks, world, [Case(shape=(12, 24), dtype=dtype, algorithm=name) for dtype, name in pairs])
 
 
-def integers_job() -> list[str]:
-    """All bit patterns survive, those of NaNs too: all_gather and all_to_all, on a planned call."""
-    wrong = []
+@on_ranks(3)
+def test_integers_of_any_bits() -> None:
+    """all_gather and all_to_all move integers, also those that are NaNs as floats."""
     with fresh_group() as group:
-        rank, world = group.rank(), group.size()
-        for dtype, total, way in itertools.product(
-            (torch.int64, torch.int32), (12, 13), ALGORITHMS
-        ):
-            sizes, bits = shard_sizes(total, world), torch.iinfo(dtype)
-            generator = torch.Generator().manual_seed(total)
+        for dtype, size, way in itertools.product((torch.int64, torch.int32), (12, 13), ALGORITHMS):
+            sizes, bits = shard_sizes(size, 3), torch.iinfo(dtype)
+            generator = torch.Generator().manual_seed(size)
             whole = torch.randint(
-                bits.min, bits.max, (total, total), dtype=dtype, generator=generator
+                bits.min, bits.max, (size, size), dtype=dtype, generator=generator
             )
-            x = whole.split(sizes)[rank]
-            for _ in range(2):
+            x, both = (
+                whole.split(sizes)[group.rank()],
+                {"gather_sizes": sizes, "scatter_sizes": sizes},
+            )
+            for _ in range(2):  # then a planned call
                 gathered = tpkernels.all_gather(x, group, shard_sizes=sizes, algorithm=way)
-                columns = tpkernels.all_to_all(
-                    x, group, gather_sizes=sizes, scatter_sizes=sizes, algorithm=way
-                )
-                if not torch.equal(gathered, whole):
-                    wrong.append(f"all_gather, {dtype}, {total} rows, {way}, rank {rank}")
-                if not torch.equal(columns, whole.split(sizes, 1)[rank]):
-                    wrong.append(f"all_to_all, {dtype}, {total} rows, {way}, rank {rank}")
-    return wrong
-
-
-def test_integers(ranks: RanksFixture, world: int) -> None:
-    report(failure for rank in ranks(world).run(integers_job, timeout=120) for failure in rank)
+                assert torch.equal(gathered, whole), (dtype, size, way)
+                columns = tpkernels.all_to_all(x, group, **both, algorithm=way)
+                assert torch.equal(columns, whole.split(sizes, 1)[group.rank()]), (dtype, size, way)
 
 
 def of_any_dims() -> Iterator[Case]:
