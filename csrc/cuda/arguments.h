@@ -122,6 +122,14 @@ struct PacedCopy {
   double ns_per_byte;
 };
 
+// A round of a litmus test (cuda/litmus.cuh): this many bytes to each peer, a multiple of 16.
+struct Litmus {
+  u64* found;   // how many packs were checked, how many were wrong, and records of the first
+  int records;  // most of those
+  unsigned round;
+  u64 bytes;
+};
+
 constexpr int kReduceThreads = 512;
 constexpr int kLLThreads = 256;
 constexpr int kRowThreads = 256;

@@ -87,6 +87,9 @@ class PacedCopy:
         self, dst: int, src: int, nbytes: int, latency_ns: int, ns_per_byte: float, /
     ) -> None: ...
 
+class Litmus:
+    def __init__(self, found: int, records: int, round: int, nbytes: int, /) -> None: ...
+
 class Signal:
     def __init__(self, rank: int, index: int, /) -> None: ...
 
@@ -167,6 +170,18 @@ class Kernels:
         cluster: int = 1,
         early: bool = False,
     ) -> None: ...
+    def litmus_messages(
+        self,
+        stream: int,
+        space: Space,
+        litmus: Litmus,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    litmus_words = litmus_messages
+    litmus_lines = litmus_messages
     def call_barrier(
         self,
         stream: int,

@@ -14,11 +14,18 @@ from tpkernels.bench.specs import Spec, check_split, spec_of, unsupported_kernel
 from tpkernels.cli import options
 from tpkernels.launch.session import check_device
 from tpkernels.op_spec import OPS
-from tpkernels.planning import store
-from tpkernels.planning.choose import Means, candidates, choose, unsupported_algorithms
+from tpkernels.planning import store, trust
+from tpkernels.planning.choose import (
+    Means,
+    candidates,
+    choose,
+    unsupported_algorithms,
+    why_unqualified,
+)
 from tpkernels.planning.cost import DEFAULTS, all_reduce_way, predict_seconds
 from tpkernels.planning.machine import cpu_flags, this_machine
 from tpkernels.planning.table import Measurement, Table
+from tpkernels.planning.trust import SUMS, Trust
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
 from tpkernels.terminal import (
@@ -73,6 +80,7 @@ def explain(
         cpu_flags=cpu_flags(),
         unsupported=unsupported_kernels(device),
         why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
+        trust=trust.of_this_machine(world) if device == "cuda" else Trust(),
     )
     machine, known = None, Table()
     if device == "cpu" or torch.cuda.is_available():
@@ -82,7 +90,8 @@ def explain(
     forecast, model = _predicted(spec, world, gpu) if device == "cuda" else ({}, "")
     cases = [] if problem.tuning_key is None else known.at(*problem.tuning_key)
     grid = table("algorithm", ("ms", *(["predicted ms"] if forecast else [])), "why not")
-    for name, reason in unsupported_algorithms(problem, means).items():
+    for name, unsupported in unsupported_algorithms(problem, means).items():
+        reason = unsupported or why_unqualified(problem, name, means)
         cells = [_times(name, cases) if reason is None else ""]
         if forecast:
             cells.append(milliseconds(1e3 * forecast[name]) if name in forecast else "")
@@ -91,7 +100,10 @@ def explain(
     notes = [f"Predicted for {model} by data sheets; not measured"] if forecast else []
     if device == "cuda" and op in ("all_reduce", "matmul_all_reduce"):
         # Where NVLink connects all GPUs, and where not.
-        lines, words = (all_reduce_way(problem.nbytes, world, linked) for linked in (True, False))
+        lines, words = (
+            all_reduce_way(problem.nbytes, world, frozenset(SUMS) - without)
+            for without in (set[str](), {"ll128"})
+        )
         where = f" where NVLink connects all GPUs, else by {words}" if words != lines else ""
         notes.append(
             f"direct sums by {lines}{where}, for these bytes and ranks by the model of hops"

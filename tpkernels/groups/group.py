@@ -26,10 +26,11 @@ from tpkernels.errors import (
     TpkernelsError,
 )
 from tpkernels.groups.waiting_thread import Waiter
-from tpkernels.planning import store
+from tpkernels.planning import store, trust
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.table import Series, Table, are_alike
+from tpkernels.planning.trust import Trust
 from tpkernels.symm import streams
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence
@@ -157,6 +158,7 @@ class Group(_C.calls.Turns):
         self.measured = Measured()
         self.on_meshes: dict[Hashable, Any] = {}  #: what a mesh's ranks agreed on; see mesh/
         self._known: dict[str, str] = {}  # what `from_rank_0` has returned
+        self._trust: dict[str, Trust] = {}
         self._broken: str | None = None
         self._closed: str | None = None  # by what
         self._owner: int | None = None  # the process that has the group, where it is not this one
@@ -563,6 +565,30 @@ class Group(_C.calls.Turns):
             self.notices.append(ignored)
         return store.table_from(tables[0])
 
+    def trust(self) -> Trust:
+        """Return what rank 0's record says that `auto` may take on CUDA tensors. Collective at the
+        first call."""
+        if self.world == 1 or self.workspace is None:
+            return Trust()  # there is nothing to choose, or only what spans hosts
+        return self._once(self._trust, "cuda", self.trust_of_rank_0)
+
+    def trust_of_rank_0(self) -> Trust:
+        """Read this machine's record on rank 0. Collective, in a turn of the caller's."""
+        found, ignored = trust.load("cuda") if self.rank == 0 else (None, "")
+        if ignored:
+            self.notices.append(ignored)
+        values = (Trust() if found is None else found.trust(self.world)).to_json()
+        return Trust.from_json(self.exchange("qualified algorithms", values, self.gpu_timeout)[0])
+
+    def use_trust(self, trusted: Trust) -> None:
+        """Plan calls on CUDA tensors by another record from now on. All ranks do so from the same
+        call on."""
+        with self.lock:
+            self._trust["cuda"] = trusted
+            if self.workspace is not None:
+                self.workspace.use_ways(_ways_of(trusted))
+            self.forget_calls()
+
     def use_times(self, device: str, table: Table) -> None:
         """Plan calls from these times from now on. All ranks use the same, from the same call
         on."""
@@ -651,6 +677,8 @@ class Group(_C.calls.Turns):
         find out together, at the first call, by trying: collective."""
         if self.workspace is None:
             return own_reason
+        if self.world > 1:
+            self.workspace.use_ways(_ways_of(self.trust()))
         key = device, kernels
         if key not in self._unsupported_kernels and streams.is_captured(device):
             raise CaptureError(
@@ -667,6 +695,10 @@ class Group(_C.calls.Turns):
             return None
 
         return self._once(self._unsupported_kernels, key, find_out)
+
+
+def _ways_of(trusted: Trust) -> frozenset[str]:
+    return trusted.of("direct") | trusted.of("fused")
 
 
 def _close(group: Group) -> None:

@@ -70,6 +70,7 @@ inline u64 load_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_R
 inline void store_relaxed_sys(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_release_sys(u64* p, u64 v) {
   ++emulated::here.counts.releases;
+  if (emulated::fault == emulated::Fault::kLostWakeUp) return;
   __atomic_store_n(p, v, static_cast<int>(kRelease));
 }
 inline u64 add_acq_rel_gpu(u64* p, u64 v) {
@@ -93,7 +94,13 @@ inline u64 checked(const void* p) {
 }
 
 inline Pack load_pack(const void* from) { return *reinterpret_cast<const Pack*>(checked(from)); }
-inline void store_pack(void* to, Pack pack) { *reinterpret_cast<Pack*>(checked(to)) = pack; }
+inline void store_pack(void* to, Pack pack) {
+  if (emulated::fault == emulated::Fault::kMissingFence) {
+    const auto& word = pack.word;
+    return emulated::late.push_back({to, {word[0], word[1], word[2], word[3]}});
+  }
+  *reinterpret_cast<Pack*>(checked(to)) = pack;
+}
 
 inline void prefetch(const void*) {}
 
