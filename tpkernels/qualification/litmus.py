@@ -28,7 +28,7 @@ from tpkernels.symm.device import DeviceWorkspace
 _RECORDS = 16
 _LINE_WORDS, _LINE_PACKS = 16, 7  # csrc/cuda/ll128.cuh
 # Lines of each pair and round, and rounds: 2^20 lines of each pair and more.
-_SIZES = {"cpu": (40, 6), "cuda": (1 << 13, 160)}
+_SIZES = {"cpu": (40, 20), "cuda": (1 << 13, 160)}
 _COPY_ROUNDS = 20
 
 

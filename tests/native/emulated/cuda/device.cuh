@@ -174,7 +174,10 @@ void store_share(Pack* line, const Pack (&share)[N]) {
   const bool torn = emulated::tearing == emulated::Tearing::kTornLines;
   const bool clears = share[N - 1].word[0] == 0;
   if (clears && emulated::tearing == emulated::Tearing::kLinesThatStay) return;
-  if (torn) store_words(line + N - 1, share[N - 1], __ATOMIC_RELEASE);
+  if (torn) {
+    store_words(line + N - 1, share[N - 1], __ATOMIC_RELEASE);
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
   const unsigned first = ++stored % (N - 1);
   for (unsigned i = 0; i < N - 1; ++i) {
     const unsigned at = (first + i) % (N - 1);
