@@ -56,7 +56,8 @@ ALLOWED = {
     "backends": LEAVES
     | {"call", "planning", "local", "transport", "kernels", "cuda", "algorithms"},
     "validation": LEAVES | {"groups", "local"},
-    "tuning": LEAVES | {"planning", "groups", "call", "backends", "local", "cuda", "tuning"},
+    "tuning": LEAVES
+    | {"planning", "groups", "call", "backends", "local", "cuda", "symm", "tuning"},
     "ops": LEAVES
     | {"planning", "groups", "call", "backends", "algorithms", "local", "cuda"}
     | {"validation", "tuning", "ops"},

@@ -155,8 +155,6 @@ TPK_KERNEL(kLLThreads) litmus_lines(TPK_PARAM Space space, TPK_PARAM Litmus litm
   within_ll_call(space, {}, [&](const Peers& peers) { exchange_lines(peers, litmus); });
 }
 
-TPK_KERNEL(kPacedThreads) paced_copy(TPK_PARAM PacedCopy call) { copy_at_pace(call); }
-
 // The kernels below run as one block each; tpkernels/cuda/copies.py describes the calls made of
 // them.
 

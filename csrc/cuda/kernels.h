@@ -42,7 +42,6 @@ const Image& embedded_image();
   each(litmus_messages, kReduceThreads, Space, Litmus)                          \
   each(litmus_words, kLLThreads, Space, Litmus)                                 \
   each(litmus_lines, kLLThreads, Space, Litmus)                                 \
-  each(paced_copy, kPacedThreads, PacedCopy)                                    \
   each(call_barrier, kSignalThreads, Space)                                     \
   each(call_begin, kSignalThreads, Space, int)                                  \
   each(call_publish, kSignalThreads, Space, Signal)                             \

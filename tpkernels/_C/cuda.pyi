@@ -82,11 +82,6 @@ class SumPartials:
         /,
     ) -> None: ...
 
-class PacedCopy:
-    def __init__(
-        self, dst: int, src: int, nbytes: int, latency_ns: int, ns_per_byte: float, /
-    ) -> None: ...
-
 class Litmus:
     def __init__(self, found: int, records: int, round: int, nbytes: int, /) -> None: ...
 
@@ -156,15 +151,6 @@ class Kernels:
         self,
         stream: int,
         partials: SumPartials,
-        /,
-        blocks: int = 1,
-        cluster: int = 1,
-        early: bool = False,
-    ) -> None: ...
-    def paced_copy(
-        self,
-        stream: int,
-        copy: PacedCopy,
         /,
         blocks: int = 1,
         cluster: int = 1,

@@ -1,5 +1,5 @@
 """Calls of one kernel: all-reduces, also with rows that are normalised, gathers and scatters of
-rows, the sum of partials, a barrier, a paced copy.
+rows, the sum of partials, a barrier.
 
 Sums follow the numerics contract: fp32, in rank order, then bias, then residual, one rounding. All
 ways give the same bits, except ``multimem``. Gathers and scatters are one launch in which every
@@ -16,7 +16,6 @@ too small, and ``NotImplementedError`` without a driver or GPU, or for another d
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +32,6 @@ from tpkernels.symm.device import DeviceWorkspace, Launch
 
 WAYS = ("two_shot", "multimem", "ll", "ll_two_shot", "ll128")
 _SUM_BLOCKS, _SUM_SHARE = 1024, 2048  # most blocks, and fewest elements for each; not measured
-_LONGEST_COPY_S = 10.0
 _THREADS = 256  # kRowThreads of csrc/cuda
 _CLUSTER, _CLUSTERS_SINCE = 4, 90  # most blocks of a row (not measured); compute capability
 _MOST_ROWS = 1024  # at a time, of a normalisation alone, which has the GPU to itself
@@ -163,34 +161,6 @@ def barrier(space: DeviceWorkspace, signature: int) -> None:
     """Wait for every rank's barrier: what any rank queued before its own is complete and visible
     then."""
     launch("call_barrier", space.regions.device, space_of(space, signature))
-
-
-def paced_copy(
-    dst: torch.Tensor, src: torch.Tensor, gb_per_s: float, latency_us: float = 0.0, sms: int = 16
-) -> None:
-    """Copy ``src`` to ``dst`` at the pace of a link, to model one on a single GPU: the first byte
-    arrives after ``latency_us``, then ``gb_per_s`` * 1e9 bytes a second. It has ``sms`` blocks of
-    1024 threads, and is slower if they cannot move as much. Any dtype."""
-    operands.check_contiguous(dst.device, dst=dst, src=src)
-    operands.check_alike(True, dst=dst, src=src)
-    for label, value, valid, allowed in (
-        ("gb_per_s", gb_per_s, 0 < gb_per_s < math.inf, "above 0"),
-        ("latency_us", latency_us, 0 <= latency_us < math.inf, "at least 0"),
-        ("sms", sms, 1 <= sms <= 1024, "1 to 1024"),
-    ):
-        if not valid:
-            raise ValueError(f"{label} is {value}; it must be {allowed}")
-    nbytes = src.numel() * src.element_size()
-    seconds = latency_us * 1e-6 + nbytes / gb_per_s * 1e-9
-    if seconds > _LONGEST_COPY_S:
-        raise ValueError(
-            f"{nbytes} bytes at {gb_per_s:g} GB/s after {latency_us:g} us would take "
-            f"{seconds:.3g} s; at most {_LONGEST_COPY_S:g} s"
-        )
-    call = _C.cuda.PacedCopy(
-        dst.data_ptr(), src.data_ptr(), nbytes, round(latency_us * 1e3), 1 / gb_per_s
-    )
-    launch("paced_copy", dst.device, call, blocks=sms)
 
 
 def prepare_all_gather(

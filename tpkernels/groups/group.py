@@ -63,6 +63,9 @@ class Tuning:
     anew: bool = False
 
 
+_ON_QUALIFIED_GPUS = Tuning(limit=2.0)  # of the seconds of a model's first step, for each problem
+
+
 @dataclass
 class Measured:
     """The measurements and settings that calls are planned from, the same on all ranks."""
@@ -606,6 +609,15 @@ class Group(_C.calls.Turns):
             if self.rank == 0:
                 self.notices.append(f"{problem}: algorithm '{algorithm}' {why}")
             self.forget_calls()
+
+    def tuning_on(self, device: str) -> Tuning | None:
+        """Return how problems with tensors of a device type are tuned on the spot, None if they
+        are not: as asked for, and on CUDA tensors also where some algorithm is qualified."""
+        tuning = self.measured.tuning
+        if tuning is not None or device != "cuda" or self.autotune is False:
+            return tuning
+        agreed = self._trust.get("cuda", Trust())  # communicates nothing
+        return _ON_QUALIFIED_GPUS if agreed.ways else None
 
     def use_tuning(self, tuning: Tuning | None) -> None:
         """Plan calls anew, tuning each new problem as ``tuning`` says; None stops tuning. All ranks

@@ -114,7 +114,12 @@ class Means:
 
 
 def choose(
-    problem: Problem, means: Means, *, requested: str = "auto", tuned: Table = NOTHING_TUNED
+    problem: Problem,
+    means: Means,
+    *,
+    requested: str = "auto",
+    tuned: Table = NOTHING_TUNED,
+    captured: bool = False,
 ) -> Plan:
     """Return the plan for ``problem``.
 
@@ -122,6 +127,7 @@ def choose(
         requested: an algorithm's name, or "auto".
         tuned: measured times, the same on all ranks. Where they show another algorithm to be
             clearly faster than the one the thresholds give, "auto" takes the fastest.
+        captured: the call is recorded in a CUDA graph, and goes by the times taken in graphs.
 
     Raises:
         ValueError: ``requested`` is not an algorithm.
@@ -129,6 +135,8 @@ def choose(
             what it needs.
     """
     tuning_key = problem.tuning_key if tuned.measurements and problem.world > 1 else None
+    if tuning_key is not None and captured:
+        tuning_key = tuning_key[0].captured, tuning_key[1]
     if requested != "auto":
         check_algorithm(requested)
         reason = _unsupported(problem, requested, means)

@@ -20,6 +20,7 @@ from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.planning.machine import cpu_flags
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.trust import Trust
+from tpkernels.symm import streams
 from tpkernels.tuning.tuner import tune_if_new, with_trial
 
 
@@ -32,9 +33,10 @@ def plan_call(
     call = plan(group, given.algorithm)
     if given.algorithm != "auto":
         return call
-    if group.measured.tuning is not None:
+    tuning = group.tuning_on(problem.device)
+    if tuning is not None:
         names = candidates(call.problem, _means(group, call.problem.device))
-        again = tune_if_new(call, names, plan, make_run, given)
+        again = tune_if_new(call, tuning, names, plan, make_run, given)
         return plan(group, "auto") if again else call
     return with_trial(call, functools.partial(plan, group))
 
@@ -74,9 +76,37 @@ def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.dev
         # If the buffers grew, more algorithms may fit: choose again.
         if _means(group, problem.device, unsupported) == means:
             function = implementation(problem, plan)
-            if algorithm == "auto" and problem.device == "cuda" and plan.algorithm != "unfused":
-                function = _or_unfused(function, group, problem, device)
+            if algorithm == "auto" and problem.device == "cuda":
+                if plan.algorithm != "unfused":
+                    function = _or_unfused(function, group, problem, device)
+                in_graphs = choose(problem, means, tuned=tuned, captured=True).algorithm
+                if in_graphs != plan.algorithm:
+                    function = _unless_captured(function, group, problem, device, in_graphs)
             return Call(group, problem, plan, function, generation)
+
+
+def _unless_captured(
+    function: Callable[..., Any], group: Group, problem: Problem, device: torch.device, name: str
+) -> Callable[..., Any]:
+    """Return a call's function that is another algorithm in the capture of a graph. All ranks
+    capture the same calls. The first call outside a capture is by that algorithm, too: a capture
+    can set nothing up."""
+    try:
+        in_graphs = _plan_call(group, name, problem, device)
+    except NotImplementedError:  # on all ranks
+        return function
+
+    is_set_up = name == "unfused"  # which needs nothing
+
+    def run(call: Call, *operands: Any) -> Any:
+        nonlocal is_set_up
+        if is_set_up and not streams.is_captured(device):
+            return function(call, *operands)
+        result = in_graphs.function(in_graphs, *operands)
+        is_set_up = True
+        return result
+
+    return run
 
 
 def _or_unfused(
