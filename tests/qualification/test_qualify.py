@@ -150,3 +150,14 @@ def test_a_fault_outside_the_kernels_of_cuda(cuda_driver: str, fault: str) -> No
     assert outcomes[whole].status == QUALIFIED, outcomes[whole]
     assert failure is not None and failure.kind == kind, outcomes[spoilt]
     assert failure.first or "out of memory" in failure.text, failure
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", ["direct", "pipelined", "fused"])
+def test_faults_of_a_rank(cuda_driver: str, algorithm: str) -> None:
+    stages = [
+        stage for stage in schedule(TWO, thorough=True) if stage.name.endswith(f", {algorithm}")
+    ]
+    record = run(stages, "cpu", around=functools.partial(rehearsal, cuda_driver))
+    assert len(record.litmus["2"]) == 3
+    assert {one.status for one in record.litmus["2"].values()} == {QUALIFIED}, record.litmus

@@ -14,7 +14,7 @@ from tpkernels.launch import session as sessions
 from tpkernels.planning import trust
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
 from tpkernels.qualification.run import run, topology_here
-from tpkernels.qualification.schedule import Stage, Topology, schedule
+from tpkernels.qualification.schedule import LITMUS, Stage, Topology, schedule
 from tpkernels.terminal import (
     UsageError,
     at_least,
@@ -35,7 +35,9 @@ def qualify(
         float | None,
         Option(help="Seconds for all stages. Default: 30 minutes with one GPU, else 60."),
     ] = None,
-    thorough: Annotated[bool, Option("--thorough", help="Make four times as many calls.")] = False,
+    thorough: Annotated[
+        bool, Option("--thorough", help="Four times as many calls, and faults.")
+    ] = False,
     only: Annotated[str, Option(help="Stages whose names begin so, such as direct/.")] = "",
     anew: Annotated[bool, Option("--anew", help="Repeat what the record has.")] = False,
     plan: Annotated[bool, Option("--plan", help="Show the stages and end.")] = False,
@@ -57,13 +59,19 @@ def qualify(
     device = sessions.resolve_device(device)
     topology = topology_here() if device == "cuda" else Topology(("this CPU",) * 2, 90)
     worlds = () if nproc is None else (nproc,)
-    stages = schedule(topology, worlds, budget=budget, thorough=thorough, only=only)
-    if device == "cpu":  # a CPU has none of the kernels of the litmus tests
-        stages = [stage for stage in stages if not stage.is_litmus]
-    if not stages:
-        raise UsageError(f"no stage begins with '{only}'")
     known = trust.load(device)[0] if device == "cuda" and not anew else None
-    stages = [stage for stage in stages if known is None or not known.has(stage.name, stage.world)]
+    stages = schedule(
+        topology,
+        worlds,
+        budget=budget,
+        thorough=thorough,
+        only=only,
+        known=known.has if known is not None else lambda name, world: False,
+    )
+    if device == "cpu":  # a CPU has none of the kernels of the litmus tests
+        stages = [stage for stage in stages if stage.name not in LITMUS]
+    if not stages and known is None:
+        raise UsageError(f"no stage begins with '{only}'")
     if plan:
         return _show_plan(stages)
     if out is not None:

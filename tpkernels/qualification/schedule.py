@@ -9,11 +9,13 @@ is not qualified.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tpkernels.planning.trust import COPY_ENGINES, SHARDS, SUMS
 
+FAULTS = ("late", "killed", "another call")  #: of one rank
 LITMUS = ("messages", "words", "lines", "copies")  #: of single stores and signals
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
 _MULTIMEM_SINCE = 90  # compute capability
@@ -24,6 +26,7 @@ _MULTIMEM_SINCE = 90  # compute capability
 START_S, CALLS_S, COMPILE_S = 4.0, 2.0, 2.0
 _KERNELS = {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 18, COPY_ENGINES: 6}
 _THOROUGH = 4.0  # as many calls
+_FAULT_S = 15.0
 AUTOMATIC_S, ONE_GPU_S, MOST_S = 60.0, 1800.0, 3600.0  #: budgets
 
 
@@ -109,20 +112,23 @@ def schedule(
     budget: float | None = None,
     thorough: bool = False,
     only: str = "",
+    known: Callable[[str, int], bool] = lambda name, world: False,
 ) -> list[Stage]:
     """Return the stages in their order, also those that are not run, with the reason.
 
     Args:
         worlds: the numbers of ranks; empty: `worlds_of` the topology.
         budget: seconds for all stages; None: 30 minutes on one GPU, else 60.
-        thorough: make four times as many calls.
+        thorough: make four times as many calls, and faults: a late rank, a killed one, one in
+            another call.
         only: stages whose names begin so.
+        known: says of a name and a number of ranks that they need not be run again.
     """
     left = budget if budget is not None else ONE_GPU_S if topology.gpus == 1 else MOST_S
     planned = []
     for world in worlds or worlds_of(topology):
         for stage in _stages(topology, world, thorough):
-            if not stage.name.startswith(only):
+            if not stage.name.startswith(only) or known(stage.name, world):
                 continue
             if not stage.why_not and stage.seconds > left:
                 text = f"the budget: {left:.0f} s were left, it takes {stage.seconds:.0f} s"
@@ -147,6 +153,11 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     stages += [
         Stage(f"ring/{kind}", world, "nccl", START_S + calls) for kind in (*KINDS, "all_to_all")
     ]
+    if thorough:
+        pairs = itertools.product(FAULTS, ("direct", "pipelined", "fused"))
+        stages += [
+            Stage(f"{kind}, {name}", world, seconds=START_S + _FAULT_S) for kind, name in pairs
+        ]
     reasons = {"lines": lines, "direct/ll128": lines}
     return [
         replace(stage, why_not=_why_not(topology, stage) or reasons.get(stage.name, ""))
