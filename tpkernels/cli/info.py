@@ -116,7 +116,8 @@ def _show(facts: dict[str, Any], out: Console) -> None:
     alone = facts["shared_memory"]
     cores = ", ".join(map(str, devices["usable_cores"]))
     memory, available = (byte_size(devices[f"{which}_bytes"]) for which in ("memory", "available"))
-    versions = dict(facts["versions"])
+    versions, nccl_text = dict(facts["versions"]), facts["nccl"].get("unsupported")
+    nccl_text = nccl_text or "{version}, {origin}: {path}".format(**facts["nccl"])
     lines = {
         **{name: versions.pop(name) for name in ("tpkernels", "torch")},
         "processor": devices["cpu"],
@@ -135,7 +136,7 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         else f"off: {POOL_VARIABLE} is 0",
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
-        "NCCL": _nccl_text(facts["nccl"]),
+        "NCCL": nccl_text,
         "qualified on GPUs": _qualified_text(facts["qualified"]),
         **versions,
         "extension": facts["extension"]["file"],
@@ -159,11 +160,3 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         grid.caption_justify = "left"
         grid.caption = f"If the ranks of a group share no memory: {', '.join(left)}."
         out.print(grid)
-
-
-def _nccl_text(nccl: dict[str, Any]) -> str:
-    if "unsupported" in nccl:
-        return str(nccl["unsupported"])
-    missing = [name for name, present in nccl["features"].items() if not present]
-    without = f", without {', '.join(missing)}" if missing else ""
-    return f"{nccl['version']}, {nccl['origin']}: {nccl['path']}{without}"

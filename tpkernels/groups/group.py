@@ -4,6 +4,8 @@ what its ranks have agreed on, and how it ends."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import socket
 import warnings
@@ -38,6 +40,7 @@ from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.node import Node, make_node
 from tpkernels.text import named_values, of_error
 
+_logger = logging.getLogger("tpkernels")
 TUNING_SECONDS = 5.0  # for one problem
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -580,6 +583,8 @@ class Group(_C.calls.Turns):
         found, ignored = trust.load("cuda") if self.rank == 0 else (None, "")
         if ignored:
             self.notices.append(ignored)
+        elif found is None and self.rank == 0:
+            _say_that_nothing_is_qualified()
         values = (Trust() if found is None else found.trust(self.world)).to_json()
         return Trust.from_json(self.exchange("qualified algorithms", values, self.gpu_timeout)[0])
 
@@ -707,6 +712,14 @@ class Group(_C.calls.Turns):
             return None
 
         return self._once(self._unsupported_kernels, key, find_out)
+
+
+@functools.cache  # once in a process
+def _say_that_nothing_is_qualified() -> None:
+    _logger.warning(
+        "CUDA tensors keep torch's calls: nothing is qualified on this machine. Run `tpkernels "
+        "qualify` once, and algorithm='auto' takes what was right and is faster"
+    )
 
 
 def _ways_of(trusted: Trust) -> frozenset[str]:
