@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,9 +14,7 @@ from PIL import Image
 from torch.profiler import profile
 
 from tests.cli.test_cli import invoke
-from tests.support.processes import interrupted
 from tests.support.tiers import sweep
-from tpkernels.bench import report
 from tpkernels.cli import profile as profile_command
 from tpkernels.cli.profile import CALL, PIDS, lanes, merge, times
 from tpkernels.local import matmul as product
@@ -243,32 +239,6 @@ def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
     pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
     assert len(pids) == 2 and not any(Path("/proc", str(pid)).exists() for pid in pids)
     assert not (tmp_path / "trace.json").exists()
-
-
-def at_work(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    assert "at work" in process.stdout.readline()
-
-
-@pytest.mark.slow
-def test_a_script_that_is_interrupted(tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text("import time\nprint('at work', flush=True)\ntime.sleep(600)")
-    code, _, error = interrupted(
-        *("-m", "tpkernels", "profile", "--out", tmp_path, script), when=at_work, seconds=90
-    )
-    assert code == 128 + signal.SIGINT and "Traceback" not in error
-
-
-@pytest.mark.thorough
-def test_without_matplotlib_there_is_a_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "unsupported", lambda: "matplotlib is missing")
-    shown = invoke("profile", "--op", "all_reduce", "--bytes", "4K", "--out", str(tmp_path))
-    assert shown.exit_code == 0, shown.output
-    assert "no picture: matplotlib is missing" in shown.output
-    assert loaded(tmp_path) and not (tmp_path / "timeline.png").exists()
 
 
 def test_no_range_is_opened_where_no_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,8 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import copy_engines, pretending, space_of
 from tests.support.emulated import anywhere, interpreted, on_ranks
-from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import cuda, groups
 from tpkernels.symm import streams
@@ -172,17 +170,14 @@ def test_what_a_capture_has_read_is_kept() -> None:
         assert memory[1]() is not None
 
 
-def refused_job() -> list[Ending]:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@on_ranks(2)
+def test_without_gpus_it_is_refused() -> None:
     group = faults.new_group()
     make = functools.partial(tpkernels.empty, 4, group=group)
     endings = [faults.ending_of(functools.partial(make, device=on)) for on in ("cuda", "meta")]
-    return [*endings, faults.ending_of(make)]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_gpus_it_is_refused(ranks: RanksFixture) -> None:
-    for on_gpu, elsewhere, on_host in ranks(2).run(refused_job):
-        assert on_gpu.error == elsewhere.error == "NotImplementedError"
-        assert "rank 0 needs a GPU that torch sees" in on_gpu.text, on_gpu
-        assert elsewhere.text == "device is meta; a symmetric tensor can be on cpu or cuda"
-        assert on_host.error == "", on_host
+    on_gpu, elsewhere, on_host = [*endings, faults.ending_of(make)]
+    assert on_gpu.error == elsewhere.error == "NotImplementedError"
+    assert "rank 0 needs a GPU that torch sees" in on_gpu.text, on_gpu
+    assert elsewhere.text == "device is meta; a symmetric tensor can be on cpu or cuda"
+    assert on_host.error == "", on_host

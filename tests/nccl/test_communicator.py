@@ -23,6 +23,7 @@ from tests.support.fake_nccl import REMOTE_ERROR, Build, Fake
 from tests.support.faults import PROMPT, Ending
 from tests.support.paths import ROOT
 from tests.support.processes import python
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels.nccl import Communicator
 
@@ -168,16 +169,13 @@ def test_a_rank_that_does_not_come(ranks: RanksFixture, fake_nccl: Build, absent
             assert f"waited 0.6 s for rank {absent}, which did not arrive" in ending.text, ending
 
 
-def no_cuda_job() -> Ending:
-    group = group_of()
-    return faults.ending_of(lambda: Communicator(group, timeout=5))
-
-
 @NO_GPU
-def test_without_a_gpu_it_says_what_is_missing(ranks: RanksFixture) -> None:
-    for ending in ranks(WORLD).run(no_cuda_job):
-        assert ending.error == "NotImplementedError" and ending.seconds < PROMPT, ending
-        assert f"needs a CUDA device, and torch {torch.__version__} sees none; " in ending.text
+@on_ranks(WORLD)
+def test_without_a_gpu_it_says_what_is_missing() -> None:
+    group = group_of()
+    ending = faults.ending_of(lambda: Communicator(group, timeout=5))
+    assert ending.error == "NotImplementedError" and ending.seconds < PROMPT, ending
+    assert f"needs a CUDA device, and torch {torch.__version__} sees none; " in ending.text
 
 
 # The methods, on one rank.

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.fake_nccl import Build
-from tests.support.processes import python
 from tpkernels import _C, nccl
 from tpkernels.errors import TpkernelsError
 
@@ -158,28 +156,3 @@ def test_the_real_library(real: str) -> None:
     assert first != second and len(first) == 128
     if tuple(map(int, loaded.version.split("."))) >= (2, 28, 0):
         assert all(loaded.features.values())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_real_library_without_a_gpu(real: str) -> None:
-    """It fails in time, prints nothing, and goes on in a fork."""
-    code = f"""
-import os
-from tpkernels import _C, nccl
-loaded = nccl.load({real!r})
-first = loaded.unique_id()
-child = os.fork()
-if child == 0:
-    assert loaded.unique_id() != first
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-try:
-    _C.nccl.Communicator(loaded, first, 0, 1, name="alone", timeout=10)
-except RuntimeError as error:
-    print(error)
-"""
-    ended = python("-c", code)
-    assert (ended.returncode, ended.stderr) == (0, ""), ended
-    assert "NCCL communicator 'alone', rank 0 of 1: set-up failed" in ended.stdout
-    assert "cuda" in ended.stdout.lower()

@@ -28,7 +28,7 @@ import tpkernels
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import SharedMemory, pretending
-from tests.support.ranked import apart, fresh_group, report
+from tests.support.ranked import apart, fresh_group, on_ranks, report
 from tests.support.tiers import covering, thorough
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
 from tpkernels.groups.group import Group
@@ -40,7 +40,17 @@ from tpkernels.tuning import tuner
 OP = "matmul_all_reduce"
 
 
-def winner_job(op: str, fast: str, always: bool) -> list[str]:
+PLAIN_OPS = [op for op, spec in OPS.items() if not (spec.scaled or spec.exchanges)]
+CASES = [
+    (op, fast, fast == "ring")
+    for op, fast in itertools.product(PLAIN_OPS, WAYS)
+    if fast != "pipelined" or "matmul" in op
+]
+
+
+@pytest.mark.parametrize(("op", "fast", "always"), covering(CASES))
+@on_ranks(WORLD)
+def test_the_fastest_is_known_after_one_call(op: str, fast: str, always: bool) -> list[str]:
     failures = []
     slow = {name: 0.01 if name == fast else 0.02 for name in WAYS}
     with fresh_group(autotune=always or None) as group, watched(slow) as made:
@@ -64,21 +74,6 @@ def winner_job(op: str, fast: str, always: bool) -> list[str]:
     if made not in ({}, {fast: 1}):
         failures.append(f"afterwards {made}")
     return failures
-
-
-PLAIN_OPS = [op for op, spec in OPS.items() if not (spec.scaled or spec.exchanges)]
-CASES = [
-    (op, fast, fast == "ring")
-    for op, fast in itertools.product(PLAIN_OPS, WAYS)
-    if fast != "pipelined" or "matmul" in op
-]
-
-
-@pytest.mark.parametrize(("op", "fast", "always"), covering(CASES))
-def test_the_fastest_is_known_after_one_call(
-    ranks: RanksFixture, op: str, fast: str, always: bool
-) -> None:
-    report(f for rank in ranks(WORLD).run(winner_job, op, fast, always) for f in rank)
 
 
 def slow_rank_job() -> list[str]:
@@ -330,7 +325,9 @@ def test_nothing_is_tuned_in_a_capture(ranks: RanksFixture, cuda_driver: str) ->
     report(f for rank in ranks(2).run(cuda_job, cuda_driver) for f in rank)
 
 
-def left_job() -> tuple[int, int, int]:
+@pytest.mark.thorough
+@on_ranks(WORLD)
+def test_tuned_problems_leave_nothing() -> None:
     """Descriptors, mappings and keys of the store that more tuned problems leave."""
     store = dist.distributed_c10d._get_default_store()
 
@@ -352,13 +349,7 @@ def left_job() -> tuple[int, int, int]:
     descriptors, mappings, keys = (
         then - now for now, then in zip(counts[1], counts[-1], strict=True)
     )
-    return descriptors, mappings, keys
-
-
-@pytest.mark.thorough
-def test_tuned_problems_leave_nothing(ranks: RanksFixture) -> None:
-    for descriptors, mappings, keys in ranks(WORLD).run(left_job):
-        assert (descriptors, mappings) == (0, 0) and keys <= 0, keys
+    assert (descriptors, mappings) == (0, 0) and keys <= 0, keys
 
 
 def threads_job() -> list[str]:
