@@ -160,7 +160,9 @@ def test_an_op_has_one_name_everywhere(op: str) -> None:
         needed = {"unfused", "direct"} if device == "cpu" else {"unfused"}
         assert needed <= set(ways), f"{op} on {device}: {ways}"
         for way in ways:
-            homes = [f"tpkernels.algorithms.{way}", f"tpkernels.algorithms.{way}.{device}"]
+            homes = [
+                f"tpkernels.algorithms.{name}" for name in (way, f"{way}.{device}", "transfers")
+            ]
             assert table[op, way].__module__ in homes
 
 

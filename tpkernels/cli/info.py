@@ -93,7 +93,8 @@ def _show(facts: dict[str, Any], out: Console) -> None:
     alone = facts["shared_memory"]
     cores = ", ".join(map(str, devices["usable_cores"]))
     memory, available = (byte_size(devices[f"{which}_bytes"]) for which in ("memory", "available"))
-    versions = dict(facts["versions"])
+    versions, nccl_text = dict(facts["versions"]), facts["nccl"].get("unsupported")
+    nccl_text = nccl_text or "{version}, {origin}: {path}".format(**facts["nccl"])
     lines = {
         **{name: versions.pop(name) for name in ("tpkernels", "torch")},
         "processor": devices["cpu"],
@@ -112,7 +113,7 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         else f"off: {POOL_VARIABLE} is 0",
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
-        "NCCL": _nccl_text(facts["nccl"]),
+        "NCCL": nccl_text,
         **versions,
         "extension": facts["extension"]["file"],
         "contains": ", ".join(facts["extension"]["holds"]),
@@ -135,11 +136,3 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         grid.caption_justify = "left"
         grid.caption = f"If the ranks of a group share no memory: {', '.join(left)}."
         out.print(grid)
-
-
-def _nccl_text(nccl: dict[str, Any]) -> str:
-    if "unsupported" in nccl:
-        return str(nccl["unsupported"])
-    missing = [name for name, present in nccl["features"].items() if not present]
-    without = f", without {', '.join(missing)}" if missing else ""
-    return f"{nccl['version']}, {nccl['origin']}: {nccl['path']}{without}"

@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,17 +30,7 @@ _SHARED_GPU = {
 }
 
 
-@dataclass(frozen=True)
-class Session:
-    """Ranks that run functions together.
-
-    Attributes:
-        run: ``run(function, *args)`` calls it on every rank and returns the results by rank.
-        leader: this process prints and writes files.
-    """
-
-    run: Callable[..., list[Any]]
-    leader: bool = True
+Run: TypeAlias = Callable[..., list[Any]]
 
 
 def under_torchrun() -> bool:
@@ -90,10 +79,9 @@ def backend_of(world: int, device: str) -> str:
 
 
 @contextmanager
-def open_session(
-    world: int, *, threads: int, timeout: float, device: str = "cpu"
-) -> Iterator[Session]:
-    """Start or join ``world`` ranks of ``threads`` threads each. A `Session.run` that exceeds
+def open_session(world: int, *, threads: int, timeout: float, device: str = "cpu") -> Iterator[Run]:
+    """Start or join ``world`` ranks of ``threads`` threads each. Yield ``run(function, *args)``,
+    which calls a function on every rank and returns the results by rank. A call that exceeds
     ``timeout`` seconds fails. No process is left behind after the block, or after a failure."""
     backend = backend_of(world, device)
     if not under_torchrun():
@@ -101,12 +89,12 @@ def open_session(
             note_crowd(world, threads)
         env = _SHARED_GPU if device == "cuda" and backend == "gloo" else None
         with Ranks(world, threads=threads, backend=backend, env=env) as ranks:
-            yield Session(partial(ranks.run, timeout=timeout))
+            yield partial(ranks.run, timeout=timeout)
         return
     torch.set_num_threads(threads)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        yield Session(lambda function, *args: all_gather_objects(function(*args)), is_leader())
+        yield lambda function, *args: all_gather_objects(function(*args))
         dist.barrier()
     finally:
         groups.finalize()
