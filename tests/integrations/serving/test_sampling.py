@@ -194,7 +194,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @on_ranks()
 def test_ranks_choose_the_tokens_of_one_process() -> None:
     """Also with a cache so small that requests are begun anew."""

@@ -88,7 +88,7 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], most: int) -> list[Log
     logits = logits.float()
     total = logits.logsumexp(1, keepdim=True)
     own = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1)) - total
-    best, ids = logits.topk(most, dim=1)
+    best, ids = logits.topk(min(most, logits.size(1)), dim=1)
     tops = zip(ids.tolist(), (best - total).tolist(), strict=True)
     rows = zip(tokens, own.squeeze(1).tolist(), tops, strict=True)
     return [Logprob(token, value, list(zip(*top, strict=True))) for token, value, top in rows]

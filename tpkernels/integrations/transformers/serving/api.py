@@ -12,18 +12,20 @@ import json
 import secrets
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, field_validator
-from tokenizers import decoders
+from tokenizers.decoders import DecodeStream
 
 from tpkernels.integrations.transformers.sampling import Logprob, Sampling
 from tpkernels.text import short
 
 DONE = "data: [DONE]\n\n"
 _MOST_STOPS = 16
+_MOST_PROMPTS = _MOST_ANSWERS = 128  # of a request; and answers to a prompt
 _MOST_LOGPROBS = 20  # of the likeliest tokens
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -87,28 +89,32 @@ _Logprobs = Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)]
 
 
 class Prompt(NamedTuple):
-    """Tokens, and the text with which the answer is to begin."""
+    """Tokens, and their text if the answer is to begin with it."""
 
     tokens: list[int]
-    echo: str = ""
+    echo: str | None = None
 
 
 @dataclass(frozen=True)
 class Wanted:
     """One answer that a request asks for."""
 
-    prompt: list[int]
+    prompt: Prompt
     sampling: Sampling
     stop: Sequence[str] = ()
-    echo: str = ""  #: text with which it begins
     logprobs: int | None = None  #: number of likeliest tokens whose log-probabilities it has
-    scored: bool = False  #: whether it has those of the prompt too
+
+    @property
+    def scored(self) -> bool:
+        """Return whether it has log-probabilities of the prompt too."""
+        return self.prompt.echo is not None and self.logprobs is not None
 
     def kept(self, logprobs: list[Logprob]) -> list[Logprob]:
         """Return those of the answer, of all that were computed."""
-        if self.scored:  # nothing comes before the first token of a prompt
-            logprobs = [Logprob(self.prompt[0], None, []), *logprobs]
-        return logprobs[: len(self.prompt) * self.scored + self.sampling.max_new_tokens]
+        tokens, most = self.prompt.tokens, self.sampling.max_new_tokens
+        if not self.scored:
+            return logprobs[:most]
+        return [Logprob(tokens[0], None, []), *logprobs][: len(tokens) + most]
 
 
 class _Strict(BaseModel):
@@ -135,7 +141,7 @@ class Request(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    n: int | None = Field(None, ge=1, le=128)
+    n: int | None = Field(None, ge=1, le=_MOST_ANSWERS)
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: _Number | None = Field(None, gt=0, le=100)
@@ -170,16 +176,10 @@ class Request(_Strict):
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = secrets.randbits(63) if self.seed is None else self.seed
-        return [
-            Wanted(
-                prompt.tokens,
-                self._sampling(most - len(prompt.tokens), seed + index),
-                stops,
-                prompt.echo,
-                self.asked_logprobs(),
-            )
-            for index, prompt in enumerate(each for each in prompts for _ in range(self.n or 1))
-        ]
+        each = [prompt for prompt in prompts for _ in range(self.n or 1)]
+        samplings = [self._sampling(most - len(p.tokens), seed + i) for i, p in enumerate(each)]
+        logprobs = self.asked_logprobs()
+        return [Wanted(*pair, stops, logprobs) for pair in zip(each, samplings, strict=True)]
 
     def _sampling(self, room: int, seed: int) -> Sampling:
         """Return how to generate after a prompt that leaves ``room`` tokens."""
@@ -212,7 +212,7 @@ class Request(_Strict):
 class CompletionRequest(Request):
     """The body of ``POST /v1/completions``."""
 
-    prompt: list[_Text | list[StrictInt]]
+    prompt: list[_Text | list[StrictInt]] = Field(max_length=_MOST_PROMPTS)
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     best_of: _One = None
@@ -231,16 +231,12 @@ class CompletionRequest(Request):
         return prompts
 
     def asked_tokens(self) -> int | None:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens is 0, which needs echo", param="max_tokens")
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     def asked_logprobs(self) -> int | None:
         return self.logprobs
-
-    def wanted(self, prompts: Sequence[Prompt], most: int) -> list[Wanted]:
-        if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens is 0, which needs echo", param="max_tokens")
-        scored = bool(self.echo) and self.logprobs is not None
-        return [replace(each, scored=scored) for each in super().wanted(prompts, most)]
 
 
 class TextPart(_Strict):
@@ -307,12 +303,12 @@ class Prompts:
         """Return the tokens of a text, or check those that the client sent. Raises ApiError."""
         if isinstance(prompt, str):
             tokens = await asyncio.to_thread(self._tokens, prompt)
-            return Prompt(self._checked(tokens), prompt if echo else "")
+            return Prompt(self._checked(tokens), prompt if echo else None)
         for token in prompt:
             if not 0 <= token < self._vocabulary:
                 last = self._vocabulary - 1
                 raise ApiError(400, f"{token} is no token; tokens are 0 to {last}", param="prompt")
-        text = self.tokenizer.decode(prompt, skip_special_tokens=True) if echo else ""
+        text = self.tokenizer.decode(prompt, skip_special_tokens=True) if echo else None
         return Prompt(self._checked(prompt), text)
 
     async def of_chat(self, messages: Sequence[Message]) -> Prompt:
@@ -389,14 +385,14 @@ class Replies:
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the reply that is not a stream."""
-        choices = []
-        for index in range(1 + max(piece.index for piece in pieces)):
-            own = [piece for piece in pieces if piece.index == index]
-            logprobs = [logprob for piece in own for logprob in piece.logprobs]
-            text, last = "".join(piece.text for piece in own), own[-1]
-            message = {"message": {"role": "assistant", "content": text}}
-            last = replace(last, logprobs=logprobs)
-            choices.append(self._choice(last, message if self._chat else {"text": text}))
+        choices, answers = [], defaultdict[int, list[Piece]](list)
+        for piece in pieces:
+            answers[piece.index].append(piece)
+        for _, own in sorted(answers.items()):
+            text = "".join(piece.text for piece in own)
+            content = {"message": {"role": "assistant", "content": text}}
+            last = replace(own[-1], logprobs=[each for piece in own for each in piece.logprobs])
+            choices.append(self._choice(last, content if self._chat else {"text": text}))
         return self._body("chat.completion", choices) | self._usage()
 
     def start(self, answers: int) -> Iterator[str]:
@@ -411,9 +407,8 @@ class Replies:
             text = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
             yield self._chunk(replace(piece, finish=None), text)
         if piece.finish:
-            yield self._chunk(
-                replace(piece, logprobs=[]), {"delta": {}} if self._chat else {"text": ""}
-            )
+            end: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+            yield self._chunk(replace(piece, logprobs=[]), end)
 
     def usage(self) -> str:
         """Return the event of a stream with the numbers of tokens."""
@@ -424,13 +419,9 @@ class Replies:
 
     def _choice(self, piece: Piece, content: dict[str, Any]) -> dict[str, Any]:
         self._tokens[piece.index] = piece.tokens
-        shown = self._logprobs(piece) if piece.logprobs else None
-        return {
-            "index": piece.index,
-            **content,
-            "logprobs": shown,
-            "finish_reason": piece.finish,
-        }
+        logprobs = self._logprobs(piece) if piece.logprobs else None
+        reason = {"logprobs": logprobs, "finish_reason": piece.finish}
+        return {"index": piece.index, **content, **reason}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         if self._chat:
@@ -460,10 +451,9 @@ class Replies:
 
     def _place(self, index: int, token: int) -> int:
         """Return where a token begins in the text of its answer."""
-        decoder, begin = self._places.get(index) or (
-            decoders.DecodeStream(skip_special_tokens=True),
-            0,
-        )
+        if index not in self._places:
+            self._places[index] = DecodeStream(skip_special_tokens=True), 0
+        decoder, begin = self._places[index]
         text = decoder.step(self._prompts.tokenizer.backend_tokenizer, token)
         self._places[index] = decoder, begin + len(text or "")
         return begin

@@ -132,7 +132,7 @@ class Batcher:
             added = None
             if self.failure() is None:
                 added = self.manager.add_request(
-                    list(each.prompt),
+                    list(each.prompt.tokens),
                     request_id=name,
                     max_new_tokens=max(each.sampling.max_new_tokens, 1),
                     streaming=True,
@@ -146,7 +146,7 @@ class Batcher:
                 raise ApiError(*STOPPING)
             self.live[name] = answer
             answers.all.append(answer)
-            self.metrics.prompt_tokens.inc(len(each.prompt))
+            self.metrics.prompt_tokens.inc(len(each.prompt.tokens))
         return answers
 
     def fail(self, status: int, why: str) -> None:
@@ -194,7 +194,7 @@ class Answer:
         self._finished = False
         self._error: tuple[int, str] | None = None  # its HTTP status and text
         self._seen = self._sent = 0  # tokens in the text, and log-probabilities, of pieces
-        self._echo = wanted.echo  # text that is still to be sent
+        self._echo = wanted.prompt.echo or ""  # text that is still to be sent
         self._logprobs: list[Logprob] = []
         self.tokens: list[int] = []
 
