@@ -124,6 +124,14 @@ REQUESTS: list[dict[str, Any]] = [
     # Of several steps; the second begins with tokens that the first has left in the cache.
     {"prompt": LONG, "sampling": Sampling(), "logprobs": 2, "scored": True},
     {"prompt": [*LONG[:130], 5, 6], "sampling": Sampling(), "logprobs": 1, "scored": True},
+    # These end on a second page of the cache each; a small one has not enough for both.
+    {
+        "prompt": LONG[5:65],
+        "sampling": Sampling(temperature=1.0, seed=9),
+        "logprobs": 1,
+        "scored": True,
+    },
+    {"prompt": LONG[6:66], "sampling": Sampling(), "logprobs": 1},
     {
         "prompt": [7, 4, 5],
         "sampling": Sampling(repetition_penalty=1.5, presence_penalty=0.5),
@@ -163,15 +171,19 @@ def model_of() -> Any:
 
 
 @torch.no_grad()
-def check_logprobs(model: Any, outputs: list[Any]) -> None:
-    """They are those of the plain model, which has no cache and sees one text at a time."""
+def check(model: Any, outputs: list[Any]) -> None:
+    """Tokens and log-probabilities are those of the plain model, which has no cache and sees one
+    text at a time."""
     for request, output in zip(REQUESTS, outputs, strict=True):
-        prompt, most = request["prompt"], request.get("logprobs")
+        prompt, most, new = request["prompt"], request.get("logprobs"), output.generated_tokens
+        tokens = [*prompt, *new]
+        logits = model(torch.tensor([tokens])).logits[0]
+        texts = [Text(request["sampling"], prompt, new[:count]) for count in range(NEW)]
+        assert choose(logits[len(prompt) - 1 : -1], texts).tolist() == new
         if most is None:
             assert output.logprobs == []
             continue
-        tokens = [*prompt, *output.generated_tokens]
-        want = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        want = logits.log_softmax(-1)
         first = 1 if request.get("scored") else len(prompt)
         assert [each.token for each in output.logprobs] == tokens[first:]
         for place, each in enumerate(output.logprobs, first):
@@ -183,28 +195,19 @@ def check_logprobs(model: Any, outputs: list[Any]) -> None:
             torch.testing.assert_close(torch.tensor(values), best.values, atol=2e-5, rtol=0)
 
 
-def test_log_probabilities_are_those_of_the_model() -> None:
-    model = model_of()
-    outputs = served(hf_models.make("llama").eval(), cache_tokens=1024)
-    check_logprobs(model, outputs)
-    (greedy,) = model.generate(
-        torch.tensor([[3, 4, 5]]), max_new_tokens=NEW, do_sample=False, eos_token_id=-1
-    )
-    assert outputs[0].generated_tokens == greedy[3:].tolist()
+def test_tokens_and_log_probabilities_are_those_of_the_model() -> None:
+    """With a cache so small that requests are begun anew."""
+    check(model_of(), served(model_of(), cache_tokens=192))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @on_ranks()
 def test_ranks_choose_the_tokens_of_one_process() -> None:
-    """Also with a cache so small that requests are begun anew."""
     single = model_of()
-    want = [output.generated_tokens for output in served(single, cache_tokens=1024)]
-    for cache_tokens in (1024, 256):
+    for cache_tokens in (1024, 192):
         model = tpkernels.parallelize(model_of(), hf_models.mesh_of_all())
-        outputs = served(model, cache_tokens)
-        assert [output.generated_tokens for output in outputs] == want
-        check_logprobs(model_of(), outputs)
+        check(single, served(model, cache_tokens))
 
 
 def test_nothing_is_kept_for_nobody() -> None:
