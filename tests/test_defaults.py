@@ -33,13 +33,6 @@ def test_a_malformed_limit_is_refused(monkeypatch: pytest.MonkeyPatch, limit: st
         defaults.result_pool_bytes()
 
 
-@pytest.mark.slow
-def test_a_malformed_limit_is_reported_by_the_import() -> None:
-    ended = python("-c", "import tpkernels", TPKERNELS_RESULT_POOL_BYTES="many")
-    assert ended.returncode == 1
-    assert "ValueError: TPKERNELS_RESULT_POOL_BYTES is 'many'" in ended.stderr
-
-
 @pytest.mark.thorough
 def test_tensors_may_outlive_the_interpreter() -> None:
     code = (

@@ -16,7 +16,6 @@ from tests.support.cases import Case, RanksFixture, each, uneven_splits
 from tests.support.ranked import check, check_cases, fresh_group, run_cases
 from tests.support.tiers import sweep
 from tpkernels import groups
-from tpkernels.planning.table import Measurement, Table
 from tpkernels.symm.device import DeviceWorkspace
 
 FUSED = ("fused",)
@@ -96,35 +95,6 @@ def test_what_comes_with_the_product(interpreting: RanksFixture) -> None:
     cases = [replace(case, dtype=BF16) for case in (SEVERAL, ADDED, whole, split)]
     cases.append(replace(SEVERAL, shape=(6, 5, 20), layout="plain", dtype=F32))
     run_cases(interpreting, 2, [replace(case, algorithm="fused") for case in cases])
-
-
-def tuned_job() -> list[str]:
-    """With block sizes that a table of times has."""
-    cut = (("block_m", 16), ("block_n", 64), ("fetchers", 1))
-    with fresh_group() as group:
-        own = groups.get(group.group_name)
-        found = []
-        for op, make in OPS.items():
-            case = replace(make(70, 65, 33, 2), algorithm="fused", dtype=BF16)
-            case = replace(case, sizes=None if case.sizes is None else (35, 35))
-            found += check_cases([case], group)
-            (call,) = own.planned_calls()
-            place = call.problem.tuning_key
-            assert place is not None and call.plan.config == ()
-            one = Measurement(*place, other=33, ms={"fused": 1.0}, date="2026-11-21", config=cut)
-            own.use_times("cpu", Table((one,)))
-            found += check_cases([case], group)
-            (call,) = own.planned_calls()
-            if call.plan.config != cut:
-                found.append(f"{op} is cut by {call.plan.config}")
-            own.forget_calls()
-    return found
-
-
-@pytest.mark.slow
-def test_tuned_block_sizes(interpreting: RanksFixture) -> None:
-    for found in interpreting(2).run(tuned_job, timeout=120):
-        assert not found, found
 
 
 def shots_job(cases: list[Case], one_shot_bytes: int) -> list[str]:
@@ -219,28 +189,3 @@ def test_a_wait_that_is_left_out_is_found(interpreting: RanksFixture) -> None:
     """Negative control: the test above can fail."""
     told = interpreting(2).run(protocol_job, 5, 8, 20_000, False, timeout=250, skip_waits=True)
     assert any(told)
-
-
-def lagging_job(single_buffer: bool, delay_us: int) -> list[str]:
-    """Rank 0 brings the peers' rows so late that they are in their next call."""
-    with fresh_group() as group:
-        cases = [gather(rows, 20, 17, 3) for rows in (40, 41, 42)]
-        cases = [replace(case, algorithm="fused", integers=True) for case in cases]
-        found = check_cases(cases[:1], group)
-        delay = delay_us if group.rank() == 0 else 0
-        _device(group).set_chaos(seed=3, max_delay_us=delay, single_buffer=single_buffer)
-        space = _device(group)
-        found += check_cases(cases, group)
-        assert _device(group) is space, "the workspace grew, and the new one has two buffers"
-        return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("single_buffer", [True, False])
-def test_one_buffer_is_not_enough(interpreting: RanksFixture, single_buffer: bool) -> None:
-    """Where other work keeps the peers from being ahead, longer delays do not."""
-    for delay_us in (400_000, 800_000, 1_600_000):
-        told = interpreting(3).run(lagging_job, single_buffer, delay_us)
-        if any(told) or not single_buffer:
-            break
-    assert any(told) == single_buffer, told

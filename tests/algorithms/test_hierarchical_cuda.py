@@ -26,7 +26,7 @@ from tests.support.cases import DTYPES, Case, RanksFixture
 from tests.support.cuda_rehearsal import pretending
 from tests.support.launches import Queue, queued
 from tests.support.nccl_rehearsal import over_nccl
-from tests.support.ranked import call, check_cases, fresh_group, on_hosts, report
+from tests.support.ranked import call, check_cases, fresh_group, on_hosts, on_ranks, report
 from tests.support.tiers import sweep
 from tpkernels.algorithms.hierarchical import cuda as hierarchical
 from tpkernels.backends import TABLES
@@ -118,16 +118,13 @@ def test_the_bits_are_those_of_cpu_tensors(ranks: RanksFixture, cuda_driver: str
     report(failure for rank in told for failure in rank)
 
 
-def refused_job() -> str:
+@on_ranks(3)
+def test_gloo_is_refused() -> None:
     with pretending(), on_hosts("001"), fresh_group() as group:
         x = torch.ones(3, 4)
-        return faults.ending_of(
+        text = faults.ending_of(
             lambda: tpkernels.all_reduce(x, group, algorithm="hierarchical")
         ).text
-
-
-def test_gloo_is_refused(ranks: RanksFixture) -> None:
-    for text in ranks(3).run(refused_job):
         assert "'hierarchical' of all_reduce sends CUDA tensors, which gloo cannot" in text
 
 

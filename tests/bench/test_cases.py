@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.cases import RanksFixture
 from tests.support.damage import invoke
+from tests.support.ranked import on_ranks
 from tpkernels import dtypes
 from tpkernels.bench.cases import random_case, run_torch, run_tpkernels
 from tpkernels.bench.specs import Spec, square_of
@@ -205,7 +205,8 @@ def test_which_exchanges_are_tuned() -> None:
     assert exchange((6, 8, 4), 0, (3, 3), (2, (2, 2))).tuning_key is None
 
 
-def scales_job() -> list[dict[str, bool]]:
+@on_ranks(2)
+def test_scales_are_verified() -> None:
     """What verification says of results with the scales of other rows, or of other columns."""
     found = []
     for op in SCALED:
@@ -219,22 +220,14 @@ def scales_job() -> list[dict[str, bool]]:
         outputs = {name: run_tpkernels(each) for name, each in swapped.items()}
         verdicts = verify(case, run_torch(case), outputs)
         found.append({name: verdict.right for name, verdict in verdicts.items()})
-    return found
+    assert found == [{"right": True, "x": False, "w": False}] * len(SCALED)
 
 
-def test_scales_are_verified(ranks: RanksFixture) -> None:
-    for found in ranks(2).run(scales_job):
-        assert found == [{"right": True, "x": False, "w": False}] * len(SCALED)
-
-
-def other_bits_job() -> bool:
+@on_ranks(2)
+def test_all_ranks_must_have_the_same_sum() -> None:
     """What verification says of a sum that differs on rank 1 where rank 0 compares."""
     case = random_case(Spec("all_reduce", (64,), F32))
     (y,) = run_tpkernels(case.copy())
     if dist.get_rank() == 1:
         y[0] += 1
-    return verify(case, None, {"sum": [y]})["sum"].right
-
-
-def test_all_ranks_must_have_the_same_sum(ranks: RanksFixture) -> None:
-    assert ranks(2).run(other_bits_job) == [False, False]
+    assert not verify(case, None, {"sum": [y]})["sum"].right

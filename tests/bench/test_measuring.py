@@ -121,10 +121,3 @@ def test_ops_keep_near_the_local_product(ranks: Callable[[int], Ranks], op: str)
     spec = Spec(op, (512, 1024, 1024), torch.float32)
     reports = ranks(2).run(run_case, spec, replace(METHOD, repeat=12), RATES)
     assert not regressions(result(Item(spec, 2), RATES, reports))
-
-
-@pytest.mark.slow
-def test_a_regression_is_found(ranks: Callable[[int], Ranks]) -> None:
-    reports = ranks(2).run(asleep, 0.5)
-    slow = regressions(result(Item(SPEC, 2), RATES, reports))
-    assert len(slow) == 2 and "times as long as unfused" in slow[1]

@@ -20,7 +20,7 @@ import tpkernels
 from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
 from tests.support.processes import output_of
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import _C, defaults
 from tpkernels.ops import shortcut
@@ -64,7 +64,8 @@ class Own(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def modes_job() -> list[str]:
+@on_ranks(WORLD)
+def test_modes_subclasses_and_profilers_see_the_op() -> list[str]:
     failures = []
     with fresh_group(autotune=False) as group:
         x, w = torch.ones(4, 8), torch.ones(8, 6)
@@ -87,11 +88,8 @@ def modes_job() -> list[str]:
     return failures
 
 
-def test_modes_subclasses_and_profilers_see_the_op(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(modes_job) for f in rank)
-
-
-def results_job() -> list[str]:
+@on_ranks(WORLD)
+def test_what_the_dispatcher_does_is_done() -> list[str]:
     """What the dispatcher does is done."""
     failures = []
 
@@ -148,10 +146,6 @@ def results_job() -> list[str]:
     return failures
 
 
-def test_what_the_dispatcher_does_is_done(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(results_job) for f in rank)
-
-
 def calls_of(group: dist.ProcessGroup, packed: bool) -> dict[str, Callable[[], object]]:
     """Each op with plain tensors, made in the mode that is on."""
     x, w, name = torch.ones(4, 8), torch.ones(8, 6), group.group_name
@@ -179,7 +173,10 @@ def dispatched(call: Callable[[], object]) -> bool:
     return any(name.endswith(".dispatched") for name in names)
 
 
-def short_job(from_memory: bool) -> list[str]:
+@pytest.mark.parametrize("from_memory", [True, False])
+@on_ranks(WORLD)
+def test_warm_calls_of_plain_tensors_take_the_shortcut(from_memory: bool) -> list[str]:
+    """Also where the extension does not find key sets in torch's memory."""
     failures = []
     if not from_memory:
         _C.calls.find_key_sets([], (0, 0))
@@ -191,14 +188,6 @@ def short_job(from_memory: bool) -> list[str]:
                     failures.append(f"{op} in {context.__name__}: {cold}, then {warm}")
     shortcut.outside_modes(shortcut.find_key_sets)
     return failures
-
-
-@pytest.mark.parametrize("from_memory", [True, False])
-def test_warm_calls_of_plain_tensors_take_the_shortcut(
-    ranks: RanksFixture, from_memory: bool
-) -> None:
-    """Also where the extension does not find key sets in torch's memory."""
-    report(f for rank in ranks(WORLD).run(short_job, from_memory) for f in rank)
 
 
 def warm_calls_job() -> list[tuple[str, str, bool, bool]]:
@@ -237,11 +226,8 @@ def test_a_malformed_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("backend", sweep(["eager", "aot_eager", "inductor"], 2))
-def test_a_compiled_call_is_the_op(ranks: RanksFixture, backend: str) -> None:
-    report(f for rank in ranks(WORLD).run(compiled_job, backend) for f in rank)
-
-
-def compiled_job(backend: str) -> list[str]:
+@on_ranks(WORLD)
+def test_a_compiled_call_is_the_op(backend: str) -> list[str]:
     graphs: list[Any] = []
 
     def keep(graph: Any, inputs: Any) -> Any:

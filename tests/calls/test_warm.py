@@ -15,8 +15,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.called import functions_called
-from tests.support.cases import RanksFixture
-from tests.support.ranked import fresh_group, planned_in_python, report
+from tests.support.ranked import fresh_group, on_ranks, planned_in_python
 from tests.support.refusals import PACKABLE
 from tests.support.tiers import sweep
 from tpkernels import groups
@@ -55,7 +54,9 @@ def arguments(op: str, packed: bool, group: dist.ProcessGroup, rows: int = 2) ->
     return [*factors, name]
 
 
-def warm_job() -> list[str]:
+@pytest.mark.parametrize("world", [WORLD, 1])
+@on_ranks()
+def test_a_warm_call_runs_no_python() -> list[str]:
     failures = []
     ops = [(op, False) for op in OPS] + [(op, True) for op in OPS if "matmul" in op]
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -74,7 +75,9 @@ def warm_job() -> list[str]:
     return failures
 
 
-def large_job(op: str) -> list[str]:
+@pytest.mark.parametrize("op", sweep(OPS, 3, 2))
+@on_ranks(WORLD)
+def test_nor_does_one_with_a_large_result(op: str) -> list[str]:
     """Results of more than 4 MiB."""
     overload = getattr(torch.ops.tpkernels, op).default
     with fresh_group() as group:
@@ -87,16 +90,6 @@ def large_job(op: str) -> list[str]:
     if any(x.nbytes and x.untyped_storage().resizable() for x in results):
         failures.append(f"{op}: a result in torch's memory")
     return failures
-
-
-@pytest.mark.parametrize("world", [WORLD, 1])
-def test_a_warm_call_runs_no_python(ranks: RanksFixture, world: int) -> None:
-    report(failure for rank in ranks(world).run(warm_job) for failure in rank)
-
-
-@pytest.mark.parametrize("op", sweep(OPS, 3, 2))
-def test_nor_does_one_with_a_large_result(ranks: RanksFixture, op: str) -> None:
-    report(failure for rank in ranks(WORLD).run(large_job, op) for failure in rank)
 
 
 def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
@@ -176,7 +169,9 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     )
 
 
-def bits_job(op: str) -> list[str]:
+@pytest.mark.parametrize("op", sweep(OPS, 3, 2))
+@on_ranks(WORLD)
+def test_the_bits_are_those_of_python(op: str) -> list[str]:
     failures = []
     function: Callable[..., Any] = getattr(tpkernels, op)
 
@@ -196,12 +191,8 @@ def bits_job(op: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("op", sweep(OPS, 3, 2))
-def test_the_bits_are_those_of_python(ranks: RanksFixture, op: str) -> None:
-    report(failure for rank in ranks(WORLD).run(bits_job, op) for failure in rank)
-
-
-def square_job() -> list[str]:
+@on_ranks(2)
+def test_plain_and_packed_are_two_calls() -> list[str]:
     """A square weight, plain and packed, of one shape: not one call."""
     failures = []
     with fresh_group() as group:
@@ -230,11 +221,8 @@ def square_job() -> list[str]:
     return failures
 
 
-def test_plain_and_packed_are_two_calls(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(square_job) for failure in rank)
-
-
-def gone_job() -> list[str]:
+@on_ranks(WORLD)
+def test_a_warm_call_on_a_group_that_is_gone() -> list[str]:
     """Names of groups that are gone, or are other groups by now."""
     failures = []
     x = torch.ones(3)
@@ -255,11 +243,8 @@ def gone_job() -> list[str]:
     return failures
 
 
-def test_a_warm_call_on_a_group_that_is_gone(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(WORLD).run(gone_job) for failure in rank)
-
-
-def finalized_job() -> list[str]:
+@on_ranks(WORLD)
+def test_a_warm_call_after_finalize() -> list[str]:
     """After `finalize` the same arguments are planned anew, on a new workspace."""
     x, y = torch.ones(3), torch.ones(3)
     with fresh_group() as group:
@@ -272,11 +257,8 @@ def finalized_job() -> list[str]:
     return [] if torch.equal(x, y) else [f"{x}, then {y}"]
 
 
-def test_a_warm_call_after_finalize(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(WORLD).run(finalized_job) for failure in rank)
-
-
-def arguments_job() -> list[str]:
+@on_ranks(1)
+def test_arguments_that_the_op_does_not_have() -> list[str]:
     """What the extension says of arguments that the schema does not have."""
     overload = torch.ops.tpkernels.all_reduce.default
     kernel = tpkernels.ops.registration._KERNELS["all_reduce"]
@@ -299,11 +281,16 @@ def arguments_job() -> list[str]:
     return failures
 
 
-def test_arguments_that_the_op_does_not_have(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(1).run(arguments_job) for failure in rank)
+class _AtTheEnd:
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def __del__(self) -> None:
+        self.act()
 
 
-def other_calls_job() -> list[str]:
+@on_ranks(2)
+def test_calls_that_finalizers_make_meanwhile() -> list[str]:
     """Finalizers make calls of their own, while a call looks for its plan and while plans go."""
     failures = []
     with fresh_group() as group:
@@ -334,19 +321,8 @@ def other_calls_job() -> list[str]:
     return failures
 
 
-class _AtTheEnd:
-    def __init__(self, act: Callable[[], object]) -> None:
-        self.act = act
-
-    def __del__(self) -> None:
-        self.act()
-
-
-def test_calls_that_finalizers_make_meanwhile(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(other_calls_job) for failure in rank)
-
-
-def replaced_look_job() -> None:
+@on_ranks(2)
+def test_a_look_that_is_replaced_during_a_wait() -> None:
     """A look that replaces itself during a wait has its last reference there."""
     with fresh_group() as group:
         channel = faults.workspace_of(group).channel
@@ -364,7 +340,3 @@ def replaced_look_job() -> None:
             time.sleep(0.2)
         tpkernels.all_reduce(torch.ones(3), group)
         assert gone or dist.get_rank() == 1, "the wait never looked"
-
-
-def test_a_look_that_is_replaced_during_a_wait(ranks: RanksFixture) -> None:
-    ranks(2).run(replaced_look_job)

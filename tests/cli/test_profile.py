@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from PIL import Image
 from torch.profiler import profile
 
 from tests.cli.test_cli import invoke
-from tests.support.processes import interrupted
 from tests.support.tiers import sweep
-from tpkernels.bench import report
-from tpkernels.cli import profile as profile_command
 from tpkernels.cli.profile import CALL, PIDS, lanes, merge, times
 from tpkernels.local import matmul as product
 from tpkernels.local import ranges
@@ -142,26 +136,6 @@ def loaded(folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-def check_picture(path: Path, *colours: str) -> None:
-    """Every colour must appear in more than the legend."""
-    from matplotlib.colors import to_rgb
-
-    with Image.open(path) as image:
-        counts = {colour: n for n, colour in image.convert("RGB").getcolors(1 << 24)}
-    for kind in colours:
-        wanted = tuple(round(255 * part) for part in to_rgb(profile_command.COLOURS[kind]))
-        assert counts.get(wanted, 0) > 600, (kind, counts.get(wanted))
-
-
-def test_a_picture_counts_from_the_first_thing_drawn(tmp_path: Path) -> None:
-    pictures = []
-    for late in (0.0, 7000.0):
-        found = merge([trace(event("barrier", 0, 1), event(ranges.MATMUL, 1 + late, 99 + late))])
-        profile_command.timeline(found, tmp_path / "timeline.png", "one rank")
-        pictures.append(Image.open(tmp_path / "timeline.png").convert("RGB").tobytes())
-    assert pictures[0] == pictures[1]
-
-
 EXPECTED = {
     "direct": {ranges.MATMUL, ranges.COPY, ranges.WAIT},
     "pipelined": {ranges.MATMUL, ranges.COPY, ranges.TRANSFER},
@@ -196,8 +170,6 @@ def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
         assert len(one) == 2
         assert max(begin for begin, _ in one) < min(end for _, end in one), "no time in common"
         assert max(end for _, end in one) < min(begin for begin, _ in other) + 200
-    kinds = {"compute"} if algorithm == "direct" else {"transfer", "compute"}
-    check_picture(tmp_path / "new" / "folder" / "timeline.png", *kinds)
 
 
 @pytest.mark.thorough
@@ -213,7 +185,6 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
         )
         assert count == 3
         assert any(e["name"] == "aten::relu" and rank_of(e) == rank for e in events)
-    check_picture(tmp_path / "timeline.png", "compute")
 
 
 @pytest.mark.thorough
@@ -243,32 +214,6 @@ def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
     pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
     assert len(pids) == 2 and not any(Path("/proc", str(pid)).exists() for pid in pids)
     assert not (tmp_path / "trace.json").exists()
-
-
-def at_work(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    assert "at work" in process.stdout.readline()
-
-
-@pytest.mark.slow
-def test_a_script_that_is_interrupted(tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text("import time\nprint('at work', flush=True)\ntime.sleep(600)")
-    code, _, error = interrupted(
-        *("-m", "tpkernels", "profile", "--out", tmp_path, script), when=at_work, seconds=90
-    )
-    assert code == 128 + signal.SIGINT and "Traceback" not in error
-
-
-@pytest.mark.thorough
-def test_without_matplotlib_there_is_a_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "unsupported", lambda: "matplotlib is missing")
-    shown = invoke("profile", "--op", "all_reduce", "--bytes", "4K", "--out", str(tmp_path))
-    assert shown.exit_code == 0, shown.output
-    assert "no picture: matplotlib is missing" in shown.output
-    assert loaded(tmp_path) and not (tmp_path / "timeline.png").exists()
 
 
 def test_no_range_is_opened_where_no_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 import tpkernels
 from tests.cli.test_cli import invoke, one_element_off
 from tests.support.cases import RanksFixture
+from tests.support.ranked import on_ranks
 from tpkernels import groups
 from tpkernels.bench.cases import planned, random_case
 from tpkernels.bench.specs import Spec
-from tpkernels.cli.tune import TuneReport, best_config, tune_case
+from tpkernels.cli.tune import best_config, tune_case
 from tpkernels.launch import session
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, Means, choose, split_rule
@@ -94,14 +95,8 @@ def test_explain_weighs_the_cases_of_one_problem(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["direct", "pipelined"])
-def test_tune_leaves_out_what_is_wrong_or_rounds_differently(ranks: RanksFixture, way: str) -> None:
-    for report in ranks(2).run(tuned_with_a_damaged, way):
-        assert report.verdicts[way].right is (way == "pipelined")
-        assert report.measurement is not None
-        assert set(report.measurement.ms) == {"unfused", "ring", "direct", "pipelined"} - {way}
-
-
-def tuned_with_a_damaged(way: str) -> TuneReport:
+@on_ranks(2)
+def test_tune_leaves_out_what_is_wrong_or_rounds_differently(way: str) -> None:
     """`direct` is wrong everywhere; of `pipelined` one bit of one rank's result is another."""
     right = tpkernels.all_gather_matmul
 
@@ -116,7 +111,10 @@ def tuned_with_a_damaged(way: str) -> TuneReport:
         return y
 
     with mock.patch.object(tpkernels, "all_gather_matmul", damaged):
-        return tune_case(Spec("all_gather_matmul", (512, 64, 32), torch.float32), 2, 5.0)
+        report = tune_case(Spec("all_gather_matmul", (512, 64, 32), torch.float32), 2, 5.0)
+        assert report.verdicts[way].right is (way == "pipelined")
+        assert report.measurement is not None
+        assert set(report.measurement.ms) == {"unfused", "ring", "direct", "pipelined"} - {way}
 
 
 def best_of_candidates() -> tuple[Config, Config]:

@@ -13,30 +13,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 
 import tpkernels
-from tests.support.cases import RanksFixture
-from tests.support.ranked import fresh_group
+from tests.support.ranked import fresh_group, on_ranks
 from tpkernels.launch import Ranks
-
-
-def gather_job() -> tuple[list[int], int]:
-    """The shape of a gathered tensor, and the hits of the cache."""
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    gathered = torch.compile(lambda x: torch.ops.tpkernels.all_gather(x, name), fullgraph=True)
-    out = gathered(torch.ones(6, 4))
-    assert torch.equal(out, torch.ones_like(out))
-    return list(out.shape), counters["aot_autograd"]["autograd_cache_hit"]
-
-
-@pytest.mark.slow
-def test_a_graph_is_not_taken_for_that_of_another_number_of_ranks(tmp_path: Path) -> None:
-    """The second time, what was compiled for so many ranks is found."""
-    found = []
-    for world in (1, 2, 2):
-        with Ranks(world, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as pool:
-            found.append(pool.run(gather_job, timeout=280)[-1])
-    assert [shape for shape, _ in found] == [[6, 4], [12, 4], [12, 4]]
-    assert [hits for _, hits in found] == [0, 0, 1]
 
 
 def uneven_job(compiled: Path) -> tuple[list[int], int]:
@@ -69,7 +47,8 @@ def test_a_graph_is_not_taken_for_that_of_another_rank(tmp_path: Path) -> None:
     assert found == [([3, 4], 0), ([1, 4], 0)]
 
 
-def tag_job() -> list[str]:
+@on_ranks(2)
+def test_what_the_user_has_set_stays() -> None:
     """The tag in two calls; the pass's key tells the groups."""
     tags, fusion = [], tpkernels.compile.fuse_collectives("tp")
     before = fusion.uuid()
@@ -80,13 +59,10 @@ def tag_job() -> list[str]:
                 tpkernels.all_reduce(torch.ones(3), group)
             tag = torch.compiler.config.cache_key_tag
             tags.append(tag.replace(f"{group.group_name}: ", "group: "))
-    return tags
-
-
-def test_what_the_user_has_set_stays(ranks: RanksFixture) -> None:
-    for rank, (first, second) in enumerate(ranks(2).run(tag_job)):
-        assert first == second and first.startswith("theirs tpkernels{")
-        assert f"group: {rank} of 2" in first
+    rank = dist.get_rank()
+    first, second = tags
+    assert first == second and first.startswith("theirs tpkernels{")
+    assert f"group: {rank} of 2" in first
 
 
 def test_the_key_for_the_cache() -> None:

@@ -27,7 +27,7 @@ from tests.support.compiled import (
     rewritten,
     scatter,
 )
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import fresh_group, on_ranks, report
 
 BF16 = torch.bfloat16
 
@@ -317,7 +317,8 @@ def _reduced(group: str) -> Any:
     return lambda x, w: reduce(x @ w, group)
 
 
-def single_job() -> list[str]:
+@on_ranks(2)
+def test_what_is_no_table() -> list[str]:
     """A mean is rounded once; nodes that the pass added before it gave up are removed again;
     collectives of other groups are left alone, and those of a group of one rank."""
     failures = []
@@ -360,10 +361,6 @@ def single_job() -> list[str]:
             if [entry.reason for entry in told.left_alone] != [why]:
                 failures.append(str(told))
     return failures
-
-
-def test_what_is_no_table(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(2).run(single_job, timeout=100) for failure in rank)
 
 
 def test_a_group_without_a_name() -> None:

@@ -11,9 +11,8 @@ from unittest import mock
 import torch
 
 import tpkernels
-from tests.support.cases import RanksFixture
 from tests.support.compiled import AG, AR, RS, gather, reduce, rewritten, scatter
-from tests.support.ranked import fresh_group
+from tests.support.ranked import fresh_group, on_ranks
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
 from tpkernels.compile import graph as compile_graph
@@ -63,7 +62,8 @@ def graph_of(op: str, group: Any) -> Any:
     return lambda x: GRAPHS[op](x, torch.ones(K, N), group.size(), group.group_name)
 
 
-def replies_job() -> dict[Any, str]:
+@on_ranks(2)
+def test_only_what_was_measured_to_be_faster() -> None:
     """What the pass says of graphs with x of so many rows, known or not, given times for `M`."""
     replies: dict[Any, str] = {}
     for op in (AG, RS, AR):
@@ -78,24 +78,20 @@ def replies_job() -> dict[Any, str]:
         where = group.size(), group.group_name
         inputs = [torch.ones(2, M // 2, K), torch.ones(K, N)]
         replies["split"] = reply(lambda x, w: scatter(x @ w, 1, *where), inputs)
-    return replies
+    for op in (AG, RS, AR):
+        nothing = replies[op, "none", M]
+        assert "CUDA tensors keep torch's calls" in nothing and "there are none" in nothing
+        assert replies[op, "fast", M] == op
+        why = "favour the op: tuned: 1 ms, direct 2 ms, 2026-11-22"
+        assert replies[op, "slow", M].endswith(why)
+        assert (replies[op, "fast", 8 * M] == op) == (op == AG)  # AG's rows are cut to M
+    # Any measured number of rows may be met, and `auto` decides at each call.
+    assert replies[AR, "fast", "unknown"] == AR != replies[AR, "slow", "unknown"]
+    assert replies["split"].endswith("none are for this split")
 
 
-def test_only_what_was_measured_to_be_faster(ranks: RanksFixture) -> None:
-    for replies in ranks(2).run(replies_job):
-        for op in (AG, RS, AR):
-            nothing = replies[op, "none", M]
-            assert "CUDA tensors keep torch's calls" in nothing and "there are none" in nothing
-            assert replies[op, "fast", M] == op
-            why = "favour the op: tuned: 1 ms, direct 2 ms, 2026-11-22"
-            assert replies[op, "slow", M].endswith(why)
-            assert (replies[op, "fast", 8 * M] == op) == (op == AG)  # AG's rows are cut to M
-        # Any measured number of rows may be met, and `auto` decides at each call.
-        assert replies[AR, "fast", "unknown"] == AR != replies[AR, "slow", "unknown"]
-        assert replies["split"].endswith("none are for this split")
-
-
-def key_job() -> tuple[str, list[bool]]:
+@on_ranks(2)
+def test_autotune_and_times_are_part_of_inductors_key() -> None:
     """What the pass takes while `autotune` is on; and whether inductor's cache tells graphs apart
     that were made meanwhile, or with other times."""
     with group_on_gpus() as group:
@@ -107,14 +103,11 @@ def key_job() -> tuple[str, list[bool]]:
             keys.append(fusion.uuid())
         groups.get(name).measured.tables["cuda"] = times(AR, world, **FAST)
         keys.append(fusion.uuid())
-        return taken, [key == keys[0] for key in keys]
+        assert (taken, [key == keys[0] for key in keys]) == (AR, [True, True, False, False])
 
 
-def test_autotune_and_times_are_part_of_inductors_key(ranks: RanksFixture) -> None:
-    assert ranks(2).run(key_job) == [(AR, [True, True, False, False])] * 2
-
-
-def sent_job() -> list[list[str]]:
+@on_ranks(2)
+def test_times_are_sent_to_the_ranks_of_named_groups() -> None:
     """For which device types times were read when a pass was made: by NCCL, by gloo, without GPUs,
     and for a group that was not named."""
     read: list[str] = []
@@ -134,8 +127,4 @@ def sent_job() -> list[list[str]]:
         ):
             tpkernels.compile.fuse_collectives(*[group] * named)
         found.append(list(read))
-    return found
-
-
-def test_times_are_sent_to_the_ranks_of_named_groups(ranks: RanksFixture) -> None:
-    assert ranks(2).run(sent_job) == [[["cuda"], [], [], []]] * 2
+    assert found == [["cuda"], [], [], []]

@@ -26,9 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tpkernels
-from tests.support.cases import RanksFixture
 from tests.support.compiled import graph_runner
-from tests.support.ranked import report
+from tests.support.ranked import on_ranks
 from tpkernels.compile import Report
 
 WIDTH, HIDDEN = 16, 24
@@ -119,7 +118,9 @@ def _on(parallel: Parallel, shapes: list[tuple[int, int]]) -> tuple[Report, list
     return pass_report, failures
 
 
-def sequence_job() -> list[str]:
+@pytest.mark.thorough
+@on_ranks(2, timeout=250)
+def test_a_block_with_sequence_parallelism() -> list[str]:
     """All pairs are fused within the context. The second shape makes the graphs dynamic; later ones
     do not compile again."""
     pass_report, failures = _on(Parallel(), [(2, 8), (2, 12), (2, 20), (2, 6)])
@@ -131,12 +132,9 @@ def sequence_job() -> list[str]:
     return failures
 
 
-@pytest.mark.thorough
-def test_a_block_with_sequence_parallelism(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(sequence_job, timeout=250) for f in rank)
-
-
-def inductor_job() -> list[str]:
+@pytest.mark.slow
+@on_ranks(2, timeout=280)
+def test_inductor() -> list[str]:
     """With inductor's code and its cache: graphs from the cache are not in the report."""
     failures, reports = [], []
     with fresh_cache():
@@ -151,11 +149,6 @@ def inductor_job() -> list[str]:
     if "from inductor's cache" not in str(reports[1]):
         failures.append(f"not from the cache: {reports[1]}")
     return failures
-
-
-@pytest.mark.slow
-def test_inductor(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(2).run(inductor_job, timeout=280) for f in rank)
 
 
 @pytest.mark.thorough

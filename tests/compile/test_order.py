@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.compiled import differences, gather, graph_runner, reduce, rewritten, tied
-from tests.support.ranked import fresh_group, messages_of, report
+from tests.support.ranked import fresh_group, messages_of, on_ranks, report
 from tpkernels import all_reduce, all_reduce_, matmul_all_reduce
 from tpkernels.compile.graph import is_wrapped
 from tpkernels.compile.order import functional, unwrap
@@ -310,7 +310,13 @@ def test_what_cannot_be_tied_is_refused(op: Any, wrapped: dict[str, Any], why: s
     assert list(graph.nodes)[1] is node
 
 
-def one_token_job(dynamic: bool, compiler: str) -> list[str]:
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(2, timeout=200)
+def test_a_rank_without_rows_drops_and_moves_nothing(dynamic: bool, compiler: str) -> list[str]:
     """Rank 1 has no rows: inductor has its results read by nothing."""
     with fresh_group() as group, fresh_cache():
         sizes: Any = {"shard_sizes": [1, 0]}
@@ -342,17 +348,6 @@ def one_token_job(dynamic: bool, compiler: str) -> list[str]:
         if "with shard_sizes=[1, 0]: a rank without rows would drop or move" not in message:
             failures.append(message)
         return failures
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_rank_without_rows_drops_and_moves_nothing(
-    ranks: RanksFixture, dynamic: bool, compiler: str
-) -> None:
-    report(f for rank in ranks(2).run(one_token_job, dynamic, compiler, timeout=200) for f in rank)
 
 
 def test_no_rank_pads_its_matmuls() -> None:

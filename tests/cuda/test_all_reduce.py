@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.cuda_rehearsal import copy_engines
 from tests.support.emulated import (
     BF16,
     DTYPES,
@@ -316,28 +315,6 @@ def test_triton_kernels_come_between() -> None:
     require_none([*wrong, *(["words of old epochs"] if has_old_words(space) else [])], space)
 
 
-@pytest.mark.thorough
-@interpreted(3)
-def test_a_copy_overwrites_no_buffer_that_triton_kernels_read() -> None:
-    from tpkernels.kernels import all_gather_matmul
-    from tpkernels.kernels.configs import INTERPRETER
-
-    space = space_of(buffer_bytes=1 << 14)
-    space.set_chaos(seed=space.rank, max_delay_us=2000)
-    wrong, weight, sizes = [], torch.eye(16), (8,) * space.world
-    everything = torch.full((2 * space.buffer_bytes,), 66, dtype=torch.uint8)
-    for call in range(6):
-        x = torch.full((8, 16), 1.0 + call)
-        out, gathered = torch.empty(8 * space.world, 16), torch.empty(8 * space.world, 16)
-        prepared = all_gather_matmul.prepare(INTERPRETER, x, [weight], gathered, F32, sizes)
-        prepared.launch(x, [weight], [None], [out], gathered).run(space, call + 1)
-        with cuda.CopyCall(space, call + 100) as copies:
-            copies.put(everything, 0)
-        if not bool((out == 1.0 + call).all()):
-            wrong.append(f"call {call}")
-    require_none(wrong, space)
-
-
 @pytest.mark.parametrize(
     ("world", "skips"), sweep([(3, False), (3, True), (1, False), (2, False)], count=2)
 )
@@ -365,18 +342,6 @@ def test_copies_ordered_by_words(skips: bool) -> None:
         wrong += not bool((out == world * call + sum(range(world))).all())
     wrong = anywhere(wrong + (space.failure() is not None))
     assert (wrong > 0) == skips, wrong
-
-
-@pytest.mark.thorough
-@on_ranks(2)
-def test_the_gpu_suites_checks() -> None:
-    """They have not seen a GPU; here they run on the CPU."""
-    from benchmarks.gpu.cuda import check_job
-
-    with pytest.MonkeyPatch.context() as patch:
-        copy_engines(patch)  # which the check changes, and the patch puts back
-        results = check_job("cpu", 3, 200)
-    assert results and all(right for _, right in results), results
 
 
 @on_ranks(3)

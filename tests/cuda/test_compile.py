@@ -4,12 +4,9 @@ the order of memory; and how they are built."""
 from __future__ import annotations
 
 import functools
-import os
 import re
 import runpy
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,12 +19,12 @@ from tpkernels.kernels import all_gather_matmul, sync
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 FENCED = ("two_shot_all_reduce", "multimem_all_reduce", "two_shot_all_reduce_rms_norm")
-SHARDS = ("one_shot_all_gather", "one_shot_reduce_scatter")
+SHARDS = ("one_shot_all_gather", "one_shot_reduce_scatter", "litmus_messages")
 LL_ROWS = ("ll_all_reduce_rms_norm", "ll_two_shot_all_reduce_rms_norm")
 LL = ("ll_all_reduce", "ll_two_shot_all_reduce", "ll128_all_reduce", *LL_ROWS)
-LL += ("ll_all_gather", "ll_reduce_scatter")
+LL += ("ll_all_gather", "ll_reduce_scatter", "litmus_words", "litmus_lines")
 ROWS = ("two_shot_all_reduce_rms_norm", *LL_ROWS, "rms_norm_of_rows")
-LOCAL = ("sum_of_partials", "paced_copy", "rms_norm_of_rows")  # of one rank alone
+LOCAL = ("sum_of_partials", "rms_norm_of_rows")  # of one rank alone
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
 
@@ -95,15 +92,6 @@ def test_the_table_of_launches_has_the_kernels_threads_and_arguments() -> None:
     assert len(rows) == len(entries()) and set(rows) == wanted
 
 
-@pytest.mark.slow
-def test_spills_would_be_seen() -> None:
-    """Negative control: blocks so many to an SM that registers are few."""
-    ptx = cuda_builds.ptx_of(embedded())
-    crowded = ptx.replace(".minnctapersm 1", ".minnctapersm 4")
-    (kernels,) = cuda_builds.usage(cuda_builds.assembled(crowded, "sm_100")).values()
-    assert kernels["two_shot_all_reduce"].stack > 0
-
-
 def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
     kernels = ptx_of_calls()
     assert set(kernels) == entries()
@@ -152,7 +140,8 @@ def test_the_host_is_told_of_a_failure_that_it_can_read() -> None:
 
 def test_a_call_by_ll_has_no_fence() -> None:
     """Data go and come by strong accesses to two words of 8 bytes, never by others. What orders
-    memory is the count of blocks that have ended and the record of a failure."""
+    memory is the count of blocks that have ended and the record of a failure; in litmus tests also
+    the counts of what a thread has seen, and of what was wrong."""
     ends = BARRIER.replace("|barrier", r"|barrier(?!\.cluster)")
     for kernel in LL:
         ptx = ptx_of_calls()[kernel]
@@ -160,7 +149,8 @@ def test_a_call_by_ll_has_no_fence() -> None:
         assert re.search(r"ld\.relaxed\.sys\.global\.v2\.u64", ptx), kernel
         others = r"fence|membar|(?<!bar\.)\bred\.|\.(?:acquire|release)\."
         assert not re.search(others, ptx), kernel
-        assert len(re.findall(r"atom\.acq_rel\.gpu\.global\.add", ptx)) == 1, kernel
+        adds = len(re.findall(r"atom\.acq_rel\.gpu\.global\.add", ptx))
+        assert adds == 1 or kernel.startswith("litmus"), kernel
         rows = 3 if kernel in ROWS else 0  # one of the block for each of the dtypes
         assert len(re.findall(ends, ptx)) == 2 + rows, kernel  # two at the end
 
@@ -245,42 +235,6 @@ def test_a_warning_ends_the_build(tmp_path: Path) -> None:
     command = [nvcc, *values["NVCC_FLAGS"], "-fatbin", str(source), "-o", str(tmp_path / "out")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode != 0 and "unused" in ended.stderr, ended.stderr
-
-
-SAY = """
-import sys
-sys.path.insert(0, {folder!r})
-import tpkernels
-from tpkernels import _C, cuda
-assert _C.__file__.startswith({folder!r}), _C.__file__
-print(repr(_C.cuda.architectures()), len(_C.cuda.image()), len(_C.cuda.sources()))
-print(cuda.image_status())
-"""
-
-
-@pytest.mark.slow
-def test_a_build_without_nvcc_imports(tmp_path: Path) -> None:
-    """From a copy of the tree, with its objects, so that little is compiled."""
-    pytest.importorskip("setuptools", minversion="77")
-    pytest.importorskip("pybind11")
-    names = ["csrc", "tpkernels", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-    if not all((ROOT / name).exists() for name in names):
-        pytest.skip("no sources here")
-    for path in [*(ROOT / name for name in names), *(ROOT / "build").glob("objects-*")]:
-        target = tmp_path / path.relative_to(ROOT)
-        target.parent.mkdir(exist_ok=True)
-        if path.is_dir():
-            shutil.copytree(path, target, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        else:
-            shutil.copy2(path, target)
-    env = {**os.environ, "TPKERNELS_CUDA": "0"}
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(build, cwd=tmp_path, env=env, check=True, timeout=280)
-    say = [sys.executable, "-c", SAY.format(folder=str(tmp_path))]
-    told = subprocess.run(say, cwd=tmp_path, capture_output=True, text=True, check=True)
-    first, status = told.stdout.splitlines()
-    assert first == f"'' 0 {len(_C.cuda.sources())}"
-    assert re.match(r"NVRTC \d+\.\d+ through CuPy|none: .*pip install 'tpkernels\[cu13\]'", status)
 
 
 def test_both_protocols_have_the_same_places() -> None:

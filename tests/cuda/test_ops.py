@@ -33,7 +33,7 @@ from tests.support.cuda_rehearsal import (
     pretending,
     space_of,
 )
-from tests.support.emulated import BF16, F32, anywhere, interpreted, on_ranks, require_none
+from tests.support.emulated import BF16, F32, interpreted, on_ranks, require_none
 from tests.support.faults import Ending
 from tests.support.ranked import check_cases, fresh_group
 from tests.support.tiers import sweep, thorough
@@ -178,14 +178,6 @@ def test_shards_of_an_inner_dim() -> None:
     check_all(each(*batches_of(dist.get_world_size()), algorithms=WAYS, integers=(True,)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("copied", [False, True])
-@interpreted(2)
-def test_shards_of_an_inner_dim_by_fused(copied: bool) -> None:
-    cases = each(*batches_of(2)[::3], algorithms=("fused",), integers=(True,))
-    check_all(cases, copied=copied)
-
-
 @pytest.mark.parametrize("way", sweep(WAYS))
 @on_ranks(3)
 def test_call_after_call_under_delays(way: str) -> None:
@@ -196,20 +188,6 @@ def test_call_after_call_under_delays(way: str) -> None:
         algorithms=(way,),
     )
     check_all(cases * 4, 500)
-
-
-@pytest.mark.parametrize("way", sweep(WAYS))
-@on_ranks(3)
-def test_calls_that_do_not_wait_are_wrong(way: str) -> None:
-    """Negative control of the test above."""
-    with pretending(), fresh_group() as group:
-        shapes = [(40 + i, 6) for i in range(20)]
-        cases = [Case(op="matmul_all_reduce", shape=s, k=(5,), algorithm=way) for s in shapes]
-        check_cases(cases[-1:], group)
-        workspace = faults.workspace_of(group)
-        workspace.set_chaos(seed=group.rank(), max_delay_us=2000, skip_waits=True)
-        wrong = len(check_cases(cases, group))
-    assert anywhere(wrong) > 0
 
 
 @pytest.mark.thorough
@@ -226,18 +204,6 @@ def test_all_algorithms_share_a_workspace(ll: bool) -> None:
         for way in ("fused", *WAYS)
     ]
     check_all([*reductions, *gathers, *reductions], 200, ll)
-
-
-@pytest.mark.slow
-@interpreted(1)
-def test_the_gpu_suites_paced_links() -> None:
-    """They have not seen a GPU, their peers in threads; here they run on the CPU."""
-    from benchmarks.gpu import link as gpu_link
-
-    gather = gpu_link.Gather("cpu", 3, 96, 48, 32)
-    scatter = gpu_link.Scatter("cpu", 3, 96, 48, 48)
-    for case, way in ((gather, "pipelined"), (gather, "fused"), (scatter, "pipelined")):
-        assert gpu_link.check(case, way), (case, way)
 
 
 @pytest.mark.parametrize("dtype", dtypes.CODES)
@@ -622,28 +588,6 @@ def test_a_mismatch_is_found_by_the_kernels() -> None:
         assert is_spoilt([call()])
         after = faults.ending_of(call)
     assert after.error == "CollectiveMismatchError" and after.peer == 1 - group.rank(), after
-
-
-def closed_job() -> Ending | None:
-    """Rank 1 gives its workspaces back; the others' next call says so."""
-    with pretending():
-        group = faults.new_group()
-        call = functools.partial(faults.run_op, "matmul_all_reduce", group, "fused", 12)
-        call()
-        space_of(group).check("a test")
-        dist.barrier()
-        if group.rank() == 1:
-            tpkernels.finalize()
-        time.sleep(0.3)
-        dist.barrier()
-        return None if group.rank() == 1 else faults.ending_of(call)
-
-
-@pytest.mark.thorough
-def test_a_rank_that_left_is_reported() -> None:
-    with faults.watched_ranks(2, TRITON_INTERPRET="1") as ranks:
-        first = faults.values(faults.collect(ranks, closed_job))[0]
-        assert first.error == "PeerLostError" and "tpkernels.finalize" in first.text, first
 
 
 @pytest.mark.parametrize(("op", "way"), FUSED_CALLS)

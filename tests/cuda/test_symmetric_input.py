@@ -16,10 +16,8 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import copy_engines, pretending, space_of
 from tests.support.emulated import anywhere, interpreted, on_ranks
-from tests.support.faults import Ending
 from tests.support.tiers import sweep
 from tpkernels import cuda, groups
 from tpkernels.symm import streams
@@ -101,18 +99,6 @@ def test_other_input_is_copied() -> None:
                 assert torch.equal(whole[:, 0] * K, got[:, 0]), kind
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("way", "delay_us"), [("pipelined", 200), ("copied", 0)])
-@interpreted(2)
-def test_the_gpu_suites_check(way: str, delay_us: int) -> None:
-    """It has not seen a GPU; here it runs on the CPU."""
-    from benchmarks.gpu.in_place import check_job
-
-    with pretending() as patch:
-        copy_engines(patch)  # which the check changes, and the patch puts back
-        assert check_job("cpu", way, 3, delay_us) == [("symmetric input", True)]
-
-
 @on_ranks(2)
 def test_ranks_that_pass_different_tensors_are_told() -> None:
     with pretending():
@@ -172,17 +158,14 @@ def test_what_a_capture_has_read_is_kept() -> None:
         assert memory[1]() is not None
 
 
-def refused_job() -> list[Ending]:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@on_ranks(2)
+def test_without_gpus_it_is_refused() -> None:
     group = faults.new_group()
     make = functools.partial(tpkernels.empty, 4, group=group)
     endings = [faults.ending_of(functools.partial(make, device=on)) for on in ("cuda", "meta")]
-    return [*endings, faults.ending_of(make)]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_gpus_it_is_refused(ranks: RanksFixture) -> None:
-    for on_gpu, elsewhere, on_host in ranks(2).run(refused_job):
-        assert on_gpu.error == elsewhere.error == "NotImplementedError"
-        assert "rank 0 needs a GPU that torch sees" in on_gpu.text, on_gpu
-        assert elsewhere.text == "device is meta; a symmetric tensor can be on cpu or cuda"
-        assert on_host.error == "", on_host
+    on_gpu, elsewhere, on_host = [*endings, faults.ending_of(make)]
+    assert on_gpu.error == elsewhere.error == "NotImplementedError"
+    assert "rank 0 needs a GPU that torch sees" in on_gpu.text, on_gpu
+    assert elsewhere.text == "device is meta; a symmetric tensor can be on cpu or cuda"
+    assert on_host.error == "", on_host

@@ -29,11 +29,3 @@ def test_a_fault_in_the_set_up() -> None:
     trial = next(one for one in map(Trial.drawn, count()) if one.in_set_up and one.kind == "kill")
     wrong, _ = campaign.run_trial(trial)
     assert not wrong, wrong
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", sweep(["kill", "exception", "mismatch"]))
-def test_what_is_not_allowed_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaign, "_allowed", lambda trial, victim: {""})
-    wrong, _ = campaign.run_trial(trial_of(kind))
-    assert wrong and all("not one of {''}" in line for line in wrong), wrong

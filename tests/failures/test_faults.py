@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import RanksFixture
 from tests.support.faults import AT_ONCE, CASES, PROMPT, SCALED_CASES, Ending, Report
-from tests.support.ranked import apart, on_hosts
+from tests.support.ranked import apart, on_hosts, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.algorithms import unfused
@@ -353,22 +352,20 @@ def test_hierarchical_watches_the_ranks_of_its_host_while_it_waits_for_another()
         assert ending.at - killed_at < AT_ONCE, ending
 
 
-def unread_job(memory: str) -> tuple[Ending, Ending]:
+@pytest.mark.parametrize("memory", sweep(["apart", "shared", "hosts"], 2))
+@on_ranks(WORLD)
+def test_all_learn_that_a_rank_has_failed_alone(memory: str) -> None:
     """A step that all ranks take together between calls fails on rank 0 alone, which reads its file
     of measured times; then a call."""
     group = _group(memory)
     with mock.patch.object(store, "load", side_effect=OSError("a damaged disk")):
         first = faults.ending_of(lambda: groups.get(group.group_name).tuned("cpu"))
-    return first, faults.ending_of(lambda: tpkernels.all_reduce(torch.ones(4), group))
-
-
-@pytest.mark.parametrize("memory", sweep(["apart", "shared", "hosts"], 2))
-def test_all_learn_that_a_rank_has_failed_alone(ranks: RanksFixture, memory: str) -> None:
-    for rank, (first, again) in enumerate(ranks(WORLD).run(unread_job, memory)):
-        assert first.error == ("PeerLostError" if rank else "OSError"), first
-        assert "a damaged disk" in first.text and first.seconds < PROMPT, first
-        assert first.peer == (0 if rank else None), first
-        assert again.error == "GroupBrokenError" and again.seconds < PROMPT, again
+    rank = dist.get_rank()
+    again = faults.ending_of(lambda: tpkernels.all_reduce(torch.ones(4), group))
+    assert first.error == ("PeerLostError" if rank else "OSError"), first
+    assert "a damaged disk" in first.text and first.seconds < PROMPT, first
+    assert first.peer == (0 if rank else None), first
+    assert again.error == "GroupBrokenError" and again.seconds < PROMPT, again
 
 
 # Set-up: the first workspace, a larger one, symmetric tensors.
@@ -441,21 +438,3 @@ def test_a_rank_stopped_in_a_set_up_is_a_timeout(step: str, moment: str, victim:
         for first in endings.values():
             assert first.error == "CollectiveTimeoutError", first
             assert first.peer == victim and f"rank {victim}" in first.text, first
-
-
-def late_job(victim: int) -> tuple[Ending, Ending]:
-    """A rank that arrives after the others gave up."""
-    group = faults.group_of(dist.new_group())
-    if group.rank() == victim:
-        time.sleep(2 * TIMEOUT)
-    first = faults.ending_of(lambda: STEPS["init"](group))
-    return first, faults.ending_of(lambda: faults.run_op("all_reduce", group))
-
-
-@pytest.mark.slow
-def test_a_late_rank_gives_up_as_well(ranks: RanksFixture) -> None:
-    for rank, (first, again) in enumerate(ranks(WORLD).run(late_job, 2)):
-        assert first.error == "CollectiveTimeoutError", first
-        assert first.seconds < TIMEOUT + PROMPT and "which did not arrive" in first.text, first
-        assert (first.peer == 2) == (rank != 2), first
-        assert again.error == "GroupBrokenError" and again.seconds < PROMPT / 2, again

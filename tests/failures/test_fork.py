@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import RanksFixture
-from tests.support.ranked import report
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
 
@@ -40,7 +39,9 @@ def uses(group: dist.ProcessGroup) -> list[Callable[[], object]]:
     ]
 
 
-def forked_job(used_before: bool, ends: bool) -> list[str]:
+@pytest.mark.parametrize(("used_before", "ends"), sweep([(True, True), (False, False)]))
+@on_ranks(WORLD)
+def test_a_fork_is_not_a_rank(used_before: bool, ends: bool) -> list[str]:
     """Rank 0's child tries to use the group and finalizes; then the ranks go on."""
     group, rank = faults.group_of(dist.new_group()), dist.get_rank()
     failures = []
@@ -65,12 +66,8 @@ def forked_job(used_before: bool, ends: bool) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("used_before", "ends"), sweep([(True, True), (False, False)]))
-def test_a_fork_is_not_a_rank(ranks: RanksFixture, used_before: bool, ends: bool) -> None:
-    report(f for rank in ranks(WORLD).run(forked_job, used_before, ends) for f in rank)
-
-
-def forked_in_call_job() -> list[str]:
+@on_ranks(WORLD)
+def test_a_fork_during_a_call_of_another_thread() -> list[str]:
     """A thread of rank 0 waits in a call, so the fork inherits the lock in its locked state."""
     group, rank = faults.new_group(), dist.get_rank()
     faults.run_op("all_reduce", group)
@@ -86,7 +83,3 @@ def forked_in_call_job() -> list[str]:
     outcome = faults.in_child(lambda: "".join(refused(use) for use in uses(group)))
     call.join()
     return failures + ([outcome] if outcome != "fine" else [])
-
-
-def test_a_fork_during_a_call_of_another_thread(ranks: RanksFixture) -> None:
-    report(f for rank in ranks(WORLD).run(forked_in_call_job) for f in rank)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import RanksFixture
-from tests.support.faults import Ending
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels import _C
 from tpkernels.symm import rendezvous
@@ -80,22 +79,19 @@ def test_groups_leave_nothing_behind(how: str) -> None:
             assert last[1] == 0
 
 
-def secrets_job() -> list[str]:
+@on_ranks(2)
+def test_shared_memory_has_no_name_and_no_open_descriptor() -> None:
     group = faults.new_group()
     x = tpkernels.empty(100, group=group)
     tpkernels.all_reduce(x, group)
     lines = Path("/proc/self/maps").read_text().splitlines()
     links = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
-    return [line for line in lines if "memfd:tpkernels (" in line] + [
+    lines = [line for line in lines if "memfd:tpkernels (" in line] + [
         f"open: {link}" for link in links if "memfd:tpkernels (" in link
     ]
-
-
-def test_shared_memory_has_no_name_and_no_open_descriptor(ranks: RanksFixture) -> None:
-    for lines in ranks(2).run(secrets_job):
-        assert len(lines) >= 3, lines  # mailboxes, workspace, symmetric tensor
-        for line in lines:
-            assert "rw-s" in line and line.endswith("/memfd:tpkernels (deleted)"), line
+    assert len(lines) >= 3, lines  # mailboxes, workspace, symmetric tensor
+    for line in lines:
+        assert "rw-s" in line and line.endswith("/memfd:tpkernels (deleted)"), line
 
 
 def test_shared_memory_is_private_and_sealed() -> None:
@@ -115,7 +111,8 @@ def test_shared_memory_is_private_and_sealed() -> None:
         os.close(fd)
 
 
-def released_job() -> tuple[Ending, Ending]:
+@on_ranks(3)
+def test_a_released_symmetric_tensor_is_an_error_on_all_ranks() -> None:
     group = faults.new_group()
     x = tpkernels.empty(6, 8, group=group)
     shard: torch.Tensor | None = x.fill_(1)
@@ -124,15 +121,11 @@ def released_job() -> tuple[Ending, Ending]:
         del x
     dist.barrier()
     first = faults.ending_of(lambda: tpkernels.all_gather(shard, group))
-    return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
-
-
-def test_a_released_symmetric_tensor_is_an_error_on_all_ranks(ranks: RanksFixture) -> None:
-    for first, then in ranks(3).run(released_job):
-        assert first.error == "CollectiveMismatchError", first
-        assert "passes a symmetric tensor that this rank has released" in first.text, first
-        assert first.seconds < faults.PROMPT, first
-        assert then.error == "GroupBrokenError", then
+    then = faults.ending_of(lambda: faults.run_op("all_gather", group))
+    assert first.error == "CollectiveMismatchError", first
+    assert "passes a symmetric tensor that this rank has released" in first.text, first
+    assert first.seconds < faults.PROMPT, first
+    assert then.error == "GroupBrokenError", then
 
 
 # The exit of the interpreter. The ranks are forks, which save the import, of a process that ends as

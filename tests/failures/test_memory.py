@@ -18,6 +18,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import CASES, SCALED_CASES, Ending
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels.ops import autograd
 
@@ -127,20 +128,17 @@ def test_no_memory_in_a_backward(op: str) -> None:
 # Shared memory.
 
 
-def too_much_job(nbytes: int) -> tuple[Ending, Ending]:
+@pytest.mark.parametrize("nbytes", sweep([1 << 50, 1 << 44, 1 << 56]))
+@on_ranks(RANKS)
+def test_too_large_a_workspace_is_an_error_on_all_ranks(nbytes: int) -> None:
     group = faults.group_of(dist.new_group())
     first = faults.ending_of(lambda: tpkernels.init(group, faults.PATIENCE, nbytes))
     tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
-    return first, faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group))
-
-
-@pytest.mark.parametrize("nbytes", sweep([1 << 50, 1 << 44, 1 << 56]))
-def test_too_large_a_workspace_is_an_error_on_all_ranks(ranks: RanksFixture, nbytes: int) -> None:
-    for first, then in ranks(RANKS).run(too_much_job, nbytes):
-        assert first.error == "MemoryError" and first.seconds < faults.PROMPT, first
-        assert "cannot map" in first.text or "cannot size" in first.text, first
-        assert "give tpkernels.init a smaller workspace_bytes" in first.text, first
-        assert not then.error, then
+    then = faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group))
+    assert first.error == "MemoryError" and first.seconds < faults.PROMPT, first
+    assert "cannot map" in first.text or "cannot size" in first.text, first
+    assert "give tpkernels.init a smaller workspace_bytes" in first.text, first
+    assert not then.error, then
 
 
 @contextmanager
@@ -155,7 +153,11 @@ def little_address_space(room: int) -> Any:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def too_much_on_some_job(poor: tuple[int, ...], step: str) -> tuple[Ending, Ending]:
+@pytest.mark.parametrize(
+    ("poor", "step"), sweep([((1, 3), "init"), ((0,), "empty"), ((0, 1, 2, 3), "init")], later=2)
+)
+@on_ranks(RANKS)
+def test_memory_that_one_rank_lacks_is_an_error_on_all(poor: tuple[int, ...], step: str) -> None:
     """Some ranks cannot map what the others can."""
     group, other = faults.group_of(dist.new_group()), faults.new_group()
     if step == "empty":
@@ -175,17 +177,8 @@ def too_much_on_some_job(poor: tuple[int, ...], step: str) -> tuple[Ending, Endi
     faults.run_op("all_gather", other)
     if step == "init":
         tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
-    return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
-
-
-@pytest.mark.parametrize(
-    ("poor", "step"), sweep([((1, 3), "init"), ((0,), "empty"), ((0, 1, 2, 3), "init")], later=2)
-)
-def test_memory_that_one_rank_lacks_is_an_error_on_all(
-    ranks: RanksFixture, poor: tuple[int, ...], step: str
-) -> None:
-    for first, then in ranks(RANKS).run(too_much_on_some_job, poor, step):
-        assert first.error == "MemoryError" and first.seconds < faults.PROMPT, first
-        assert "no shared memory for the group: rank" in first.text, first
-        assert "cannot map" in first.text and "Cannot allocate memory" in first.text, first
-        assert not then.error, then
+    then = faults.ending_of(lambda: faults.run_op("all_gather", group))
+    assert first.error == "MemoryError" and first.seconds < faults.PROMPT, first
+    assert "no shared memory for the group: rank" in first.text, first
+    assert "cannot map" in first.text and "Cannot allocate memory" in first.text, first
+    assert not then.error, then

@@ -135,13 +135,6 @@ def test_more_calls_with_other_seeds(ranks: RanksFixture, max_delay_us: int) -> 
     _soak(ranks, Task(seed=11 + max_delay_us, calls=40_000, max_delay_us=max_delay_us), 840)
 
 
-@pytest.mark.slow
-def test_a_rank_that_lags_behind_gets_the_same(ranks: RanksFixture) -> None:
-    for slow_rank in (0, WORLD - 1):
-        task = Task(seed=3 + slow_rank, calls=50, slow_rank=slow_rank, slow_seconds=0.01)
-        _soak(ranks, task, 100)
-
-
 def test_nothing_is_read_that_was_not_written(ranks: RanksFixture) -> None:
     _soak(ranks, Task(seed=4, calls=100, max_delay_us=200, poison="next"), 100)
 

@@ -17,13 +17,14 @@ from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.faults import Ending
-from tests.support.ranked import apart
+from tests.support.ranked import apart, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import defaults, groups
 from tpkernels.groups.group import timeout_on_gpus
 
 
-def healthy_job() -> list[str]:
+@on_ranks(2)
+def test_a_healthy_group_passes() -> list[str]:
     """Before the first call, after it, and while a peer waits in the next call already."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     group = mesh.get_group()
@@ -40,10 +41,6 @@ def healthy_job() -> list[str]:
     faults.run_op("all_gather", away)
     endings.append(faults.ending_of(lambda: tpkernels.check(away)))
     return [each.text for each in endings if each.error]
-
-
-def test_a_healthy_group_passes(ranks: RanksFixture) -> None:
-    assert ranks(2).run(healthy_job) == [[], []]
 
 
 def killed_job() -> list[Ending]:

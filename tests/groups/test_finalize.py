@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 import time
@@ -115,36 +114,6 @@ def interrupted_job() -> list[str]:
 @pytest.mark.thorough
 def test_after_an_interrupted_finalize_groups_can_be_used() -> None:
     require_nothing_wrong(interrupted_job)
-
-
-def destroyed_job() -> list[str]:
-    """Another thread destroys a process group while finalize waits."""
-    first, second, third = used_group(1.0), used_group(), used_group()
-    dist.barrier()
-    if dist.get_rank() == 1:
-        time.sleep(1.7)
-        return []
-    call, doomed = in_call_of_a_thread(first), [second]
-    name = third.group_name
-    del second
-
-    def destroy() -> None:
-        time.sleep(0.3)
-        dist.destroy_process_group(doomed.pop())
-        gc.collect()
-
-    other = threading.Thread(target=destroy)
-    other.start()
-    tpkernels.finalize()
-    call.join()
-    other.join()
-    closed = groups._groups.get(name) is None
-    return [] if closed else ["the third group was not closed"]
-
-
-@pytest.mark.slow
-def test_a_process_group_that_is_destroyed_while_finalize_waits() -> None:
-    require_nothing_wrong(destroyed_job)
 
 
 def destroyed_within_job() -> list[str]:

@@ -16,52 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import RanksFixture, one_of_each
-from tests.support.ranked import check_cases, fresh_group, report
+from tests.support.cases import one_of_each
+from tests.support.ranked import check_cases, fresh_group, on_ranks, report
 from tests.support.tiers import sweep
 from tpkernels.groups import GroupLike
 from tpkernels.launch import Ranks
 from tpkernels.planning import store
-
-
-def passed_by_name_or_as_world() -> list[str]:
-    with fresh_group() as group:
-        failures = check_cases(one_of_each(group.size()), group, group.group_name)
-    world = dist.group.WORLD
-    assert world is not None
-    return failures + check_cases(one_of_each(world.size()), world)
-
-
-def passed_as_mesh_dim() -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
-    ways: list[tuple[GroupLike, dist.ProcessGroup]] = [
-        ((mesh, 0), dp),
-        (mesh["dp"], dp),
-        ((mesh, "tp"), tp),
-        ((mesh, 1), tp),
-    ]
-    failures = []
-    for way, group in ways:
-        failures += check_cases(one_of_each(group.size()), group, way)
-    try:
-        tpkernels.all_reduce(torch.ones(3), mesh)
-        failures.append("a mesh of two dims was accepted as a group")
-    except ValueError as error:
-        if "2 dims" not in str(error):
-            failures.append(f"not helpful: {error}")
-    return failures
-
-
-def on_own_subgroup(members: Sequence[Sequence[int]]) -> list[str]:
-    """Every rank runs on the subgroups in ``members`` that contain it."""
-    made = [dist.new_group(list(ranks)) for ranks in members]
-    failures = []
-    for group, ranks in zip(made, members, strict=True):
-        if dist.get_rank() in ranks:
-            assert isinstance(group, dist.ProcessGroup)
-            failures += check_cases(one_of_each(len(ranks)), group)
-    return failures
 
 
 def after_initialising_again() -> list[str]:
@@ -97,32 +57,62 @@ def test_what_was_kept_from_before_another_initialisation() -> None:
 
 
 @pytest.mark.parametrize("world", sweep([2, 1]))
-def test_a_group_of_all_ranks(ranks: RanksFixture, world: int) -> None:
-    results = ranks(world).run(passed_by_name_or_as_world, timeout=120)
-    report(failure for rank in results for failure in rank)
+@on_ranks()
+def test_a_group_of_all_ranks() -> list[str]:
+    with fresh_group() as group:
+        failures = check_cases(one_of_each(group.size()), group, group.group_name)
+    world = dist.group.WORLD
+    assert world is not None
+    return failures + check_cases(one_of_each(world.size()), world)
 
 
-def test_dims_of_a_mesh(ranks: RanksFixture) -> None:
-    results = ranks(4).run(passed_as_mesh_dim, timeout=120)
-    report(failure for rank in results for failure in rank)
+@on_ranks(4)
+def test_dims_of_a_mesh() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    ways: list[tuple[GroupLike, dist.ProcessGroup]] = [
+        ((mesh, 0), dp),
+        (mesh["dp"], dp),
+        ((mesh, "tp"), tp),
+        ((mesh, 1), tp),
+    ]
+    failures = []
+    for way, group in ways:
+        failures += check_cases(one_of_each(group.size()), group, way)
+    try:
+        tpkernels.all_reduce(torch.ones(3), mesh)
+        failures.append("a mesh of two dims was accepted as a group")
+    except ValueError as error:
+        if "2 dims" not in str(error):
+            failures.append(f"not helpful: {error}")
+    return failures
 
 
 @pytest.mark.parametrize(
     "members",
     sweep([[(0, 3), (0, 1, 2), (2,)], [(0, 2), (1, 3)]]),
 )
-def test_sub_groups(ranks: RanksFixture, members: list[tuple[int, ...]]) -> None:
-    results = ranks(4).run(on_own_subgroup, members, timeout=120)
-    report(failure for rank in results for failure in rank)
+@on_ranks(4)
+def test_sub_groups(members: Sequence[Sequence[int]]) -> list[str]:
+    """Every rank runs on the subgroups in ``members`` that contain it."""
+    made = [dist.new_group(list(ranks)) for ranks in members]
+    failures = []
+    for group, ranks in zip(made, members, strict=True):
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            failures += check_cases(one_of_each(len(ranks)), group)
+    return failures
 
 
-def first_calls_job(rounds: int, look: float, autotune: bool | None) -> list[str]:
+@pytest.mark.parametrize("autotune", sweep([True, None]))
+@on_ranks(2)
+def test_threads_make_first_calls(autotune: bool | None) -> list[str]:
     """Two threads on each of two new groups make the same first call at once. Rank 0 takes a while
     to read the measured times of the machine."""
     load, failures = store.load, list[str]()
 
     def load_slowly(machine: Any) -> Any:
-        time.sleep(look)
+        time.sleep(0.02)
         return load(machine)
 
     def work(group: dist.ProcessGroup, start: threading.Barrier) -> None:
@@ -136,7 +126,7 @@ def first_calls_job(rounds: int, look: float, autotune: bool | None) -> list[str
             failures.append(f"{type(error).__name__}: {error}")
 
     with mock.patch.object(store, "load", load_slowly):
-        for _ in range(rounds):
+        for _ in range(2):
             made = [faults.group_of(dist.new_group()) for _ in range(2)]
             for group in made:
                 if autotune is not None:
@@ -150,9 +140,3 @@ def first_calls_job(rounds: int, look: float, autotune: bool | None) -> list[str
             for group in made:
                 dist.destroy_process_group(group)
     return failures
-
-
-@pytest.mark.parametrize("autotune", sweep([True, None]))
-def test_threads_make_first_calls(ranks: RanksFixture, autotune: bool | None) -> None:
-    results = ranks(2).run(first_calls_job, 2, 0.02, autotune, timeout=100)
-    report(failure for rank in results for failure in rank)

@@ -22,7 +22,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
-from tests.support.ranked import report
+from tests.support.ranked import on_ranks, report
 from tests.support.tiers import sweep, thorough
 from tpkernels import backends, groups
 from tpkernels.nccl import Communicator
@@ -51,7 +51,9 @@ def handler_of_rank_0(handle: Callable[[], object]) -> Iterator[list[Ending]]:
         signal.signal(signal.SIGUSR2, before)
 
 
-def handled_job(waits_in: str, uses: str) -> list[str]:
+@pytest.mark.parametrize(("waits_in", "uses"), sweep(WAITS, 3, later=3))
+@on_ranks(WORLD)
+def test_a_handler_is_refused_wherever_ranks_wait(waits_in: str, uses: str) -> list[str]:
     group = faults.group_of(dist.new_group())
     calls: dict[str, Callable[[], object]] = {
         "init": lambda: tpkernels.init(group, faults.PATIENCE, 8 << 20),
@@ -78,15 +80,8 @@ def handled_job(waits_in: str, uses: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("waits_in", "uses"), sweep(WAITS, 3, later=3))
-def test_a_handler_is_refused_wherever_ranks_wait(
-    ranks: RanksFixture, waits_in: str, uses: str
-) -> None:
-    results = ranks(WORLD).run(handled_job, waits_in, uses)
-    report(failure for rank in results for failure in rank)
-
-
-def backward_job() -> list[str]:
+@on_ranks(WORLD)
+def test_a_refused_backward_breaks_nothing() -> list[str]:
     """A handler whose backward is refused, and which catches the error."""
     group = faults.new_group()
     x = torch.ones(4, 4, requires_grad=True)
@@ -97,10 +92,6 @@ def backward_job() -> list[str]:
     errors = [one.error for one in handled]
     wrong = [] if errors == ["RuntimeError"] * (dist.get_rank() == 0) else [str(handled)]
     return wrong + ([str(first)] if first.error else [])
-
-
-def test_a_refused_backward_breaks_nothing(ranks: RanksFixture) -> None:
-    report(failure for rank in ranks(WORLD).run(backward_job) for failure in rank)
 
 
 def turn_job(algorithm: str) -> tuple[Ending, Ending, Ending | None]:

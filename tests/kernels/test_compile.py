@@ -133,16 +133,6 @@ def test_what_tuning_tries_compiles(name: str, arch: int, few: bool) -> None:
         assert found.specialized == parts, candidate
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 8))])
-@pytest.mark.parametrize("name", COMMUNICATING)
-def test_other_world_sizes_and_sizes(name: str, world: int) -> None:
-    """Odd sizes exclude tensor descriptors; fewer arguments must not break what needs them."""
-    config = replace(TABLE[90, 2, False], tma=False)
-    found = build(name, tl.float16, 90, config, divisible=False, world=world, bias=None)
-    assert found.count(TENSOR_CORES[90]) > 0
-
-
 @pytest.mark.parametrize("name", COMMUNICATING)
 @pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_a_word_follows_the_data_and_one_thread_polls_and_tells(name: str, arch: int) -> None:
@@ -238,12 +228,6 @@ def test_delays_are_there_only_when_asked_for() -> None:
     )
     clock = r"%globaltimer"
     assert 0 < off.count(clock) < on.count(clock)
-
-
-def test_spills_would_be_seen() -> None:
-    """Negative control: a tile too large for its warps."""
-    config = replace(TABLE[80, 2, False], num_warps=4, block_n=256)
-    assert build("matmul", tl.bfloat16, 80, config).stack > 0
 
 
 def test_every_kernel_is_compiled_here() -> None:
@@ -416,11 +400,3 @@ def test_where_the_tile_loop_is_specialized(monkeypatch: pytest.MonkeyPatch) -> 
     assert {*SPECIALIZED, *UNSPECIALIZED} == set(KERNELS)
     monkeypatch.setattr(configs, "_TRITON", (3, 6))
     assert not found(CONFIG, x, w.t())
-
-
-@pytest.mark.slow
-def test_spills_of_loads_by_threads_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why only what TMA loads is specialised."""
-    monkeypatch.setattr(configs.MatmulConfig, "specializes", lambda *_: True)
-    config = replace(CONFIG, tma=False)
-    assert build("matmul_reduce_scatter", tl.bfloat16, 100, config, divisible=False).stack > 0

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import faults
 from tests.support.cases import DTYPES, Case
 from tests.support.emulated import require_none
 from tests.support.ranked import check_cases, fresh_group, on_ranks, place
@@ -115,19 +114,3 @@ def test_parts_and_descriptors(n: int, one_shot_bytes: int) -> None:
     descriptors where rows are aligned (264 columns)."""
     with interpreted_as(one_shot_bytes, block_n=256, programs=1), fresh_group(1 << 22) as group:
         require_none(check_cases(cases(n, group.size()), group))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("one_shot_bytes", sweep([0, 1 << 30]))
-@interpreted(2)
-def test_no_tile_is_published_before_it_is_stored(one_shot_bytes: int) -> None:
-    """The last rank multiplies its tiles late, while the others wait for them."""
-    with interpreted_as(one_shot_bytes, programs=1), fresh_group(1 << 22) as group:
-        wanted = [replace(case, k=(130,)) for case in cases(72, group.size())[:3]]
-        wrong = check_cases(wanted[:1], group)
-        workspace = faults.workspace_of(group)
-        assert workspace._device is not None
-        workspace.set_chaos(seed=1, max_delay_us=15_000 * (group.rank() == group.size() - 1))
-        for case in wanted:
-            wrong += check_cases([case] * 2, group)
-    require_none(wrong)

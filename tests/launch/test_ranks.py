@@ -293,16 +293,6 @@ def test_a_call_that_takes_too_long_says_where_the_ranks_are() -> None:
     assert "still running" in str(error) and "in sleep" in str(error)
 
 
-@pytest.mark.slow
-def test_a_stream_waits_for_each_item_only() -> None:
-    with Ranks(1, Held, timeout=0.6) as ranks:
-        for _ in ranks.stream("count", 3):
-            time.sleep(0.5)
-        assert list(ranks.stream("paced", 4, 0.25)) == [0, 1, 2, 3]  # 1 s in all
-        error = failure_of(ranks, lambda: list(ranks.stream("late", 0, timeout=0.05)))
-    assert error.outcomes[0].timed_out
-
-
 # What ends ranks from outside, and what is left then: nothing.
 
 

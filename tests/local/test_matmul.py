@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import tpkernels
-from tests.support.cases import RanksFixture
 from tests.support.products import product, threads, within_rounding
-from tests.support.ranked import place
+from tests.support.ranked import on_ranks, place
 from tests.support.refusals import PACKABLE
 from tpkernels import _C
 from tpkernels.dtypes import CODES
@@ -146,9 +145,12 @@ def test_a_part_is_computed_as_the_whole_is() -> None:
         assert called.called is by_torch
 
 
-def parts_and_whole() -> None:
-    """One product by each algorithm of the ranks of a host. Those that multiply parts of the rows
-    say how many there are."""
+@pytest.mark.skipif(not UNITS, reason="needs a vector unit")
+@on_ranks(3)
+def test_all_algorithms_give_the_same_bits() -> None:
+    """Also in fp32, where torch's products of few rows round as their number has it. One product by
+    each algorithm of the ranks of a host. Those that multiply parts of the rows say how many there
+    are."""
     import torch.distributed as dist
 
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
@@ -184,12 +186,6 @@ def parts_and_whole() -> None:
                 same = torch.equal(first.setdefault((w.dim(), i), result), result)
                 assert same, (dtype, w.layout, algorithm, i)
         assert told == {rows}
-
-
-@pytest.mark.skipif(not UNITS, reason="needs a vector unit")
-def test_all_algorithms_give_the_same_bits(ranks: RanksFixture) -> None:
-    """Also in fp32, where torch's products of few rows round as their number has it."""
-    ranks(3).run(parts_and_whole)
 
 
 # Many rows, for which the extension makes panels of the weight where torch is slower.

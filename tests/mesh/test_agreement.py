@@ -3,7 +3,6 @@ that all know, while they wait."""
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import tpkernels
 from tests.support import meshes
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, Placements, R, draw, error_of, make_mesh
-from tests.support.ranked import TIMEOUT, apart, messages_of
+from tests.support.ranked import TIMEOUT, apart, messages_of, on_ranks
 from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.groups.group import Group
 from tpkernels.mesh import agreement
@@ -91,31 +90,25 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def different_job() -> list[str]:
+@on_ranks(2)
+def test_what_differs_is_named() -> None:
     mesh = make_mesh((2,))
     own = (dict({"x": (R,), "w": (S1,)}, **each[dist.get_rank()]) for each in DIFFERENT.values())
-    return messages_of([lambda given=given: multiply(mesh, **given) for given in own])
+    messages = messages_of([lambda given=given: multiply(mesh, **given) for given in own])
+    for message, pattern in zip(messages, DIFFERENT, strict=True):
+        assert re.match(rf"CollectiveMismatchError: .*rank 0 in .*{pattern}", message), message
 
 
-def test_what_differs_is_named(ranks: RanksFixture) -> None:
-    for messages in ranks(2).run(different_job):
-        for message, pattern in zip(messages, DIFFERENT, strict=True):
-            assert re.match(rf"CollectiveMismatchError: .*rank 0 in .*{pattern}", message), message
-
-
-def gradients_job() -> list[str]:
+@on_ranks(2)
+def test_gradients_of_different_operands() -> None:
     """Rank 0 needs the gradient of w, rank 1 that of x."""
     mesh = make_mesh((2,))
     x, w = draw("x", (6, 4), mesh, (S0,)).sharded, draw("w", (4, 8), mesh, (S1,)).sharded
     x, w = (x.detach(), w) if dist.get_rank() == 0 else (x, w.detach())
     y = tpkernels.sharded_matmul(x, w, [S0])
-    return messages_of([lambda: y.backward(y.detach())])
-
-
-def test_gradients_of_different_operands(ranks: RanksFixture) -> None:
-    for (message,) in ranks(2).run(gradients_job):
-        pattern = r"CollectiveMismatchError: .* rank 0 in .*\[4, 6\].*; global rank 1 in .*\[6, 8\]"
-        assert re.match(pattern, message), message
+    (message,) = messages_of([lambda: y.backward(y.detach())])
+    pattern = r"CollectiveMismatchError: .* rank 0 in .*\[4, 6\].*; global rank 1 in .*\[6, 8\]"
+    assert re.match(pattern, message), message
 
 
 @contextmanager
@@ -132,8 +125,10 @@ def counted() -> Iterator[list[str]]:
         yield found
 
 
-def exchanges_job() -> list[list[int]]:
-    """The exchanges after each product: of two that are known, and with room for two."""
+@on_ranks(4)
+def test_a_known_product_is_not_compared_again() -> None:
+    """And all ranks forget the same ones. The exchanges after each product: of two that are known,
+    and with room for two."""
     counts: list[list[int]] = [[], []]
     mesh = make_mesh((2, 2))
     with counted() as found:
@@ -145,13 +140,8 @@ def exchanges_job() -> list[list[int]]:
         for m in (1, 2, 1, 3, 1, 2):
             assert multiply(mesh, (R, R), (S1, R), shape=(m, 4, 8)) is None
             counts[1].append(len(found) // 2)
-    return counts
-
-
-def test_a_known_product_is_not_compared_again(ranks: RanksFixture) -> None:
-    """And all ranks forget the same ones."""
-    for known, forgotten in ranks(4).run(exchanges_job):
-        assert (known, forgotten) == ([2, 2, 4, 4, 4], [1, 2, 2, 3, 4, 5])
+    known, forgotten = counts
+    assert (known, forgotten) == ([2, 2, 4, 4, 4], [1, 2, 2, 3, 4, 5])
 
 
 def orders_job() -> str | None:
@@ -187,9 +177,11 @@ def test_a_rank_without_memory_is_not_waited_for(ranks: RanksFixture) -> None:
     assert seconds < AT_ONCE
 
 
-def no_workspace_job(shape: tuple[int, ...]) -> tuple[str, str]:
-    """What a product raises whose workspace cannot grow, as all ranks of a group find, and then the
-    same one with memory."""
+@pytest.mark.parametrize(("world", "shape"), [(2, (2,)), (4, (2, 2))])
+@on_ranks()
+def test_a_workspace_without_memory(shape: tuple[int, ...]) -> None:
+    """The other groups of a mesh know nothing of it, so they break. What a product raises whose
+    workspace cannot grow, as all ranks of a group find, and then the same one with memory."""
     mesh, whole = make_mesh(shape), (R,) * (len(shape) - 1)
     fails = mock.patch.object(torch, "matmul", side_effect=WorkspaceMemoryError("none left"))
     strategy = ",".join(["M", *["none"] * len(whole)])
@@ -199,15 +191,9 @@ def no_workspace_job(shape: tuple[int, ...]) -> tuple[str, str]:
 
     with fails:
         first = message()
-    return first, message()
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_a_workspace_without_memory(ranks: RanksFixture, shape: tuple[int, ...]) -> None:
-    """The other groups of a mesh know nothing of it, so they break."""
-    for first, again in ranks(math.prod(shape)).run(no_workspace_job, shape):
-        assert first == "WorkspaceMemoryError: none left"
-        assert again.startswith("GroupBrokenError" if len(shape) > 1 else "nothing"), again
+    again = message()
+    assert first == "WorkspaceMemoryError: none left"
+    assert again.startswith("GroupBrokenError" if len(shape) > 1 else "nothing"), again
 
 
 def known_and_new_job() -> tuple[list[str], float]:
@@ -228,21 +214,19 @@ def test_a_known_product_and_a_new_one(ranks: RanksFixture) -> None:
     assert seconds < AT_ONCE
 
 
-def left_job() -> tuple[list[str], float]:
+@on_ranks(4)
+def test_a_failure_in_one_group_is_told_in_the_others() -> None:
     """Rank 3 makes another product than the others; all know both. Those of the others have a step
     along mesh dim 1, where rank 2 finds out, and then one along mesh dim 0."""
     mesh, both = make_mesh((2, 2)), {"x": (R, R), "w": (S1, S1), "strategy": "N,N"}
     for given in (ALONG_1, both):
         assert multiply(mesh, **given) is None
     begin, given = time.monotonic(), (both, both, both, ALONG_1)[dist.get_rank()]
-    return messages_of([lambda: multiply(mesh, **given)]), time.monotonic() - begin
-
-
-def test_a_failure_in_one_group_is_told_in_the_others(ranks: RanksFixture) -> None:
-    for rank, ((message,), seconds) in enumerate(ranks(4).run(left_job)):
-        kind = "CollectiveMismatchError" if rank in (2, 3) else "PeerLostError"
-        assert message.startswith(kind), (rank, message)
-        assert seconds < AT_ONCE
+    rank = dist.get_rank()
+    (message,), seconds = messages_of([lambda: multiply(mesh, **given)]), time.monotonic() - begin
+    kind = "CollectiveMismatchError" if rank in (2, 3) else "PeerLostError"
+    assert message.startswith(kind), (rank, message)
+    assert seconds < AT_ONCE
 
 
 # Known products, which are compared while ranks wait.
@@ -285,7 +269,9 @@ def test_known_products_without_a_common_group(
     assert [message for (message,), _ in told[2:]] == ["nothing", "nothing"]
 
 
-def slow_job() -> list[str | None]:
+@pytest.mark.thorough
+@on_ranks(2)
+def test_a_late_rank_is_in_the_same_products() -> None:
     """One rank after the other comes late to products that all make; meanwhile the other one is
     some ahead of it, and waits."""
     mesh = make_mesh((2,))
@@ -296,12 +282,7 @@ def slow_job() -> list[str | None]:
             time.sleep(2.5 * agreement._PATIENCE)
         wrong += [multiply(mesh, **alone), multiply(mesh, **alone)]
         wrong.append(multiply(mesh, (R,), (S1,), "N"))
-    return wrong
-
-
-@pytest.mark.thorough
-def test_a_late_rank_is_in_the_same_products(ranks: RanksFixture) -> None:
-    assert ranks(2).run(slow_job) == [[None] * 9] * 2
+    assert wrong == [None] * 9
 
 
 def stuck_job() -> tuple[list[str], float]:

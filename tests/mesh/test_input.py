@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, P, R, draw, make_mesh
-from tests.support.ranked import messages_of, report
+from tests.support.ranked import messages_of, on_ranks
 from tpkernels import mesh as tpmesh
 
 BF16, matmul = torch.bfloat16, tpkernels.sharded_matmul
@@ -74,18 +74,15 @@ REFUSALS: list[tuple[str, Callable[..., Any]]] = [  # of a product by `matmul` o
 ]  # fmt: skip
 
 
-def refusals_job() -> list[str]:
+@on_ranks(2)
+def test_refusals() -> None:
     mesh = make_mesh((2,))
     given: dict[str, Any] = {"x": of((3, 4), mesh, S0), "w": of((4, 5), mesh, R), "mesh": mesh}
     for name, shape in (("other", (1, 2)), ("cube", (1, 1, 2))):
         given[name] = init_device_mesh("cpu", shape)
-    return messages_of([functools.partial(call, **given) for _, call in REFUSALS])
-
-
-def test_refusals(ranks: RanksFixture) -> None:
-    for got in ranks(2).run(refusals_job):
-        for message, (pattern, _) in zip(got, REFUSALS, strict=True):
-            assert re.match(pattern, message), message
+    got = messages_of([functools.partial(call, **given) for _, call in REFUSALS])
+    for message, (pattern, _) in zip(got, REFUSALS, strict=True):
+        assert re.match(pattern, message), message
 
 
 def outside_job() -> list[str]:
@@ -101,7 +98,8 @@ def test_a_rank_outside_the_mesh(ranks: RanksFixture) -> None:
     assert re.match(r"ValueError: this rank is not in the mesh DeviceMesh", outside[0])
 
 
-def second_job() -> list[str]:
+@on_ranks(2)
+def test_gradients_of_gradients() -> list[str]:
     """The gradient of a gradient, against plain torch."""
     mesh = make_mesh((2,), ["second"])
     x, w = draw("x", (5, 4), mesh, (S0,)), draw("w", (4, 3), mesh, (S1,))
@@ -124,26 +122,21 @@ def second_job() -> list[str]:
     ]
 
 
-def test_gradients_of_gradients(ranks: RanksFixture) -> None:
-    report(one for rank in ranks(2).run(second_job) for one in rank)
-
-
-def autocast_job() -> set[torch.dtype]:
+@on_ranks(2)
+def test_autocast_changes_no_dtype() -> None:
+    """Whether a plan has an op, which autocast would change, is the planner's choice."""
     mesh = make_mesh((2,))
     x, w = draw("x", (6, 4), mesh, (R,)).sharded, draw("w", (4, 6), mesh, (S1,)).sharded
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return {
+        assert {
             tpkernels.sharded_matmul(x, w, [R], plan.strategy).dtype
             for plan in tpmesh.plans(x, w, [R])
-        }
+        } == {torch.float32}
 
 
-def test_autocast_changes_no_dtype(ranks: RanksFixture) -> None:
-    """Whether a plan has an op, which autocast would change, is the planner's choice."""
-    assert ranks(2).run(autocast_job) == [{torch.float32}] * 2
-
-
-def compiled_job() -> bool:
+@pytest.mark.thorough
+@on_ranks(2)
+def test_a_call_within_a_compiled_function() -> None:
     mesh = make_mesh((2,), ["compiled"])
     x, w = draw("x", (6, 4), mesh, (S0,)), draw("w", (4, 6), mesh, (S1,))
 
@@ -156,14 +149,9 @@ def compiled_job() -> bool:
         y = twice(x.sharded, w.sharded)
     (grad,) = torch.autograd.grad(y.sum(), x.sharded)
     want = 2 * w.value.sum(1).float().expand(3, 4)
-    return torch.equal(y.to_local().double(), 2 * x.value @ w.value) and torch.equal(
+    assert torch.equal(y.to_local().double(), 2 * x.value @ w.value) and torch.equal(
         grad.to_local(), want
     )
-
-
-@pytest.mark.thorough
-def test_a_call_within_a_compiled_function(ranks: RanksFixture) -> None:
-    assert ranks(2).run(compiled_job, timeout=120) == [True, True]
 
 
 def explained_job() -> str:

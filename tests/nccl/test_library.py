@@ -1,4 +1,4 @@
-"""Which NCCL is found, which functions it lacks, and the real one on a machine without a GPU."""
+"""Which NCCL is found, and the real one on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.fake_nccl import Build
-from tests.support.processes import python
-from tpkernels import _C, nccl
+from tpkernels import nccl
 from tpkernels.errors import TpkernelsError
 
 REQUIRED = [
@@ -18,12 +16,6 @@ REQUIRED = [
     *("CommAbort", "CommFinalize", "CommDestroy", "AllGather", "ReduceScatter", "AllReduce"),
     *("Broadcast", "Send", "Recv", "GroupStart", "GroupEnd"),
 ]
-OPTIONAL = {
-    "MemAlloc": "2.19.1",
-    "MemFree": "2.19.1",
-    "CommWindowRegister": "2.27.3",
-    "CommWindowDeregister": "2.27.3",
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,29 +38,6 @@ def test_a_library_without_a_required_symbol_is_too_old(fake_nccl: Build) -> Non
         assert "tpkernels needs NCCL 2.14.0 or newer" in str(caught.value)
 
 
-def test_missing_optional_symbols_are_named(fake_nccl: Build) -> None:
-    assert nccl.load(fake_nccl().path).features == {f"nccl{name}": True for name in OPTIONAL}
-    fake = fake_nccl(without=[f"nccl{symbol}" for symbol in OPTIONAL])
-    fake.version(21403)
-    loaded = nccl.load(fake.path)
-    assert loaded.features == {f"nccl{name}": False for name in OPTIONAL}
-    communicator = _C.nccl.Communicator(loaded, loaded.unique_id(), 0, 1, name="tp", timeout=5)
-    calls = {
-        "MemAlloc": lambda: loaded.mem_alloc(16),
-        "MemFree": lambda: loaded.mem_free(0),
-        "CommWindowRegister": lambda: communicator.register_window(16, 16),
-        "CommWindowDeregister": lambda: communicator.deregister_window(16),
-    }
-    for symbol, call in calls.items():
-        with pytest.raises(NotImplementedError) as caught:
-            call()
-        assert str(caught.value) == (
-            f"NCCL 2.14.3 ({fake.path}) has no nccl{symbol}, which was added in NCCL "
-            f"{OPTIONAL[symbol]}"
-        )
-    communicator.check()  # nothing was sent: the communicator still works
-
-
 def test_versions_are_read(fake_nccl: Build) -> None:
     numbers = {22809: "2.28.9", 23203: "2.32.3", 2804: "2.8.4", 21005: "2.10.5"}
     fake = fake_nccl()
@@ -89,17 +58,12 @@ def test_what_is_no_library(fake_nccl: Build, tmp_path: Path) -> None:
 
 def test_failures_of_nccl_itself(fake_nccl: Build) -> None:
     fake = fake_nccl()
-    for function in ("ncclGetUniqueId", "ncclMemAlloc", "ncclMemFree"):
-        fake.result(function, 2)
+    fake.result("ncclGetUniqueId", 2)
     loaded = nccl.load(fake.path)
     with pytest.raises(
         TpkernelsError, match=r"ncclGetUniqueId failed: fake error 2; last .* broke"
     ):
         loaded.unique_id()
-    with pytest.raises(TpkernelsError, match="ncclMemAlloc of 64 bytes failed: fake error 2"):
-        loaded.mem_alloc(64)
-    with pytest.raises(TpkernelsError, match="ncclMemFree failed: fake error 2"):
-        loaded.mem_free(0)
 
 
 # Which one is found.
@@ -156,30 +120,3 @@ def test_the_real_library(real: str) -> None:
     assert tuple(map(int, loaded.version.split("."))) >= (2, 14, 0)
     first, second = loaded.unique_id(), loaded.unique_id()
     assert first != second and len(first) == 128
-    if tuple(map(int, loaded.version.split("."))) >= (2, 28, 0):
-        assert all(loaded.features.values())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_real_library_without_a_gpu(real: str) -> None:
-    """It fails in time, prints nothing, and goes on in a fork."""
-    code = f"""
-import os
-from tpkernels import _C, nccl
-loaded = nccl.load({real!r})
-first = loaded.unique_id()
-child = os.fork()
-if child == 0:
-    assert loaded.unique_id() != first
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-try:
-    _C.nccl.Communicator(loaded, first, 0, 1, name="alone", timeout=10)
-except RuntimeError as error:
-    print(error)
-"""
-    ended = python("-c", code)
-    assert (ended.returncode, ended.stderr) == (0, ""), ended
-    assert "NCCL communicator 'alone', rank 0 of 1: set-up failed" in ended.stdout
-    assert "cuda" in ended.stdout.lower()

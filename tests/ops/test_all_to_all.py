@@ -15,7 +15,14 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
-from tests.support.ranked import SMALLEST_WORKSPACE, apart, fresh_group, messages_of, report
+from tests.support.ranked import (
+    SMALLEST_WORKSPACE,
+    apart,
+    fresh_group,
+    messages_of,
+    on_ranks,
+    report,
+)
 from tests.support.tiers import thorough
 from tpkernels import shard_sizes
 
@@ -132,7 +139,22 @@ def test_without_shared_memory(ranks: RanksFixture, world: int) -> None:
     run(ranks, world, cases, hosts=True)
 
 
-def refusals_job() -> list[str]:
+REFUSED = [
+    "ValueError: gather_dim and scatter_dim are both 1; they must differ",
+    "ValueError: scatter_dim is 2; a tensor of 2 dims allows 0 to 1",
+    "ValueError: gather_dim is -1",
+    r"ValueError: 5 rows do not divide by 2 ranks; pass scatter_sizes=tpkernels.shard_sizes\(5, 2",
+    r"ValueError: x has 2 rows in the gathered dim, but gather_sizes \[1, 1\] gives rank \d 1",
+    r"ValueError: scatter_sizes \[2, 2\] add up to 4, but the scattered dim has 6 rows",
+    "NotImplementedError: x has dtype int32",
+    "NotImplementedError: algorithm 'pipelined' of all_to_all overlaps a matmul",
+    "NotImplementedError: algorithm 'hierarchical' of all_to_all has no all_to_all on cpu",
+    r"CollectiveMismatchError: .*scattered dim 1 by \[.*, but rank \d .*scattered dim 1 by \[",
+]
+
+
+@on_ranks(2)
+def test_refusals_and_ranks_that_differ() -> None:
     op, x = tpkernels.all_to_all, torch.ones(2, 6)
     with fresh_group() as group:
         refused = messages_of(
@@ -149,25 +171,7 @@ def refusals_job() -> list[str]:
             ]
         )
         sizes = [(2, 4), (4, 2)][dist.get_rank()]
-        return [*refused, *messages_of([lambda: op(x, group, scatter_sizes=sizes)])]
-
-
-REFUSED = [
-    "ValueError: gather_dim and scatter_dim are both 1; they must differ",
-    "ValueError: scatter_dim is 2; a tensor of 2 dims allows 0 to 1",
-    "ValueError: gather_dim is -1",
-    r"ValueError: 5 rows do not divide by 2 ranks; pass scatter_sizes=tpkernels.shard_sizes\(5, 2",
-    r"ValueError: x has 2 rows in the gathered dim, but gather_sizes \[1, 1\] gives rank \d 1",
-    r"ValueError: scatter_sizes \[2, 2\] add up to 4, but the scattered dim has 6 rows",
-    "NotImplementedError: x has dtype int32",
-    "NotImplementedError: algorithm 'pipelined' of all_to_all overlaps a matmul",
-    "NotImplementedError: algorithm 'hierarchical' of all_to_all has no all_to_all on cpu",
-    r"CollectiveMismatchError: .*scattered dim 1 by \[.*, but rank \d .*scattered dim 1 by \[",
-]
-
-
-def test_refusals_and_ranks_that_differ(ranks: RanksFixture) -> None:
-    for messages in ranks(2).run(refusals_job):
+        messages = [*refused, *messages_of([lambda: op(x, group, scatter_sizes=sizes)])]
         for message, pattern in zip(messages, REFUSED, strict=True):
             assert re.match(pattern, message), message
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import DTYPES, MATMUL_WAYS, RanksFixture
+from tests.support.cases import DTYPES, MATMUL_WAYS
 from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
 
@@ -97,19 +97,16 @@ def test_special_values() -> list[str]:
     return failures
 
 
-def mismatch_job(what: str) -> faults.Ending:
+@pytest.mark.parametrize("what", sweep(["eps", "residual"], 2))
+@on_ranks(2)
+def test_ranks_that_disagree(what: str) -> None:
     """Ranks that disagree on what they must have in common."""
     x, weight, rank = torch.ones(4, 6), torch.ones(6), dist.get_rank()
     residual = x if what == "residual" and rank else None
     eps = 1e-5 if what == "eps" and rank else 1e-6
     with fresh_group() as group:
-        return faults.ending_of(
+        ending = faults.ending_of(
             lambda: tpkernels.all_reduce_rms_norm(x, weight, group, residual=residual, eps=eps)
         )
-
-
-@pytest.mark.parametrize("what", sweep(["eps", "residual"], 2))
-def test_ranks_that_disagree(ranks: RanksFixture, what: str) -> None:
-    for ending in ranks(2).run(mismatch_job, what):
         assert ending.error == "CollectiveMismatchError", ending
         assert "all_reduce_rms_norm([4, 6] float32" in ending.text and what in ending.text, ending

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tpkernels
@@ -225,24 +224,6 @@ def test_each_op_has_its_own_limit_of_graphs() -> None:
             for rows in range(1, 2 + torch._dynamo.config.recompile_limit // 3):
                 x = torch.ones(rows, 2)
                 assert torch.equal(compiled(x, group.group_name, algorithm="unfused"), x)
-
-
-@pytest.mark.thorough
-@on_ranks(2)
-def test_compile_with_every_kind_of_group() -> list[str]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    group = mesh.get_group()
-    torch.manual_seed(0)
-    x, up, down = torch.randn(4, 8), torch.randn(8, 12), torch.randn(12, 8)
-    want = _mlp("auto", group)(x, up, down)
-    ways: list[GroupLike] = [mesh, (mesh, 0), (mesh, "tp"), group, group.group_name]
-    failures = []
-    for given in ways:
-        torch._dynamo.reset()
-        compiled = torch.compile(_mlp("auto", given), fullgraph=True, backend="aot_eager")
-        if not torch.equal(compiled(x, up, down), want):
-            failures.append(f"group given as {given}: other bits")
-    return failures
 
 
 # Training, compiled.

@@ -124,24 +124,3 @@ NAMES += ("matmul_all_reduce", "all_gather_matmul", "matmul_reduce_scatter")
 def test_any_call_by_every_algorithm(ranks: RanksFixture, op: str, data: st.DataObject) -> None:
     world, case = data.draw(examples(op))
     run_cases(ranks, world, by_every_algorithm(case), SMALLEST_WORKSPACE)
-
-
-EXAMPLES = st.one_of(*map(examples, NAMES))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(each_example, max_examples=160, derandomize=False)
-@given(st.lists(EXAMPLES, min_size=12, max_size=12))
-def test_thousands_of_exact_calls(ranks: RanksFixture, examples: list[Example]) -> None:
-    """Integers small enough for every sum to be exact, so that all algorithms must give the same
-    values: some 8000 calls, other ones in each run. Hypothesis prints what fails."""
-    for world in WORLDS:
-        cases = [
-            each
-            for size, case in examples
-            if size == world
-            for each in by_every_algorithm(replace(case, integers=True))
-        ]
-        if cases:
-            run_cases(ranks, world, cases, SMALLEST_WORKSPACE)

@@ -172,7 +172,8 @@ def test_compiled(ranks: RanksFixture, backend: str) -> None:
     report(f"{backend}: {failure}" for rank in results for failure in rank)
 
 
-def gradients_job() -> list[str]:
+@on_ranks(2)
+def test_a_gradient_is_refused_at_the_call() -> None:
     """A gradient that would be needed is refused in the forward; one that is not needed is not."""
     with fresh_group() as group:
         x, w = torch.ones(4, 6), torch.ones(6, 6)
@@ -184,7 +185,7 @@ def gradients_job() -> list[str]:
             with torch.no_grad():
                 tpkernels.matmul_all_reduce(needs, learnt, group)
 
-        return messages_of(
+        messages = messages_of(
             [
                 lambda: tpkernels.matmul_all_reduce(needs, factor, group),
                 lambda: tpkernels.matmul_all_reduce(x, learnt, group),
@@ -194,10 +195,6 @@ def gradients_job() -> list[str]:
                 lambda: tpkernels.matmul_all_reduce(x, factor, group),
             ]
         )
-
-
-def test_a_gradient_is_refused_at_the_call(ranks: RanksFixture) -> None:
-    for messages in ranks(2).run(gradients_job):
         *refused, one, other = messages
         ops = (REDUCE, REDUCE, SCATTER, GATHER)
         assert [message.partition(" with a packed weight;")[0] for message in refused] == [
@@ -206,7 +203,8 @@ def test_a_gradient_is_refused_at_the_call(ranks: RanksFixture) -> None:
         assert (one, other) == ("nothing", "nothing")
 
 
-def autocast_job() -> list[str]:
+@on_ranks(2)
+def test_autocast() -> None:
     """A packed weight is not cast: it must be in autocast's dtype."""
     with fresh_group() as group, torch.autocast("cpu", torch.bfloat16):
         x, w = torch.ones(4, 6), torch.ones(6, 8)
@@ -219,13 +217,8 @@ def autocast_job() -> list[str]:
         got = tpkernels.matmul_all_reduce(x, tpkernels.pack(w.bfloat16()), group)
         assert got.dtype == torch.bfloat16
         assert (got == 6 * group.size()).all()
-    return messages
-
-
-def test_autocast(ranks: RanksFixture) -> None:
-    for messages in ranks(2).run(autocast_job):
-        pattern = "is float32 but x is bfloat16; they must be equal: pack it in x's dtype"
-        assert messages == [f"TypeError: w {pattern}", f"TypeError: weights[0] {pattern}"]
+    pattern = "is float32 but x is bfloat16; they must be equal: pack it in x's dtype"
+    assert messages == [f"TypeError: w {pattern}", f"TypeError: weights[0] {pattern}"]
 
 
 # A caller's product.

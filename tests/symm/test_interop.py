@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support.cases import RanksFixture
+from tests.support.ranked import on_ranks
 
 # NumPy has no bf16: its bits go over as int16.
 SHARED = (torch.float32, torch.float16, torch.float64)
@@ -20,7 +20,8 @@ SHARED = (torch.float32, torch.float16, torch.float64)
 WAYS = (torch.Tensor.numpy, numpy.asarray, numpy.from_dlpack)
 
 
-def numpy_job() -> list[str]:
+@on_ranks(2)
+def test_numpy_shares_symmetric_memory() -> list[str]:
     """A rank writes through NumPy; its peers see it through an op that reads in place."""
     group = dist.new_group()
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
@@ -45,11 +46,8 @@ def numpy_job() -> list[str]:
     return wrong
 
 
-def test_numpy_shares_symmetric_memory(ranks: RanksFixture) -> None:
-    assert ranks(2).run(numpy_job) == [[], []]
-
-
-def lifetime_job() -> list[object]:
+@on_ranks(2)
+def test_an_array_keeps_the_memory_and_goes_both_ways() -> None:
     """The sum of an array that outlives its tensor; NumPy's memory as the input of an op; and a
     symmetric tensor through DLPack and back."""
     group = dist.new_group()
@@ -63,11 +61,7 @@ def lifetime_job() -> list[object]:
     x = tpkernels.empty(6, group=group)
     back = torch.from_dlpack(numpy.from_dlpack(x)).fill_(5)
     there = back.data_ptr() == x.data_ptr() and bool((x == 5).all())
-    return [float(array.sum()), bool((total == 3).all()), there]
-
-
-def test_an_array_keeps_the_memory_and_goes_both_ways(ranks: RanksFixture) -> None:
-    assert ranks(2).run(lifetime_job) == [[3000.0, True, True]] * 2
+    assert [float(array.sum()), bool((total == 3).all()), there] == [3000.0, True, True]
 
 
 @pytest.mark.gpu(1)

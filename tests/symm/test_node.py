@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import Case, RanksFixture
-from tests.support.ranked import check_cases, fresh_group, messages_of, on_hosts
+from tests.support.ranked import check_cases, fresh_group, messages_of, on_hosts, on_ranks
 from tpkernels import groups
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.symm import node as nodes
@@ -43,23 +43,21 @@ def test_hosts_that_do_not_fit(ranks: RanksFixture, hosts: str, reason: str) -> 
         assert reason in message
 
 
-def no_memory_job(rank: int) -> list[str]:
+@pytest.mark.parametrize("rank", [0, 3])
+@on_ranks(4)
+def test_a_host_without_memory_is_a_reason_on_all(rank: int) -> None:
     """One rank cannot make the memory of its host."""
 
     made = nodes.HostWorkspace
     fail = OSError("no descriptors are left") if dist.get_rank() == rank else made
     with mock.patch.object(nodes, "HostWorkspace", side_effect=fail):
-        return refusal_job("0011")
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_host_without_memory_is_a_reason_on_all(ranks: RanksFixture, rank: int) -> None:
-    for (message,) in ranks(4).run(no_memory_job, rank, timeout=15):
+        (message,) = refusal_job("0011")
         assert "needs shared memory on each host, and rank " in message
         assert f"rank {rank}" in message and "no descriptors are left" in message
 
 
-def second_job() -> list[str | None]:
+@on_ranks(4)
+def test_a_second_group_is_not_told_of_the_failure_of_an_earlier_one() -> None:
     """Why second groups have no nodes: one rank has no memory for the first of them."""
     with on_hosts("0011"), fresh_group() as group:
         whys = []
@@ -69,16 +67,16 @@ def second_job() -> list[str | None]:
                 second = groups.get(group.group_name).make_second_group("tuning", "cpu")
             whys.append(second.why_no_node)
             second.close("the end of a test")
-        return whys
-
-
-def test_a_second_group_is_not_told_of_the_failure_of_an_earlier_one(ranks: RanksFixture) -> None:
-    for first, then in ranks(4).run(second_job):
+        first, then = whys
         assert first is not None and "no memory here" in first and then is None, (first, then)
 
 
-def growth_job(hosts: str, lacking: int) -> tuple[list[str], int]:
+@pytest.mark.filterwarnings("ignore:the workspace of group")
+@pytest.mark.parametrize("lacking", [-1, 2])
+@on_ranks(4)
+def test_the_workspace_grows_on_all_hosts_or_is_not_used(lacking: int) -> None:
     """The buffers grow for a large call; on one host they cannot."""
+    hosts = "0011"
     with on_hosts(hosts), fresh_group(8 << 20) as group:
         node = groups.get(group.group_name).node
         assert node is not None and node.hosts == (range(2), range(2, 4))
@@ -89,18 +87,13 @@ def growth_job(hosts: str, lacking: int) -> tuple[list[str], int]:
         case = replace(case, algorithm="hierarchical")
         wrong = check_cases([case, case], group)
         assert node.channel.capacity >= before
-        return wrong, node.usable_bytes
-
-
-@pytest.mark.filterwarnings("ignore:the workspace of group")
-@pytest.mark.parametrize("lacking", [-1, 2])
-def test_the_workspace_grows_on_all_hosts_or_is_not_used(ranks: RanksFixture, lacking: int) -> None:
-    for wrong, usable in ranks(4).run(growth_job, "0011", lacking):
+        usable = node.usable_bytes
         assert not wrong
         assert usable == (8 << 20 if lacking < 0 else 1 << 20)
 
 
-def finalize_job() -> list[str]:
+@on_ranks(3)
+def test_finalize_ends_the_node() -> None:
     """The memory of the host goes with the group; a peer that still waits for this rank is told."""
     with on_hosts("001"), fresh_group() as group:
         node = groups.get(group.group_name).node
@@ -110,11 +103,7 @@ def finalize_job() -> list[str]:
         )
         dist.barrier()
         tpkernels.finalize()
-        return messages_of([lambda: node.channel.begin(1, "another call")])
-
-
-def test_finalize_ends_the_node(ranks: RanksFixture) -> None:
-    for (message,) in ranks(3).run(finalize_job):
+        (message,) = messages_of([lambda: node.channel.begin(1, "another call")])
         assert "it left the call with tpkernels.finalize" in message
 
 

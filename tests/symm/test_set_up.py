@@ -24,6 +24,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import PATIENCE, PROMPT, Ending, shares_memory
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tests.symm.test_exchange import together
 from tpkernels import _C, groups
@@ -157,7 +158,9 @@ def test_the_ranks_before_share_the_time_to_reach_them(monkeypatch: pytest.Monke
     assert len(given) == 3 and min(given) <= 4.8, given
 
 
-def other_user_job() -> str | None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@on_ranks(WORLD)
+def test_the_effective_user_counts() -> None:
     """Ranks whose effective user is not their real user."""
     group = faults.group_of(dist.new_group())
     os.seteuid(65534)
@@ -165,12 +168,7 @@ def other_user_job() -> str | None:
         tpkernels.init(group, 6.0, faults.WORKSPACE_BYTES)
     finally:
         os.seteuid(0)
-    return groups.get(group.group_name).why_not_shared
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_the_effective_user_counts(ranks: RanksFixture) -> None:
-    assert ranks(WORLD).run(other_user_job) == [None] * WORLD
+    assert groups.get(group.group_name).why_not_shared is None
 
 
 def unencodable_job() -> Ending:

@@ -21,7 +21,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import Case, RanksFixture
 from tests.support.cuda_rehearsal import pretending
-from tests.support.ranked import check, fresh_group, report
+from tests.support.ranked import check, fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.cuda.layouts import LL_BYTES, ll_words
@@ -63,7 +63,9 @@ def taken(group: dist.ProcessGroup, others: dict[str, int]) -> int:
     return sum(n for inode, n in shared_memory().items() if inode not in others) // group.size()
 
 
-def growth_job(nbytes: int) -> list[str]:
+@pytest.mark.parametrize("nbytes", sweep([1 << 16, 16 * MIB, 3 * MIB + 5]))
+@on_ranks(2)
+def test_it_grows_up_to_workspace_bytes(nbytes: int) -> list[str]:
     """Calls of growing size on one group, by every algorithm that uses the buffers."""
     group, failures = faults.group_of(dist.new_group()), []
     others = shared_memory()
@@ -95,11 +97,6 @@ def growth_job(nbytes: int) -> list[str]:
         failures.append("it did not grow")
     dist.destroy_process_group(group)
     return failures
-
-
-@pytest.mark.parametrize("nbytes", sweep([1 << 16, 16 * MIB, 3 * MIB + 5]))
-def test_it_grows_up_to_workspace_bytes(ranks: RanksFixture, nbytes: int) -> None:
-    report(f for rank in ranks(2).run(growth_job, nbytes, timeout=100) for f in rank)
 
 
 def wide_job(nbytes: int, width: int) -> tuple[list[str], str, str]:
@@ -137,8 +134,12 @@ def test_a_row_that_does_not_fit_is_refused(ranks: RanksFixture) -> None:
         assert "and the workspace has 65536; give tpkernels.init a larger" in refused, refused
 
 
-def poor_job(poor: int, lacks: str) -> tuple[list[str], list[str], int, int]:
-    """One rank finds that memory is short before the workspace grows, or fails to commit it."""
+@pytest.mark.parametrize("lacks", sweep(["looks", "commits"]))
+@pytest.mark.parametrize("poor", sweep([1, 0]))
+@on_ranks(2)
+def test_without_memory_calls_take_more_steps(poor: int, lacks: str) -> None:
+    """The group goes on with the memory that it has, and one rank warns once. One rank finds that
+    memory is short before the workspace grows, or fails to commit it."""
     group, others = faults.group_of(dist.new_group()), shared_memory()
     tpkernels.init(group, 20.0, 16 * MIB)
     workspace = faults.workspace_of(group)
@@ -159,20 +160,13 @@ def poor_job(poor: int, lacks: str) -> tuple[list[str], list[str], int, int]:
             case = Case(op="all_gather_matmul", shape=shape, n=(3,), integers=True)
             failures += check(case, group)
     texts = [str(one.message) for one in caught]
-    return failures, texts, workspace.channel.capacity, taken(group, others)
-
-
-@pytest.mark.parametrize("lacks", sweep(["looks", "commits"]))
-@pytest.mark.parametrize("poor", sweep([1, 0]))
-def test_without_memory_calls_take_more_steps(ranks: RanksFixture, poor: int, lacks: str) -> None:
-    """The group goes on with the memory that it has, and one rank warns once."""
-    results = ranks(2).run(poor_job, poor, lacks, timeout=100)
-    for rank, (failures, texts, capacity, used) in enumerate(results):
-        assert not failures, failures
-        assert capacity == host._FIRST_BUFFER
-        assert used <= 2 * host._FIRST_BUFFER + WORDS + HUGE_PAGES, used
-        assert len(texts) == (rank == 0), texts
-        assert all(f"rank {poor}: simulated shortage of memory" in text for text in texts), texts
+    rank = dist.get_rank()
+    capacity, used = workspace.channel.capacity, taken(group, others)
+    assert not failures, failures
+    assert capacity == host._FIRST_BUFFER
+    assert used <= 2 * host._FIRST_BUFFER + WORDS + HUGE_PAGES, used
+    assert len(texts) == (rank == 0), texts
+    assert all(f"rank {poor}: simulated shortage of memory" in text for text in texts), texts
 
 
 def looks_job(late: int) -> tuple[float, float]:
@@ -227,7 +221,8 @@ def test_segments_are_told_apart() -> None:
     assert len(segments) == 3
 
 
-def exchange_job() -> list[bool]:
+@on_ranks(2)
+def test_values_larger_than_a_buffer_are_exchanged() -> None:
     """Values of several buffers, of different sizes, then small ones, under random delays."""
     group = faults.new_group()
     workspace, rank = faults.workspace_of(group), group.rank()
@@ -236,18 +231,16 @@ def exchange_job() -> list[bool]:
     for lengths in ([200_000, 3], [0, 70_000], [5, 5]):
         wanted = [[peer, "x" * length] for peer, length in enumerate(lengths)]
         right.append(workspace.exchange("values of a test", wanted[rank]) == wanted)
-    return right
-
-
-def test_values_larger_than_a_buffer_are_exchanged(ranks: RanksFixture) -> None:
-    assert ranks(2).run(exchange_job) == [[True] * 3] * 2
+    assert right == [True] * 3
 
 
 # On GPUs.
 
 
-def gpu_growth_job() -> list[str]:
-    """Calls that need ever more words, then ever more bytes, then more of both."""
+@on_ranks(2)
+def test_what_is_too_small_grows() -> list[str]:
+    """All workspaces together take less than twice the largest. Calls that need ever more words,
+    then ever more bytes, then more of both."""
     failures = []
     with pretending(), fresh_group() as group:
         workspace = groups.get(group.group_name).workspace
@@ -275,11 +268,6 @@ def gpu_growth_job() -> list[str]:
         if len(memory.spaces) < 5 or total >= 2 * memory.current.nbytes:
             failures.append(f"{len(memory.spaces)} workspaces of {total} bytes")
     return failures
-
-
-def test_what_is_too_small_grows(ranks: RanksFixture) -> None:
-    """All workspaces together take less than twice the largest."""
-    report(failure for rank in ranks(2).run(gpu_growth_job) for failure in rank)
 
 
 def test_calls_by_ll_fit_at_first() -> None:

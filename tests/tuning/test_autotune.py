@@ -27,20 +27,32 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
-from tests.support.cuda_rehearsal import SharedMemory, pretending
-from tests.support.ranked import apart, fresh_group, report
+from tests.support.cuda_rehearsal import TRUSTED, SharedMemory, pretending
+from tests.support.ranked import apart, fresh_group, on_ranks, report
 from tests.support.tiers import covering, thorough
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
+from tpkernels.backends import TABLES
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import OPS
 from tpkernels.planning.table import Table
 from tpkernels.symm import streams
 from tpkernels.tuning import tuner
+from tpkernels.tuning.contest import Sample
 
 OP = "matmul_all_reduce"
 
 
-def winner_job(op: str, fast: str, always: bool) -> list[str]:
+PLAIN_OPS = [op for op, spec in OPS.items() if not (spec.scaled or spec.exchanges)]
+CASES = [
+    (op, fast, fast == "ring")
+    for op, fast in itertools.product(PLAIN_OPS, WAYS)
+    if fast != "pipelined" or "matmul" in op
+]
+
+
+@pytest.mark.parametrize(("op", "fast", "always"), covering(CASES))
+@on_ranks(WORLD)
+def test_the_fastest_is_known_after_one_call(op: str, fast: str, always: bool) -> list[str]:
     failures = []
     slow = {name: 0.01 if name == fast else 0.02 for name in WAYS}
     with fresh_group(autotune=always or None) as group, watched(slow) as made:
@@ -64,21 +76,6 @@ def winner_job(op: str, fast: str, always: bool) -> list[str]:
     if made not in ({}, {fast: 1}):
         failures.append(f"afterwards {made}")
     return failures
-
-
-PLAIN_OPS = [op for op, spec in OPS.items() if not (spec.scaled or spec.exchanges)]
-CASES = [
-    (op, fast, fast == "ring")
-    for op, fast in itertools.product(PLAIN_OPS, WAYS)
-    if fast != "pipelined" or "matmul" in op
-]
-
-
-@pytest.mark.parametrize(("op", "fast", "always"), covering(CASES))
-def test_the_fastest_is_known_after_one_call(
-    ranks: RanksFixture, op: str, fast: str, always: bool
-) -> None:
-    report(f for rank in ranks(WORLD).run(winner_job, op, fast, always) for f in rank)
 
 
 def slow_rank_job() -> list[str]:
@@ -261,6 +258,60 @@ def cuda_job(driver: str) -> list[str]:
     return failures
 
 
+def graph_job(driver: str, fails: bool) -> list[str]:
+    """Eager calls and those in graphs have tables of their own; without being asked, where
+    algorithms are qualified. ``fails``: `unfused` cannot be captured."""
+    emulated.load(driver)
+    made: list[str] = []
+
+    def graph_of(run: Callable[[], object]) -> Callable[[], object]:
+        made.clear()
+        run()
+        if fails and made == ["unfused"]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return run
+
+    def timed(self: Any, call: Any) -> Any:
+        name, captured = call.plan.algorithm, self._replays is not None
+        if captured:
+            self._replays[name]()
+        return Sample(0.0, 1.0 if (name == "direct") == captured else 2.0, self._other)
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: made.append(name) or function(*args)
+
+    wrapped = {key: counted(key[1], function) for key, function in TABLES["cuda"].items()}
+    taken = {}
+    with pretending() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(Group, "uses_gloo", lambda *_: False)
+        patch.setattr(tuner, "_takes_graphs", lambda _: True)
+        patch.setattr(tuner, "_graph_of", graph_of)
+        patch.setattr(tuner._Tuner, "_timed", timed)
+        patch.setattr("tpkernels.backends.TABLES", {**TABLES, "cuda": wrapped})
+        group = faults.new_group()
+        own(group).measured.tables["cuda"] = Table()
+        own(group)._trust["cuda"] = TRUSTED
+        x = torch.full((8, 4), float(dist.get_rank() + 1))
+        tpkernels.all_gather(x, group)
+        for captured in (False, True, False):
+            made.clear()
+            patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
+            got = tpkernels.all_gather(x, group)
+            assert got[:, 0].tolist() == [1.0] * 8 + [2.0] * 8
+            taken[captured] = list(made)
+        patch.setattr(streams, "is_captured", lambda _: False)
+        series = [one.series.options for one in own(group).measured.tables["cuda"].measurements]
+    expected = {False: ["unfused"], True: ["unfused" if fails else "direct"]}
+    right = taken == expected and series == [(), ("captured",)][: 1 if fails else 2]
+    return [] if right else [f"{taken} {series}"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_captures_go_by_times_of_graphs(ranks: RanksFixture, cuda_driver: str, fails: bool) -> None:
+    report(f for rank in ranks(2).run(graph_job, cuda_driver, fails) for f in rank)
+
+
 class LittleMemory(SharedMemory):
     """Rank 1 has memory for a few workspaces of a page or two, as on a GPU that is nearly full."""
 
@@ -330,7 +381,9 @@ def test_nothing_is_tuned_in_a_capture(ranks: RanksFixture, cuda_driver: str) ->
     report(f for rank in ranks(2).run(cuda_job, cuda_driver) for f in rank)
 
 
-def left_job() -> tuple[int, int, int]:
+@pytest.mark.thorough
+@on_ranks(WORLD)
+def test_tuned_problems_leave_nothing() -> None:
     """Descriptors, mappings and keys of the store that more tuned problems leave."""
     store = dist.distributed_c10d._get_default_store()
 
@@ -352,13 +405,7 @@ def left_job() -> tuple[int, int, int]:
     descriptors, mappings, keys = (
         then - now for now, then in zip(counts[1], counts[-1], strict=True)
     )
-    return descriptors, mappings, keys
-
-
-@pytest.mark.thorough
-def test_tuned_problems_leave_nothing(ranks: RanksFixture) -> None:
-    for descriptors, mappings, keys in ranks(WORLD).run(left_job):
-        assert (descriptors, mappings) == (0, 0) and keys <= 0, keys
+    assert (descriptors, mappings) == (0, 0) and keys <= 0, keys
 
 
 def threads_job() -> list[str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.ranked import apart, fresh_group, report
+from tests.support.ranked import apart, fresh_group, on_ranks, report
 from tests.support.tuned import ROWS, WORLD, call, own, plan_of, watched
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.groups.group import Group
@@ -26,7 +26,17 @@ FAULTY = VICTIM = 1
 OP = "matmul_all_reduce"
 
 
-def failure_job(op: str, way: str, late: bool) -> list[str]:
+@pytest.mark.parametrize(
+    ("op", "way", "late"),
+    [
+        ("all_gather_matmul", "direct", False),
+        ("matmul_reduce_scatter", "pipelined", True),
+        (OP, "direct", True),
+        ("matmul_all_reduce_rms_norm", "pipelined", False),
+    ],
+)
+@on_ranks(WORLD)
+def test_what_fails_on_one_rank_is_left_out(op: str, way: str, late: bool) -> list[str]:
     """An algorithm fails on one rank, in its first run or in a later one. It is not taken for
     nearly as many rows either."""
     runs = 0
@@ -60,21 +70,6 @@ def failure_job(op: str, way: str, late: bool) -> list[str]:
     if any(why in text for text in texts) != (dist.get_rank() == 0):
         failures.append(f"warnings {texts}")
     return failures
-
-
-@pytest.mark.parametrize(
-    ("op", "way", "late"),
-    [
-        ("all_gather_matmul", "direct", False),
-        ("matmul_reduce_scatter", "pipelined", True),
-        (OP, "direct", True),
-        ("matmul_all_reduce_rms_norm", "pipelined", False),
-    ],
-)
-def test_what_fails_on_one_rank_is_left_out(
-    ranks: RanksFixture, op: str, way: str, late: bool
-) -> None:
-    report(f for rank in ranks(WORLD).run(failure_job, op, way, late) for f in rank)
 
 
 def only_one_left_job() -> list[str]:
@@ -242,11 +237,3 @@ def test_a_rank_that_dies_while_tuning_is_reported() -> None:
         outcomes = faults.collect(ranks, lost_job, signal.SIGKILL, faults.PATIENCE)
         for first in faults.require_killed(outcomes, VICTIM).values():
             assert first.error == "PeerLostError" and first.peer == VICTIM, first
-
-
-@pytest.mark.slow
-def test_a_rank_that_stops_while_tuning_is_a_timeout() -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        ranks.submit(lost_job, signal.SIGSTOP, 3.0)
-        for first in faults.collect_stopped(ranks, VICTIM, 3.0).values():
-            assert first.error == "CollectiveTimeoutError", first

@@ -19,7 +19,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import fresh_group, on_ranks, report
 from tests.support.tuned import WORLD, call, operands, own, plan_of, watched
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.tuning import tuner
@@ -28,7 +28,11 @@ from tpkernels.tuning.contest import ELIGIBLE, MOST_CALLS, UNTRIED_CALLS
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def winner_job(op: str, fast: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("op", "fast"), [(OPS[0], "unfused"), (OPS[1], "pipelined"), (OPS[2], "direct")]
+)
+@on_ranks(WORLD)
+def test_the_fastest_stays(op: str, fast: str) -> list[str]:
     failures = []
     seconds = {name: 1e-3 if name == fast else 2e-3 for name in ELIGIBLE}
     with fresh_group() as group, watched(seconds) as made:
@@ -54,13 +58,6 @@ def winner_job(op: str, fast: str) -> list[str]:
     if after != ({} if fast == "direct" else {fast: 5}):
         failures.append(f"after the trial {after}")
     return failures + called
-
-
-@pytest.mark.parametrize(
-    ("op", "fast"), [(OPS[0], "unfused"), (OPS[1], "pipelined"), (OPS[2], "direct")]
-)
-def test_the_fastest_stays(ranks: RanksFixture, op: str, fast: str) -> None:
-    report(f for rank in ranks(WORLD).run(winner_job, op, fast) for f in rank)
 
 
 def off_job() -> list[str]:
@@ -172,11 +169,3 @@ def test_a_rank_that_dies_in_the_exchange_is_reported() -> None:
         for first in faults.require_killed(outcomes, VICTIM).values():
             assert first.error == "PeerLostError" and first.peer == VICTIM, first
             assert "the times of" in first.text and "matmul_all_reduce" in first.text, first
-
-
-@pytest.mark.thorough
-def test_a_rank_that_stops_in_the_exchange_is_a_timeout() -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        ranks.submit(lost_job, signal.SIGSTOP, 1.0)
-        for first in faults.collect_stopped(ranks, VICTIM, 1.0).values():
-            assert first.error == "CollectiveTimeoutError", first

@@ -20,8 +20,7 @@ Invariant (no overwritten read): when rank A starts epoch e+2, its kernel of e+1
 has seen the ENTERED word of e+1 from every peer B. B pushed that word after its kernel of e had
 ended, and that kernel was B's last reader of any buffer of epoch e, A's or its own. So A may write
 the buffers of parity e: its own, and its slots in B's. For the same reason no word can be two
-epochs ahead of a waiter; hence words are compared for equality. tests/support/protocol_model.py
-searches all interleavings.
+epochs ahead of a waiter; hence words are compared for equality.
 
 Programs: a program waits only for words of a peer's first program, or of the peer's program of the
 same number. Words that a program waits for before it publishes (the results of a two-shot) depend

@@ -10,7 +10,7 @@ event of the last call of any group on that device, and records its own event at
 
 Invariant: at most one call per device is under way. If all ranks issue their calls in one order,
 the first call in that order that has not ended is the next one on the devices of all its ranks, so
-its kernels run together and end. tests/support/residency_model.py searches all schedules.
+its kernels run together and end.
 
 Callers see to what cannot be seen here: the ranks issue the calls of groups that share devices in
 one order. Neither can a capture wait for an event from outside it, nor a call outside for an event
