@@ -187,6 +187,11 @@ def _refuse(name: str, style: str, reason: str) -> NotImplementedError:
 
 
 def _check_styles(model: nn.Module, plan: Mapping[str, str]) -> None:
+    if not hasattr(model, "get_input_embeddings"):
+        raise TypeError(
+            f"plan[{next(iter(plan))!r}] is a str, not a torch.distributed.tensor.parallel."
+            f"ParallelStyle; names are for models of transformers, not {type(model).__name__}"
+        )
     styles = sorted(COLUMNS | ROWS | UNSPLIT | {SHARED, MLA})
     names = {_wildcard(name) for name, _ in model.named_modules() if name}
     for name, style in plan.items():
