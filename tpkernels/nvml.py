@@ -41,6 +41,19 @@ def driver_version() -> str:
     return text.value.decode()
 
 
+def uuids() -> list[str]:
+    """Return the UUIDs of this host's GPUs."""
+    count, found = ctypes.c_uint(), []
+    with _opened() as call:
+        call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        for index in range(count.value):
+            device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_LONGEST_VERSION)
+            call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+            call("nvmlDeviceGetUUID", device, text, ctypes.c_uint(len(text)))
+            found.append(text.value.decode())
+    return found
+
+
 def uuid_of(device: torch.device | int) -> str:
     """Return NVML's name of one of this process's GPUs."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

@@ -8,7 +8,7 @@ from tpkernels.planning import cost
 from tpkernels.planning.cost import all_reduce_way, hop_seconds
 
 ONE, TWO, LINES, FENCED = "ll", "ll_two_shot", "ll128", "two_shot"
-KIB = 1 << 10
+KIB, WORDS = 1 << 10, frozenset({ONE, TWO, FENCED})
 
 
 def test_one_hop_up_to_a_size_that_depends_on_the_ranks() -> None:
@@ -19,24 +19,31 @@ def test_one_hop_up_to_a_size_that_depends_on_the_ranks() -> None:
         (8, 25_714, 22_500),
         (16, 10_285, 9_692),
     ):
-        for most, lines_arrive, second in ((words, False, TWO), (lines, True, LINES)):
-            assert all_reduce_way(most, world, lines_arrive) == ONE
-            assert all_reduce_way(most + 2, world, lines_arrive) == second
+        for most, ways, second in ((words, WORDS, TWO), (lines, WORDS | {LINES}, LINES)):
+            assert all_reduce_way(most, world, ways) == ONE
+            assert all_reduce_way(most + 2, world, ways) == second
     # Alone nothing is sent. Between two, words in one hop are as many as in two.
-    assert all_reduce_way(1 << 19, 1, False) == all_reduce_way(1 << 19, 2, False) == ONE
-    assert all_reduce_way(256 * KIB, 2, True) == ONE
-    assert all_reduce_way(512 * KIB, 2, True) == LINES
+    assert all_reduce_way(1 << 19, 1, WORDS) == all_reduce_way(1 << 19, 2, WORDS) == ONE
+    assert all_reduce_way(256 * KIB, 2, WORDS | {LINES}) == ONE
+    assert all_reduce_way(512 * KIB, 2, WORDS | {LINES}) == LINES
 
 
-@pytest.mark.parametrize("ll128", [False, True])
-def test_the_fastest_by_the_model(ll128: bool) -> None:
-    second, most = (LINES, cost.LL128_MAX_BYTES) if ll128 else (TWO, cost.LL_TWO_SHOT_MAX_BYTES)
+@pytest.mark.parametrize("second", [TWO, LINES])
+def test_the_fastest_by_the_model(second: str) -> None:
+    most, among = cost.WITHOUT_FENCES[second], WORDS | {second}
     for world in (2, 3, 4, 5, 8, 16, 72):
         for nbytes in (*range(0, 256 * KIB, 8 * KIB), most):
             ways = {way: hop_seconds(way, nbytes, world) for way in (ONE, second, FENCED)}
-            way = all_reduce_way(nbytes, world, ll128)
+            way = all_reduce_way(nbytes, world, among)
             assert way == min(ways, key=ways.__getitem__), (nbytes, world)
-        assert all_reduce_way(most + 1, world, ll128) == FENCED
+        assert all_reduce_way(most + 1, world, among) == FENCED
+
+
+def test_only_what_is_qualified() -> None:
+    for nbytes in (1 << 10, 1 << 22):
+        for way in (ONE, TWO, LINES, FENCED):
+            assert all_reduce_way(nbytes, 4, frozenset({way})) == way
+    assert all_reduce_way(1 << 10, 4, frozenset({TWO, FENCED})) == TWO
 
 
 def test_published_table() -> None:

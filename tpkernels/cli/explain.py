@@ -12,11 +12,18 @@ from tpkernels.bench.specs import Spec, check_split, spec_of, unsupported_kernel
 from tpkernels.cli import options
 from tpkernels.launch.session import check_device
 from tpkernels.op_spec import OPS
-from tpkernels.planning import store
-from tpkernels.planning.choose import Means, candidates, choose, unsupported_algorithms
+from tpkernels.planning import store, trust
+from tpkernels.planning.choose import (
+    Means,
+    candidates,
+    choose,
+    unsupported_algorithms,
+    why_unqualified,
+)
 from tpkernels.planning.cost import all_reduce_way
 from tpkernels.planning.machine import cpu_flags, this_machine
 from tpkernels.planning.table import Measurement, Table
+from tpkernels.planning.trust import SUMS, Trust
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
 from tpkernels.terminal import (
@@ -63,6 +70,7 @@ def explain(
         cpu_flags=cpu_flags(),
         unsupported=unsupported_kernels(device),
         why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
+        trust=trust.of_this_machine(world) if device == "cuda" else Trust(),
     )
     machine, known = None, Table()
     if device == "cpu" or torch.cuda.is_available():
@@ -71,14 +79,18 @@ def explain(
     chosen = choose(problem, means, tuned=known)
     cases = [] if problem.tuning_key is None else known.at(*problem.tuning_key)
     grid = table("algorithm", ("ms",), "why not")
-    for name, reason in unsupported_algorithms(problem, means).items():
+    for name, unsupported in unsupported_algorithms(problem, means).items():
+        reason = unsupported or why_unqualified(problem, name, means)
         label = f"[bold green]{name}[/]" if name == chosen.algorithm else name
         times = _times(name, cases) if reason is None else ""
         grid.add_row(label, times, escape(reason or ""))
     notes = []
     if device == "cuda" and op in ("all_reduce", "matmul_all_reduce"):
         # Where NVLink connects all GPUs, and where not.
-        lines, words = (all_reduce_way(problem.nbytes, world, linked) for linked in (True, False))
+        lines, words = (
+            all_reduce_way(problem.nbytes, world, frozenset(SUMS) - without)
+            for without in (set[str](), {"ll128"})
+        )
         where = f" where NVLink connects all GPUs, else by {words}" if words != lines else ""
         notes.append(
             f"direct sums by {lines}{where}, for these bytes and ranks by the model of hops"

@@ -19,6 +19,7 @@ from tpkernels.cli import options
 from tpkernels.defaults import POOL_VARIABLE
 from tpkernels.local.packed import native
 from tpkernels.op_spec import OPS
+from tpkernels.planning import trust
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.symm import colocation
@@ -68,6 +69,7 @@ def facts() -> dict[str, Any]:
         "shared_memory": colocation.unsupported(),
         "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},
         "nccl": nccl.facts(),
+        "qualified": _qualified() if torch.cuda.is_available() else {},
         "algorithms": algorithms,
         "algorithms_across_hosts": across_hosts,
     }
@@ -85,6 +87,27 @@ def unsupported_here(device: str, op: str, *, shared_memory: bool) -> dict[str, 
         if reasons[name] is None and (op, name) not in TABLES[device]:
             reasons[name] = f"is not built for {device}"
     return reasons
+
+
+def _qualified() -> dict[str, dict[str, str]]:
+    """Return, by number of ranks, how each way did in `tpkernels qualify`."""
+    record, ignored = trust.load("cuda")
+    if record is None:
+        return {"ignored": {"": ignored}} if ignored else {}
+    return {
+        world: {way: outcome.reason or outcome.status for way, outcome in ways.items()}
+        for world, ways in record.ways.items()
+    }
+
+
+def _qualified_text(qualified: dict[str, dict[str, str]]) -> str:
+    if not qualified:
+        return "nothing: `tpkernels qualify` has not run" if torch.cuda.is_available() else "no GPU"
+    counts = []
+    for world, ways in qualified.items():
+        passed = sum(text == trust.QUALIFIED for text in ways.values())
+        counts.append(f"{passed} of {len(ways)} ways for {world} ranks")
+    return qualified.get("ignored", {}).get("", "") or ", ".join(counts)
 
 
 def _show(facts: dict[str, Any], out: Console) -> None:
@@ -114,6 +137,7 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
         "NCCL": nccl_text,
+        "qualified on GPUs": _qualified_text(facts["qualified"]),
         **versions,
         "extension": facts["extension"]["file"],
         "contains": ", ".join(facts["extension"]["holds"]),

@@ -37,6 +37,7 @@ from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, Plan, candidates
 from tpkernels.planning.machine import Machine, cpu_flags, this_machine
 from tpkernels.planning.table import Config, Measurement, Table
+from tpkernels.planning.trust import Trust
 from tpkernels.terminal import (
     UsageError,
     at_least,
@@ -222,7 +223,11 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     case = random_case(spec, sessions.rank_device(device))
     group = world_group().ready(device)
     means = Means(
-        group.shared_memory, group.workspace_bytes, cpu_flags(), why_no_node=group.why_no_node
+        group.shared_memory,
+        group.workspace_bytes,
+        cpu_flags(),
+        why_no_node=group.why_no_node,
+        trust=group.trust() if device == "cuda" else Trust(),
     )
     _, before = planned(case.copy(), "auto")
     (call,) = group.planned_calls()

@@ -23,7 +23,7 @@ DEVICES = ("cpu", "cuda")
 
 # For ranks that share a GPU: torch's symmetric memory, and NCCL 2.30.3 or newer, which then cannot
 # use NVLS.
-_SHARED_GPU = {
+SHARED_GPU = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -74,7 +74,7 @@ def on_one_host(world: int) -> bool:
 
 def backend_of(world: int, device: str) -> str:
     """Return the backend: NCCL for CUDA tensors, but gloo where ranks share a GPU, which NCCL
-    refuses before 2.30.3 (`_SHARED_GPU`)."""
+    refuses before 2.30.3 (`SHARED_GPU`)."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" and not ranks_share_gpus(world) else "gloo"
 
 
@@ -87,7 +87,7 @@ def open_session(world: int, *, threads: int, timeout: float, device: str = "cpu
     if not under_torchrun():
         if device == "cpu":
             note_crowd(world, threads)
-        env = _SHARED_GPU if device == "cuda" and backend == "gloo" else None
+        env = SHARED_GPU if device == "cuda" and backend == "gloo" else None
         with Ranks(world, threads=threads, backend=backend, env=env) as ranks:
             yield partial(ranks.run, timeout=timeout)
         return

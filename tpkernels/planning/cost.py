@@ -255,10 +255,10 @@ HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 # Bytes per second that a rank sends: 18 links of NVLink 4 (NVIDIA H100 data sheet, one direction).
 # One number for all GPUs, so that the ranks agree.
 LINK = 450e9
-# Most bytes sent without fences; beyond, "two_shot" is used, though by the model both would still
-# be faster. LL: 64 rows of 4096 in bf16. LL128: 0.6 MiB of slots for each of 8 sources and each
-# parity.
-LL_TWO_SHOT_MAX_BYTES, LL128_MAX_BYTES = 512 << 10, 2 << 20
+# Most bytes sent without fences; beyond, "two_shot" is used, though by the model the others would
+# still be faster. LL: 64 rows of 4096 in bf16. LL128: 0.6 MiB of slots for each of 8 sources and
+# each parity.
+WITHOUT_FENCES = {"ll": 512 << 10, "ll_two_shot": 512 << 10, "ll128": 2 << 20}
 
 
 def hop_seconds(way: str, nbytes: int, world: int) -> float:
@@ -275,13 +275,15 @@ def hop_seconds(way: str, nbytes: int, world: int) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def all_reduce_way(nbytes: int, world: int, ll128: bool, split: int = 0) -> str:
-    """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`): the
-    fastest of those without fences, by the model. ``ll128``: stores of 128 bytes arrive whole at
-    all ranks (symm/nvlink.py). ``split``: bytes of all ranks' parts in two hops if that is more, as
-    where parts are whole rows."""
-    way, most = ("ll128", LL128_MAX_BYTES) if ll128 else ("ll_two_shot", LL_TWO_SHOT_MAX_BYTES)
-    if nbytes > most:
-        return "two_shot"
-    one_hop = hop_seconds("ll", nbytes, world)
-    return "ll" if one_hop <= hop_seconds(way, max(nbytes, split), world) else way
+def all_reduce_way(nbytes: int, world: int, ways: frozenset[str], split: int = 0) -> str:
+    """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`), out of
+    ``ways``: the fastest of those without fences, by the model, for few bytes. ``split``: bytes of
+    all ranks' parts in two hops if that is more, as where parts are whole rows."""
+
+    def seconds(way: str) -> float:
+        return hop_seconds(way, nbytes if way == "ll" else max(nbytes, split), world)
+
+    fast = [way for way, most in WITHOUT_FENCES.items() if way in ways and nbytes <= most]
+    if fast or "two_shot" not in ways:
+        return min(fast or [way for way in WITHOUT_FENCES if way in ways], key=seconds)
+    return "two_shot"

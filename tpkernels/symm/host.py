@@ -103,6 +103,7 @@ class HostWorkspace:
         self._device: DeviceWorkspace | None = None
         self.alarm = _C.calls.Alarm()
         self.on_gpus: dict[torch.device, CudaWorkspace] = {}  #: those that `open_cuda` has made
+        self._ways: frozenset[str] = frozenset()
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         region = _C.host.Channel.region_bytes(participant.world, workspace_bytes)
         self._region_bytes = -(-region // _HUGE_PAGE) * _HUGE_PAGE
@@ -213,12 +214,18 @@ class HostWorkspace:
             else:
                 self.on_gpus[device] = self._make_cuda(device, reason)
 
+    def use_ways(self, ways: frozenset[str]) -> None:
+        """Take these ways on GPUs, the same on all ranks; see `DeviceWorkspace.ways`."""
+        self._ways = ways
+        for space in self.on_gpus.values():
+            space.use_ways(ways)
+
     def _make_cuda(self, device: torch.device, reason: str | None) -> CudaWorkspace:
         link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, PAGE))
         channel = _make_channel(link, self.participant, PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
-        space = CudaWorkspace(self._watched(), channel, device, self.alarm)
+        space = CudaWorkspace(self._watched(), channel, device, self.alarm, self._ways)
         try:
             space.grow(_FIRST_WORDS, _FIRST_BYTES, reason)
         except BaseException:
