@@ -75,11 +75,11 @@ class RankPools:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Imports what test modules import once, instead of in every rank's first job; not the
-    compiler, which imports Triton before a rank can ask for its interpreter. What somebody has
-    tuned on this machine decides nothing in tests."""
+    """Imports what test modules import once, instead of in every rank's first job. What somebody
+    has tuned on this machine decides nothing in tests."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    fork_server(preload=["pytest", "hypothesis", "torch.distributed.tensor.parallel"])
+    modules = ["pytest", "hypothesis", "torch.distributed.tensor.parallel"]
+    fork_server(preload=[*modules, "tests.support.preloaded"])
 
 
 @pytest.fixture(scope="session")
