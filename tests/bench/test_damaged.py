@@ -4,7 +4,6 @@ times. Each is refused, or ignored, in one line."""
 from __future__ import annotations
 
 import dataclasses
-import html
 import itertools
 import json
 import random
@@ -19,7 +18,6 @@ from typer.main import get_command
 
 from tests.planning.test_store import cache
 from tests.support.damage import (
-    ESCAPES,
     SEED,
     altered,
     faults,
@@ -120,37 +118,6 @@ def test_where_a_report_is_damaged(
         ended = invoke(*args)
         assert not faults(ended, (2,))
         assert f"'{bad}' is damaged: " in ended.output and message in ended.output
-
-
-@pytest.mark.thorough
-def test_texts_of_a_file_are_shown_as_they_are(good: Path, text: str, nothing_runs: None) -> None:
-    """Neither the terminal, nor rich, nor matplotlib interprets them."""
-    report = json.loads(text)
-    written = r"[bold]x[/no]\x1b[2J\x07\x9b\u202e\ud800\n$\nope$"
-    for result in report["results"]:
-        result["labels"] = [ESCAPES]
-        result["algorithms"]["auto"]["reason"] = ESCAPES
-        result["left_out"]["nccl"] = ESCAPES
-    report["runs"][0]["command"] = ESCAPES
-    out = good.parent / "out"
-    out.mkdir()
-    (out / "bench.json").write_text(json.dumps(report))
-    ended = invoke("bench", *options(), "--out", str(out), "--resume")
-    assert not faults(ended, (0,))
-    for shown in (f"\n  {written[:16]}", f"Left out, {written}: all_gather"):
-        assert shown in ended.output
-    for file in ("bench.csv", "report.html"):
-        texts = (out / file).read_text()
-        assert written in html.unescape(texts)
-        assert all(char == "\n" or char.isprintable() for char in texts)
-
-    report["environment"]["cpu"] = ESCAPES
-    first(report)["case"] = report["cases"][0] = ESCAPES
-    good.write_text(json.dumps(report))
-    ended = invoke("compare", str(out), str(good))
-    assert not faults(ended, (0,)) and f" and {written}\n" in ended.output
-    ended = invoke("compare", str(good), str(good))
-    assert not faults(ended, (0,)) and f"  {written}  " in ended.output
 
 
 # YAML.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.ranked import report
+from tests.support.ranked import check_job
 from tpkernels import groups
 
 WORLD = 2
@@ -21,7 +21,7 @@ WORLD = 2
 
 def require_nothing_wrong(job: Callable[[], list[str]]) -> None:
     with faults.watched_ranks(WORLD) as ranks:
-        report(failure for rank in ranks.run(job, timeout=30) for failure in rank)
+        check_job(ranks, job, timeout=30)
 
 
 def in_call_of_a_thread(group: dist.ProcessGroup) -> threading.Thread:

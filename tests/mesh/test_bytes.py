@@ -123,16 +123,3 @@ def test_as_many_bytes_travel_as_planned(ranks: RanksFixture, case: tuple[Any, .
         assert total == planned, f"{what}: {total} bytes"
         moved += total
     assert moved
-
-
-@pytest.mark.thorough
-def test_small_all_reduces_of_three_ranks_read_more(ranks: RanksFixture) -> None:
-    """Each rank reads all of the others' addends, not a part of them and then the other sums."""
-    by_rank = ranks(3).run(moved_job, (3,), [((S1,), (S0,), (R,))], "direct")
-    (planned, read), *_ = [
-        (each[0][1], sum(one for _, _, one in each))
-        for each in zip(*by_rank, strict=True)
-        if "matmul + all-reduce" in each[0][0]
-    ]
-    whole = 4 * SHAPE[0] * SHAPE[2]
-    assert (planned, read) == (2 * 2 * whole, 3 * 2 * whole)

@@ -28,7 +28,7 @@ import tpkernels
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import SharedMemory, pretending
-from tests.support.ranked import apart, fresh_group, on_ranks, report
+from tests.support.ranked import apart, check_job, fresh_group, on_ranks
 from tests.support.tiers import covering, thorough
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
 from tpkernels.groups.group import Group
@@ -50,8 +50,7 @@ CASES = [
 
 @pytest.mark.parametrize(("op", "fast", "always"), covering(CASES))
 @on_ranks(WORLD)
-def test_the_fastest_is_known_after_one_call(op: str, fast: str, always: bool) -> list[str]:
-    failures = []
+def test_the_fastest_is_known_after_one_call(op: str, fast: str, always: bool) -> None:
     slow = {name: 0.01 if name == fast else 0.02 for name in WAYS}
     with fresh_group(autotune=always or None) as group, watched(slow) as made:
         expected = call(op, group, algorithm="unfused")
@@ -63,17 +62,14 @@ def test_the_fastest_is_known_after_one_call(op: str, fast: str, always: bool) -
         made.clear()
         results.append(call(op, group))
         plan = plan_of(group)
-    if not all(torch.equal(result, expected) for result in results):
-        failures.append("other bits")
+    assert all(torch.equal(result, expected) for result in results), "other bits"
     needed = {"unfused", "direct", "ring"} | ({"pipelined"} if "matmul" in op else set())
-    if set(tried) != needed or min(tried.values()) < 4:
-        failures.append(f"tried {tried}")
-    if plan.algorithm != fast or not plan.reason.startswith("tried: "):
-        failures.append(f"{plan.algorithm}: {plan.reason}")
+    assert set(tried) == needed and min(tried.values()) >= 4, f"tried {tried}"
+    assert plan.algorithm == fast and plan.reason.startswith("tried: "), (
+        f"{plan.algorithm}: {plan.reason}"
+    )
     # What `direct` does in the extension does not pass through the table.
-    if made not in ({}, {fast: 1}):
-        failures.append(f"afterwards {made}")
-    return failures
+    assert made in ({}, {fast: 1}), f"afterwards {made}"
 
 
 def slow_rank_job() -> list[str]:
@@ -154,8 +150,9 @@ def untuned_job() -> list[str]:
         made.clear()
         with tuned():
             got = run(torch.ones(64))
-        if sum(made.values()) < 6 or not torch.equal(got, torch.full((64,), 4.0 * WORLD)):
-            failures.append(f"compiled: {made}, {got}")
+        assert sum(made.values()) >= 6 and torch.equal(got, torch.full((64,), 4.0 * WORLD)), (
+            f"compiled: {made}, {got}"
+        )
     return failures
 
 
@@ -234,10 +231,9 @@ def apart_job() -> list[str]:
     return [] if right else [f"{made}, {plan.reason}"]
 
 
-def cuda_job(driver: str) -> list[str]:
+def cuda_job(driver: str) -> None:
     """CPU tensors on the way of CUDA tensors. What is met in a capture is tuned after it."""
     emulated.load(driver)
-    failures = []
     with pretending() as patch:
         patch.setattr(Group, "uses_gloo", lambda *_: False)
         group = faults.new_group()
@@ -248,12 +244,11 @@ def cuda_job(driver: str) -> list[str]:
                 patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
                 got = tpkernels.all_gather(x, group)
                 measured = own(group).measured.tables["cuda"].measurements
-                if bool(measured) == captured or got[:, 0].tolist() != [1.0] * 8 + [2.0] * 8:
-                    failures.append(f"captured {captured}: {measured}")
+                assert bool(measured) != captured and got[:, 0].tolist() == [1.0] * 8 + [2.0] * 8, (
+                    f"captured {captured}: {measured}"
+                )
             tpkernels.all_gather(x, group)
-            if not plan_of(group).reason.startswith("tried: "):
-                failures.append(plan_of(group).reason)
-    return failures
+            assert plan_of(group).reason.startswith("tried: "), plan_of(group).reason
 
 
 class LittleMemory(SharedMemory):
@@ -291,38 +286,35 @@ def little_memory_job(driver: str) -> list[str]:
         gather(few, "direct")
         for _ in range(2):
             ending = faults.ending_of(lambda: gather(many, "direct"))
-            if (
-                ending.error != "WorkspaceMemoryError"
-                or "rank 1 cannot allocate" not in ending.text
-            ):
-                failures.append(f"named: {ending}")
+            assert (
+                ending.error == "WorkspaceMemoryError" and "rank 1 cannot allocate" in ending.text
+            ), f"named: {ending}"
         gather(few, "direct")
         with tpkernels.autotune(group):
             gather(many)
         [tuned] = own(group).measured.tables["cuda"].measurements
-        if "direct" in tuned.ms:
-            failures.append(f"tuned: {tuned}")
+        assert "direct" not in tuned.ms, f"tuned: {tuned}"
         left_out("tuned")
         ms = {"unfused": 2.0, "direct": 1.0}
         own(group).use_times("cuda", Table((replace(tuned, ms=ms),)))
         gather(many)  # by `direct` first
         gather(many)
-        if (plan := plan_of(group)).algorithm != "unfused":
-            failures.append(f"again: {plan}")
+        assert (plan := plan_of(group)).algorithm == "unfused", f"again: {plan}"
         left_out("measured")
         gather(few, "direct")
     told = ["'direct' has no memory" in str(warning.message) for warning in warned]
-    if told != [True] * (2 if dist.get_rank() == 0 else 0):
-        failures.append(f"{[str(warning.message) for warning in warned]}")
+    assert told == [True] * (2 if dist.get_rank() == 0 else 0), (
+        f"{[str(warning.message) for warning in warned]}"
+    )
     return failures
 
 
 def test_a_workspace_without_memory_is_left_out(ranks: RanksFixture, cuda_driver: str) -> None:
-    report(f for rank in ranks(2).run(little_memory_job, cuda_driver) for f in rank)
+    check_job(ranks(2), little_memory_job, cuda_driver)
 
 
 def test_nothing_is_tuned_in_a_capture(ranks: RanksFixture, cuda_driver: str) -> None:
-    report(f for rank in ranks(2).run(cuda_job, cuda_driver) for f in rank)
+    check_job(ranks(2), cuda_job, cuda_driver)
 
 
 @pytest.mark.thorough
@@ -377,4 +369,4 @@ def threads_job() -> list[str]:
     "job", [slow_rank_job, kinds_job, untuned_job, apart_job, thorough(threads_job)]
 )
 def test_autotune(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(failure for rank in ranks(WORLD).run(job) for failure in rank)
+    check_job(ranks(WORLD), job)
