@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from hypothesis import settings
 
+from tests.support import faults
 from tests.support.fake_nccl import Build, make_build
 from tpkernels.launch import Ranks, fork_server
 
@@ -101,6 +102,13 @@ def ranks(_pools: RankPools) -> Iterator[RankPools]:
     """Rank processes for a test: ``ranks(4).run(function, ...)``."""
     yield _pools
     _pools.end_groups()
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[Callable[[int], Ranks]]:
+    """The same, for one test alone."""
+    with contextlib.ExitStack() as stack:
+        yield lambda world: stack.enter_context(faults.watched_ranks(world))
 
 
 @pytest.fixture

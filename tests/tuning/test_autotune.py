@@ -231,9 +231,9 @@ def apart_job() -> list[str]:
     return [] if right else [f"{made}, {plan.reason}"]
 
 
-def cuda_job(driver: str) -> None:
+@emulated.on_ranks(2)
+def test_nothing_is_tuned_in_a_capture() -> None:
     """CPU tensors on the way of CUDA tensors. What is met in a capture is tuned after it."""
-    emulated.load(driver)
     with pretending() as patch:
         patch.setattr(Group, "uses_gloo", lambda *_: False)
         group = faults.new_group()
@@ -261,10 +261,9 @@ class LittleMemory(SharedMemory):
         return torch.empty(nbytes, **options)
 
 
-def little_memory_job(driver: str) -> list[str]:
+@emulated.on_ranks(2)
+def test_a_workspace_without_memory_is_left_out() -> None:
     """A call on GPUs whose workspace cannot grow: named, measured to be fastest, and tuned."""
-    emulated.load(driver)
-    failures: list[str] = []
     with pretending(LittleMemory) as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         patch.setattr(Group, "uses_gloo", lambda *_: False)
@@ -273,13 +272,11 @@ def little_memory_job(driver: str) -> list[str]:
 
         def gather(x: torch.Tensor, algorithm: str = "auto") -> None:
             got = tpkernels.all_gather(x, group, algorithm=algorithm)
-            if got[:: len(x), 0].tolist() != [1.0, 2.0]:
-                failures.append(f"{algorithm}, {len(x)} rows: {got[:: len(x), 0]}")
+            assert got[:: len(x), 0].tolist() == [1.0, 2.0], f"{algorithm}, {len(x)} rows"
 
         def left_out(how: str) -> None:
             found = list(own(group).measured.failures.values())
-            if len(found) != 1 or "CUDA out of memory" not in found[0].get("direct", ""):
-                failures.append(f"{how}: {found}")
+            assert len(found) == 1 and "CUDA out of memory" in found[0].get("direct", ""), how
             own(group).measured.failures.clear()
 
         own(group).measured.tables["cuda"] = Table()
@@ -306,15 +303,6 @@ def little_memory_job(driver: str) -> list[str]:
     assert told == [True] * (2 if dist.get_rank() == 0 else 0), (
         f"{[str(warning.message) for warning in warned]}"
     )
-    return failures
-
-
-def test_a_workspace_without_memory_is_left_out(ranks: RanksFixture, cuda_driver: str) -> None:
-    check_job(ranks(2), little_memory_job, cuda_driver)
-
-
-def test_nothing_is_tuned_in_a_capture(ranks: RanksFixture, cuda_driver: str) -> None:
-    check_job(ranks(2), cuda_job, cuda_driver)
 
 
 @pytest.mark.thorough
