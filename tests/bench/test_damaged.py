@@ -17,15 +17,7 @@ import typer.testing
 from typer.main import get_command
 
 from tests.planning.test_store import cache
-from tests.support.damage import (
-    SEED,
-    altered,
-    faults,
-    good_report,
-    invoke,
-    options,
-    unusable,
-)
+from tests.support.damage import SEED, altered, faults, good_report, invoke, options, unusable
 from tpkernels.cli import bench as command
 from tpkernels.launch import session
 

@@ -20,7 +20,6 @@ from tests.support.emulated import (
     host_sum,
     on_ranks,
     random,
-    require_none,
     same_bits,
     space_of,
 )
@@ -35,7 +34,6 @@ COUNTS = (0, 1, 7, 8, 9, 17, 2055, 20_011)
 @pytest.mark.parametrize("partial_count", [1, 3])
 @on_ranks(1)
 def test_sums_are_the_hosts_bit_for_bit(partial_count: int) -> None:
-    wrong = []
     places = itertools.product((0, 1, 8), (0, 1))
     residuals = (None, *DTYPES)
     for wire, out_dtype, residual_dtype in itertools.product(DTYPES, DTYPES, residuals):
@@ -50,59 +48,53 @@ def test_sums_are_the_hosts_bit_for_bit(partial_count: int) -> None:
             cuda.sum_partials(out, partials, bias, residual)
             right = same_bits(out, host_sum(partials, out_dtype, bias, residual))
             beyond = (around[:at] == 77).all() and (around[at + count :] == 77).all()
-            if not (right and beyond):
-                wrong.append(f"{count} {offset} {wire} {out_dtype} {residual_dtype}")
-    require_none(wrong)
+            assert right and beyond, f"{count} {offset} {wire} {out_dtype} {residual_dtype}"
 
 
 @on_ranks(1)
 def test_parts_replaced_partials_and_special_values() -> None:
     """A part of a larger output with its bias; a result that replaces a partial; 72 partials."""
-    wrong = []
     whole, bias = [random(1300, BF16, r) for r in range(3)], random(13, F32, 8)
     want = host_sum(whole, BF16, bias)
     for begin, end in ((0, 40), (40, 477), (477, 1300)):
         out = torch.empty(end - begin, dtype=BF16)
         cuda.sum_partials(out, [x[begin:end].clone() for x in whole], bias, begin=begin)
-        if not same_bits(out, want[begin:end]):
-            wrong.append(f"from {begin}")
+        assert same_bits(out, want[begin:end]), f"from {begin}"
     for own in range(3):
         given = [x.clone() for x in whole]
         cuda.sum_partials(given[own], given)
-        if not same_bits(given[own], host_sum(whole, BF16)):
-            wrong.append(f"in place of {own}")
+        assert same_bits(given[own], host_sum(whole, BF16)), f"in place of {own}"
     many = [random(100, F16, r) for r in range(72)]
     cuda.sum_partials(out := torch.empty(100), many)
-    if not torch.equal(out, host_sum(many, F32)):
-        wrong.append("72 partials")
+    assert torch.equal(out, host_sum(many, F32)), "72 partials"
     special = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 1e-45, 65520.0, 3e38] * 3)
     for dtype, out_dtype in itertools.product(DTYPES, DTYPES):
         partials = [special.to(dtype), special.roll(1).to(dtype)]
         got, want = torch.empty(21, dtype=out_dtype), host_sum(partials, out_dtype)
         cuda.sum_partials(got, partials)
-        if not torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)):
-            wrong.append(f"special {dtype} {out_dtype}")
-    require_none(wrong)
+        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)), (
+            f"special {dtype} {out_dtype}"
+        )
 
 
 @on_ranks(1)
 def test_a_paced_copy_takes_its_time() -> None:
     """And copies every byte and no more, no earlier than a link would bring them."""
-    wrong = []
     for nbytes, offset, sms in itertools.product((0, 1, 15, 4097, 300_001), (0, 1, 4), (1, 3)):
         src = torch.arange(nbytes + offset).to(torch.uint8)[offset:]
         dst = torch.zeros(nbytes + offset + 9, dtype=torch.uint8)
         cuda.paced_copy(dst[offset : offset + nbytes], src, gb_per_s=50, sms=sms)
-        if not torch.equal(dst[offset : offset + nbytes], src) or dst[offset + nbytes :].any():
-            wrong.append(f"{nbytes} {offset} {sms}")
+        assert (
+            torch.equal(dst[offset : offset + nbytes], src) and not dst[offset + nbytes :].any()
+        ), f"{nbytes} {offset} {sms}"
     src, dst = torch.randn(1 << 20), torch.empty(1 << 20)  # 4 MiB
     for rate, latency_us in ((0.05, 0.0), (0.1, 30_000.0)):
         begin = time.monotonic()
         cuda.paced_copy(dst, src, rate, latency_us, sms=2)
         seconds, due = time.monotonic() - begin, 4 * src.numel() / rate * 1e-9 + latency_us * 1e-6
-        if not torch.equal(src, dst) or not due <= seconds < due + 0.5:
-            wrong.append(f"{seconds:.4f} s at {rate} GB/s, due {due:.4f}")
-    require_none(wrong)
+        assert torch.equal(src, dst) and due <= seconds < due + 0.5, (
+            f"{seconds:.4f} s at {rate} GB/s, due {due:.4f}"
+        )
 
 
 def reduce(**changed: Any) -> None:

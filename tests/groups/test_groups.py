@@ -80,10 +80,7 @@ def test_dims_of_a_mesh() -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(
-    "members",
-    sweep([[(0, 3), (0, 1, 2), (2,)], [(0, 2), (1, 3)]]),
-)
+@pytest.mark.parametrize("members", sweep([[(0, 3), (0, 1, 2), (2,)], [(0, 2), (1, 3)]]))
 @on_ranks(4)
 def test_sub_groups(members: Sequence[Sequence[int]]) -> list[str]:
     """Every rank runs on the subgroups in ``members`` that contain it."""

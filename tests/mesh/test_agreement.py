@@ -230,11 +230,7 @@ def known_job(together: bool, behind: int) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize(
-    ("together", "behind"),
-    [
-        (True, 0),
-        pytest.param(False, 3, marks=pytest.mark.thorough),
-    ],
+    ("together", "behind"), [(True, 0), pytest.param(False, 3, marks=pytest.mark.thorough)]
 )
 def test_known_products_without_a_common_group(
     ranks: RanksFixture, together: bool, behind: int

@@ -11,12 +11,7 @@ import torch
 
 import tpkernels
 from tests.support.cases import MATMUL_ALGORITHMS, QUICK_WORLDS, Case, RanksFixture, each
-from tests.support.ranked import (
-    fresh_group,
-    on_ranks,
-    report,
-    run_cases,
-)
+from tests.support.ranked import fresh_group, on_ranks, report, run_cases
 from tests.support.scaled import (
     BF16,
     E4M3,

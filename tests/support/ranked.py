@@ -338,10 +338,7 @@ def unlike(attempts: Mapping[str, Callable[[], Any]], kind: Any = Exception) -> 
 
 
 def on_ranks(
-    world: int | None = None,
-    timeout: float = 120.0,
-    fixture: str = "ranks",
-    driver: bool = False,
+    world: int | None = None, timeout: float = 120.0, fixture: str = "ranks", driver: bool = False
 ) -> Callable[[Any], Any]:
     """Make a test of a function that runs on every rank and returns what is wrong there, as texts,
     or None. Its parameters are the test's. Without ``world``, a parameter of the test of that name
