@@ -33,7 +33,15 @@ HEADERS = sorted(str(path) for glob in ("*.h", "*.inc") for path in Path("csrc")
 
 # What NVRTC needs of csrc/; what includes the others comes last.
 DEVICE_CODE = ["arguments.h", "device.cuh", "sync.cuh", "reduce.cuh", "all_reduce.cuh"]
-DEVICE_CODE += ["shards.cuh", "ll.cuh", "ll128.cuh", "rms_norm.cuh", "normed.cuh", "kernels.cu"]
+DEVICE_CODE += [
+    "shards.cuh",
+    "ll.cuh",
+    "ll128.cuh",
+    "litmus.cuh",
+    "rms_norm.cuh",
+    "normed.cuh",
+    "kernels.cu",
+]
 BUILD = Path(os.environ.get("TPKERNELS_BUILD", "build")).absolute()
 ARCHITECTURES = (80, 90, 100)
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Icsrc", "-Werror", "all-warnings"]

@@ -4,9 +4,11 @@
     python -m benchmarks.llama --size 1b --tokens 8 --repeat 3
     python -m benchmarks.llama --setups threads ranks packed --batches 1 2 4 8 16
     python -m benchmarks.llama --compile --repeat 7
+    python -m benchmarks.llama --setups threads torch transformers both --chart llama.svg
 
     threads        one process with as many threads as there are ranks, the baseline
     thread         one process with one thread
+    torch          ranks, split by torch's ``parallelize_module`` over gloo
     transformers   ranks, split by transformers itself (``tp_plan="auto"``, over gloo)
     ranks          ranks, split by `tpkernels.from_pretrained`
     packed         the same with packed weights
@@ -15,7 +17,7 @@
 
 All stay up, and take turns. Random weights, bf16, greedy. Prints medians: the prefill of 512 tokens
 and, at each batch size, decoding by `generate`, its short prompt included; with --compile, forwards
-of 1, 8 and 512 tokens.
+of 1, 8 and 512 tokens. --chart draws them as bars.
 """
 
 from __future__ import annotations
@@ -26,21 +28,36 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import tpkernels
+from benchmarks.chart import bars
 from tpkernels.launch import Ranks
 
 PREFILL, PROMPT, FORWARDS = 512, 32, (1, 8, 512)
-SETUPS = ("threads", "thread", "transformers", "ranks", "packed", "prefill", "both")
+SETUPS = ("threads", "thread", "torch", "transformers", "ranks", "packed", "prefill", "both")
 _FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size"),
 )
+NAMES = {
+    "threads": "transformers, two threads",
+    "thread": "transformers, one thread",
+    "torch": "torch's tensor parallelism, gloo",
+    "transformers": "transformers' tensor parallelism, gloo",
+    "both": "tpkernels",
+}
 SIZES = {
     "100m": dict(zip(_FIELDS, (1024, 2816, 8, 16, 8, 8192), strict=True)),
     "1b": dict(zip(_FIELDS, (2048, 5632, 22, 32, 4, 32000), strict=True)),  # TinyLlama-1.1B
@@ -73,6 +90,9 @@ def make(how: str, folder: str, compiled: bool) -> None:
         model = load(folder, dtype=torch.bfloat16)
     elif how == "transformers":
         model = load(folder, dtype=torch.bfloat16, tp_plan="auto")
+    elif how == "torch":
+        model = load(folder, dtype=torch.bfloat16)
+        _split_by_torch(model)
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         rows = "prefill" if how in ("prefill", "both") else False
@@ -80,6 +100,19 @@ def make(how: str, folder: str, compiled: bool) -> None:
             folder, mesh, sequence_parallel=rows, pack=how in ("packed", "both")
         )
     _models[how] = torch.compile(model.eval()) if compiled else model.eval()
+
+
+def _split_by_torch(model: torch.nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {
+        **dict.fromkeys([f"self_attn.{name}_proj" for name in "qkv"], columns),
+        **{"mlp.gate_proj": columns, "mlp.up_proj": columns},
+        **{"self_attn.o_proj": rows, "mlp.down_proj": rows},
+    }
+    parallelize_module(model, mesh, {f"model.layers.*.{name}": each for name, each in plan.items()})
+    head = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, {"lm_head": head})
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -120,6 +153,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=4, help="repetitions before: auto's trials")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="speed-ups as bars")
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -140,14 +174,26 @@ def main() -> None:
                 result = each.run(once, *options, timeout=600)[0]
                 if repetition >= args.warmup:
                     found[how].append(result)
+    speedups: dict[str, dict[str, float]] = {}
     for what in next(iter(found.values()))[0]:
         medians = {how: statistics.median(one[what] for one in found[how]) for how in found}
         base = next(iter(medians.values()))
-        ratio = {
+        speedups[what] = {
             how: base / value if what.endswith("ms") else value / base
             for how, value in medians.items()
         }
-        print(what, *(f"{how} {medians[how]:.1f} ({ratio[how]:.2f}x)" for how in medians), sep="; ")
+        print(
+            what,
+            *(f"{how} {medians[how]:.1f} ({speedups[what][how]:.2f}x)" for how in medians),
+            sep="; ",
+        )
+    if args.chart is not None:
+        names = {how: NAMES.get(how, f"tpkernels, {how}") for how in processes}
+        title = f"Llama of {args.size.upper()} parameters, bf16, {args.nproc} cores: speed-up"
+        groups = {what.rpartition(",")[0]: ratios for what, ratios in speedups.items()}
+        args.chart.write_text(
+            bars(title, groups, names, ours={"ranks", "packed", "prefill", "both"})
+        )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ ALLOWED = {
     "backends": LEAVES
     | {"call", "planning", "local", "transport", "kernels", "cuda", "algorithms"},
     "validation": LEAVES | {"groups", "local"},
-    "tuning": LEAVES | {"planning", "groups", "call", "backends", "local", "cuda", "tuning"},
+    "tuning": LEAVES
+    | {"planning", "groups", "call", "backends", "local", "cuda", "symm", "tuning"},
     "ops": LEAVES
     | {"planning", "groups", "call", "backends", "algorithms", "local", "cuda"}
     | {"validation", "tuning", "ops"},
@@ -71,7 +72,7 @@ ALLOWED = {
     "launch": {"_C", "defaults", "groups", "terminal", "launch"},
 }
 # From here on anything goes but `cli`: they use the package as its users do.
-USERS = {"", "__main__", "bench", "cli", "integrations"}
+USERS = {"", "__main__", "bench", "cli", "integrations", "qualification"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -160,7 +161,9 @@ def test_an_op_has_one_name_everywhere(op: str) -> None:
         needed = {"unfused", "direct"} if device == "cpu" else {"unfused"}
         assert needed <= set(ways), f"{op} on {device}: {ways}"
         for way in ways:
-            homes = [f"tpkernels.algorithms.{way}", f"tpkernels.algorithms.{way}.{device}"]
+            homes = [
+                f"tpkernels.algorithms.{name}" for name in (way, f"{way}.{device}", "transfers")
+            ]
             assert table[op, way].__module__ in homes
 
 

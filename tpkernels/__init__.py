@@ -22,6 +22,7 @@ from tpkernels.local.packed import pack, unpack
 from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
 from tpkernels.parallel import from_pretrained, parallelize
+from tpkernels.qualification import qualify
 from tpkernels.shards import shard_sizes
 from tpkernels.timing import benchmark
 from tpkernels.tuning.tuner import autotune
@@ -52,6 +53,7 @@ __all__ = [
     "numerics",
     "pack",
     "parallelize",
+    "qualify",
     "shard_sizes",
     "sharded_matmul",
     "spmd",

@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +26,10 @@ from tpkernels.groups import GroupLike
 from tpkernels.symm.exchange import Participant
 from tpkernels.text import of_error
 
-__all__ = ["Communicator", "Window", "facts", "load"]
+__all__ = ["Communicator", "facts", "load"]
 
 SONAME = "libnccl.so.2"
 _POLL_INTERVAL = 1e-3  # s, between queries of an event
-
-
-@dataclass(frozen=True)
-class Window:
-    """Memory that all ranks have registered with `Communicator.register_window`."""
-
-    handle: int  #: NCCL's ``ncclWindow_t``
-    tensor: torch.Tensor  #: the memory of this rank
-
-
-class _Batch(threading.local):
-    """The calls of a thread's `Communicator.group`, with their tensors: their memory must not be
-    reused before they are enqueued. None outside of one."""
-
-    calls: list[tuple[Operation, torch.Tensor, torch.Tensor]] | None = None
 
 
 class Communicator:
@@ -88,7 +72,9 @@ class Communicator:
             self._native = _C.nccl.Communicator(
                 self.library, unique_id, self.rank, self.world, name=self.name, timeout=timeout
             )
-        self._batch = _Batch()
+        # The calls of each thread's `group`, with their tensors: their memory must not be reused
+        # before they are enqueued.
+        self._batch = threading.local()
         # Runs at exit too: work left on the device would wait for its peers.
         weakref.finalize(self, self._native.abort, "it was dropped without having been closed")
 
@@ -140,7 +126,7 @@ class Communicator:
             raise ValueError(f"send_rows {send_rows} adds up to {sum(send_rows)}, not x's {rows}")
         out = self._output(x, out, [sum(recv_rows), *x.shape[1:]])
         pieces = zip(x.split(send_rows), out.view(-1, *x.shape[1:]).split(recv_rows), strict=True)
-        with self.group() if self._batch.calls is None else contextlib.nullcontext():
+        with self.group() if self._open_group is None else contextlib.nullcontext():
             for peer, (sent, received) in enumerate(pieces):
                 self.send(sent, peer)
                 self.recv(received, peer)
@@ -150,7 +136,7 @@ class Communicator:
     def group(self) -> Iterator[None]:
         """Start all calls that this thread makes in the block as one, when the block ends. If the
         block raises, none is started."""
-        if self._batch.calls is not None:
+        if self._open_group is not None:
             raise RuntimeError(f"{self!r}: this thread is already in a group")
         calls = self._batch.calls = []
         try:
@@ -188,36 +174,6 @@ class Communicator:
             time.sleep(_POLL_INTERVAL)
         self.check()
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Allocate an uninitialised tensor with ``ncclMemAlloc``, as windows need. The memory is
-        freed with the last tensor that uses it, even if a stream still does: `wait` first.
-
-        Raises:
-            ValueError: the shape has no elements.
-            NotImplementedError: NCCL is older than 2.19, or no op takes ``dtype``.
-        """
-        dtypes.check_supported(dtype, "the tensor")
-        if any(size < 1 for size in shape):
-            raise ValueError(f"shape {list(shape)} has no elements")
-        with torch.cuda.device(self.device):
-            memory = _Memory(self.library, math.prod(shape) * dtype.itemsize)
-            return torch.as_tensor(memory, device=self.device).view(dtype).view(*shape)
-
-    def register_window(self, x: torch.Tensor) -> Window | None:
-        """Register a tensor from `empty`, of the same size on all ranks, for NCCL's symmetric
-        kernels. Returns None if the ranks' devices do not support these. Collective.
-
-        Raises:
-            NotImplementedError: NCCL is older than 2.27.
-        """
-        self._check(x, "x")
-        handle = self._native.register_window(x.data_ptr(), x.nbytes)
-        return Window(handle, x) if handle else None
-
-    def deregister_window(self, window: Window) -> None:
-        """Undo `register_window`. Collective."""
-        self._native.deregister_window(window.handle)
-
     def close(self) -> None:
         """Wait until all ranks have finished all operations, then free the communicator.
         Collective and idempotent; does nothing after a failure."""
@@ -242,16 +198,22 @@ class Communicator:
             f"NCCL {self.library.version}>"
         )
 
+    @property
+    def _open_group(self) -> list[tuple[Operation, torch.Tensor, torch.Tensor]] | None:
+        return getattr(self._batch, "calls", None)
+
     def _enqueue(
         self, kind: str, x: torch.Tensor, out: torch.Tensor, peer: int = 0
     ) -> torch.Tensor:
-        code, stream = dtypes.CODES[x.dtype], _current_stream(self.device)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
         count = min(x.numel(), out.numel())  # NCCL counts the elements of a shard
-        operation = Operation(kind, x.data_ptr(), out.data_ptr(), count, code, peer, stream)
-        if self._batch.calls is None:
+        operation = Operation(
+            kind, x.data_ptr(), out.data_ptr(), count, dtypes.CODES[x.dtype], peer, stream
+        )
+        if (calls := self._open_group) is None:
             self._native.enqueue([operation])
         else:
-            self._batch.calls.append((operation, x, out))
+            calls.append((operation, x, out))
         return out
 
     def _enqueue_with(self, kind: str, x: torch.Tensor, rank: int, name: str) -> torch.Tensor:
@@ -299,10 +261,6 @@ class Communicator:
         return out
 
 
-def _current_stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
-
-
 def _current_device() -> torch.device:
     """Return the current CUDA device, after creating its context, which NCCL needs."""
     if not torch.cuda.is_available():
@@ -346,16 +304,6 @@ def _bootstrap(
     return library, device, bytes.fromhex(reports[0]["unique_id"])
 
 
-class _Memory:
-    """An array of bytes for torch, freed with the last tensor that uses it."""
-
-    def __init__(self, library: _C.nccl.Library, nbytes: int) -> None:
-        address = library.mem_alloc(nbytes)
-        weakref.finalize(self, library.mem_free, address)
-        interface = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "stream": None}
-        self.__cuda_array_interface__ = {**interface, "data": (address, False)}
-
-
 # The library.
 
 
@@ -378,10 +326,8 @@ def _wheels() -> Iterator[Path]:
 
 
 def _find() -> tuple[str, _C.nccl.Library]:
-    """Load the best NCCL: the process's own copy (torch's), else torch's file, else that of a
-    wheel, else the system's. Return where it is from, and the library."""
+    """Return where the best NCCL is from, and the library: see `load`."""
     candidates = [("loaded in this process", path) for path in _loaded()]
-    candidates += [("part of torch", Path(torch.__file__).parent / "lib" / SONAME)]
     candidates += [("from a wheel", path) for path in _wheels()]
     names = [(origin, str(path)) for origin, path in candidates if path.is_file()]
     refusals = []
@@ -397,8 +343,8 @@ def _find() -> tuple[str, _C.nccl.Library]:
 
 
 def load(library: str | None = None) -> _C.nccl.Library:
-    """Load NCCL from a file, or the process's own copy, torch's, that of an ``nvidia-nccl`` wheel
-    or the system's, in this order. The result has its ``path``, ``version`` and ``features``.
+    """Load NCCL from a file, or the process's own copy (torch's), that of an ``nvidia-nccl`` wheel
+    or the system's, in this order. The result has its ``path`` and ``version``.
 
     Raises:
         NotImplementedError: there is none, or it is older than 2.14.
@@ -407,12 +353,10 @@ def load(library: str | None = None) -> _C.nccl.Library:
 
 
 def facts() -> dict[str, Any]:
-    """Describe the NCCL that `load` would load: its ``path``, ``version``, ``origin``, and the
-    ``features`` (optional functions) that it has. Without NCCL, only ``unsupported``: the reason.
-    """
+    """Describe the NCCL that `load` would load: its ``path``, ``version`` and ``origin``. Without
+    NCCL, only ``unsupported``: the reason."""
     try:
         origin, library = _find()
     except NotImplementedError as error:
         return {"unsupported": str(error)}
-    facts = {"path": library.path, "version": library.version, "origin": origin}
-    return {**facts, "features": library.features}
+    return {"path": library.path, "version": library.version, "origin": origin}

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -16,12 +16,8 @@ _SUCCESS, _NVLINK = 0, 2  # also NVML_P2P_STATUS_OK; NVML_P2P_CAPS_INDEX_NVLINK
 _LONGEST_VERSION = 80  # bytes
 
 
-class _Call(Protocol):
-    def __call__(self, function: str, *arguments: Any, on: str = "") -> None: ...
-
-
 @contextlib.contextmanager
-def _opened() -> Iterator[_Call]:
+def _opened() -> Iterator[Callable[..., None]]:
     """Yield what calls a function of NVML, and raises RuntimeError where that fails."""
     library = ctypes.CDLL(LIBRARY)
 
@@ -43,6 +39,19 @@ def driver_version() -> str:
     with _opened() as call:
         call("nvmlSystemGetDriverVersion", text, ctypes.c_uint(len(text)))
     return text.value.decode()
+
+
+def uuids() -> list[str]:
+    """Return the UUIDs of this host's GPUs."""
+    count, found = ctypes.c_uint(), []
+    with _opened() as call:
+        call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        for index in range(count.value):
+            device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_LONGEST_VERSION)
+            call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+            call("nvmlDeviceGetUUID", device, text, ctypes.c_uint(len(text)))
+            found.append(text.value.decode())
+    return found
 
 
 def uuid_of(device: torch.device | int) -> str:

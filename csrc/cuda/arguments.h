@@ -114,12 +114,12 @@ struct Results {
   int count;
 };
 
-struct PacedCopy {
-  void* dst;
-  const void* src;
+// A round of a litmus test (cuda/litmus.cuh): this many bytes to each peer, a multiple of 16.
+struct Litmus {
+  u64* found;   // how many packs were checked, how many were wrong, and records of the first
+  int records;  // most of those
+  unsigned round;
   u64 bytes;
-  u64 latency_ns;
-  double ns_per_byte;
 };
 
 constexpr int kReduceThreads = 512;
@@ -127,7 +127,6 @@ constexpr int kLLThreads = 256;
 constexpr int kRowThreads = 256;
 constexpr int kSumThreads = 256;
 constexpr int kSignalThreads = 32;
-constexpr int kPacedThreads = 1024;
 constexpr int kEndThreads = 256;
 
 }  // namespace tpkernels::cuda

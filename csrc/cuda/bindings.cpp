@@ -111,9 +111,9 @@ void bind_arguments(py::module_& m) {
                       slot_bytes, epilogue};
       }));
   py::class_<SumPartials>(m, "SumPartials").def(py::init(&make_sum));
-  py::class_<PacedCopy>(m, "PacedCopy")
-      .def(py::init([](Address dst, Address src, u64 bytes, u64 latency_ns, double ns_per_byte) {
-        return PacedCopy{pointer(dst), pointer(src), bytes, latency_ns, ns_per_byte};
+  py::class_<Litmus>(m, "Litmus")
+      .def(py::init([](Address found, int records, unsigned round, u64 bytes) {
+        return Litmus{pointer<u64>(found), records, round, bytes};
       }));
   py::class_<Signal>(m, "Signal").def(py::init([](int rank, int index) {
     return Signal{rank, index};

@@ -1,6 +1,6 @@
 // The kernels of csrc/cuda. nvcc compiles this file when the package is built; without nvcc, NVRTC
 // compiles the same file at first use. So it includes only headers of this folder.
-#include "cuda/ll128.cuh"
+#include "cuda/litmus.cuh"
 #include "cuda/normed.cuh"
 
 using namespace tpkernels::cuda;
@@ -143,7 +143,17 @@ TPK_KERNEL(kSumThreads) sum_of_partials(TPK_PARAM SumPartials call) {
   });
 }
 
-TPK_KERNEL(kPacedThreads) paced_copy(TPK_PARAM PacedCopy call) { copy_at_pace(call); }
+TPK_KERNEL(kReduceThreads) litmus_messages(TPK_PARAM Space space, TPK_PARAM Litmus litmus) {
+  within_call(space, {}, [&](const Peers& peers) { exchange_messages(peers, litmus); });
+}
+
+TPK_KERNEL(kLLThreads) litmus_words(TPK_PARAM Space space, TPK_PARAM Litmus litmus) {
+  within_ll_call(space, {}, [&](const Peers& peers) { exchange_words(peers, litmus); });
+}
+
+TPK_KERNEL(kLLThreads) litmus_lines(TPK_PARAM Space space, TPK_PARAM Litmus litmus) {
+  within_ll_call(space, {}, [&](const Peers& peers) { exchange_lines(peers, litmus); });
+}
 
 // The kernels below run as one block each; tpkernels/cuda/copies.py describes the calls made of
 // them.

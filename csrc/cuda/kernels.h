@@ -39,7 +39,9 @@ const Image& embedded_image();
   each(ll_all_gather, kLLThreads, Space, Shards)                                \
   each(ll_reduce_scatter, kLLThreads, Space, Shards)                            \
   each(sum_of_partials, kSumThreads, SumPartials)                               \
-  each(paced_copy, kPacedThreads, PacedCopy)                                    \
+  each(litmus_messages, kReduceThreads, Space, Litmus)                          \
+  each(litmus_words, kLLThreads, Space, Litmus)                                 \
+  each(litmus_lines, kLLThreads, Space, Litmus)                                 \
   each(call_barrier, kSignalThreads, Space)                                     \
   each(call_begin, kSignalThreads, Space, int)                                  \
   each(call_publish, kSignalThreads, Space, Signal)                             \

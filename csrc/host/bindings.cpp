@@ -96,7 +96,6 @@ void bind_channel(py::module_& m) {
       .def_property_readonly("epoch", &Channel::epoch)
       .def_property_readonly("capacity", &Channel::capacity)
       .def_property_readonly("broken", &Channel::broken)
-      .def_property_readonly("bytes_read", &Channel::bytes_read)
       .def("buffer_offset", &Channel::buffer_offset, py::arg("parity"))
       .def("begin", &Channel::begin, py::arg("signature"), py::arg("text"))
       .def("publish", &Channel::publish, py::arg("phase"), py::arg("index") = 0)

@@ -117,10 +117,6 @@ class Channel {
   void abandon(const std::string& why, FailureKind kind = FailureKind::kPeerLost, int culprit = -1);
   bool broken() const { return broken_; }
   Sharing& sharing() { return sharing_; }
-  // What the collectives have read of the peers' memory, or got from them in this rank's result:
-  // data, not words. For tests.
-  void count_read(std::size_t bytes) { bytes_read_ += bytes; }
-  std::uint64_t bytes_read() const { return bytes_read_; }
   // Limit of one wait, in seconds, from the next wait on.
   double timeout() const { return options_.timeout_s; }
   void set_timeout(double seconds) { options_.timeout_s = seconds; }
@@ -180,7 +176,6 @@ class Channel {
   ChannelOptions options_;
   Patience patience_;
   Sharing sharing_;
-  std::uint64_t bytes_read_ = 0;
   std::uint32_t epoch_;
   std::uint32_t signature_ = 0;
   std::uint32_t recorded_[2] = {0, 0};  // signature of the text in each slot

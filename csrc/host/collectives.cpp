@@ -175,7 +175,6 @@ void all_gather(Channel& channel, const CallId& call, const Operands& operands,
       const std::size_t theirs = within(shard_bytes(layout, peer, element), begin, step);
       if (theirs == 0) return;  // its shard has ended, so the located offset is past the end
       const std::byte* from = channel.data(peer, theirs);
-      channel.count_read(theirs);
       channel.sharing().timed([&] {
         shard(out, layout, peer, element)
             .for_range(begin, theirs, [&](std::byte* to, std::size_t at, std::size_t m) {
@@ -219,7 +218,6 @@ void reduce_scatter(Channel& channel, const CallId& call, const Operands& operan
       const std::size_t at = theirs_in_place ? shard_offset(layout, rank, element) + begin
                                              : static_cast<unsigned>(rank) * step;
       if (n != 0) partials[static_cast<std::size_t>(peer)] = channel.data(peer, at + n) + at;
-      channel.count_read(n);
     });
     const std::byte*& ours = partials[static_cast<std::size_t>(rank)];
     ours = channel.buffer(rank) + static_cast<unsigned>(rank) * step;
@@ -268,7 +266,6 @@ void all_to_all(Channel& channel, const CallId& call, const Operands& operands,
       channel.wait(peer, Phase::kData, rank);
       const std::size_t n = within(shard_bytes(taken, peer, element), begin, step);
       const std::byte* piece = channel.buffer(peer) + static_cast<unsigned>(rank) * step;
-      channel.count_read(n);
       channel.sharing().timed([&] { place(peer, piece, begin, n); });
     });
   });
@@ -326,7 +323,6 @@ void all_reduce(Channel& channel, const CallId& call, const Operands& operands, 
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData);
       partials[static_cast<std::size_t>(peer)] = channel.data(peer, n * element) + first * element;
-      channel.count_read(length * element);
     });
     partials[rank] = source + first * element;
     std::byte* to = out + begin * out_element;
@@ -348,7 +344,6 @@ void all_reduce(Channel& channel, const CallId& call, const Operands& operands, 
       for_each_peer(channel, [&](int peer) {
         channel.wait(peer, Phase::kResult);
         const auto theirs = static_cast<std::size_t>(peer);
-        channel.count_read(part_count(theirs) * out_element);
         copy(to + part_begin(theirs) * out_element, channel.buffer(peer) + result_at,
              part_count(theirs) * out_element, stream);
       });

@@ -1,5 +1,5 @@
-// _C.nccl: a NCCL library and its communicators. Memory, streams and windows are passed as
-// integers, dtypes as the codes of host/vector.h.
+// _C.nccl: a NCCL library and its communicators. Memory and streams are passed as integers, dtypes
+// as the codes of host/vector.h.
 #include "bindings.h"
 
 #include <pybind11/stl.h>
@@ -20,7 +20,6 @@ using ReleaseGil = py::call_guard<GilReleased>;
 using Address = std::uintptr_t;
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
-Address address(const void* memory) { return reinterpret_cast<Address>(memory); }
 
 py::bytes unique_id(const Library& library) {
   UniqueId id;
@@ -29,12 +28,6 @@ py::bytes unique_id(const Library& library) {
     id = library.unique_id();
   }
   return py::bytes(id.bytes, sizeof(id.bytes));
-}
-
-py::dict features(const Library& library) {
-  py::dict present;
-  for (const Feature& feature : library.features()) present[feature.symbol] = feature.present;
-  return present;
 }
 
 // Destroying a communicator may wait for NCCL.
@@ -82,15 +75,7 @@ void tpkernels::bind_nccl(pybind11::module_& m) {
       .def(py::init<const std::string&>(), py::arg("name"), ReleaseGil())
       .def_property_readonly("path", &Library::path)
       .def_property_readonly("version", &Library::version)
-      .def_property_readonly("features", &features)
-      .def("unique_id", &unique_id)
-      .def(
-          "mem_alloc",
-          [](const Library& l, std::size_t bytes) { return address(l.mem_alloc(bytes)); },
-          py::arg("nbytes"), ReleaseGil())
-      .def(
-          "mem_free", [](const Library& l, Address memory) { l.mem_free(pointer(memory)); },
-          py::arg("address"), ReleaseGil());
+      .def("unique_id", &unique_id);
 
   py::class_<Operation>(m, "Operation")
       .def(py::init(&make_operation), py::arg("kind"), py::arg("send"), py::arg("recv"),
@@ -101,16 +86,6 @@ void tpkernels::bind_nccl(pybind11::module_& m) {
            py::arg("world"), py::kw_only(), py::arg("name"), py::arg("timeout"))
       .def("enqueue", &Communicator::enqueue, py::arg("operations"), ReleaseGil())
       .def("check", &Communicator::check, ReleaseGil())
-      .def(
-          "register_window",
-          [](Communicator& c, Address memory, std::size_t bytes) {
-            return address(c.register_window(pointer(memory), bytes));
-          },
-          py::arg("address"), py::arg("nbytes"), ReleaseGil())
-      .def(
-          "deregister_window",
-          [](Communicator& c, Address window) { c.deregister_window(pointer(window)); },
-          py::arg("window"), ReleaseGil())
       .def("close", &Communicator::close, ReleaseGil())
       .def("abort", &Communicator::abort, py::arg("why"), ReleaseGil());
 }

@@ -20,7 +20,6 @@ using Seconds = std::chrono::duration<double>;
 constexpr Seconds kSpin{50e-6};  // about the time it takes NCCL to start a thread
 constexpr Seconds kLongestPause{1e-3};
 constexpr Seconds kPoll{20e-3};
-constexpr int kSymmetricWindow = 1;  // NCCL_WIN_COLL_SYMMETRIC
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -267,23 +266,6 @@ Result Communicator::run(const Operation& o, Comm* comm) const {
       break;
   }
   return f.Recv(o.recv, o.count, type, o.peer, comm, o.stream);
-}
-
-void* Communicator::register_window(void* memory, std::size_t bytes) {
-  auto* const function =
-      library_->need(library_->functions().CommWindowRegister, "ncclCommWindowRegister");
-  const auto window = std::make_shared<void*>(nullptr);
-  call("register_window", [&](Comm* comm) {
-    handle_->window = window;
-    return function(comm, memory, bytes, window.get(), kSymmetricWindow);
-  });
-  return *window;
-}
-
-void Communicator::deregister_window(void* window) {
-  auto* const function =
-      library_->need(library_->functions().CommWindowDeregister, "ncclCommWindowDeregister");
-  call("deregister_window", [&](Comm* comm) { return function(comm, window); });
 }
 
 }  // namespace tpkernels::nccl

@@ -63,10 +63,6 @@ class Communicator {
   void enqueue(const std::vector<Operation>& operations);
   // Aborts and throws if an enqueued operation has failed.
   void check();
-  // Registers memory that all ranks register together for NCCL's symmetric kernels. Returns null if
-  // their devices have none.
-  void* register_window(void* memory, std::size_t bytes);
-  void deregister_window(void* window);
   // Waits until all ranks have completed all operations, then frees the communicator. Does nothing
   // if it is closed or broken.
   void close();
@@ -80,7 +76,6 @@ class Communicator {
   struct Handle {
     Comm* comm = nullptr;
     std::string name;
-    std::shared_ptr<void*> window;  // of the call in progress
   };
 
   void call(const std::string& name, const std::function<Result(Comm*)>& function);

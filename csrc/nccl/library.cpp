@@ -6,8 +6,6 @@
 namespace tpkernels::nccl {
 namespace {
 
-constexpr int kOldest = 21400;  // its functions are required
-
 std::string real_path(void* handle, const std::string& name) {
   link_map* map = nullptr;
   if (dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0 || map == nullptr || *map->l_name == '\0') {
@@ -38,11 +36,10 @@ Library::Library(const std::string& name) {
   }
   const auto find = [&](const char* symbol, int since) {
     void* found = dlsym(handle, symbol);
-    if (since > kOldest) features_.push_back({symbol, since, found != nullptr});
-    if (since <= kOldest && found == nullptr) {
-      throw Unsupported(describe() + " is too old: it has no " + symbol +
-                        ", which was added in NCCL " + version_text(since) +
-                        "; tpkernels needs NCCL 2.14.0 or newer");
+    if (found == nullptr) {
+      throw Unsupported("NCCL " + version_text(version_) + " (" + path_ +
+                        ") is too old: it has no " + symbol + ", which was added in NCCL " +
+                        version_text(since) + "; tpkernels needs NCCL 2.14.0 or newer");
     }
     return found;
   };
@@ -54,36 +51,12 @@ Library::Library(const std::string& name) {
 
 std::string Library::version() const { return version_text(version_); }
 
-std::string Library::describe() const { return "NCCL " + version() + " (" + path_ + ")"; }
-
-void Library::missing(const char* symbol) const {
-  int since = 0;
-  for (const Feature& feature : features_) {
-    if (std::string(feature.symbol) == symbol) since = feature.since;
-  }
-  throw Unsupported(describe() + " has no " + symbol + ", which was added in NCCL " +
-                    version_text(since));
-}
-
-void Library::require(Result code, const std::string& call) const {
-  if (code != kSuccess) throw Error("TpkernelsError", call + " failed: " + error_text(code));
-}
-
 UniqueId Library::unique_id() const {
   UniqueId id{};
-  require(functions_.GetUniqueId(&id), "ncclGetUniqueId");
+  const Result code = functions_.GetUniqueId(&id);
+  if (code != kSuccess)
+    throw Error("TpkernelsError", "ncclGetUniqueId failed: " + error_text(code));
   return id;
-}
-
-void* Library::mem_alloc(std::size_t bytes) const {
-  void* memory = nullptr;
-  require(need(functions_.MemAlloc, "ncclMemAlloc")(&memory, bytes),
-          "ncclMemAlloc of " + std::to_string(bytes) + " bytes");
-  return memory;
-}
-
-void Library::mem_free(void* memory) const {
-  require(need(functions_.MemFree, "ncclMemFree")(memory), "ncclMemFree");
 }
 
 std::string Library::error_text(Result code) const {

@@ -1,5 +1,4 @@
-// NCCL, loaded at run time: one dlopen, then functions by name. Functions that NCCL 2.14 has are
-// required. Later ones may be missing; using a missing one raises an error that names it.
+// NCCL 2.14 or newer, loaded at run time: one dlopen, then functions by name.
 //
 // The part of NCCL's ABI that is used stands here, so that building needs no NCCL header. The ABI
 // is stable throughout 2.x: values are never reused, and structs grow only at the end.
@@ -9,7 +8,6 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "unsupported.h"
 
@@ -63,9 +61,7 @@ struct Error : std::runtime_error {
 };
 
 // Every function: what it returns, its name without NCCL's prefix, the first version that has it
-// (as ncclGetVersion numbers it), and its parameters. Streams are cudaStream_t, windows
-// ncclWindow_t. Those newer than 2.14 are null if the library lacks them: call them through
-// `Library::need`.
+// (as ncclGetVersion numbers it), and its parameters. Streams are cudaStream_t.
 // clang-format off
 #define TPK_NCCL(each)                                                                           \
   each(Result, GetUniqueId, 20000, (UniqueId*))                                                  \
@@ -87,23 +83,13 @@ struct Error : std::runtime_error {
   each(Result, Recv, 2703, (void*, std::size_t, int dtype, int peer, Comm*, void* stream))       \
   each(const char*, GetLastError, 21304, (Comm*))                                                \
   each(Result, CommInitRankConfig, 21400, (Comm**, int world, UniqueId, int rank, Config*))      \
-  each(Result, CommFinalize, 21400, (Comm*))                                                     \
-  each(Result, MemAlloc, 21901, (void**, std::size_t))                                           \
-  each(Result, MemFree, 21901, (void*))                                                          \
-  each(Result, CommWindowRegister, 22703, (Comm*, void*, std::size_t, void** window, int flags)) \
-  each(Result, CommWindowDeregister, 22703, (Comm*, void* window))
+  each(Result, CommFinalize, 21400, (Comm*))
 // clang-format on
 
 struct Functions {
 #define TPK_DECLARE(type, name, since, parameters) type(*name) parameters;
   TPK_NCCL(TPK_DECLARE)
 #undef TPK_DECLARE
-};
-
-struct Feature {
-  const char* symbol;
-  int since;
-  bool present;
 };
 
 class Library {
@@ -117,29 +103,14 @@ class Library {
   const Functions& functions() const { return functions_; }
   std::string version() const;  // such as "2.28.9"
   const std::string& path() const { return path_; }
-  const std::vector<Feature>& features() const { return features_; }
-
-  // Returns `function`, or throws Unsupported with its name if it is null.
-  template <typename F>
-  F* need(F* function, const char* symbol) const {
-    if (function == nullptr) missing(symbol);
-    return function;
-  }
-  UniqueId unique_id() const;                // of a new communicator; opens a socket
-  void* mem_alloc(std::size_t bytes) const;  // can be registered as a window
-  void mem_free(void* memory) const;
+  UniqueId unique_id() const;  // of a new communicator; opens a socket
   // Returns NCCL's text for an error code, with its last message if there is one.
   std::string error_text(Result code) const;
 
  private:
-  [[noreturn]] void missing(const char* symbol) const;
-  void require(Result code, const std::string& call) const;
-  std::string describe() const;
-
   Functions functions_{};
   int version_ = 0;
   std::string path_;
-  std::vector<Feature> features_;
 };
 
 }  // namespace tpkernels::nccl

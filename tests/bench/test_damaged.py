@@ -17,7 +17,16 @@ import typer.testing
 from typer.main import get_command
 
 from tests.planning.test_store import cache
-from tests.support.damage import SEED, altered, faults, good_report, invoke, options, unusable
+from tests.support.damage import (
+    ESCAPES,
+    SEED,
+    altered,
+    faults,
+    good_report,
+    invoke,
+    options,
+    unusable,
+)
 from tpkernels.cli import bench as command
 from tpkernels.launch import session
 
@@ -110,6 +119,35 @@ def test_where_a_report_is_damaged(
         ended = invoke(*args)
         assert not faults(ended, (2,))
         assert f"'{bad}' is damaged: " in ended.output and message in ended.output
+
+
+@pytest.mark.thorough
+def test_texts_of_a_file_are_shown_as_they_are(good: Path, text: str, nothing_runs: None) -> None:
+    """Neither the terminal nor rich interprets them."""
+    report = json.loads(text)
+    written = r"[bold]x[/no]\x1b[2J\x07\x9b\u202e\ud800\n$\nope$"
+    for result in report["results"]:
+        result["labels"] = [ESCAPES]
+        result["algorithms"]["auto"]["reason"] = ESCAPES
+        result["left_out"]["nccl"] = ESCAPES
+    report["runs"][0]["command"] = ESCAPES
+    out = good.parent / "out"
+    out.mkdir()
+    (out / "bench.json").write_text(json.dumps(report))
+    ended = invoke("bench", *options(), "--out", str(out), "--resume")
+    assert not faults(ended, (0,))
+    for shown in (f"\n  {written[:16]}", f"Left out, {written}: all_gather"):
+        assert shown in ended.output
+    texts = (out / "report.txt").read_text()
+    assert written in texts and all(char == "\n" or char.isprintable() for char in texts)
+
+    report["environment"]["cpu"] = ESCAPES
+    first(report)["case"] = report["cases"][0] = ESCAPES
+    good.write_text(json.dumps(report))
+    ended = invoke("compare", str(out), str(good))
+    assert not faults(ended, (0,)) and f" and {written}\n" in ended.output
+    ended = invoke("compare", str(good), str(good))
+    assert not faults(ended, (0,)) and f"  {written}  " in ended.output
 
 
 # YAML.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import re
@@ -138,10 +137,6 @@ def test_what_was_in_the_cache_is_shown_everywhere() -> None:
     assert "may be partly or fully in the cache" in text
     assert f"(cold from 2x): {small.case} (0.12x)." in text
     assert re.search(r"all_reduce .* 6x2 +0\.12x ", text)
-    written = " ".join(output.as_html(report, {}).split())
-    assert f"{small.case} (0.12x)" in written and "0.12x" in written
-    rows = list(csv.DictReader(io.StringIO(output.as_csv(report))))
-    assert {row["inputs_over_cache"] for row in rows} == {"2.5", "0.125"}
     assert list(differences(good_report(), report)) == [
         f"the inputs of {small.case} differ: 2.5x and 0.12x the last-level cache (cold from 2x)"
     ]

@@ -161,11 +161,11 @@ def test_bench_does_not_time_what_is_wrong(
     (case,) = json.loads((tmp_path / "bench.json").read_text())["results"]
     assert not case["algorithms"]["auto"]["right"]
     assert set(case["times"]) == {"torch", "matmul", "local_matmul"}
-    assert "WRONG" in (tmp_path / "report.html").read_text()
+    assert "WRONG" in (tmp_path / "report.txt").read_text()
 
 
 PRODUCT = "plan --m 8192 --k 8192 --n 28672 --mesh 2x4 --x S0 --w S1 --out R --machine h200"
-LAYERS = "plan --model llama3-70b --tp 1..64 --machine h200"
+LAYERS = "plan --model llama3-70b --tp 1,2,4,8,16,32,64 --machine h200"
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,6 @@ LAYERS = "plan --model llama3-70b --tp 1..64 --machine h200"
         ("explain --op matmul_all_reduce --m 4 --n 4 --k 5", "K of 4,4,5 is 5"),
         ("explain --op all_reduce --bytes 4K,1M", "--bytes 4K,1M gives 2 sizes; give one"),
         ("explain --op all_reduce --bytes 4 --device tpu", "unknown device 'tpu'"),
-        ("explain --op all_reduce --bytes 4 --device cuda --gpu zen4-core", "which is no GPU"),
-        ("explain --op all_reduce --bytes 4 --device cuda --gpu h9", "unknown machine 'h9'"),
         (f"{PRODUCT} --wire-dtype fp16", "wire_dtype is float16; it must be x's bfloat16 or"),
         (f"{LAYERS} --wire-dtype fp32", "--wire-dtype is for a product; leave out --model"),
         ("plan --m 8 --k 8 --n 8", "pass --m, --k, --n and --mesh, or --model"),
@@ -220,20 +218,15 @@ LAYERS = "plan --model llama3-70b --tp 1..64 --machine h200"
         (PRODUCT.replace("2x4", "2x2x2"), "--mesh is '2x2x2'; pass one or two numbers"),
         (PRODUCT.replace("--x S0", "--x S2"), "unknown placement 'S2' in --x; choose from S0, S1"),
         (PRODUCT.replace("--w S1", "--w R,R,R"), "--w is 'R,R,R' with 3 placements"),
-        (f"{PRODUCT} --plot x.png", "--plot needs --model"),
         (f"{PRODUCT} --model llama3-70b", "not both"),
-        (LAYERS.replace("1..64", "64..1"), "--tp is '64..1'; pass numbers from 1 to 1024"),
-        (LAYERS.replace("1..64", "128"), "--tp 128: llama3-70b has 64 heads"),
-        (f"{LAYERS} --nodes 2", "--tp 32: 2 nodes of 8 have 16 devices; pass more --nodes"),
-        (f"{LAYERS} --plot x.txt", "--plot is 'x.txt'; it must end in .png, .svg, .pdf"),
+        (LAYERS.replace("64", "0"), "16,32,0'; pass numbers of ranks such as 1,2,8"),
+        (LAYERS.replace("64", "128"), "at most the 64 heads of llama3-70b"),
     ],
 )
 def test_bad_input_is_one_line_before_any_rank_starts(
     args: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # with nothing tuned
-    if "--plot x.txt" in args:
-        pytest.importorskip("matplotlib")
     check_refused(args, message, monkeypatch)
 
 

@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from tests.cli.test_cli import invoke
-from tpkernels.bench.specs import Spec
-from tpkernels.planning.cost import machine_named, predict_seconds
-from tpkernels.terminal import milliseconds
 
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]
 
@@ -18,17 +15,6 @@ def test_explain_tells_what_a_gpu_would_need() -> None:
         pytest.skip("this machine has a GPU")
     shown = invoke(*EXPLAIN, "--m", "9", "--device", "cuda").output
     assert "needs a GPU that torch sees" in shown and "auto chooses unfused" in shown
-
-
-@pytest.mark.parametrize(("world", "there"), [(2, True), (16, False)])
-def test_explain_predicts_the_times_of_gpus_of_one_node(world: int, there: bool) -> None:
-    problem = ["--op", "all_reduce", "--bytes", "64K", "--device", "cuda", "--gpu", "h800"]
-    shown = invoke("explain", *problem, "--tp", str(world)).output
-    assert ("Predicted for NVIDIA H800 SXM by data sheets; not measured" in shown) is there
-    assert ("predicted ms" in shown) is there
-    spec = Spec("all_reduce", (1 << 15,), torch.bfloat16)
-    times = predict_seconds(spec.problem(2, "cuda"), spec.other, machine_named("h800"))
-    assert (milliseconds(1e3 * times["unfused"]) in shown) is there
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.cuda_rehearsal import copy_engines
 from tests.support.emulated import (
     BF16,
     DTYPES,
@@ -309,18 +308,6 @@ def test_copies_ordered_by_words(skips: bool) -> None:
         wrong += not bool((out == world * call + sum(range(world))).all())
     wrong = anywhere(wrong + (space.failure() is not None))
     assert (wrong > 0) == skips, wrong
-
-
-@pytest.mark.thorough
-@on_ranks(2)
-def test_the_gpu_suites_checks() -> None:
-    """They have not seen a GPU; here they run on the CPU."""
-    from benchmarks.gpu.cuda import check_job
-
-    with pytest.MonkeyPatch.context() as patch:
-        copy_engines(patch)  # which the check changes, and the patch puts back
-        results = check_job("cpu", 3, 200)
-    assert results and all(right for _, right in results), results
 
 
 @on_ranks(3)

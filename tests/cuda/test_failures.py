@@ -175,7 +175,6 @@ def test_without_a_driver_each_entry_says_so() -> None:
         lambda: cuda.all_reduce(space, 1, x, x),
         lambda: cuda.sum_partials(x, [x]),
         lambda: cuda.barrier(space, 1),
-        lambda: cuda.paced_copy(x, x.clone(), 1.0),
         lambda: cuda.CopyCall(space, 1),
         _C.cuda.driver_version,
         _C.cuda.device_count,

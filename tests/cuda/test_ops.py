@@ -206,18 +206,6 @@ def test_all_algorithms_share_a_workspace(ll: bool) -> None:
     check_all([*reductions, *gathers, *reductions], 200, ll)
 
 
-@pytest.mark.slow
-@interpreted(1)
-def test_the_gpu_suites_paced_links() -> None:
-    """They have not seen a GPU, their peers in threads; here they run on the CPU."""
-    from benchmarks.gpu import link as gpu_link
-
-    gather = gpu_link.Gather("cpu", 3, 96, 48, 32)
-    scatter = gpu_link.Scatter("cpu", 3, 96, 48, 48)
-    for case, way in ((gather, "pipelined"), (gather, "fused"), (scatter, "pipelined")):
-        assert gpu_link.check(case, way), (case, way)
-
-
 @pytest.mark.parametrize("dtype", dtypes.CODES)
 def test_sums_have_the_bits_of_the_extension(dtype: torch.dtype) -> None:
     wide = dtypes.accumulator(dtype)

@@ -32,6 +32,8 @@ from tests.support.tiers import sweep
 from tpkernels import cuda
 from tpkernels.cuda import calls as rows
 from tpkernels.cuda.layouts import ll_words, rows_layout
+from tpkernels.planning.cost import all_reduce_way
+from tpkernels.planning.trust import NORMED_SUMS
 from tpkernels.symm.device import EPOCH, LAST_EPOCH, DeviceWorkspace
 
 WAYS = ("ll", "ll_two_shot", "two_shot")
@@ -214,7 +216,9 @@ def test_what_auto_takes() -> None:
         "ll": [(1, 8192, 8), (1, 65536, 8), (2, 32768, 8), (32, 8192, 2)],
         "ll_two_shot": [(8, 8192, 8), (4, 32768, 8), (32, 8192, 8)],
     }.items():
-        assert {rows._way(m, 2 * n, world) for m, n, world in cases} == {way}
+        for m, n, world in cases:
+            split = world * -(-m // world) * 2 * n
+            assert all_reduce_way(m * 2 * n, world, frozenset(NORMED_SUMS), split) == way
     needs = rows_layout("ll_two_shot", 9, 64, 8, 2, 1)
     assert (needs.segment, needs.words, needs.blocks) == (2 * 64, ll_words(256, 256), 9)
 

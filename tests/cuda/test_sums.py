@@ -1,11 +1,10 @@
-"""The sum of partials and the paced copy of csrc/cuda, run on the CPU: dtypes, tails, places, time;
+"""The sum of partials of csrc/cuda, run on the CPU: dtypes, tails, places;
 and what the Python face refuses."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -77,26 +76,6 @@ def test_parts_replaced_partials_and_special_values() -> None:
         )
 
 
-@on_ranks(1)
-def test_a_paced_copy_takes_its_time() -> None:
-    """And copies every byte and no more, no earlier than a link would bring them."""
-    for nbytes, offset, sms in itertools.product((0, 1, 15, 4097, 300_001), (0, 1, 4), (1, 3)):
-        src = torch.arange(nbytes + offset).to(torch.uint8)[offset:]
-        dst = torch.zeros(nbytes + offset + 9, dtype=torch.uint8)
-        cuda.paced_copy(dst[offset : offset + nbytes], src, gb_per_s=50, sms=sms)
-        assert (
-            torch.equal(dst[offset : offset + nbytes], src) and not dst[offset + nbytes :].any()
-        ), f"{nbytes} {offset} {sms}"
-    src, dst = torch.randn(1 << 20), torch.empty(1 << 20)  # 4 MiB
-    for rate, latency_us in ((0.05, 0.0), (0.1, 30_000.0)):
-        begin = time.monotonic()
-        cuda.paced_copy(dst, src, rate, latency_us, sms=2)
-        seconds, due = time.monotonic() - begin, 4 * src.numel() / rate * 1e-9 + latency_us * 1e-6
-        assert torch.equal(src, dst) and due <= seconds < due + 0.5, (
-            f"{seconds:.4f} s at {rate} GB/s, due {due:.4f}"
-        )
-
-
 def reduce(**changed: Any) -> None:
     region = torch.zeros(1 << 14, dtype=torch.uint8)
     space = DeviceWorkspace([region.data_ptr()] * 2, region, 0, 8, 1 << 10, 1.0)
@@ -107,11 +86,6 @@ def reduce(**changed: Any) -> None:
 def add(**changed: Any) -> None:
     given = {"out": torch.ones(6), "partials": [torch.ones(6)] * 2} | changed
     cuda.sum_partials(**given)
-
-
-def paced(**changed: Any) -> None:
-    given = {"dst": torch.ones(6), "src": torch.ones(6), "gb_per_s": 1.0} | changed
-    cuda.paced_copy(**given)
 
 
 REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
@@ -130,12 +104,6 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
     (add, {"out": torch.ones(5)}, ValueError, r"out is \[5\] float32, partials \[6\]"),
     (add, {"bias": torch.ones(2, 3)}, ValueError, r"bias has shape \[2, 3\]; it must be \[cols\]"),
     (add, {"begin": -1}, ValueError, "begin is -1"),
-    (paced, {"src": torch.ones(5)}, ValueError, r"src is \[5\] float32, dst \[6\]"),
-    (paced, {"gb_per_s": 0.0}, ValueError, "gb_per_s is 0.0; it must be above 0"),
-    (paced, {"gb_per_s": math.inf}, ValueError, "gb_per_s is inf"),
-    (paced, {"latency_us": -1.0}, ValueError, "latency_us is -1.0"),
-    (paced, {"sms": 0}, ValueError, "sms is 0; it must be 1 to 1024"),
-    (paced, {"gb_per_s": 1e-9}, ValueError, "would take 24 s; at most 10 s"),
 ]
 
 

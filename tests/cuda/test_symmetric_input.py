@@ -99,18 +99,6 @@ def test_other_input_is_copied() -> None:
                 assert torch.equal(whole[:, 0] * K, got[:, 0]), kind
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("way", "delay_us"), [("pipelined", 200), ("copied", 0)])
-@interpreted(2)
-def test_the_gpu_suites_check(way: str, delay_us: int) -> None:
-    """It has not seen a GPU; here it runs on the CPU."""
-    from benchmarks.gpu.in_place import check_job
-
-    with pretending() as patch:
-        copy_engines(patch)  # which the check changes, and the patch puts back
-        assert check_job("cpu", way, 3, delay_us) == [("symmetric input", True)]
-
-
 @on_ranks(2)
 def test_ranks_that_pass_different_tensors_are_told() -> None:
     with pretending():

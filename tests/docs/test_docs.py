@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -22,14 +23,15 @@ from typer.testing import CliRunner
 
 import tpkernels
 from tests.nccl.test_communicator import NO_GPU, pretending
+from tests.support import served
 from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import Build
 from tests.support.paths import ROOT
-from tests.support.processes import torchrun
+from tests.support.processes import output_of
 from tests.support.tiers import thorough
 from tpkernels.cli import app
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # They take long, and tests of their own show that they work.
 SLOW = {"tpkernels bench", "tpkernels tune", "tpkernels demo", "tpkernels profile"}
 PUBLIC = ("", ".compile", ".mesh", ".nccl", ".nn", ".numerics", ".parallel")
@@ -62,28 +64,38 @@ def test_all_blocks_are_of_a_kind_that_is_run(page: Path) -> None:
             assert token.info in ("python", "sh", "text"), f"{page}: {token.info}"
 
 
+SCRIPTS = ["README.md", "docs/quickstart.md"]
+
+
 @pytest.mark.thorough
-def test_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
-    example = tmp_path / "example.py"
-    example.write_text(
-        program(PAGES[0]) + "\nassert y.shape == x.shape and y.isfinite().all()\nprint('ran')\n"
-    )
-    assert torchrun(2, example).count("ran") == 2
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_scripts(page: str, tmp_path: Path) -> None:
+    """They start their ranks, and load a model that is small here."""
+    pytest.importorskip("transformers")
+    source, script = program(ROOT / page), tmp_path / "first.py"
+    named, count = re.subn(r'NAME = "\S+"', f'NAME = "{served.folder(tmp_path)}"', source)
+    assert count == 1
+    script.write_text(named + "\nprint('ran')\n")
+    assert output_of(script).endswith("ran\n")
 
 
 def run_job(source: str, name: str) -> None:
     exec(compile(source, name, "exec"), {"__name__": name})
 
 
-ON_TWO_RANKS = ["failures", "mesh", "models", "numerics", "ops", "performance"]
+WITH_MODELS = ["models", "recipes"]
+ON_TWO_RANKS = ["failures", "mesh", "numerics", "ops", "performance", *WITH_MODELS]
 
 
 @pytest.mark.parametrize(
-    "name", [thorough(name) if name == "models" else name for name in ON_TWO_RANKS]
+    "name", [thorough(name) if name in WITH_MODELS else name for name in ON_TWO_RANKS]
 )
-def test_python_on_two_ranks(ranks: RanksFixture, name: str) -> None:
-    if name == "models":
+def test_python_on_two_ranks(
+    ranks: RanksFixture, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in WITH_MODELS:
         pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
     ranks(2).run(run_job, program(ROOT / "docs" / f"{name}.md"), f"{name}.md", timeout=180)
 
 
@@ -105,7 +117,7 @@ def test_python_of_nccl(ranks: RanksFixture, fake_nccl: Build) -> None:
 
 
 def test_all_pages_with_python_are_run() -> None:
-    run = {"README", "compile", "nccl"} | set(ON_TWO_RANKS)
+    run = {"compile", "nccl", *ON_TWO_RANKS, *(Path(page).stem for page in SCRIPTS)}
     assert {page.stem for page in PAGES if program(page)} == run
 
 
@@ -157,10 +169,21 @@ def test_options_exist(page: Path) -> None:
 
 
 def test_the_picture_is_of_the_readmes_command() -> None:
-    assert (ROOT / "docs/images/timeline.png").stat().st_size < 150_000
-    assert ["tpkernels", "profile", "--op", "all_gather_matmul"] in [
-        words[:4] for words in commands(PAGES[0])
-    ]
+    assert "--chart docs/images/llama.svg" in PAGES[0].read_text()
+    assert ElementTree.parse(ROOT / "docs/images/llama.svg").getroot().tag.endswith("svg")
+
+
+def test_messages_of_troubleshooting() -> None:
+    """What stands in its first columns is in the code: between numbers, quotes and "..."."""
+    sources = [*(ROOT / "tpkernels").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    code = "".join(path.read_text() for path in sources)
+    code = re.sub(r"""["']\s*f?["']""", "", code)  # adjacent literals are one
+    rows = re.findall(r"^\| `(.+?)`", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    parts = {
+        part.strip(" ,#") for row in rows for part in re.split(r"\.\.\.|['\":;()\[\]]|\d+", row)
+    }
+    wanted = {part for part in parts if len(part.split()) > 2}
+    assert len(rows) > 20 and not [part for part in wanted if part not in code]
 
 
 @pytest.mark.parametrize("module", PUBLIC)

@@ -1,4 +1,4 @@
-"""Which NCCL is found, which functions it lacks, and the real one on a machine without a GPU."""
+"""Which NCCL is found, and the real one on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_nccl import Build
-from tpkernels import _C, nccl
+from tpkernels import nccl
 from tpkernels.errors import TpkernelsError
 
 REQUIRED = [
@@ -16,12 +16,6 @@ REQUIRED = [
     *("CommAbort", "CommFinalize", "CommDestroy", "AllGather", "ReduceScatter", "AllReduce"),
     *("Broadcast", "Send", "Recv", "GroupStart", "GroupEnd"),
 ]
-OPTIONAL = {
-    "MemAlloc": "2.19.1",
-    "MemFree": "2.19.1",
-    "CommWindowRegister": "2.27.3",
-    "CommWindowDeregister": "2.27.3",
-}
 
 
 @pytest.fixture(scope="module")
@@ -44,29 +38,6 @@ def test_a_library_without_a_required_symbol_is_too_old(fake_nccl: Build) -> Non
         assert "tpkernels needs NCCL 2.14.0 or newer" in str(caught.value)
 
 
-def test_missing_optional_symbols_are_named(fake_nccl: Build) -> None:
-    assert nccl.load(fake_nccl().path).features == {f"nccl{name}": True for name in OPTIONAL}
-    fake = fake_nccl(without=[f"nccl{symbol}" for symbol in OPTIONAL])
-    fake.version(21403)
-    loaded = nccl.load(fake.path)
-    assert loaded.features == {f"nccl{name}": False for name in OPTIONAL}
-    communicator = _C.nccl.Communicator(loaded, loaded.unique_id(), 0, 1, name="tp", timeout=5)
-    calls = {
-        "MemAlloc": lambda: loaded.mem_alloc(16),
-        "MemFree": lambda: loaded.mem_free(0),
-        "CommWindowRegister": lambda: communicator.register_window(16, 16),
-        "CommWindowDeregister": lambda: communicator.deregister_window(16),
-    }
-    for symbol, call in calls.items():
-        with pytest.raises(NotImplementedError) as caught:
-            call()
-        assert str(caught.value) == (
-            f"NCCL 2.14.3 ({fake.path}) has no nccl{symbol}, which was added in NCCL "
-            f"{OPTIONAL[symbol]}"
-        )
-    communicator.check()  # nothing was sent: the communicator still works
-
-
 def test_versions_are_read(fake_nccl: Build) -> None:
     numbers = {22809: "2.28.9", 23203: "2.32.3", 2804: "2.8.4", 21005: "2.10.5"}
     fake = fake_nccl()
@@ -87,17 +58,12 @@ def test_what_is_no_library(fake_nccl: Build, tmp_path: Path) -> None:
 
 def test_failures_of_nccl_itself(fake_nccl: Build) -> None:
     fake = fake_nccl()
-    for function in ("ncclGetUniqueId", "ncclMemAlloc", "ncclMemFree"):
-        fake.result(function, 2)
+    fake.result("ncclGetUniqueId", 2)
     loaded = nccl.load(fake.path)
     with pytest.raises(
         TpkernelsError, match=r"ncclGetUniqueId failed: fake error 2; last .* broke"
     ):
         loaded.unique_id()
-    with pytest.raises(TpkernelsError, match="ncclMemAlloc of 64 bytes failed: fake error 2"):
-        loaded.mem_alloc(64)
-    with pytest.raises(TpkernelsError, match="ncclMemFree failed: fake error 2"):
-        loaded.mem_free(0)
 
 
 # Which one is found.
@@ -154,5 +120,3 @@ def test_the_real_library(real: str) -> None:
     assert tuple(map(int, loaded.version.split("."))) >= (2, 14, 0)
     first, second = loaded.unique_id(), loaded.unique_id()
     assert first != second and len(first) == 128
-    if tuple(map(int, loaded.version.split("."))) >= (2, 28, 0):
-        assert all(loaded.features.values())

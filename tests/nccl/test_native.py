@@ -63,8 +63,6 @@ CALLS: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "group": ("ncclGroupEnd", lambda c: c.enqueue([*map(operation, PAIR)])),
     "in group": ("ncclRecv", lambda c: c.enqueue([*map(operation, PAIR)])),
     "group start": ("ncclGroupStart", lambda c: c.enqueue([*map(operation, PAIR)])),
-    "window": ("ncclCommWindowRegister", lambda c: c.register_window(16, 16)),
-    "no window": ("ncclCommWindowDeregister", lambda c: c.deregister_window(16)),
     "close": ("ncclCommFinalize", lambda c: c.close()),
 }
 
@@ -146,7 +144,7 @@ def test_a_call_in_progress_is_waited_for(fake_nccl: Build, code: int) -> None:
         assert (fake.calls(function), fake.calls("ncclCommAbort"), fake.misuse()) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "group", "window", "close"])  # one of each kind
+@pytest.mark.parametrize("call", ["all_reduce", "group", "close"])  # one of each kind
 def test_a_call_that_never_ends_is_given_up(fake: Fake, call: str) -> None:
     communicator = make(fake, SHORT)
     fake.progress(-1)
@@ -302,7 +300,7 @@ def test_threads_take_turns(fake: Fake) -> None:
     """NCCL forbids a call while another is in progress; the fake counts those."""
     communicator = make(fake)
     fake.progress(100)  # tens of milliseconds
-    calls = ("all_reduce", "send", "group", "window")
+    calls = ("all_reduce", "send", "group")
     for thread in [asking(communicator, fake, call) for call in calls]:
         assert not thread.result(10).error, thread
     assert (fake.calls("ncclAllReduce"), fake.misuse()) == (1, 0)

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from tests.support.cuda_rehearsal import TRUSTED
 from tpkernels.bench.specs import Spec
 from tpkernels.op_spec import Options
 from tpkernels.planning.choose import Means, Plan, choose
 from tpkernels.planning.problem import ORDERED, VENDOR
 from tpkernels.planning.table import Config, Measurement, Table
 from tpkernels.tuning.contest import is_eligible
+
+QUALIFIED_MEANS = Means(shared_memory=True, trust=TRUSTED)
 
 
 def spec(m: int, n: int = 512, op: str = "all_gather_matmul") -> Spec:
@@ -33,7 +36,7 @@ def plan(spec: Spec, *times: Measurement, shared_memory: bool = True, **changes:
 
 def test_the_fastest_is_taken_and_the_reason_says_so() -> None:
     one = measured(spec(64), unfused=1.52, direct=1.6, pipelined=1.31)
-    assert choose(spec(64).problem(2), Means(shared_memory=True)).algorithm == "direct"
+    assert choose(spec(64).problem(2), QUALIFIED_MEANS).algorithm == "direct"
     chosen = plan(spec(64), one)
     assert chosen.algorithm == "pipelined"
     assert chosen.reason == "tuned: 1.31 ms, unfused 1.52 ms, 2026-11-21"
@@ -112,7 +115,7 @@ def test_kernels_are_cut_as_was_measured_best() -> None:
     def config(m: int, *measurements: Measurement, requested: str = "fused") -> Config:
         problem = spec(m).problem(2)
         table = Table(measurements)
-        return choose(problem, Means(shared_memory=True), requested=requested, tuned=table).config
+        return choose(problem, QUALIFIED_MEANS, requested=requested, tuned=table).config
 
     assert config(64, few) == config(100, few, many) == cut
     assert config(64, few, wide) == other  # the larger case
@@ -122,7 +125,9 @@ def test_kernels_are_cut_as_was_measured_best() -> None:
     tuning_key = on_gpu.tuning_key
     assert tuning_key is not None
     taken = choose(
-        on_gpu, Means(shared_memory=True), tuned=Table((replace(few, series=tuning_key[0]),))
+        on_gpu,
+        QUALIFIED_MEANS,
+        tuned=Table((replace(few, series=tuning_key[0]),)),
     )
     assert (taken.algorithm, taken.config) == ("fused", cut)
 
@@ -159,7 +164,7 @@ def test_times_hold_for_the_numerics_that_they_were_measured_with() -> None:
     assert key is not None
     one = Measurement(*key, other=512, ms={"unfused": 2.0, "direct": 1.0}, date="2026-11-22")
     ordered = replace(reduction, numerics=ORDERED)
-    means, tuned = Means(shared_memory=True), Table((one,))
+    means, tuned = QUALIFIED_MEANS, Table((one,))
     assert choose(reduction, means, tuned=tuned).algorithm == "direct"
     assert choose(ordered, means, tuned=tuned).algorithm == "unfused"
 
@@ -167,7 +172,7 @@ def test_times_hold_for_the_numerics_that_they_were_measured_with() -> None:
 def test_numerics_are_those_of_the_algorithm() -> None:
     """Only `unfused` leaves a sum to the vendor, and no gather has a choice."""
     reduction = spec(64, op="matmul_all_reduce").problem(2, "cuda")
-    means = Means(shared_memory=True)
+    means = QUALIFIED_MEANS
     plans = [choose(reduction, means, requested=way) for way in ("unfused", "direct", "ring")]
     plans.append(choose(replace(reduction, numerics=ORDERED), means, requested="unfused"))
     assert [each.numerics for each in plans] == [VENDOR, ORDERED, ORDERED, ORDERED]

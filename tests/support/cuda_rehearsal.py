@@ -14,6 +14,10 @@ import torch.distributed as dist
 
 from tests.support import faults
 from tpkernels import groups, validation
+from tpkernels.groups.group import Group
+from tpkernels.op_spec import OPS
+from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.trust import COPY_ENGINES, Trust, ways_of
 from tpkernels.symm import gpu_memory, host
 from tpkernels.symm.cuda import CudaWorkspace
 
@@ -29,6 +33,13 @@ class Handle:
 
 
 OFFSET = 256  # bytes before the memory, in its allocation
+
+
+# Every way is qualified.
+TRUSTED = Trust(
+    frozenset({way for spec in OPS.values() for name in ALGORITHMS for way in ways_of(spec, name)})
+    | {f"fused/{COPY_ENGINES}"}
+)
 
 
 class SharedMemory:
@@ -48,12 +59,17 @@ class SharedMemory:
 
 
 @contextlib.contextmanager
-def pretending(memory: Any = SharedMemory) -> Iterator[pytest.MonkeyPatch]:
-    """CPU tensors take the code path of CUDA tensors, and no kernel is unsupported."""
+def pretending(
+    memory: Any = SharedMemory, trust: Trust | None = TRUSTED
+) -> Iterator[pytest.MonkeyPatch]:
+    """CPU tensors take the code path of CUDA tensors, and no kernel is unsupported. ``trust``: what
+    is qualified; None: what a record says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "device", lambda _: "cuda")
         patch.setattr("tpkernels.tuning.planned_calls.unsupported", lambda *_: None)
         patch.setattr(gpu_memory, "symmetric", memory)
+        if trust is not None:
+            patch.setattr(Group, "trust", lambda _: trust)
         patch.setattr(host, "_FIRST_WORDS", 4)  # so that they have to grow
         patch.setattr(host, "_FIRST_BYTES", 1 << 12)
         yield patch

@@ -27,15 +27,17 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
-from tests.support.cuda_rehearsal import SharedMemory, pretending
+from tests.support.cuda_rehearsal import TRUSTED, SharedMemory, pretending
 from tests.support.ranked import apart, check_job, fresh_group, on_ranks
 from tests.support.tiers import covering, thorough
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
+from tpkernels.backends import TABLES
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import OPS
 from tpkernels.planning.table import Table
 from tpkernels.symm import streams
 from tpkernels.tuning import tuner
+from tpkernels.tuning.contest import Sample
 
 OP = "matmul_all_reduce"
 
@@ -249,6 +251,55 @@ def test_nothing_is_tuned_in_a_capture() -> None:
                 )
             tpkernels.all_gather(x, group)
             assert plan_of(group).reason.startswith("tried: "), plan_of(group).reason
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@emulated.on_ranks(2)
+def test_captures_go_by_times_of_graphs(fails: bool) -> None:
+    """Eager calls and those in graphs have tables of their own; without being asked, where
+    algorithms are qualified. ``fails``: `unfused` cannot be captured."""
+    made: list[str] = []
+
+    def graph_of(run: Callable[[], object]) -> Callable[[], object]:
+        made.clear()
+        run()
+        if fails and made == ["unfused"]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return run
+
+    def timed(self: Any, call: Any) -> Any:
+        name, captured = call.plan.algorithm, self._replays is not None
+        if captured:
+            self._replays[name]()
+        return Sample(0.0, 1.0 if (name == "direct") == captured else 2.0, self._other)
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: made.append(name) or function(*args)
+
+    wrapped = {key: counted(key[1], function) for key, function in TABLES["cuda"].items()}
+    taken = {}
+    with pretending() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(Group, "uses_gloo", lambda *_: False)
+        patch.setattr(tuner, "_takes_graphs", lambda _: True)
+        patch.setattr(tuner, "_graph_of", graph_of)
+        patch.setattr(tuner._Tuner, "_timed", timed)
+        patch.setattr("tpkernels.backends.TABLES", {**TABLES, "cuda": wrapped})
+        group = faults.new_group()
+        own(group).measured.tables["cuda"] = Table()
+        own(group)._trust["cuda"] = TRUSTED
+        x = torch.full((8, 4), float(dist.get_rank() + 1))
+        tpkernels.all_gather(x, group)
+        for captured in (False, True, False):
+            made.clear()
+            patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
+            got = tpkernels.all_gather(x, group)
+            assert got[:, 0].tolist() == [1.0] * 8 + [2.0] * 8
+            taken[captured] = list(made)
+        patch.setattr(streams, "is_captured", lambda _: False)
+        series = [one.series.options for one in own(group).measured.tables["cuda"].measurements]
+    expected = {False: ["unfused"], True: ["unfused" if fails else "direct"]}
+    assert taken == expected and series == [(), ("captured",)][: 1 if fails else 2], (taken, series)
 
 
 class LittleMemory(SharedMemory):

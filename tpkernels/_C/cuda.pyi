@@ -82,10 +82,8 @@ class SumPartials:
         /,
     ) -> None: ...
 
-class PacedCopy:
-    def __init__(
-        self, dst: int, src: int, nbytes: int, latency_ns: int, ns_per_byte: float, /
-    ) -> None: ...
+class Litmus:
+    def __init__(self, found: int, records: int, round: int, nbytes: int, /) -> None: ...
 
 class Signal:
     def __init__(self, rank: int, index: int, /) -> None: ...
@@ -158,15 +156,18 @@ class Kernels:
         cluster: int = 1,
         early: bool = False,
     ) -> None: ...
-    def paced_copy(
+    def litmus_messages(
         self,
         stream: int,
-        copy: PacedCopy,
+        space: Space,
+        litmus: Litmus,
         /,
         blocks: int = 1,
         cluster: int = 1,
         early: bool = False,
     ) -> None: ...
+    litmus_words = litmus_messages
+    litmus_lines = litmus_messages
     def call_barrier(
         self,
         stream: int,

@@ -29,6 +29,7 @@ from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_r
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue_alike, queued
+from tpkernels.planning.trust import COPY_ENGINES
 from tpkernels.symm.cuda import Watch
 from tpkernels.symm.device import Prepared, kernel_error
 from tpkernels.symm.streams import SideStream
@@ -106,8 +107,12 @@ def gather(call: Call, x: torch.Tensor, products: Products) -> None:
 
 
 def _copies(call: Call, x: torch.Tensor) -> bool:
-    """Return whether all ranks can use copy engines. Collective at the first call."""
+    """Return whether all ranks can use copy engines, and nothing has disqualified them. Collective
+    at the first call."""
     if call.problem.device != "cuda" or call.problem.world == 1:
+        return False
+    ways = call.workspace.on_gpus[x.device].current.ways
+    if ways and COPY_ENGINES not in ways:
         return False
     return call.group.unsupported_kernels(x.device, "CUDA", cuda.unsupported(x.device)) is None
 

@@ -86,8 +86,14 @@ def reduce_into(
     size, and start at element ``begin`` of the whole output. ``out`` may be one of the partials.
     One launch on GPUs, where the kernels of ``csrc/cuda`` can be loaded and take the dtypes."""
     if _on_gpu(out):
-        run = _reduce_by_kernel if _has_kernel(out, partials, reduction) else _reduce_by_torch
-        run(out, partials, reduction, begin)
+        if _has_kernel(out, partials, reduction):
+            residual = reduction.residual
+            if residual is not None:
+                residual = residual.view(-1).narrow(0, begin, out.numel())
+            flat = [partial.view(-1) for partial in partials]
+            cuda.sum_partials(out.view(-1), flat, reduction.bias, residual, begin)
+        else:
+            _reduce_by_torch(out, partials, reduction, begin)
         return
     if begin and reduction.residual is not None:
         reduction = replace(reduction, residual=reduction.residual.view(-1)[begin:])
@@ -157,16 +163,6 @@ def _has_kernel(out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: 
         and all(x is None or x.dtype in cuda.DTYPES for x in operands)
         and cuda.available(out.device)
     )
-
-
-def _reduce_by_kernel(
-    out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int
-) -> None:
-    residual = reduction.residual
-    if residual is not None:
-        residual = residual.view(-1).narrow(0, begin, out.numel())
-    flat = [partial.view(-1) for partial in partials]
-    cuda.sum_partials(out.view(-1), flat, reduction.bias, residual, begin)
 
 
 def _reduce_by_torch(

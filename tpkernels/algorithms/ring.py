@@ -37,11 +37,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from tpkernels.algorithms import transfers
-from tpkernels.algorithms.parts import Partials, Products, pieces_of
+from tpkernels.algorithms.parts import Partials, pieces_of
 from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
-from tpkernels.local.product import Weight
 from tpkernels.local.ranges import TRANSFER, recorded
 from tpkernels.transport.point_to_point import enter
 from tpkernels.transport.waits import announce_done
@@ -143,14 +142,7 @@ class Ring(transfers.Transfers):
         announce_done(self.call)
 
 
-def gather(call: Call, x: torch.Tensor, products: Products) -> None:
-    transfers.gather(Ring(call), x, products)
-
-
-def reduce(
-    call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
-) -> None:
-    transfers.reduce(Ring(call), x, w, out, reduction)
+gather, reduce = transfers.operations(Ring)
 
 
 def exchange(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:

@@ -84,7 +84,21 @@ class Transfers(ABC):
         self.gather(shards, counts, max(1, step), place)
 
 
-def gather(transfers: Transfers, x: torch.Tensor, products: Products) -> None:
+def operations(kind: Callable[[Call], Transfers]) -> tuple[Callable[..., None], ...]:
+    """Return an algorithm's `gather` and `reduce`, whose calls transfer by ``kind``."""
+
+    def gather(call: Call, x: torch.Tensor, products: Products) -> None:
+        _gather(kind(call), x, products)
+
+    def reduce(
+        call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
+    ) -> None:
+        _reduce(kind(call), x, w, out, reduction)
+
+    return gather, reduce
+
+
+def _gather(transfers: Transfers, x: torch.Tensor, products: Products) -> None:
     """Carry out a call that gathers."""
     call = transfers.call
     problem, counts, rank = call.problem, shard_counts(call.problem), call.group.rank
@@ -123,7 +137,7 @@ def gather(transfers: Transfers, x: torch.Tensor, products: Products) -> None:
     transfers.end()
 
 
-def reduce(
+def _reduce(
     transfers: Transfers,
     x: torch.Tensor,
     w: Weight | None,

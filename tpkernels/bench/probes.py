@@ -112,7 +112,6 @@ def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
     received = _LARGE * (world - 1) / world
     link = Link(call=small, step=0.0, bandwidth=received / max(large - small, 1e-9))
     on_gpus = machine.kind == "cuda"
-    units = torch.cuda.get_device_properties(0).multi_processor_count if on_gpus else 0
     return Profile(
         title=f"{machine.device}, {counted(world, 'rank')}"
         + ("" if on_gpus else f" x {counted(machine.threads, 'thread')}"),
@@ -126,7 +125,6 @@ def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
         host=machine_named(store.preset_name_here(machine.kind)).host,
         overlaps=on_gpus,
         source=f"measured by tpkernels tune --machine, {day}",
-        multiprocessors=units,
     )
 
 

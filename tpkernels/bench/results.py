@@ -15,7 +15,7 @@ import statistics as plain
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,9 @@ from tpkernels.terminal import UsageError, make_output_folder, read_input, writa
 from tpkernels.text import all_printable, short, shown
 from tpkernels.timing import Samples, Timing, summary
 
-FORMAT = "tpkernels-bench/3"
+FORMAT = "tpkernels-bench/4"
 _MOST_BYTES = 256 << 20  # a case takes about 10 KiB
 _MOST_MESSAGE = 300  # characters
-_UNITS = (1e12, 1e12, 1e9, 1)  # of the rates in a `Roofline`
 
 
 @dataclass(frozen=True)
@@ -113,26 +112,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The rates that every rank reaches while all ranks run the probes: see `Rates`."""
+    """The rates that every rank reaches while all ranks run the probes."""
 
     tp: int
     dtype: str
-    tflops: float
-    torch_tflops: float
-    copy_gb_per_s: float
-    copy_over_cache: float
-
-    @classmethod
-    def of(cls, world: int, dtype: str, rates: Rates) -> Roofline:
-        """Return the entry for the rates of ``world`` ranks."""
-        return cls(
-            world, dtype, *(r / unit for r, unit in zip(astuple(rates), _UNITS, strict=True))
-        )
-
-    @property
-    def rates(self) -> Rates:
-        """Return the rates in the entry."""
-        return Rates(*(r * unit for r, unit in zip(astuple(self)[2:], _UNITS, strict=True)))
+    rates: Rates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     *("info", "demo", "bench", "compare", "tune", "explain", "plan", "shard", "generate", "serve"),
     "profile",
+    "qualify",
 )
 _LOOK: dict[str, Any] = {
     "add_completion": False,

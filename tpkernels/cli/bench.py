@@ -8,14 +8,20 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from typer import Option
 
 from tpkernels import dtypes
-from tpkernels.bench.cases import COLD
 from tpkernels.bench.measuring import run_case
 from tpkernels.bench.probes import measure_rates, slowest_rates
-from tpkernels.bench.report import show, unsupported, write
+from tpkernels.bench.report import show, write
 from tpkernels.bench.results import (
     Report,
     Roofline,
@@ -35,7 +41,6 @@ from tpkernels.bench.sweep import (
     REPEAT,
     ROWS,
     SHAPES,
-    Item,
     Settings,
     Sweep,
     plan_sweep,
@@ -44,7 +49,6 @@ from tpkernels.bench.sweep import (
 from tpkernels.cli import exit_codes, options
 from tpkernels.launch.session import is_leader, launched_ranks, open_session, resolve_device
 from tpkernels.op_spec import OPS
-from tpkernels.planning.cost import Rates
 from tpkernels.terminal import DTYPES, UsageError, at_least, console
 
 Many = list[str] | None
@@ -137,7 +141,7 @@ def bench(
     device: options.Device = None,
     out: Annotated[
         Path | None,
-        Option(help="Write bench.json, bench.csv, report.html and plots to this folder."),
+        Option(help="Write bench.json and report.txt to this folder."),
     ] = None,
     json_file: Annotated[Path | None, Option("--json", help="Write the JSON to this file.")] = None,
     resume: Annotated[
@@ -171,10 +175,8 @@ def bench(
             if is_leader():
                 show(report, console())
             if is_leader() and out is not None:
-                write(report, out)
-                if (missing := unsupported()) is not None:
-                    console().print(f"No plots: {missing}.", markup=False)
-                console().print(f"Written: {out}/report.html", markup=False, soft_wrap=True)
+                write(report, out / "report.txt")
+                console().print(f"Written: {out}/report.txt", markup=False, soft_wrap=True)
     if interrupted:
         measured = f"{len(report.results)} of {len(report.cases)} cases"
         hint = "" if file is None else "; use --resume to continue"
@@ -182,11 +184,6 @@ def bench(
         raise typer.Exit(130)
     if not all(case.is_right for case in report.results):
         raise typer.Exit(1)
-
-
-_START_SECONDS = 0.3  # per case of any size: inputs, set-up, barriers
-# Only estimates how long cases take, for the progress bar.
-_NOMINAL = Rates(flops=5e10, torch_flops=5e10, copy_bytes=1e10, copy_over_cache=COLD)
 
 
 def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) -> None:
@@ -197,58 +194,37 @@ def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) 
         RankError: ranks failed. Like an interrupt, this loses the case being measured.
     """
     method, path = sweep.method, path if is_leader() else None
-    with _progress(sweep, Console(stderr=True)) as progress:
-        (bar,) = progress.task_ids
+    screen = Console(stderr=True)
+    with Progress(
+        *(MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left")),
+        *(TimeRemainingColumn(), TextColumn("{task.description}")),
+        console=screen,
+        transient=True,
+        disable=not (screen.is_terminal and is_leader()),
+    ) as progress:
+        bar = progress.add_task("", total=len(sweep.items))
         for world in dict.fromkeys(item.world for item in sweep.items):
             items = [item for item in sweep.items if item.world == world]
             if launched_ranks() is None and {item.key for item in items} <= report.done:
                 continue  # no need to start ranks
             with open_session(
                 world, threads=method.threads, timeout=timeout, device=method.device
-            ) as session:
-                done, rooflines = session.run(_identity, (report.done, report.rooflines))[0]
+            ) as run:
+                done, rooflines = run(tuple, (report.done, report.rooflines))[0]
                 rates = {entry.dtype: entry.rates for entry in rooflines if entry.tp == world}
                 for item in items:
                     progress.update(bar, description=item.key)
                     if item.key not in done:
                         spec, dtype = item.spec, dtypes.name(item.spec.dtype)
                         if dtype not in rates:
-                            measured = session.run(measure_rates, spec.dtype, method.device)
+                            measured = run(measure_rates, spec.dtype, method.device)
                             rates[dtype] = slowest_rates(measured)
-                            report.rooflines.append(Roofline.of(world, dtype, rates[dtype]))
-                        ranks = session.run(run_case, spec, method, rates[dtype])
+                            report.rooflines.append(Roofline(world, dtype, rates[dtype]))
+                        ranks = run(run_case, spec, method, rates[dtype])
                         report.results.append(result(item, rates[dtype], ranks))
                         if path is not None:
                             save(report, path)
-                    done_cases = progress.tasks[0].fields["done"] + 1
-                    progress.update(bar, advance=_weight(item), done=done_cases)
+                    progress.advance(bar)
     report.complete = True
     if path is not None:
         save(report, path)
-
-
-def _identity(value: object) -> object:
-    """Run on every rank, this broadcasts rank 0's value."""
-    return value
-
-
-def _weight(item: Item) -> float:
-    return _START_SECONDS + _NOMINAL.least_seconds(item.spec.cost(item.world))
-
-
-def _progress(sweep: Sweep, console: Console) -> Progress:
-    """Return a progress bar, shown on a terminal only; a case counts with its estimated time."""
-    progress = Progress(
-        TextColumn("{task.fields[done]}/{task.fields[cases]}"),
-        BarColumn(bar_width=30),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-        transient=True,
-        speed_estimate_period=1e9,  # estimated from all cases so far: one may take minutes
-        disable=not (console.is_terminal and is_leader()),
-    )
-    progress.add_task("", total=sum(map(_weight, sweep.items)), done=0, cases=len(sweep.items))
-    return progress

@@ -33,6 +33,7 @@ from tpkernels.integers import ceil_div
 from tpkernels.launch.session import (
     all_gather_objects,
     all_gather_tensors,
+    is_leader,
     open_session,
     world_size,
 )
@@ -94,8 +95,8 @@ def demo(
             raise UsageError(f"--{name} is {width}: {world} ranks need at least {world}")
     of = dtype_named(dtype)
     out = console()
-    with open_session(world, threads=threads, timeout=timeout) as session:
-        if session.leader:
+    with open_session(world, threads=threads, timeout=timeout) as run:
+        if is_leader():
             of_ranks = counted(world, "rank")
             out.print(f"Layer of width {hidden}, MLP {ffn}, {m} tokens, {dtype}, {of_ranks}")
             busy = _busy_cores()
@@ -105,12 +106,12 @@ def demo(
                     "are not the machine's, and neither are their ratios."
                 )
         with out.status("verifying and timing"):
-            ranks = session.run(run_layer, m, hidden, ffn, of, repeat)
+            ranks = run(run_layer, m, hidden, ffn, of, repeat)
         calls, verdict = ranks[0]
         wrong = [call.name for call in calls if not call.right]
         wrong += [f"{call.name} (unfused)" for call in calls if not call.unfused]
         wrong += [] if verdict.right else ["the layer as a whole"]
-        if session.leader:
+        if is_leader():
             _show([calls for calls, _ in ranks], verdict, wrong, native(of), out)
     if wrong:
         raise typer.Exit(1)

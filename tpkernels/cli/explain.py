@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
 import torch
 from rich.markup import escape
 from typer import Option
 
-from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.specs import Spec, check_split, spec_of, unsupported_kernels
 from tpkernels.cli import options
 from tpkernels.launch.session import check_device
 from tpkernels.op_spec import OPS
-from tpkernels.planning import store
-from tpkernels.planning.choose import Means, candidates, choose, unsupported_algorithms
-from tpkernels.planning.cost import DEFAULTS, all_reduce_way, predict_seconds
+from tpkernels.planning import store, trust
+from tpkernels.planning.choose import (
+    Means,
+    candidates,
+    choose,
+    unsupported_algorithms,
+    why_unqualified,
+)
+from tpkernels.planning.cost import all_reduce_way
 from tpkernels.planning.machine import cpu_flags, this_machine
 from tpkernels.planning.table import Measurement, Table
+from tpkernels.planning.trust import SUMS, Trust
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
 from tpkernels.terminal import (
@@ -51,17 +56,9 @@ def explain(
         int, Option(help="Number of hosts; ranks on several hosts share no memory.")
     ] = 1,
     threads: options.Threads = 1,
-    gpu: Annotated[
-        str | None,
-        Option(
-            help="With --device cuda: the GPUs to predict times of, such as h100. Default: this "
-            "machine's, else h100."
-        ),
-    ] = None,
 ) -> None:
     """Show which algorithm auto chooses for a problem and why, with the times that `tpkernels tune`
-    measured here. For GPUs also the times predicted from their data sheets, by which nothing is
-    chosen. Starts no ranks."""
+    measured here. Starts no ranks."""
     check_workers(tp=world, threads=threads)
     at_least(1, hosts=hosts)
     check_device(device)
@@ -73,25 +70,27 @@ def explain(
         cpu_flags=cpu_flags(),
         unsupported=unsupported_kernels(device),
         why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
+        trust=trust.of_this_machine(world) if device == "cuda" else Trust(),
     )
     machine, known = None, Table()
     if device == "cpu" or torch.cuda.is_available():
         machine = this_machine(device, world, hosts, shared_memory, threads=threads)
         known = store.load_or_warn(machine)
     chosen = choose(problem, means, tuned=known)
-    forecast, model = _predicted(spec, world, gpu) if device == "cuda" else ({}, "")
     cases = [] if problem.tuning_key is None else known.at(*problem.tuning_key)
-    grid = table("algorithm", ("ms", *(["predicted ms"] if forecast else [])), "why not")
-    for name, reason in unsupported_algorithms(problem, means).items():
-        cells = [_times(name, cases) if reason is None else ""]
-        if forecast:
-            cells.append(milliseconds(1e3 * forecast[name]) if name in forecast else "")
+    grid = table("algorithm", ("ms",), "why not")
+    for name, unsupported in unsupported_algorithms(problem, means).items():
+        reason = unsupported or why_unqualified(problem, name, means)
         label = f"[bold green]{name}[/]" if name == chosen.algorithm else name
-        grid.add_row(label, *cells, escape(reason or ""))
-    notes = [f"Predicted for {model} by data sheets; not measured"] if forecast else []
+        times = _times(name, cases) if reason is None else ""
+        grid.add_row(label, times, escape(reason or ""))
+    notes = []
     if device == "cuda" and op in ("all_reduce", "matmul_all_reduce"):
         # Where NVLink connects all GPUs, and where not.
-        lines, words = (all_reduce_way(problem.nbytes, world, linked) for linked in (True, False))
+        lines, words = (
+            all_reduce_way(problem.nbytes, world, frozenset(SUMS) - without)
+            for without in (set[str](), {"ll128"})
+        )
         where = f" where NVLink connects all GPUs, else by {words}" if words != lines else ""
         notes.append(
             f"direct sums by {lines}{where}, for these bytes and ranks by the model of hops"
@@ -139,19 +138,3 @@ def _times(name: str, cases: list[Measurement]) -> str:
         if name in case.ms
     ]
     return ", ".join(times) or "not measured"
-
-
-def _predicted(spec: Spec, world: int, gpu: str | None) -> tuple[Mapping[str, float], str]:
-    """Predict the times of algorithms by the model of GPUs, and name it; nothing of several
-    nodes."""
-    if gpu is None:
-        there = torch.cuda.is_available()
-        gpu = store.preset_name_here("cuda") if there else DEFAULTS["cuda"]
-    profile = machine_by_name(gpu, world, "cuda")
-    if profile.device != "cuda":
-        raise UsageError(f"--gpu is '{gpu}', {profile.title}, which is no GPU")
-    problem = spec.problem(world, "cuda")
-    # The model knows none of these.
-    if world > profile.node or problem.spec.scaled or problem.spec.exchanges:
-        return {}, profile.title
-    return predict_seconds(problem, spec.other, profile), profile.title

@@ -19,6 +19,7 @@ from tpkernels.cli import options
 from tpkernels.defaults import POOL_VARIABLE
 from tpkernels.local.packed import native
 from tpkernels.op_spec import OPS
+from tpkernels.planning import trust
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.symm import colocation
@@ -68,6 +69,7 @@ def facts() -> dict[str, Any]:
         "shared_memory": colocation.unsupported(),
         "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},
         "nccl": nccl.facts(),
+        "qualified": _qualified() if torch.cuda.is_available() else {},
         "algorithms": algorithms,
         "algorithms_across_hosts": across_hosts,
     }
@@ -87,13 +89,35 @@ def unsupported_here(device: str, op: str, *, shared_memory: bool) -> dict[str, 
     return reasons
 
 
+def _qualified() -> dict[str, dict[str, str]]:
+    """Return, by number of ranks, how each way did in `tpkernels qualify`."""
+    record, ignored = trust.load("cuda")
+    if record is None:
+        return {"ignored": {"": ignored}} if ignored else {}
+    return {
+        world: {way: outcome.reason or outcome.status for way, outcome in ways.items()}
+        for world, ways in record.ways.items()
+    }
+
+
+def _qualified_text(qualified: dict[str, dict[str, str]]) -> str:
+    if not qualified:
+        return "nothing: `tpkernels qualify` has not run" if torch.cuda.is_available() else "no GPU"
+    counts = []
+    for world, ways in qualified.items():
+        passed = sum(text == trust.QUALIFIED for text in ways.values())
+        counts.append(f"{passed} of {len(ways)} ways for {world} ranks")
+    return qualified.get("ignored", {}).get("", "") or ", ".join(counts)
+
+
 def _show(facts: dict[str, Any], out: Console) -> None:
     devices, units, pool = facts["devices"], facts["vector_unit"], facts["result_pool"]
     kept, idle, in_use = (byte_size(pool[name]) for name in ("limit", "idle", "in_use"))
     alone = facts["shared_memory"]
     cores = ", ".join(map(str, devices["usable_cores"]))
     memory, available = (byte_size(devices[f"{which}_bytes"]) for which in ("memory", "available"))
-    versions = dict(facts["versions"])
+    versions, nccl_text = dict(facts["versions"]), facts["nccl"].get("unsupported")
+    nccl_text = nccl_text or "{version}, {origin}: {path}".format(**facts["nccl"])
     lines = {
         **{name: versions.pop(name) for name in ("tpkernels", "torch")},
         "processor": devices["cpu"],
@@ -112,7 +136,8 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         else f"off: {POOL_VARIABLE} is 0",
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
-        "NCCL": _nccl_text(facts["nccl"]),
+        "NCCL": nccl_text,
+        "qualified on GPUs": _qualified_text(facts["qualified"]),
         **versions,
         "extension": facts["extension"]["file"],
         "contains": ", ".join(facts["extension"]["holds"]),
@@ -135,11 +160,3 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         grid.caption_justify = "left"
         grid.caption = f"If the ranks of a group share no memory: {', '.join(left)}."
         out.print(grid)
-
-
-def _nccl_text(nccl: dict[str, Any]) -> str:
-    if "unsupported" in nccl:
-        return str(nccl["unsupported"])
-    missing = [name for name, present in nccl["features"].items() if not present]
-    without = f", without {', '.join(missing)}" if missing else ""
-    return f"{nccl['version']}, {nccl['origin']}: {nccl['path']}{without}"

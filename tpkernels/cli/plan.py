@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -16,8 +15,7 @@ from typer import Option
 
 from tpkernels import validation
 from tpkernels.bench.probes import machine_by_name
-from tpkernels.bench.report import unsupported
-from tpkernels.bench.sweep import LAYER, MODELS, projection
+from tpkernels.bench.sweep import LAYER, MODELS, Model, projection
 from tpkernels.cli import options
 from tpkernels.integers import ceil_div
 from tpkernels.mesh.layout import Placements, placements_text
@@ -40,12 +38,10 @@ from tpkernels.terminal import (
     milliseconds,
     number_in,
     table,
-    writing,
 )
 
 _HELPS = 0.98  # of the time without overlap; less is within the spread of a measurement
-_MOST_RANKS, _MOST_MESH_RANKS = 1024, 1 << 20
-_FORMATS = (".png", ".svg", ".pdf")
+_MOST_MESH_RANKS = 1 << 20
 _PLACEMENTS: dict[str, Placement] = {
     "S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial(),
 }  # fmt: skip
@@ -70,12 +66,7 @@ def plan(
     model: Annotated[
         str | None, Option(help=f"Predict a layer of a model instead: {', '.join(MODELS)}.")
     ] = None,
-    tp: Annotated[
-        str, Option(help="Ranks for --model: 1,2,8, or 1..64 for powers of two.")
-    ] = "1..8",
-    nodes: Annotated[
-        int | None, Option(help="Nodes for --model. Default: as many as --tp needs.")
-    ] = None,
+    tp: Annotated[str, Option(help="Numbers of ranks for --model.")] = "1,2,4,8",
     prefill: Annotated[int, Option(help="Tokens of a prefill for --model.")] = 8192,
     decode: Annotated[int, Option(help="Sequences of a decode step for --model.")] = 64,
     machine: Annotated[
@@ -91,7 +82,6 @@ def plan(
     wire_dtype: Annotated[
         str | None, Option(help="Dtype in which partial results travel: --dtype (default) or fp32.")
     ] = None,
-    plot: Annotated[Path | None, Option(help="Draw the times of --model to this file.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Rank the ways to compute a product on a mesh, or predict a model's layer for many TP sizes.
@@ -105,23 +95,22 @@ def plan(
             raise UsageError("pass --model, or --m, --k, --n and --mesh, not both")
         if wire_dtype is not None:
             raise UsageError("--wire-dtype is for a product; leave out --model")
-        tps = tps_of(tp)
-        if nodes is not None:
-            at_least(1, nodes=nodes)
-        if plot is not None and (missing := unsupported()) is not None:
-            raise UsageError(f"--plot: {missing}")
-        if plot is not None and plot.suffix not in _FORMATS:
-            raise UsageError(f"--plot is '{plot}'; it must end in {', '.join(_FORMATS)}")
-        profile = machine_by_name(machine, tps[-1], device)
-        phases = {"prefill": prefill, "decode": decode}
-        layers = layer_times(model, tps, profile, nodes=nodes, phases=phases, itemsize=itemsize)
-        title = f"{model}, a layer on {profile.title}, {prefill} tokens and {decode} sequences"
-        if plot is not None:
-            _draw(layers, plot, title)
+        check_known("model", [model], MODELS)
+        phases, tps = {"prefill": prefill, "decode": decode}, list(map(number_in, tp.split(",")))
+        at_least(1, **phases)
+        heads = MODELS[model].heads
+        if not all(1 <= ranks <= heads for ranks in tps):
+            raise UsageError(
+                f"--tp is '{tp}'; pass numbers of ranks such as 1,2,8, at most the {heads} heads "
+                f"of {model}, which are not split"
+            )
+        profile = machine_by_name(machine, max(tps), device)
+        layers = layer_times(MODELS[model], tps, profile, phases, itemsize)
         if as_json:
-            _print_json(profile, layers=layers)
-        else:
-            _show_layers(layers, title)
+            _print_json(profile, layers=[layer._asdict() for layer in layers])
+            return
+        title = f"{model}, a layer on {profile.title}, {prefill} tokens and {decode} sequences"
+        _show_layers(layers, profile, title)
         return
     try:
         wire = validation.wire_dtype(
@@ -131,8 +120,6 @@ def plan(
         raise UsageError(str(error)) from error
     if m is None or k is None or n is None or mesh is None:
         raise UsageError("pass --m, --k, --n and --mesh, or --model")
-    if plot is not None:
-        raise UsageError("--plot needs --model")
     at_least(1, m=m, k=k, n=n)
     shape = tuple(number_in(part) for part in mesh.lower().split("x"))
     if len(shape) > 2 or not all(1 <= size <= _MOST_MESH_RANKS for size in shape):
@@ -240,56 +227,26 @@ def _reason(cost: Estimate, best: Estimate, profile: Profile) -> str:
 # A layer of a model.
 
 
-def tps_of(text: str) -> list[int]:
-    """Parse numbers of ranks: ``"1..64"`` for the powers of two from 1 to 64, or ``"1,2,6"``."""
-    span = re.fullmatch(r"(\d{1,4})\.\.(\d{1,4})", text.strip())
-    if span is not None:
-        first, last = int(span[1]), int(span[2])
-        tps = [1 << i for i in range(_MOST_RANKS.bit_length()) if first <= 1 << i <= last]
-    else:
-        tps = sorted({number_in(part) for part in text.split(",")})
-    if not tps or not 1 <= tps[0] <= tps[-1] <= _MOST_RANKS:
-        raise UsageError(
-            f"--tp is '{text}'; pass numbers from 1 to {_MOST_RANKS}, such as 1,2,8, or 1..64 for "
-            "the powers of two between"
-        )
-    return tps
+class LayerTime(NamedTuple):
+    """Predicted seconds of a layer: of its products and of its collectives alone, and with each
+    collective as one op with the product next to it."""
+
+    phase: str
+    tp: int
+    product: float
+    communication: float
+    overlapped: float
 
 
 def layer_times(
-    model: str,
-    tps: Sequence[int],
-    profile: Profile,
-    *,
-    nodes: int | None,
-    phases: dict[str, int],
-    itemsize: int,
-) -> list[dict[str, Any]]:
-    """Predict the seconds of a layer on each number of ranks: ``product`` and ``communication``
-    alone, and ``overlapped``, each collective as one op with the product next to it.
-
-    Args:
-        nodes: how many there are; None: as many as the ranks need.
-        phases: rows of the activations, over all ranks, by phase.
-
-    Raises:
-        UsageError: an unknown model, or more ranks than heads or than the nodes have.
-    """
-    check_known("model", [model], MODELS)
-    at_least(1, **phases)
-    heads, layers = MODELS[model].heads, []
-    for tp in tps:
-        if tp > heads:
-            raise UsageError(f"--tp {tp}: {model} has {heads} heads, which are not split")
-        if nodes is not None and tp > nodes * profile.node:
-            raise UsageError(
-                f"--tp {tp}: {nodes} nodes of {profile.node} have {nodes * profile.node} devices; "
-                "pass more --nodes"
-            )
-    for (phase, rows), tp in ((pair, tp) for pair in phases.items() for tp in tps):
+    model: Model, tps: Sequence[int], profile: Profile, phases: dict[str, int], itemsize: int
+) -> Iterator[LayerTime]:
+    """Predict a layer on each number of ranks. ``phases``: rows of the activations, over all ranks,
+    by phase."""
+    for (phase, rows), tp in itertools.product(phases.items(), tps):
         product = communication = overlapped = 0.0
         for name in LAYER:
-            matmul = projection(MODELS[model], name, tp)
+            matmul = projection(model, name, tp)
             k, n = matmul.k, matmul.n
             shape = (rows, k, ceil_div(n, tp)) if matmul.column else (rows, ceil_div(k, tp), n)
             move = 0.0
@@ -300,65 +257,22 @@ def layer_times(
             product += matmul_seconds(profile, *shape, itemsize)
             communication += move
             overlapped += fused_seconds(profile, shape, 0, move, tp, itemsize)
-        layers.append(
-            {
-                "tp": tp,
-                "nodes": ceil_div(tp, profile.node),
-                "phase": phase,
-                "product": product,
-                "communication": communication,
-                "overlapped": overlapped,
-                "unfused": product + communication,
-                "exposed": overlapped - product,
-                "overlap_helps": overlapped < _HELPS * (product + communication),
-            }
-        )
-    return layers
+        yield LayerTime(phase, tp, product, communication, overlapped)
 
 
-def _show_layers(layers: list[dict[str, Any]], title: str) -> None:
+def _show_layers(layers: Iterable[LayerTime], profile: Profile, title: str) -> None:
     columns = ("TP", "nodes", "products", "communication", "unfused", "overlapped", "exposed")
     grid = table("phase", columns, "overlap")
-    for layer in layers:
-        names = ("product", "communication", "unfused", "overlapped", "exposed")
-        speedup = f"{layer['unfused'] / layer['overlapped']:.2f}x"
+    for phase, tp, product, communication, overlapped in layers:
+        unfused = product + communication
+        seconds = (product, communication, unfused, overlapped, overlapped - product)
+        helps = overlapped < _HELPS * unfused
         grid.add_row(
-            layer["phase"],
-            *(str(layer[name]) for name in ("tp", "nodes")),
-            *(milliseconds(1e3 * layer[name]) for name in names),
-            speedup if layer["overlap_helps"] else "no gain",
+            *(phase, str(tp), str(ceil_div(tp, profile.node))),
+            *(milliseconds(1e3 * one) for one in seconds),
+            f"{unfused / overlapped:.2f}x" if helps else "no gain",
         )
     screen = console()
     screen.print(title, markup=False)
     screen.print(grid)
     screen.print("ms per layer, predicted; attention itself and norms are left out.", markup=False)
-
-
-def _draw(layers: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw a panel for each phase."""
-    from matplotlib.figure import Figure as Canvas
-
-    phases = list(dict.fromkeys(layer["phase"] for layer in layers))
-    canvas = Canvas(figsize=(10, 3.6), layout="constrained")
-    canvas.suptitle(title, fontsize="medium", parse_math=False)
-    for axes, phase in zip(canvas.subplots(1, len(phases)), phases, strict=True):
-        shown = [layer for layer in layers if layer["phase"] == phase]
-        tps = [layer["tp"] for layer in shown]
-        for label, style, name in (
-            ("products", "b:", "product"),
-            ("communication", "r:", "communication"),
-            ("without overlap", "k--o", "unfused"),
-            ("with overlap", "g-o", "overlapped"),
-        ):
-            # A log scale has no 0.
-            ms = [1e3 * layer[name] or float("nan") for layer in shown]
-            axes.plot(tps, ms, style, label=label, markersize=4)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(tps, labels=list(map(str, tps)))
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("ms per layer")
-        axes.set_title(phase, fontsize="medium")
-        axes.legend(fontsize="small")
-    with writing(path):
-        canvas.savefig(path, dpi=150)

@@ -25,7 +25,6 @@ from torch import profiler
 from torch.profiler import ProfilerActivity, record_function
 from typer import Option
 
-from tpkernels.bench import report
 from tpkernels.bench.cases import planned, random_case, run_tpkernels
 from tpkernels.bench.specs import (
     Spec,
@@ -72,11 +71,6 @@ _NO_COMPUTE = frozenset(
         "chunk unbind t transpose permute reshape flatten expand squeeze unsqueeze detach alias",
     )
 )
-# By kind: the colour, and the bottom and height within a lane of a timeline. Drawn in this order: a
-# wait covers the copy that contains it.
-COLOURS = {COMPUTE: "tab:blue", COPY: "tab:orange", WAIT: "tab:red", MOVE: "tab:green"}
-_BARS = {COMPUTE: (-0.4, 0.8), COPY: (-0.4, 0.3), WAIT: (-0.4, 0.8), MOVE: (0.1, 0.3)}
-_MOST_INCHES = 30.0
 PIDS = 100  # process ids reserved for each rank in the merged trace
 _WARM_UP = 3
 _LEGEND = """\
@@ -96,14 +90,12 @@ def profile(
     dtype: options.Dtype = "bf16",
     algorithm: Annotated[str, Option(help="auto or an algorithm.")] = "auto",
     calls: Annotated[int, Option(help="Number of calls of the op.")] = 3,
-    out: Annotated[Path, Option(help="Folder for trace.json and timeline.png.")] = Path(
-        "tpkernels-profile"
-    ),
+    out: Annotated[Path, Option(help="Folder for trace.json.")] = Path("tpkernels-profile"),
     threads: options.Threads = 1,
     timeout: options.Timeout = 600,
 ) -> None:
-    """Profile an op or a script on all ranks: one trace for Perfetto or chrome://tracing, and a
-    picture with a lane for each rank and thread or stream.
+    """Profile an op or a script on all ranks: one trace for Perfetto or chrome://tracing, and
+    a table of how each rank spends its time.
 
     Options precede the script; everything after it belongs to the script. Its ranks run on this
     machine, in an environment like torchrun's, and create their process group themselves.
@@ -123,25 +115,25 @@ def profile(
         raise UsageError("a script's ranks are started here: run this command without torchrun")
     elif script and not Path(script[0]).is_file():
         raise UsageError(f"no script '{script[0]}'")
-    files: list[Path] = []
+    file: Path | None = None
     if is_leader():
         make_output_folder(out)
-        files = [writable(out / "trace.json"), writable(out / "timeline.png")]
-    with open_session(world, threads=threads, timeout=timeout) as session:
+        file = writable(out / "trace.json")
+    with open_session(world, threads=threads, timeout=timeout) as run:
         if op is not None:
             what = f"{op} {spec}"
-            recordings = session.run(record_op, spec, algorithm, calls)
+            recordings = run(record_op, spec, algorithm, calls)
         else:
             assert script  # one of the two is given
             what = " ".join(script)
             store = loopback_store()
-            recordings = session.run(record_script, script[0], script[1:], store.port)
-        if files:
-            _report(recordings, what, *files)
+            recordings = run(record_script, script[0], script[1:], store.port)
+        if file is not None:
+            _report(recordings, what, file)
 
 
-def _report(recordings: list[Recording], what: str, trace_file: Path, picture: Path) -> None:
-    """Write the files and print the summary."""
+def _report(recordings: list[Recording], what: str, trace_file: Path) -> None:
+    """Write the trace and print the summary."""
     trace = merge([json.loads(gzip.decompress(recording.trace)) for recording in recordings])
     hosts = sorted({recording.host for recording in recordings})  # whose clocks are not aligned
     trace["otherData"] = {"what": what, "ranks": len(recordings), "hosts": hosts}
@@ -152,10 +144,6 @@ def _report(recordings: list[Recording], what: str, trace_file: Path, picture: P
     overlapped = sum(time.overlapped for time in spent) / moved if moved else 0.0
     with writing(trace_file):
         trace_file.write_text(json.dumps(trace))
-    missing = report.unsupported()
-    if missing is None:
-        with writing(picture):
-            timeline(trace, picture, f"{what}: {overlapped:.0%} of the data movement overlapped")
     out = console()
     plan = f", {recordings[0].plan}" if recordings[0].plan else ""
     out.print(f"{what}, {counted(len(spent), 'rank')}{plan}", markup=False)
@@ -172,8 +160,7 @@ def _report(recordings: list[Recording], what: str, trace_file: Path, picture: P
     out.print(f"Overlapped: {overlapped:.0%} of {milliseconds(moved)} ms in which data moves.")
     if len(hosts) > 1:
         out.print(f"Ranks are on {len(hosts)} hosts, whose clocks are not aligned.")
-    shown = f"no picture: {missing}" if missing else picture
-    out.print(f"{trace_file} (ui.perfetto.dev), {shown}", markup=False)
+    out.print(f"{trace_file} (ui.perfetto.dev)", markup=False)
 
 
 # On a rank.
@@ -362,47 +349,3 @@ def lanes(trace: dict[str, Any]) -> dict[tuple[int, Any], Spans]:
             for kind in ("all", *called, *kinds(event)):
                 lane[kind].append((event["ts"], event["ts"] + event["dur"]))
     return found
-
-
-def timeline(trace: dict[str, Any], path: Path, title: str) -> None:
-    """Draw a merged trace in the format given by the suffix of ``path``.
-
-    Compute fills the lane. Copies use its upper part, and concurrent transfers its lower part.
-    Waits cover compute and copies. Time counts from the first thing drawn.
-    """
-    from matplotlib.figure import Figure as Canvas
-    from matplotlib.patches import Patch
-
-    names = {
-        event["pid"]: event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["name"] == "process_name"
-    }
-    rows: list[tuple[str, Spans]] = []
-    labelled: set[int] = set()
-    for (pid, tid), spans in sorted(lanes(trace).items(), key=str):
-        lane = {kind: spans[kind] for kind in COLOURS}
-        lane[COMPUTE] = spans[COMPUTE] + spans[QUEUED]
-        if any(lane.values()):
-            name = names.get(pid, f"process {pid}")
-            rows.append((f"{name}, {tid}" if pid in labelled else name, lane))
-            labelled.add(pid)
-    drawn = [span for _, lane in rows for spans in lane.values() for span in spans]
-    start = min(drawn, default=(0.0, 0.0))[0]
-    canvas = Canvas(figsize=(10, min(1.5 + 0.5 * len(rows), _MOST_INCHES)), layout="constrained")
-    axes = canvas.subplots()
-    for row, (_, lane) in enumerate(rows):
-        for kind, colour in COLOURS.items():
-            bottom, height = _BARS[kind]
-            bars = [((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in lane[kind]]
-            axes.broken_barh(bars, (row + bottom, height), color=colour, linewidth=0)
-    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize="small")
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.set_title(title, fontsize="medium", parse_math=False)
-    axes.legend(
-        handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-    )
-    canvas.savefig(path, dpi=150)

@@ -30,13 +30,14 @@ from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli import options
 from tpkernels.groups.group import Group, Tuning
 from tpkernels.launch import session as sessions
-from tpkernels.launch.session import Session, all_gather_objects, synchronizer
+from tpkernels.launch.session import Run, all_gather_objects, synchronizer
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, Plan, candidates
 from tpkernels.planning.machine import Machine, cpu_flags, this_machine
 from tpkernels.planning.table import Config, Measurement, Table
+from tpkernels.planning.trust import Trust
 from tpkernels.terminal import (
     UsageError,
     at_least,
@@ -120,10 +121,10 @@ def tune(
         )
     if sessions.is_leader():
         _check_cache()
-    with sessions.open_session(world, threads=threads, timeout=timeout, device=device) as session:
+    with sessions.open_session(world, threads=threads, timeout=timeout, device=device) as run:
         if machine:
-            _tune_machine(session, device)
-        elif not _tune_cases(session, specs, repeat, budget, device):
+            _tune_machine(run, device)
+        elif not _tune_cases(run, specs, repeat, budget, device):
             raise typer.Exit(1)
 
 
@@ -141,30 +142,30 @@ def _check_cache() -> None:
     writable(folder / "tuning")
 
 
-def _tune_machine(session: Session, device: str) -> None:
-    reports = session.run(measure_machine, device)
-    if session.leader:
+def _tune_machine(run: Run, device: str) -> None:
+    reports = run(measure_machine, device)
+    if sessions.is_leader():
         machine, profile = reports[0].machine, profile_of(reports, date.today().isoformat())
         with writing(store.profile_path_for(machine)):
             path = store.save_profile(machine, profile)
         console().print(f"{profile.title}: {rates_text(profile)}\nKept in {path}", markup=False)
 
 
-def _tune_cases(session: Session, specs: list[Spec], repeat: int, budget: int, device: str) -> bool:
+def _tune_cases(run: Run, specs: list[Spec], repeat: int, budget: int, device: str) -> bool:
     """Tune the cases one by one, keeping the times of each; return whether all results are
     right."""
     out, right = console(), True
     grid = table("op\nM, N, K", tuple(ALGORITHMS), "auto before, and from now on")
     for spec in specs:
         with out.status(f"{spec.op} {spec}"):
-            report: TuneReport = session.run(tune_case, spec, repeat, budget, device)[0]
+            report: TuneReport = run(tune_case, spec, repeat, budget, device)[0]
         right = right and report.right
-        if session.leader:
+        if sessions.is_leader():
             path = store.path_for(report.machine)
             with writing(path):
                 store.update(report.machine, *filter(None, [report.measurement]))
             grid.add_row(f"{spec.op}\n[dim]{spec}[/]", *_cells(report))
-    if session.leader:
+    if sessions.is_leader():
         out.print(grid)
         for line in (_LEGEND, f"Kept in {path}"):
             out.print(line, markup=False)
@@ -222,7 +223,11 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     case = random_case(spec, sessions.rank_device(device))
     group = world_group().ready(device)
     means = Means(
-        group.shared_memory, group.workspace_bytes, cpu_flags(), why_no_node=group.why_no_node
+        group.shared_memory,
+        group.workspace_bytes,
+        cpu_flags(),
+        why_no_node=group.why_no_node,
+        trust=group.trust() if device == "cuda" else Trust(),
     )
     _, before = planned(case.copy(), "auto")
     (call,) = group.planned_calls()

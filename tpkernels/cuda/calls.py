@@ -1,5 +1,5 @@
 """Calls of one kernel: all-reduces, also with rows that are normalised, gathers and scatters of
-rows, the sum of partials, a barrier, a paced copy.
+rows, the sum of partials, a barrier.
 
 Sums follow the numerics contract: fp32, in rank order, then bias, then residual, one rounding. All
 ways give the same bits, except ``multimem``. Gathers and scatters are one launch in which every
@@ -16,7 +16,6 @@ too small, and ``NotImplementedError`` without a driver or GPU, or for another d
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -28,11 +27,11 @@ from tpkernels.cuda.operands import epilogue, space_of
 from tpkernels.dtypes import CODES
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.cost import all_reduce_way
+from tpkernels.planning.trust import NORMED_SUMS, SHARDS, SUMS, usable
 from tpkernels.symm.device import DeviceWorkspace, Launch
 
 WAYS = ("two_shot", "multimem", "ll", "ll_two_shot", "ll128")
 _SUM_BLOCKS, _SUM_SHARE = 1024, 2048  # most blocks, and fewest elements for each; not measured
-_LONGEST_COPY_S = 10.0
 _THREADS = 256  # kRowThreads of csrc/cuda
 _CLUSTER, _CLUSTERS_SINCE = 4, 90  # most blocks of a row (not measured); compute capability
 _MOST_ROWS = 1024  # at a time, of a normalisation alone, which has the GPU to itself
@@ -57,7 +56,7 @@ def all_reduce(
             fences for twice the bytes; every rank sums everything), ``ll_two_shot`` (LL, and every
             rank sums a part), ``ll128`` (the same for 8/7 of the bytes; only where stores of 128
             bytes arrive whole, as over NVLink), ``auto`` (one of these, by size and by
-            ``space.ll128``) or ``multimem``: the switch sums, in its own order, so the bits may
+            ``space.ways``) or ``multimem``: the switch sums, in its own order, so the bits may
             differ from run to run. It needs multicast memory and compute capability 9.0, and takes
             no epilogue.
         early: the kernel may start while the last kernel queued on the stream runs. That must be
@@ -67,7 +66,7 @@ def all_reduce(
     operands.check_alike(False, x=x, out=out, residual=residual)
     operands.check_bias(bias, x.shape[-1] if x.dim() else 1)
     if way == "auto":
-        way = all_reduce_way(x.numel() * x.element_size(), space.world, space.ll128)
+        way = all_reduce_way(x.numel() * x.element_size(), space.world, usable(space.ways, SUMS))
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
     if way == "multimem":
@@ -104,11 +103,11 @@ def prepare_all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     early: bool = False,
-    ll128: bool = False,
+    ways: frozenset[str] = frozenset(),
 ) -> Launch:
-    """Prepare an ``all_reduce`` over ``world`` ranks that goes in one piece. ``ll128``: that of the
+    """Prepare an ``all_reduce`` over ``world`` ranks that goes in one piece. ``ways``: those of the
     workspace."""
-    way = all_reduce_way(x.numel() * x.element_size(), world, ll128)
+    way = all_reduce_way(x.numel() * x.element_size(), world, usable(ways, SUMS))
     needs = layouts.all_reduce_layout(way, x.numel(), world, x.element_size(), out.element_size())
 
     def run(space: DeviceWorkspace, signature: int) -> None:
@@ -164,39 +163,16 @@ def barrier(space: DeviceWorkspace, signature: int) -> None:
     launch("call_barrier", space.regions.device, space_of(space, signature))
 
 
-def paced_copy(
-    dst: torch.Tensor, src: torch.Tensor, gb_per_s: float, latency_us: float = 0.0, sms: int = 16
-) -> None:
-    """Copy ``src`` to ``dst`` at the pace of a link, to model one on a single GPU: the first byte
-    arrives after ``latency_us``, then ``gb_per_s`` * 1e9 bytes a second. It has ``sms`` blocks of
-    1024 threads, and is slower if they cannot move as much. Any dtype."""
-    operands.check_contiguous(dst.device, dst=dst, src=src)
-    operands.check_alike(True, dst=dst, src=src)
-    for label, value, valid, allowed in (
-        ("gb_per_s", gb_per_s, 0 < gb_per_s < math.inf, "above 0"),
-        ("latency_us", latency_us, 0 <= latency_us < math.inf, "at least 0"),
-        ("sms", sms, 1 <= sms <= 1024, "1 to 1024"),
-    ):
-        if not valid:
-            raise ValueError(f"{label} is {value}; it must be {allowed}")
-    nbytes = src.numel() * src.element_size()
-    seconds = latency_us * 1e-6 + nbytes / gb_per_s * 1e-9
-    if seconds > _LONGEST_COPY_S:
-        raise ValueError(
-            f"{nbytes} bytes at {gb_per_s:g} GB/s after {latency_us:g} us would take "
-            f"{seconds:.3g} s; at most {_LONGEST_COPY_S:g} s"
-        )
-    call = _C.cuda.PacedCopy(
-        dst.data_ptr(), src.data_ptr(), nbytes, round(latency_us * 1e3), 1 / gb_per_s
-    )
-    launch("paced_copy", dst.device, call, blocks=sms)
-
-
 def prepare_all_gather(
-    x: torch.Tensor, out: torch.Tensor, sizes: Sizes, way: str = "auto"
+    x: torch.Tensor,
+    out: torch.Tensor,
+    sizes: Sizes,
+    way: str = "auto",
+    ways: frozenset[str] = frozenset(),
 ) -> Launch:
-    """Prepare ``out = concat_r(x_r)``: x [sizes[rank], row], out [sum(sizes), row]."""
-    return _prepare_shards("all_gather", layouts.PACK_BYTES, x, out, sizes, None, None, way)
+    """Prepare ``out = concat_r(x_r)``: x [sizes[rank], row], out [sum(sizes), row]. ``ways``: those
+    of the workspace, from which ``auto`` takes one."""
+    return _prepare_shards("all_gather", layouts.PACK_BYTES, x, out, sizes, None, None, way, ways)
 
 
 def prepare_reduce_scatter(
@@ -206,12 +182,13 @@ def prepare_reduce_scatter(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     way: str = "auto",
+    ways: frozenset[str] = frozenset(),
 ) -> Launch:
     """Prepare ``out = round(rows_rank(sum_r(x_r)) + bias + residual)``, added in fp32 in the order
     of the ranks: x [sum(sizes), row], out and residual [sizes[rank], row], bias [row]. Each has a
-    dtype of its own."""
+    dtype of its own. ``ways`` as for an all-gather."""
     lane_bytes = layouts.LANE * x.element_size()
-    return _prepare_shards("reduce_scatter", lane_bytes, x, out, sizes, bias, residual, way)
+    return _prepare_shards("reduce_scatter", lane_bytes, x, out, sizes, bias, residual, way, ways)
 
 
 def _prepare_shards(
@@ -223,12 +200,15 @@ def _prepare_shards(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     way: str,
+    ways: frozenset[str],
 ) -> Launch:
     if way not in ("auto", "one_shot", "ll"):
         raise ValueError(f"way is {way!r}; it must be auto, one_shot or ll")
     row_bytes = x.shape[1] * x.element_size() if x.dim() == 2 else 0  # the launch refuses others
     if way == "auto":
-        way = "ll" if sum(sizes) * row_bytes <= layouts.LL_BYTES else "one_shot"
+        few = sum(sizes) * row_bytes <= layouts.LL_BYTES
+        among = usable(ways, SHARDS)
+        way = "ll" if among == {"ll"} or (few and "ll" in among) else "one_shot"
     needs = layouts.shards_layout(way, max(sizes) * row_bytes, len(sizes), lane_bytes)
 
     def run(space: DeviceWorkspace, signature: int) -> None:
@@ -273,19 +253,22 @@ def prepare_normed_all_reduce(
     residual: torch.Tensor | None = None,
     way: str = "auto",
     early: bool = False,
+    ways: frozenset[str] = frozenset(),
 ) -> Launch:
     """Prepare ``total = round(sum_r(x_r) + bias + residual)`` on every rank, and its rows
     ``normed = round(total / sqrt(mean(total^2) + eps) * weight)``, in fp32.
 
     x, total and normed are [..., N], of one dtype, N a multiple of 8; ``total`` may be x. weight,
     bias [N] and residual, like x, have dtypes of their own. ``way`` and ``early`` are as for
-    ``all_reduce``, but not ``multimem`` or ``ll128``."""
+    ``all_reduce``, but not ``multimem`` or ``ll128``; ``ways``: those of the workspace."""
     if way not in ("auto", "ll", "ll_two_shot", "two_shot"):
         raise ValueError(f"way is {way!r}; it must be auto, ll, ll_two_shot or two_shot")
     rows, columns = _matrix(x)
     x_bytes = x.element_size()
     if way == "auto":
-        way = _way(rows, columns * x_bytes, world)
+        # In two hops a rank has whole rows.
+        row_bytes, split = columns * x_bytes, world * ceil_div(rows, world) * columns * x_bytes
+        way = all_reduce_way(rows * row_bytes, world, usable(ways, NORMED_SUMS), split)
     cluster = _cluster(ceil_div(rows, world) if way == "two_shot" else rows, columns, x.device)
     needs = layouts.rows_layout(way, rows, columns, world, x_bytes, cluster)
 
@@ -320,13 +303,6 @@ def rms_norm(rows: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor, eps
     blocks = cluster * min(max(count, 1), _MOST_ROWS)
     norm = _norm(normed, scale, eps)
     launch("rms_norm_of_rows", rows.device, call, norm, blocks=blocks, cluster=cluster)
-
-
-def _way(rows: int, row_bytes: int, world: int) -> str:
-    """Return the way of ``auto``. In two hops a rank has whole rows."""
-    return all_reduce_way(
-        rows * row_bytes, world, False, split=world * ceil_div(rows, world) * row_bytes
-    )
 
 
 def _matrix(x: torch.Tensor) -> tuple[int, int]:

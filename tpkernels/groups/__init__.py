@@ -235,9 +235,10 @@ def init(
             ``WorkspaceMemoryError`` on all ranks, and the group can go on.
         autotune: None: ``algorithm="auto"`` tries the algorithms in the first calls of a problem
             and keeps the fastest. That happens on CPUs, between ranks that share memory, and for
-            ops with a matmul; all algorithms give the same bits. True: it times them on the spot
-            instead, on CPUs and GPUs (`autotune`). False: measured thresholds and the times of
-            `tpkernels tune` decide.
+            ops with a matmul; all algorithms give the same bits. On GPUs it times, on the spot,
+            what `tpkernels qualify` has seen to be right there, and takes torch's calls where it
+            has not run. True: it times them on the spot on CPUs, too (`autotune`). False: measured
+            thresholds and the times of `tpkernels tune` decide.
         numerics: how reductions of CUDA tensors sum. "ordered": in fp32, in rank order, rounded
             once, so the bits are the same in every run and for every algorithm. "vendor": `unfused`
             leaves the sum to NCCL, which adds in the wire dtype and in an order of its own; other

@@ -4,6 +4,8 @@ what its ranks have agreed on, and how it ends."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import socket
 import warnings
@@ -26,10 +28,11 @@ from tpkernels.errors import (
     TpkernelsError,
 )
 from tpkernels.groups.waiting_thread import Waiter
-from tpkernels.planning import store
+from tpkernels.planning import store, trust
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.table import Series, Table, are_alike
+from tpkernels.planning.trust import Trust
 from tpkernels.symm import streams
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence
@@ -37,6 +40,7 @@ from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.node import Node, make_node
 from tpkernels.text import named_values, of_error
 
+_logger = logging.getLogger("tpkernels")
 TUNING_SECONDS = 5.0  # for one problem
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -60,6 +64,9 @@ class Tuning:
     rounds: int = 40
     among: Collection[str] | None = None
     anew: bool = False
+
+
+_ON_QUALIFIED_GPUS = Tuning(limit=2.0)  # of the seconds of a model's first step, for each problem
 
 
 @dataclass
@@ -157,6 +164,7 @@ class Group(_C.calls.Turns):
         self.measured = Measured()
         self.on_meshes: dict[Hashable, Any] = {}  #: what a mesh's ranks agreed on; see mesh/
         self._known: dict[str, str] = {}  # what `from_rank_0` has returned
+        self._trust: dict[str, Trust] = {}
         self._broken: str | None = None
         self._closed: str | None = None  # by what
         self._owner: int | None = None  # the process that has the group, where it is not this one
@@ -563,6 +571,32 @@ class Group(_C.calls.Turns):
             self.notices.append(ignored)
         return store.table_from(tables[0])
 
+    def trust(self) -> Trust:
+        """Return what rank 0's record says that `auto` may take on CUDA tensors. Collective at the
+        first call."""
+        if self.world == 1 or self.workspace is None:
+            return Trust()  # there is nothing to choose, or only what spans hosts
+        return self._once(self._trust, "cuda", self.trust_of_rank_0)
+
+    def trust_of_rank_0(self) -> Trust:
+        """Read this machine's record on rank 0. Collective, in a turn of the caller's."""
+        found, ignored = trust.load("cuda") if self.rank == 0 else (None, "")
+        if ignored:
+            self.notices.append(ignored)
+        elif found is None and self.rank == 0:
+            _say_that_nothing_is_qualified()
+        values = (Trust() if found is None else found.trust(self.world)).to_json()
+        return Trust.from_json(self.exchange("qualified algorithms", values, self.gpu_timeout)[0])
+
+    def use_trust(self, trusted: Trust) -> None:
+        """Plan calls on CUDA tensors by another record from now on. All ranks do so from the same
+        call on."""
+        with self.lock:
+            self._trust["cuda"] = trusted
+            if self.workspace is not None:
+                self.workspace.use_ways(_ways_of(trusted))
+            self.forget_calls()
+
     def use_times(self, device: str, table: Table) -> None:
         """Plan calls from these times from now on. All ranks use the same, from the same call
         on."""
@@ -580,6 +614,15 @@ class Group(_C.calls.Turns):
             if self.rank == 0:
                 self.notices.append(f"{problem}: algorithm '{algorithm}' {why}")
             self.forget_calls()
+
+    def tuning_on(self, device: str) -> Tuning | None:
+        """Return how problems with tensors of a device type are tuned on the spot, None if they
+        are not: as asked for, and on CUDA tensors also where some algorithm is qualified."""
+        tuning = self.measured.tuning
+        if tuning is not None or device != "cuda" or self.autotune is False:
+            return tuning
+        agreed = self._trust.get("cuda", Trust())  # communicates nothing
+        return _ON_QUALIFIED_GPUS if agreed.ways else None
 
     def use_tuning(self, tuning: Tuning | None) -> None:
         """Plan calls anew, tuning each new problem as ``tuning`` says; None stops tuning. All ranks
@@ -651,6 +694,8 @@ class Group(_C.calls.Turns):
         find out together, at the first call, by trying: collective."""
         if self.workspace is None:
             return own_reason
+        if self.world > 1:
+            self.workspace.use_ways(_ways_of(self.trust()))
         key = device, kernels
         if key not in self._unsupported_kernels and streams.is_captured(device):
             raise CaptureError(
@@ -667,6 +712,18 @@ class Group(_C.calls.Turns):
             return None
 
         return self._once(self._unsupported_kernels, key, find_out)
+
+
+@functools.cache  # once in a process
+def _say_that_nothing_is_qualified() -> None:
+    _logger.warning(
+        "CUDA tensors keep torch's calls: nothing is qualified on this machine. Run `tpkernels "
+        "qualify` once, and algorithm='auto' takes what was right and is faster"
+    )
+
+
+def _ways_of(trusted: Trust) -> frozenset[str]:
+    return trusted.of("direct") | trusted.of("fused")
 
 
 def _close(group: Group) -> None:

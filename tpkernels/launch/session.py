@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,24 +23,14 @@ DEVICES = ("cpu", "cuda")
 
 # For ranks that share a GPU: torch's symmetric memory, and NCCL 2.30.3 or newer, which then cannot
 # use NVLS.
-_SHARED_GPU = {
+SHARED_GPU = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
 }
 
 
-@dataclass(frozen=True)
-class Session:
-    """Ranks that run functions together.
-
-    Attributes:
-        run: ``run(function, *args)`` calls it on every rank and returns the results by rank.
-        leader: this process prints and writes files.
-    """
-
-    run: Callable[..., list[Any]]
-    leader: bool = True
+Run: TypeAlias = Callable[..., list[Any]]
 
 
 def under_torchrun() -> bool:
@@ -85,28 +74,27 @@ def on_one_host(world: int) -> bool:
 
 def backend_of(world: int, device: str) -> str:
     """Return the backend: NCCL for CUDA tensors, but gloo where ranks share a GPU, which NCCL
-    refuses before 2.30.3 (`_SHARED_GPU`)."""
+    refuses before 2.30.3 (`SHARED_GPU`)."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" and not ranks_share_gpus(world) else "gloo"
 
 
 @contextmanager
-def open_session(
-    world: int, *, threads: int, timeout: float, device: str = "cpu"
-) -> Iterator[Session]:
-    """Start or join ``world`` ranks of ``threads`` threads each. A `Session.run` that exceeds
+def open_session(world: int, *, threads: int, timeout: float, device: str = "cpu") -> Iterator[Run]:
+    """Start or join ``world`` ranks of ``threads`` threads each. Yield ``run(function, *args)``,
+    which calls a function on every rank and returns the results by rank. A call that exceeds
     ``timeout`` seconds fails. No process is left behind after the block, or after a failure."""
     backend = backend_of(world, device)
     if not under_torchrun():
         if device == "cpu":
             note_crowd(world, threads)
-        env = _SHARED_GPU if device == "cuda" and backend == "gloo" else None
+        env = SHARED_GPU if device == "cuda" and backend == "gloo" else None
         with Ranks(world, threads=threads, backend=backend, env=env) as ranks:
-            yield Session(partial(ranks.run, timeout=timeout))
+            yield partial(ranks.run, timeout=timeout)
         return
     torch.set_num_threads(threads)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        yield Session(lambda function, *args: all_gather_objects(function(*args)), is_leader())
+        yield lambda function, *args: all_gather_objects(function(*args))
         dist.barrier()
     finally:
         groups.finalize()

@@ -65,6 +65,5 @@ def all_reduce_rms_norm(
     tensors in the kernel that sums, if N is a multiple of 8. Everywhere else a normalisation
     follows the all-reduce.
 
-    All ranks compute the same loss from the results, so its gradient is the same on all ranks and
-    the backward is local. For an input that all ranks share see `all_reduce`.
+    The backward is local: see `all_reduce`.
     """

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -188,31 +188,23 @@ def operand_grads(
     }
 
 
-class NormGrads(NamedTuple):
-    """Gradients with respect to the sum, in the accumulator's dtype, and to the normalisation's
-    weight, in its own."""
-
-    total: torch.Tensor
-    weight: torch.Tensor
-
-
 def norm_grads(
     ctx: Any,
     total: torch.Tensor,
     weight: torch.Tensor,
     grad_normed: torch.Tensor,
     grad_total: torch.Tensor,
-) -> NormGrads:
-    """Gradients, given those of both results. Their rounding counts as the identity."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients with respect to the sum, in the accumulator's dtype, and to the
+    normalisation's weight, in its own, given those of both results. Their rounding counts as the
+    identity."""
     wide = dtypes.accumulator(total.dtype)
     rows, grad = total.to(wide), grad_normed.to(wide)
     factor = torch.rsqrt(rows.square().mean(-1, keepdim=True) + ctx.eps)
     scaled, grad_scaled = rows * factor, grad * weight.to(wide)
     along = (grad_scaled * scaled).mean(-1, keepdim=True)
-    return NormGrads(
-        total=factor * (grad_scaled - scaled * along) + grad_total,
-        weight=as_rows(grad * scaled).sum(0).to(weight.dtype),
-    )
+    of_weight = as_rows(grad * scaled).sum(0).to(weight.dtype)
+    return factor * (grad_scaled - scaled * along) + grad_total, of_weight
 
 
 def algorithm_like(forward: str, *, has_matmul: bool, last_dim: bool) -> str:

@@ -48,18 +48,13 @@ def matmul_all_reduce(
     """Multiply and sum over the ranks of ``group``, as one operation.
 
     Args:
-        x: [..., K]; any strides. K may differ by rank.
-        w: [K, N]; any strides (``linear.weight.t()`` is the fast layout), packed (`pack`), or a
-            `LocalProduct`.
+        x, w, out_dtype, wire_dtype: as in `matmul_reduce_scatter`.
         bias: [N], added once, after the sum. The same on all ranks, as is ``residual``.
         residual: [..., N], added after the bias.
-        out_dtype: dtype of the result; default ``x``'s.
-        wire_dtype: dtype of the communicated partials; ``x``'s (default) or float32.
 
     Returns:
-        ``sum_r(x_r @ w_r) + bias + residual`` [..., N]. Partials are summed in fp32 in rank order
-        and rounded once: the same bits on every rank, in every run and for every algorithm. On CUDA
-        tensors ``numerics`` of `init` decides.
+        ``sum_r(x_r @ w_r) + bias + residual`` [..., N] on every rank, summed as in
+        `matmul_reduce_scatter`: the same bits on every rank, too.
 
     All ranks compute the same loss from the result, so its gradient is the same on all ranks and
     the backward is local: ``grad_x = grad @ w^T``, ``grad_w = x^T @ grad``. For an input that all

@@ -49,12 +49,9 @@ def matmul_all_reduce_rms_norm(
     """`matmul_all_reduce`, and a normalisation of the rows, as one operation.
 
     Args:
-        x: [..., K]; any strides. K may differ by rank.
-        w: [K, N]; any strides (``linear.weight.t()`` is the fast layout), packed (`pack`), or a
-            `LocalProduct`.
+        x, w, bias: as in `matmul_all_reduce`.
         norm_weight: [N], of the normalisation, in ``x``'s dtype or float32. The same on all ranks,
             as are ``bias``, ``residual`` and ``eps``.
-        bias: [N], added once, after the sum.
         residual: [..., N], of ``x``'s dtype, added after the bias.
         eps: added to the mean of the squares.
 
@@ -63,6 +60,5 @@ def matmul_all_reduce_rms_norm(
         ``sum_r(x_r @ w_r) + bias + residual``, the bits of `matmul_all_reduce`; ``normed`` is what
         `all_reduce_rms_norm` makes of it, with the same bound.
 
-    All ranks compute the same loss from the results, so its gradient is the same on all ranks and
-    the backward is local. For an input that all ranks share see `all_reduce`.
+    The backward is local: see `all_reduce`.
     """

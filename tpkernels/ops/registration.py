@@ -277,7 +277,7 @@ def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype |
 
 def _forbid_tangents(op: str, args: Iterable[Any]) -> None:
     """``NotImplementedError`` where forward-mode AD would silently treat a tangent as zero."""
-    if any(map(_has_tangent, _tensors(args))):
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in _tensors(args)):
         raise NotImplementedError(
             f"tpkernels.{op} has no forward-mode derivative; use reverse mode (backward)"
         )
@@ -299,10 +299,6 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
         elif isinstance(value, torch.Tensor):
             yield value
-
-
-def _has_tangent(x: torch.Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:

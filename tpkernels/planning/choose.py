@@ -18,6 +18,7 @@ from tpkernels import defaults
 from tpkernels.planning.algorithms import ALGORITHMS, bytes_per_row, check_algorithm, step_rows
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.table import Config, Series, Table
+from tpkernels.planning.trust import Trust
 
 # Where one algorithm becomes faster than another, before anything was measured on the machine.
 
@@ -109,10 +110,16 @@ class Means:
     #: Algorithm name -> why it cannot run here.
     unsupported: Mapping[str, str] = field(default_factory=dict)
     why_no_node: str | None = None  #: what the group lacks for `hierarchical`; None: nothing
+    trust: Trust = field(default_factory=Trust)  #: what "auto" may take on CUDA tensors
 
 
 def choose(
-    problem: Problem, means: Means, *, requested: str = "auto", tuned: Table = NOTHING_TUNED
+    problem: Problem,
+    means: Means,
+    *,
+    requested: str = "auto",
+    tuned: Table = NOTHING_TUNED,
+    captured: bool = False,
 ) -> Plan:
     """Return the plan for ``problem``.
 
@@ -120,6 +127,7 @@ def choose(
         requested: an algorithm's name, or "auto".
         tuned: measured times, the same on all ranks. Where they show another algorithm to be
             clearly faster than the one the thresholds give, "auto" takes the fastest.
+        captured: the call is recorded in a CUDA graph, and goes by the times taken in graphs.
 
     Raises:
         ValueError: ``requested`` is not an algorithm.
@@ -127,6 +135,8 @@ def choose(
             what it needs.
     """
     tuning_key = problem.tuning_key if tuned.measurements and problem.world > 1 else None
+    if tuning_key is not None and captured:
+        tuning_key = tuning_key[0].captured, tuning_key[1]
     if requested != "auto":
         check_algorithm(requested)
         reason = _unsupported(problem, requested, means)
@@ -160,6 +170,8 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     if not means.shared_memory:
         return _across_hosts(problem, means)
     if problem.device == "cuda":
+        if not means.trust.ways:
+            return "unfused", f"nothing else is qualified here: {means.trust.record}"
         return "unfused", "on this GPU nothing is known to be faster"
     if not problem.spec.has_matmul:
         return "direct", "no matmul to overlap with"
@@ -180,12 +192,22 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
 
 
 def candidates(problem: Problem, means: Means) -> list[str]:
-    """Return what "auto" may take: all that can run, except under Triton's interpreter."""
+    """Return what "auto" may take: all that can run, except under Triton's interpreter, and that
+    is qualified, on CUDA tensors."""
     return [
         name
         for name, reason in unsupported_algorithms(problem, means).items()
-        if reason is None and problem.device not in ALGORITHMS[name].interpreted
+        if reason is None
+        and problem.device not in ALGORITHMS[name].interpreted
+        and why_unqualified(problem, name, means) is None
     ]
+
+
+def why_unqualified(problem: Problem, name: str, means: Means) -> str | None:
+    """Return why "auto" may not take an algorithm that has not proven itself; None: it may."""
+    if problem.device != "cuda" or problem.world == 1:
+        return None
+    return means.trust.why_not(problem.op, name)
 
 
 def is_worth_trying(problem: Problem, name: str) -> bool:

@@ -8,9 +8,7 @@ bytes; on a machine that overlaps nothing, their sum. A collective takes a fixed
 each step of a ring, and the bytes that a rank receives at the rate of the link. Across nodes it
 goes in two levels.
 
-Algorithms on GPUs of one host (`predict_seconds`), by their data sheets. Nothing of it was measured
-with this package, and nothing is chosen by it: `explain` shows it next to measured times. Left out:
-the time in which the host launches, and that of a kernel before its first store.
+Small all-reduces on GPUs: `all_reduce_way` chooses the number of hops.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -114,7 +111,6 @@ class Profile:
     host: Link | None  #: a GPU's link to the host; None: the device is the host
     overlaps: bool  #: whether the device multiplies while it reads its memory or data travels
     source: str  #: where the figures come from
-    multiprocessors: int = 0  #: of a GPU
 
     def __post_init__(self) -> None:
         _check_positive(*self.flops, self.bandwidth, self.node)
@@ -188,7 +184,6 @@ def machine_named(name: str) -> Profile:
         host=link("host") if "host" in entry else None,
         overlaps=entry["overlaps"],
         source=entry["source"],
-        multiprocessors=entry.get("multiprocessors", 0),
     )
 
 
@@ -260,13 +255,13 @@ HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 # Bytes per second that a rank sends: 18 links of NVLink 4 (NVIDIA H100 data sheet, one direction).
 # One number for all GPUs, so that the ranks agree.
 LINK = 450e9
-# Most bytes sent without fences; beyond, "two_shot" is used, though by the model both would still
-# be faster. LL: 64 rows of 4096 in bf16. LL128: 0.6 MiB of slots for each of 8 sources and each
-# parity.
-LL_TWO_SHOT_MAX_BYTES, LL128_MAX_BYTES = 512 << 10, 2 << 20
+# Most bytes sent without fences; beyond, "two_shot" is used, though by the model the others would
+# still be faster. LL: 64 rows of 4096 in bf16. LL128: 0.6 MiB of slots for each of 8 sources and
+# each parity.
+WITHOUT_FENCES = {"ll": 512 << 10, "ll_two_shot": 512 << 10, "ll128": 2 << 20}
 
 
-def hop_seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> float:
+def hop_seconds(way: str, nbytes: int, world: int) -> float:
     """Return what the hops of an all-reduce of ``nbytes`` take, without the sum: a latency for
     each, and the bytes that a rank sends."""
     part = (world - 1) / world
@@ -276,120 +271,19 @@ def hop_seconds(way: str, nbytes: int, world: int, bandwidth: float = LINK) -> f
         "ll128": (2, HOP_S, 16 / 7 * part),
         "two_shot": (2, FENCED_HOP_S, 2.0 * part),
     }[way]
-    return hops * latency + sent * nbytes / bandwidth
+    return hops * latency + sent * nbytes / LINK
 
 
 @functools.lru_cache(maxsize=4096)
-def all_reduce_way(nbytes: int, world: int, ll128: bool, split: int = 0) -> str:
-    """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`): the
-    fastest of those without fences, by the model. ``ll128``: stores of 128 bytes arrive whole at
-    all ranks (symm/nvlink.py). ``split``: bytes of all ranks' parts in two hops if that is more, as
-    where parts are whole rows."""
-    way, most = ("ll128", LL128_MAX_BYTES) if ll128 else ("ll_two_shot", LL_TWO_SHOT_MAX_BYTES)
-    if nbytes > most:
-        return "two_shot"
-    one_hop = hop_seconds("ll", nbytes, world)
-    return "ll" if one_hop <= hop_seconds(way, max(nbytes, split), world) else way
+def all_reduce_way(nbytes: int, world: int, ways: frozenset[str], split: int = 0) -> str:
+    """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`), out of
+    ``ways``: the fastest of those without fences, by the model, for few bytes. ``split``: bytes of
+    all ranks' parts in two hops if that is more, as where parts are whole rows."""
 
+    def seconds(way: str) -> float:
+        return hop_seconds(way, nbytes if way == "ll" else max(nbytes, split), world)
 
-# The algorithms on GPUs.
-
-# Rows and columns of the tile of one multiprocessor. cuBLAS's own heuristics are not modelled.
-TILE = 128, 256
-# From the end of a kernel to the begin of the next in a stream: 3.8 us a kernel of 2.9 us, V100
-# ("Getting Started with CUDA Graphs", NVIDIA's technical blog, 2019).
-LAUNCH_S = 0.9e-6
-# The start of a copy between GPUs by a copy engine: the order of what CUDA's sample
-# p2pBandwidthLatencyTest prints with NVSwitch. From memory.
-COPY_S = 2.5e-6
-# A tensor up to this size travels with its flags: NCCL takes LL for messages of that order.
-LL_BYTES = 128 << 10
-# The constants of `fused`, as in:
-FETCHERS = 12  # kernels/configs.py
-PIECE_BYTES = 128 << 10  # kernels/configs.py
-RING_BYTES = 64 << 10  # kernels/all_gather_matmul.py
-FREE_SMS = 1  # kernels/all_gather_matmul.py: for kernels that wait for the peers
-COPY_ENGINE_BYTES = 4 << 20  # algorithms/fused.py
-READ_S = 2 * HOP_S  # a read from a peer: a hop each way
-# The tile loop of kernels/matmul.py relative to cuBLAS. Not measured; 0.9 is assumed.
-TRITON_EFFICIENCY = 0.9
-
-
-def predict_seconds(problem: Problem, other: int, profile: Profile) -> Mapping[str, float]:
-    """Return the seconds of each algorithm that has something to do for a problem on GPUs of one
-    node, connected all to all. ``other``: the extent of the matmul that is not part of it, over all
-    ranks."""
-    ranks, nbytes, spec, link = problem.world, problem.nbytes, problem.spec, profile.within
-    peers, passes = max(ranks - 1, 1), 2 if spec.keeps_sum else 1
-    other, multiplies = ceil_div(other, ranks), spec.has_matmul
-    # Seconds in which a rank receives what it lacks of the whole tensor, reads the partials of its
-    # rows, and, of an all-reduce, gathers the sums.
-    received = nbytes * (ranks - 1) / ranks / link.bandwidth
-    sums = 0.0 if spec.gathers else nbytes / profile.bandwidth
-    gather_sums = FENCED_HOP_S + received if spec.keeps_sum else 0.0
-
-    def product(
-        parts: int = 1, *, at_once: int = 1, reserved_sms: int = 0, rate: float = 1.0
-    ) -> float:
-        """Return the seconds of the local product, or of one of ``parts`` of its rows: the longer
-        of its tiles, in whole waves over the multiprocessors, and of its bytes. ``at_once`` parts
-        share the multiprocessors, of which ``reserved_sms`` do something else; ``rate`` is relative
-        to the vendor's."""
-        if not multiplies:
-            return 0.0
-        m, width = ceil_div(problem.rows, parts), problem.shape[-1]
-        k, n = (width, other) if spec.gathers else (other, width)
-        units = profile.multiprocessors - reserved_sms
-        waves = ceil_div(at_once * ceil_div(m, TILE[0]) * ceil_div(n, TILE[1]), units) / at_once
-        flops = 2 * prod(TILE) * k * waves * profile.multiprocessors
-        multiply = flops / profile.rate(problem.dtype.itemsize) / rate
-        return max(multiply, (m * k + k * n + m * n) * problem.dtype.itemsize / profile.bandwidth)
-
-    def direct() -> float:
-        """Return the seconds of one kernel: with flags in the words, twice the bytes and one hop;
-        or data, a fence and a word. A reduction reads the slots of all ranks from memory."""
-        if spec.keeps_sum:
-            way = all_reduce_way(nbytes, ranks, ll128=False)
-            hops = hop_seconds(way, nbytes, ranks, link.bandwidth)
-            return hops + (sums if way == "two_shot" else 0.0)
-        if nbytes <= LL_BYTES:
-            return HOP_S + 2 * received
-        return FENCED_HOP_S + received + sums
-
-    def fused() -> float:
-        """Return the seconds with all but a peer's first tiles overlapped: the smaller of product
-        and transfer is hidden. `FETCHERS` multiprocessors bring the rows of a gather, or, where
-        shards are large, copy engines, beside which `FREE_SMS` stay free. Nothing hides the sum of
-        a reduction's slots."""
-        transfer, reserved, begin = received, 0, FENCED_HOP_S
-        if spec.gathers:
-            shard = ceil_div(nbytes, ranks)
-            if shard >= COPY_ENGINE_BYTES:
-                reserved, begin = FREE_SMS, begin + COPY_S
-            else:
-                reserved = min(FETCHERS, peers * ceil_div(shard, PIECE_BYTES))
-                piece_s = PIECE_BYTES / RING_BYTES * READ_S + HOP_S  # with its word
-                transfer = max(transfer, peers * shard / PIECE_BYTES * piece_s / reserved)
-        elif spec.keeps_sum and nbytes <= 2 * LL_BYTES:  # one-shot
-            transfer *= ranks
-        seconds = product(rate=TRITON_EFFICIENCY, reserved_sms=reserved)
-        hidden = max(seconds, transfer) + min(seconds, transfer) / peers
-        return begin + hidden + sums + gather_sums
-
-    launched = product() + (LAUNCH_S if multiplies else 0.0)
-    part, step = product(ranks) + LAUNCH_S, link.call / peers + link.step + received / peers
-    seconds = {
-        "unfused": launched + collective_seconds(profile, nbytes, ranks, passes=passes),
-        # The product is cut by ranks; the parts overlap NCCL's transfers.
-        "ring": part + (ranks - 1) * (max(part, step) + (passes - 1) * step) + sums,
-        "direct": launched + direct(),
-    }
-    if multiplies:
-        # One product per rank, two of which share their waves, beside the copy engines; then the
-        # last partial is copied, and all are summed.
-        part = product(ranks, at_once=min(2, ranks)) + LAUNCH_S
-        copy = COPY_S + received / peers
-        last = 0.0 if spec.gathers else copy + LAUNCH_S + sums + gather_sums
-        seconds["pipelined"] = part + (ranks - 1) * max(part, copy) + last
-        seconds["fused"] = fused()
-    return seconds
+    fast = [way for way, most in WITHOUT_FENCES.items() if way in ways and nbytes <= most]
+    if fast or "two_shot" not in ways:
+        return min(fast or [way for way in WITHOUT_FENCES if way in ways], key=seconds)
+    return "two_shot"

@@ -78,10 +78,6 @@ def this_machine(
 @functools.cache
 def _gpus() -> str:
     """Return what times on this host's GPUs depend on beside their kind."""
-    try:
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    except (AttributeError, ImportError, RuntimeError):  # torch built without it
-        nccl = "none"
     gpus = [nvml.uuid_of(number) for number in range(torch.cuda.device_count())]
     driver = "unknown"
     try:
@@ -90,7 +86,15 @@ def _gpus() -> str:
         links = f"{pairs} pairs of {len(gpus)} without NVLink"
     except nvml.ERRORS as error:
         links = f"{len(gpus)}, links unknown: {type(error).__name__}"
-    return f"{links}; driver {driver}, NCCL {nccl}"
+    return f"{links}; driver {driver}, NCCL {nccl_version()}"
+
+
+def nccl_version() -> str:
+    """Return the version of torch's NCCL, or "none"."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, ImportError, RuntimeError):  # torch built without it
+        return "none"
 
 
 def processor() -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from tpkernels.op_spec import OPS, OpSpec
@@ -60,6 +60,12 @@ class Series:
     def spec(self) -> OpSpec:
         """Return what the op does."""
         return OPS[self.op]
+
+    @property
+    def captured(self) -> Series:
+        """Return the series of the same calls in CUDA graphs, where launches cost the host
+        nothing."""
+        return replace(self, options=(*self.options, "captured"))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,9 @@ class Colocation:
 def probe_colocation(participant: Participant, statement: dict[str, Any]) -> Colocation:
     """Connect to the sockets of lower ranks until one is reached. Collective."""
     rank, world, refusal = participant.rank, participant.world, unsupported()
-    statement = {**statement, "boot_id": _boot_id(), "socket": None}
+    statement = {**statement, "boot_id": None, "socket": None}
+    with contextlib.suppress(OSError):
+        statement["boot_id"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     if world == 1:
         return Colocation(refusal, [0], [statement])
     listener = obstacle = None
@@ -110,9 +112,3 @@ def _why_not_reached(name: str | None, seconds: float) -> str | None:
             "only, also where NVLink connects GPUs of several, as in an NVL72"
         )
     return None if user == os.geteuid() else f"is user {os.geteuid()}, rank 0 is user {user}"
-
-
-def _boot_id() -> str | None:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return None

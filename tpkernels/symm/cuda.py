@@ -88,8 +88,9 @@ class CudaWorkspace:
         channel: _C.host.Channel,
         device: torch.device,
         alarm: _C.calls.Alarm,
+        ways: frozenset[str] = frozenset(),
     ) -> None:
-        self.device, self._alarm = device, alarm
+        self.device, self._alarm, self._ways = device, alarm, ways
         self.side = SideStream(device)
         self._member, self._channel = participant, channel
         # All workspaces ever made: a captured graph may still use one that has been outgrown.
@@ -100,6 +101,7 @@ class CudaWorkspace:
         self.event = streams.new_event(device)  #: after the last call outside a capture
         self._pid = os.getpid()
         self.recorded = False  #: a graph has calls of this group
+        self._lines_are_whole = False  # stores of 128 bytes arrive whole at all ranks (nvlink.py)
         on_gpu = device.type == "cuda"
         self._current_device = torch.cuda.device(device) if on_gpu else nullcontext()
         self._order = streams.order_of(device)
@@ -117,22 +119,31 @@ class CudaWorkspace:
         if self.spaces:
             words, buffer_bytes = self.current.enlarged(words, buffer_bytes)
         space = make_workspace(self._member, words, buffer_bytes, self.device, reason)
-        space.ll128 = self.spaces[-1].ll128 if self.spaces else self._lines_are_whole()
+        if not self.spaces:
+            self._lines_are_whole = self._ask_about_lines()
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
+        self.use_ways(self._ways)
         self._alarm.watch(space.failed_word)
         # The watch ends the waits in the workspaces that it finds when a peer is lost.
         if self._watch.error is not None:
             raise self._watch.error
 
-    def _lines_are_whole(self) -> bool:
+    def _ask_about_lines(self) -> bool:
         """Find out together whether LL128 may be used, once for all workspaces."""
         why_not = why_lines_may_tear(self._member, self.device)
         if self._member.rank == 0:
-            how = f"not sent by LL128, {why_not}" if why_not else "sent by LL128, over NVLink"
-            _logger.info("all-reduces of few bytes in group '%s' are %s", self._member.group, how)
+            how = f"may tear: {why_not}" if why_not else "are whole, by what NVML says of NVLink"
+            _logger.info("lines of 128 bytes in group '%s' %s", self._member.group, how)
         return why_not is None
+
+    def use_ways(self, ways: frozenset[str]) -> None:
+        """Take these ways of ``direct`` and ``fused`` from the next call on; see
+        `DeviceWorkspace.ways`."""
+        self._ways = ways if self._lines_are_whole else ways - {"ll128"}
+        for space in self.spaces:
+            space.ways = self._ways
 
     def make_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Make a symmetric tensor for a user. Collective; raises what ``make_symmetric`` does."""

@@ -109,7 +109,9 @@ class DeviceWorkspace:
     ) -> None:
         self._addresses, self._region, self._memory = addresses, region, memory
         self.multicast, device = multicast, region.device
-        self.ll128 = False  #: stores of 128 bytes arrive whole at all ranks (nvlink.py)
+        #: The ways that are qualified on this machine, the same on all ranks (planning/trust.py).
+        #: Empty if nothing is known of any.
+        self.ways: frozenset[str] = frozenset()
 
         def allocate() -> tuple[torch.Tensor, ...]:
             state = torch.zeros(FLAGS_AT + FLAGS, dtype=torch.int64, device=device)

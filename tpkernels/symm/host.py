@@ -103,8 +103,8 @@ class HostWorkspace:
         self._device: DeviceWorkspace | None = None
         self.alarm = _C.calls.Alarm()
         self.on_gpus: dict[torch.device, CudaWorkspace] = {}  #: those that `open_cuda` has made
+        self._ways: frozenset[str] = frozenset()
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._bytes_read = 0
         region = _C.host.Channel.region_bytes(participant.world, workspace_bytes)
         self._region_bytes = -(-region // _HUGE_PAGE) * _HUGE_PAGE
         first = min(workspace_bytes, _FIRST_BUFFER)
@@ -214,12 +214,18 @@ class HostWorkspace:
             else:
                 self.on_gpus[device] = self._make_cuda(device, reason)
 
+    def use_ways(self, ways: frozenset[str]) -> None:
+        """Take these ways on GPUs, the same on all ranks; see `DeviceWorkspace.ways`."""
+        self._ways = ways
+        for space in self.on_gpus.values():
+            space.use_ways(ways)
+
     def _make_cuda(self, device: torch.device, reason: str | None) -> CudaWorkspace:
         link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, PAGE))
         channel = _make_channel(link, self.participant, PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
-        space = CudaWorkspace(self._watched(), channel, device, self.alarm)
+        space = CudaWorkspace(self._watched(), channel, device, self.alarm, self._ways)
         try:
             space.grow(_FIRST_WORDS, _FIRST_BYTES, reason)
         except BaseException:
@@ -283,28 +289,13 @@ class HostWorkspace:
         begin = self.channel.buffer_offset(self.epoch & 1) + offset
         return torch.as_strided(base, shape, strides, begin // dtype.itemsize)
 
-    def read(
-        self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
-    ) -> torch.Tensor:
-        """Return the `view` of what a rank has written, all of which is read, and once."""
-        if rank != self.participant.rank:
-            self._bytes_read += prod(shape) * dtype.itemsize
-        return self.view(rank, dtype, shape, offset)
-
-    @property
-    def bytes_read(self) -> int:
-        """Return the bytes of data that calls by `direct` and `pipelined` have read of the peers'
-        memory, or got from them in their results. For tests."""
-        return self.channel.bytes_read + self._bytes_read
-
     def peer_data(self, peer: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return what ``peer`` published in this epoch, in its buffer or a segment."""
         if not self.channel.in_segment(peer):
-            return self.read(peer, dtype, shape)
+            return self.view(peer, dtype, shape)
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        self._bytes_read += nbytes
         region = self.channel.segment_of(peer, nbytes)
         return torch.frombuffer(region, dtype=dtype).view(shape)
 

@@ -19,6 +19,8 @@ from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.planning.machine import cpu_flags
 from tpkernels.planning.problem import Problem
+from tpkernels.planning.trust import Trust
+from tpkernels.symm import streams
 from tpkernels.tuning.tuner import tune_if_new, with_trial
 
 
@@ -31,9 +33,10 @@ def plan_call(
     call = plan(group, given.algorithm)
     if given.algorithm != "auto":
         return call
-    if group.measured.tuning is not None:
-        names = candidates(call.problem, _means(group))
-        again = tune_if_new(call, names, plan, make_run, given)
+    tuning = group.tuning_on(problem.device)
+    if tuning is not None:
+        names = candidates(call.problem, _means(group, call.problem.device))
+        again = tune_if_new(call, tuning, names, plan, make_run, given)
         return plan(group, "auto") if again else call
     return with_trial(call, functools.partial(plan, group))
 
@@ -54,14 +57,14 @@ def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.dev
             "the group with NCCL"
         )
     if algorithm != "auto":  # refuses what cannot run before anything is sent
-        choose(problem, _means(group), requested=algorithm)
+        choose(problem, _means(group, problem.device), requested=algorithm)
     if problem.device == "cuda" and problem.spec.reduces:
         problem = replace(problem, numerics=group.cuda_numerics())
     has_times = group.has_times(problem.device)
     tuned = group.tuned(problem.device) if has_times else NOTHING_TUNED
     unsupported = dict(group.measured.failures_of(problem) or {}) if algorithm == "auto" else {}
     while True:
-        means = _means(group, unsupported)
+        means = _means(group, problem.device, unsupported)
         plan = choose(problem, means, requested=algorithm, tuned=tuned)
         why = _unsupported_kernels(group, plan.algorithm, problem, device)
         if why is not None:
@@ -71,11 +74,39 @@ def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.dev
             nbytes = ALGORITHMS[plan.algorithm].workspace_bytes(problem, means.workspace_bytes)
             group.make_room(nbytes, plan.text)
         # If the buffers grew, more algorithms may fit: choose again.
-        if _means(group, unsupported) == means:
+        if _means(group, problem.device, unsupported) == means:
             function = implementation(problem, plan)
-            if algorithm == "auto" and problem.device == "cuda" and plan.algorithm != "unfused":
-                function = _or_unfused(function, group, problem, device)
+            if algorithm == "auto" and problem.device == "cuda":
+                if plan.algorithm != "unfused":
+                    function = _or_unfused(function, group, problem, device)
+                in_graphs = choose(problem, means, tuned=tuned, captured=True).algorithm
+                if in_graphs != plan.algorithm:
+                    function = _unless_captured(function, group, problem, device, in_graphs)
             return Call(group, problem, plan, function, generation)
+
+
+def _unless_captured(
+    function: Callable[..., Any], group: Group, problem: Problem, device: torch.device, name: str
+) -> Callable[..., Any]:
+    """Return a call's function that is another algorithm in the capture of a graph. All ranks
+    capture the same calls. The first call outside a capture is by that algorithm, too: a capture
+    can set nothing up."""
+    try:
+        in_graphs = _plan_call(group, name, problem, device)
+    except NotImplementedError:  # on all ranks
+        return function
+
+    is_set_up = name == "unfused"  # which needs nothing
+
+    def run(call: Call, *operands: Any) -> Any:
+        nonlocal is_set_up
+        if is_set_up and not streams.is_captured(device):
+            return function(call, *operands)
+        result = in_graphs.function(in_graphs, *operands)
+        is_set_up = True
+        return result
+
+    return run
 
 
 def _or_unfused(
@@ -95,7 +126,7 @@ def _or_unfused(
     return run
 
 
-def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
+def _means(group: Group, device: str, unsupported: Mapping[str, str] | None = None) -> Means:
     """Return what the group offers, as far as it is set up."""
     shared_memory = group.workspace is not None
     return Means(
@@ -104,6 +135,7 @@ def _means(group: Group, unsupported: Mapping[str, str] | None = None) -> Means:
         cpu_flags(),
         dict(unsupported or {}),
         group.why_no_node,
+        group.trust() if device == "cuda" else Trust(),
     )
 
 

@@ -20,7 +20,8 @@ _UNLESS = "CUDA tensors keep torch's calls unless measured times favour the op"
 
 
 def read_times(name: str) -> None:
-    """Broadcast rank 0's measured times for CUDA tensors. Collective on groups that move these by
+    """Broadcast rank 0's measured times for CUDA tensors, and its record of what is qualified.
+    Collective on groups that move these by
     NCCL; on others, and without GPUs, it does nothing."""
     if not torch.cuda.is_available():
         return
@@ -31,6 +32,7 @@ def read_times(name: str) -> None:
         return
     if group.world > 1 and group.has_times("cuda"):
         group.ready("cuda").tuned("cuda")
+        group.trust()
 
 
 def why_left_to_torch(
@@ -47,7 +49,7 @@ def why_left_to_torch(
     goes by the times that the group has, which are the same on all ranks. The communicated tensor
     has ``rows`` rows over all ranks (None: not known yet, any measured extent counts) and last dim
     ``width`` (None: not known, or not split along rows)."""
-    if device != "cuda" or group.measured.tuning is not None:
+    if device != "cuda" or group.tuning_on(device) is not None:
         return None
     if width is None:
         return f"{_UNLESS}, and none are for this split"

@@ -4,6 +4,9 @@ first calls that are made anyway (`with_trial`), or on the spot (`tune_if_new`:
 
 On the spot
 
+On CUDA tensors twice, one call at a time and as a graph of calls: launches that cost the host more
+than the GPU must not decide about what is captured.
+
 Problem: every algorithm must be timed on all ranks alike, and one that fails, on whatever rank and
 however far it has come, must leave the group usable and no rank behind.
 
@@ -60,6 +63,9 @@ _STAGE_ROUNDS = 5
 _FEWEST_ROUNDS = 3  # before a candidate drops out
 _REPORT_SECONDS = 2.0
 _MOST_FLUSH_BYTES = 256 << 20
+_GRAPH_CALLS = 20
+_FLUSH = ""  # the graph without calls
+_SHORTEST_S = 1e-8  # of a call whose time is lost in that of the flush
 
 PlanOn = Callable[[Group, str], Call]  # (group, algorithm) -> planned call
 MakeRun = Callable[[], Callable[[Call], object]]
@@ -184,13 +190,17 @@ class TrialRunner:
 
 
 def tune_if_new(
-    call: Call, names: Sequence[str], plan: PlanOn, make_run: MakeRun, arguments: Any
+    call: Call,
+    tuning: Tuning,
+    names: Sequence[str],
+    plan: PlanOn,
+    make_run: MakeRun,
+    arguments: Any,
 ) -> bool:
     """Tune the problem of a call that ``auto`` makes, by the algorithms ``names``, if nothing was
     measured for it; return whether it is to be planned again. Collective. ``make_run`` makes what
     runs the op's planned call with ``arguments``, of which it overwrites none."""
-    group, problem, tuning = call.group, call.problem, call.group.measured.tuning
-    assert tuning is not None  # the caller has looked
+    group, problem = call.group, call.problem
     if tuning.among is not None:
         names = [name for name in names if name in tuning.among]
     elif problem.device == "cpu":
@@ -240,6 +250,7 @@ class _Tuner:
         self._other, self._timeout = _other_extent(self._x, w), group.timeout_on(problem.device)
         self._exchange_numbers = functools.partial(exchange_numbers, group, problem)
         self._rounds = 0  # counted so far
+        self._replays: dict[str, Callable[[], object]] | None = None  # of calls, if in graphs
         self._begun = self._reported = time.perf_counter()
 
     def tune(self, names: Sequence[str], make_run: MakeRun) -> None:
@@ -255,27 +266,37 @@ class _Tuner:
                         "The group is broken: make a new one.",
                         peer=rank,
                     )
-        failures = group.measured.failures.setdefault(key, {})
-        contest = Contest(names)
+        failures, measurements = group.measured.failures.setdefault(key, {}), list[Measurement]()
         try:
             self._prepare(make_run)
-            while len(contest.remaining) > 1:
-                try:
-                    with self._second() as second:
-                        self._compete(contest, second)
-                    break
-                except _Failed as failure:
-                    name, why = failure.args
-                contest.leave_out(name)
-                failures[name] = why
-                self._warn(f"algorithm '{name}' {why}")
+            for series in (key[0], key[0].captured) if _takes_graphs(self._x) else key[:1]:
+                self._replays = None if series == key[0] else {}
+                self._rounds, self._begun = 0, time.perf_counter()
+                contest = Contest([name for name in names if name not in failures])
+                self._settle(contest, failures)
+                if self._rounds:
+                    measurements += contest.measurements(series, key[1])
         except _Skipped as skipped:
             self._warn(f"not tuned: {skipped}")
-        if self._rounds:
-            measurements = contest.measurements(*key)
+        if measurements:
             group.use_times(problem.device, group.tuned(problem.device).extended(measurements))
             if self._tuning.save and group.rank == 0:
                 self._save(measurements)
+
+    def _settle(self, contest: Contest, failures: dict[str, str]) -> None:
+        """Let the candidates compete; one that fails is left out, and the others begin anew."""
+        while len(contest.remaining) > 1:
+            try:
+                with self._second() as second:
+                    self._compete(contest, second)
+                return
+            except _Failed as failure:
+                name, why = failure.args
+            if name == "unfused":  # in graphs: there is nothing to compare with
+                raise _Skipped(f"'unfused' {why}")
+            contest.leave_out(name)
+            failures[name] = why
+            self._warn(f"algorithm '{name}' {why}")
 
     def _warn(self, text: str) -> None:
         if self._group.rank == 0:
@@ -314,6 +335,8 @@ class _Tuner:
 
         def plan(name: str) -> tuple[()]:
             calls[name] = self._plan(second, name)
+            if self._replays is not None:
+                self._replays[name] = self._captured(calls[name])
             return ()
 
         for name in list(contest.remaining):
@@ -346,6 +369,11 @@ class _Tuner:
         return [Sample(*sample) for sample in samples]
 
     def _timed(self, call: Call) -> Sample:
+        if self._replays is not None:
+            replay, alone = self._replays[call.plan.algorithm], self._replays[_FLUSH]
+            seconds = (_seconds(replay, self._x) - _seconds(alone, self._x)) / _GRAPH_CALLS
+            call.group.check_kernels(call.plan.text)
+            return Sample(0.0, max(seconds, _SHORTEST_S), self._other)
         self._flush_buffer.fill_(1)  # evicts the inputs from the caches
         _synchronize(self._x.device)
         begin = time.perf_counter()
@@ -354,6 +382,19 @@ class _Tuner:
         end = time.perf_counter()
         call.group.check_kernels(call.plan.text)  # a failure on a GPU shows only now
         return Sample(begin, end, self._other)
+
+    def _captured(self, call: Call) -> Callable[[], object]:
+        """Return what replays a graph of calls, each with cold caches, as between a model's
+        weights. What that costs is measured by itself."""
+
+        def flush_and_run() -> None:
+            self._flush_buffer.fill_(1)
+            self._run(call)
+
+        assert self._replays is not None  # the caller has looked
+        if _FLUSH not in self._replays:
+            self._replays[_FLUSH] = _graph_of(lambda: self._flush_buffer.fill_(1))
+        return _graph_of(flush_and_run)
 
     def _attempt(
         self, name: str, second: Group, run: Callable[[], Sequence[float]], count: int = 0
@@ -395,7 +436,7 @@ class _Tuner:
             key=lambda rank: (reports[rank]["first"], reports[rank]["why"] != "", -rank),
         )
         why = f"rank {culprit}: {reports[culprit]['why']}"
-        if ALGORITHMS[name].needs_shared_memory:
+        if ALGORITHMS[name].needs_shared_memory or self._replays is not None:
             return _Failed(name, f"failed when it was tuned: {why}")
         text = f"{self._problem} by '{name}', which was tuned, failed on {why}"
         return error or PeerLostError(text, peer=culprit)
@@ -419,6 +460,35 @@ class _Tuner:
             store.update(machine, *measurements)
         except Exception as error:  # a warning, too, may be one: rank 0 alone must not raise it
             group.notices.append(f"tpkernels.autotune could not save its times: {error}")
+
+
+def _takes_graphs(x: torch.Tensor) -> bool:
+    """Return whether calls are also timed in CUDA graphs."""
+    return x.is_cuda
+
+
+def _graph_of(run: Callable[[], object]) -> Callable[[], object]:
+    """Run something once, which sets it up, and return what replays a graph of `_GRAPH_CALLS`."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_GRAPH_CALLS):
+            run()
+    return graph.replay
+
+
+def _seconds(replay: Callable[[], object], x: torch.Tensor) -> float:
+    """Return how long a replay takes."""
+    _synchronize(x.device)
+    begin = time.perf_counter()
+    replay()
+    _synchronize(x.device)
+    return time.perf_counter() - begin
 
 
 def _synchronize(device: torch.device) -> None:

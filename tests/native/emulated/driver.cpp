@@ -1,6 +1,8 @@
 // A libcuda.so.1 whose only device is the CPU. It "loads" any image and runs the kernels of
 // csrc/cuda/kernels.cu, compiled for the CPU. With it the launch code, the Python bindings, the
 // kernels and the protocol between processes run without a GPU. It also fails on request.
+#include <chrono>
+#include <csignal>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -57,25 +59,69 @@ void run_or_capture(void* stream, const std::function<void()>& node) {
   }
 }
 
+// A fault of one kernel in this process, planted by `emulated_plant`.
+struct Planted {
+  std::string kernel, kind;
+} planted;
+
+// The same arguments as a kernel with a fault would take them.
+template <class T>
+T spoilt(T argument) {
+  if constexpr (std::is_same_v<T, Space>) {
+    if (planted.kind != "stale parity") return argument;
+    argument.buffers_at += argument.buffer_stride;
+    argument.buffer_stride = -argument.buffer_stride;
+  }
+  if constexpr (std::is_same_v<T, AllReduce> || std::is_same_v<T, Shards>) {
+    if (planted.kind == "wrong peer offset") argument.slot_bytes += 256;
+    if (planted.kind == "off-by-one rows") {
+      argument.x = static_cast<const char*>(argument.x) + 16;
+    }
+  }
+  return argument;
+}
+
+// What a fault does besides.
+struct Fault {
+  explicit Fault(bool here) {
+    if (!here) return;
+    if (planted.kind == "crash") std::raise(SIGSEGV);
+    while (planted.kind == "hang") std::this_thread::sleep_for(std::chrono::seconds(1));
+    if (planted.kind == "missing fence") emulated::fault = emulated::Fault::kMissingFence;
+    if (planted.kind == "lost wake-up") emulated::fault = emulated::Fault::kLostWakeUp;
+    if (planted.kind == "torn line") emulated::tearing = emulated::Tearing::kTornLines;
+    if (planted.kind == "torn word") emulated::tearing = emulated::Tearing::kTornWords;
+  }
+  ~Fault() {
+    emulated::fault = emulated::Fault::kNone;
+    emulated::tearing = static_cast<emulated::Tearing>(now.tearing);
+  }
+};
+
 struct Entry {
   // A kernel with copies of its parameters, which a captured graph needs.
   std::function<std::function<void()>(void**)> bind;
+  std::string name;
   bool has_space;
   int threads;  // required of the launch
 };
 
 template <class First, class... More>
-Entry entry(void (*kernel)(First, More...), int threads) {
-  const auto bind = [kernel](void** parameters) -> std::function<void()> {
-    const auto next = [&]<class T>(T*) { return *static_cast<T*>(*parameters++); };
+Entry entry(const char* name, void (*kernel)(First, More...), int threads) {
+  const auto bind = [kernel, name](void** parameters) -> std::function<void()> {
+    const bool faulty = planted.kernel == name;
+    const auto next = [&]<class T>(T*) {
+      const T argument = *static_cast<T*>(*parameters++);
+      return faulty ? spoilt(argument) : argument;
+    };
     const std::tuple given{next(static_cast<First*>(nullptr)),
                            next(static_cast<More*>(nullptr))...};
     return [kernel, given] { std::apply(kernel, given); };
   };
-  return {bind, std::is_same_v<First, Space>, threads};
+  return {bind, name, std::is_same_v<First, Space>, threads};
 }
 
-#define EMULATED_ENTRY(name, threads, ...) {#name, entry(name, threads)},
+#define EMULATED_ENTRY(name, threads, ...) {#name, entry(#name, name, threads)},
 std::map<std::string, Entry> entries{TPK_KERNELS(EMULATED_ENTRY)};
 
 void* current = nullptr;
@@ -109,7 +155,9 @@ int launch(void* function, unsigned blocks, unsigned threads, unsigned cluster, 
     grid.world = space.world;
     grid.regions = space.regions;
   }
-  run_or_capture(stream, [grid, kernel = entry.bind(parameters)]() mutable {
+  const bool faulty = entry.name == planted.kernel;
+  run_or_capture(stream, [grid, faulty, kernel = entry.bind(parameters)]() mutable {
+    const Fault fault(faulty);
     emulated::Counts most;
     grid.most = &most;
     emulated::run(grid, kAtOnce, kernel);
@@ -129,6 +177,8 @@ void emulated_fail(const char* function, int code) {
   failing = function;
   failing_code = code;
 }
+// From now on this process has a fault of a kind in one kernel; "" for none.
+void emulated_plant(const char* kernel, const char* kind) { planted = {kernel, kind}; }
 int emulated_get(const char* name) { return *by_name.at(name); }
 int emulated_set(const char* name, int value) {  // returns what was there
   std::swap(*by_name.at(name), value);

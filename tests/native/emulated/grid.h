@@ -34,6 +34,20 @@ enum class Tearing {
 };
 inline Tearing tearing = Tearing::kBetweenWords;
 
+// Faults of one kernel on one rank, for tests of `tpkernels qualify`.
+enum class Fault {
+  kNone,
+  kMissingFence,  // stores of packs arrive after the words that announce them
+  kLostWakeUp,    // no word is announced
+};
+inline Fault fault = Fault::kNone;
+// What a thread has stored that has not arrived.
+struct Late {
+  void* to;
+  unsigned word[4];
+};
+inline thread_local std::vector<Late> late;
+
 // Negative control of clusters: their barriers only hold a block's own threads.
 inline bool loose = false;
 
@@ -146,6 +160,8 @@ inline void run(const Grid& grid, int at_once, const std::function<void()>& kern
       Block& own = *cluster->blocks[block];
       here = {&grid, cluster, &own.barrier, &own, number, thread};
       kernel();
+      for (const Late& store : late) std::memcpy(store.to, store.word, sizeof(store.word));
+      late.clear();
       if (grid.most != nullptr) {
         const std::lock_guard lock(counting);
         take_most(*grid.most, here.counts);

@@ -242,20 +242,4 @@ int ncclGroupEnd() {
 }
 int fake_depth() { return depth; }
 
-int ncclMemAlloc(void** memory, std::size_t bytes) {
-  *memory = std::malloc(bytes);
-  return enter("ncclMemAlloc", nullptr);
-}
-int ncclMemFree(void* memory) {
-  std::free(memory);
-  return enter("ncclMemFree", nullptr);
-}
-int ncclCommWindowRegister(ncclComm* comm, void* memory, std::size_t, void** window, int flags) {
-  *window = flags == 1 ? memory : nullptr;
-  return enter("ncclCommWindowRegister", comm);
-}
-int ncclCommWindowDeregister(ncclComm* comm, void*) {
-  return enter("ncclCommWindowDeregister", comm);
-}
-
 }  // extern "C"

@@ -45,7 +45,6 @@ int main(int, char** argv) {
     std::vector<std::thread> threads;
     threads.push_back(run([&](int) { all_reduce(communicator); }));
     threads.push_back(run([&](int) { all_reduce(communicator); }));
-    threads.push_back(run([&](int) { communicator.register_window(fake, 8); }));
     threads.push_back(run([&](int i) {
       communicator.check();
       if (i == kCalls - 1 && round % 2 == 1) communicator.abort("a test");

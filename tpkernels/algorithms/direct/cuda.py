@@ -35,7 +35,9 @@ def as_blocks(x: torch.Tensor) -> torch.Tensor:
 @gathers_in_rank_order
 def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     whole, sizes = products.memory(call, x), rows_by_rank(call.problem)
-    launch = cuda.prepare_all_gather(as_blocks(x.contiguous()), as_blocks(whole), sizes)
+    launch = cuda.prepare_all_gather(
+        as_blocks(x.contiguous()), as_blocks(whole), sizes, ways=_ways(call, x)
+    )
     queue(call, x.device, launch)
     products.multiply(whole)
 
@@ -54,12 +56,13 @@ def reduce(
             rows_by_rank(call.problem),
             bias,
             None if residual is None else as_blocks(residual),
+            ways=_ways(call, x),
         )
         queue(call, x.device, launch)
         return
     partial = x.contiguous() if w is None else new_partial(call, x, w)
-    early, ll128 = _starts_early(partial, w), call.workspace.on_gpus[x.device].current.ll128
-    launch = cuda.prepare_all_reduce(call.problem.world, partial, out, bias, residual, early, ll128)
+    early, world = _starts_early(partial, w), call.problem.world
+    launch = cuda.prepare_all_reduce(world, partial, out, bias, residual, early, _ways(call, x))
     _queue(call, x, w, partial, launch)
 
 
@@ -89,9 +92,15 @@ def reduce_and_normalise(
         reduction.bias,
         reduction.residual,
         early=_starts_early(partial, w),
+        ways=_ways(call, x),
     )
     _queue(call, x, w, partial, launch)
     return normed
+
+
+def _ways(call: Call, x: torch.Tensor) -> frozenset[str]:
+    """Return the ways that are qualified here."""
+    return call.workspace.on_gpus[x.device].current.ways
 
 
 def _starts_early(partial: torch.Tensor, w: Weight | None) -> bool:

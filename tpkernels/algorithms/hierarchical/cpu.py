@@ -46,11 +46,10 @@ import torch
 from tpkernels import dtypes
 from tpkernels._C.host import Phase
 from tpkernels.algorithms import transfers
-from tpkernels.algorithms.parts import Partials, Products
+from tpkernels.algorithms.parts import Partials
 from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
-from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
 from tpkernels.planning.algorithms import chunk_bytes
 from tpkernels.symm.node import Node
@@ -393,11 +392,4 @@ def add_to(
         reduce_into(to, terms, reduction or Reduction(to.dtype), begin)
 
 
-def gather(call: Call, x: torch.Tensor, products: Products) -> None:
-    transfers.gather(Shared(call), x, products)
-
-
-def reduce(
-    call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
-) -> None:
-    transfers.reduce(Shared(call), x, w, out, reduction)
+gather, reduce = transfers.operations(Shared)

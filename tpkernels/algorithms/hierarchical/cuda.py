@@ -36,11 +36,10 @@ import torch
 from tpkernels import dtypes
 from tpkernels.algorithms import transfers
 from tpkernels.algorithms.hierarchical.cpu import Route, add_to, delegate, routes
-from tpkernels.algorithms.parts import Partials, Products
+from tpkernels.algorithms.parts import Partials
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
-from tpkernels.local.product import Weight
 from tpkernels.local.ranges import TRANSFER, recorded
 from tpkernels.symm.streams import SideStream
 from tpkernels.transport.point_to_point import enter
@@ -189,11 +188,4 @@ class Batches(transfers.Transfers):
         """The current stream has waited for everything."""
 
 
-def gather(call: Call, x: torch.Tensor, products: Products) -> None:
-    transfers.gather(Batches(call), x, products)
-
-
-def reduce(
-    call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
-) -> None:
-    transfers.reduce(Batches(call), x, w, out, reduction)
+gather, reduce = transfers.operations(Batches)

@@ -82,7 +82,7 @@ def reduce(call: Call, x: torch.Tensor, w: Weight, out: torch.Tensor, reduction:
         for peer in peers:
             channel.wait(peer, Phase.DATA, rank)
         begin, count = split.piece(rank, index)
-        terms = [workspace.read(r, wire, (count,), rank * slot) for r in range(problem.world)]
+        terms = [workspace.view(r, wire, (count,), rank * slot) for r in range(problem.world)]
         if problem.spec.scatters:
             reduce_into(result[begin : begin + count], terms, reduction, begin)
             continue
@@ -94,5 +94,5 @@ def reduce(call: Call, x: torch.Tensor, w: Weight, out: torch.Tensor, reduction:
             begin, count = split.piece(owner, index)
             begin += split.begins[owner]
             with recorded(COPY):
-                total = workspace.read(owner, out.dtype, (count,), sums_at)
+                total = workspace.view(owner, out.dtype, (count,), sums_at)
                 result[begin : begin + count].copy_(total)

@@ -70,6 +70,7 @@ inline u64 load_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_R
 inline void store_relaxed_sys(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_release_sys(u64* p, u64 v) {
   ++emulated::here.counts.releases;
+  if (emulated::fault == emulated::Fault::kLostWakeUp) return;
   __atomic_store_n(p, v, static_cast<int>(kRelease));
 }
 inline u64 add_acq_rel_gpu(u64* p, u64 v) {
@@ -93,7 +94,13 @@ inline u64 checked(const void* p) {
 }
 
 inline Pack load_pack(const void* from) { return *reinterpret_cast<const Pack*>(checked(from)); }
-inline void store_pack(void* to, Pack pack) { *reinterpret_cast<Pack*>(checked(to)) = pack; }
+inline void store_pack(void* to, Pack pack) {
+  if (emulated::fault == emulated::Fault::kMissingFence) {
+    const auto& word = pack.word;
+    return emulated::late.push_back({to, {word[0], word[1], word[2], word[3]}});
+  }
+  *reinterpret_cast<Pack*>(checked(to)) = pack;
+}
 
 inline void prefetch(const void*) {}
 
@@ -167,7 +174,10 @@ void store_share(Pack* line, const Pack (&share)[N]) {
   const bool torn = emulated::tearing == emulated::Tearing::kTornLines;
   const bool clears = share[N - 1].word[0] == 0;
   if (clears && emulated::tearing == emulated::Tearing::kLinesThatStay) return;
-  if (torn) store_words(line + N - 1, share[N - 1], __ATOMIC_RELEASE);
+  if (torn) {
+    store_words(line + N - 1, share[N - 1], __ATOMIC_RELEASE);
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
   const unsigned first = ++stored % (N - 1);
   for (unsigned i = 0; i < N - 1; ++i) {
     const unsigned at = (first + i) % (N - 1);

@@ -1,1 +1,0 @@
-"""The stages of ``python -m benchmarks.gpu_suite``: each yields results as it goes."""

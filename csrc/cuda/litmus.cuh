@@ -1,0 +1,141 @@
+// Litmus tests of what the protocols rely on, for `tpkernels qualify`.
+//
+// Problem: an algorithm may give right results by luck. So a great many stores, each with a value
+// that nobody else stores, go between all pairs of ranks at once, and every value that has arrived
+// with its flag is compared.
+//
+// Algorithm: all ranks push `bytes` to every peer, in packs that are a function of the round, the
+// sender, the receiver and the place, by the very functions of the protocols:
+// messages   packs in the peer's buffer, then a word with release semantics (cuda/sync.cuh)
+// words      LL: each word of 8 bytes has 4 of data and a flag (cuda/ll.cuh)
+// lines      LL128: lines of 128 bytes with one flag (cuda/ll128.cuh)
+//
+// Sync: that of the protocols. A launch is a round; it is a call like any other.
+#pragma once
+
+#include "cuda/ll128.cuh"
+
+namespace tpkernels::cuda {
+
+constexpr int kFoundChecked = 0, kFoundWrong = 1, kFoundRecords = 2;
+constexpr int kRecord = 4;  // sender, place, what was there, what was expected
+
+TPK_DEVICE unsigned mixed(unsigned value) {
+  value = (value ^ (value >> 16)) * 0x7FEB352Du;
+  value = (value ^ (value >> 15)) * 0x846CA68Bu;
+  return value ^ (value >> 16);
+}
+
+TPK_DEVICE Pack pattern_of(const Litmus& litmus, int source, int to, u64 at) {
+  const unsigned seed = mixed(litmus.round * 131u + source * 73u + to);
+  Pack pack;
+#pragma unroll
+  for (unsigned i = 0; i < 4; ++i) pack.word[i] = mixed(seed + 4 * static_cast<unsigned>(at) + i);
+  return pack;
+}
+
+// Only a wrong pack is counted at once: an atomic between loads would order them.
+TPK_DEVICE void compare(const Peers& peers, const Litmus& litmus, int source, u64 at,
+                        const Pack& seen, u64& checked) {
+  const Pack expected = pattern_of(litmus, source, peers.space.rank, at);
+  unsigned got = 0, wanted = 0, first = 4;
+#pragma unroll
+  for (int i = 3; i >= 0; --i) {
+    if (seen.word[i] == expected.word[i]) continue;
+    got = seen.word[i];
+    wanted = expected.word[i];
+    first = i;
+  }
+  ++checked;
+  if (first == 4) return;
+  const u64 number = add_acq_rel_gpu(litmus.found + kFoundWrong, 1);
+  if (number >= static_cast<u64>(litmus.records)) return;
+  u64* record = litmus.found + kFoundRecords + number * kRecord;
+  record[0] = static_cast<u64>(source);
+  record[1] = 4 * at + first;
+  record[2] = got;
+  record[3] = wanted;
+}
+
+TPK_DEVICE void exchange_messages(const Peers& peers, const Litmus& litmus) {
+  const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
+  const Range part = part_in({0, packs_in(litmus.bytes)}, packs_in(litmus.bytes));
+  const auto slot = [&](int at, int source) {
+    return reinterpret_cast<Pack*>(buffer_of(peers, at) + source * litmus.bytes);
+  };
+  for (int i = 1; i < world; ++i) {
+    const int to = (rank + i) % world;
+    for (u64 at = part.first + thread(); at < part.last; at += threads()) {
+      store_pack(slot(to, rank) + at, pattern_of(litmus, rank, to, at));
+    }
+  }
+  publish_to_all(peers, word);
+  u64 checked = 0;
+  for (int i = 1; i < world; ++i) {
+    const int source = (rank + i) % world;
+    wait_for(peers, source, word);
+    for (u64 at = part.first + thread(); at < part.last; at += threads()) {
+      compare(peers, litmus, source, at, load_pack(slot(rank, source) + at), checked);
+    }
+  }
+  add_acq_rel_gpu(litmus.found + kFoundChecked, checked);
+}
+
+TPK_DEVICE void exchange_words(const Peers& peers, const Litmus& litmus) {
+  const int rank = peers.space.rank, world = peers.space.world;
+  const Piece piece{0, litmus.bytes};
+  const u64 packs = packs_in(litmus.bytes);
+  delay(peers, thread());
+  for (u64 at = lane(); at < packs; at += lanes()) {
+    for (int i = 1; i < world; ++i) {
+      const int to = (rank + i) % world;
+      send_pack(peers, to, piece, at, pattern_of(litmus, rank, to, at));
+    }
+  }
+  u64 checked = 0;
+  for (u64 at = lane(); at < packs; at += lanes()) {
+    for (int i = 1; i < world; ++i) {
+      const int source = (rank + i) % world;
+      Lines seen = look_at(peers, source, piece, at);
+      const u64 since = clock_ns();
+      for (int looks = 1; !has_arrived(peers, seen); ++looks) {
+        if (!look_again(peers, source, looks, since)) return;
+        seen = look_at(peers, source, piece, at);
+      }
+      compare(peers, litmus, source, at, pack_of(seen), checked);
+    }
+  }
+  add_acq_rel_gpu(litmus.found + kFoundChecked, checked);
+}
+
+TPK_DEVICE void exchange_lines(const Peers& peers, const Litmus& litmus) {
+  const int rank = peers.space.rank, world = peers.space.world;
+  const Piece piece{0, litmus.bytes};
+  const u64 turns = turns_in<1>(litmus.bytes), packs = packs_in(litmus.bytes);
+  delay(peers, thread());
+  for (u64 turn = group(); turn < turns; turn += groups()) {
+    for (int i = 1; i < world; ++i) {
+      const int to = (rank + i) % world;
+      Share<1> share = load_turn<1>(peers, Piece{0, 0}, turn);  // the flag
+#pragma unroll
+      for (int s = 0; s < kShare; ++s) {
+        const u64 at = vector_of(turn, s);
+        if (!is_flag(s) && at < packs) share.pack[0][s] = pattern_of(litmus, rank, to, at);
+      }
+      send_turn(peers, to, piece, turn, share);
+    }
+  }
+  u64 checked = 0;
+  const auto theirs = [&](int source) { return source == rank ? Piece{0, 0} : piece; };
+  for (u64 turn = group(); turn < turns; turn += groups()) {
+    const bool arrived =
+        receive_turn<1>(peers, turn, theirs, [&](int source, int s, const Pack(&found)[1]) {
+          const u64 at = vector_of(turn, s);
+          if (at < packs) compare(peers, litmus, source, at, found[0], checked);
+        });
+    if (!arrived) return;
+  }
+  add_acq_rel_gpu(litmus.found + kFoundChecked, checked);
+}
+
+}  // namespace tpkernels::cuda

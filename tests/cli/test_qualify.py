@@ -1,0 +1,95 @@
+"""``tpkernels qualify``: what it shows, refuses and keeps. The stages: tests/qualification."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.cli.test_cli import invoke
+from tpkernels.cli import qualify as command
+from tpkernels.planning import trust
+from tpkernels.planning.trust import DISQUALIFIED, QUALIFIED, Failure, Outcome, Record
+from tpkernels.qualification.schedule import Stage, Topology
+
+PAIR = Topology(("NVIDIA H100",) * 2, 90, nvlink=True)
+
+
+def test_a_rehearsal_on_cpu_tensors(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    ran = invoke("qualify", "--device", "cpu", "--only", "pipelined/all_r", "--out", str(out))
+    assert ran.exit_code == 0 and "pipelined/all_reduce on 2 ranks: qualified" in ran.output
+    assert "it qualifies nothing" in ran.output and trust.load("cuda")[0] is None
+    assert (
+        json.loads(out.read_text())["record"]["ways"]["2"]["pipelined/all_reduce"]["checks"] >= 18
+    )
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Two GPUs, on which stages are only noted; `direct/ll` is wrong there."""
+    ran: list[str] = []
+
+    def run(stages: list[Stage], device: str, *, known: Record | None, **options: Any) -> Record:
+        record = known or Record("2026-11-25")
+        wrong = Failure("wrong", "all_reduce", 0, elements=4, wrong=2, first=((1, "0", "3"),))
+        for stage in stages:
+            ran.append(stage.name)
+            bad = stage.name == "direct/ll"
+            outcome = Outcome(DISQUALIFIED if bad else QUALIFIED, 9, failure=wrong if bad else None)
+            options["report"](stage, outcome)
+            new = {"2": {stage.name: outcome}}
+            record = record.extended(Record("2026-11-25", ways=new))
+        return record
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(command.sessions, "resolve_device", lambda _: "cuda")
+    monkeypatch.setattr(command, "topology_here", lambda: PAIR)
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(trust, "head", lambda device: {"format": "a test", "device": device})
+    return ran
+
+
+def test_the_record_is_kept_and_goes_on(gpus: list[str]) -> None:
+    first = invoke("qualify", "--only", "direct/")
+    assert first.exit_code == 1 and len(gpus) == 5
+    assert "direct/ll on 2 ranks: disqualified: 2 of 4 elements wrong" in first.output
+    record, _ = trust.load("cuda")
+    assert record is not None and "direct/ll" not in record.trust(2).ways
+    assert record.trust(2).of("direct") == {"ll_two_shot", "ll128", "two_shot", "one_shot"}
+    gpus.clear()
+    invoke("qualify")
+    assert "direct/ll" not in gpus and "pipelined/all_gather" in gpus
+    gpus.clear()
+    invoke("qualify", "--anew", "--only", "direct/ll128")
+    assert gpus == ["direct/ll128"]
+
+
+def test_the_plan_runs_nothing(gpus: list[str]) -> None:
+    shown = invoke("qualify", "--plan")
+    assert shown.exit_code == 0 and not gpus and "pipelined/all_gather" in shown.output
+    assert "minutes" in shown.output
+
+
+REFUSALS = {
+    "no stage begins with 'ring2'": ("--device", "cpu", "--only", "ring2"),
+    "--budget is -1": ("--device", "cpu", "--budget", "-1"),
+    "--nproc is 1": ("--device", "cpu", "--tp", "1"),
+    "--device is tpu": ("--device", "tpu"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_refusals(message: str) -> None:
+    ended = invoke("qualify", *REFUSALS[message])
+    assert ended.exit_code == 2, ended.output
+    assert message in ended.output or "unknown device 'tpu'" in ended.output
+
+
+def test_it_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mock.patch.dict("os.environ", {"RANK": "0", "WORLD_SIZE": "2"}):
+        ended = invoke("qualify", "--device", "cpu")
+    assert ended.exit_code == 2 and "without torchrun" in ended.output

@@ -1,0 +1,163 @@
+"""`tpkernels qualify`, rehearsed between processes: the kernels of csrc/cuda on the emulated
+driver, those of Triton under their interpreter. A clean pass; then faults, one at a time, each of
+which disqualifies what it spoils, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import emulated
+from tests.support.cuda_rehearsal import SharedMemory
+from tests.support.nccl_rehearsal import over_nccl
+from tests.support.tiers import sweep, thorough
+from tpkernels.algorithms import fused
+from tpkernels.backends import TABLES
+from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
+from tpkernels.qualification.run import run
+from tpkernels.qualification.schedule import LITMUS, RELIES_ON, Topology, schedule
+from tpkernels.symm import cuda, gpu_memory
+
+TWO = Topology(("a GPU",) * 2, 90, nvlink=True)
+
+
+@contextlib.contextmanager
+def rehearsal(
+    driver: str, kernel: str = "", kind: str = "", patch: Callable[[], Any] | None = None
+) -> Iterator[None]:
+    """On a rank: the way of CUDA tensors, where lines arrive whole; rank 1 has a fault of ``kind``
+    in ``kernel``, or is patched."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(over_nccl(driver, None))
+        stack.enter_context(mock.patch.object(cuda, "why_lines_may_tear", lambda *_: None))
+        if dist.get_rank() == 1:
+            emulated.library().emulated_plant(kernel.encode(), kind.encode())
+            if patch is not None:
+                stack.enter_context(patch())
+        yield
+
+
+def qualified(around: Any, *names: str) -> dict[str, Outcome]:
+    """The outcomes of the stages with these names, or of all."""
+    stages = [stage for stage in schedule(TWO) if not names or stage.name in names]
+    record: Record = run(stages, "cpu", around=around)
+    return {**record.litmus["2"], **record.ways["2"]}
+
+
+@pytest.mark.parametrize("fused", [False, thorough(True)])
+def test_a_clean_pass(cuda_driver: str, fused: bool) -> None:
+    names = [stage.name for stage in schedule(TWO) if stage.name.startswith("fused/") == fused]
+    if fused:
+        names += LITMUS
+    outcomes = qualified(functools.partial(rehearsal, cuda_driver), *names)
+    assert {outcome.status for outcome in outcomes.values()} == {QUALIFIED}, outcomes
+    assert all(outcome.checks >= 18 for outcome in outcomes.values())
+
+
+# The kernel with the fault, what it disqualifies, what stays, and what the record says of it.
+SHARDS, SUMS = "one_shot_all_gather", "two_shot_all_reduce"
+FAULTS = {
+    "torn line": ("ll128_all_reduce", "direct/ll128", "direct/ll_two_shot", "wrong"),
+    "torn word": ("ll_all_reduce", "direct/ll", "direct/ll_two_shot", "wrong"),
+    "missing fence": (SHARDS, "direct/one_shot", "direct/ll", "wrong"),
+    "stale parity": (SUMS, "direct/two_shot", "direct/ll", "wrong"),
+    "wrong peer offset": (SHARDS, "direct/one_shot", "direct/two_shot", "wrong"),
+    "off-by-one rows": (SUMS, "direct/two_shot", "direct/one_shot", "wrong"),
+    "lost wake-up": (SHARDS, "direct/one_shot", "direct/two_shot", "error"),
+    "hang": (SHARDS, "direct/one_shot", "direct/two_shot", "hang"),
+    "crash": ("ll_two_shot_all_reduce", "direct/ll_two_shot", "direct/two_shot", "crash"),
+}
+
+
+@pytest.mark.parametrize("fault", sweep(FAULTS, 3, len(FAULTS) - 3))
+def test_a_fault_disqualifies_its_way(cuda_driver: str, fault: str) -> None:
+    kernel, spoilt, whole, kind = FAULTS[fault]
+    around = functools.partial(rehearsal, cuda_driver, kernel, fault)
+    with mock.patch("tpkernels.qualification.run._LEAST_S", 25.0):
+        outcomes = qualified(around, RELIES_ON[spoilt], RELIES_ON[whole], spoilt, whole)
+    assert outcomes[whole].status == QUALIFIED, outcomes[whole]
+    assert outcomes[spoilt].status == DISQUALIFIED
+    failure = outcomes[spoilt].failure
+    assert failure is not None and failure.kind == kind, failure
+
+
+LITMUS_FAULTS = {
+    "lines": ("litmus_lines", "torn line", "direct/ll128"),
+    "words": ("litmus_words", "torn word", "direct/ll"),
+    "messages": ("litmus_messages", "missing fence", "direct/one_shot"),
+    "copies": ("call_publish", "lost wake-up", "pipelined/all_gather"),
+}
+
+
+@pytest.mark.parametrize("test", sweep(LITMUS_FAULTS, 1, len(LITMUS_FAULTS) - 1))
+def test_a_litmus_test_that_fails_disqualifies_what_relies_on_it(
+    cuda_driver: str, test: str
+) -> None:
+    kernel, fault, way = LITMUS_FAULTS[test]
+    outcomes = qualified(functools.partial(rehearsal, cuda_driver, kernel, fault), test, way)
+    failure = outcomes[test].failure
+    assert outcomes[test].status == DISQUALIFIED and failure is not None
+    assert outcomes[way].status == NOT_RUN and test in outcomes[way].why, outcomes[way]
+    if failure.kind == "wrong":
+        assert 0 < failure.wrong < failure.elements and failure.first and failure.peer == 1
+
+
+@contextlib.contextmanager
+def rolled_rows() -> Iterator[None]:
+    """The rows of x are off by one."""
+    reduce = fused.reduce
+
+    def off_by_one(call: Any, x: torch.Tensor, *args: Any) -> Any:
+        return reduce(call, x.roll(1, 0), *args)
+
+    with mock.patch.dict(TABLES["cuda"], {("matmul_reduce_scatter", "fused"): off_by_one}):
+        yield
+
+
+class Scarce(SharedMemory):
+    """Too little for the words of all that is pushed at once."""
+
+    @staticmethod
+    def empty(nbytes: int, **options: Any) -> torch.Tensor:
+        if nbytes > 100_000:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes")
+        return torch.empty(nbytes, **options)
+
+
+def no_memory() -> Any:
+    return mock.patch.object(gpu_memory, "symmetric", Scarce)
+
+
+PATCHES = {
+    "out of memory": (no_memory, "direct/two_shot", "direct/one_shot", "memory"),
+    "off-by-one rows": (rolled_rows, "fused/reduce_scatter", "fused/copy_engines", "wrong"),
+}
+
+
+@pytest.mark.parametrize("fault", sweep(PATCHES, 1, 1))
+def test_a_fault_outside_the_kernels_of_cuda(cuda_driver: str, fault: str) -> None:
+    patch, spoilt, whole, kind = PATCHES[fault]
+    around = functools.partial(rehearsal, cuda_driver, patch=patch)
+    outcomes = qualified(around, "messages", "copies", spoilt, whole)
+    failure = outcomes[spoilt].failure
+    assert outcomes[whole].status == QUALIFIED, outcomes[whole]
+    assert failure is not None and failure.kind == kind, outcomes[spoilt]
+    assert failure.first or "out of memory" in failure.text, failure
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", ["direct", "pipelined", "fused"])
+def test_faults_of_a_rank(cuda_driver: str, algorithm: str) -> None:
+    stages = [
+        stage for stage in schedule(TWO, thorough=True) if stage.name.endswith(f", {algorithm}")
+    ]
+    record = run(stages, "cpu", around=functools.partial(rehearsal, cuda_driver))
+    assert len(record.litmus["2"]) == 3
+    assert {one.status for one in record.litmus["2"].values()} == {QUALIFIED}, record.litmus

@@ -1,0 +1,104 @@
+"""Which stages `tpkernels qualify` would run on machines that are not here, in which order, and
+whether they fit the time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tpkernels.op_spec import OPS
+from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.trust import ways_of
+from tpkernels.qualification.schedule import (
+    AUTOMATIC_S,
+    LITMUS,
+    MOST_S,
+    ONE_GPU_S,
+    RELIES_ON,
+    Stage,
+    Topology,
+    schedule,
+)
+
+H100 = ("NVIDIA H100 80GB HBM3",)
+MACHINES = {
+    "8 H100": (Topology(H100 * 8, 90, nvlink=True), (8, 4, 2), MOST_S),
+    "2 A100 over PCIe": (Topology(("NVIDIA A100-PCIE-40GB",) * 2, 80), (2,), MOST_S),
+    "GB200": (Topology(("NVIDIA GB200",) * 4, 100, nvlink=True), (4, 2), MOST_S),
+    "one GPU for two ranks": (Topology(H100, 90), (2,), ONE_GPU_S),
+    "3 GPUs": (Topology(H100 * 3, 90, nvlink=True), (3,), MOST_S),
+}
+
+
+def run_of(stages: list[Stage]) -> list[Stage]:
+    return [stage for stage in stages if not stage.why_not]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_all_that_a_machine_can_run_fits_the_time(machine: str) -> None:
+    topology, worlds, budget = MACHINES[machine]
+    stages = schedule(topology)
+    assert tuple(dict.fromkeys(stage.world for stage in stages)) == worlds
+    assert sum(stage.seconds for stage in run_of(stages)) <= budget
+    left_out = {stage.name: stage.why_not for stage in stages if stage.why_not}
+    lines = {"lines", "direct/ll128"} if not topology.nvlink else set()
+    shared = {stage.name for stage in stages if stage.name.startswith("ring/")}
+    assert left_out.keys() == lines | (shared if topology.gpus == 1 else set()), left_out
+    assert all("NVLink" in left_out[name] for name in lines)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_a_way_relies_on_comes_before_it(machine: str) -> None:
+    topology, worlds, _ = MACHINES[machine]
+    for world in worlds:
+        names = [stage.name for stage in schedule(topology, [world])]
+        assert len(set(names)) == len(names)
+        for way, test in RELIES_ON.items():
+            assert names.index(test) < names.index(way)
+
+
+def test_every_way_of_every_op_has_a_stage() -> None:
+    """But `hierarchical`, which needs several hosts."""
+    names = {stage.name for stage in schedule(MACHINES["8 H100"][0])}
+    needed = {
+        way
+        for name, algorithm in ALGORITHMS.items()
+        for op, spec in OPS.items()
+        if name not in ("unfused", "hierarchical") and op not in algorithm.lacks.get("cuda", ())
+        if spec.has_matmul or not algorithm.overlaps_matmul
+        for way in ways_of(spec, name)
+    }
+    assert names == needed | set(LITMUS) | {"fused/copy_engines"}
+
+
+def test_the_automatic_minute() -> None:
+    """It reaches the ways of `direct`, which decode by; the rest says why it was not run."""
+    stages = schedule(MACHINES["8 H100"][0], [8], budget=AUTOMATIC_S)
+    ran = run_of(stages)
+    assert sum(stage.seconds for stage in ran) <= AUTOMATIC_S
+    assert {f"direct/{way}" for way in ("two_shot", "ll", "ll128", "one_shot")} <= {
+        stage.name for stage in ran
+    }
+    rest = [stage for stage in stages if stage.why_not]
+    assert rest and all("the budget" in stage.why_not for stage in rest)
+
+
+REFUSED = {
+    "let it see all": Topology(H100 * 8, 90, visible=1, nvlink=True),
+    "MIG": Topology(H100 * 2, 90, refused="MIG: a slice has no peer access"),
+    "of several kinds": Topology((*H100, "NVIDIA A100"), 80),
+    "it needs 8.0": Topology(("Tesla V100",) * 2, 70, nvlink=True),
+    "no peer access": Topology(("NVIDIA L4",) * 2, 89, peers=False),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_machines_that_can_run_nothing(why: str) -> None:
+    stages = schedule(REFUSED[why])
+    assert stages and all(why in stage.why_not for stage in stages)
+
+
+def test_only_some() -> None:
+    stages = schedule(MACHINES["8 H100"][0], [2], only="pipelined/")
+    assert [stage.name for stage in stages] == [
+        "pipelined/all_gather", "pipelined/reduce_scatter", "pipelined/all_reduce"
+    ]  # fmt: skip

@@ -1,0 +1,117 @@
+"""``tpkernels qualify``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from typer import Option
+
+from tpkernels.cli import options
+from tpkernels.launch import session as sessions
+from tpkernels.planning import trust
+from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
+from tpkernels.qualification.run import run, topology_here
+from tpkernels.qualification.schedule import LITMUS, Stage, Topology, schedule
+from tpkernels.terminal import (
+    UsageError,
+    at_least,
+    check_workers,
+    console,
+    table,
+    writable,
+    writing,
+)
+
+_STYLES = {QUALIFIED: "green", DISQUALIFIED: "bold red", NOT_RUN: "dim"}
+
+
+def qualify(
+    nproc: options.Ranks = None,
+    device: options.Device = None,
+    budget: Annotated[
+        float | None,
+        Option(help="Seconds for all stages. Default: 30 minutes with one GPU, else 60."),
+    ] = None,
+    thorough: Annotated[
+        bool, Option("--thorough", help="Four times as many calls, and faults.")
+    ] = False,
+    only: Annotated[str, Option(help="Stages whose names begin so, such as direct/.")] = "",
+    anew: Annotated[bool, Option("--anew", help="Repeat what the record has.")] = False,
+    plan: Annotated[bool, Option("--plan", help="Show the stages and end.")] = False,
+    out: Annotated[Path | None, Option(help="Also write the record here, as JSON.")] = None,
+) -> None:
+    """Prove on this machine which algorithms are right on its GPUs, once: auto takes nothing else.
+
+    Each stage runs in processes of its own with a deadline, so a crash or a hang costs only what it
+    disqualifies. The record is kept in the cache folder for these GPUs, this driver and these
+    versions; what it has is not run again. Exit code 1: something was disqualified.
+    """
+    if sessions.under_torchrun():
+        raise UsageError("qualify starts its ranks by itself: run it without torchrun")
+    if nproc is not None:
+        check_workers(nproc=nproc)
+        at_least(2, nproc=nproc)
+    if budget is not None and not budget > 0:
+        raise UsageError(f"--budget is {budget:g}; it must be positive, in seconds")
+    device = sessions.resolve_device(device)
+    topology = topology_here() if device == "cuda" else Topology(("this CPU",) * 2, 90)
+    worlds = () if nproc is None else (nproc,)
+    known = trust.load(device)[0] if device == "cuda" and not anew else None
+    stages = schedule(
+        topology,
+        worlds,
+        budget=budget,
+        thorough=thorough,
+        only=only,
+        known=known.has if known is not None else lambda name, world: False,
+    )
+    if device == "cpu":  # a CPU has none of the kernels of the litmus tests
+        stages = [stage for stage in stages if stage.name not in LITMUS]
+    if not stages and known is None:
+        raise UsageError(f"no stage begins with '{only}'")
+    if plan:
+        return _show_plan(stages)
+    if out is not None:
+        writable(out)
+    record = run(stages, device, repeats=4 if thorough else 1, known=known, report=_report)
+    if device == "cuda":
+        with writing(trust.path_of(trust.head(device))):
+            path = trust.save(device, record)
+        console().print(f"Kept in {path}", markup=False)
+    else:
+        console().print("A rehearsal on CPU tensors: it qualifies nothing")
+    if out is not None:
+        with writing(out):
+            out.write_text(trust.text_of(device, record))
+    if _disqualified(record):
+        raise typer.Exit(1)
+
+
+def _disqualified(record: Record) -> bool:
+    worlds = (*record.ways.values(), *record.litmus.values())
+    return any(one.status == DISQUALIFIED for world in worlds for one in world.values())
+
+
+def _report(stage: Stage, outcome: Outcome) -> None:
+    """Print a line as the stage ends."""
+    style = _STYLES[outcome.status]
+    line = f"{stage.name} on {stage.world} ranks: [{style}]{outcome.status}[/]"
+    if outcome.status == QUALIFIED:
+        what = f"{outcome.checks} values" if stage.is_litmus else f"{outcome.checks} calls"
+        rate = f", a rate below {3 / outcome.checks:.1g}" if stage.is_litmus else ""
+        line += f", {what} right{rate}, {outcome.seconds:.0f} s"
+    else:
+        line += f": {escape(outcome.reason.removeprefix(f'{DISQUALIFIED}: '))}"
+    console().print(line, highlight=False)
+
+
+def _show_plan(stages: list[Stage]) -> None:
+    grid = table("stage", ("ranks", "s"), "why not")
+    for stage in stages:
+        grid.add_row(stage.name, str(stage.world), f"{stage.seconds:.0f}", escape(stage.why_not))
+    console().print(grid)
+    total = sum(stage.seconds for stage in stages if not stage.why_not)
+    console().print(f"About {total / 60:.0f} minutes")

@@ -1,0 +1,327 @@
+"""What the ranks of a stage run: calls of one way, compared with what every rank can compute by
+itself, and what is to be said of the first that is wrong.
+
+Small integers have exact sums and products, whatever the order. Random data may differ from float64
+by the contract's bound: a rounding of each partial to its dtype on the wire and of the sum, and
+those of float32 within the products. All ranks can make the inputs of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tpkernels import dtypes, groups
+from tpkernels.algorithms import fused
+from tpkernels.errors import PeerLostError, TpkernelsError, WorkspaceMemoryError
+from tpkernels.launch.session import rank_device, synchronizer
+from tpkernels.op_spec import OPS
+from tpkernels.planning.trust import COPY_ENGINES, NORMED_SUMS, SHARDS, SUMS, Failure, Trust
+from tpkernels.shards import shard_sizes
+from tpkernels.text import of_error, short
+
+TIMEOUT_S = 10.0  # of a wait
+_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+_FLOAT32_EPS = torch.finfo(torch.float32).eps
+_EPS = 1e-5  # of the norm
+_FIRST, _TEXT = 16, 2000  # wrong elements, and characters of an error, that are kept
+_DELAY_US = 200
+# Rows, columns and sums of products: few, then more than a tile, none a multiple of another.
+_SMALL = ((2, 24, 40), (61, 72, 136))
+_LARGE = ((2, 64, 128), (1021, 1032, 2056), (4096, 3584, 8192))
+_REPLAYS = 10
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op on x [m, k], or [m, n] of a collective, and w [k, n] of each rank."""
+
+    op: str
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    exact: bool  #: integers
+    delayed: bool
+    seed: int
+    replayed: bool = False
+
+    def __str__(self) -> str:
+        data = "integers" if self.exact else "random data"
+        how = ", delayed" if self.delayed else ", replayed" if self.replayed else ""
+        shape = "x".join(map(str, self.shape))
+        return f"{self.op} {shape} {dtypes.name(self.dtype)}, {data}{how}"
+
+
+def ops_of(way: str) -> list[str]:
+    """Return the ops by which a way is checked."""
+    algorithm, _, name = way.partition("/")
+    if algorithm == "direct":
+        found = ["all_reduce", "matmul_all_reduce"] if name in SUMS else []
+        found += ["all_reduce_rms_norm"] if name in NORMED_SUMS else []
+        return found + (["all_gather", "reduce_scatter"] if name in SHARDS else [])
+    kinds = {
+        "all_gather": "all_gather_matmul",
+        COPY_ENGINES: "all_gather_matmul",
+        "reduce_scatter": "matmul_reduce_scatter",
+        "all_reduce": "matmul_all_reduce",
+        "all_to_all": "all_to_all",
+    }
+    collectives = [name] if algorithm == "ring" and name in OPS and name != "all_to_all" else []
+    return [kinds[name], *collectives]
+
+
+def calls_of(way: str, device: str, repeats: int) -> Iterator[Call]:
+    """Return the calls by which a way is checked: on integers, then random data, without delays
+    and with them, then replays of graphs."""
+    shapes = _SMALL if device == "cpu" else _LARGE
+    seed = itertools.count(1)
+    for _ in range(repeats):
+        for delayed, exact in ((False, True), (True, True), (False, False)):
+            for shape, dtype, op in itertools.product(shapes, _DTYPES, ops_of(way)):
+                yield Call(op, shape, dtype, exact, delayed, next(seed))
+    for op in ops_of(way) if device == "cuda" else ():
+        yield Call(op, shapes[1], torch.bfloat16, True, False, next(seed), replayed=True)
+
+
+def check_way(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
+    """Check a way on this rank; return how many calls were right, and the first `Failure`, or
+    None."""
+    where, checks = rank_device(device), 0
+    call: Call | str = "the set-up"
+    try:
+        with _one_way(way, where) as group:
+            previous: list[torch.Tensor] = []
+            for call in calls_of(way, device, repeats):
+                workspace = groups.get(group.group_name).workspace
+                if workspace is not None:
+                    delay = _DELAY_US if call.delayed else 0
+                    workspace.set_chaos(seed=group.rank(), max_delay_us=delay)
+                checked = _replay if call.replayed else _check
+                failure = checked(call, way.partition("/")[0], group, where, previous)
+                if failure is not None:
+                    return {"checks": checks, "failure": failure}
+                checks += 1
+            tpkernels.check(group)
+            # Nobody leaves before all have looked.
+            groups.get(group.group_name).exchange_in_turn("the end", checks, "cpu")
+    except Exception as error:  # whatever it is, it disqualifies the way
+        return {"checks": checks, "failure": failure_of(error, str(call))}
+    return {"checks": checks, "failure": None}
+
+
+def failure_of(error: Exception, call: str) -> Failure:
+    """Return the failure of a call that raised ``error`` on this rank."""
+    kind, peer = "error", error.peer if isinstance(error, TpkernelsError) else None
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | WorkspaceMemoryError):
+        kind = "memory"
+    elif isinstance(error, PeerLostError):
+        kind = "lost"
+    return Failure(kind, call, dist.get_rank(), peer, short(of_error(error), _TEXT))
+
+
+@contextlib.contextmanager
+def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """Make a group whose calls go this way, of all that its algorithm has."""
+    group = dist.new_group()
+    assert group is not None  # all ranks are in it
+    tpkernels.init(group, timeout=TIMEOUT_S, autotune=False)
+    own, (algorithm, _, name) = groups.get(group.group_name), way.partition("/")
+    own.use_trust(Trust(frozenset({way})))
+    if name == COPY_ENGINES:
+        fused.COPY_ENGINE_BYTES = 0
+    try:
+        yield group
+        spaces = own.workspace.on_gpus.values() if own.workspace is not None else ()
+        for space in spaces if algorithm in ("direct", "fused") else ():
+            if space.current.ways != {name}:
+                raise RuntimeError(f"{way} was not taken, but {sorted(space.current.ways)}")
+    finally:
+        dist.destroy_process_group(group)
+
+
+class _Operands:
+    """The inputs of all ranks, and what is expected of this one. ``factors``: what the op is called
+    with."""
+
+    def __init__(self, call: Call, rank: int, world: int, device: torch.device) -> None:
+        (m, n, k), spec, generator = call.shape, OPS[call.op], torch.Generator()
+        generator.manual_seed(call.seed)
+
+        def make(*shape: int) -> torch.Tensor:
+            made = torch.randint(-1, 2, shape, generator=generator)
+            if not call.exact:
+                made = torch.randn(shape, generator=generator)
+            return made.to(call.dtype).to(device)
+
+        self.call, self.spec, self.options = call, spec, dict[str, Any]()
+        sizes = tuple(shard_sizes(m, world))
+        own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        if spec.exchanges:  # rows of x to all ranks, columns from all: sizes of a rank are alike
+            m = world * math.ceil(m / world)
+            x = make(world, m, n * world)
+            self.factors = [x[rank].contiguous()]
+            whole = torch.cat([part[rank * m // world : (rank + 1) * m // world] for part in x], 1)
+            self.wanted, self.bound = [whole.double()], [torch.zeros(())]
+            self.options = {"gather_dim": 1, "scatter_dim": 0}
+            return
+        width = k if spec.has_matmul else n
+        if spec.gathers:
+            x, w = make(m, width), make(k, n) if spec.has_matmul else None
+            self.factors = [x[own].contiguous(), *([] if w is None else [w])]
+            exact, magnitude = _product(x, w)
+            partials = torch.zeros_like(exact)
+            self.options["shard_sizes"] = sizes
+        else:
+            xs = [make(m, width) for _ in range(world)]
+            ws = [make(k, n) if spec.has_matmul else None for _ in range(world)]
+            self.factors = [part for part in (xs[rank], ws[rank]) if part is not None]
+            pairs = [_product(x, w) for x, w in zip(xs, ws, strict=True)]
+            exact, magnitude = (sum(parts[1:], parts[0]) for parts in zip(*pairs, strict=True))
+            partials = functools.reduce(torch.add, (p.abs() for p, _ in pairs))
+            if spec.has_matmul or spec.normed:
+                residual = make(m, n)
+                exact, partials = exact + residual.double(), partials + residual.double().abs()
+                self.options["residual"] = residual
+        if spec.scatters:
+            exact, magnitude, partials = exact[own], magnitude[own], partials[own]
+            self.options["shard_sizes"] = sizes
+            if "residual" in self.options:
+                self.options["residual"] = self.options["residual"][own].contiguous()
+        eps = torch.finfo(call.dtype).eps
+        bound = eps * (partials + exact.abs()) + math.sqrt(k) * _FLOAT32_EPS * magnitude
+        self.wanted, self.bound = [exact], [torch.zeros(()) if call.exact else bound]
+        if spec.normed:
+            self.factors.append(make(n))
+            self.options["eps"] = _EPS
+
+    def run(self, algorithm: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        """Make the call; return its results, the sum first."""
+        function = getattr(tpkernels, self.call.op)
+        results = function(*self.factors, group, algorithm=algorithm, **self.options)
+        return [results] if isinstance(results, torch.Tensor) else [results[1], results[0]]
+
+    def expected(self, results: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return what each result is to be, and how far it may be from it. Rows are normalised
+        after the sum was rounded, whose bits are checked before."""
+        pairs = list(zip(self.wanted, self.bound, strict=True))
+        if self.spec.normed:
+            total, weight = results[0].double(), self.factors[-1].double()
+            normed = torch.nn.functional.rms_norm(total, weight.shape, weight, _EPS)
+            pairs.append((normed, 2 * torch.finfo(self.call.dtype).eps * normed.abs() + 1e-6))
+        return pairs
+
+    def refill(self, seed: int) -> _Operands:
+        """Put other values where the operands are, as a replay reads them there."""
+        call = Call(self.call.op, self.call.shape, self.call.dtype, True, False, seed, True)
+        made = _Operands(call, dist.get_rank(), dist.get_world_size(), self.factors[0].device)
+        for old, new in zip(self.factors, made.factors, strict=True):
+            old.copy_(new)
+        if "residual" in self.options:
+            self.options["residual"].copy_(made.options["residual"])
+        return made
+
+
+def _product(x: torch.Tensor, w: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x @ w in float64, as if nothing were rounded, and |x| @ |w|."""
+    wide = x.double()
+    if w is None:
+        return wide, torch.zeros_like(wide)
+    return wide @ w.double(), wide.abs() @ w.double().abs()
+
+
+def _check(
+    call: Call,
+    algorithm: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    previous: list[torch.Tensor],
+) -> Failure | None:
+    """Make a call and compare its results; ``previous`` holds those expected of the last one."""
+    operands = _Operands(call, group.rank(), group.size(), device)
+    results = operands.run(algorithm, group)
+    if (wait := synchronizer(device.type)) is not None:
+        wait()
+    tpkernels.check(group)  # a failed wait says more than the NaN that it leaves
+    return _compared(call, operands, results, previous)
+
+
+def _compared(
+    call: Call, operands: _Operands, results: list[torch.Tensor], previous: list[torch.Tensor]
+) -> Failure | None:
+    for got, (want, bound) in zip(results, operands.expected(results), strict=True):
+        failure = difference(got, want, bound, str(call), previous)
+        if failure is not None:
+            return failure
+    previous[:] = operands.wanted
+    return None
+
+
+def _replay(
+    call: Call,
+    algorithm: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    previous: list[torch.Tensor],
+) -> Failure | None:
+    """Capture a call in a graph, and replay it with new values each time."""
+    operands = _Operands(call, group.rank(), group.size(), device)
+    results, replay = captured(lambda: operands.run(algorithm, group))
+    for i in range(_REPLAYS):
+        renewed = operands.refill(call.seed + 1000 * (i + 1))
+        replay()
+        torch.cuda.synchronize()
+        failure = _compared(call, renewed, results, previous)
+        if failure is not None:
+            return failure
+    return None
+
+
+def captured(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """Make a call, which compiles and loads its kernels, and capture another in a graph; return the
+    second one's result, and what replays it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return results, graph.replay
+
+
+def difference(
+    got: torch.Tensor,
+    want: torch.Tensor,
+    bound: torch.Tensor,
+    call: str,
+    previous: list[torch.Tensor],
+) -> Failure | None:
+    """Return what is wrong with a result; None: nothing. NaN always is."""
+    distance = (got.double() - want).abs()
+    wrong = ~(distance <= bound.to(distance.device))
+    if not wrong.any():
+        return None
+    at = wrong.flatten().nonzero().flatten()
+    values, wanted = got.flatten()[at].double().cpu(), want.flatten()[at].cpu()
+    looks = ""
+    if values.isnan().all():
+        looks = "NaN"
+    elif (values == 0).all():
+        looks = "zero"
+    elif previous and previous[0].shape == want.shape:
+        stale = previous[0].flatten()[at].cpu()
+        looks = "the previous call's" if torch.equal(stale, values) else ""
+    triples = zip(at.tolist(), values.tolist(), wanted.tolist(), strict=True)
+    first = tuple((i, f"{a:.6g}", f"{b:.6g}") for i, a, b in itertools.islice(triples, _FIRST))
+    counts = want.numel(), len(at)
+    return Failure("wrong", call, dist.get_rank(), None, "", *counts, first, looks)

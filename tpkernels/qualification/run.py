@@ -1,0 +1,167 @@
+"""Run the stages of a qualification, each in processes of its own with a deadline, so that a crash,
+a hang or a spoilt CUDA context costs only the way that it disqualifies."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import date
+from typing import Any
+
+import torch
+
+from tpkernels import nvml
+from tpkernels.launch import RankError, Ranks
+from tpkernels.launch.ranks import Outcome as Ended
+from tpkernels.launch.session import SHARED_GPU
+from tpkernels.planning.machine import nccl_version
+from tpkernels.planning.trust import (
+    DISQUALIFIED,
+    NOT_RUN,
+    QUALIFIED,
+    Failure,
+    Outcome,
+    Record,
+)
+from tpkernels.qualification import checks, faults, litmus
+from tpkernels.qualification.schedule import LITMUS, RELIES_ON, Stage, Topology
+
+_GRACE = 4.0  # times the seconds that a stage is expected to take, to its deadline
+_LEAST_S = 60.0
+# What says more about the cause comes first: peers of a rank that crashed wait in vain.
+_KINDS = ("crash", "hang", "memory", "wrong", "error", "lost")
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+def topology_here() -> Topology:
+    """Return what this host's GPUs can do for one another."""
+    count = torch.cuda.device_count()
+    found = [torch.cuda.get_device_properties(i) for i in range(count)]
+    uuids, peers, nvlink = [nvml.uuid_of(i) for i in range(count)], True, False
+    present = count
+    with contextlib.suppress(*nvml.ERRORS):
+        present = max(count, len(nvml.uuids()))
+        nvlink = count > 1 and not any(
+            nvml.unlinked(gpu, uuids[i + 1 :]) for i, gpu in enumerate(uuids)
+        )
+    for i in range(count):
+        others = (j for j in range(count) if j != i)
+        peers = peers and all(torch.cuda.can_device_access_peer(i, j) for j in others)
+    mig = any("MIG" in gpu.name for gpu in found)
+    kinds = tuple(gpu.name for gpu in found)
+    return Topology(
+        kinds + kinds[:1] * (present - count),
+        min((10 * gpu.major + gpu.minor for gpu in found), default=0),
+        tuple(uuids),
+        count,
+        peers,
+        nvlink,
+        nccl_version(),
+        "MIG: a slice has no peer access" if mig else "",
+    )
+
+
+def run(
+    stages: list[Stage],
+    device: str,
+    *,
+    repeats: int = 1,
+    known: Record | None = None,
+    around: Around | None = None,
+    report: Callable[[Stage, Outcome], None] = lambda stage, outcome: None,
+) -> Record:
+    """Run stages in their order; return the record.
+
+    Args:
+        device: "cuda"; "cpu" rehearses them on CPU tensors.
+        known: an earlier record, which the new one extends; its litmus tests count, too.
+        around: makes a context in which each rank runs its part, where a test replaces GPUs.
+        report: called after each stage.
+    """
+    record = known or Record()
+    for stage in stages:
+        world = str(stage.world)
+        litmus_tests = record.litmus.get(world, {})
+        outcome = _outcome(stage, device, repeats, around, litmus_tests)
+        new = {world: {stage.name: outcome}}
+        today = date.today().isoformat()
+        record = record.extended(
+            Record(today, litmus=new) if stage.is_litmus else Record(today, ways=new)
+        )
+        report(stage, outcome)
+    return record
+
+
+def _outcome(
+    stage: Stage,
+    device: str,
+    repeats: int,
+    around: Around | None,
+    litmus_tests: Mapping[str, Outcome],
+) -> Outcome:
+    if stage.why_not:
+        return Outcome(NOT_RUN, why=stage.why_not)
+    # So lines are trusted where NVML, which the schedule goes by, and the litmus test agree.
+    test = RELIES_ON.get(stage.name)
+    if test is not None and (device == "cuda" or test in litmus_tests):
+        relied_on = litmus_tests.get(test, Outcome(NOT_RUN, why="it was not run"))
+        if relied_on.status != QUALIFIED:
+            return Outcome(NOT_RUN, why=f"the litmus test of {test}: {relied_on.reason}")
+    begin = time.monotonic()
+    reports, ended = _reports(stage, device, repeats, around)
+    seconds = round(time.monotonic() - begin, 1)
+    killed = stage.name.startswith("killed")  # as it is meant to be
+    failures = [
+        _ending(one, stage)
+        for one in ended
+        if not one.ok and not (killed and one.rank == faults.CULPRIT and one.exitcode == -9)
+    ]
+    failures += [one["failure"] for one in reports if one["failure"] is not None]
+    count = min((one["checks"] for one in reports), default=0)
+    if not failures:
+        return Outcome(QUALIFIED, count, seconds)
+    first = min(failures, key=lambda failure: _KINDS.index(failure.kind))
+    return Outcome(DISQUALIFIED, count, seconds, failure=first)
+
+
+def _reports(
+    stage: Stage, device: str, repeats: int, around: Around | None
+) -> tuple[list[dict[str, Any]], list[Ended]]:
+    """Return what the ranks report, and how those ended that do not."""
+    env = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+    if device == "cuda" and stage.world > torch.cuda.device_count():
+        env |= SHARED_GPU
+    backend = "gloo" if device == "cpu" else stage.backend
+    limit = max(_LEAST_S, _GRACE * stage.seconds * repeats)
+    try:
+        with Ranks(stage.world, backend=backend, env=env, start_timeout=_LEAST_S) as ranks:
+            found = ranks.run(run_on_rank, stage.name, device, repeats, around, timeout=limit)
+            return found, []
+    except RankError as error:
+        return [one.value for one in error.outcomes if one.ok], list(error.outcomes)
+
+
+def run_on_rank(name: str, device: str, repeats: int, around: Around | None) -> dict[str, Any]:
+    """Run a rank's part of a stage."""
+    with around() if around is not None else contextlib.nullcontext():
+        if "/" in name:
+            return checks.check_way(name, device, repeats)
+        if name in LITMUS:
+            return litmus.check(name, device, repeats)
+        return faults.check(name, device)
+
+
+def _ending(ended: Ended, stage: Stage) -> Failure:
+    """Return how a rank failed that did not report."""
+    call = f"{stage.name} on {stage.world} ranks"
+    if ended.timed_out:
+        return Failure("hang", call, ended.rank, text=f"no report after {ended.seconds:.0f} s")
+    if ended.exitcode is not None:
+        code = ended.exitcode
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return Failure("crash", call, ended.rank, text=f"its process ended: {how}")
+    lines = (ended.error or "").strip().splitlines()
+    return Failure("error", call, ended.rank, text=lines[-1] if lines else "")
