@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -144,6 +146,27 @@ def test_a_link_that_is_cut_is_a_timeout(
     # The first of several ranks to give up closes its connections, which the others notice.
     assert "CollectiveTimeoutError" in errors, errors
     assert set(errors) <= {"CollectiveTimeoutError", *["PeerLostError"] * (each > 1)}, errors
+
+
+def test_hosts_are_removed_when_a_test_fails() -> None:
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2")
+
+    def names() -> set[str]:
+        listed = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True)
+        return {line.split()[0] for line in listed.stdout.splitlines()}
+
+    before = names()
+    try:
+        with pytest.raises(ArithmeticError), Hosts(2) as hosts:
+            assert len(names() - before) == 3
+            started = hosts.torchrun(0, 1, across_hosts.__name__)
+            raise ArithmeticError
+    except OSError as error:
+        pytest.skip(f"cannot make network namespaces: {error}")
+    assert names() == before
+    assert started.wait(timeout=5) == -signal.SIGKILL
+    started.communicate()
 
 
 @pytest.mark.thorough
