@@ -17,7 +17,7 @@ from tests.support.ranked import on_ranks, recorded_calls
 from tpkernels.integrations.transformers.generator import Generator
 from tpkernels.integrations.transformers.loading import load_model
 from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
-from tpkernels.parallel import llama
+from tpkernels.parallel import decoder
 
 transformers = pytest.importorskip("transformers")
 
@@ -86,7 +86,7 @@ def test_blocks_end_in_one_op(folders: list[Path]) -> list[str]:
                 wrong = far(logits, single(ids, use_cache=False).logits.double(), 1e-5)
             if wrong is not None:
                 failures.append(f"{path.name}, {tokens} tokens: {wrong}")
-            joined = tokens < llama.PROMPT_ROWS * torch.distributed.get_world_size()
+            joined = tokens < decoder.PROMPT_ROWS * torch.distributed.get_world_size()
             if joined and calls[1:-1] != [*[normed] * 3, "matmul_all_reduce"]:
                 failures.append(f"{path.name}, {tokens} tokens: {calls}")
             if normed in calls and not joined:

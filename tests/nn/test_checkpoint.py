@@ -13,18 +13,28 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, Model, Shape
 from tests.support.ranked import check_job, fresh_group, on_ranks, unlike
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
+from tpkernels.nn.linear import Heads
+from tpkernels.nn.sharding import Split
 
 SHAPE = Shape(tied=True)
 
 
 def make(group: Any, seed: int) -> Model:
     torch.manual_seed(seed)
-    return Model(SHAPE, group, True)
+    model = Model(SHAPE, group, True)
+    sizes = tpkernels.shard_sizes(5, group.size())
+    packed = Split.packed(0, [sizes, sizes[::-1]])
+    keys = Heads(8, 1, 4, group.size()).split_of("k_proj")  # on all ranks
+    for name, features, options in (("packed", 10, {"out_sizes": packed}), ("keys", 4, keys)):
+        layer = tnn.ColumnParallelLinear(3, features, group, dtype=F64, **options)
+        model.add_module(name, layer)
+    return model
 
 
 def save_job(folder: str) -> dict[str, list[int]]:

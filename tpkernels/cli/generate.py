@@ -85,7 +85,7 @@ def generate(
         ),
     ] = 300,
 ) -> None:
-    """Continue prompts with a model of the Llama family on several ranks.
+    """Continue prompts with a model of transformers on several ranks.
 
     The text does not depend on the number of ranks, except where two tokens are equally likely
     up to rounding. Also under torchrun: torchrun --nproc-per-node 2 -m -- tpkernels generate ...
