@@ -23,7 +23,7 @@ from tests.support import hf_folders, served
 from tests.support.processes import output_of, torchrun
 from tests.support.ranked import on_ranks
 from tests.support.tiers import thorough
-from tpkernels.integrations.transformers.generator import Sampling
+from tpkernels.integrations.transformers.sampling import Sampling
 from tpkernels.terminal import UsageError
 
 transformers = pytest.importorskip("transformers")

@@ -65,14 +65,17 @@ def test_a_tinyllama_at_four_ranks(tmp_path: Path) -> None:
 
 
 def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
+    """Nine heads in three key-value groups: on four ranks, two share a group; on ten, one has no
+    head."""
     shown = lines(invoke("--model", folder, "--tp", 4, "--dry-run"))
     name = "model.layers.0..1.self_attn.q_proj.weight (2)"  # one line for both layers
     assert not any("layers.1." in line for line in shown)
-    assert f"{name} 36x36 36x12 on ranks 0-2; 36x0 on rank 3 output features" in shown
+    split = "36x8 on rank 0; 36x4 on rank 1; 36x12 on ranks 2-3"
+    assert f"{name} 36x36 {split} output features" in shown
+    assert not any("Rank 3" in line for line in shown)
+    shown = lines(invoke("--model", folder, "--tp", 10, "--dry-run"))
     text = "Rank 3 has no part of k_proj, o_proj, q_proj, v_proj and multiplies by zeros there. "
-    assert (
-        f"{text}Attention is split by whole key-value groups, of which this model has 3." in shown
-    )
+    assert f"{text}Attention is split by whole heads, of which this model has 9." in shown
     only = lines(invoke("--model", folder, "--tp", 4, "--dry-run", "--ffn-only"))
     assert f"{name} 36x36 36x36 whole on all ranks" in only
     assert not any("Rank 3" in line for line in only)
@@ -125,7 +128,7 @@ def test_the_files(folder: Path, tmp_path: Path) -> None:
         assert piece["offsets"] == [0, begin]
         part = safetensors.load_file(out / piece["file"])[name]
         assert torch.equal(part, whole[:, begin : begin + size])
-    assert [len(index["weight_map"][n]) for n in index["weight_map"] if "q_proj" in n] == [3, 3]
+    assert [len(index["weight_map"][n]) for n in index["weight_map"] if "q_proj" in n] == [4, 4]
     assert [each["file"] for each in index["weight_map"]["model.norm.weight"]] == shards[:1]
 
 

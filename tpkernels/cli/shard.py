@@ -86,12 +86,12 @@ def _show(plan: ShardPlan, out: Console) -> None:
     sizes = [plan.nbytes(rank) for rank in range(plan.ranks)]
     for text in _by_rank([f"{size} bytes ({byte_size(size)})" for size in sizes]).split("; "):
         out.print(f"Parameters on each rank: {text}", markup=False)
-    groups = plan.blueprint.model.config.num_key_value_heads
+    heads = plan.blueprint.model.config.num_attention_heads
     for rank, names in plan.without().items():
         modules = ", ".join(sorted({name.split(".")[-2] for name in names}))
         out.print(
             f"Rank {rank} has no part of {modules} and multiplies by zeros there. Attention is "
-            f"split by whole key-value groups, of which this model has {groups}.",
+            f"split by whole heads, of which this model has {heads}.",
             markup=False,
         )
 

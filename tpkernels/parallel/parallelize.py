@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
 from tpkernels.nn.sharding import check_parameter
-from tpkernels.parallel import llama, model_methods
-from tpkernels.parallel.llama import Pack, SequenceParallel
+from tpkernels.parallel import model_methods, plans
+from tpkernels.parallel.decoder import Pack, SequenceParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -33,9 +33,10 @@ def parallelize(
     """Split a model over the ranks of ``mesh``, in place, and return it. All ranks call it, with
     the same weights. If it raises, the model is unchanged. Without a plan it does not communicate.
 
-    **Without a plan** it takes models of the Llama family of Hugging Face transformers: Llama,
-    Mistral, Qwen2 and Qwen3, with any head or as the base model alone. Their modules become layers
-    of `tpkernels.nn`. Heads, MLP features, tokens and vocabulary need not divide by the ranks.
+    **Without a plan** it takes models of Hugging Face transformers, with any head or as the base
+    model alone: Llama, Mistral, Qwen2, Qwen3, and those that bring a plan (``base_model_tp_plan``).
+    Their modules become layers of `tpkernels.nn`. Heads, MLP features, tokens and vocabulary need
+    not divide by the ranks.
 
     The model is called as before, with the same input on all ranks. All ranks get whole logits,
     hidden states, attention weights and loss, and the gradients of the unsharded model.
@@ -61,7 +62,8 @@ def parallelize(
         sequence_parallel: without a plan, whether each rank has only its rows of the sequence
             between the matmuls, so that each overlaps with its collective. For generation token by
             token, False saves one collective per matmul. "prefill" does both: it splits sequences
-            of 16 tokens a rank and more. None means True, unless ``ffn_only`` is set.
+            of 16 tokens a rank and more. None means True, unless ``ffn_only`` is set. Layers that
+            may do more with rows than projections and norms do are never split by rows.
         ffn_only: without a plan, whether only the feed-forward layers are split. Every rank then
             computes the rest in full, without sequence parallelism.
         pack: without a plan, whether the weights are packed for inference on CPUs, as
@@ -73,14 +75,14 @@ def parallelize(
             of the expected type; the message names it.
         ValueError: ``mesh`` has several dims, a name in the plan matches no module, options
             exclude each other, or the heads do not fit together.
-        NotImplementedError: the architecture is not supported, a weight is quantised, or it cannot
-            be packed.
+        NotImplementedError: the architecture is not supported, or its plan has a style that could
+            be wrong; a weight is quantised, or it cannot be packed.
     """
     check_mesh(mesh)
     sequence_parallel = check_options(plan, sequence_parallel, ffn_only, pack)
     if plan is not None:
         return _apply_plan(model, mesh, plan)
-    llama.apply(
+    plans.apply(
         model,
         groups.name_of(mesh),
         sequence_parallel=sequence_parallel,
@@ -148,6 +150,7 @@ def _apply_plan(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle
                 f"plan names {pattern!r}, which is not a module of {type(model).__name__}{hint}"
             )
         for name, module in modules:
+            plans.check_style(model, name, module, style)
             _check_module(name or type(model).__name__, module, style, mesh)
     parallelize_module(model, mesh, dict(plan))
     return model

@@ -15,7 +15,7 @@ import tpkernels
 from tpkernels.launch import fork_server
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import locate
-from tpkernels.parallel.llama import join_norms
+from tpkernels.parallel.decoder import JOINED, join_norms
 from tpkernels.terminal import UsageError
 
 
@@ -64,7 +64,7 @@ def load_model(
     if device == "cpu":
         if not weights and model.dtype != torch.float64:
             pack_(model, drop=True)
-        if not ffn_only:
+        if not ffn_only and model.config.model_type in JOINED:
             join_norms(model)
     return model
 
