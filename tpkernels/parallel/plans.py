@@ -181,8 +181,8 @@ def _wildcard(name: str) -> str:
 
 def _refuse(name: str, style: str, reason: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} has the style {style!r} in its model's plan, and {reason}; pass plan={{...}}, or --plan "
-        "FILE, with the modules that are to be split"
+        f"{name} has the style {style!r} in its model's plan, and {reason}; pass "
+        "plan={...}, or --plan FILE, with the modules that are to be split"
     )
 
 
