@@ -32,10 +32,12 @@ from tests.support.ranked import apart, fresh_group, on_ranks, report
 from tests.support.tiers import covering, thorough
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
 from tpkernels.backends import TABLES
+from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import OPS
 from tpkernels.planning.table import Table
 from tpkernels.symm import streams
+from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.tuning import tuner
 from tpkernels.tuning.contest import Sample
 
@@ -258,17 +260,22 @@ def cuda_job(driver: str) -> list[str]:
     return failures
 
 
-def graph_job(driver: str, fails: bool) -> list[str]:
+def graph_job(driver: str, fault: str) -> list[str]:
     """Eager calls and those in graphs have tables of their own; without being asked, where
-    algorithms are qualified. ``fails``: `unfused` cannot be captured."""
+    algorithms are qualified. Nothing of the second group is kept for graphs, which are gone.
+    ``fault``: `unfused` cannot be captured, or `direct` has no memory when it is called."""
     emulated.load(driver)
     made: list[str] = []
+    kept: list[object] = []
 
     def graph_of(run: Callable[[], object]) -> Callable[[], object]:
         made.clear()
         run()
-        if fails and made == ["unfused"]:
+        if fault == "no capture" and made == ["unfused"]:
             raise RuntimeError("operation not permitted when stream is capturing")
+        patch.setattr(streams, "is_captured", lambda _: True)
+        run()
+        patch.setattr(streams, "is_captured", lambda _: False)
         return run
 
     def timed(self: Any, call: Any) -> Any:
@@ -278,7 +285,13 @@ def graph_job(driver: str, fails: bool) -> list[str]:
         return Sample(0.0, 1.0 if (name == "direct") == captured else 2.0, self._other)
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: made.append(name) or function(*args)
+        def run(call: Any, *args: Any) -> Any:
+            if (fault, name) == ("no memory", "direct") and call.group is own(group):
+                raise WorkspaceMemoryError("no memory for a larger workspace")
+            made.append(name)
+            return function(call, *args)
+
+        return run
 
     wrapped = {key: counted(key[1], function) for key, function in TABLES["cuda"].items()}
     taken = {}
@@ -292,6 +305,7 @@ def graph_job(driver: str, fails: bool) -> list[str]:
         group = faults.new_group()
         own(group).measured.tables["cuda"] = Table()
         own(group)._trust["cuda"] = TRUSTED
+        patch.setattr(CudaWorkspace, "_keep", lambda workspace: kept.append(workspace.device))
         x = torch.full((8, 4), float(dist.get_rank() + 1))
         tpkernels.all_gather(x, group)
         for captured in (False, True, False):
@@ -302,14 +316,14 @@ def graph_job(driver: str, fails: bool) -> list[str]:
             taken[captured] = list(made)
         patch.setattr(streams, "is_captured", lambda _: False)
         series = [one.series.options for one in own(group).measured.tables["cuda"].measurements]
-    expected = {False: ["unfused"], True: ["unfused" if fails else "direct"]}
-    right = taken == expected and series == [(), ("captured",)][: 1 if fails else 2]
-    return [] if right else [f"{taken} {series}"]
+    expected = {False: ["unfused"], True: ["unfused" if fault else "direct"]}
+    right = taken == expected and series == [(), ("captured",)][: 1 if fault == "no capture" else 2]
+    return [] if right and not kept else [f"{taken} {series} {kept}"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_captures_go_by_times_of_graphs(ranks: RanksFixture, cuda_driver: str, fails: bool) -> None:
-    report(f for rank in ranks(2).run(graph_job, cuda_driver, fails) for f in rank)
+@pytest.mark.parametrize("fault", ["", "no capture", "no memory"])
+def test_captures_go_by_times_of_graphs(ranks: RanksFixture, cuda_driver: str, fault: str) -> None:
+    report(f for rank in ranks(2).run(graph_job, cuda_driver, fault) for f in rank)
 
 
 class LittleMemory(SharedMemory):
