@@ -156,6 +156,44 @@ def test_nothing_is_overwritten_by_accident(
     assert same.exit_code == 2 and "is the checkpoint itself" in same.stderr
 
 
+MLP = {
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+def test_a_plan_in_a_file(folder: Path, tmp_path: Path) -> None:
+    """It replaces the model's own. What is wrong with it is one line."""
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(MLP))
+    arguments = ["--model", folder, "--dry-run", "--tp", 2, "--plan", file]
+    plan = json.loads(invoke(*arguments, "--json").stdout)
+    dims = {each["name"]: each["split_dim"] for each in plan["parameters"]}
+    layer = "model.layers.1."
+    assert (dims[layer + "mlp.up_proj.weight"], dims[layer + "mlp.down_proj.weight"]) == (0, 1)
+    assert dims[layer + "self_attn.q_proj.weight"] is None
+    for content, part in (
+        ("{", "is not JSON: "),
+        ("[" * 100_000, "is not JSON: "),
+        (b"\xff", "is not JSON: "),
+        ("[]", "is not a plan: one object with a style for each module, such as "),
+        ("{}", "is not a plan"),
+        ('{"a": 1}', "is not a plan"),
+        ('{"model.layers.*.mlp.up_proj": "colwize"}', "is 'colwize'; a style is one of colwise, "),
+        ('{"layers.*.mlp.up_proj": "colwise"}', "; did you mean model.layers.*.mlp.up_proj, "),
+        ('{"model.layers.*.mlp.up_proj": "colwise"}', "one row-parallel one"),
+        (None, "No such file"),
+    ):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        result = invoke(*arguments)
+        assert result.exit_code == 2 and part in result.stderr, result.output
+        assert "Traceback" not in result.stderr and result.stderr.strip().count("\n") == 0
+
+
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     bert = tmp_path / "bert"
     transformers.BertConfig().save_pretrained(bert)

@@ -17,7 +17,6 @@ from tests.support.ranked import on_ranks, recorded_calls
 from tpkernels.integrations.transformers.generator import Generator
 from tpkernels.integrations.transformers.loading import load_model
 from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
-from tpkernels.launch import Ranks
 from tpkernels.parallel import decoder
 
 transformers = pytest.importorskip("transformers")
@@ -106,20 +105,6 @@ def test_a_long_prompt(folder: Path) -> None:
     assert got == want[0, 60:].view(-1, 1).tolist()
 
 
-@pytest.mark.slow
-def test_an_executor_ends_generation_at_any_step(folder: Path) -> None:
-    want = of_one_process(folder, GREEDY)
-    with Ranks(2, Generator, str(folder), timeout=60) as executor:
-        for steps in (1, 3):
-            stream: Any = executor.stream("generate", PROMPTS, asdict(GREEDY))
-            got = list(islice(stream, steps))
-            stream.close()
-            assert got == [list(tokens) for tokens in zip(*want, strict=True)][:steps]
-        assert executor.call("describe", rank=1)["ends"] == [2]
-        whole = list(executor.stream("generate", PROMPTS, asdict(GREEDY)))
-        assert whole == [list(tokens) for tokens in zip(*want, strict=True)]
-
-
 @on_ranks(2)
 def test_ranks_make_no_step_before_it_is_wanted(folder: Path) -> None:
     generator, forwards = Generator(str(folder)), []
@@ -130,24 +115,6 @@ def test_ranks_make_no_step_before_it_is_wanted(folder: Path) -> None:
     assert len(forwards) == 3
     steps.close()
     assert len(forwards) == 3
-
-
-@pytest.mark.thorough
-@on_ranks(2)
-def test_an_error_of_the_model_is_raised(folder: Path) -> None:
-    """In its forward, at the third token."""
-    generator, forwards = Generator(str(folder)), []
-
-    def fail(*_: Any) -> None:
-        forwards.append(1)
-        if len(forwards) == 3:
-            raise ArithmeticError("third forward")
-
-    generator._model.register_forward_pre_hook(fail)
-    seen: list[Any] = []
-    with pytest.raises(ArithmeticError, match="third forward"):
-        seen.extend(generator.generate(PROMPTS, asdict(GREEDY)))
-    assert len(seen) == 2
 
 
 def test_values_out_of_range_are_refused() -> None:

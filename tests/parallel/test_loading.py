@@ -274,21 +274,3 @@ def test_peak_memory(tmp_path: Path, dtype: torch.dtype | None) -> None:
         results = ranks.run(growth_job, *places, {"dtype": dtype}, timeout=200)
     for grown, shard, largest in results:
         assert 150 << 20 < shard <= grown + (4 << 20) and grown <= 1.1 * shard + largest
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not RESET.exists(), reason="the system does not measure peak memory anew")
-def test_peak_memory_of_a_gguf_file_in_8_bits(tmp_path: Path) -> None:
-    """It is that of the packed weights, one weight's integers, and the file, which is mapped."""
-    pytest.importorskip("gguf")
-    small, large = (
-        hf_folders.gguf_file(tmp_path / f"{width}.gguf", "Q8_0", width=width)
-        for width in (64, 2560)
-    )
-    with Ranks(1) as ranks:
-        options = {"pack": "int8"}
-        [found] = ranks.run(growth_job, str(small), str(large), options, timeout=200)
-    grown, packed, largest = found
-    mapped = large.stat().st_size
-    assert 90 << 20 < packed <= grown - mapped + (4 << 20) and largest < 15 << 20
-    assert grown - mapped <= packed + largest + (24 << 20)  # some chunks of 4 MiB in fp32

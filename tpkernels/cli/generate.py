@@ -75,6 +75,7 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="One JSON object; see the docs.")] = False,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
+    plan: options.PlanFile = None,
     weights: options.Weights = None,
     device: options.Device = None,
     threads: options.Threads = 1,
@@ -114,7 +115,8 @@ def generate(
         frequency_penalty,
         secrets.randbits(32) if seed is None else seed,
     )
-    held = (model, where, dtype_name, ffn_only, options.checked_weights(weights, where))
+    checked = options.checked_weights(weights, where)
+    held = (model, where, dtype_name, ffn_only, checked, options.plan_in(plan))
     try:
         sampling.check()
         if not under_torchrun():

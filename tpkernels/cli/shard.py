@@ -28,6 +28,7 @@ def shard(
     ] = False,
     out: Annotated[Path | None, Option(help="Folder to write to.")] = None,
     ffn_only: options.FfnOnly = False,
+    plan_file: options.PlanFile = None,
     dtype: options.CheckpointDtype = None,
     force: Annotated[
         bool, Option("--force", help="Replace a model that is in the folder of --out.")
@@ -42,9 +43,10 @@ def shard(
     if not dry_run and out is None:
         raise UsageError("pass --out DIR to write the shards to, or --dry-run")
     torch_dtype = None if dtype is None else dtype_named(dtype)
+    styles = options.plan_in(plan_file)
     screen = console()
     try:
-        plan = plan_shards(model, ranks, ffn_only=ffn_only, dtype=torch_dtype)
+        plan = plan_shards(model, ranks, plan=styles, ffn_only=ffn_only, dtype=torch_dtype)
         if as_json:
             typer.echo(json.dumps(plan.to_json(), indent=2))
         else:

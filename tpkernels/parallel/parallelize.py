@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +24,7 @@ def parallelize(
     model: Model,
     mesh: DeviceMesh,
     *,
-    plan: Mapping[str, ParallelStyle] | None = None,
+    plan: Mapping[str, ParallelStyle] | Mapping[str, str] | None = None,
     sequence_parallel: SequenceParallel | None = None,
     ffn_only: bool = False,
     pack: Pack = False,
@@ -49,7 +48,8 @@ def parallelize(
     return when rank 0 is done, and raise RuntimeError if it fails; the model remains usable. A rank
     that calls it alone gets ``CollectiveTimeoutError`` after the group's timeout.
 
-    **With a plan** it applies torch's styles to any model, or to parts of one. To save such a
+    **With a plan** of names of styles it does the same by this plan. **With a plan** of torch's
+    styles it applies these to any model, or to parts of one. To save such a
     model, pass ``state_dict=`` as ``torch.distributed.checkpoint.state_dict`` gathers it.
 
     Args:
@@ -58,7 +58,8 @@ def parallelize(
             buffers are in no state dict.
         mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger one.
         plan: ``ParallelStyle`` objects by module name, which may have wildcards, as
-            ``torch.distributed.tensor.parallel.parallelize_module`` takes them.
+            ``torch.distributed.tensor.parallel.parallelize_module`` takes them. Or names of styles
+            such as "colwise", as in the ``tp_plan`` of a model of transformers.
         sequence_parallel: without a plan, whether each rank has only its rows of the sequence
             between the matmuls, so that each overlaps with its collective. For generation token by
             token, False saves one collective per matmul. "prefill" does both: it splits sequences
@@ -79,12 +80,14 @@ def parallelize(
             be wrong; a weight is quantised, or it cannot be packed.
     """
     check_mesh(mesh)
-    sequence_parallel = check_options(plan, sequence_parallel, ffn_only, pack)
-    if plan is not None:
-        return _apply_plan(model, mesh, plan)
+    of_torch, of_names = split_plan(plan)
+    sequence_parallel = check_options(of_torch, sequence_parallel, ffn_only, pack)
+    if of_torch is not None:
+        return _apply_plan(model, mesh, of_torch)
     plans.apply(
         model,
         groups.name_of(mesh),
+        plan=of_names,
         sequence_parallel=sequence_parallel,
         ffn_only=ffn_only,
         pack=pack,
@@ -103,6 +106,15 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"mesh has {mesh.ndim} dims {names or tuple(mesh.shape)}; parallelize takes one: pass "
             f"{one}"
         )
+
+
+def split_plan(
+    plan: Mapping[str, Any] | None,
+) -> tuple[Mapping[str, ParallelStyle] | None, Mapping[str, str] | None]:
+    """Return a plan of torch's styles, and one of names of styles; at least one is None."""
+    if plan and all(isinstance(style, str) for style in plan.values()):
+        return None, plan
+    return plan, None
 
 
 def check_options(
@@ -144,11 +156,7 @@ def _apply_plan(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle
         modules = list(_matches(model, pattern))
         if not modules:
             names = [name for name, _ in model.named_modules() if name]
-            close = difflib.get_close_matches(pattern, names, 3, 0.4)
-            hint = f"; did you mean {', '.join(close)}?" if close else ""
-            raise ValueError(
-                f"plan names {pattern!r}, which is not a module of {type(model).__name__}{hint}"
-            )
+            raise plans.no_module(model, pattern, names)
         for name, module in modules:
             plans.check_style(model, name, module, style)
             _check_module(name or type(model).__name__, module, style, mesh)

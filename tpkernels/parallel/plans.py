@@ -24,8 +24,9 @@ all code. Anything else is refused.
 from __future__ import annotations
 
 import copy
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -107,7 +108,7 @@ def check_has_plan(config: Any, what: str) -> None:
         model_type = getattr(config, "model_type", None)
         raise NotImplementedError(
             f"{what} (model_type {model_type!r}) is not supported without a plan: its "
-            "configuration has no base_model_tp_plan; pass plan={...}"
+            "configuration has no base_model_tp_plan; pass plan={...}, or --plan FILE"
         )
 
 
@@ -130,18 +131,23 @@ def apply(
     model: nn.Module,
     group: str,
     *,
+    plan: Mapping[str, str] | None = None,
     sequence_parallel: SequenceParallel,
     ffn_only: bool = False,
     pack: Pack = False,
 ) -> None:
-    """Apply `tpkernels.parallelize` without a plan. All modules are checked before the first is
-    replaced.
+    """Apply `tpkernels.parallelize` without styles of torch. All modules are checked before the
+    first is replaced.
 
     Args:
         group: a group's name, which may be `tpkernels.nn.sharding.planned`.
     """
-    check_has_plan(getattr(model, "config", None), type(model).__name__)
-    blocks = _blocks(model, group, ffn_only)
+    if plan is None:
+        check_has_plan(getattr(model, "config", None), type(model).__name__)
+        plan = getattr(model, "_tp_plan", None) or {}
+    else:
+        _check_styles(model, plan)
+    blocks = _blocks(model, plan, group, ffn_only)
     ends = (None, None, 1.0) if ffn_only else _ends(model)
     decoder.check_packing(model, pack)
 
@@ -172,14 +178,35 @@ def _wildcard(name: str) -> str:
 
 def _refuse(name: str, style: str, reason: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} has the style {style!r} in its model's plan, and {reason}; pass plan={{...}} with "
-        "torch's styles for the modules that are to be split"
+        f"{name} has the style {style!r} in its model's plan, and {reason}; pass "
+        "plan={...}, or --plan FILE, with the modules that are to be split"
     )
 
 
-def _blocks(model: Any, group: str, ffn_only: bool) -> list[Block]:
+def _check_styles(model: nn.Module, plan: Mapping[str, str]) -> None:
+    if not hasattr(model, "get_input_embeddings"):
+        raise TypeError(
+            f"plan[{next(iter(plan))!r}] is a str, not a torch.distributed.tensor.parallel."
+            f"ParallelStyle; names are for models of transformers, not {type(model).__name__}"
+        )
+    styles = sorted(COLUMNS | ROWS | UNSPLIT | {SHARED, MLA})
+    names = {_wildcard(name) for name, _ in model.named_modules() if name}
+    for name, style in plan.items():
+        if style not in styles:
+            raise ValueError(f"plan[{name!r}] is {style!r}; a style is one of {', '.join(styles)}")
+        if name not in names:
+            raise no_module(model, name, names)
+
+
+def no_module(model: nn.Module, name: str, names: Iterable[str]) -> ValueError:
+    """Return the error of a name in a plan that is not one of ``names``."""
+    close = difflib.get_close_matches(name, sorted(names), 3, 0.4)
+    hint = f"; did you mean {', '.join(close)}?" if close else ""
+    return ValueError(f"plan names {name!r}, which is not a module of {type(model).__name__}{hint}")
+
+
+def _blocks(model: Any, plan: Mapping[str, str], group: str, ffn_only: bool) -> list[Block]:
     """Find the blocks of a model by its plan, and how they are split, or raise."""
-    plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     named = [*model.named_modules(), *model.named_parameters()]
     styles: dict[str, dict[str, str]] = {}

@@ -26,7 +26,7 @@ from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
 from tpkernels.parallel.decoder import Pack, SequenceParallel, packed_dtype
 from tpkernels.parallel.joint_work import joint_work
-from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize
+from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize, split_plan
 from tpkernels.shards import shard_sizes
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def _slots(model: nn.Module, sources: Mapping[str, StoredTensor]) -> Iterator[Sl
 def from_pretrained(
     path: str | os.PathLike[str],
     mesh: DeviceMesh,
-    plan: Mapping[str, ParallelStyle] | None = None,
+    plan: Mapping[str, ParallelStyle] | Mapping[str, str] | None = None,
     ffn_only: bool = False,
     dtype: torch.dtype | None = None,
     *,
@@ -238,14 +238,15 @@ def from_pretrained(
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
     check_mesh(mesh)
-    rows_split = check_options(plan, sequence_parallel, ffn_only, pack)
+    of_torch, _ = split_plan(plan)
+    rows_split = check_options(of_torch, sequence_parallel, ffn_only, pack)
     group = groups.name_of(mesh)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
 
     def split(model: nn.Module) -> nn.Module:
-        rows = None if plan is not None else rows_split
+        rows = None if of_torch is not None else rows_split
         return parallelize(model, mesh, plan=plan, ffn_only=ffn_only, sequence_parallel=rows)
 
     with joint_work(group, device, f"opening {path}") as work:

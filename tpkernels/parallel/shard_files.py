@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import mul
@@ -87,6 +87,7 @@ def plan_shards(
     path: str | os.PathLike[str],
     ranks: int,
     *,
+    plan: Mapping[str, str] | None = None,
     ffn_only: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ShardPlan:
@@ -96,10 +97,10 @@ def plan_shards(
         raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
 
     def split(model: nn.Module) -> nn.Module:
-        plans.apply(model, planned(ranks), sequence_parallel=False, ffn_only=ffn_only)
+        plans.apply(model, planned(ranks), plan=plan, sequence_parallel=False, ffn_only=ffn_only)
         return model
 
-    blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=False)
+    blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=plan is not None)
     return ShardPlan(Path(path), ranks, blueprint)
 
 

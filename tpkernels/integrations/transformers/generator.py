@@ -37,10 +37,11 @@ class Generator:
         dtype: str | None = None,
         ffn_only: bool = False,
         weights: Literal["int8"] | None = None,
+        plan: dict[str, str] | None = None,
     ) -> None:
         torch_dtype = None if dtype is None else DTYPES[dtype]
         self._model = load_model(
-            path, device=device, dtype=torch_dtype, ffn_only=ffn_only, weights=weights
+            path, device=device, dtype=torch_dtype, ffn_only=ffn_only, weights=weights, plan=plan
         )
 
     def describe(self) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Options:
     name: str
     dtype: torch.dtype | None
     ffn_only: bool
+    plan: dict[str, str] | None
     weights: Literal["int8"] | None
     max_requests: int
     max_waiting: int
@@ -189,7 +190,11 @@ def run_rank(options: Options, shared: socket.socket) -> None:
     tokenizer = load_tokenizer(options.model) if first else None
     dist.barrier()  # a GGUF file's tokenizer may take longer than ranks wait for one another
     model = load_model(
-        options.model, dtype=options.dtype, ffn_only=options.ffn_only, weights=options.weights
+        options.model,
+        dtype=options.dtype,
+        ffn_only=options.ffn_only,
+        weights=options.weights,
+        plan=options.plan,
     )
     manager = make_manager(model, options)
     _report_once(manager)
