@@ -189,7 +189,7 @@ def _check_styles(model: nn.Module, plan: Mapping[str, str]) -> None:
             f"plan[{next(iter(plan))!r}] is a str, not a torch.distributed.tensor.parallel."
             f"ParallelStyle; names are for models of transformers, not {type(model).__name__}"
         )
-    styles = sorted(COLUMNS | ROWS | UNSPLIT | {SHARED, MLA})
+    styles = sorted(COLUMNS | ROWS | UNSPLIT | {SHARED})
     names = {_wildcard(name) for name, _ in model.named_modules() if name}
     for name, style in plan.items():
         if style not in styles:
