@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from xml.sax.saxutils import escape
 
-WIDTH, LABELS, BAR, GAP = 800, 290, 22, 6
-TEXT, OURS, OTHERS = "#808080", "#e8590c", "#8a94a0"
+WIDTH, LABELS, BAR, GAP = 560, 150, 22, 6
+TEXT, OURS, OTHERS = "#767676", "#e8590c", "#8a94a0"
 
 
 def bars(
@@ -24,7 +24,7 @@ def bars(
         ours: keys whose bars stand out.
     """
     longest = max(value for group in groups.values() for value in group.values())
-    scale = (WIDTH - LABELS - 70) / longest
+    scale = (WIDTH - LABELS - 60) / longest
     lines, y = [_text(10, 24, title, "bold")], 48
     for group, values in groups.items():
         lines.append(_text(10, y + 14, group, "bold"))

@@ -52,10 +52,10 @@ _FIELDS = (
     *("num_key_value_heads", "vocab_size"),
 )
 NAMES = {
-    "threads": "transformers, two threads",
-    "thread": "transformers, one thread",
-    "torch": "torch's tensor parallelism, gloo",
-    "transformers": "transformers' tensor parallelism, gloo",
+    "threads": "threads",
+    "thread": "one thread",
+    "torch": "torch TP, gloo",
+    "transformers": "transformers TP",
     "both": "tpkernels",
 }
 SIZES = {
@@ -189,7 +189,7 @@ def main() -> None:
         )
     if args.chart is not None:
         names = {how: NAMES.get(how, f"tpkernels, {how}") for how in processes}
-        title = f"Llama of {args.size.upper()} parameters, bf16, {args.nproc} cores: speed-up"
+        title = f"Llama, {args.size.upper()} parameters, bf16: speed-up over {args.nproc} threads"
         groups = {what.rpartition(",")[0]: ratios for what, ratios in speedups.items()}
         args.chart.write_text(
             bars(title, groups, names, ours={"ranks", "packed", "prefill", "both"})

@@ -20,10 +20,10 @@ from typing import Any
 from tpkernels.integrations.transformers.generator import (
     Completions,
     Generator,
-    Sampling,
     prompt_tokens,
 )
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
+from tpkernels.integrations.transformers.sampling import Sampling
 from tpkernels.launch import Ranks
 
 QUESTION = "Explain in three sentences why the sky is blue."

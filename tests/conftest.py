@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from hypothesis import settings
 
+from tests.support import faults
 from tests.support.fake_nccl import Build, make_build
 from tpkernels.launch import Ranks, fork_server
 
@@ -75,11 +76,11 @@ class RankPools:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Imports what test modules import once, instead of in every rank's first job; not the
-    compiler, which imports Triton before a rank can ask for its interpreter. What somebody has
-    tuned on this machine decides nothing in tests."""
+    """Imports what test modules import once, instead of in every rank's first job. What somebody
+    has tuned on this machine decides nothing in tests."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    fork_server(preload=["pytest", "hypothesis", "torch.distributed.tensor.parallel"])
+    modules = ["pytest", "hypothesis", "torch.distributed.tensor.parallel"]
+    fork_server(preload=[*modules, "tests.support.preloaded"])
 
 
 @pytest.fixture(scope="session")
@@ -101,6 +102,13 @@ def ranks(_pools: RankPools) -> Iterator[RankPools]:
     """Rank processes for a test: ``ranks(4).run(function, ...)``."""
     yield _pools
     _pools.end_groups()
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[Callable[[int], Ranks]]:
+    """The same, for one test alone."""
+    with contextlib.ExitStack() as stack:
+        yield lambda world: stack.enter_context(faults.watched_ranks(world))
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ CODES: dict[torch.dtype, int] = {
     torch.bfloat16: 2,
     torch.float64: 3,
 }
+#: Integers, which the ops that only move elements take as well, on CPUs.
+MOVED = (torch.int64, torch.int32)
 
 
 def name(dtype: torch.dtype) -> str:
@@ -17,14 +19,15 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_supported(dtype: torch.dtype, what: str) -> None:
-    """Check that the ops take a dtype.
+def check_supported(dtype: torch.dtype, what: str, *, moved: bool = False) -> None:
+    """Check that the ops take a dtype; ``moved``: those that only move elements.
 
     Raises:
         NotImplementedError: they do not.
     """
-    if dtype not in CODES:
-        allowed = ", ".join(name(d) for d in CODES)
+    supported = (*CODES, *MOVED) if moved else CODES
+    if dtype not in supported:
+        allowed = ", ".join(name(d) for d in supported)
         raise NotImplementedError(f"{what} has dtype {name(dtype)}; supported: {allowed}")
 
 

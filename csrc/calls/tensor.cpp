@@ -29,6 +29,8 @@ const dlpack::DataType* described(const py::handle& dtype) {
       {lasting("torch", "bfloat16"), {dlpack::kBFloat, 16, 1}},
       {lasting("torch", "float16"), {dlpack::kFloat, 16, 1}},
       {lasting("torch", "float64"), {dlpack::kFloat, 64, 1}},
+      {lasting("torch", "int32"), {dlpack::kInt, 32, 1}},
+      {lasting("torch", "int64"), {dlpack::kInt, 64, 1}},
   };
   for (const Known& known : all) {
     if (dtype.ptr() == known.dtype) return &known.described;
@@ -170,6 +172,10 @@ host::DType dtype_of(const Tensor& x) {
   if (x.dtype.lanes == 1 && x.dtype.code == dlpack::kFloat) {
     if (x.dtype.bits == 32) return host::DType::kF32;
     if (x.dtype.bits == 16) return host::DType::kF16;
+    if (x.dtype.bits == 64) return host::DType::kF64;
+  }
+  if (x.dtype.lanes == 1 && x.dtype.code == dlpack::kInt) {  // only moved, so the width matters
+    if (x.dtype.bits == 32) return host::DType::kF32;
     if (x.dtype.bits == 64) return host::DType::kF64;
   }
   throw std::invalid_argument("a tensor of a dtype that the ops do not take");

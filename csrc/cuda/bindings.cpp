@@ -145,7 +145,7 @@ void tpkernels::bind_cuda(pybind11::module_& m) {
            py::arg("nbytes"), ReleaseGil())
       .def("raise_flag", &Kernels::raise_flag, py::arg("stream"), py::arg("space"),
            py::arg("index"), py::arg("captured"), ReleaseGil())
-      .def("streams_write", &Kernels::streams_write, py::arg("captured"));
+      .def("streams_write", &Kernels::streams_write);
 #define TPK_BIND(name, threads, ...) bind_kernel<__VA_ARGS__>(kernels, #name);
   TPK_KERNELS(TPK_BIND)
 #undef TPK_BIND

@@ -57,16 +57,7 @@ struct LaunchConfig {
        (const LaunchConfig* config, Handle function, void** parameters, void** extra))          \
   each(copy_async, cuMemcpyAsync, (Address dst, Address src, std::size_t bytes, Handle stream)) \
   each(write_value, cuStreamWriteValue64_v2,                                                    \
-       (Handle stream, Address to, std::uint64_t value, unsigned flags))                        \
-  each(create_stream, cuStreamCreate, (Handle* stream, unsigned flags))                         \
-  each(destroy_stream, cuStreamDestroy_v2, (Handle stream))                                     \
-  each(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                   \
-  each(begin_capture, cuStreamBeginCapture_v2, (Handle stream, int mode))                       \
-  each(end_capture, cuStreamEndCapture, (Handle stream, Handle* graph))                         \
-  each(instantiate, cuGraphInstantiateWithFlags,                                                \
-       (Handle* executable, Handle graph, std::uint64_t flags))                                 \
-  each(destroy_executable, cuGraphExecDestroy, (Handle executable))                             \
-  each(destroy_graph, cuGraphDestroy, (Handle graph))
+       (Handle stream, Address to, std::uint64_t value, unsigned flags))
 // clang-format on
 
 struct Driver {

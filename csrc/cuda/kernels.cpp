@@ -9,37 +9,9 @@ constexpr int kMultimemCapability = 90;
 // Early launches; captured into graphs since CUDA 12.3.
 constexpr int kEarlyCapability = 90, kEarlyDriver = 12030;
 
-constexpr int kNotSupported = 801;      // CUDA_ERROR_NOT_SUPPORTED
-constexpr int kRelaxed = 2;             // CU_STREAM_CAPTURE_MODE_RELAXED
-constexpr unsigned kNonBlocking = 0x1;  // CU_STREAM_NON_BLOCKING
+constexpr int kNotSupported = 801;  // CUDA_ERROR_NOT_SUPPORTED
 
 Handle stream_handle(Stream stream) { return reinterpret_cast<Handle>(stream); }
-
-// Whether a write to `to`, captured on the stream, makes a graph that could run. It does not run.
-bool records_write(Handle stream, Address to) {
-  const Driver& d = driver();
-  if (d.begin_capture(stream, kRelaxed) != 0) return false;
-  const bool taken = d.write_value(stream, to, kRaised, 0) == 0;
-  Handle graph = nullptr, executable = nullptr;
-  const bool ended = d.end_capture(stream, &graph) == 0 && graph != nullptr;
-  const bool runs = ended && taken && d.instantiate(&executable, graph, 0) == 0;
-  if (runs) d.destroy_executable(executable);
-  if (ended) d.destroy_graph(graph);
-  return runs;
-}
-
-// The same on a stream of its own. Relaxed, so that it does not disturb other threads' captures.
-bool captures_write(Address to) {
-  const Driver& d = driver();
-  int mode = kRelaxed;
-  if (d.exchange_capture_mode(&mode) != 0) return false;
-  Handle stream = nullptr;
-  const bool made = d.create_stream(&stream, kNonBlocking) == 0;
-  const bool taken = made && records_write(stream, to);
-  if (made) d.destroy_stream(stream);
-  d.exchange_capture_mode(&mode);
-  return taken;
-}
 
 }  // namespace
 
@@ -115,18 +87,13 @@ void Kernels::copy(Stream stream, Address dst, Address src, std::size_t bytes) c
 }
 
 void Kernels::raise_flag(Stream stream, const Space& space, int index, bool captured) {
-  if (!streams_write(captured)) return launch("call_flag", stream, {}, space, index);
+  if (captured || !streams_write_) return launch("call_flag", stream, {}, space, index);
   const ContextGuard guard(context_);
   const auto to = reinterpret_cast<Address>(space.state + kStateFlags + index);
   const int code = driver().write_value(stream_handle(stream), to, kRaised, 0);
-  if (code == kNotSupported && !captured) {
-    streams_write_ = false;
-    return launch("call_flag", stream, {}, space, index);
-  }
-  driver().check(code, "cuStreamWriteValue64");
-  if (!captured && captured_writes_ == CapturedWrites::kUntried) {
-    captured_writes_ = captures_write(to) ? CapturedWrites::kTaken : CapturedWrites::kRefused;
-  }
+  if (code != kNotSupported) return driver().check(code, "cuStreamWriteValue64");
+  streams_write_ = false;
+  launch("call_flag", stream, {}, space, index);
 }
 
 }  // namespace tpkernels::cuda

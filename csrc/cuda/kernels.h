@@ -77,19 +77,14 @@ class Kernels {
   // addresses must have access to each other.
   void copy(Stream stream, Address dst, Address src, std::size_t bytes) const;
 
-  // Raises a flag behind the stream's earlier work (cuda/sync.cuh). The stream writes it where it
-  // can. A kernel does where the device cannot, and in captures where the driver does not record
-  // the write. A call that fails may spoil the capture that it is made in, so nothing is tried
-  // there: the first write outside captures tries it in a capture of its own. NCCL too records such
-  // writes, for its collectives by copy engines.
+  // Raises a flag behind the stream's earlier work (cuda/sync.cuh): the stream writes it where the
+  // device can, else a kernel does. In captures always a kernel: a driver that does not record such
+  // writes would spoil the capture.
   void raise_flag(Stream stream, const Space& space, int index, bool captured);
 
-  // Whether streams write flags without a kernel, now or in a capture. Eager writes: the attribute
-  // of the device says so; where one is refused all the same, nobody tries again. In captures: only
-  // once a trial has shown it.
-  bool streams_write(bool captured) const {
-    return streams_write_ && (!captured || captured_writes_ == CapturedWrites::kTaken);
-  }
+  // Whether streams write flags outside captures. The attribute of the device says so; where a
+  // write is refused all the same, nobody tries again.
+  bool streams_write() const { return streams_write_; }
 
  private:
   struct Kernel {
@@ -104,8 +99,6 @@ class Kernels {
   bool launches_early_ = false;
   std::vector<Kernel> kernels_;
   std::atomic<bool> streams_write_{false};
-  enum class CapturedWrites { kUntried, kRefused, kTaken };
-  std::atomic<CapturedWrites> captured_writes_{CapturedWrites::kUntried};
 };
 
 }  // namespace tpkernels::cuda

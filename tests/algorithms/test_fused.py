@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.support import faults
 from tests.support.cases import Case, RanksFixture, each, uneven_splits
 from tests.support.ranked import check, check_cases, fresh_group, run_cases
 from tests.support.tiers import sweep
@@ -157,8 +158,7 @@ def protocol_job(seed: int, calls: int, delay_us: int, poison: bool, **broken: b
         largest = Case(op="matmul_reduce_scatter", shape=(world_rows(), 20), k=(17,))
         wrong += check(replace(largest, algorithm="fused", integers=True), group)
         chaos = {"seed": seed * 10 + group.rank(), "max_delay_us": delay_us, **broken}
-        workspace = groups.get(group.group_name).workspace
-        assert workspace is not None
+        workspace = faults.workspace_of(group)
         workspace.set_chaos(**chaos)
         for _, case in zip(range(calls), _calls(group.size()), strict=False):
             if poison and case.op == "all_gather_matmul":  # the peers have read the last but one

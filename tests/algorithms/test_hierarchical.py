@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.algorithms.test_ring import uneven_cases
+from tests.algorithms import test_ring
 from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each
 from tests.support.faults import poison_buffer
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
     call,
     check_cases,
+    check_job,
     fresh_group,
     on_hosts,
-    report,
+    run_cases,
 )
 from tests.support.tiers import sweep
 from tpkernels import groups
@@ -34,20 +35,9 @@ TWO_AND_ONE, TWO_AND_TWO = "001", "0011"
 LAYOUTS = (TWO_AND_ONE, TWO_AND_TWO, "011", "0111", "00112", "01122")
 
 
-def apart_job(hosts: str, cases: list[Case], workspace_bytes: int) -> list[str]:
-    with on_hosts(hosts), fresh_group(workspace_bytes) as group:
-        return check_cases(cases, group)
-
-
-def run(
-    ranks: RanksFixture,
-    hosts: str,
-    cases: list[Case],
-    workspace_bytes: int = SMALLEST_WORKSPACE,
-) -> None:
+def run(ranks: RanksFixture, hosts: str, cases: list[Case]) -> None:
     cases = [replace(case, algorithm="hierarchical") for case in dict.fromkeys(cases)]
-    told = ranks(len(hosts)).run(apart_job, hosts, cases, workspace_bytes, timeout=240)
-    report(failure for rank in told for failure in rank)
+    run_cases(ranks, len(hosts), cases, SMALLEST_WORKSPACE, hosts)
 
 
 @pytest.mark.parametrize("hosts", sweep(LAYOUTS))
@@ -59,7 +49,7 @@ def test_every_op_and_dtype(ranks: RanksFixture, hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", sweep(LAYOUTS))
 def test_uneven_and_empty_shards(ranks: RanksFixture, hosts: str) -> None:
-    run(ranks, hosts, uneven_cases(len(hosts), "hierarchical"))
+    run(ranks, hosts, test_ring.uneven_cases(len(hosts), "hierarchical"))
 
 
 STEPPED = [
@@ -81,37 +71,27 @@ def test_more_than_the_workspace_holds(ranks: RanksFixture, hosts: str) -> None:
 
 
 BITS = [
-    Case(op="all_gather_matmul", shape=(60, 133), n=(40, 300), biases=(F32, None)),
-    Case(op="matmul_reduce_scatter", shape=(60, 65), k=(133, 90), biases=(F32,)),
+    *test_ring.BITS,
     Case(op="matmul_reduce_scatter", shape=(60, 65), k=(133,), wire_dtype=F32),
-    Case(op="matmul_reduce_scatter", shape=(9, 120), dim=1, k=(133,), out_dtype=F32),
-    Case(op="matmul_all_reduce", shape=(60, 300), k=(133, 90), biases=(F32,)),
-    Case(op="reduce_scatter", shape=(60, 65)),
     Case(op="reduce_scatter", shape=(60, 65), out_dtype=F32),
-    Case(op="all_reduce", shape=(90, 133)),
-    Case(op="all_reduce_", shape=(90, 133)),
 ]
 
 
-def bits_job(hosts: str, cases: list[Case]) -> list[str]:
+def bits_job(hosts: str, cases: list[Case]) -> None:
     """Cases whose bits differ between `unfused` and `hierarchical`, with delays."""
-    different = []
     with on_hosts(hosts), fresh_group() as group:
         _node(group).workspace.set_chaos(seed=group.rank() + 1, max_delay_us=300)
         for case in cases:
             first, second = (
                 call(replace(case, algorithm=way), group) for way in ("unfused", "hierarchical")
             )
-            if not all(map(torch.equal, first, second)):
-                different.append(str(case))
-    return different
+            assert all(map(torch.equal, first, second)), str(case)
 
 
 @pytest.mark.parametrize("hosts", sweep((*LAYOUTS, "011111")))
 def test_the_bits_are_those_of_unfused(ranks: RanksFixture, hosts: str) -> None:
     cases = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
-    told = ranks(len(hosts)).run(bits_job, hosts, cases, timeout=120)
-    report(bad for rank in told for bad in rank)
+    check_job(ranks(len(hosts)), bits_job, hosts, cases, timeout=120)
 
 
 def _node(group: dist.ProcessGroup) -> Node:

@@ -26,7 +26,15 @@ from tests.support.cases import DTYPES, Case, RanksFixture
 from tests.support.cuda_rehearsal import pretending
 from tests.support.launches import Queue, queued
 from tests.support.nccl_rehearsal import over_nccl
-from tests.support.ranked import call, check_cases, fresh_group, on_hosts, on_ranks, report
+from tests.support.ranked import (
+    call,
+    check_cases,
+    check_job,
+    fresh_group,
+    on_hosts,
+    on_ranks,
+    report,
+)
 from tests.support.tiers import sweep
 from tpkernels.algorithms.hierarchical import cuda as hierarchical
 from tpkernels.backends import TABLES
@@ -114,8 +122,7 @@ def bits_job(driver: str, on: str, given: Sequence[Case]) -> list[str]:
 @pytest.mark.parametrize("on", LAYOUTS)
 def test_the_bits_are_those_of_cpu_tensors(ranks: RanksFixture, cuda_driver: str, on: str) -> None:
     given = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
-    told = ranks(len(on)).run(bits_job, cuda_driver, on, given, timeout=120)
-    report(failure for rank in told for failure in rank)
+    check_job(ranks(len(on)), bits_job, cuda_driver, on, given, timeout=120)
 
 
 @on_ranks(3)

@@ -12,26 +12,16 @@ import pytest
 import torch
 
 from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each, uneven_splits
-from tests.support.ranked import apart, bytes_sent, call, check_cases, fresh_group, report
+from tests.support.ranked import apart, bytes_sent, call, check_job, fresh_group, run_cases
 from tests.support.tiers import sweep
-from tpkernels import groups
 from tpkernels.algorithms import ring
 
 F32, BF16 = torch.float32, torch.bfloat16
 WORLDS = (2, 3, 4, 5)
 
 
-def apart_job(cases: list[Case]) -> list[str]:
-    with apart(), fresh_group() as group:
-        failures = check_cases(cases, group)
-        if groups.get(group.group_name).shared_memory:
-            failures.append("the ranks share memory")
-    return failures
-
-
 def run(ranks: RanksFixture, world: int, cases: list[Case]) -> None:
-    told = ranks(world).run(apart_job, cases, timeout=240)
-    report(failure for rank in told for failure in rank)
+    run_cases(ranks, world, cases, hosts="01234"[:world])
 
 
 def ways(*cases: Case, **options: Any) -> list[Case]:
@@ -108,24 +98,21 @@ BITS = [
 ]
 
 
-def bits_job(cases: list[Case]) -> list[str]:
+def bits_job(cases: list[Case]) -> None:
     """Cases whose bits differ between `unfused` and `ring`, with memory in common and without."""
     found: dict[Case, list[torch.Tensor]] = {}
-    different = []
     with fresh_group() as near, apart(), fresh_group() as far:
         for case, group in itertools.product(cases, (near, far)):
             for way in ("unfused", "ring"):
                 got = call(replace(case, algorithm=way), group)
                 first = found.setdefault(case, got)
-                if not all(map(torch.equal, got, first)):
-                    different.append(f"{case} {way}")
-    return different
+                assert all(map(torch.equal, got, first)), f"{case} {way}"
 
 
 @pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
 def test_the_bits_are_those_of_unfused(ranks: RanksFixture, world: int) -> None:
     cases = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
-    report(bad for rank in ranks(world).run(bits_job, cases, timeout=120) for bad in rank)
+    check_job(ranks(world), bits_job, cases, timeout=120)
 
 
 # What travels.

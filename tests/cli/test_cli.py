@@ -52,7 +52,8 @@ def test_demo_passes_with_uneven_shards() -> None:
     assert result.stdout.rstrip().endswith("PASS: every result is right")
     for row in ("QKV", "attention out", "gate, up", "down, decoding", "18, 3x64, 64", "8, 64, 66"):
         assert row in result.stdout
-    assert not result.stderr
+    noted = result.stderr.splitlines()  # on fewer than three cores
+    assert all(line.startswith("Starting 3 ranks of 1 thread on") for line in noted), noted
 
 
 def check_refused(args: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,12 @@ from typer.testing import Result
 
 import tpkernels.cli.generate as command
 from tests.cli import test_cli
+from tests.cli.test_shard import MLP
 from tests.support import hf_folders, served
 from tests.support.processes import output_of, torchrun
 from tests.support.ranked import on_ranks
 from tests.support.tiers import thorough
-from tpkernels.integrations.transformers.generator import Sampling
+from tpkernels.integrations.transformers.sampling import Sampling
 from tpkernels.terminal import UsageError
 
 transformers = pytest.importorskip("transformers")
@@ -84,6 +85,19 @@ def test_a_gguf_file_in_8_bits(tmp_path: Path) -> None:
     options = ("--prompt", PROMPT, "--weights", "int8", "--max-new-tokens", 8, "--tp", 2, "--json")
     [completion] = done(invoke(path, *options))["completions"]
     assert completion["prompt_tokens"] == 13 and len(completion["tokens"]) == 8
+
+
+@pytest.mark.thorough
+def test_a_plan_in_a_file(folder: Path, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(MLP))
+    options = ("--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 2, "--plan", file)
+    result = invoke(folder, *options)
+    assert result.exit_code == 0 and result.stdout.strip("\n") == text, result.output
+    file.write_text('{"layers.*.mlp.up_proj": "colwise"}')
+    result = invoke(folder, *options)
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert result.exit_code == 2 and "did you mean model.layers.*.mlp.up_proj" in line
 
 
 @pytest.mark.slow

@@ -65,14 +65,17 @@ def test_a_tinyllama_at_four_ranks(tmp_path: Path) -> None:
 
 
 def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
+    """Nine heads in three key-value groups: on four ranks, two share a group; on ten, one has no
+    head."""
     shown = lines(invoke("--model", folder, "--tp", 4, "--dry-run"))
     name = "model.layers.0..1.self_attn.q_proj.weight (2)"  # one line for both layers
     assert not any("layers.1." in line for line in shown)
-    assert f"{name} 36x36 36x12 on ranks 0-2; 36x0 on rank 3 output features" in shown
+    split = "36x8 on rank 0; 36x4 on rank 1; 36x12 on ranks 2-3"
+    assert f"{name} 36x36 {split} output features" in shown
+    assert not any("Rank 3" in line for line in shown)
+    shown = lines(invoke("--model", folder, "--tp", 10, "--dry-run"))
     text = "Rank 3 has no part of k_proj, o_proj, q_proj, v_proj and multiplies by zeros there. "
-    assert (
-        f"{text}Attention is split by whole key-value groups, of which this model has 3." in shown
-    )
+    assert f"{text}Attention is split by whole heads, of which this model has 9." in shown
     only = lines(invoke("--model", folder, "--tp", 4, "--dry-run", "--ffn-only"))
     assert f"{name} 36x36 36x36 whole on all ranks" in only
     assert not any("Rank 3" in line for line in only)
@@ -125,7 +128,7 @@ def test_the_files(folder: Path, tmp_path: Path) -> None:
         assert piece["offsets"] == [0, begin]
         part = safetensors.load_file(out / piece["file"])[name]
         assert torch.equal(part, whole[:, begin : begin + size])
-    assert [len(index["weight_map"][n]) for n in index["weight_map"] if "q_proj" in n] == [3, 3]
+    assert [len(index["weight_map"][n]) for n in index["weight_map"] if "q_proj" in n] == [4, 4]
     assert [each["file"] for each in index["weight_map"]["model.norm.weight"]] == shards[:1]
 
 
@@ -151,6 +154,44 @@ def test_nothing_is_overwritten_by_accident(
     assert len(list(out.glob("*.safetensors"))) == 2
     same = invoke("--model", out, "--tp", 2, "--out", out, "--force")
     assert same.exit_code == 2 and "is the checkpoint itself" in same.stderr
+
+
+MLP = {
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+def test_a_plan_in_a_file(folder: Path, tmp_path: Path) -> None:
+    """It replaces the model's own. What is wrong with it is one line."""
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(MLP))
+    arguments = ["--model", folder, "--dry-run", "--tp", 2, "--plan", file]
+    plan = json.loads(invoke(*arguments, "--json").stdout)
+    dims = {each["name"]: each["split_dim"] for each in plan["parameters"]}
+    layer = "model.layers.1."
+    assert (dims[layer + "mlp.up_proj.weight"], dims[layer + "mlp.down_proj.weight"]) == (0, 1)
+    assert dims[layer + "self_attn.q_proj.weight"] is None
+    for content, part in (
+        ("{", "is not JSON: "),
+        ("[" * 100_000, "is not JSON: "),
+        (b"\xff", "is not JSON: "),
+        ("[]", "is not a plan: one object with a style for each module, such as "),
+        ("{}", "is not a plan"),
+        ('{"a": 1}', "is not a plan"),
+        ('{"model.layers.*.mlp.up_proj": "colwize"}', "is 'colwize'; a style is one of colwise, "),
+        ('{"layers.*.mlp.up_proj": "colwise"}', "; did you mean model.layers.*.mlp.up_proj, "),
+        ('{"model.layers.*.mlp.up_proj": "colwise"}', "one row-parallel one"),
+        (None, "No such file"),
+    ):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        result = invoke(*arguments)
+        assert result.exit_code == 2 and part in result.stderr, result.output
+        assert "Traceback" not in result.stderr and result.stderr.strip().count("\n") == 0
 
 
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:

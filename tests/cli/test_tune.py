@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -14,18 +13,14 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.cli.test_cli import invoke, one_element_off
-from tests.support.cases import RanksFixture
 from tests.support.ranked import on_ranks
-from tpkernels import groups
-from tpkernels.bench.cases import planned, random_case
 from tpkernels.bench.specs import Spec
-from tpkernels.cli.tune import best_config, tune_case
+from tpkernels.cli.tune import tune_case
 from tpkernels.launch import session
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, Means, choose, split_rule
 from tpkernels.planning.machine import cpu_flags, this_machine
-from tpkernels.planning.table import Config, Measurement
-from tpkernels.timing import Variant
+from tpkernels.planning.table import Measurement
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]
@@ -115,38 +110,6 @@ def test_tune_leaves_out_what_is_wrong_or_rounds_differently(way: str) -> None:
         assert report.verdicts[way].right is (way == "pipelined")
         assert report.measurement is not None
         assert set(report.measurement.ms) == {"unfused", "ring", "direct", "pipelined"} - {way}
-
-
-def best_of_candidates() -> tuple[Config, Config]:
-    """On a rank under the interpreter: the best config, and the one that calls use afterwards."""
-    from tpkernels.kernels import configs
-
-    small, refused = (("block_m", 16),), (("block_m", 24),)  # not a power of two
-    spec = Spec("all_gather_matmul", (32, 32, 32), torch.bfloat16)
-    case = random_case(spec)
-    assert dist.group.WORLD is not None
-    group = groups.get(dist.group.WORLD.group_name).ready()
-    known = group.tuned("cpu")
-    tried = []
-
-    def run() -> None:
-        planned_config = planned(case, "fused")[1].config
-        tried.append(planned_config)
-        time.sleep(0.0 if planned_config == small else 0.3)  # the right one is fast
-
-    with mock.patch.object(configs, "candidates", lambda dtype, rows: (refused, small)):
-        best = best_config(spec, case, group, Variant(run), None)
-    taken = planned(case, "fused")[1].config
-    group.use_times("cpu", known)
-    assert refused not in tried and () in tried
-    return best, taken
-
-
-@pytest.mark.slow
-def test_the_best_block_sizes_are_found(interpreting: RanksFixture) -> None:
-    """A config that does not compile is skipped and breaks nothing."""
-    for configs in interpreting(2).run(best_of_candidates, timeout=120):
-        assert configs == ((("block_m", 16),), (("block_m", 16),))
 
 
 @pytest.mark.thorough

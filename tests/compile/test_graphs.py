@@ -27,7 +27,7 @@ from tests.support.compiled import (
     rewritten,
     scatter,
 )
-from tests.support.ranked import fresh_group, on_ranks, report
+from tests.support.ranked import check_job, fresh_group, on_ranks
 
 BF16 = torch.bfloat16
 
@@ -309,8 +309,7 @@ def cut() -> Any:
 def test_graphs(
     ranks: RanksFixture, world: int, graphs: Any, dtype: torch.dtype, symbolic: bool
 ) -> None:
-    run = ranks(world).run(graphs_job, graphs, dtype, symbolic, timeout=280)
-    report(failure for rank in run for failure in rank)
+    check_job(ranks(world), graphs_job, graphs, dtype, symbolic, timeout=280)
 
 
 def _reduced(group: str) -> Any:
@@ -332,8 +331,7 @@ def test_what_is_no_table() -> list[str]:
 
         inputs = [torch.ones(3, 6), torch.ones(2, 5)]
         traced, told = rewritten(lambda *x: _size_of_data(*x, world, name), inputs, symbolic=True)
-        if "cannot be computed from the sizes of the graph's inputs" not in str(told):
-            failures.append(str(told))
+        assert "cannot be computed from the sizes of the graph's inputs" in str(told), str(told)
         failures += [f"{op} is left" for op in called(traced) if "tpkernels" in str(op)]
         failures += differences(traced(*inputs), _size_of_data(*inputs, world, name))
 
@@ -346,20 +344,17 @@ def test_what_is_no_table() -> list[str]:
         traced, told = rewritten(function, [x, w], only=[mine])
         why = f"group '{other.group_name}' is not one of those given: ['{name}']"
         left = [(entry.site.group, entry.reason) for entry in told.left_alone]
-        if told.counts != {AR: 1} or left != [(other.group_name, why)]:
-            failures.append(str(told))
+        assert told.counts == {AR: 1} and left == [(other.group_name, why)], str(told)
         failures += differences(traced(x, w), function(x, w))
         _, told = rewritten(function, [x, w])
-        if told.counts != {AR: 1, AG: 1}:
-            failures.append(str(told))
+        assert told.counts == {AR: 1, AG: 1}, str(told)
         alone = [dist.new_group([rank]) for rank in range(world)][mine.rank()].group_name
         for group, device, why in (
             (alone, "cpu", f"group '{alone}' has one rank"),
             (name, "meta", "the ops do not run on meta"),
         ):
             _, told = rewritten(_reduced(group), [x.to(device), w.to(device)])
-            if [entry.reason for entry in told.left_alone] != [why]:
-                failures.append(str(told))
+            assert [entry.reason for entry in told.left_alone] == [why], str(told)
     return failures
 
 

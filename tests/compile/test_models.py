@@ -125,10 +125,12 @@ def test_a_block_with_sequence_parallelism() -> list[str]:
     do not compile again."""
     pass_report, failures = _on(Parallel(), [(2, 8), (2, 12), (2, 20), (2, 6)])
     graphs = counters["stats"]["unique_graphs"]
-    if graphs > 2 or pass_report.counts != {op: graphs * count for op, count in PAIRS.items()}:
-        failures.append(f"{graphs} graphs: {pass_report}")
-    if pass_report.rewritten[0].site.module != "mlp" or "graph 1, backward" not in str(pass_report):
-        failures.append(str(pass_report))
+    assert graphs <= 2 and pass_report.counts == {
+        op: graphs * count for op, count in PAIRS.items()
+    }, f"{graphs} graphs: {pass_report}"
+    assert pass_report.rewritten[0].site.module == "mlp" and "graph 1, backward" in str(
+        pass_report
+    ), str(pass_report)
     return failures
 
 
@@ -144,10 +146,8 @@ def test_inductor() -> list[str]:
             compiled = torch.compile(parallel.model, fullgraph=True, options=fusion.options)
             failures += parallel.step(compiled, 2, 8)
             reports.append(fusion.report)
-    if reports[0].counts != PAIRS:
-        failures.append(str(reports[0]))
-    if "from inductor's cache" not in str(reports[1]):
-        failures.append(f"not from the cache: {reports[1]}")
+    assert reports[0].counts == PAIRS, str(reports[0])
+    assert "from inductor's cache" in str(reports[1]), f"not from the cache: {reports[1]}"
     return failures
 
 

@@ -17,7 +17,7 @@ from torch._inductor.utils import fresh_cache
 import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.compiled import graph_runner, ops_in, reduce, rewritten
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import check_job, fresh_group
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
 from tpkernels.compile import Report
@@ -160,10 +160,9 @@ def blocks_job() -> list[str]:
     return failures
 
 
-def written_job() -> list[str]:
+def written_job() -> None:
     """Between the all-reduce and the norm the graph writes into what one of them reads, by an op
     that stays in place in the graph."""
-    failures = []
     with fresh_group() as group:
         name = group.group_name
         for what in ("residual", "input", "weight"):
@@ -179,9 +178,9 @@ def written_job() -> list[str]:
             with torch.no_grad():
                 want = function(*given)
                 got, after, told = compiled(function, given, True)
-            if told.counts != {MATMUL: 1} or not all(map(close, got, want)):
-                failures.append(f"{what}: {got}, not {want}; {after}; {told}")
-    return failures
+            assert told.counts == {MATMUL: 1} and all(map(close, got, want)), (
+                f"{what}: {got}, not {want}; {after}; {told}"
+            )
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -191,10 +190,9 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 FAST, SLOW = {"unfused": 2.0, "direct": 1.0}, {"unfused": 1.0, "direct": 2.0}
 
 
-def more_job() -> list[str]:
+def more_job() -> None:
     """Without a residual, with one and a bias in the op, read by others, of symbolic sizes; with no
     ``norms`` on a CPU; and of tensors that are taken for CUDA tensors, given times."""
-    failures = []
     why = compile_graph.why_left_to_torch
     with fresh_group() as group:
         name, given = group.group_name, inputs(F32)
@@ -211,15 +209,16 @@ def more_job() -> list[str]:
 
         for function, symbolic in ((plain, False), (full, False), (plain, True)):
             got, ops, told = traced(function, given, symbolic=symbolic)
-            if ops[f"tpkernels::{MATMUL}"] != 1 or told.counts != {MATMUL: 1}:
-                failures.append(f"{function.__name__}: {ops} {told}")
-            if not all(map(close, got, function(*given))):
-                failures.append(f"{function.__name__}: {got}, not {function(*given)}")
+            assert ops[f"tpkernels::{MATMUL}"] == 1 and told.counts == {MATMUL: 1}, (
+                f"{function.__name__}: {ops} {told}"
+            )
+            assert all(map(close, got, function(*given))), (
+                f"{function.__name__}: {got}, not {function(*given)}"
+            )
         fusion = tpkernels.compile.fuse_collectives()
         with fusion, torch.no_grad():
             torch.compile(plain, backend=graph_runner([]))(*given)
-        if MATMUL in fusion.report.counts:
-            failures.append(f"by default: {fusion.report}")
+        assert MATMUL not in fusion.report.counts, f"by default: {fusion.report}"
 
         spec = Spec(MATMUL, (BATCH * TOKENS, WIDTH, 2 * HIDDEN), F32)
         key = spec.problem(group.size(), "cuda").tuning_key
@@ -230,9 +229,7 @@ def more_job() -> list[str]:
                 measured = Measurement(*key, other=spec.other, ms=ms, date="2026-11-23")
                 groups.get(name).measured.tables["cuda"] = Table((measured,))
                 _, _, told = traced(lambda h, x, w: block(h, x, w, llama_norm, ours, name), given)
-                if told.counts != count:
-                    failures.append(f"{ms}: {told}")
-    return failures
+                assert told.counts == count, f"{ms}: {told}"
 
 
 def our_layer(h: torch.Tensor, x: torch.Tensor, w: Any, group: str, **options: Any) -> torch.Tensor:
@@ -306,9 +303,8 @@ KEPT: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def kept_job() -> list[str]:
+def kept_job() -> None:
     """Graphs in which the norm stays outside the all-reduce."""
-    failures = []
     with fresh_group() as group:
         h, x, w = inputs(BF16)
         for name, function in KEPT.items():
@@ -319,9 +315,9 @@ def kept_job() -> list[str]:
             run = _in_group(function, group.group_name)
             _, before, _ = by(run, given, False)
             _, after, told = by(run, given, True)
-            if before != after or any("rms_norm" in op for op in told.counts):
-                failures.append(f"{name}: {told}\n{before} -> {after}")
-    return failures
+            assert before == after and not any("rms_norm" in op for op in told.counts), (
+                f"{name}: {told}\n{before} -> {after}"
+            )
 
 
 def _in_group(function: Callable[..., Any], group: str) -> Callable[..., Any]:
@@ -330,7 +326,7 @@ def _in_group(function: Callable[..., Any], group: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("job", [blocks_job, written_job, more_job, kept_job])
 def test_norms(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(failure for rank in ranks(2).run(job) for failure in rank)
+    check_job(ranks(2), job)
 
 
 def test_graphs_with_and_without_norms_are_kept_apart() -> None:

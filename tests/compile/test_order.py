@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.compiled import differences, gather, graph_runner, reduce, rewritten, tied
-from tests.support.ranked import fresh_group, messages_of, on_ranks, report
+from tests.support.ranked import check_job, fresh_group, messages_of, on_ranks
 from tpkernels import all_reduce, all_reduce_, matmul_all_reduce
 from tpkernels.compile.graph import is_wrapped
 from tpkernels.compile.order import functional, unwrap
@@ -248,10 +248,12 @@ def in_place_job(names: Sequence[str], dynamic: bool = False) -> list[str]:
             with inductor_config.patch(post_grad_custom_post_pass=seen), fusion as told:
                 compiler = {"backend": graph_runner([]), "dynamic": dynamic}
                 failures += _compared(name, group, compiler)
-            if len(seen.tied) != CASES[name][1] - 1 or seen.wrapped:
-                failures.append(f"{name}: tied are {seen.tied}, wrapped {seen.wrapped}")
-            if ("writes into one of its arguments" in str(told)) != (name == "into a buffer"):
-                failures.append(f"{name}: {told}")
+            assert len(seen.tied) == CASES[name][1] - 1 and not seen.wrapped, (
+                f"{name}: tied are {seen.tied}, wrapped {seen.wrapped}"
+            )
+            assert ("writes into one of its arguments" in str(told)) == (name == "into a buffer"), (
+                f"{name}: {told}"
+            )
     return failures
 
 
@@ -279,7 +281,7 @@ LATER = [name for name in CASES if name not in QUICK]
     ],
 )  # fmt: skip
 def test_order(ranks: RanksFixture, job: Callable[..., list[str]], arguments: Any) -> None:
-    report(f for rank in ranks(2).run(job, *arguments, timeout=280) for f in rank)
+    check_job(ranks(2), job, *arguments, timeout=280)
 
 
 def test_every_op_that_writes_has_one_that_returns() -> None:

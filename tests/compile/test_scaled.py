@@ -27,7 +27,7 @@ from tests.support.compiled import (
     rewritten,
     scatter,
 )
-from tests.support.ranked import fresh_group, report
+from tests.support.ranked import check_job, fresh_group
 from tests.support.scaled import BF16, E4M3, E5M2, F32
 from tests.support.tiers import thorough
 
@@ -182,8 +182,7 @@ def left_alone() -> Any:
     [(rewritten_graphs, False), (left_alone, False), thorough(rewritten_graphs, True)],
 )
 def test_graphs(ranks: RanksFixture, graphs: Any, symbolic: bool) -> None:
-    run = ranks(2).run(graphs_job, graphs, F32, symbolic, timeout=120)
-    report(failure for rank in run for failure in rank)
+    check_job(ranks(2), graphs_job, graphs, F32, symbolic, timeout=120)
 
 
 def _scales_as_integers(x: Any, w: Any, *where: Any) -> Any:
@@ -201,8 +200,7 @@ def integers_job() -> list[str]:
         where = group.size(), group.group_name
         x, w = torch.randint(-1, 2, (4, 32)).float(), torch.randint(-1, 2, (5, 32)).float()
         traced, found = rewritten(lambda *xw: _scales_as_integers(*xw, *where), [x, w])
-        if found.counts != {AG: 1} or len(found.left_alone) != 1:
-            failures.append(str(found))
+        assert found.counts == {AG: 1} and len(found.left_alone) == 1, str(found)
         failures += differences(traced(x, w), _scales_as_integers(x, w, *where))
     return failures
 
@@ -257,4 +255,4 @@ def model_job() -> list[str]:
 
 @pytest.mark.parametrize("job", [model_job, integers_job])
 def test_scales_that_are_gathered(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(failure for rank in ranks(2).run(job, timeout=120) for failure in rank)
+    check_job(ranks(2), job, timeout=120)

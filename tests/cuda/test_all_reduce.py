@@ -21,7 +21,6 @@ from tests.support.emulated import (
     counts,
     driver_that,
     host_sum,
-    interpreted,
     on_ranks,
     random,
     require_none,
@@ -280,39 +279,6 @@ def test_what_a_call_does_in_turn() -> None:
         "reduce_scatter one_shot": (6, 2, 0),
         "all_reduce in 2 blocks": (2, 0, 1),
     }, found
-
-
-@pytest.mark.thorough
-@interpreted(3)
-def test_triton_kernels_come_between() -> None:
-    """Calls of the Triton kernels and of these on one workspace, by turns, while epochs begin anew:
-    the last but one is a Triton kernel's."""
-    from tpkernels.kernels import matmul_all_reduce as fused
-    from tpkernels.kernels.configs import INTERPRETER
-
-    space = space_of(buffer_bytes=1 << 18)
-    space.state[EPOCH] = LAST_EPOCH - 5
-    dist.barrier()
-    space.set_chaos(seed=space.rank, max_delay_us=200)
-    wrong = []
-    for call in range(12):
-        rows = 40 if call == 3 else 8  # whose words no later call overwrites
-        x, out = torch.full((rows, 16), 1.0 + call), torch.empty(rows, 24)
-        if call % 3 == 0:
-            w = torch.ones(16, 24)
-            prepared = fused.prepare(INTERPRETER, x, w, F32, space.world, F32)
-            prepared.launch(x, w, None, None, out).run(space, call + 1)
-            want = 16 * (1.0 + call) * space.world
-        elif call % 3 == 1:
-            way = ("two_shot", "ll")[call // 3 % 2]
-            cuda.all_reduce(space, call + 1, out.fill_(call), out, way=way)
-            want = call * space.world
-        else:
-            cuda.barrier(space, call + 1)
-            out.fill_(want := 0.0)
-        if not bool((out == want).all()):
-            wrong.append(f"call {call}")
-    require_none([*wrong, *(["words of old epochs"] if has_old_words(space) else [])], space)
 
 
 @pytest.mark.parametrize(

@@ -153,10 +153,7 @@ def driver_job(driver: str) -> None:
     with driver_that(capability=80):
         reduce = functools.partial(cuda.all_reduce, space, 1, x, x, way="multimem")
         raises(NotImplementedError, "compute capability 9.0", reduce)
-    with (
-        driver_that("cuStreamWriteValue64", 719),
-        cuda.CopyCall(space, 1, flags=1) as copies,
-    ):
+    with driver_that("cuStreamWriteValue64", 719), cuda.CopyCall(space, 1, flags=1) as copies:
         match = r"^cuStreamWriteValue64: CUDA_ERROR_EMULATED \(on request\)$"
         raises(RuntimeError, match, lambda: copies.raise_flag(0))
     call()

@@ -19,7 +19,6 @@ from tests.support.emulated import (
     host_sum,
     on_ranks,
     random,
-    require_none,
     same_bits,
     space_of,
 )
@@ -34,7 +33,6 @@ COUNTS = (0, 1, 7, 8, 9, 17, 2055, 20_011)
 @pytest.mark.parametrize("partial_count", [1, 3])
 @on_ranks(1)
 def test_sums_are_the_hosts_bit_for_bit(partial_count: int) -> None:
-    wrong = []
     places = itertools.product((0, 1, 8), (0, 1))
     residuals = (None, *DTYPES)
     for wire, out_dtype, residual_dtype in itertools.product(DTYPES, DTYPES, residuals):
@@ -49,39 +47,33 @@ def test_sums_are_the_hosts_bit_for_bit(partial_count: int) -> None:
             cuda.sum_partials(out, partials, bias, residual)
             right = same_bits(out, host_sum(partials, out_dtype, bias, residual))
             beyond = (around[:at] == 77).all() and (around[at + count :] == 77).all()
-            if not (right and beyond):
-                wrong.append(f"{count} {offset} {wire} {out_dtype} {residual_dtype}")
-    require_none(wrong)
+            assert right and beyond, f"{count} {offset} {wire} {out_dtype} {residual_dtype}"
 
 
 @on_ranks(1)
 def test_parts_replaced_partials_and_special_values() -> None:
     """A part of a larger output with its bias; a result that replaces a partial; 72 partials."""
-    wrong = []
     whole, bias = [random(1300, BF16, r) for r in range(3)], random(13, F32, 8)
     want = host_sum(whole, BF16, bias)
     for begin, end in ((0, 40), (40, 477), (477, 1300)):
         out = torch.empty(end - begin, dtype=BF16)
         cuda.sum_partials(out, [x[begin:end].clone() for x in whole], bias, begin=begin)
-        if not same_bits(out, want[begin:end]):
-            wrong.append(f"from {begin}")
+        assert same_bits(out, want[begin:end]), f"from {begin}"
     for own in range(3):
         given = [x.clone() for x in whole]
         cuda.sum_partials(given[own], given)
-        if not same_bits(given[own], host_sum(whole, BF16)):
-            wrong.append(f"in place of {own}")
+        assert same_bits(given[own], host_sum(whole, BF16)), f"in place of {own}"
     many = [random(100, F16, r) for r in range(72)]
     cuda.sum_partials(out := torch.empty(100), many)
-    if not torch.equal(out, host_sum(many, F32)):
-        wrong.append("72 partials")
+    assert torch.equal(out, host_sum(many, F32)), "72 partials"
     special = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 1e-45, 65520.0, 3e38] * 3)
     for dtype, out_dtype in itertools.product(DTYPES, DTYPES):
         partials = [special.to(dtype), special.roll(1).to(dtype)]
         got, want = torch.empty(21, dtype=out_dtype), host_sum(partials, out_dtype)
         cuda.sum_partials(got, partials)
-        if not torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)):
-            wrong.append(f"special {dtype} {out_dtype}")
-    require_none(wrong)
+        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)), (
+            f"special {dtype} {out_dtype}"
+        )
 
 
 def reduce(**changed: Any) -> None:

@@ -84,7 +84,7 @@ def run_job(source: str, name: str) -> None:
 
 
 WITH_MODELS = ["models", "recipes"]
-ON_TWO_RANKS = ["failures", "mesh", "numerics", "ops", "performance", *WITH_MODELS]
+ON_TWO_RANKS = ["failures", "gallery", "mesh", "numerics", "ops", "performance", *WITH_MODELS]
 
 
 @pytest.mark.parametrize(

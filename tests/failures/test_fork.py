@@ -60,8 +60,7 @@ def test_a_fork_is_not_a_rank(used_before: bool, ends: bool) -> list[str]:
         failures += [outcome] if outcome != "fine" else []
     for _ in range(3):
         got = tpkernels.all_reduce(torch.ones(9), group)
-        if not torch.equal(got, torch.full((9,), float(WORLD))):
-            failures.append(f"wrong: {got}")
+        assert torch.equal(got, torch.full((9,), float(WORLD))), f"wrong: {got}"
         faults.run_op("all_gather", group)
     return failures
 

@@ -6,7 +6,6 @@ The negative controls run the same calls on a broken protocol, and must detect t
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +44,6 @@ class Task:
     skip_waits: bool = False
     #: Which of the rank's own buffers to fill with NaN after each call: "next", or "last" (wrong).
     poison: str = ""
-    slow_rank: int = -1  #: sleeps between calls
-    slow_seconds: float = 0.0
 
 
 def drawn_case(draw: random.Random, layouts: list[str]) -> Case:
@@ -88,7 +85,7 @@ def run_task(task: Task) -> Outcome:
     tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=SMALLEST_WORKSPACE, autotune=False)
     groups.get(group.group_name).tuned("cpu")
     dist.barrier()  # so far the protocol is whole
-    draw, own = random.Random(task.seed), random.Random(f"{task.seed} {group.rank()}")
+    draw = random.Random(task.seed)
     broken = task.single_buffer or task.skip_waits
     if task.max_delay_us or broken:
         workspace_of(group).set_chaos(
@@ -100,8 +97,6 @@ def run_task(task: Task) -> Outcome:
     wrong: list[str] = []
     failed = ""
     for _ in range(task.calls):
-        if group.rank() == task.slow_rank:
-            time.sleep(own.random() * task.slow_seconds)
         case = drawn_case(draw, ["plain"] if broken else ["plain"] * 10 + ["symmetric", "mixed"])
         try:
             wrong += check(case, group)

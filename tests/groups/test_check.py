@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
 from tests.support import emulated, faults
-from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.faults import Ending
 from tests.support.ranked import apart, on_ranks
@@ -64,58 +63,46 @@ def test_a_lost_peer_is_reported_between_calls() -> None:
             assert again.error == "GroupBrokenError" and not others.error, (again, others)
 
 
-def failed_job() -> Ending:
+@on_ranks(2)
+def test_a_peer_that_failed_is_reported() -> None:
     """Rank 1 leaves a call; rank 0 checks without making another."""
     group = faults.new_group()
     faults.run_op("all_gather", group)
     if group.rank() == 1:
         groups.get(group.group_name).mark_broken(MemoryError("of a test"))
     dist.barrier()
-    return faults.ending_of(lambda: tpkernels.check(group))
-
-
-def test_a_peer_that_failed_is_reported(ranks: RanksFixture) -> None:
-    first, second = ranks(2).run(failed_job)
-    assert first.error == "PeerLostError" and first.peer == 1, first
-    assert "rank 1" in first.text and "of a test" in first.text, first
-    assert second.error == "GroupBrokenError", second
-
-
-def kernels_job(driver: str, algorithm: str) -> list[Ending]:
-    """A kernel's wait fails: `check` says so, or a call that queues no kernels of ours."""
-    emulated.load(driver)
-    with pretending():
-        group = faults.new_group(timeout=1.0)
-        faults.run_op("all_gather", group, "direct")
-        endings = []
-        if group.rank() == 0:
-            faults.ending_of(lambda: faults.run_op("all_gather", group, "direct"))
-            if algorithm == "check":
-                endings.append(faults.ending_of(lambda: tpkernels.check(group)))
-            else:
-                endings.append(
-                    faults.ending_of(lambda: faults.run_op("all_gather", group, algorithm))
-                )
-            endings.append(faults.ending_of(lambda: tpkernels.check(group)))
-        dist.barrier()
-        return endings
+    ending = faults.ending_of(lambda: tpkernels.check(group))
+    if group.rank() == 1:
+        assert ending.error == "GroupBrokenError", ending
+    else:
+        assert ending.error == "PeerLostError" and ending.peer == 1, ending
+        assert "rank 1" in ending.text and "of a test" in ending.text, ending
 
 
 @pytest.mark.parametrize("algorithm", sweep(["check", "unfused"]))
-def test_what_failed_in_a_kernel_is_reported(
-    ranks: RanksFixture, cuda_driver: str, algorithm: str
-) -> None:
-    first, again = ranks(2).run(kernels_job, cuda_driver, algorithm)[0]
-    assert first.error == "CollectiveTimeoutError" and first.peer == 1, first
-    assert ("found by tpkernels.check" in first.text) == (algorithm == "check"), first
-    assert again.error == "GroupBrokenError", again
-
-
-def timeouts_job(driver: str) -> list[tuple[float, float, float]]:
-    """(on CPUs, on GPUs, in kernels) by default, then as `init` says later, or from the start."""
-    emulated.load(driver)
+@emulated.on_ranks(2)
+def test_what_failed_in_a_kernel_is_reported(algorithm: str) -> None:
+    """A kernel's wait fails: `check` says so, or a call that queues no kernels of ours."""
     with pretending():
-        found = []
+        group = faults.new_group(timeout=1.0)
+        faults.run_op("all_gather", group, "direct")
+        if group.rank() == 0:
+            faults.ending_of(lambda: faults.run_op("all_gather", group, "direct"))
+            look = functools.partial(tpkernels.check, group)
+            call = functools.partial(faults.run_op, "all_gather", group, algorithm)
+            first = faults.ending_of(look if algorithm == "check" else call)
+            again = faults.ending_of(look)
+            assert first.error == "CollectiveTimeoutError" and first.peer == 1, first
+            assert ("found by tpkernels.check" in first.text) == (algorithm == "check"), first
+            assert again.error == "GroupBrokenError", again
+        dist.barrier()
+
+
+@emulated.on_ranks(2)
+def test_on_gpus_the_process_groups_timeout_is_the_default() -> None:
+    """(on CPUs, on GPUs, in kernels) by default, then as `init` says later, or from the start."""
+    default, found = defaults.TIMEOUT, []
+    with pretending():
         for explicit in (None, 12.5):
             group = faults.group_of(dist.new_group(timeout=timedelta(seconds=77)))
             if explicit is not None:
@@ -129,19 +116,7 @@ def timeouts_job(driver: str) -> list[tuple[float, float, float]]:
                 assert made.workspace.channel.timeout == made.timeout_on("cpu")
                 times = made.timeout_on("cpu"), made.timeout_on("cuda")
                 found.append((*times, space.timeout_ns / 1e9))
-        return found
-
-
-def test_on_gpus_the_process_groups_timeout_is_the_default(
-    ranks: RanksFixture, cuda_driver: str
-) -> None:
-    default = defaults.TIMEOUT
-    for found in ranks(2).run(timeouts_job, cuda_driver):
-        assert found == [
-            (default, 77.0, 77.0),
-            (default, default, default),
-            *[(12.5, 12.5, 12.5)] * 2,
-        ]
+    assert found == [(default, 77.0, 77.0), (default,) * 3, *[(12.5, 12.5, 12.5)] * 2], found
 
 
 def test_without_a_backend_for_gpus_it_is_that_of_nccl() -> None:
@@ -153,10 +128,11 @@ def test_without_a_backend_for_gpus_it_is_that_of_nccl() -> None:
     assert timeout_on_gpus(pg) == 600.0  # type: ignore[arg-type]
 
 
-def late_host_job(driver: str) -> list[str]:
+@pytest.mark.thorough
+@emulated.on_ranks(2)
+def test_hosts_wait_as_long_as_kernels_do() -> list[str]:
     """Rank 1's host is away for longer than a wait on CPUs may take, before each step that the
     hosts take together for a call on GPUs."""
-    emulated.load(driver)
     with pretending() as patch:
         patch.setattr(defaults, "TIMEOUT", 0.4)
         group = faults.group_of(dist.new_group(timeout=timedelta(seconds=60)))
@@ -167,8 +143,3 @@ def late_host_job(driver: str) -> list[str]:
             call = functools.partial(faults.run_op, op, group, "direct", rows)
             endings.append(faults.ending_of(call))
         return [each.text for each in endings if each.error]
-
-
-@pytest.mark.thorough
-def test_hosts_wait_as_long_as_kernels_do(ranks: RanksFixture, cuda_driver: str) -> None:
-    assert ranks(2).run(late_host_job, cuda_driver) == [[], []]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,15 +12,10 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.ranked import report
+from tests.support.ranked import on_ranks
 from tpkernels import groups
 
-WORLD = 2
-
-
-def require_nothing_wrong(job: Callable[[], list[str]]) -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        report(failure for rank in ranks.run(job, timeout=30) for failure in rank)
+alone = on_ranks(2, timeout=30, fixture="own_ranks")
 
 
 def in_call_of_a_thread(group: dist.ProcessGroup) -> threading.Thread:
@@ -41,13 +35,14 @@ def used_group(timeout: float = faults.PATIENCE) -> dist.ProcessGroup:
     return group
 
 
-def nested_job() -> list[str]:
+@alone
+def test_a_handler_that_finalizes_while_finalize_waits() -> None:
     """While finalize waits for a thread's call, a signal handler finalizes too."""
     group, handled = used_group(), list[str]()
     if dist.get_rank() == 1:
         time.sleep(0.6)
         faults.run_op("all_gather", group)
-        return []
+        return
     call = in_call_of_a_thread(group)
 
     def handle(*_: object) -> None:
@@ -59,14 +54,11 @@ def nested_job() -> list[str]:
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     tpkernels.finalize()
     call.join()
-    return [] if handled == ["begins", "ends"] else [str(handled)]
+    assert handled == ["begins", "ends"], handled
 
 
-def test_a_handler_that_finalizes_while_finalize_waits() -> None:
-    require_nothing_wrong(nested_job)
-
-
-def waiting_job() -> list[str]:
+@alone
+def test_a_call_that_waited_for_its_turn_finds_the_group_closed() -> None:
     """A thread waits for its turn when its group is closed."""
     group = used_group()
     endings: list[faults.Ending] = []
@@ -80,43 +72,33 @@ def waiting_job() -> list[str]:
     waiting.join()
     dist.barrier()
     faults.run_op("all_gather", group)  # which sets it up again
-    right = endings[0].error == "GroupBrokenError" and "tpkernels.finalize" in endings[0].text
-    return [] if right else [str(endings)]
+    assert endings[0].error == "GroupBrokenError", endings
+    assert "tpkernels.finalize" in endings[0].text, endings
 
 
-def test_a_call_that_waited_for_its_turn_finds_the_group_closed() -> None:
-    require_nothing_wrong(waiting_job)
-
-
-def interrupted_job() -> list[str]:
+@pytest.mark.thorough
+@alone
+def test_after_an_interrupted_finalize_groups_can_be_used() -> None:
     """Ctrl-C while finalize waits for the second of two groups; then the first group is used."""
     first, second = used_group(), used_group()
     if dist.get_rank() == 1:
         time.sleep(0.6)
         faults.run_op("all_gather", second)
         tpkernels.finalize()
-        interrupted = True
     else:
-        call, interrupted = in_call_of_a_thread(second), False
+        call = in_call_of_a_thread(second)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
-        try:
+        with pytest.raises(KeyboardInterrupt):
             tpkernels.finalize()
-        except KeyboardInterrupt:
-            interrupted = True
         call.join()
     dist.barrier()
     faults.run_op("all_reduce", first)
-    shared = faults.shares_memory(first)
-    return [] if interrupted and shared else [f"interrupted {interrupted}, shared {shared}"]
+    assert faults.shares_memory(first)
 
 
-@pytest.mark.thorough
-def test_after_an_interrupted_finalize_groups_can_be_used() -> None:
-    require_nothing_wrong(interrupted_job)
-
-
-def destroyed_within_job() -> list[str]:
+@alone
+def test_a_group_is_not_closed_within_a_call() -> None:
     """The process group ends while this thread, in a handler, is within a call on it."""
     group = used_group()
     made = groups.get(group.group_name)
@@ -124,8 +106,4 @@ def destroyed_within_job() -> list[str]:
         made.close("the end of its process group")
     assert made.workspace is not None
     got = tpkernels.all_reduce(torch.ones(3), group)
-    return [] if torch.equal(got, torch.full((3,), 2.0)) else [str(got)]
-
-
-def test_a_group_is_not_closed_within_a_call() -> None:
-    require_nothing_wrong(destroyed_within_job)
+    assert torch.equal(got, torch.full((3,), 2.0)), got

@@ -231,9 +231,6 @@ def test_it_cannot_grow() -> None:
     """docs/ops.md says so."""
     x = large(5)
     assert (x.resize_(3) == 5).all() and x.shape == (3,)
-    for grow in (
-        lambda: x.resize_(2 * MIB),
-        lambda: x.untyped_storage().resize_(0),
-    ):
+    for grow in (lambda: x.resize_(2 * MIB), lambda: x.untyped_storage().resize_(0)):
         with pytest.raises(RuntimeError, match="storage that is not resizable"):
             grow()

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, P, R, draw, error_of, make_mesh
-from tests.support.ranked import messages_of, report
+from tests.support.ranked import check_job, messages_of
 from tpkernels import mesh as tpmesh
 
 
-def axes_job() -> list[str]:
+def axes_job() -> None:
     """Rank (i, j) is number 2 i + j; the order of several axes is that of the mesh."""
     mesh = make_mesh((2, 2))
     i, j = mesh.get_coordinate()  # type: ignore[misc]
@@ -35,23 +35,20 @@ def axes_job() -> list[str]:
         ("a", "b"): (2 * i + j, every),
         ("b", "a"): (2 * i + j, every),
     }
-    wrong = []
     for axes, (number, addends) in along.items():
         total, world = torch.stack(addends).sum(0), len(addends)
         got = tpmesh.all_reduce(of(i, j), mesh, axes)
-        if not torch.equal(got, total):
-            wrong.append(f"all_reduce over {axes}: {got}")
+        assert torch.equal(got, total), f"all_reduce over {axes}: {got}"
         sizes = [3, 1, 0, 0] if world == 4 else [3, 1]
         got = tpmesh.reduce_scatter(of(i, j), mesh, axes, 1, shard_sizes=sizes)
-        if not torch.equal(got, total.split(sizes, 1)[number]):
-            wrong.append(f"reduce_scatter over {axes}: {got}")
+        assert torch.equal(got, total.split(sizes, 1)[number]), f"reduce_scatter over {axes}: {got}"
         x = of(i, j).split(sizes, 1)[number].clone().requires_grad_()
         gathered = tpmesh.all_gather(x, mesh, axes, 1, shard_sizes=sizes)
         whole = torch.cat([one.split(sizes, 1)[n] for n, one in enumerate(addends)], 1)
         (grad,) = torch.autograd.grad(gathered, x, torch.ones_like(gathered))
-        if not (torch.equal(gathered, whole) and torch.equal(grad, torch.full_like(x, world))):
-            wrong.append(f"all_gather over {axes}: {gathered}, {grad}")
-    return wrong
+        assert torch.equal(gathered, whole) and torch.equal(grad, torch.full_like(x, world)), (
+            f"all_gather over {axes}: {gathered}, {grad}"
+        )
 
 
 def summed(placement: Placement, dims: tuple[int, ...], keepdim: bool) -> Placement:
@@ -63,10 +60,9 @@ def summed(placement: Placement, dims: tuple[int, ...], keepdim: bool) -> Placem
     return placement if keepdim else S0
 
 
-def sums_job() -> list[str]:
+def sums_job() -> None:
     """Results and gradients of sums and means of every placement, with uneven shards."""
     mesh = make_mesh((2, 2), ["rows", "columns"])
-    wrong = []
     for placements in itertools.product((R, S0, S1, P), repeat=2):
         x = draw("x", (5, 3), mesh, placements)
         for dims, keepdim in (((0,), False), ((1,), True), ((0, 1), False), ((), True)):
@@ -81,13 +77,12 @@ def sums_job() -> list[str]:
                 bound = torch.full_like(total, float(rounding))
                 case = f"{function.__name__} of {placements} over {dims}"
                 error = error_of(y, total / count, bound, left)
-                if error is not None:
-                    wrong.append(f"{case}: {error}")
+                assert error is None, f"{case}: {error}"
                 whole = y.redistribute(placements=[R, R]).to_local().sum()
                 (grad,) = torch.autograd.grad(whole, x.sharded)
-                if not (grad.to_local() == torch.tensor(1 / count)).all():
-                    wrong.append(f"{case}: gradient {grad}")
-    return wrong
+                assert (grad.to_local() == torch.tensor(1 / count)).all(), (
+                    f"{case}: gradient {grad}"
+                )
 
 
 def one_axis_job() -> list[str]:
@@ -103,7 +98,7 @@ def one_axis_job() -> list[str]:
 
 @pytest.mark.parametrize("job", [axes_job, sums_job, one_axis_job])
 def test_collectives(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(one for rank in ranks(4).run(job) for one in rank)
+    check_job(ranks(4), job)
 
 
 def refusals_job() -> list[str]:

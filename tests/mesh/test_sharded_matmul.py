@@ -26,7 +26,7 @@ from tests.support.meshes import (
     make_mesh,
     placements_of,
 )
-from tests.support.ranked import report
+from tests.support.ranked import check_job
 from tpkernels.mesh.planner import MatmulProblem, plans_for
 
 
@@ -200,5 +200,4 @@ def test_products(
     ranks: RanksFixture, mesh_shape: tuple[int, ...], products: list[Product]
 ) -> None:
     assert products
-    results = ranks(math.prod(mesh_shape)).run(products_job, mesh_shape, products, timeout=280)
-    report(failure for rank in results for failure in rank)
+    check_job(ranks(math.prod(mesh_shape)), products_job, mesh_shape, products, timeout=280)

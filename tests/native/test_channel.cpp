@@ -185,39 +185,6 @@ TEST_CASE(every_rank_detects_a_mismatch, kThreads) {
   }
 }
 
-// Rank 0 waits only for rank 1, and learns from it what happened to rank 2.
-TEST_CASE(a_rank_that_leaves_is_blamed_by_all, kThreads) {
-  on_threads({.world = 3}, [](Channel& channel) {
-    channel.begin(kCall, "leaving()");
-    if (channel.rank() == 2) {
-      sleep_ms(30);
-      channel.set_poll([] { throw std::domain_error("interrupted"); });
-      error_of<std::domain_error>([&] { channel.wait(1, Phase::kResult); });
-      channel.abandon("ArithmeticError: no luck");
-      failure_of(FailureKind::kBroken, [&] { channel.begin(kCall, "more()"); });
-      return;
-    }
-    const Failure failure =
-        failure_of(FailureKind::kPeerLost, [&] { channel.wait(channel.rank() + 1, Phase::kData); });
-    CHECK(failure.peer == 2, failure.what());
-    CHECK(contains(failure.what(), "it left the call with ArithmeticError: no luck"),
-          failure.what());
-  });
-}
-
-// A rank that has published its last word may leave: the call has succeeded.
-TEST_CASE(leaving_after_the_last_word_is_no_failure, kThreads) {
-  for (int i = 0; i < 100; ++i) {
-    on_threads({.spin_us = 0}, [](Channel& channel) {
-      channel.begin(kCall, "last()");
-      if (channel.rank() == 0) channel.wait(1, Phase::kData);
-      channel.publish(Phase::kData);
-      if (channel.rank() == 0) channel.abandon("tpkernels.finalize");
-      if (channel.rank() == 1) channel.wait(0, Phase::kData);
-    });
-  }
-}
-
 // Peers read a segment in place, and it is the user's again once a rank has left the call.
 TEST_CASE(what_a_rank_that_left_has_overwritten_is_no_data, kThreads) {
   auto arena = make_arena(2, 4096);
@@ -282,31 +249,6 @@ TEST_CASE(words_of_dead_processes_count, kFork) {
     CHECK(contains(failure.what(), "expected call #2, seen #1"), failure.what());
   });
   CHECK(statuses[0] == 0 && was_killed(statuses[1]));
-}
-
-// `watch` is for waits outside the channel: it reports a rank that died or is late, but not one
-// that has finished.
-TEST_CASE(watch_reports_dead_and_late_ranks, kFork) {
-  const auto statuses = on_processes({.world = 3, .timeout_s = 0.2}, [](Channel& channel) {
-    channel.begin(kCall, "watched()");
-    channel.barrier();
-    if (channel.rank() == 1) {  // finishes, then dies
-      channel.publish(Phase::kResult);
-      kill_process(getpid());
-    }
-    if (channel.rank() == 2) {  // waits for rank 0, then dies within the call
-      channel.wait(0, Phase::kRead);
-      kill_process(getpid());
-    }
-    sleep_ms(50);
-    channel.watch(Phase::kResult, 0.1);  // before the deadline, while rank 2 is alive
-    channel.publish(Phase::kRead);
-    sleep_ms(50);
-    const Failure lost =
-        failure_of(FailureKind::kPeerLost, [&] { channel.watch(Phase::kResult, 0.1); });
-    CHECK(lost.peer == 2, lost.what());
-  });
-  CHECK(statuses[0] == 0 && was_killed(statuses[1]) && was_killed(statuses[2]));
 }
 
 }  // namespace tpkernels::test

@@ -274,29 +274,6 @@ TEST_CASE(a_process_killed_within_collectives_is_reported, kFork) {
   }
 }
 
-TEST_CASE(every_vector_unit_agrees, kThreads) {
-  const host::VectorUnit& best = host::vector_unit();
-  for (const host::VectorUnit* unit : host::available_units()) {
-    host::use_unit(*unit);
-    on_threads({.world = 3}, [](Channel& channel) { run_random(channel, options().seed + 1, 25); });
-  }
-  host::use_unit(best);
-}
-
-TEST_CASE(a_released_segment_is_an_error_on_all_ranks, kThreads) {
-  const auto theirs = make_arena(2, kSegmentBytes);
-  on_threads({}, [&](Channel& channel) {
-    auto own = channel.rank() == 0 ? theirs : make_arena(2, kSegmentBytes);
-    channel.add_segment(1, own);
-    if (channel.rank() == 1) own.reset();  // rank 0 keeps its segment, rank 1 releases its own
-    Collective call{Op::kAllGather, {1, 8, {4, 4}}};
-    call.symmetric = 1;
-    const Failure failure = failure_of(FailureKind::kMismatch, [&] { run(channel, call, own); });
-    CHECK(contains(failure.what(), "passes a symmetric tensor that this rank has released"),
-          failure.what());
-  });
-}
-
 // Results larger than the caches use streaming stores.
 TEST_CASE(large_results_are_streamed, kThreads) {
   on_threads({.capacity = 1 << 20}, [](Channel& channel) {

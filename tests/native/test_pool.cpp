@@ -50,29 +50,6 @@ TEST_CASE(size_classes_waste_less_than_an_eighth, kThreads) {
   CHECK(classes == 4 * 8 + 1, std::to_string(classes));
 }
 
-TEST_CASE(a_block_returns_to_its_size_class, kThreads) {
-  Pool pool;
-  CHECK(!pool.take(1));  // off
-  pool.set_limit(64 * kMiB);
-  const auto first = *pool.take(4 * kMiB), second = *pool.take(4 * kMiB - 5000);
-  CHECK(first->data() != second->data() && first->bytes() == second->bytes());
-  CHECK(reinterpret_cast<std::uintptr_t>(first->data()) % (2 * kMiB) == 0);
-  std::memset(first->data(), 1, first->bytes());
-  std::memset(second->data(), 2, second->bytes());
-  CHECK(filled_with(first, 1) && filled_with(second, 2));
-  check_usage(pool, 8 * kMiB, 0);
-  std::byte* const newest = second->data();
-  pool.give_back(first);
-  pool.give_back(second);
-  check_usage(pool, 0, 8 * kMiB);
-  const auto other = *pool.take(5 * kMiB);
-  const auto again = *pool.take(4 * kMiB);
-  CHECK(again->data() == newest && other->data() != newest);
-  check_usage(pool, 9 * kMiB, 4 * kMiB);
-  pool.give_back(again);
-  pool.give_back(other);
-}
-
 TEST_CASE(idle_blocks_stay_within_the_limit, kThreads) {
   Pool pool;
   pool.set_limit(10 * kMiB);

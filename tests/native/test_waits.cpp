@@ -15,8 +15,6 @@ namespace tpkernels::test {
 namespace {
 
 using host::Channel;
-using host::Failure;
-using host::FailureKind;
 using host::Phase;
 
 constexpr std::uint32_t kCall = 0x1234567;
@@ -171,39 +169,6 @@ TEST_CASE(the_way_through_the_caches_is_measured_again, kThreads) {
     if (through) sharing.timed([] { std::this_thread::sleep_for(std::chrono::milliseconds(2)); });
   }
   CHECK(measured == 4, std::to_string(measured) + " chunks");
-}
-
-TEST_CASE(a_wait_ends_at_its_deadline, kThreads) {
-  on_threads({.timeout_s = 0.15, .spin_us = 0}, [](Channel& channel) {
-    if (channel.rank() == 1) return;
-    channel.begin(kCall, "lonely()");
-    const double start = now_ms();
-    const Failure failure =
-        failure_of(FailureKind::kTimeout, [&] { channel.wait(1, Phase::kData); });
-    const double waited = now_ms() - start;
-    CHECK(waited >= 150 && waited < 900, std::to_string(waited) + " ms");
-    CHECK(failure.peer == 1);
-    const std::string what = failure.what();
-    CHECK(contains(what, "lonely(): rank 0 waited 0."), what);
-    CHECK(contains(what, "for rank 1 (pid "), what);
-    CHECK(contains(what, "which is alive; expected call #1, seen #0"), what);
-    const Failure again =
-        failure_of(FailureKind::kBroken, [&] { channel.begin(kCall, "again()"); });
-    CHECK(contains(again.what(), "It broke with: lonely(): rank 0 waited"), again.what());
-  });
-}
-
-TEST_CASE(timeout_of_wait_any, kThreads) {
-  on_threads({.world = 3, .timeout_s = 0.15}, [](Channel& channel) {
-    if (channel.rank() == 2) return;
-    channel.begin(kCall, "any()");
-    channel.publish(Phase::kData);
-    std::vector<int> waiting{1 - channel.rank(), 2};
-    CHECK(channel.wait_any(waiting, Phase::kData) == waiting[0]);
-    const Failure failure =
-        failure_of(FailureKind::kTimeout, [&] { channel.wait_any({2}, Phase::kData); });
-    CHECK(failure.peer == 2);
-  });
 }
 
 }  // namespace tpkernels::test

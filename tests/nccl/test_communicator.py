@@ -237,10 +237,7 @@ def test_a_group_starts_as_one(fake: Fake, comm: Communicator) -> None:
         other.start()
         other.join()
         assert [line.split()[0] for line in fake.log()] == ["AllReduce"]
-        with (
-            pytest.raises(RuntimeError, match="this thread is already in a group"),
-            comm.group(),
-        ):
+        with pytest.raises(RuntimeError, match="this thread is already in a group"), comm.group():
             pass
     assert torch.equal(x, y) and [line.split()[0] for line in fake.log()[1:]] == ["Send", "Recv"]
     with pytest.raises(ZeroDivisionError), comm.group():

@@ -29,11 +29,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import python
 from tpkernels import dtypes
 from tpkernels._C.nccl import Communicator, Library, Operation
-from tpkernels.errors import (
-    CollectiveTimeoutError,
-    PeerLostError,
-    TpkernelsError,
-)
+from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 
 SHORT, LONG = 0.3, 30.0
 AWAY = 3  # seconds for which NCCL does not come back

@@ -103,10 +103,9 @@ def test_autocast() -> list[str]:
 
 
 @on_ranks(2)
-def test_masks_and_mixed_biases() -> list[str]:
+def test_masks_and_mixed_biases() -> None:
     """A causal mask gives the result of `is_causal`, a full mask that of `is_causal=False`. Each
     projection has a bias if its linear has one."""
-    failures = []
     with fresh_group() as group:
         torch.manual_seed(4)
         x, tables = torch.randn(5, 2, 8, dtype=BF16), torch.randn(2, 5, 4)
@@ -114,20 +113,19 @@ def test_masks_and_mixed_biases() -> list[str]:
         future = torch.ones(5, 5, dtype=torch.bool).tril()
         rotary = (tables[0], tables[1])  # usually kept in fp32
         causal = attention(x, rotary=rotary)
-        if not torch.equal(attention(x, rotary=rotary, attn_mask=future), causal):
-            failures.append("a causal mask is not causal")
+        assert torch.equal(attention(x, rotary=rotary, attn_mask=future), causal), (
+            "a causal mask is not causal"
+        )
         everything = attention(x, rotary=rotary, attn_mask=torch.ones_like(future))
-        if not torch.equal(everything, attention(x, rotary=rotary, is_causal=False)):
-            failures.append("a mask of all is not what is_causal=False is")
-        if torch.equal(everything, causal):
-            failures.append("the future is not seen where it may be")
+        assert torch.equal(everything, attention(x, rotary=rotary, is_causal=False)), (
+            "a mask of all is not what is_causal=False is"
+        )
+        assert not torch.equal(everything, causal), "the future is not seen where it may be"
         linears = [nn.Linear(8, 8, bias=has) for has in (True, False, True)]
         qkv = tnn.QKVParallelLinear.from_linear(*linears, 4, group)
         rows = torch.randn(3, 8)
         for layer, linear, y in zip(qkv.layers, linears, qkv(rows), strict=True):
             want = layer.splits["weight"].shard(linear(rows).t()).t()
-            if (y - want).abs().max() > 1e-5 or set(layer.splits) != set(linear._parameters) - (
-                set() if linear.bias is not None else {"bias"}
-            ):
-                failures.append(f"{layer!r} is not {linear!r}")
-    return failures
+            assert (y - want).abs().max() <= 1e-5 and set(layer.splits) == set(
+                linear._parameters
+            ) - (set() if linear.bias is not None else {"bias"}), f"{layer!r} is not {linear!r}"

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, SWEEP, far
-from tests.support.ranked import fresh_group, on_ranks, recorded_calls, report, unlike
+from tests.support.ranked import check_job, fresh_group, on_ranks, recorded_calls, unlike
 from tpkernels import nn as tnn
 from tpkernels.nn.sharding import Split
 
@@ -41,8 +41,7 @@ def samples(vocab: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     }
 
 
-def loss_job(vocab: int) -> list[str]:
-    failures = []
+def loss_job(vocab: int) -> None:
     with fresh_group() as group:
         split = Split.of(2, vocab, group.group_name, "vocab")
         for name, (logits, target) in samples(vocab).items():
@@ -59,8 +58,7 @@ def loss_job(vocab: int) -> list[str]:
                 (got * weights).sum().backward()
                 case = f"{name}, {reduction}, vocabulary {vocab}"
                 if want.isnan().any():  # the mean of nothing
-                    if not got.isnan().all():
-                        failures.append(f"{case}: {got}, expected nan")
+                    assert got.isnan().all(), f"{case}: {got}, expected nan"
                     continue
                 assert whole.grad is not None
                 # torch returns nan if an ignored row has infinities.
@@ -68,15 +66,13 @@ def loss_job(vocab: int) -> list[str]:
                 pairs = {"loss": (got, want), "gradient": (mine.grad, split.shard(exact))}
                 for what, (one, other) in pairs.items():
                     difference = far(one, other)
-                    if difference is not None:
-                        failures.append(f"{case}: {what} {difference}")
-    return failures
+                    assert difference is None, f"{case}: {what} {difference}"
 
 
 @pytest.mark.parametrize("world", SWEEP)
 def test_it_is_torchs(ranks: RanksFixture, world: int) -> None:
     for vocab in (11, 3):  # with 4 ranks and 3 columns the last rank has none
-        report(failure for rank in ranks(world).run(loss_job, vocab) for failure in rank)
+        check_job(ranks(world), loss_job, vocab)
 
 
 class Largest(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import SWEEP, Model, Shape, far, inputs, shard, whole_logits
-from tests.support.ranked import fresh_group, on_ranks, report
+from tests.support.ranked import check_job, fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 
@@ -69,8 +69,7 @@ def test_a_model_of_layers_is_the_unsharded_one(
     ranks: RanksFixture, world: int, sequence: bool
 ) -> None:
     for number, shape in enumerate(SHAPES):
-        results = ranks(world).run(model_job, shape, sequence, number % 2)
-        report(failure for rank in results for failure in rank)
+        check_job(ranks(world), model_job, shape, sequence, number % 2)
 
 
 @on_ranks(3)

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.cases import QUICK_WORLDS, RanksFixture
 from tests.support.nn_reference import Model, Shape, inputs
-from tests.support.ranked import fresh_group, messages_of, on_ranks, report, unlike
+from tests.support.ranked import check_job, fresh_group, messages_of, on_ranks, unlike
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
 from tpkernels.nn.linear import ParallelLinear
@@ -113,34 +113,32 @@ def same_job(folder: str, sequence: bool, drop: bool) -> list[str]:
 def test_a_packed_model_is_the_same(
     ranks: RanksFixture, tmp_path: Path, world: int, sequence: bool, drop: bool
 ) -> None:
-    results = ranks(world).run(same_job, str(tmp_path), sequence, drop, timeout=120)
-    report(failure for rank in results for failure in rank)
+    check_job(ranks(world), same_job, str(tmp_path), sequence, drop, timeout=120)
 
 
 @on_ranks(2)
-def test_a_layer_that_moves() -> list[str]:
+def test_a_layer_that_moves() -> None:
     """A layer is packed again in its new dtype; where it cannot be, it says what to do."""
     with fresh_group() as group:
-        failures = []
         for drop in (False, True):
             plain = make(group, sequence=False)
             model = tnn.pack_(copied(plain), drop=drop)
             got = logits(copied(model).bfloat16(), torch.bfloat16)
             want = logits(copied(plain).bfloat16(), torch.bfloat16)
-            if not torch.allclose(got, want, atol=0.05):
-                failures.append(f"{drop=}: {got} in bfloat16, not {want}")
+            assert torch.allclose(got, want, atol=0.05), f"{drop=}: {got} in bfloat16, not {want}"
             for layer in layers_of(model):
                 layer.reset_parameters()
             other = logits(model)
             for layer in layers_of(model):
                 layer.unpack_()
-            if not torch.allclose(logits(model), other, atol=1e-5):
-                failures.append(f"{drop=}: reset, but not packed again")
+            assert torch.allclose(logits(model), other, atol=1e-5), (
+                f"{drop=}: reset, but not packed again"
+            )
             one, two = (tnn.pack_(copied(plain), drop=drop).mlp.down_proj for _ in range(2))
             for message in messages_of([one.double, lambda layer=two: layer.to("meta")]):
-                if not re.match("NotImplementedError: w is .*; call unpack_.. before$", message):
-                    failures.append(f"{drop=}: {message}")
-    return failures
+                assert re.match("NotImplementedError: w is .*; call unpack_.. before$", message), (
+                    f"{drop=}: {message}"
+                )
 
 
 @on_ranks(2)
@@ -159,15 +157,18 @@ def test_layers_of_8_bits() -> list[str]:
             ways["pickled"].mlp = pickle.loads(pickle.dumps(copied(model).mlp))
             for how, one in ways.items():
                 failures += [f"{drop=}, {how}: {layer}" for layer in other_dtypes(one, F32)]
-                if not torch.allclose(logits(one), want, atol=0.01 * float(want.abs().max())):
-                    failures.append(f"{drop=}, {how}: {logits(one)}, not {want}")
-            if torch.equal(logits(model), want):
-                failures.append(f"{drop=}: the products are not those of 8 bits")
+                assert torch.allclose(logits(one), want, atol=0.01 * float(want.abs().max())), (
+                    f"{drop=}, {how}: {logits(one)}, not {want}"
+                )
+            assert not torch.equal(logits(model), want), (
+                f"{drop=}: the products are not those of 8 bits"
+            )
             moved = other_dtypes(model.bfloat16(), torch.bfloat16)
             failures += [f"{drop=}, moved: {layer}" for layer in moved]
             for layer in layers_of(model):
-                if layer.unpack_().weight.dtype != torch.bfloat16:
-                    failures.append(f"{drop=}: {layer} is {layer.weight.dtype} when unpacked")
+                assert layer.unpack_().weight.dtype == torch.bfloat16, (
+                    f"{drop=}: {layer} is {layer.weight.dtype} when unpacked"
+                )
     return failures
 
 
@@ -188,18 +189,17 @@ def other_dtypes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     "backend", [thorough("aot_eager"), pytest.param("inductor", marks=pytest.mark.slow)]
 )
 @on_ranks(2, timeout=300)
-def test_compiled(backend: str) -> list[str]:
+def test_compiled(backend: str) -> None:
     torch._dynamo.reset()
-    failures = []
     with fresh_group() as group:
         for sequence, drop in ((False, True), (True, False)):
             model = make(group, sequence)
             want = logits(model)
             compiled = torch.compile(tnn.pack_(model, drop=drop), backend=backend, fullgraph=True)
             for call in range(2):
-                if not torch.allclose(logits(compiled), want, atol=1e-5):
-                    failures.append(f"{sequence=} {drop=}, call {call}")
-    return failures
+                assert torch.allclose(logits(compiled), want, atol=1e-5), (
+                    f"{sequence=} {drop=}, call {call}"
+                )
 
 
 @on_ranks(2)

@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
-from tests.support.ranked import on_ranks, report, unlike
+from tests.support.ranked import check_job, on_ranks, unlike
 from tpkernels import nn as tnn
 
 pytest.importorskip("transformers")
@@ -45,10 +45,9 @@ def _backward(model: Any, tokens: int = hf_models.TOKENS, scale: float = 1.0) ->
 
 
 @on_ranks(3)
-def test_norms_are_of_the_unsharded_gradients() -> list[str]:
+def test_norms_are_of_the_unsharded_gradients() -> None:
     """Also of parameters that were frozen, of copies, of reloaded ones, and after a second
     backward."""
-    failures = []
     single, parallel = _pair(frozen=True)
     for model in (single, parallel):
         model.requires_grad_(True)
@@ -73,25 +72,22 @@ def test_norms_are_of_the_unsharded_gradients() -> list[str]:
                 ("assigned", assigned),
             ):
                 got = get_total_norm([p.grad for p in model.parameters()], order, foreach=foreach)
-                if abs(got - want) > 1e-5 * want:
-                    failures.append(f"{name}, {order=}, {foreach=}: {got}, not {want}")
+                assert abs(got - want) <= 1e-5 * want, (
+                    f"{name}, {order=}, {foreach=}: {got}, not {want}"
+                )
     want = clip_grad_norm_(single.parameters(), 0.5)
     got = clip_grad_norm_(parallel.parameters(), 0.5)
     ours = tnn.clip_grad_norm_(copied, 0.5)
     for value in (got, ours):
-        if abs(value - want) > 1e-5 * want:
-            failures.append(f"clipped with the norm {value}, not {want}")
+        assert abs(value - want) <= 1e-5 * want, f"clipped with the norm {value}, not {want}"
     # A step gets plain tensors, which can be compiled; after it, norms are whole again.
     optimizer, kinds = torch.optim.SGD(parallel.parameters()), set[type]()
     optimizer.register_step_pre_hook(lambda *_: kinds.update(type(p.grad) for p in _all(optimizer)))
     optimizer.step()
-    if kinds != {torch.Tensor}:
-        failures.append(f"a step got gradients of {kinds}")
+    assert kinds == {torch.Tensor}, f"a step got gradients of {kinds}"
     for model in (parallel, copied):
         clipped = get_total_norm([p.grad for p in model.parameters()])
-        if abs(clipped - 0.5) > 1e-5:
-            failures.append(f"the norm is {clipped} after clipping to 0.5")
-    return failures
+        assert abs(clipped - 0.5) <= 1e-5, f"the norm is {clipped} after clipping to 0.5"
 
 
 def _all(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -112,8 +108,7 @@ def test_a_step_is_skipped_on_all_ranks() -> list[str]:
     scaler.step(optimizer)
     scaler.update()
     failures = [] if scaler.get_scale() == 1.0 else [f"the scale is {scaler.get_scale()}, not 1"]
-    if not all(map(torch.equal, before, model.parameters())):
-        failures.append("the step was not skipped")
+    assert all(map(torch.equal, before, model.parameters())), "the step was not skipped"
     return failures
 
 
@@ -214,8 +209,7 @@ def test_wrappers_that_take_shards_for_copies_are_refused() -> list[str]:
             "LoraModel of PEFT cannot adapt a model that is sharded by tpkernels": adapt,
         }
     )
-    if not all(map(torch.equal, before, model.parameters())):
-        failures.append("parameters have changed")
+    assert all(map(torch.equal, before, model.parameters())), "parameters have changed"
     return failures
 
 
@@ -249,8 +243,9 @@ def test_data_parallelism_on_another_dim() -> list[str]:
         if kind == "ddp":
             norms["torch"] = clip_grad_norm_(wrapped.parameters(), 1e9)
         for name, got in norms.items():
-            if abs(got - want) > 1e-5 * want:
-                failures.append(f"{kind}: the norm of {name} is {got}, not {want}")
+            assert abs(got - want) <= 1e-5 * want, (
+                f"{kind}: the norm of {name} is {got}, not {want}"
+            )
     return failures
 
 
@@ -309,4 +304,4 @@ def _resume(folder: str) -> list[str]:
 def test_states_of_optimizers_are_the_unsharded_models(ranks: RanksFixture, tmp_path: Path) -> None:
     """Saved by 2 ranks and resumed by 3, as if the model had not been sharded."""
     ranks(2).run(_save, str(tmp_path))
-    report(failure for rank in ranks(3).run(_resume, str(tmp_path)) for failure in rank)
+    check_job(ranks(3), _resume, str(tmp_path))

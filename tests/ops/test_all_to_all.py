@@ -89,6 +89,27 @@ def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None
     run(ranks, world, [Case(shape=(12, 24), dtype=dtype, algorithm=name) for dtype, name in pairs])
 
 
+@on_ranks(3)
+def test_integers_of_any_bits() -> None:
+    """all_gather and all_to_all move integers, also those that are NaNs as floats."""
+    with fresh_group() as group:
+        for dtype, size, way in itertools.product((torch.int64, torch.int32), (12, 13), ALGORITHMS):
+            sizes, bits = shard_sizes(size, 3), torch.iinfo(dtype)
+            generator = torch.Generator().manual_seed(size)
+            whole = torch.randint(
+                bits.min, bits.max, (size, size), dtype=dtype, generator=generator
+            )
+            x, both = (
+                whole.split(sizes)[group.rank()],
+                {"gather_sizes": sizes, "scatter_sizes": sizes},
+            )
+            for _ in range(2):  # then a planned call
+                gathered = tpkernels.all_gather(x, group, shard_sizes=sizes, algorithm=way)
+                assert torch.equal(gathered, whole), (dtype, size, way)
+                columns = tpkernels.all_to_all(x, group, **both, algorithm=way)
+                assert torch.equal(columns, whole.split(sizes, 1)[group.rank()]), (dtype, size, way)
+
+
 def of_any_dims() -> Iterator[Case]:
     for shape in [(12, 24), (12, 3, 24), (12, 24, 5), (2, 12, 24), (2, 12, 3, 24, 5), (12, 24, 1)]:
         split = [dim for dim, size in enumerate(shape) if size % 12 == 0]
@@ -146,7 +167,7 @@ REFUSED = [
     r"ValueError: 5 rows do not divide by 2 ranks; pass scatter_sizes=tpkernels.shard_sizes\(5, 2",
     r"ValueError: x has 2 rows in the gathered dim, but gather_sizes \[1, 1\] gives rank \d 1",
     r"ValueError: scatter_sizes \[2, 2\] add up to 4, but the scattered dim has 6 rows",
-    "NotImplementedError: x has dtype int32",
+    "NotImplementedError: x has dtype bool; supported: .*, float64, int64, int32",
     "NotImplementedError: algorithm 'pipelined' of all_to_all overlaps a matmul",
     "NotImplementedError: algorithm 'hierarchical' of all_to_all has no all_to_all on cpu",
     r"CollectiveMismatchError: .*scattered dim 1 by \[.*, but rank \d .*scattered dim 1 by \[",
@@ -165,7 +186,7 @@ def test_refusals_and_ranks_that_differ() -> None:
                 lambda: op(torch.ones(2, 5), group),
                 lambda: op(x, group, gather_sizes=[1, 1]),
                 lambda: op(x, group, scatter_sizes=[2, 2]),
-                lambda: op(x.int(), group),
+                lambda: op(x.bool(), group),
                 lambda: op(x, group, algorithm="pipelined"),
                 lambda: op(x, group, algorithm="hierarchical"),
             ]

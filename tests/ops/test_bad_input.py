@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support import refusals, scaled_refusals
+from tests.support import faults, refusals, scaled_refusals
 from tests.support.ranked import TIMEOUT, fresh_group, on_ranks
 from tests.support.refusals import Refusal
-from tpkernels import groups
 
 
 def wrong_answer(refusal: Refusal, group: dist.ProcessGroup) -> str | None:
@@ -60,22 +59,18 @@ def works(group: dist.ProcessGroup) -> bool:
     ids=lambda table: table.__name__,
 )
 @on_ranks(2)
-def test_refusals(table: Callable[[], Iterator[Refusal]]) -> list[str]:
+def test_refusals(table: Callable[[], Iterator[Refusal]]) -> None:
     """Each wrong call on every rank. Nothing is sent: the group counts no call."""
-    failures = []
     with fresh_group() as group:
-        workspace = groups.get(group.group_name).workspace
-        assert workspace is not None
+        workspace = faults.workspace_of(group)
         for refusal in table():
             epoch = workspace.epoch
             wrong = wrong_answer(refusal, group)
-            if wrong is not None:
-                failures.append(wrong)
-            if workspace.epoch != epoch:
-                failures.append(f"something was sent before the error: {refusal.pattern}")
-        if not works(group):
-            failures.append("the group does not work any more")
-    return failures
+            assert wrong is None, wrong
+            assert workspace.epoch == epoch, (
+                f"something was sent before the error: {refusal.pattern}"
+            )
+        assert works(group), "the group does not work any more"
 
 
 # Jobs, run in the ranks.
@@ -95,16 +90,12 @@ def test_on_an_unused_group() -> list[str]:
 
 
 @on_ranks(2)
-def test_on_one_rank_only() -> list[str]:
+def test_on_one_rank_only() -> None:
     """The others do not notice: nothing was sent, and all meet in the next call."""
-    failures = []
     with fresh_group() as group:
         for refusal in [*refusals.matmul_operands(), *refusals.shards()]:
-            if group.rank() == 0 and (wrong := wrong_answer(refusal, group)):
-                failures.append(wrong)
-        if not works(group):
-            failures.append("the group does not work any more")
-    return failures
+            assert group.rank() != 0 or not (wrong := wrong_answer(refusal, group)), wrong
+        assert works(group), "the group does not work any more"
 
 
 @on_ranks(3)

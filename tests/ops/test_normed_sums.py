@@ -18,9 +18,8 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
 @pytest.mark.parametrize("world", sweep([3, 2, 4]))
 @on_ranks()
-def test_the_bits_with_a_matmul_are_the_same() -> list[str]:
+def test_the_bits_with_a_matmul_are_the_same() -> None:
     """The sum has the bits of `matmul_all_reduce`, and the rows those of `all_reduce_rms_norm`."""
-    failures = []
     with fresh_group() as group:
         for dtype in DTYPES:
             own = torch.Generator().manual_seed(dist.get_rank())
@@ -34,9 +33,9 @@ def test_the_bits_with_a_matmul_are_the_same() -> list[str]:
                 got = tpkernels.matmul_all_reduce_rms_norm(
                     x, w, weight, group, residual=residual, algorithm=way
                 )
-                if not (torch.equal(got[0], normed) and torch.equal(got[1], total)):
-                    failures.append(f"{dtype} {way}: other bits")
-    return failures
+                assert torch.equal(got[0], normed) and torch.equal(got[1], total), (
+                    f"{dtype} {way}: other bits"
+                )
 
 
 @on_ranks(2)
@@ -56,9 +55,8 @@ def test_autocast() -> list[str]:
 
 @pytest.mark.parametrize("world", sweep([3, 2, 4]))
 @on_ranks()
-def test_the_bits_are_the_same() -> list[str]:
+def test_the_bits_are_the_same() -> None:
     """All algorithms, vector units and ranks give the same bits; the sum's are `all_reduce`'s."""
-    failures = []
     units = tpkernels._C.host.vector_units()
     with fresh_group() as group:
         for dtype in (*DTYPES, F64):
@@ -76,15 +74,14 @@ def test_the_bits_are_the_same() -> list[str]:
                 first = found[0][1].clone()
                 dist.broadcast(first, src=0)
                 for what, normed, new_residual in found:
-                    if not (torch.equal(normed, first) and torch.equal(new_residual, total)):
-                        failures.append(f"{dtype} {shape} {what}: other bits")
-    return failures
+                    assert torch.equal(normed, first) and torch.equal(new_residual, total), (
+                        f"{dtype} {shape} {what}: other bits"
+                    )
 
 
 @on_ranks(2)
-def test_special_values() -> list[str]:
+def test_special_values() -> None:
     """NaN and infinities as torch has them, in their rows only; a row of zeros."""
-    failures = []
     for dtype in DTYPES:
         x = torch.ones(4, 70, dtype=dtype) / dist.get_world_size()
         x[0, 3], x[1, 69], x[2] = torch.nan, torch.inf, 0
@@ -92,9 +89,9 @@ def test_special_values() -> list[str]:
         normed, total = tpkernels.all_reduce_rms_norm(x, weight, dist.group.WORLD, eps=1e-5)
         want = torch.nn.functional.rms_norm(total.float(), [70], weight.float(), 1e-5)
         eps = torch.finfo(dtype).eps
-        if not torch.allclose(normed.float(), want, rtol=eps, atol=0, equal_nan=True):
-            failures.append(f"{dtype}: {normed}, not {want}")
-    return failures
+        assert torch.allclose(normed.float(), want, rtol=eps, atol=0, equal_nan=True), (
+            f"{dtype}: {normed}, not {want}"
+        )
 
 
 @pytest.mark.parametrize("what", sweep(["eps", "residual"], 2))

@@ -125,9 +125,8 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("world", [3, thorough(1), pytest.param(2, marks=pytest.mark.slow)])
 @on_ranks()
-def test_fake_kernels_foretell_the_results() -> list[str]:
+def test_fake_kernels_foretell_the_results() -> None:
     """Shapes, dtypes and strides are known without running anything."""
-    failures = []
     with fresh_group() as group:
         for op, args, options in samples(group.group_name, group.rank(), group.size()):
             call = getattr(torch.ops.tpkernels, op).default
@@ -139,9 +138,9 @@ def test_fake_kernels_foretell_the_results() -> list[str]:
                 if real is None:
                     continue
                 want = (real.shape, real.dtype, real.stride())
-                if (told.shape, told.dtype, told.stride()) != want:
-                    failures.append(f"{op} {options}: {told}, really {want}")
-    return failures
+                assert (told.shape, told.dtype, told.stride()) == want, (
+                    f"{op} {options}: {told}, really {want}"
+                )
 
 
 # torch.compile, which also must see a collective as one node that it cannot drop or reorder.
@@ -181,10 +180,9 @@ def _in_place(algorithm: str, group: GroupLike) -> _Step:
 @pytest.mark.parametrize("dynamic", sweep([False, True, None]), ids=["static", "dynamic", "marked"])
 @pytest.mark.parametrize("make", sweep([_mlp, _attention, _in_place]))
 @on_ranks(2, timeout=200)
-def test_compile(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) -> list[str]:
+def test_compile(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) -> None:
     """The compiled function gives the eager one's bits, for several M; with ``dynamic`` None, M is
     marked as dynamic."""
-    failures = []
     torch._dynamo.reset()
     graphs = 0
 
@@ -206,12 +204,13 @@ def test_compile(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) 
                 want = step(x, up, down)
                 if dynamic is None:
                     torch._dynamo.mark_dynamic(x, 0)
-                if not torch.equal(compiled(x, up, down), want):
-                    failures.append(f"{algorithm}, M={m}, dynamic={dynamic}: other bits")
+                assert torch.equal(compiled(x, up, down), want), (
+                    f"{algorithm}, M={m}, dynamic={dynamic}: other bits"
+                )
             expected = 3 if dynamic is False else 1
-            if graphs != expected:
-                failures.append(f"{algorithm}, dynamic={dynamic}: {graphs} graphs, not {expected}")
-    return failures
+            assert graphs == expected, (
+                f"{algorithm}, dynamic={dynamic}: {graphs} graphs, not {expected}"
+            )
 
 
 @on_ranks(1)
@@ -288,6 +287,5 @@ def test_training_in_one_graph_has_the_eager_bits(
             failures += [f"M={m}: result {i}" for i in range(5) if not near(got[i], want[i])]
         graphs = counters["stats"]["unique_graphs"]
         breaks = sum(counters["graph_break"].values())
-        if not 1 <= graphs <= 2 or breaks:
-            failures.append(f"{graphs} graphs, {breaks} breaks")
+        assert 1 <= graphs <= 2 and not breaks, f"{graphs} graphs, {breaks} breaks"
     return failures

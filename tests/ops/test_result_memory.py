@@ -71,17 +71,16 @@ def test_results_come_from_the_pool(op: str, algorithm: str, dtype: torch.dtype)
         for _ in range(CALLS):
             results = run()
             addresses += [result.data_ptr() for result in results]
-            if any(result.untyped_storage().resizable() for result in results):
-                failures.append("a result in torch's memory")
-            if not all(map(torch.equal, results, expected)):
-                failures.append("other bits")
+            assert not any(result.untyped_storage().resizable() for result in results), (
+                "a result in torch's memory"
+            )
+            assert all(map(torch.equal, results, expected)), "other bits"
             del results
-        if set(addresses) & {result.data_ptr() for result in kept}:
-            failures.append("the memory of a result that is kept")
-        if len(set(addresses)) == len(addresses):
-            failures.append(f"no memory came back: {addresses}")
-        if not all(map(torch.equal, kept, expected)):
-            failures.append("a result that was kept has changed")
+        assert not set(addresses) & {result.data_ptr() for result in kept}, (
+            "the memory of a result that is kept"
+        )
+        assert len(set(addresses)) != len(addresses), f"no memory came back: {addresses}"
+        assert all(map(torch.equal, kept, expected)), "a result that was kept has changed"
         del kept
         deadline = time.monotonic() + faults.PROMPT
         while _C.calls.result_pool()["in_use"] != before:  # gloo lets go of tensors later
@@ -92,11 +91,10 @@ def test_results_come_from_the_pool(op: str, algorithm: str, dtype: torch.dtype)
 
 
 @on_ranks(WORLD)
-def test_gradients_come_from_the_pool() -> list[str]:
+def test_gradients_come_from_the_pool() -> None:
     """Large gradients are in the pool too, and what a graph has saved is not handed out."""
     group = dist.group.WORLD
     assert group is not None
-    failures = []
     x = torch.full((1024, 1024), 0.5, requires_grad=True)
     w = torch.full((1024, 1024), 2.0**-10, requires_grad=True)
     y = tpkernels.all_gather_matmul(x, w, group, save_gathered=True)  # all 0.5
@@ -107,8 +105,7 @@ def test_gradients_come_from_the_pool() -> list[str]:
     z.backward()
     assert x.grad is not None and w.grad is not None
     for name, grad, value in (("x", x.grad, 1.0 * WORLD), ("w", w.grad, 1024.0)):
-        if not (grad == value).all():
-            failures.append(f"the gradient of {name} is {grad.unique()}, not {value}")
-        if grad.untyped_storage().resizable():
-            failures.append(f"the gradient of {name} is in torch's memory")
-    return failures
+        assert (grad == value).all(), f"the gradient of {name} is {grad.unique()}, not {value}"
+        assert not grad.untyped_storage().resizable(), (
+            f"the gradient of {name} is in torch's memory"
+        )

@@ -5,22 +5,13 @@ and ``torch.compile``."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import tpkernels
 from tests.support.cases import MATMUL_ALGORITHMS, QUICK_WORLDS, Case, RanksFixture, each
-from tests.support.ranked import (
-    apart,
-    check_cases,
-    fresh_group,
-    on_hosts,
-    on_ranks,
-    report,
-    run_cases,
-)
+from tests.support.ranked import fresh_group, on_ranks, report, run_cases
 from tests.support.scaled import (
     BF16,
     E4M3,
@@ -125,10 +116,9 @@ def test_uneven_shards_and_other_dims(ranks: RanksFixture, world: int, op: str) 
 
 
 @on_ranks()
-def test_bytes_that_are_no_numbers_arrive() -> list[str]:
+def test_bytes_that_are_no_numbers_arrive() -> None:
     """All 256 bytes travel as they are, also where four of them would be a NaN or a denormal number
     of float32, and so does a denormal scale."""
-    failures = []
     with fresh_group() as group:
         words = torch.tensor(PATTERNS).to(torch.int32).repeat_interleave(256).view(-1, 256)
         every = torch.arange(256, dtype=torch.uint8).repeat(4, 4)
@@ -142,8 +132,7 @@ def test_bytes_that_are_no_numbers_arrive() -> list[str]:
                 )
                 for rank, shard in enumerate(gathered.view(torch.uint8).split(rows)):
                     mine = x.view(torch.uint8).roll(rank - group.rank(), 1)
-                    if not torch.equal(shard, mine):
-                        failures.append(f"{algorithm}, scale {list(scale.shape)}")
+                    assert torch.equal(shard, mine), f"{algorithm}, scale {list(scale.shape)}"
             one = torch.eye(1, 32).to(E4M3)
             scale = torch.tensor(DENORMALS, dtype=torch.int32).view(F32).unsqueeze(1)
             factors = (one.expand(len(DENORMALS), 32), one.t(), scale, torch.ones([]))
@@ -154,9 +143,9 @@ def test_bytes_that_are_no_numbers_arrive() -> list[str]:
             left, right = ScaledMatrix(factors[0], scale), ScaledMatrix(factors[1], factors[3])
             local = scaled_matmul(left, right, torch.empty(len(DENORMALS), 1))
             want = local.repeat(group.size(), 1)
-            if not torch.equal(y.view(torch.int32), want.view(torch.int32)):
-                failures.append(f"{algorithm}: {y.flatten()}, not {want.flatten()}")
-    return failures
+            assert torch.equal(y.view(torch.int32), want.view(torch.int32)), (
+                f"{algorithm}: {y.flatten()}, not {want.flatten()}"
+            )
 
 
 def uneven_tiles_job() -> str:
@@ -179,9 +168,9 @@ def test_all_ranks_refuse_the_tiles_of_one(ranks: RanksFixture, world: int) -> N
 
 
 @on_ranks()
-def test_rows_that_lie_across_words() -> list[str]:
+def test_rows_that_lie_across_words() -> None:
     """A row of a matrix whose rows are no whole words, and a matrix that begins in a word."""
-    rows, failures = 4, []
+    rows = 4
     with fresh_group() as group:
         numbers = torch.randint(-2, 3, (rows, 66)).to(E4M3)
         wide = torch.empty(1 + rows * 64, dtype=torch.uint8).view(E4M3)
@@ -191,17 +180,12 @@ def test_rows_that_lie_across_words() -> list[str]:
         for x in (numbers[:1, :64], shifted, numbers[:, :64]):
             y = tpkernels.all_gather_scaled_matmul(x, w, one, one, group, out_dtype=F32)
             mine = y.split(x.shape[0])[group.rank()]
-            if not torch.equal(mine, x.float()):
-                failures.append(f"strides {x.stride()}, offset {x.storage_offset()}")
-    return failures
+            assert torch.equal(mine, x.float()), (
+                f"strides {x.stride()}, offset {x.storage_offset()}"
+            )
 
 
-def across_job(hosts: str, cases: list[Case]) -> list[str]:
-    with on_hosts(hosts) if "1" in hosts else apart(), fresh_group() as group:
-        return check_cases(cases, group)
-
-
-@pytest.mark.parametrize("hosts", sweep(["000", "001", "0011"]))
+@pytest.mark.parametrize("hosts", sweep(["012", "001", "0011"]))
 def test_across_hosts(ranks: RanksFixture, hosts: str) -> None:
     """With several ranks on a host, and with none that share memory."""
     world = len(hosts)
@@ -210,37 +194,5 @@ def test_across_hosts(ranks: RanksFixture, hosts: str) -> None:
         for op in (GATHER, SCATTER, REDUCE)
         for scales in ("tensor", "rows", "blocks")
     ]
-    ways = ("hierarchical", "auto") if "1" in hosts else ("unfused", "ring", "auto")
-    results = ranks(world).run(across_job, hosts, each(*cases, algorithms=ways), timeout=240)
-    report(failure for rank in results for failure in rank)
-
-
-def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scale: Any, group: Any) -> Any:
-    hidden = tpkernels.all_gather_scaled_matmul(x.to(E4M3), up, scale, torch.ones([]), group)
-    hidden = hidden.clamp(-2, 2).to(E4M3)
-    y = tpkernels.scaled_matmul_reduce_scatter(hidden, down, scale[0], scale[0], group)
-    return y + tpkernels.scaled_matmul_all_reduce(x.to(E4M3), up, scale, torch.ones([]), group)[0]
-
-
-@pytest.mark.thorough
-@on_ranks(2, timeout=120)
-def test_autocast_and_compile() -> list[str]:
-    """Autocast casts no fp8; a compiled step has the eager one's bits, also with symbolic M."""
-    failures = []
-    with fresh_group() as group, torch.no_grad():
-        up, down = (torch.randn(n, 32).to(E4M3).t() for n in (32, 32))
-        given = [torch.randn(m, 32) for m in (4, 6, 9)]
-        scales = [torch.rand(x.shape[0], 1) + 0.5 for x in given]
-        scalars = [scale[:1].reshape([1]) for scale in scales]
-        want = [step(x, up, down, s, group) for x, s in zip(given, scalars, strict=True)]
-        with torch.autocast("cpu"):
-            found = [step(x, up, down, s, group) for x, s in zip(given, scalars, strict=True)]
-        if not all(map(torch.equal, found, want)):
-            failures.append("autocast: other bits")
-        for dynamic in (False, True):
-            torch._dynamo.reset()
-            compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-            found = [compiled(x, up, down, s, group) for x, s in zip(given, scalars, strict=True)]
-            if not all(map(torch.equal, found, want)):
-                failures.append(f"compiled, dynamic={dynamic}: other bits")
-    return failures
+    ways = ("hierarchical", "auto") if len(set(hosts)) == 2 else ("unfused", "ring", "auto")
+    run_cases(ranks, world, each(*cases, algorithms=ways), hosts=hosts)

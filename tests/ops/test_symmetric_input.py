@@ -18,7 +18,6 @@ from tests.support import faults
 from tests.support.cases import QUICK_WORLDS, Case, RanksFixture, each, exact, uneven_splits
 from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, on_ranks, run_cases
 from tests.support.tiers import sweep
-from tpkernels import groups
 
 F32, BF16 = torch.float32, torch.bfloat16
 LAYOUTS = ("symmetric", "symmetric_end", "mixed")
@@ -90,8 +89,7 @@ def test_input_may_be_overwritten_at_once() -> list[str]:
     failures = []
     with fresh_group() as group:
         world, rank = group.size(), group.rank()
-        workspace = groups.get(group.group_name).workspace
-        assert workspace is not None
+        workspace = faults.workspace_of(group)
         workspace.set_chaos(seed=rank + 1, max_delay_us=3000)
         for name, (shape, op) in _ops(world).items():
             x = tpkernels.empty(*shape, group=group)
@@ -112,9 +110,8 @@ def test_input_may_be_overwritten_at_once() -> list[str]:
 
 @pytest.mark.parametrize("world", sweep([2, 3]))
 @on_ranks()
-def test_input_that_a_failed_rank_overwrites_is_no_result() -> list[str]:
+def test_input_that_a_failed_rank_overwrites_is_no_result() -> None:
     """Rank 1 is late for a call that rank 0 has left, whose input the others were to read."""
-    failures = []
     for name, (shape, op) in _ops(dist.get_world_size()).items():
         with fresh_group() as group:
             x = tpkernels.empty(*shape, group=group).fill_(1)
@@ -128,9 +125,9 @@ def test_input_that_a_failed_rank_overwrites_is_no_result() -> list[str]:
             if group.rank() != 1:
                 x.fill_(math.nan)
                 dist.barrier()
-            if ending.error != "CollectiveTimeoutError":
-                failures.append(f"rank {group.rank()}: {name}: {ending}")
-    return failures
+            assert ending.error == "CollectiveTimeoutError", (
+                f"rank {group.rank()}: {name}: {ending}"
+            )
 
 
 @pytest.mark.parametrize("world", sweep([2, 1, 4]))
@@ -152,30 +149,27 @@ def test_results_are_kept() -> list[str]:
 
 @pytest.mark.parametrize("world", sweep([2, 1, 4], 1))
 @on_ranks()
-def test_made_and_dropped() -> list[str]:
+def test_made_and_dropped() -> None:
     """Symmetric tensors come and go; one that others still use is read by its own address."""
-    failures = []
     with fresh_group() as group:
         rank, world = group.rank(), group.size()
         want = torch.arange(float(world)).repeat_interleave(2)
         for dtype in (F32, torch.float16, BF16, torch.float64):
             first = tpkernels.empty(2, dtype=dtype, group=group)
             second = tpkernels.empty(3, 2, dtype=dtype, group=group)
-            if first.count_nonzero() or second.count_nonzero() or second.dtype != dtype:
-                failures.append(f"not a tensor of {dtype} zeros: {first} {second}")
+            assert (
+                not first.count_nonzero() and not second.count_nonzero() and second.dtype == dtype
+            ), f"not a tensor of {dtype} zeros: {first} {second}"
             del first
             gc.collect()
             for row in (second[0], second[2], second.view(-1)[3:5]):
                 row.fill_(rank)
                 got = tpkernels.all_gather(row, group)
-                if not torch.equal(got, want.to(dtype)):
-                    failures.append(f"rank {rank}: {got}, expected {want}")
-        if tpkernels.empty(0, 4, group=group).shape != (0, 4):
-            failures.append("an empty symmetric tensor has another shape")
-        workspace = groups.get(group.group_name).workspace
-        assert workspace is not None
+                assert torch.equal(got, want.to(dtype)), f"rank {rank}: {got}, expected {want}"
+        assert tpkernels.empty(0, 4, group=group).shape == (0, 4), (
+            "an empty symmetric tensor has another shape"
+        )
+        workspace = faults.workspace_of(group)
         del second, row
         gc.collect()
-        if workspace.segments:
-            failures.append(f"{len(workspace.segments)} segments outlive their tensors")
-    return failures
+        assert not workspace.segments, f"{len(workspace.segments)} segments outlive their tensors"

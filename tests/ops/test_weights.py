@@ -226,9 +226,8 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize("op", sweep(OPS))
 @on_ranks(3)
-def test_the_parts_are_multiplied_one_by_one(op: str) -> list[str]:
+def test_the_parts_are_multiplied_one_by_one(op: str) -> None:
     """The rows of each call of the function: all at once, or a part for each rank."""
-    failures = []
     with fresh_group() as group, torch.inference_mode():
         world = group.size()
         whole = 8 * world
@@ -250,17 +249,15 @@ def test_the_parts_are_multiplied_one_by_one(op: str) -> list[str]:
             for attempt in range(2):
                 seen.clear()
                 got = run(x, product, group, algorithm=algorithm)
-                if seen != want:
-                    failures.append(f"{algorithm}, {attempt}: {seen} rows, not {want}")
-                if not torch.allclose(got, run(x, w, group, algorithm=algorithm), atol=1e-5):
-                    failures.append(f"{algorithm}, {attempt}: another result")
-    return failures
+                assert seen == want, f"{algorithm}, {attempt}: {seen} rows, not {want}"
+                assert torch.allclose(got, run(x, w, group, algorithm=algorithm), atol=1e-5), (
+                    f"{algorithm}, {attempt}: another result"
+                )
 
 
 @on_ranks(2)
-def test_layers_are_products() -> list[str]:
+def test_layers_are_products() -> None:
     """A layer, among plain and packed weights; another product of the same shape."""
-    failures = []
     torch.manual_seed(0)
     with fresh_group() as group:
         linears = [nn.Linear(6, 4, bias=False) for _ in range(4)]
@@ -271,20 +268,17 @@ def test_layers_are_products() -> list[str]:
             some = [*weights[:1], tpkernels.pack(weights[1])]
             some += [LocalProduct(linear, (6, 4), F32) for linear in linears[2:]]
             for got in (tpkernels.all_gather_matmul(x, some, group) for _ in range(2)):
-                if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True)):
-                    failures.append("another result")
+                assert all(
+                    torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True)
+                ), "another result"
         planned = groups.get(group.group_name).planned_calls
         before = len(planned())
         for linear in linears:  # whose weights need a gradient
             got = tpkernels.matmul_all_reduce(x, LocalProduct(linear, (6, 4), F32), group)
             gathered = tpkernels.all_gather_matmul(x, LocalProduct(linear, (6, 4), F32), group)
-            if gathered.requires_grad or got.requires_grad:
-                failures.append("a gradient")
-            if not torch.allclose(got, linear(x) * group.size(), atol=1e-5):
-                failures.append("another sum")
-        if len(planned()) != before + 2:
-            failures.append(f"planned {len(planned()) - before} times, not twice")
-    return failures
+            assert not gathered.requires_grad and not got.requires_grad, "a gradient"
+            assert torch.allclose(got, linear(x) * group.size(), atol=1e-5), "another sum"
+        assert len(planned()) == before + 2, f"planned {len(planned()) - before} times, not twice"
 
 
 @on_ranks(2)
@@ -314,14 +308,12 @@ def test_negative_views_are_resolved_and_zeros_without_memory_refused() -> list[
             for name, tensor in tensors.items():
                 for _ in range(2):  # planned, then warm
                     got = run(**{**tensors, name: torch._neg_view(-tensor)})
-                    if not torch.allclose(got, want, atol=1e-5):
-                        failures.append(f"{op}: the sign of {name} is lost")
+                    assert torch.allclose(got, want, atol=1e-5), f"{op}: the sign of {name} is lost"
                 zeros = {**tensors, name: torch._efficientzerotensor(tensor.shape)}
                 attempts.append(functools.partial(run, **zeros))
         wrong = re.compile("NotImplementedError: .* takes dense tensors .* ZeroTensor")
         failures += [text for text in messages_of(attempts) if not wrong.match(text)]
-        if not torch.allclose(run(**tensors), want, atol=1e-5):
-            failures.append("the group does not go on")
+        assert torch.allclose(run(**tensors), want, atol=1e-5), "the group does not go on"
     return failures
 
 
@@ -344,8 +336,7 @@ def test_a_compiled_graph_breaks_there() -> list[str]:
         torch._dynamo.reset()
         whole = torch.compile(function, backend="aot_eager", fullgraph=True)
         (message,) = messages_of([lambda: whole(x)])
-        if not message.startswith("Unsupported: "):
-            failures.append(message)
+        assert message.startswith("Unsupported: "), message
     return failures
 
 

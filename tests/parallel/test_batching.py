@@ -18,22 +18,6 @@ from tests.support.tiers import sweep
 
 transformers = pytest.importorskip("transformers")
 
-PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
-
-
-def tokens_of(model: Any) -> dict[str, list[int]]:
-    """The tokens that follow each prompt. ``page_size`` is small enough for a second block."""
-    outputs = model.generate_batch(
-        PROMPTS,
-        transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1),
-        transformers.ContinuousBatchingConfig(
-            num_blocks=16, page_size=64, max_batch_tokens=32, disable_nccl_graph_mixing=False
-        ),
-    )
-    errors = {name: output.error for name, output in outputs.items() if output.error}
-    assert not errors, errors
-    return {name: output.generated_tokens for name, output in outputs.items()}
-
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", hf_models.SWEEP)
@@ -43,15 +27,12 @@ def tokens_of(model: Any) -> dict[str, list[int]]:
 @on_ranks()
 def test_continuous_batching_generates_the_same_tokens(options: dict[str, Any]) -> None:
     single = hf_models.make("llama").eval()
-    want = [
-        single.generate(torch.tensor([p]), max_new_tokens=6, do_sample=False)[0, len(p) :].tolist()
-        for p in PROMPTS
-    ]
+    want = hf_models.expected_tokens(single)
     mesh = hf_models.mesh_of_all()
     parallel = tpkernels.parallelize(copy.deepcopy(single), mesh, **options)
     config = parallel.config
     for which in (parallel, copy.deepcopy(parallel)):
-        assert list(tokens_of(which).values()) == want
+        assert list(hf_models.tokens_of(which).values()) == want
     assert parallel.config is config and config.num_key_value_heads == 3
 
 
@@ -59,8 +40,8 @@ def test_continuous_batching_generates_the_same_tokens(options: dict[str, Any]) 
 @on_ranks(2)
 def test_rank_0_adds_requests() -> None:
     """Only rank 0 adds a request, while the others serve until it stops."""
-    single = hf_models.make("llama").eval()
-    want = single.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, do_sample=False)[0, 5:]
+    single, prompts = hf_models.make("llama").eval(), hf_models.PROMPTS[:1]
+    want = single.generate(torch.tensor(prompts), max_new_tokens=4, do_sample=False)[0, 5:]
     model = tpkernels.parallelize(single, hf_models.mesh_of_all())
     manager = model.init_continuous_batching(
         transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1),
@@ -68,7 +49,7 @@ def test_rank_0_adds_requests() -> None:
     )
     manager.start()
     if dist.get_rank() == 0:
-        manager.add_request(PROMPTS[0])
+        manager.add_request(prompts[0])
         assert manager.get_result(timeout=30).generated_tokens == want.tolist()
     manager.stop(block=True, timeout=30)
     assert not manager.is_running()

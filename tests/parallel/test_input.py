@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import tpkernels
 from tests.support import hf_models
+from tests.support.hf_models import attempt
 from tests.support.ranked import on_ranks, unlike
 from tpkernels.parallel import FusedColwiseParallel
 
@@ -32,25 +33,6 @@ class MLP(nn.Module):
         for block in self.blocks:
             x = x + block["down"](block["up"](x).relu())
         return x
-
-
-def _inventory(model: nn.Module) -> list[object]:
-    """The identities of all modules and parameters, and the number of hooks of each module."""
-    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
-    return [*map(id, model.modules()), *map(id, model.parameters()), *hooks]
-
-
-def _attempt(model: nn.Module, mesh: Any, **options: Any) -> Callable[[], None]:
-    """A call that must leave the model as it is."""
-
-    def attempt() -> None:
-        before = _inventory(model)
-        try:
-            tpkernels.parallelize(model, mesh, **options)
-        finally:
-            assert _inventory(model) == before, "changed the model"
-
-    return attempt
 
 
 def _changed(name: str, change: Callable[[nn.Module], nn.Module]) -> Any:
@@ -81,7 +63,6 @@ def test_refusals_name_the_module() -> list[str]:
     gpt = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
     down = _changed("model.layers.1.mlp.down_proj", _quantised)
     adapted = _changed("model.layers.0.self_attn.k_proj", nn.Sequential)
-    norm = _changed("model.layers.1.input_layernorm", lambda _: nn.LayerNorm(36))
     wide = _changed("model.layers.1.self_attn.v_proj", lambda _: nn.Linear(36, 16, bias=False))
     fused = FusedColwiseParallel(input_layouts=(Shard(0), Shard(1)))
     nan = hf_models.make("llama")
@@ -91,42 +72,43 @@ def test_refusals_name_the_module() -> list[str]:
     failures = unlike(
         {
             "ValueError: mesh has 2 dims ('dp', 'tp'); parallelize takes one: pass mesh[\"tp\"]": (
-                _attempt(llama, square)
+                attempt(llama, square)
             ),
-            "TypeError: mesh must be a DeviceMesh, not str": _attempt(llama, "tp"),
-            "these are: llama, mistral, qwen2, qwen3; pass plan=": (
-                _attempt(transformers.GPT2LMHeadModel(gpt), mesh)
+            "TypeError: mesh must be a DeviceMesh, not str": attempt(llama, "tp"),
+            "GPT2LMHeadModel (model_type 'gpt2') is not supported without a plan: its": (
+                attempt(transformers.GPT2LMHeadModel(gpt), mesh)
             ),
-            "MLP (model_type None) is not supported without a plan": _attempt(mlp, mesh),
-            quantised: _attempt(down, mesh),
-            quantised[:-1]: _attempt(down, mesh, plan=plan),
-            "layers.0.self_attn.k_proj is a torch.nn.modules.container.Seq": _attempt(
-                adapted, mesh
+            "MLP (model_type None) is not supported without a plan": attempt(mlp, mesh),
+            quantised: attempt(down, mesh),
+            quantised[:-1]: attempt(down, mesh, plan=plan),
+            "layers.0.self_attn.k_proj is a torch.nn.modules.container.Seq": attempt(adapted, mesh),
+            "layers.0.self_attn.q_proj is a tpkernels.parallel.decoder.Shared": attempt(
+                twice, mesh
             ),
-            "TypeError: model.layers.1.input_layernorm is a LayerNorm": _attempt(norm, mesh),
-            "embed_tokens is a tpkernels.nn.vocabulary.VocabParallelEmbed": _attempt(twice, mesh),
-            "names 'blocks.*.upp', which is not a module of MLP; did you mean blocks": _attempt(
+            "names 'blocks.*.upp', which is not a module of MLP; did you mean blocks": attempt(
                 mlp, mesh, plan={"blocks.*.upp": style}
             ),
-            "TypeError: plan['blocks.*.up'] is a str, not a torch.distributed.tensor": _attempt(
+            "TypeError: plan['blocks.*.up'] is a str, not a torch.distributed.tensor": attempt(
                 mlp, mesh, plan={"blocks.*.up": "colwise"}
             ),
-            "TypeError: blocks is a ModuleList; ColwiseParallel takes an nn.Linear or": _attempt(
+            "TypeError: blocks is a ModuleList; ColwiseParallel takes an nn.Linear or": attempt(
                 mlp, mesh, plan=up | {"blocks": style}
             ),
-            "ValueError: plan is empty": _attempt(mlp, mesh, plan={}),
-            "TypeError: blocks.1.down: FusedColwiseParallel of Linear(": _attempt(
+            "ValueError: plan is empty": attempt(mlp, mesh, plan={}),
+            "TypeError: blocks.1.down: FusedColwiseParallel of Linear(": attempt(
                 mlp, mesh, plan=up | {"blocks.1.down": fused}
             ),
-            "model.layers.1.self_attn.v_proj has 16 features, expected ": _attempt(wide, mesh),
-            "pack is 'int4'; it can be True, False or": _attempt(mlp, mesh, pack="int4"),
-            "pack=True packs the layers of tpkernels.nn, and a plan": _attempt(
+            "model.layers.1.self_attn.v_proj has 16 features, which are not those": attempt(
+                wide, mesh
+            ),
+            "pack is 'int4'; it can be True, False or": attempt(mlp, mesh, pack="int4"),
+            "pack=True packs the layers of tpkernels.nn, and a plan": attempt(
                 mlp, mesh, plan=up, pack=True
             ),
-            "model.layers.0.self_attn.q_proj.weight is float64; use the plain": _attempt(
+            "model.layers.0.self_attn.q_proj.weight is float64; use the plain": attempt(
                 hf_models.make("llama").double(), mesh, pack=True
             ),
-            "ValueError: lm_head.weight has NaN or infinite elements": _attempt(
+            "ValueError: lm_head.weight has NaN or infinite elements": attempt(
                 nan, mesh, pack="int8"
             ),
             "is computed when its parent module is called": (

@@ -3,7 +3,6 @@ ranks, from folders, from the shards of other numbers of ranks, and from GGUF fi
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,16 +28,6 @@ pytest.importorskip("safetensors")
 RESET = Path("/proc/self/clear_refs")
 
 
-def wrong_logits(got: torch.Tensor, whole: Any, ids: torch.Tensor) -> str | None:
-    """What is wrong with logits: their error may be twice that of transformers in fp32."""
-    with torch.no_grad():
-        single = whole(ids).logits
-        exact = copy.deepcopy(whole).double()(ids).logits
-    off = hf_models.error(got, exact, exact)
-    limit = 2 * hf_models.error(single, exact, exact)
-    return None if off <= limit else f"logits are off by {off:.3g}, allowed {limit:.3g}"
-
-
 def loaded_job(path: str, whole_path: str, new: int, options: dict[str, Any]) -> list[str]:
     """What is wrong with a model that was loaded by shards."""
     model = tpkernels.from_pretrained(path, hf_models.mesh_of_all(), **options)
@@ -49,7 +38,7 @@ def loaded_job(path: str, whole_path: str, new: int, options: dict[str, Any]) ->
     ids = torch.arange(3 * 11).view(3, 11) % (whole.config.vocab_size - 1) + 1
     failures = []
     with torch.no_grad():
-        failures.append(wrong_logits(model(ids).logits, whole, ids))
+        failures.append(hf_models.wrong_logits(model(ids).logits, whole, ids))
     settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     want = whole.generate(ids[:1], **settings)
     got = model.generate(ids[:1], **settings)
@@ -213,7 +202,7 @@ def plan_job(path: str) -> list[str]:
     model = tpkernels.from_pretrained(path, hf_models.mesh_of_all(), plan)
     whole = transformers.AutoModelForCausalLM.from_pretrained(path)
     ids = torch.arange(12).view(1, 12)
-    wrong = wrong_logits(model(ids).logits.detach(), whole, ids)
+    wrong = hf_models.wrong_logits(model(ids).logits.detach(), whole, ids)
     failures = [] if wrong is None else [wrong]
     weight = model.model.layers[1].mlp.down_proj.weight
     if weight.to_local().shape[1] != (22 + 1) // dist.get_world_size():
@@ -285,21 +274,3 @@ def test_peak_memory(tmp_path: Path, dtype: torch.dtype | None) -> None:
         results = ranks.run(growth_job, *places, {"dtype": dtype}, timeout=200)
     for grown, shard, largest in results:
         assert 150 << 20 < shard <= grown + (4 << 20) and grown <= 1.1 * shard + largest
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not RESET.exists(), reason="the system does not measure peak memory anew")
-def test_peak_memory_of_a_gguf_file_in_8_bits(tmp_path: Path) -> None:
-    """It is that of the packed weights, one weight's integers, and the file, which is mapped."""
-    pytest.importorskip("gguf")
-    small, large = (
-        hf_folders.gguf_file(tmp_path / f"{width}.gguf", "Q8_0", width=width)
-        for width in (64, 2560)
-    )
-    with Ranks(1) as ranks:
-        options = {"pack": "int8"}
-        [found] = ranks.run(growth_job, str(small), str(large), options, timeout=200)
-    grown, packed, largest = found
-    mapped = large.stat().st_size
-    assert 90 << 20 < packed <= grown - mapped + (4 << 20) and largest < 15 << 20
-    assert grown - mapped <= packed + largest + (24 << 20)  # some chunks of 4 MiB in fp32

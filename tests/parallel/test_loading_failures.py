@@ -81,8 +81,8 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
         2
     ].unlink(),
     "ValueError: .*is damaged or truncated": truncate,
-    r"NotImplementedError: .*\(model_type 'gemma'\) is not supported without": (
-        configure(model_type="gemma")
+    r"NotImplementedError: .*\(model_type 'gpt2'\) is not supported without": (
+        configure(model_type="gpt2")
     ),
     "ValueError: .*mystery": configure(model_type="mystery"),
     r"ValueError: .*shape \[22, 36\], but config.json makes it \[24, 36\]": (

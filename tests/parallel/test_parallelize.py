@@ -16,7 +16,7 @@ from tests.support.nn_reference import shard
 from tests.support.ranked import on_ranks, recorded_calls
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
-from tpkernels.parallel import llama
+from tpkernels.parallel import decoder
 
 pytest.importorskip("transformers")
 
@@ -33,6 +33,29 @@ def test_logits_and_gradients(model_type: str) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("world", sweep([2, 4], later=1))
+@on_ranks()
+def test_ranks_that_share_a_key_value_head() -> list[str]:
+    """One head for all ranks, with biases: logits, gradients and their norm."""
+    mesh = hf_models.mesh_of_all()
+    model = hf_models.make("qwen2", num_key_value_heads=1, num_attention_heads=6)
+    failures = [
+        f"{sequence=}: {failure}"
+        for sequence in (True, False)
+        for failure in hf_models.differences(model, sequence, mesh)
+    ]
+    norms = []
+    for each in (copy.deepcopy(model), tpkernels.parallelize(copy.deepcopy(model), mesh)):
+        hf_models.run(each)
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in each.parameters()]))
+    norms.append(tnn.clip_grad_norm_(each, 1.0))
+    if max(norms) > (1 + 1e-5) * min(norms):
+        failures.append(f"norms of the gradients: {norms}")
+    if {layer.self_attn.k_proj.weight.shape[0] for layer in each.model.layers} != {4}:
+        failures.append("a rank has no key head")
+    return failures
+
+
 @pytest.mark.parametrize("world", hf_models.SWEEP)
 @on_ranks()
 def test_only_long_sequences_are_split() -> list[str]:
@@ -40,7 +63,7 @@ def test_only_long_sequences_are_split() -> list[str]:
     model, mesh = hf_models.make("qwen3"), hf_models.mesh_of_all()
     failures, made = [], []
     for longer in (0, 1):
-        llama.PROMPT_ROWS, before = hf_models.TOKENS, llama.PROMPT_ROWS
+        decoder.PROMPT_ROWS, before = hf_models.TOKENS, decoder.PROMPT_ROWS
         tokens = hf_models.TOKENS * mesh.size() - 1 + longer
         try:
             failures += hf_models.differences(model, "prefill", mesh, tokens=tokens)
@@ -48,7 +71,7 @@ def test_only_long_sequences_are_split() -> list[str]:
                 copy.deepcopy(model), mesh, sequence_parallel="prefill"
             )
         finally:
-            llama.PROMPT_ROWS = before
+            decoder.PROMPT_ROWS = before
         with recorded_calls() as calls, torch.no_grad():
             parallel(input_ids=hf_models.batch(tokens)["input_ids"], use_cache=False)
         made.append(set(calls) - {"all_gather", "all_reduce"})

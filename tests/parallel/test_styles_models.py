@@ -3,7 +3,6 @@ those of the unsharded model, also compiled, and with FSDP2 and checkpoints."""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -25,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.support.compiled import graph_runner
 from tests.support.ranked import on_ranks
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel
 
@@ -119,34 +116,6 @@ def test_among_torchs_styles() -> list[str]:
     for name, want in whole.state_dict().items():
         if not torch.allclose(state[name], want, rtol=1e-9, atol=1e-9):
             failures.append(f"{name} differs by {(state[name] - want).abs().max()} after a step")
-    return failures
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=250)
-def test_compiled() -> list[str]:
-    """One graph, which contains the ops. The second size makes it dynamic; later ones do not
-    compile again."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    whole, model = _models(mesh)
-    torch._dynamo.reset()
-    counters.clear()
-    seen: list[Counter[str]] = []
-    compiled = torch.compile(model, fullgraph=True, backend=graph_runner(seen))
-    failures = []
-    for tokens in (2 * TOKENS, 3 * TOKENS, TOKENS):
-        x = _tokens(tokens)
-        for module, shard in ((whole, x), (compiled, _share(x, mesh))):
-            module.zero_grad()
-            (module(shard) ** 2).sum().backward()
-        failures += [f"{tokens} tokens: {each}" for each in _differences(model, whole)]
-    if counters["stats"]["unique_graphs"] > 2:
-        failures.append(f"{counters['stats']['unique_graphs']} graphs")
-    gathers = [ops["tpkernels::all_gather_matmul"] for ops in seen]
-    scatters = [ops["tpkernels::matmul_reduce_scatter"] for ops in seen]
-    # Forward: up and the two downs. Backward: their adjoints, and up's second gather.
-    if not all(gathers) or not all(scatters):
-        failures.append(f"graphs of {gathers} and {scatters}")
     return failures
 
 

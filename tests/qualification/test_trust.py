@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +13,7 @@ import tpkernels
 from tests.support import ranked
 from tests.support.cuda_rehearsal import TRUSTED
 from tests.support.nccl_rehearsal import over_nccl
-from tpkernels import groups
+from tpkernels import groups, qualification
 from tpkernels.planning import trust
 from tpkernels.planning.choose import Means, candidates, choose
 from tpkernels.planning.problem import Problem
@@ -28,6 +27,7 @@ from tpkernels.planning.trust import (
     Record,
     Trust,
 )
+from tpkernels.symm import streams
 
 WRONG = Failure("wrong", "all_reduce 2x2 float32", 1, elements=4, wrong=1, first=((3, "0", "2"),))
 RECORD = Record(
@@ -118,9 +118,6 @@ def test_changed_kernels_have_another_record(cache: Path) -> None:
 
 def save_and_call(folder: str, driver: str) -> list[str]:
     """On a rank: rank 0 alone has the record. The kernels that an all-reduce of few bytes takes."""
-    if torch.distributed.get_rank() == 0:
-        os.environ["XDG_CACHE_HOME"] = folder
-        trust.save("cuda", RECORD)
     launched = []
     from tpkernels.cuda import calls
 
@@ -131,6 +128,9 @@ def save_and_call(folder: str, driver: str) -> list[str]:
     launch = calls.launch
     with over_nccl(driver, None) as patch, ranked.fresh_group() as group:
         patch.setattr(calls, "launch", spy)
+        if group.rank() == 0:
+            patch.setenv("XDG_CACHE_HOME", folder)
+            trust.save("cuda", RECORD)
         x = torch.ones(4, 64)
         assert torch.equal(tpkernels.all_reduce(x, group, algorithm="direct"), 2 * x)
         own = groups.get(group.group_name)
@@ -145,3 +145,46 @@ def test_all_ranks_go_by_the_record_of_rank_0(
 ) -> None:
     found = ranks(2).run(save_and_call, str(tmp_path), cuda_driver)  # type: ignore[operator]
     assert found == [["two_shot_all_reduce", "ll_all_reduce"]] * 2
+
+
+def qualify_a_group(folder: str, driver: str, why: str) -> tuple[list[str], str]:
+    """On a rank: what `qualify` says, where the command that rank 0 runs fails, or writes a
+    record; and what it raises. The group can go on."""
+    commands = []
+
+    def run_command(world: int, budget: float) -> str:
+        commands.append(f"{world} {budget:g}")
+        trust.save("cuda", RECORD)
+        return why
+
+    said: list[str] = []
+    with over_nccl(driver, None) as patch, ranked.fresh_group() as group:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr(qualification, "_run_command", run_command)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(streams, "is_captured", lambda _: False)
+        for _ in range(2):
+            try:
+                said.append(str(sorted(tpkernels.qualify(group, budget=30).ways)))
+            except RuntimeError as error:
+                said.append(str(error))
+        patch.undo()
+        x = torch.ones(3)
+        assert torch.equal(tpkernels.all_reduce(x, group), 2 * x)
+    return said, ", ".join(commands)
+
+
+@pytest.mark.parametrize("why", ["", "exit code 2"])
+def test_a_group_is_qualified_once(
+    ranks: object, cuda_driver: str, tmp_path: Path, why: str
+) -> None:
+    found = ranks(2).run(qualify_a_group, str(tmp_path), cuda_driver, why)  # type: ignore[operator]
+    text = f"`tpkernels qualify` failed on rank 0: {why}" if why else "['direct/two_shot']"
+    assert [said for said, _ in found] == [[text] * 2] * 2
+    assert [ran for _, ran in found] == ["2 30, 2 30" if why else "2 30", ""]
+
+
+def test_without_gpus_there_is_nothing_to_qualify() -> None:
+    with pytest.raises(ValueError, match="budget must be positive"):
+        tpkernels.qualify(budget=0)

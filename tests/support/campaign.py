@@ -141,10 +141,7 @@ def _destroyed_group() -> dist.ProcessGroup:
 
 
 def _calls(
-    trial: Trial,
-    group: dist.ProcessGroup,
-    victim: bool,
-    destroyed: dist.ProcessGroup | None,
+    trial: Trial, group: dist.ProcessGroup, victim: bool, destroyed: dist.ProcessGroup | None
 ) -> None:
     _set_up(trial, group)
     workspace = faults.workspace_of(group)

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support import ranked
+from tests.support import faults, ranked
 from tests.support.cxx import compiled
 from tests.support.paths import NATIVE, ROOT
-from tpkernels import _C, groups
+from tpkernels import _C
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.cuda import calls, image
 from tpkernels.dtypes import CODES
@@ -114,8 +114,7 @@ def space_of(
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     tpkernels.init(group)
-    workspace = groups.get(group.group_name).workspace
-    assert workspace is not None
+    workspace = faults.workspace_of(group)
     space = workspace.device(words, buffer_bytes, "a test of the CUDA kernels")
     space.timeout_ns = int(timeout * 1e9)
     space.multicast = 1 << 60  # tests/native/emulated/grid.h

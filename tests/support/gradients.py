@@ -18,7 +18,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
-from tests.support.ranked import difference, fresh_group, place, report
+from tests.support.ranked import check_job, difference, fresh_group, place
 from tests.support.reference import Expected, draw
 from tpkernels import groups
 
@@ -229,5 +229,4 @@ def run_cases(
 ) -> None:
     """Runs the cases on ``world`` ranks and fails with the failures of all ranks."""
     assert cases
-    results = ranks(world).run(cases_job, list(cases), save_gathered, timeout=240)
-    report(failure for rank in results for failure in rank)
+    check_job(ranks(world), cases_job, list(cases), save_gathered, timeout=240)

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.overrides import TorchFunctionMode
 
 import tpkernels
 from tests.support.nn_reference import far, shard
 
 VOCAB, TOKENS = 47, 7
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]  # of a batch of requests
 #: World sizes: 3 key-value groups do not divide by 2; one of 4 ranks has none.
 SWEEP = (2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)))
 
 
-def make(model_type: str, *, tied: bool = False, attention: str = "sdpa") -> Any:
+def make(model_type: str, *, tied: bool = False, attention: str = "sdpa", **options: Any) -> Any:
     """A causal model of 2 layers with 9 heads in 3 key-value groups, the same on all ranks."""
     import transformers
 
     torch.manual_seed(9)
-    config = transformers.AutoConfig.for_model(
-        model_type,
+    sizes = dict(
         hidden_size=36,
         num_hidden_layers=2,
         num_attention_heads=9,
@@ -38,7 +37,11 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa") -> Any
         tie_word_embeddings=tied,
         attn_implementation=attention,
         pad_token_id=0,
+        eos_token_id=None,
     )
+    if not hasattr(transformers.CONFIG_MAPPING[model_type](), "num_key_value_heads"):
+        del sizes["num_key_value_heads"]
+    config = transformers.AutoConfig.for_model(model_type, **sizes | options)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # norms of ones and biases of zeros would hide mix-ups
         for parameter in model.parameters():
@@ -62,21 +65,18 @@ def batch(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-@contextlib.contextmanager
-def norms_in_full(model: Any) -> Iterator[None]:
-    """Computes norms in the model's dtype, so that float64 shows every error. transformers always
-    computes them in float32."""
-    kind = type(model.model.norm)
-    own = kind.forward
+class InFull(TorchFunctionMode):
+    """Computes in float64 what a model in float64 computes in float32, such as norms, so that
+    float64 shows every error."""
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
-
-    kind.forward = forward
-    try:
-        yield
-    finally:
-        kind.forward = own
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
 
 
 def run(
@@ -98,6 +98,16 @@ def error(got: torch.Tensor, want: torch.Tensor, of: torch.Tensor) -> float:
     return float(off / of.abs().max())
 
 
+def wrong_logits(got: torch.Tensor, whole: Any, ids: torch.Tensor) -> str | None:
+    """What is wrong with logits: their error may be twice that of transformers in fp32."""
+    with torch.no_grad():
+        single = whole(ids).logits
+        exact = copy.deepcopy(whole).double()(ids).logits
+    off = error(got, exact, exact)
+    limit = 2 * error(single, exact, exact)
+    return None if off <= limit else f"logits are off by {off:.3g}, allowed {limit:.3g}"
+
+
 def differences(
     model: Any,
     sequence: bool | str,
@@ -109,11 +119,11 @@ def differences(
     """What is wrong with a parallel copy of ``model``, which in float64 must match the unsharded
     one up to rounding. In float32, `test_loading` bounds the error of logits."""
     failures: dict[str, str | None] = {}
-    with norms_in_full(model):
-        exact = copy.deepcopy(model).double()
-        parallel = tpkernels.parallelize(
-            copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, ffn_only=ffn_only
-        )
+    exact = copy.deepcopy(model).double()
+    parallel = tpkernels.parallelize(
+        copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, ffn_only=ffn_only
+    )
+    with InFull():
         logits, loss, grads = run(exact, tokens)
         got_logits, got_loss, got = run(parallel, tokens)
     failures |= {"logits": far(got_logits, logits, 1e-11), "loss": far(got_loss, loss, 1e-11)}
@@ -122,3 +132,44 @@ def differences(
     if set(got) != set(grads):
         failures["parameters"] = f"{sorted(set(got) ^ set(grads))} are in only one of the two"
     return [f"{name}: {failure}" for name, failure in failures.items() if failure is not None]
+
+
+def _inventory(model: torch.nn.Module) -> list[object]:
+    """The identities of all modules and parameters, and the number of hooks of each module."""
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    return [*map(id, model.modules()), *map(id, model.parameters()), *hooks]
+
+
+def attempt(model: torch.nn.Module, mesh: Any, **options: Any) -> Callable[[], None]:
+    """A call that must leave the model as it is."""
+
+    def call() -> None:
+        before = _inventory(model)
+        try:
+            tpkernels.parallelize(model, mesh, **options)
+        finally:
+            assert _inventory(model) == before, "changed the model"
+
+    return call
+
+
+def tokens_of(model: Any) -> dict[str, list[int]]:
+    """The tokens that follow each prompt. ``page_size`` is small enough for a second block."""
+    import transformers
+
+    outputs = model.generate_batch(
+        PROMPTS,
+        transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1),
+        transformers.ContinuousBatchingConfig(
+            num_blocks=16, page_size=64, max_batch_tokens=32, disable_nccl_graph_mixing=False
+        ),
+    )
+    errors = {name: output.error for name, output in outputs.items() if output.error}
+    assert not errors, errors
+    return {name: output.generated_tokens for name, output in outputs.items()}
+
+
+def expected_tokens(model: Any) -> list[list[int]]:
+    """What `tokens_of` is to return, by ``generate``."""
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    return [model.generate(torch.tensor([p]), **settings)[0, len(p) :].tolist() for p in PROMPTS]

@@ -12,12 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from tests.support.cuda_builds import dump, usage
-from tpkernels.kernels import (
-    all_gather_matmul,
-    matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
+from tpkernels.kernels import all_gather_matmul, matmul, matmul_all_reduce, matmul_reduce_scatter
 from tpkernels.kernels.configs import MatmulConfig, Tiling
 from tpkernels.kernels.sync import SCALARS, Workspace
 
@@ -26,14 +21,8 @@ WORLD = 4
 
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "matmul": (matmul.matmul_kernel, {"before": None}),
-    "shard": (
-        all_gather_matmul.shard_kernel,
-        {"BLOCK": all_gather_matmul._COPY_BLOCK},
-    ),
-    "all_gather_matmul": (
-        all_gather_matmul.all_gather_matmul_kernel,
-        {"PART": False},
-    ),
+    "shard": (all_gather_matmul.shard_kernel, {"BLOCK": all_gather_matmul._COPY_BLOCK}),
+    "all_gather_matmul": (all_gather_matmul.all_gather_matmul_kernel, {"PART": False}),
     "multiply_arriving": (
         all_gather_matmul.all_gather_matmul_kernel,
         {"PART": True, "fetching": all_gather_matmul.NO_FETCHING},

@@ -110,12 +110,7 @@ class Collectives:
         self._add("all_reduce", 2 * (self.world - 1) / self.world * _bytes(x))
 
     def alltoall_base(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        received: list[int],
-        sent: list[int],
-        options: Any,
+        self, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int], options: Any
     ) -> None:
         assert out.is_contiguous() and x.is_contiguous() and not options.asyncOp
         if sent:

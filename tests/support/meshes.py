@@ -99,12 +99,7 @@ def draw(
         mine = mine * mesh.shape[d] + coordinate[d]
     local = take(addends[mine], placements, mesh).contiguous()
     sharded = DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=(shape[1], 1),
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
     )
     wide = addends.double()
     return Drawn(sharded.requires_grad_(), wide.sum(0), wide.abs().sum(0))

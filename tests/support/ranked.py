@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from tests.support.reference import Expected
 from tests.support.scaled import Operand, scale_of_w, scale_of_x
 from tpkernels import LocalProduct, backends, groups
 from tpkernels.groups import GroupLike
+from tpkernels.launch import Ranks
 from tpkernels.symm import colocation
 from tpkernels.transport import point_to_point
 from tpkernels.transport.point_to_point import PeerLinks
@@ -296,18 +298,23 @@ def check_cases(
     return failures
 
 
-def cases_job(cases: Sequence[Case], workspace_bytes: int) -> list[str]:
-    with fresh_group(workspace_bytes) as group:
+def cases_job(cases: Sequence[Case], workspace_bytes: int, hosts: str) -> list[str]:
+    with on_hosts(hosts) if hosts else nullcontext(), fresh_group(workspace_bytes) as group:
+        assert not (hosts and groups.get(group.group_name).shared_memory)
         return check_cases(cases, group)
 
 
 def run_cases(
-    ranks: RanksFixture, world: int, cases: Sequence[Case], workspace_bytes: int = 1 << 20
+    ranks: RanksFixture,
+    world: int,
+    cases: Sequence[Case],
+    workspace_bytes: int = 1 << 20,
+    hosts: str = "",
 ) -> None:
-    """Runs the cases on ``world`` ranks and fails with the failures of all ranks."""
+    """Runs the cases on ``world`` ranks, on one host or as `on_hosts` has it, and fails with the
+    failures of all."""
     assert cases
-    results = ranks(world).run(cases_job, list(cases), workspace_bytes, timeout=240)
-    report(failure for rank in results for failure in rank)
+    check_job(ranks(world), cases_job, list(cases), workspace_bytes, hosts, timeout=240)
 
 
 def messages_of(attempts: Iterable[Callable[[], Any]], kind: Any = Exception) -> list[str]:
@@ -331,10 +338,7 @@ def unlike(attempts: Mapping[str, Callable[[], Any]], kind: Any = Exception) -> 
 
 
 def on_ranks(
-    world: int | None = None,
-    timeout: float = 120.0,
-    fixture: str = "ranks",
-    driver: bool = False,
+    world: int | None = None, timeout: float = 120.0, fixture: str = "ranks", driver: bool = False
 ) -> Callable[[Any], Any]:
     """Make a test of a function that runs on every rank and returns what is wrong there, as texts,
     or None. Its parameters are the test's. Without ``world``, a parameter of the test of that name
@@ -345,8 +349,7 @@ def on_ranks(
             ranks, count = values.pop(fixture), world or values.pop("world")
             path = values.pop("cuda_driver", None)
             job_of = (job.__module__, job.__name__, path, values)
-            results = ranks(count).run(_run_job, *job_of, timeout=timeout)
-            report(failure for failures in results for failure in failures or ())
+            check_job(ranks(count), _run_job, *job_of, timeout=timeout)
 
         own = [fixture, *(["cuda_driver"] if driver else []), *(["world"] if world is None else [])]
         names = [*own, *inspect.signature(job).parameters]
@@ -369,6 +372,14 @@ def _run_job(
         emulated.load(driver)
     failures: list[str] | None = getattr(importlib.import_module(module), name).job(**values)
     return failures
+
+
+def check_job(
+    ranks: Ranks, job: Callable[..., list[str] | None], *arguments: Any, timeout: float = 120.0
+) -> None:
+    """Run a job on all ranks and fail with what it returns, as texts, on any of them."""
+    results = ranks.run(job, *arguments, timeout=timeout)
+    report(failure for failures in results for failure in failures or ())
 
 
 def report(failures: Iterator[str]) -> None:

@@ -32,12 +32,7 @@ from tests.support.scaled import Operand, operand, scaled_weight
 from tpkernels.dtypes import accumulator
 
 # The largest magnitude up to which a dtype holds every integer.
-_EXACT = {
-    torch.float64: 2**53,
-    torch.float32: 2**24,
-    torch.float16: 2**11,
-    torch.bfloat16: 2**8,
-}
+_EXACT = {torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}
 NORM_EPS = 0.03  # so large that it shows
 _SECOND_ORDER = 1.01  # products of roundings, which the second bound leaves out
 

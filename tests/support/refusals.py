@@ -178,7 +178,10 @@ def collectives() -> Iterator[Refusal]:
     x = ones(4, 6)
     for name in ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_"):
         op = getattr(tpkernels, name)
-        yield no(NotImplementedError, UNSUPPORTED, op, x.to(INT))
+        moves, pattern = name == "all_gather", UNSUPPORTED
+        if moves:
+            pattern = "x has dtype bool; supported: .*float64, int64, int32"
+        yield no(NotImplementedError, pattern, op, x.to(torch.bool if moves else INT))
         pattern = "unknown algorithm 'rnig'; there are auto, unfused"
         yield no(ValueError, pattern, op, x, algorithm="rnig")
         pattern = "'pipelined' of .* overlaps a matmul, and this op has none"

@@ -160,13 +160,7 @@ def placements() -> Iterator[Refusal]:
         biases=torch.nested.nested_tensor([w], layout=torch.jagged),
     )
     pattern = "x has layout torch._mkldnn; the ops take dense tensors"
-    yield no(
-        NotImplementedError,
-        pattern,
-        tpkernels.all_reduce_rms_norm,
-        rows.to_mkldnn(),
-        columns,
-    )
+    yield no(NotImplementedError, pattern, tpkernels.all_reduce_rms_norm, rows.to_mkldnn(), columns)
     for layer, given in (
         (tpkernels.nn.ColumnParallelLinear, x),
         (tpkernels.nn.RowParallelLinear, x[:, :3]),

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from tests.support import hf_models, served
+from tpkernels.integrations.transformers.sampling import Logprob
 from tpkernels.integrations.transformers.serving.api import Prompts
 from tpkernels.integrations.transformers.serving.app import Service, make_app
 from tpkernels.integrations.transformers.serving.batcher import Batcher
@@ -27,6 +28,7 @@ class Output:
     generated_tokens: list[int]
     finished: bool = False
     error: str | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
 
     def is_finished(self) -> bool:
         return self.finished
@@ -79,7 +81,14 @@ class FakeManager:
                 return
             last = count == len(tokens) or tokens[count - 1] in options["eos_token_id"]
             error = self.error if last else None
-            self.output_router.deliver(Output(name, tokens[:count], last, error))
+            output = Output(name, tokens[:count], last, error)
+            if options["logprobs"] is not None:
+                seen = options["input_ids"][1:] * options["scored"] + tokens[:count]
+                tops = [[(token, -0.25), (7, -2.0)][: options["logprobs"]] for token in seen]
+                output.logprobs = [
+                    Logprob(token, -0.25, top) for token, top in zip(seen, tops, strict=True)
+                ]
+            self.output_router.deliver(output)
             if last:
                 return
 

@@ -30,19 +30,20 @@ def test_numpy_shares_symmetric_memory() -> list[str]:
         for dtype in SHARED:
             x = tpkernels.empty(5, 7, dtype=dtype, group=group)
             array = convert(x)
-            if array.ctypes.data != x.data_ptr() or array.shape != (5, 7):
-                wrong.append(f"{way} of {dtype} is a copy")
+            assert array.ctypes.data == x.data_ptr() and array.shape == (5, 7), (
+                f"{way} of {dtype} is a copy"
+            )
             if not array.flags.writeable:
                 wrong.append(f"{way} of {dtype} cannot be written")
                 continue
             array[:] = rank + 1
             seen = tpkernels.all_gather(x, group)
             want = torch.arange(1, world + 1).repeat_interleave(5)[:, None].expand(-1, 7)
-            if not torch.equal(seen, want.to(dtype)):
-                wrong.append(f"{way} of {dtype}: peers see other values")
+            assert torch.equal(seen, want.to(dtype)), f"{way} of {dtype}: peers see other values"
         half = tpkernels.empty(4, 4, dtype=torch.bfloat16, group=group)
-        if convert(half.view(torch.int16)).ctypes.data != half.data_ptr():
-            wrong.append(f"{way} of bits of bf16 is a copy")
+        assert convert(half.view(torch.int16)).ctypes.data == half.data_ptr(), (
+            f"{way} of bits of bf16 is a copy"
+        )
     return wrong
 
 

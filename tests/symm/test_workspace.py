@@ -70,11 +70,9 @@ def test_it_grows_up_to_workspace_bytes(nbytes: int) -> list[str]:
     group, failures = faults.group_of(dist.new_group()), []
     others = shared_memory()
     tpkernels.init(group, 20.0, nbytes)
-    workspace = groups.get(group.group_name).workspace
-    assert workspace is not None
+    workspace = faults.workspace_of(group)
     first = taken(group, others)
-    if not 0 < first <= 2 * host._FIRST_BUFFER + WORDS + HUGE_PAGES:
-        failures.append(f"{first} bytes at first")
+    assert 0 < first <= 2 * host._FIRST_BUFFER + WORDS + HUGE_PAGES, f"{first} bytes at first"
     before = workspace.channel.capacity
     for rows in (3, 300, 3000):
         whole = rows * group.size()
@@ -88,13 +86,14 @@ def test_it_grows_up_to_workspace_bytes(nbytes: int) -> list[str]:
         ):
             for way in ("direct", "pipelined")[: 2 if "matmul" in case.op else 1]:
                 failures += check(replace(case, algorithm=way, integers=True), group)
-        if not before <= workspace.channel.capacity <= nbytes:
-            failures.append(f"{rows} rows: {workspace.channel.capacity} bytes of {nbytes}")
+        assert before <= workspace.channel.capacity <= nbytes, (
+            f"{rows} rows: {workspace.channel.capacity} bytes of {nbytes}"
+        )
         before = workspace.channel.capacity
-    if (used := taken(group, others)) > 2 * nbytes + WORDS + HUGE_PAGES:
-        failures.append(f"{used} bytes of {nbytes}")
-    if nbytes > host._FIRST_BUFFER and before == host._FIRST_BUFFER:
-        failures.append("it did not grow")
+    assert (used := taken(group, others)) <= 2 * nbytes + WORDS + HUGE_PAGES, (
+        f"{used} bytes of {nbytes}"
+    )
+    assert nbytes <= host._FIRST_BUFFER or before != host._FIRST_BUFFER, "it did not grow"
     dist.destroy_process_group(group)
     return failures
 
@@ -169,15 +168,15 @@ def test_without_memory_calls_take_more_steps(poor: int, lacks: str) -> None:
     assert all(f"rank {poor}: simulated shortage of memory" in text for text in texts), texts
 
 
-def looks_job(late: int) -> tuple[float, float]:
-    """When a rank checked how much memory is free, and when it began to take some of it."""
+@on_ranks(2)
+def test_nobody_takes_memory_before_all_have_checked_for_it() -> None:
     group = faults.group_of(dist.new_group())
     tpkernels.init(group, 20.0, 16 * MIB)
     workspace, look = faults.workspace_of(group), host.short_of_memory
     commit, at = workspace._commit, {"look": 0.0, "commit": 0.0}
 
     def look_late(nbytes: int, world: int) -> str | None:
-        time.sleep(0.3 if group.rank() == late else 0.0)
+        time.sleep(0.3 if group.rank() else 0.0)
         at["look"] = time.monotonic()
         return look(nbytes, world)
 
@@ -189,12 +188,9 @@ def looks_job(late: int) -> tuple[float, float]:
         patch.setattr(host, "short_of_memory", look_late)
         patch.setattr(workspace, "_commit", commit_now)
         tpkernels.all_reduce(torch.ones(MIB), group, algorithm="direct")
-    return at["look"], at["commit"]
-
-
-def test_nobody_takes_memory_before_all_have_checked_for_it(ranks: RanksFixture) -> None:
-    looks, commits = zip(*ranks(2).run(looks_job, 1), strict=True)
-    assert 0 < max(looks) < min(commits), (looks, commits)
+    dist.all_gather_object(times := [{}, {}], at)
+    looks, commits = ([each[what] for each in times] for what in ("look", "commit"))
+    assert 0 < max(looks) < min(commits), times
 
 
 class _Region(SimpleNamespace):
@@ -238,13 +234,11 @@ def test_values_larger_than_a_buffer_are_exchanged() -> None:
 
 
 @on_ranks(2)
-def test_what_is_too_small_grows() -> list[str]:
+def test_what_is_too_small_grows() -> None:
     """All workspaces together take less than twice the largest. Calls that need ever more words,
     then ever more bytes, then more of both."""
-    failures = []
     with pretending(), fresh_group() as group:
-        workspace = groups.get(group.group_name).workspace
-        assert workspace is not None
+        workspace = faults.workspace_of(group)
         workspace.open_cuda(CPU, "fused", None)
         needs = [(1 << n, 1) for n in range(3, 12)] + [(1, 1 << n) for n in range(12, 20)]
         needs += [(1 << 15, 1 << 21), (1, 1)]
@@ -253,21 +247,22 @@ def test_what_is_too_small_grows() -> list[str]:
             memory = workspace.cuda(CPU, words, nbytes, "a call")
             after = memory.current
             case = f"{words} words, {nbytes} bytes"
-            if not after.holds(words, nbytes):
-                failures.append(f"{case}: too small")
-            if before.holds(words, nbytes) and after is not before:
-                failures.append(f"{case}: it grew")
+            assert after.holds(words, nbytes), f"{case}: too small"
+            assert not before.holds(words, nbytes) or after is before, f"{case}: it grew"
             if after is not before:
-                if before.words >= words and after.words != before.words:
-                    failures.append(f"{case}: its words grew from {before.words} to {after.words}")
-                if before.buffer_bytes >= nbytes and after.buffer_bytes != before.buffer_bytes:
-                    failures.append(f"{case}: its buffers grew to {after.buffer_bytes}")
-                if after.nbytes < 2 * before.nbytes:
-                    failures.append(f"{case}: {before.nbytes} and {after.nbytes} bytes")
+                assert before.words < words or after.words == before.words, (
+                    f"{case}: its words grew from {before.words} to {after.words}"
+                )
+                assert before.buffer_bytes < nbytes or after.buffer_bytes == before.buffer_bytes, (
+                    f"{case}: its buffers grew to {after.buffer_bytes}"
+                )
+                assert after.nbytes >= 2 * before.nbytes, (
+                    f"{case}: {before.nbytes} and {after.nbytes} bytes"
+                )
         total = sum(space.nbytes for space in memory.spaces)
-        if len(memory.spaces) < 5 or total >= 2 * memory.current.nbytes:
-            failures.append(f"{len(memory.spaces)} workspaces of {total} bytes")
-    return failures
+        assert len(memory.spaces) >= 5 and total < 2 * memory.current.nbytes, (
+            f"{len(memory.spaces)} workspaces of {total} bytes"
+        )
 
 
 def test_calls_by_ll_fit_at_first() -> None:

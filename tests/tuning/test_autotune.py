@@ -28,7 +28,7 @@ import tpkernels
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import TRUSTED, SharedMemory, pretending
-from tests.support.ranked import apart, fresh_group, on_ranks, report
+from tests.support.ranked import apart, check_job, fresh_group, on_ranks
 from tests.support.tiers import covering, thorough
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
 from tpkernels.backends import TABLES
@@ -54,8 +54,7 @@ CASES = [
 
 @pytest.mark.parametrize(("op", "fast", "always"), covering(CASES))
 @on_ranks(WORLD)
-def test_the_fastest_is_known_after_one_call(op: str, fast: str, always: bool) -> list[str]:
-    failures = []
+def test_the_fastest_is_known_after_one_call(op: str, fast: str, always: bool) -> None:
     slow = {name: 0.01 if name == fast else 0.02 for name in WAYS}
     with fresh_group(autotune=always or None) as group, watched(slow) as made:
         expected = call(op, group, algorithm="unfused")
@@ -67,17 +66,14 @@ def test_the_fastest_is_known_after_one_call(op: str, fast: str, always: bool) -
         made.clear()
         results.append(call(op, group))
         plan = plan_of(group)
-    if not all(torch.equal(result, expected) for result in results):
-        failures.append("other bits")
+    assert all(torch.equal(result, expected) for result in results), "other bits"
     needed = {"unfused", "direct", "ring"} | ({"pipelined"} if "matmul" in op else set())
-    if set(tried) != needed or min(tried.values()) < 4:
-        failures.append(f"tried {tried}")
-    if plan.algorithm != fast or not plan.reason.startswith("tried: "):
-        failures.append(f"{plan.algorithm}: {plan.reason}")
+    assert set(tried) == needed and min(tried.values()) >= 4, f"tried {tried}"
+    assert plan.algorithm == fast and plan.reason.startswith("tried: "), (
+        f"{plan.algorithm}: {plan.reason}"
+    )
     # What `direct` does in the extension does not pass through the table.
-    if made not in ({}, {fast: 1}):
-        failures.append(f"afterwards {made}")
-    return failures
+    assert made in ({}, {fast: 1}), f"afterwards {made}"
 
 
 def slow_rank_job() -> list[str]:
@@ -158,8 +154,9 @@ def untuned_job() -> list[str]:
         made.clear()
         with tuned():
             got = run(torch.ones(64))
-        if sum(made.values()) < 6 or not torch.equal(got, torch.full((64,), 4.0 * WORLD)):
-            failures.append(f"compiled: {made}, {got}")
+        assert sum(made.values()) >= 6 and torch.equal(got, torch.full((64,), 4.0 * WORLD)), (
+            f"compiled: {made}, {got}"
+        )
     return failures
 
 
@@ -238,10 +235,9 @@ def apart_job() -> list[str]:
     return [] if right else [f"{made}, {plan.reason}"]
 
 
-def cuda_job(driver: str) -> list[str]:
+@emulated.on_ranks(2)
+def test_nothing_is_tuned_in_a_capture() -> None:
     """CPU tensors on the way of CUDA tensors. What is met in a capture is tuned after it."""
-    emulated.load(driver)
-    failures = []
     with pretending() as patch:
         patch.setattr(Group, "uses_gloo", lambda *_: False)
         group = faults.new_group()
@@ -252,19 +248,19 @@ def cuda_job(driver: str) -> list[str]:
                 patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
                 got = tpkernels.all_gather(x, group)
                 measured = own(group).measured.tables["cuda"].measurements
-                if bool(measured) == captured or got[:, 0].tolist() != [1.0] * 8 + [2.0] * 8:
-                    failures.append(f"captured {captured}: {measured}")
+                assert bool(measured) != captured and got[:, 0].tolist() == [1.0] * 8 + [2.0] * 8, (
+                    f"captured {captured}: {measured}"
+                )
             tpkernels.all_gather(x, group)
-            if not plan_of(group).reason.startswith("tried: "):
-                failures.append(plan_of(group).reason)
-    return failures
+            assert plan_of(group).reason.startswith("tried: "), plan_of(group).reason
 
 
-def graph_job(driver: str, fault: str) -> list[str]:
+@pytest.mark.parametrize("fault", ["", "no capture", "no memory"])
+@emulated.on_ranks(2)
+def test_captures_go_by_times_of_graphs(fault: str) -> None:
     """Eager calls and those in graphs have tables of their own; without being asked, where
     algorithms are qualified. Nothing of the second group is kept for graphs, which are gone.
     ``fault``: `unfused` cannot be captured, or `direct` has no memory when it is called."""
-    emulated.load(driver)
     made: list[str] = []
     kept: list[object] = []
 
@@ -317,13 +313,8 @@ def graph_job(driver: str, fault: str) -> list[str]:
         patch.setattr(streams, "is_captured", lambda _: False)
         series = [one.series.options for one in own(group).measured.tables["cuda"].measurements]
     expected = {False: ["unfused"], True: ["unfused" if fault else "direct"]}
-    right = taken == expected and series == [(), ("captured",)][: 1 if fault == "no capture" else 2]
-    return [] if right and not kept else [f"{taken} {series} {kept}"]
-
-
-@pytest.mark.parametrize("fault", ["", "no capture", "no memory"])
-def test_captures_go_by_times_of_graphs(ranks: RanksFixture, cuda_driver: str, fault: str) -> None:
-    report(f for rank in ranks(2).run(graph_job, cuda_driver, fault) for f in rank)
+    known = [(), ("captured",)][: 1 if fault == "no capture" else 2]
+    assert taken == expected and series == known and not kept, (taken, series, kept)
 
 
 class LittleMemory(SharedMemory):
@@ -336,10 +327,9 @@ class LittleMemory(SharedMemory):
         return torch.empty(nbytes, **options)
 
 
-def little_memory_job(driver: str) -> list[str]:
+@emulated.on_ranks(2)
+def test_a_workspace_without_memory_is_left_out() -> None:
     """A call on GPUs whose workspace cannot grow: named, measured to be fastest, and tuned."""
-    emulated.load(driver)
-    failures: list[str] = []
     with pretending(LittleMemory) as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         patch.setattr(Group, "uses_gloo", lambda *_: False)
@@ -348,51 +338,37 @@ def little_memory_job(driver: str) -> list[str]:
 
         def gather(x: torch.Tensor, algorithm: str = "auto") -> None:
             got = tpkernels.all_gather(x, group, algorithm=algorithm)
-            if got[:: len(x), 0].tolist() != [1.0, 2.0]:
-                failures.append(f"{algorithm}, {len(x)} rows: {got[:: len(x), 0]}")
+            assert got[:: len(x), 0].tolist() == [1.0, 2.0], f"{algorithm}, {len(x)} rows"
 
         def left_out(how: str) -> None:
             found = list(own(group).measured.failures.values())
-            if len(found) != 1 or "CUDA out of memory" not in found[0].get("direct", ""):
-                failures.append(f"{how}: {found}")
+            assert len(found) == 1 and "CUDA out of memory" in found[0].get("direct", ""), how
             own(group).measured.failures.clear()
 
         own(group).measured.tables["cuda"] = Table()
         gather(few, "direct")
         for _ in range(2):
             ending = faults.ending_of(lambda: gather(many, "direct"))
-            if (
-                ending.error != "WorkspaceMemoryError"
-                or "rank 1 cannot allocate" not in ending.text
-            ):
-                failures.append(f"named: {ending}")
+            assert (
+                ending.error == "WorkspaceMemoryError" and "rank 1 cannot allocate" in ending.text
+            ), f"named: {ending}"
         gather(few, "direct")
         with tpkernels.autotune(group):
             gather(many)
         [tuned] = own(group).measured.tables["cuda"].measurements
-        if "direct" in tuned.ms:
-            failures.append(f"tuned: {tuned}")
+        assert "direct" not in tuned.ms, f"tuned: {tuned}"
         left_out("tuned")
         ms = {"unfused": 2.0, "direct": 1.0}
         own(group).use_times("cuda", Table((replace(tuned, ms=ms),)))
         gather(many)  # by `direct` first
         gather(many)
-        if (plan := plan_of(group)).algorithm != "unfused":
-            failures.append(f"again: {plan}")
+        assert (plan := plan_of(group)).algorithm == "unfused", f"again: {plan}"
         left_out("measured")
         gather(few, "direct")
     told = ["'direct' has no memory" in str(warning.message) for warning in warned]
-    if told != [True] * (2 if dist.get_rank() == 0 else 0):
-        failures.append(f"{[str(warning.message) for warning in warned]}")
-    return failures
-
-
-def test_a_workspace_without_memory_is_left_out(ranks: RanksFixture, cuda_driver: str) -> None:
-    report(f for rank in ranks(2).run(little_memory_job, cuda_driver) for f in rank)
-
-
-def test_nothing_is_tuned_in_a_capture(ranks: RanksFixture, cuda_driver: str) -> None:
-    report(f for rank in ranks(2).run(cuda_job, cuda_driver) for f in rank)
+    assert told == [True] * (2 if dist.get_rank() == 0 else 0), (
+        f"{[str(warning.message) for warning in warned]}"
+    )
 
 
 @pytest.mark.thorough
@@ -447,4 +423,4 @@ def threads_job() -> list[str]:
     "job", [slow_rank_job, kinds_job, untuned_job, apart_job, thorough(threads_job)]
 )
 def test_autotune(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(failure for rank in ranks(WORLD).run(job) for failure in rank)
+    check_job(ranks(WORLD), job)

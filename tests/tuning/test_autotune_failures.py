@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.ranked import apart, fresh_group, on_ranks, report
+from tests.support.ranked import apart, check_job, fresh_group, on_ranks
 from tests.support.tuned import ROWS, WORLD, call, own, plan_of, watched
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.groups.group import Group
@@ -36,7 +36,7 @@ OP = "matmul_all_reduce"
     ],
 )
 @on_ranks(WORLD)
-def test_what_fails_on_one_rank_is_left_out(op: str, way: str, late: bool) -> list[str]:
+def test_what_fails_on_one_rank_is_left_out(op: str, way: str, late: bool) -> None:
     """An algorithm fails on one rank, in its first run or in a later one. It is not taken for
     nearly as many rows either."""
     runs = 0
@@ -47,29 +47,24 @@ def test_what_fails_on_one_rank_is_left_out(op: str, way: str, late: bool) -> li
         if name == way and dist.get_rank() == FAULTY and runs > 3 * late:
             raise MemoryError("no room for the test")
 
-    failures = []
     with fresh_group() as group, watched(before=fail) as made, tpkernels.autotune(group):
         expected = call(op, group, algorithm="ring")
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             results = [call(op, group), call(op, group)]
         (reason,) = own(group).measured.failures.values()
-        if not all(torch.equal(result, expected) for result in results):
-            failures.append("other bits")
-        if plan_of(group).algorithm == way:
-            failures.append(f"takes '{way}' all the same")
+        assert all(torch.equal(result, expected) for result in results), "other bits"
+        assert plan_of(group).algorithm != way, f"takes '{way}' all the same"
         made.clear()
         call(op, group)
         call(op, group, ROWS + WORLD)
-        if made[way] or max(made.values(), default=0) > 2:
-            failures.append(f"tries again {made}")
+        assert not made[way] and max(made.values(), default=0) <= 2, f"tries again {made}"
     texts = [str(each.message) for each in given]
     why = f"algorithm '{way}' failed when it was tuned: rank {FAULTY}: MemoryError: no room"
-    if list(reason) != [way] or f"algorithm '{way}' {reason[way]}" not in f"{why} for the test":
-        failures.append(f"left out {reason}")
-    if any(why in text for text in texts) != (dist.get_rank() == 0):
-        failures.append(f"warnings {texts}")
-    return failures
+    assert list(reason) == [way] and f"algorithm '{way}' {reason[way]}" in f"{why} for the test", (
+        f"left out {reason}"
+    )
+    assert any(why in text for text in texts) == (dist.get_rank() == 0), f"warnings {texts}"
 
 
 def only_one_left_job() -> list[str]:
@@ -92,10 +87,10 @@ def only_one_left_job() -> list[str]:
         return [] if right and plan.algorithm != "direct" else [f"{made}, {plan.reason}"]
 
 
-def hidden_failure_job() -> list[str]:
+def hidden_failure_job() -> None:
     """`pipelined` cannot be planned on one rank; a failure of `direct` shows after the call, as
     that of a kernel on a GPU."""
-    check, implementation, failures = Group.check_kernels, planned_calls.implementation, []
+    check, implementation = Group.check_kernels, planned_calls.implementation
     for way in ("pipelined", "direct"):
 
         def checked(self: Group, text: str, way: str = way) -> None:
@@ -119,9 +114,9 @@ def hidden_failure_job() -> list[str]:
             warnings.simplefilter("ignore")
             call(OP, group)
             (left,) = own(group).measured.failures.values()
-            if list(left) != [way] or plan_of(group).algorithm == way:
-                failures.append(f"{way}: {left}, {plan_of(group).reason}")
-    return failures
+            assert list(left) == [way] and plan_of(group).algorithm != way, (
+                f"{way}: {left}, {plan_of(group).reason}"
+            )
 
 
 def process_group_job() -> faults.Report:
@@ -196,8 +191,9 @@ def skipped_job(what: str) -> list[str]:
             got = [call(OP, group) for _ in range(2)]
     failures = [] if set(made) <= {"direct"} else [f"{made}"]
     failures += [] if all(torch.equal(each, expected) for each in got) else ["bits"]
-    if any("not tuned: " in str(each.message) for each in given) != (dist.get_rank() == 0):
-        failures.append(f"{[str(each.message) for each in given]}")
+    assert any("not tuned: " in str(each.message) for each in given) == (dist.get_rank() == 0), (
+        f"{[str(each.message) for each in given]}"
+    )
     return failures
 
 
@@ -212,7 +208,7 @@ def skipped_job(what: str) -> list[str]:
 def test_what_cannot_be_tuned(
     ranks: RanksFixture, job: Callable[..., list[str]], arguments: tuple[Any, ...]
 ) -> None:
-    report(f for rank in ranks(WORLD).run(job, *arguments) for f in rank)
+    check_job(ranks(WORLD), job, *arguments)
 
 
 def lost_job(number: int, timeout: float) -> tuple[faults.Report, float] | None:

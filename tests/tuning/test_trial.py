@@ -19,7 +19,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
-from tests.support.ranked import fresh_group, on_ranks, report
+from tests.support.ranked import check_job, fresh_group, on_ranks
 from tests.support.tuned import WORLD, call, operands, own, plan_of, watched
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.tuning import tuner
@@ -60,14 +60,13 @@ def test_the_fastest_stays(op: str, fast: str) -> list[str]:
     return failures + called
 
 
-def off_job() -> list[str]:
+def off_job() -> None:
     """No trial where the choice is made."""
-    failures, op = [], "matmul_all_reduce"
+    op = "matmul_all_reduce"
     with fresh_group(autotune=False) as group, watched() as made:
         for _ in range(UNTRIED_CALLS + 6):
             call(op, group)
-        if not plan_of(group).reason or len(made) > 1:
-            failures.append(f"autotune=False tried {made}")
+        assert plan_of(group).reason and len(made) <= 1, f"autotune=False tried {made}"
     with fresh_group() as group, watched() as made:
         call(op, group)
         (key,) = own(group).measured.trials
@@ -77,26 +76,20 @@ def off_job() -> list[str]:
         made.clear()
         for _ in range(UNTRIED_CALLS + 6):
             call(op, group)
-        if set(made) != {"unfused"}:
-            failures.append(f"what was tuned was tried: {made}")
+        assert set(made) == {"unfused"}, f"what was tuned was tried: {made}"
     with fresh_group() as group, watched() as made:
         for _ in range(UNTRIED_CALLS + 6):
             call(op, group, algorithm="pipelined")
-        if set(made) != {"pipelined"}:
-            failures.append(f"what was asked for was tried: {made}")
-    return failures
+        assert set(made) == {"pipelined"}, f"what was asked for was tried: {made}"
 
 
-def bits_job() -> list[str]:
+def bits_job() -> None:
     """Trials never change bits. Few rows too, whose products by parts may round differently."""
-    failures = []
     for rows, dtype in itertools.product((1, 16, 47), (torch.float32, torch.bfloat16)):
         x, w = operands("matmul_all_reduce", rows, dtype)
         with fresh_group() as group:
             results = [tpkernels.matmul_all_reduce(x, w, group) for _ in range(MOST_CALLS)]
-        if not all(torch.equal(result, results[0]) for result in results):
-            failures.append(f"{rows} rows of {dtype}")
-    return failures
+        assert all(torch.equal(result, results[0]) for result in results), f"{rows} rows of {dtype}"
 
 
 def layouts_job() -> list[str]:
@@ -139,7 +132,7 @@ def threads_job() -> list[str]:
 
 @pytest.mark.parametrize("job", [off_job, bits_job, layouts_job, threads_job])
 def test_trials(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    report(f for rank in ranks(WORLD).run(job) for f in rank)
+    check_job(ranks(WORLD), job)
 
 
 VICTIM = 1

@@ -21,10 +21,10 @@ from tpkernels.integrations.transformers.generator import (
     Completions,
     Driver,
     Generator,
-    Sampling,
     prompt_tokens,
 )
 from tpkernels.integrations.transformers.loading import load_tokenizer, preload
+from tpkernels.integrations.transformers.sampling import Sampling
 from tpkernels.launch import Ranks
 from tpkernels.launch.session import (
     all_gather_objects,
@@ -54,6 +54,17 @@ def generate(
     top_p: Annotated[
         float, Option(help="Sample among the likeliest tokens of this total probability.")
     ] = 1.0,
+    min_p: Annotated[
+        float,
+        Option(help="Sample among tokens with this share of the likeliest one's probability."),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, Option(help="Above 1: less of what the prompt or the text has.")
+    ] = 1.0,
+    presence_penalty: Annotated[float, Option(help="Above 0: less of what the text has.")] = 0.0,
+    frequency_penalty: Annotated[
+        float, Option(help="The same, for each time that the text has it.")
+    ] = 0.0,
     seed: Annotated[
         int | None, Option(help="The same seed samples the same; by default random.")
     ] = None,
@@ -64,6 +75,7 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="One JSON object; see the docs.")] = False,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
+    plan: options.PlanFile = None,
     weights: options.Weights = None,
     device: options.Device = None,
     threads: options.Threads = 1,
@@ -74,7 +86,7 @@ def generate(
         ),
     ] = 300,
 ) -> None:
-    """Continue prompts with a model of the Llama family on several ranks.
+    """Continue prompts with a model of transformers on several ranks.
 
     The text does not depend on the number of ranks, except where two tokens are equally likely
     up to rounding. Also under torchrun: torchrun --nproc-per-node 2 -m -- tpkernels generate ...
@@ -93,9 +105,18 @@ def generate(
         except UnicodeEncodeError as error:
             raise UsageError(f"--prompt {text[:60]!a} is not UTF-8") from error
     sampling = Sampling(
-        max_new_tokens, temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        secrets.randbits(32) if seed is None else seed,
     )
-    held = (model, where, dtype_name, ffn_only, options.checked_weights(weights, where))
+    checked = options.checked_weights(weights, where)
+    held = (model, where, dtype_name, ffn_only, checked, options.plan_in(plan))
     try:
         sampling.check()
         if not under_torchrun():

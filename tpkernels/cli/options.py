@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Option
 
-from tpkernels.terminal import DTYPES, UsageError
+from tpkernels.terminal import DTYPES, UsageError, read_input
 
 Ranks = Annotated[
     int | None, Option("--nproc", "--tp", help="Number of ranks; default 2, or torchrun's.")
@@ -28,6 +30,10 @@ Weights = Annotated[
     Option(help="int8: half of bf16's bytes, on CPUs; by default the parameters' dtype."),
 ]
 FfnOnly = Annotated[bool, Option("--ffn-only", help="Split the feed-forward layers only.")]
+PlanFile = Annotated[
+    Path | None,
+    Option("--plan", help="JSON file with a style for each module; by default the model's plan."),
+]
 AsJson = Annotated[bool, Option("--json", help="One JSON object instead of tables.")]
 
 
@@ -39,3 +45,23 @@ def checked_weights(text: str | None, device: str) -> Literal["int8"] | None:
     if text != "int8" or device != "cpu":
         raise UsageError(f"--weights is {text!r} on {device}; it can be int8, on cpu")
     return "int8"
+
+
+_MOST_PLAN = 1 << 20  # bytes of its file
+
+
+def plan_in(path: Path | None) -> dict[str, str] | None:
+    """Return the plan in a file: styles by names of modules, which `tpkernels.parallelize` checks.
+    Raise UsageError if the file has none."""
+    if path is None:
+        return None
+    try:
+        plan = json.loads(read_input(path, most=_MOST_PLAN))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"'{path}' is not JSON: {error}") from error
+    if not (plan and isinstance(plan, dict) and all(isinstance(s, str) for s in plan.values())):
+        raise UsageError(
+            f"'{path}' is not a plan: one object with a style for each module, such as "
+            '{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}'
+        )
+    return plan

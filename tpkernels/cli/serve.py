@@ -33,6 +33,7 @@ def serve(
     ] = None,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
+    plan: options.PlanFile = None,
     weights: options.Weights = None,
     max_requests: Annotated[int, Option(help="Requests in a batch.")] = 32,
     max_waiting: Annotated[
@@ -85,6 +86,7 @@ def serve(
         name=name or Path(model).resolve().stem,
         dtype=None if dtype is None else dtype_named(dtype),
         ffn_only=ffn_only,
+        plan=options.plan_in(plan),
         weights=options.checked_weights(weights, "cpu"),
         max_requests=max_requests,
         max_waiting=max_waiting,

@@ -28,6 +28,7 @@ def shard(
     ] = False,
     out: Annotated[Path | None, Option(help="Folder to write to.")] = None,
     ffn_only: options.FfnOnly = False,
+    plan_file: options.PlanFile = None,
     dtype: options.CheckpointDtype = None,
     force: Annotated[
         bool, Option("--force", help="Replace a model that is in the folder of --out.")
@@ -42,9 +43,10 @@ def shard(
     if not dry_run and out is None:
         raise UsageError("pass --out DIR to write the shards to, or --dry-run")
     torch_dtype = None if dtype is None else dtype_named(dtype)
+    styles = options.plan_in(plan_file)
     screen = console()
     try:
-        plan = plan_shards(model, ranks, ffn_only=ffn_only, dtype=torch_dtype)
+        plan = plan_shards(model, ranks, plan=styles, ffn_only=ffn_only, dtype=torch_dtype)
         if as_json:
             typer.echo(json.dumps(plan.to_json(), indent=2))
         else:
@@ -86,12 +88,12 @@ def _show(plan: ShardPlan, out: Console) -> None:
     sizes = [plan.nbytes(rank) for rank in range(plan.ranks)]
     for text in _by_rank([f"{size} bytes ({byte_size(size)})" for size in sizes]).split("; "):
         out.print(f"Parameters on each rank: {text}", markup=False)
-    groups = plan.blueprint.model.config.num_key_value_heads
+    heads = plan.blueprint.model.config.num_attention_heads
     for rank, names in plan.without().items():
         modules = ", ".join(sorted({name.split(".")[-2] for name in names}))
         out.print(
             f"Rank {rank} has no part of {modules} and multiplies by zeros there. Attention is "
-            f"split by whole key-value groups, of which this model has {groups}.",
+            f"split by whole heads, of which this model has {heads}.",
             markup=False,
         )
 

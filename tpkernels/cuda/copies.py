@@ -44,8 +44,7 @@ from tpkernels.symm.gpu_memory import GpuSegment
 
 def flags_take_kernels(device: torch.device) -> bool:
     """Return whether each flag of a call that is made now takes a kernel, not a stream's write."""
-    loaded = kernels(device_and_stream(device)[0])
-    return not loaded.streams_write(streams.is_captured(device))
+    return streams.is_captured(device) or not kernels(device_and_stream(device)[0]).streams_write()
 
 
 class CopyCall:

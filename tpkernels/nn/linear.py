@@ -61,7 +61,7 @@ class ParallelLinear(ShardedModule):
         in_features: int,
         out_features: int,
         group: GroupLike,
-        sizes: Sequence[int] | None,
+        sizes: Sequence[int] | Split | None,
         *,
         bias: bool = True,
         **options: Unpack[LayerOptions],
@@ -247,7 +247,7 @@ class ColumnParallelLinear(ParallelLinear):
         *,
         bias: bool = True,
         gather_output: bool = False,
-        out_sizes: Sequence[int] | None = None,
+        out_sizes: Sequence[int] | Split | None = None,
         stand_in: int = 0,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -483,7 +483,9 @@ class MergedColumnParallelLinear(_SharedInputLinears):
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of grouped-query attention, split over ``world`` ranks by whole key-value groups."""
+    """Heads of grouped-query attention, split over ``world`` ranks by whole key-value groups. If
+    there are more ranks than groups, several ranks share a group: each has its key-value head and
+    some of its query heads."""
 
     heads: int
     kv_heads: int
@@ -497,21 +499,53 @@ class Heads:
                 f"head_dim={self.head_dim} >= 1"
             )
 
-    def split_of(self, name: str) -> dict[str, Any]:
-        """Return how a projection in `QKV` is split, as options of `ColumnParallelLinear`. A rank
-        without heads returns zeros of one key-value group."""
-        width = self.head_dim * (self.heads // self.kv_heads if name == "q_proj" else 1)
-        groups_by_rank = balanced_sizes(self.kv_heads, self.world)
-        return {"out_sizes": [count * width for count in groups_by_rank], "stand_in": width}
+    @property
+    def sharers(self) -> list[int]:
+        """Return how many ranks share each group; an empty list if none is shared."""
+        shared = self.world > self.kv_heads and self.heads > self.kv_heads
+        return balanced_sizes(self.world, self.kv_heads) if shared else []
+
+    @property
+    def query_heads(self) -> list[int]:
+        """Return the query heads of each rank."""
+        per_group = self.heads // self.kv_heads
+        if self.sharers:
+            return [n for ranks in self.sharers for n in balanced_sizes(per_group, ranks)]
+        return [count * per_group for count in balanced_sizes(self.kv_heads, self.world)]
+
+    @property
+    def queries_per_group(self) -> list[int]:
+        """Return the query heads for each key-value head of each rank, with the stand-ins of ranks
+        without heads."""
+        per_group = self.heads // self.kv_heads
+        return [max(1, n) if self.sharers else per_group for n in self.query_heads]
+
+    def split_of(self, name: str, width: int | None = None) -> dict[str, Any]:
+        """Return how a projection in `QKV`, or another by query heads of ``width``, is split, as
+        options of `ColumnParallelLinear`. A rank without heads returns zeros of one key-value
+        head and its query heads."""
+        width, of_keys = width or self.head_dim, name in ("k_proj", "v_proj")
+        if not of_keys:
+            stand_in = width if self.sharers else width * (self.heads // self.kv_heads)
+            return {"out_sizes": [n * width for n in self.query_heads], "stand_in": stand_in}
+        if not self.sharers:
+            sizes = [n * width for n in balanced_sizes(self.kv_heads, self.world)]
+            return {"out_sizes": sizes, "stand_in": width}
+        group_of_rank = [group for group, ranks in enumerate(self.sharers) for _ in range(ranks)]
+        sizes = [width if n else 0 for n in self.query_heads]
+        pairs = zip(group_of_rank, sizes, strict=True)
+        ranges = tuple(((group * width, size),) for group, size in pairs)
+        return {"out_sizes": Split(0, tuple(sizes), 0, ranges), "stand_in": width}
 
 
 class QKVParallelLinear(_SharedInputLinears):
     """The query, key and value projections of grouped-query attention, as one operation.
 
     Each rank gets whole key-value groups: a key head, its value head and the query heads that
-    attend to them. Groups that do not divide by the ranks are split as evenly as possible. A rank
-    without a group returns one of zeros, so that the attention needs no special case; the output
-    projection has no weights for it.
+    attend to them. Groups that do not divide by the ranks are split as evenly as possible; if there
+    are fewer than ranks, ranks share a group: each has its key and value head and some of its query
+    heads. A rank without query heads returns one of zeros, so that the attention needs no special
+    case; the output projection has no weights for it.
 
     Args:
         hidden_size: input features.
@@ -539,8 +573,8 @@ class QKVParallelLinear(_SharedInputLinears):
         _, world = position(groups.name_of(group))
         split = Heads(heads, kv_heads, head_dim, world)
         layers = {name: split.split_of(name) for name in QKV}
-        for layer in layers.values():
-            layer["out_features"] = sum(layer["out_sizes"])
+        for name, layer in layers.items():
+            layer["out_features"] = (heads if name == "q_proj" else kv_heads) * head_dim
         super().__init__(hidden_size, layers, group=group, bias=bias, **options)
         self.heads = split
 

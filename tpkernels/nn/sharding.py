@@ -8,8 +8,9 @@ or unsharded tensors, of which each rank keeps its shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 import torch
@@ -68,20 +69,34 @@ class Split:
     dim: int
     sizes: tuple[int, ...]
     rank: int
+    #: (begin, size) of the ranges that make up each rank's shard, if it is not a single one
+    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     @classmethod
     def of(
-        cls, dim: int, total: int, group: str, what: str, sizes: Sequence[int] | None = None
+        cls, dim: int, total: int, group: str, what: str, sizes: Sequence[int] | Split | None = None
     ) -> Split:
         """Split ``total`` entries of ``what`` over a group: into ``sizes``, by default balanced.
         Raise ValueError if the sizes do not fit."""
         rank, world = position(group)
+        if isinstance(sizes, Split):
+            return replace(sizes, rank=rank)
         if sizes is None:
             return cls(dim, tuple(shard_sizes(total, world)), rank)
         checked = check_sizes(sizes, world)
         if sum(checked) != total:
             raise ValueError(f"the split {list(checked)} of {what} does not add up to {total}")
         return cls(dim, checked, rank)
+
+    @classmethod
+    def packed(cls, dim: int, parts: Sequence[Sequence[int]]) -> Split:
+        """Split a dim of which one part follows another: rank r has ``part[r]`` entries of each."""
+        ranges = []
+        for r in range(len(parts[0])):
+            begins = accumulate(map(sum, parts), initial=0)
+            pairs = zip(begins, parts, strict=False)
+            ranges.append(tuple((begin + sum(part[:r]), part[r]) for begin, part in pairs))
+        return cls(dim, tuple(map(sum, zip(*parts, strict=True))), 0, tuple(ranges))
 
     @property
     def offset(self) -> int:
@@ -96,11 +111,46 @@ class Split:
     @property
     def total(self) -> int:
         """Return the unsharded size."""
-        return sum(self.sizes)
+        if self.ranges is None:
+            return sum(self.sizes)
+        return max(begin + size for ranges in self.ranges for begin, size in ranges)
+
+    @property
+    def replicated(self) -> bool:
+        """Return whether several ranks have the same entries."""
+        return sum(self.sizes) > self.total
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether no rank before this one has its entries."""
+        return self.ranges is None or self.ranges.index(self.ranges[self.rank]) == self.rank
 
     def shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of an unsharded tensor, as a view."""
-        return full.narrow(self.dim, self.offset, self.size)
+        """Return this rank's shard of an unsharded tensor, as a view if it is one range."""
+        if self.ranges is None:
+            return full.narrow(self.dim, self.offset, self.size)
+        return torch.cat(
+            [full.narrow(self.dim, *each) for each in self.ranges[self.rank]], self.dim
+        )
+
+    def chunks(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Return the ranges of this rank's shard ``local``, as views, with where they begin."""
+        if self.ranges is None:
+            return [(self.offset, local)]
+        begins, sizes = zip(*self.ranges[self.rank], strict=True)
+        return list(zip(begins, local.split(sizes, self.dim), strict=True))
+
+    def unsharded(self, shards: torch.Tensor, *, add: bool = False) -> torch.Tensor:
+        """Return the unsharded tensor, given the concatenated shards of all ranks. Entries that
+        several ranks have are the same, or are to be added."""
+        if self.ranges is None:
+            return shards
+        full = torch.zeros(self.full_shape(shards.shape), dtype=shards.dtype, device=shards.device)
+        for rank, shard in enumerate(shards.split(self.sizes, self.dim)):
+            for begin, chunk in replace(self, rank=rank).chunks(shard):
+                place = full.narrow(self.dim, begin, chunk.shape[self.dim])
+                place.copy_(place + chunk if add else chunk)
+        return full
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of this rank's shard, given that of a tensor or of any shard."""
@@ -134,7 +184,8 @@ class ShardTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Gather the unsharded tensor on every rank. Collective: all ranks call it."""
         split = self.placement
-        return all_gather(self.local, self.group, split.dim, shard_sizes=split.sizes)
+        shards = all_gather(self.local, self.group, split.dim, shard_sizes=split.sizes)
+        return split.unsharded(shards)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -197,14 +248,17 @@ class ShardTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        if self.local.numel() == 0:
-            return []
-        offsets = [0] * self.dim()
-        offsets[self.placement.dim] = self.placement.offset
-        return [ChunkStorageMetadata(torch.Size(offsets), self.local.size())]
+        dim, chunks = self.placement.dim, []
+        for begin, chunk in self.placement.chunks(self.local):
+            offsets = [0] * self.dim()
+            offsets[dim] = begin
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.size()))
+        return chunks if self.local.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.local
+        chunks = self.placement.chunks(self.local)
+        begin = chunks[0][0] if index.offset is None else index.offset[self.placement.dim]
+        return dict(chunks)[begin]
 
 
 class SequenceOptions(TypedDict, total=False):
@@ -261,7 +315,8 @@ class ShardedModule(nn.Module):
             if parameter is not None:
                 to_state = partial(ShardTensor, split=split, group=self.group)
                 from_state = partial(_shard_of, split=split, shape=parameter.shape)
-                mark(parameter, Mark(self.group, to_state, from_state))
+                total = partial(_sum_replicas, split, self.group) if split.replicated else None
+                mark(parameter, Mark(self.group, to_state, from_state, split.is_first, total))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -335,6 +390,13 @@ class ShardedModule(nn.Module):
                 shard = self.get_parameter(name).detach()
             values[key] = shard.clone() if assign else shard
         super()._load_from_state_dict(values, prefix, local_metadata, *args)
+
+
+def _sum_replicas(split: Split, group: str, grad: torch.Tensor) -> torch.Tensor:
+    """Return a shard's gradient, given this rank's part of it."""
+    grads = grad.to(dtypes.accumulator(grad.dtype)).contiguous()
+    shards = all_gather(grads, group, split.dim, shard_sizes=split.sizes)
+    return split.shard(split.unsharded(shards, add=True)).to(grad.dtype)
 
 
 def _shard_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Tensor:
@@ -413,19 +475,23 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
     """
     shards = {
-        id(part.get_parameter(name)): part.group
+        id(part.get_parameter(name)): (part.group, split.is_first)
         for part in module.modules()
         if isinstance(part, ShardedModule)
-        for name in part.splits
+        for name, split in part.splits.items()
     }
-    gradients = [(p.grad, shards.get(id(p))) for p in module.parameters() if p.grad is not None]
+    gradients = [
+        (p.grad, *shards.get(id(p), (None, True)))
+        for p in module.parameters()
+        if p.grad is not None
+    ]
     device = gradients[0][0].device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     # Groups in the order of the modules, which is the same on every rank.
-    for group in dict.fromkeys([None, *shards.values()]):
+    for group in dict.fromkeys([None, *(owner for owner, _ in shards.values())]):
         squares = torch.zeros(1, dtype=torch.float64, device=device)
-        for gradient, owner in gradients:
-            if owner == group:
+        for gradient, owner, is_first in gradients:
+            if owner == group and is_first:
                 square: Any = gradient.detach().to(torch.float64).square().sum()
                 squares += square.full_tensor() if hasattr(square, "full_tensor") else square
         total += (squares if group is None else all_reduce(squares, group)).squeeze()
@@ -433,6 +499,6 @@ def clip_grad_norm_(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
-    for gradient, _ in gradients:
+    for gradient, *_ in gradients:
         gradient.detach().mul_(factor)
     return norm.float()

@@ -51,6 +51,9 @@ class Mark:
     group: str  #: whose ranks hold the shards
     to_state: Callable[[torch.Tensor], torch.Tensor]  #: wraps a shard for a state dict
     from_state: Callable[[torch.Tensor], torch.Tensor]  #: unwraps it, or takes it from a whole one
+    counts: bool = True  #: in norms; no other rank before this one has the same shard
+    #: of a shard that several ranks have: sums its gradient over them
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be pickled as an empty dict, which is no mark: the hook is not pickled either. It is of a
@@ -71,15 +74,17 @@ def mark(parameter: nn.Parameter, shard: Mark) -> None:
     setattr(parameter, _MARK, shard)
     needs_gradient = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes no hook of a parameter that is frozen for now
-    parameter.register_post_accumulate_grad_hook(partial(_mark_gradient, shard.group))
+    if shard.total is not None:
+        parameter.register_hook(shard.total)
+    parameter.register_post_accumulate_grad_hook(partial(_mark_gradient, shard))
     parameter.requires_grad_(needs_gradient)
 
 
-def _mark_gradient(group: str, parameter: torch.Tensor) -> None:
+def _mark_gradient(shard: Mark, parameter: torch.Tensor) -> None:
     if type(parameter.grad) is torch.Tensor:
         gradient: Any = parameter.grad
         gradient.__class__ = ShardGradient
-        gradient.group = group
+        gradient.group, gradient.counts = shard.group, shard.counts
 
 
 class ShardGradient(torch.Tensor):
@@ -87,6 +92,7 @@ class ShardGradient(torch.Tensor):
     ``clip_grad_norm_`` and ``GradScaler`` call for lists of gradients, are collective."""
 
     group: str
+    counts: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -127,7 +133,8 @@ def _norms(
     norms = list(norms)
     for group in _groups_of(gradients):
         sharded = [i for i, g in enumerate(gradients) if getattr(g, "group", None) == group]
-        gathered = all_gather(torch.stack([norms[i] for i in sharded])[None], group)
+        local = [norms[i] if gradients[i].counts else norms[i] * 0 for i in sharded]  # type: ignore[attr-defined]
+        gathered = all_gather(torch.stack(local)[None], group)
         for i, norm in zip(sharded, torch.linalg.vector_norm(gathered, ord, 0), strict=True):
             norms[i] = norm
     return norms
@@ -211,7 +218,7 @@ def _after_step(optimizer: Any, *_: Any) -> None:
     for parameter in _sharded_parameters(optimizer):
         shard = _mark_of(parameter)
         assert shard is not None  # it is sharded
-        _mark_gradient(shard.group, parameter)
+        _mark_gradient(shard, parameter)
 
 
 def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

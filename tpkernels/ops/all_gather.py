@@ -40,7 +40,8 @@ def all_gather(
     """Concatenate the ranks' ``x`` along ``gather_dim``, on every rank.
 
     Args:
-        x: this rank's shard, of any shape with at least one dim; any strides.
+        x: this rank's shard, of any shape with at least one dim; any strides. On CPUs also integers
+            of 32 or 64 bits.
         gather_dim: the dim that is split over the ranks.
         shard_sizes: rows of each rank along ``gather_dim``; default: all the same.
 

@@ -50,7 +50,8 @@ def all_to_all(
     after which each rank keeps only its part, without receiving the rest.
 
     Args:
-        x: this rank's shard along ``gather_dim``, all of ``scatter_dim``; any strides.
+        x: this rank's shard along ``gather_dim``, all of ``scatter_dim``; any strides. On CPUs also
+            integers of 32 or 64 bits.
         gather_dim: the dim that is split over the ranks before, and whole after.
         scatter_dim: the dim that is whole before, and split after.
         gather_sizes: rows of each rank along ``gather_dim``; default: all the same.

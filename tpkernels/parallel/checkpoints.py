@@ -176,11 +176,18 @@ class SafetensorsCheckpoint:
         """Return the tensors by the names that ``model``, unsharded and on the meta device, has."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         names = set(model.state_dict())
-        if names & self._stored.keys():
-            return self._stored
+        changes = [] if names >= self._stored.keys() else _renamings(model)
+        stored = {}
+        for old, value in self._stored.items():
+            name = old
+            for change in changes if old not in names else ():
+                name, _ = change.rename_source_key(name)
+            stored[name] = value
+        if names & stored.keys():
+            return stored
         return {  # saved from the base model alone
             f"{prefix}{name}" if f"{prefix}{name}" in names else name: value
-            for name, value in self._stored.items()
+            for name, value in stored.items()
         }
 
     @cached_property
@@ -197,6 +204,17 @@ class SafetensorsCheckpoint:
         if not stored:
             raise ValueError(f"{self.path} has no tensors")
         return stored
+
+
+def _renamings(model: nn.Module) -> list[Any]:
+    """Return how the names of older checkpoints of a model differ from its own today."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+    except ImportError:  # older transformers
+        return []
+    changes = get_model_conversion_mapping(model)
+    return [change for change in changes if isinstance(change, WeightRenaming)]
 
 
 @contextmanager

@@ -34,7 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.nn.linear import ColumnParallelLinear
 from tpkernels.nn.sharding import ShardedModule, gather_state
+from tpkernels.parallel.decoder import SplitRowsLinear
 from tpkernels.parallel.joint_work import joint_work
+from tpkernels.parallel.plans import SplitInputLinear
 
 _WRITE = "write"  # what rank 0 announces
 
@@ -168,10 +170,14 @@ def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **option
     def create_with_local_heads() -> Any:
         """Make a batch processor, and its cache, while ``model.config`` has this rank's heads."""
         config, local = model.config, copy.copy(model.config)
-        attention = model.base_model.layers[0].self_attn
-        local.head_dim = attention.head_dim
-        local.num_key_value_heads = _features(attention.k_proj) // attention.head_dim
-        local.num_attention_heads = _features(attention.q_proj) // attention.head_dim
+        attention, row = _attention(model)
+        local.head_dim = getattr(attention, "head_dim", None) or attention.head_size
+        if row is not None:
+            heads = config.num_attention_heads
+            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            local.num_key_value_heads = max(1, kv_heads * row.in_sizes[row.rank] // row.in_features)
+            groups_of_queries = getattr(attention, "num_key_value_groups", 1)
+            local.num_attention_heads = local.num_key_value_heads * groups_of_queries
         model.config = local
         try:
             return create(manager)  # the class's function: transformers may keep the manager
@@ -182,8 +188,8 @@ def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **option
     return manager
 
 
-def _features(projection: nn.Module) -> int:
-    """Return the output features on this rank."""
-    if not isinstance(projection, ColumnParallelLinear):
-        return int(projection.out_features)  # type: ignore[arg-type]
-    return projection.out_sizes[projection.rank] or projection.stand_in
+def _attention(model: nn.Module) -> tuple[Any, SplitRowsLinear | None]:
+    """Return the first attention, and its last projection if its heads are split."""
+    attention = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
+    rows = (child for child in attention.children() if isinstance(child, SplitRowsLinear))
+    return attention, next((row for row in rows if not isinstance(row, SplitInputLinear)), None)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
 from tpkernels.nn.sharding import check_parameter
-from tpkernels.parallel import llama, model_methods
-from tpkernels.parallel.llama import Pack, SequenceParallel
+from tpkernels.parallel import model_methods, plans
+from tpkernels.parallel.decoder import Pack, SequenceParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -25,7 +24,7 @@ def parallelize(
     model: Model,
     mesh: DeviceMesh,
     *,
-    plan: Mapping[str, ParallelStyle] | None = None,
+    plan: Mapping[str, ParallelStyle] | Mapping[str, str] | None = None,
     sequence_parallel: SequenceParallel | None = None,
     ffn_only: bool = False,
     pack: Pack = False,
@@ -33,9 +32,10 @@ def parallelize(
     """Split a model over the ranks of ``mesh``, in place, and return it. All ranks call it, with
     the same weights. If it raises, the model is unchanged. Without a plan it does not communicate.
 
-    **Without a plan** it takes models of the Llama family of Hugging Face transformers: Llama,
-    Mistral, Qwen2 and Qwen3, with any head or as the base model alone. Their modules become layers
-    of `tpkernels.nn`. Heads, MLP features, tokens and vocabulary need not divide by the ranks.
+    **Without a plan** it takes models of Hugging Face transformers, with any head or as the base
+    model alone: Llama, Mistral, Qwen2, Qwen3, and those that bring a plan (``base_model_tp_plan``).
+    Their modules become layers of `tpkernels.nn`. Heads, MLP features, tokens and vocabulary need
+    not divide by the ranks.
 
     The model is called as before, with the same input on all ranks. All ranks get whole logits,
     hidden states, attention weights and loss, and the gradients of the unsharded model.
@@ -48,7 +48,8 @@ def parallelize(
     return when rank 0 is done, and raise RuntimeError if it fails; the model remains usable. A rank
     that calls it alone gets ``CollectiveTimeoutError`` after the group's timeout.
 
-    **With a plan** it applies torch's styles to any model, or to parts of one. To save such a
+    **With a plan** of names of styles it does the same by this plan. **With a plan** of torch's
+    styles it applies these to any model, or to parts of one. To save such a
     model, pass ``state_dict=`` as ``torch.distributed.checkpoint.state_dict`` gathers it.
 
     Args:
@@ -57,11 +58,13 @@ def parallelize(
             buffers are in no state dict.
         mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger one.
         plan: ``ParallelStyle`` objects by module name, which may have wildcards, as
-            ``torch.distributed.tensor.parallel.parallelize_module`` takes them.
+            ``torch.distributed.tensor.parallel.parallelize_module`` takes them. Or names of styles
+            such as "colwise", as in the ``tp_plan`` of a model of transformers.
         sequence_parallel: without a plan, whether each rank has only its rows of the sequence
             between the matmuls, so that each overlaps with its collective. For generation token by
             token, False saves one collective per matmul. "prefill" does both: it splits sequences
-            of 16 tokens a rank and more. None means True, unless ``ffn_only`` is set.
+            of 16 tokens a rank and more. None means True, unless ``ffn_only`` is set. Layers that
+            may do more with rows than projections and norms do are never split by rows.
         ffn_only: without a plan, whether only the feed-forward layers are split. Every rank then
             computes the rest in full, without sequence parallelism.
         pack: without a plan, whether the weights are packed for inference on CPUs, as
@@ -73,16 +76,18 @@ def parallelize(
             of the expected type; the message names it.
         ValueError: ``mesh`` has several dims, a name in the plan matches no module, options
             exclude each other, or the heads do not fit together.
-        NotImplementedError: the architecture is not supported, a weight is quantised, or it cannot
-            be packed.
+        NotImplementedError: the architecture is not supported, or its plan has a style that could
+            be wrong; a weight is quantised, or it cannot be packed.
     """
     check_mesh(mesh)
-    sequence_parallel = check_options(plan, sequence_parallel, ffn_only, pack)
-    if plan is not None:
-        return _apply_plan(model, mesh, plan)
-    llama.apply(
+    of_torch, of_names = split_plan(plan)
+    sequence_parallel = check_options(of_torch, sequence_parallel, ffn_only, pack)
+    if of_torch is not None:
+        return _apply_plan(model, mesh, of_torch)
+    plans.apply(
         model,
         groups.name_of(mesh),
+        plan=of_names,
         sequence_parallel=sequence_parallel,
         ffn_only=ffn_only,
         pack=pack,
@@ -101,6 +106,15 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"mesh has {mesh.ndim} dims {names or tuple(mesh.shape)}; parallelize takes one: pass "
             f"{one}"
         )
+
+
+def split_plan(
+    plan: Mapping[str, Any] | None,
+) -> tuple[Mapping[str, ParallelStyle] | None, Mapping[str, str] | None]:
+    """Return a plan of torch's styles, and one of names of styles; at least one is None."""
+    if plan and all(isinstance(style, str) for style in plan.values()):
+        return None, plan
+    return plan, None
 
 
 def check_options(
@@ -142,12 +156,9 @@ def _apply_plan(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle
         modules = list(_matches(model, pattern))
         if not modules:
             names = [name for name, _ in model.named_modules() if name]
-            close = difflib.get_close_matches(pattern, names, 3, 0.4)
-            hint = f"; did you mean {', '.join(close)}?" if close else ""
-            raise ValueError(
-                f"plan names {pattern!r}, which is not a module of {type(model).__name__}{hint}"
-            )
+            raise plans.no_module(model, pattern, names)
         for name, module in modules:
+            plans.check_style(model, name, module, style)
             _check_module(name or type(model).__name__, module, style, mesh)
     parallelize_module(model, mesh, dict(plan))
     return model

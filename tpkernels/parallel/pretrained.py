@@ -22,11 +22,12 @@ from tpkernels import dtypes, groups
 from tpkernels.local.packed import check_finite, pack_integers
 from tpkernels.nn.linear import ParallelLinear
 from tpkernels.nn.sharding import ShardedModule, Split
-from tpkernels.parallel import llama
+from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
+from tpkernels.parallel.decoder import Pack, SequenceParallel, packed_dtype
 from tpkernels.parallel.joint_work import joint_work
-from tpkernels.parallel.llama import Pack, SequenceParallel, packed_dtype
-from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize
+from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize, split_plan
+from tpkernels.shards import shard_sizes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -58,7 +59,8 @@ class Slot:
         return module.get_parameter(attribute)
 
     def part(self, rank: int | None = None) -> Box:
-        """Return the part that a rank holds, by default this one; a plan's only of this one."""
+        """Return the part that a rank holds, by default this one; a plan's only of this one. If
+        that is not one range of its own, return this rank's share in a balanced split."""
         data: Any = self.parameter.data
         if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -70,8 +72,33 @@ class Slot:
         if self.split is None:
             return Box.full(self.shape)
         split = self.split if rank is None else replace(self.split, rank=rank)
-        begin = [split.offset if dim == split.dim else 0 for dim in range(len(self.shape))]
-        return Box(tuple(begin), split.local_shape(self.shape))
+        if split.ranges is not None:
+            sizes = shard_sizes(split.total, len(split.sizes))
+            split = Split(split.dim, tuple(sizes), split.rank)
+        return self._box(split.offset, split.size)
+
+    def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
+        """Return the shape of what a rank holds, by default this one."""
+        if self.split is None:
+            return self.part().shape
+        split = self.split if rank is None else replace(self.split, rank=rank)
+        return split.local_shape(self.shape)
+
+    def ranges(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+        """Return the parts that make up this rank's, and where each is in the ``local`` tensor."""
+        if self.split is None or self.split.ranges is None:
+            return [(self.part(), local)]
+        dim = self.split.dim
+        return [(self._box(at, part.shape[dim]), part) for at, part in self.split.chunks(local)]
+
+    def _box(self, begin: int, size: int) -> Box:
+        assert self.split is not None
+        full, dim = Box.full(self.shape), self.split.dim
+        offsets, shape = (
+            (*values[:dim], value, *values[dim + 1 :])
+            for values, value in ((full.offsets, begin), (full.shape, size))
+        )
+        return Box(offsets, shape)
 
 
 @dataclass(frozen=True)
@@ -86,8 +113,8 @@ class Blueprint:
         """Return a digest that is equal on all ranks if they make the same model."""
         facts = [str(self.model.config)]
         for slot in self.slots:
-            sizes = slot.split and slot.split.sizes
-            facts.append(f"{slot.name} {slot.shape} {slot.parameter.dtype} {sizes}")
+            split = slot.split and (slot.split.sizes, slot.split.ranges)
+            facts.append(f"{slot.name} {slot.shape} {slot.parameter.dtype} {split}")
         return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
@@ -99,11 +126,11 @@ def draw(
 ) -> Blueprint:
     """Draw the blueprint of a checkpoint's model; raise what `from_pretrained` raises for files.
     ``parallelize`` splits a model on the meta device in place: those that
-    `tpkernels.parallel.llama` knows, or ``any_architecture``."""
+    `tpkernels.parallel.decoder` knows, or ``any_architecture``."""
     transformers = package("transformers")
     config = checkpoint.config()
     if not any_architecture:
-        llama.head_norms_of(config, str(checkpoint.path))
+        plans.check_has_plan(config, str(checkpoint.path))
     if getattr(config, "quantization_config", None) is not None:
         raise NotImplementedError(
             f"{checkpoint.path} is quantised; a quantised weight cannot be split: load the plain "
@@ -173,7 +200,7 @@ def _slots(model: nn.Module, sources: Mapping[str, StoredTensor]) -> Iterator[Sl
 def from_pretrained(
     path: str | os.PathLike[str],
     mesh: DeviceMesh,
-    plan: Mapping[str, ParallelStyle] | None = None,
+    plan: Mapping[str, ParallelStyle] | Mapping[str, str] | None = None,
     ffn_only: bool = False,
     dtype: torch.dtype | None = None,
     *,
@@ -211,14 +238,15 @@ def from_pretrained(
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
     check_mesh(mesh)
-    rows_split = check_options(plan, sequence_parallel, ffn_only, pack)
+    of_torch, _ = split_plan(plan)
+    rows_split = check_options(of_torch, sequence_parallel, ffn_only, pack)
     group = groups.name_of(mesh)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
 
     def split(model: nn.Module) -> nn.Module:
-        rows = None if plan is not None else rows_split
+        rows = None if of_torch is not None else rows_split
         return parallelize(model, mesh, plan=plan, ffn_only=ffn_only, sequence_parallel=rows)
 
     with joint_work(group, device, f"opening {path}") as work:
@@ -268,7 +296,9 @@ def _fill(slot: Slot, device: torch.device, pack: Pack) -> None:
 def _packed_integers(slot: Slot, device: torch.device) -> torch.Tensor | None:
     """Return this rank's part packed from the checkpoint's integers, or None if they are not
     readable as such or cannot be packed."""
-    part = slot.part()
+    [(part, _), *others] = slot.ranges(slot.parameter.data)
+    if others:
+        return None
     if device.type != "cpu" or slot.parameter.dtype == torch.float64 or part.size == 0:
         return None
     parts = slot.stored.read_integers(part)
@@ -281,9 +311,10 @@ def _packed_integers(slot: Slot, device: torch.device) -> torch.Tensor | None:
 
 def _read(slot: Slot, device: torch.device) -> None:
     """Give a parameter memory and read this rank's part into it."""
-    empty, part = slot.parameter, slot.part()
-    local = torch.empty(part.shape, dtype=empty.dtype, device=device)
-    slot.stored.read(part, local)
+    empty = slot.parameter
+    local = torch.empty(slot.local_shape(), dtype=empty.dtype, device=device)
+    for box, range_of_local in slot.ranges(local):
+        slot.stored.read(box, range_of_local)
     value = local
     if type(empty.data) is not torch.Tensor:
         from torch.distributed.tensor import DTensor

@@ -13,9 +13,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 
 from tpkernels import dtypes
 from tpkernels.nn.sharding import planned
-from tpkernels.parallel import llama
+from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, open_checkpoint, package
 from tpkernels.parallel.pretrained import Blueprint, Slot, draw
 
@@ -47,16 +48,18 @@ class ShardPlan:
 
     def shapes(self, slot: Slot) -> list[tuple[int, ...]]:
         """Return the shape of a parameter on each rank."""
-        return [slot.part(rank).shape for rank in range(self.ranks)]
+        return [slot.local_shape(rank) for rank in range(self.ranks)]
 
     def nbytes(self, rank: int) -> int:
         """Count the bytes of the parameters that a rank holds."""
-        return sum(slot.part(rank).size * slot.parameter.dtype.itemsize for slot in self.slots)
+        itemsizes = [slot.parameter.dtype.itemsize for slot in self.slots]
+        sizes = [prod(slot.local_shape(rank)) for slot in self.slots]
+        return sum(map(mul, sizes, itemsizes))
 
     def without(self) -> dict[int, list[str]]:
         """Name the parameters of which a rank has nothing, by the rank."""
         names = {
-            rank: [slot.name for slot in self.slots if not slot.part(rank).size]
+            rank: [slot.name for slot in self.slots if not prod(slot.local_shape(rank))]
             for rank in range(self.ranks)
         }
         return {rank: missing for rank, missing in names.items() if missing}
@@ -84,6 +87,7 @@ def plan_shards(
     path: str | os.PathLike[str],
     ranks: int,
     *,
+    plan: Mapping[str, str] | None = None,
     ffn_only: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ShardPlan:
@@ -93,10 +97,10 @@ def plan_shards(
         raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
 
     def split(model: nn.Module) -> nn.Module:
-        llama.apply(model, planned(ranks), sequence_parallel=False, ffn_only=ffn_only)
+        plans.apply(model, planned(ranks), plan=plan, sequence_parallel=False, ffn_only=ffn_only)
         return model
 
-    blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=False)
+    blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=plan is not None)
     return ShardPlan(Path(path), ranks, blueprint)
 
 

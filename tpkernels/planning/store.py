@@ -32,7 +32,7 @@ _PROFILE_FORMAT = "tpkernels machine 3"
 _MOST_BYTES = 1 << 20  # a case takes about 300
 _MOST_MS = 1e9
 _LOCK_SECONDS = 10.0  # an update takes milliseconds
-_DTYPES = frozenset(map(dtypes.name, dtypes.CODES))
+_DTYPES = frozenset(map(dtypes.name, (*dtypes.CODES, *dtypes.MOVED)))
 
 
 def path_for(machine: Machine) -> Path:

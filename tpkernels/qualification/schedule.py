@@ -21,8 +21,9 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
 _MULTIMEM_SINCE = 90  # compute capability
 
 # Seconds of a stage on GPUs. Start: ranks, contexts, symmetric memory; and its calls. Assumed: no
-# GPU has run one. Compiling: a Triton kernel of a fused op for sm_90, of which a stage takes so
-# many; 2-core AMD EPYC Zen 5, 2026-11-25, tests/kernels/test_compile.py.
+# GPU has run one. Compiling: for each of so many Triton kernels, which take 0.94 s of CPU time for
+# sm_90 in the median of 15, and 8.1 s the first one. AMD EPYC Zen 5, 2026-11-25,
+# tests/support/kernel_builds.py.
 START_S, CALLS_S, COMPILE_S = 4.0, 2.0, 2.0
 _KERNELS = {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 18, COPY_ENGINES: 6}
 _THOROUGH = 4.0  # as many calls

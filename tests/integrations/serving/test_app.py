@@ -63,12 +63,14 @@ def test_a_completion() -> None:
         assert usage == {"prompt_tokens": 12, "completion_tokens": 11, "total_tokens": 23}
         (added,) = manager.added.values()
         assert added["input_ids"] == tokens_of("how are you?")[:-1]
-        assert (added["temperature"], added["top_k"], added["top_p"]) == (0, 0, 1)
+        sampling = added["sampling"]
+        assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0, 0, 1)
         assert added["max_new_tokens"] == 16 and added["eos_token_id"] == [2]
         assert complete(http, prompt=[5, 6, 7]).status_code == 200
         _, added = manager.added.values()
         assert added["input_ids"] == [5, 6, 7]
-        assert (added["temperature"], added["top_k"], added["top_p"]) == (1, 0, 1)
+        sampling = added["sampling"]
+        assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1, 0, 1)
 
 
 def test_a_chat_gets_the_models_template() -> None:
@@ -122,6 +124,93 @@ def test_a_stop_string_ends_the_request(stream: bool) -> None:
             text, finish = choice["message"]["content"], choice["finish_reason"]
         assert (text, finish) == ("one ", "stop")
         assert manager.cancelled == list(manager.added)
+
+
+def test_log_probabilities() -> None:
+    with served("fi?") as (http, _):
+        (choice,) = complete(http, max_tokens=3, logprobs=2).json()["choices"]
+        assert choice["logprobs"] == {
+            "tokens": ["f", "i", "?"],
+            "token_logprobs": [-0.25] * 3,
+            "top_logprobs": [{token: -0.25, "e": -2.0} for token in "fi?"],
+            "text_offset": [0, 1, 2],
+        }
+        (choice,) = complete(http, logprobs=0).json()["choices"]
+        shown = choice["logprobs"]  # the token that ends the answer has no text
+        assert shown["tokens"] == ["f", "i", "?", "</s>"] and shown["text_offset"] == [0, 1, 2, 3]
+        assert shown["top_logprobs"] == [{token: -0.25} for token in shown["tokens"]]
+        assert complete(http).json()["choices"][0]["logprobs"] is None
+
+        (choice,) = chat(http, logprobs=True, top_logprobs=1, max_tokens=2).json()["choices"]
+        entry = {"token": "f", "logprob": -0.25, "bytes": [102]}
+        assert choice["logprobs"]["content"][0] == {**entry, "top_logprobs": [entry]}
+        assert len(choice["logprobs"]["content"]) == 2
+
+
+@pytest.mark.parametrize("new", [0, 1])
+@pytest.mark.parametrize("prompt", ["how", tokens_of("how")[:-1]])
+def test_an_echo_with_log_probabilities(new: int, prompt: Any) -> None:
+    """As evaluation harnesses ask for it."""
+    with served("e") as (http, _):
+        fields = {"prompt": [prompt, "a"], "max_tokens": new, "echo": True, "logprobs": 1}
+        reply = complete(http, **fields).json()
+        first, second = reply["choices"]
+        assert first["text"] == "howe"[: 3 + new] and second["text"] == "ae"[: 1 + new]
+        assert first["logprobs"]["tokens"] == list("howe"[: 3 + new])
+        assert first["logprobs"]["token_logprobs"] == [None, *[-0.25] * (2 + new)]
+        assert first["logprobs"]["top_logprobs"][:2] == [None, {"o": -0.25}]
+        assert second["logprobs"]["text_offset"] == [0, 1][: 1 + new]
+        assert reply["usage"] == {
+            "prompt_tokens": 4,
+            "completion_tokens": 2 * new,
+            "total_tokens": 4 + 2 * new,
+        }
+        pieces = [chunk["choices"][0] for chunk in events(complete(http, stream=True, **fields))]
+        for choice in reply["choices"]:
+            own = [piece for piece in pieces if piece["index"] == choice["index"]]
+            assert "".join(piece["text"] for piece in own) == choice["text"]
+            assert own[-1]["finish_reason"] == choice["finish_reason"] == "length"
+            shown = [piece["logprobs"] for piece in own if piece["logprobs"]]
+            for name, values in choice["logprobs"].items():
+                assert [each for piece in shown for each in piece[name]] == values
+
+
+def test_several_prompts_and_answers() -> None:
+    with served() as (http, manager):
+        fields = {"prompt": ["a", [5, 6]], "n": 2, "seed": 10, "frequency_penalty": 0.5}
+        reply = complete(http, **fields).json()
+        assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+        assert {choice["text"] for choice in reply["choices"]} == {"fine. you?"}
+        usage = {"prompt_tokens": 3, "completion_tokens": 44, "total_tokens": 47}
+        assert reply["usage"] == usage
+        added = list(manager.added.values())
+        assert [len(each["input_ids"]) for each in added] == [1, 1, 2, 2]
+        assert [each["sampling"].seed for each in added] == [10, 11, 12, 13]
+        assert added[3]["sampling"].frequency_penalty == 0.5
+        options = {"include_usage": True}
+        *pieces, last = events(complete(http, **fields, stream=True, stream_options=options))
+        assert last["usage"] == usage
+        for index in range(4):
+            own = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == index]
+            assert "".join(piece["text"] for piece in own) == "fine. you?"
+            assert [piece["finish_reason"] for piece in own][-2:] == [None, "stop"]
+        *chunks, _ = events(chat(http, n=2, stream=True, stream_options=options))
+        roles = [chunk["choices"][0] for chunk in chunks if "role" in chunk["choices"][0]["delta"]]
+        assert [choice["index"] for choice in roles] == [0, 1]
+        # Without a seed each has its own.
+        chat(http, n=2)
+        *_, one, other = manager.added.values()
+        assert one["sampling"].seed != other["sampling"].seed
+
+
+def test_one_of_several_answers_fails() -> None:
+    with served() as (http, manager):
+        manager.error = "it broke"
+        error_of(complete(http, prompt=["a", "b"]), 500)
+        manager.error, manager.held = None, True
+        with client(service(manager, timeout=0.1)) as slow:
+            error_of(complete(slow, prompt=["a", "b"]), 504)
+        assert len(manager.cancelled) == 2
 
 
 def test_models_health_and_metrics() -> None:

@@ -26,14 +26,16 @@ BOTH = {
     "temperature": [-1, 2.5, "hot", [], {}],
     "top_p": [0, 1.1, "most"],
     "top_k": [-2, 1.5, 1 << 31],
+    "min_p": [-0.1, 1.5, "some"],
     "max_tokens": [0, -1, 1.5, "many", 10**30, LENGTH],
-    "stop": ["", ["a"] * 5, [""], [1], 7, "x" * 2000],
+    "stop": ["", ["a"] * 17, [""], [1], 7, "x" * 2000],
     "stream": ["perhaps", 3],
     "stream_options": [{"include_usage": True}, {"other": 1}, 5],
-    "seed": [1],
-    "n": [2, 0],
-    "presence_penalty": [0.5],
-    "frequency_penalty": [-1],
+    "seed": [1.5, "one", 1 << 63],
+    "n": [0, 129, 1.5],
+    "presence_penalty": [-2.5, "much"],
+    "frequency_penalty": [2.5, []],
+    "repetition_penalty": [0, -1, 1000],
     "logit_bias": [{"5": 100}],
     "unheard_of": [1],
     "model": [None, 5, ["a"]],
@@ -43,8 +45,10 @@ OWN = {
         "prompt": [
             "",
             [],
-            ["a", "b"],
-            [[1, 2], [3]],
+            ["a", ""],
+            ["a", 5],
+            [[1, 2], [47]],
+            [[1, 2], []],
             [["a"]],
             [1.5],
             [True],
@@ -56,9 +60,9 @@ OWN = {
             "a" * LENGTH,
             [5] * LENGTH,
         ],
-        "echo": [True],
+        "echo": ["twice", 5],
         "best_of": [2],
-        "logprobs": [0, 5],
+        "logprobs": [-1, 21, True, 1.5],
         "suffix": ["b"],
         "messages": [MESSAGES],
     },
@@ -74,11 +78,12 @@ OWN = {
             [{"role": "user", "content": "a", "tool_calls": []}],
         ],
         "max_completion_tokens": [0, LENGTH],
-        "logprobs": [True],
-        "top_logprobs": [2],
+        "logprobs": [3, "some"],
+        "top_logprobs": [2, -1, 21],
+        "echo": [True],
         "tools": [[{"type": "function", "function": {"name": "f"}}]],
         "tool_choice": ["required"],
-        "response_format": [{"type": "json_object"}],
+        "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
         "prompt": ["a"],
     },
 }
@@ -118,6 +123,8 @@ def test_fields_that_change_nothing_are_taken(http: TestClient) -> None:
         "n": 1,
         "presence_penalty": 0.0,
         "frequency_penalty": 0,
+        "repetition_penalty": 1,
+        "min_p": 0,
         "logit_bias": {},
         "logprobs": None,
         "user": "me",
@@ -138,12 +145,15 @@ def test_messages_say_what_to_do(http: TestClient) -> None:
     def message(path: str, **fields: Any) -> str:
         return str(error_of(http.post(path, json={**GOOD[path], **fields}), 400)["message"])
 
-    assert "temperature 0" in message("/v1/completions", seed=1)
-    assert "at most 4" in message("/v1/completions", stop=["a"] * 5)
+    assert "needs echo" in message("/v1/completions", max_tokens=0)
+    assert "18 answers in one request; at most 8" in message(
+        "/v1/completions", prompt=["a"] * 6, n=3
+    )
+    assert "at most 16" in message("/v1/completions", stop=["a"] * 17)
     assert f"room for {LENGTH - 1} tokens" in message("/v1/completions", max_tokens=LENGTH)
     assert f"{LENGTH + 5} tokens" in message("/v1/completions", prompt="a" * (LENGTH + 5))
     assert "which role?" in message("/v1/chat/completions", messages=[{**MESSAGES[0], "role": "x"}])
-    assert "or pass 1" in message("/v1/completions", n=3)
+    assert "or pass 1" in message("/v1/completions", best_of=3)
     error = error_of(
         http.post("/v1/completions", json={**GOOD["/v1/completions"], "stop": [1]}), 400
     )
@@ -195,15 +205,6 @@ def test_where_json_ends_being_json(http: TestClient) -> None:
     error = error_of(http.post("/v1/completions", content='{"model": "a",}', headers=kind), 400)
     assert error["param"] is None and "the body is not JSON: " in error["message"]
     assert error["message"].endswith(", at character 14"), error
-
-
-@pytest.mark.parametrize("prompt", [["a"], [[5, 6]]])
-def test_a_list_of_one_prompt_is_a_prompt(
-    http: TestClient, manager: FakeManager, prompt: list[Any]
-) -> None:
-    body = GOOD["/v1/completions"]
-    reply = http.post("/v1/completions", json={**body, "prompt": prompt, "max_tokens": 1})
-    assert reply.status_code == 200, reply.text
 
 
 def test_other_models_paths_and_methods(http: TestClient) -> None:

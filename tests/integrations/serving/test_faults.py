@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,14 +104,6 @@ def test_a_rank_is_killed_under_load(folder: Path, rank: int) -> None:
         assert "killed by SIGKILL" in server.output()
 
 
-def test_a_rank_is_killed_while_nobody_asks(folder: Path) -> None:
-    with served.server(folder) as server, leaving_nothing(server) as ranks:
-        time.sleep(1)
-        os.kill(ranks[1], signal.SIGKILL)
-        assert server.process.wait(30) == 1
-        assert "killed by SIGKILL" in server.output()
-
-
 def test_a_rank_is_stopped(folder: Path) -> None:
     with served.server(folder) as server, leaving_nothing(server) as ranks:
         with Load(server) as load:
@@ -185,13 +176,3 @@ def test_an_early_signal(folder: Path) -> None:
         server.process.kill()
         server.process.wait(10)
         server.log.close()
-
-
-def test_the_port_is_free_again(folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for _ in range(2):
-        with served.server(folder, "--port", port) as server:
-            assert httpx.get(f"{server.url}/health").status_code == 200
-            assert server.stop() == 0

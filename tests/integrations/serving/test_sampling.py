@@ -1,11 +1,12 @@
-"""Sampling of each request in a batch: as transformers' own warpers do, with exactly greedy rows
-among the others; and on several ranks, where all must draw the same tokens."""
+"""How tokens are chosen: as by transformers' own processors, with exactly greedy rows among the
+others; within its continuous batching; and on several ranks, where all must choose the same."""
 
 from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,121 +15,199 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import hf_models
 from tests.support.ranked import on_ranks
+from tpkernels.integrations.transformers import sampling
+from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
+from tpkernels.integrations.transformers.serving import server  # noqa: E402
 from tpkernels.integrations.transformers.serving.batcher import Router  # noqa: E402
-from tpkernels.integrations.transformers.serving.sampling import processors  # noqa: E402
-from tpkernels.integrations.transformers.serving.server import make_manager  # noqa: E402
 
 VOCAB = 50
-REQUESTS: list[dict[str, float]] = [
+SETTINGS: list[dict[str, Any]] = [
     {},
-    {"temperature": 0.0},
     {"temperature": 0.5},
     {"temperature": 2.0, "top_k": 3},
     {"top_k": 1},
     {"top_p": 0.7},
+    {"min_p": 0.1},
     {"top_k": 1000, "top_p": 0.01},
-    {"temperature": 0.3, "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
 ]
 
 
-def processed(scores: torch.Tensor, requests: list[dict[str, float]]) -> torch.Tensor:
-    """The scores of a batch, as the manager computes them."""
-    given = processors()
-    arguments = torch.empty(given.tensors_required, 64, dtype=torch.int32)
-    given.fill_defaults(arguments)
-    # A request that is still in its prompt has no row of scores.
-    states = [
-        SimpleNamespace(state=SimpleNamespace(logit_processor_kwargs=each), has_new_token=new)
-        for request in requests
-        for each, new in (({"temperature": 7.0}, False), (request, True))
-    ]
-    given.prepare_tensor_args(states, arguments)
-    return given(None, scores, arguments)
+def of(settings: dict[str, Any], **more: Any) -> Sampling:
+    return Sampling(**{"temperature": 1.0, **settings, **more})
 
 
-def expected(row: torch.Tensor, request: dict[str, float]) -> torch.Tensor:
+def expected(row: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
     """The probabilities by transformers' own warpers."""
     row = row[None]
-    if request.get("temperature") == 0:
-        return torch.nn.functional.one_hot(row.argmax(-1), VOCAB)[0].float()
     for name, warper in (
         ("temperature", transformers.TemperatureLogitsWarper),
         ("top_k", transformers.TopKLogitsWarper),
         ("top_p", transformers.TopPLogitsWarper),
+        ("min_p", transformers.MinPLogitsWarper),
     ):
-        if name in request:
-            row = warper(request[name])(None, row)
+        if name in settings:
+            row = warper(settings[name])(None, row)
     return row.softmax(-1)[0]
 
 
 def test_each_row_has_the_probabilities_of_its_request() -> None:
     torch.manual_seed(0)
-    scores = torch.randn(len(REQUESTS), VOCAB) * 3
-    got = processed(scores.clone(), REQUESTS).softmax(-1)
-    for request, row, given in zip(REQUESTS, got, scores, strict=True):
-        want = expected(given, request)
-        assert torch.equal(row > 0, want > 0), request
-        torch.testing.assert_close(row, want, msg=lambda text, of=request: f"{of}: {text}")
+    scores = torch.randn(len(SETTINGS), VOCAB) * 3
+    rows = sampling.probabilities(scores, [of(settings) for settings in SETTINGS])
+    for settings, row, given in zip(SETTINGS, rows, scores, strict=True):
+        want = expected(given, settings)
+        assert torch.equal(row > 0, want > 0), settings
+        torch.testing.assert_close(row, want, msg=lambda text, of=settings: f"{of}: {text}")
 
 
-def test_rows_that_ask_for_nothing_are_left_alone() -> None:
-    scores = torch.randn(3, VOCAB)
-    assert processed(scores, [{}] * 3) is scores
-    got = processed(scores, [{}, {"top_k": 2}, {}])
-    assert torch.equal(got[::2], scores[::2]) and not torch.equal(got[1], scores[1])
+def test_penalties() -> None:
+    torch.manual_seed(0)
+    scores, prompt, generated = torch.randn(VOCAB), [3, 4], [4, 5, 5]
+    text = Text(Sampling(repetition_penalty=1.7), prompt, generated)
+    processor = transformers.RepetitionPenaltyLogitsProcessor(1.7)
+    want = processor(torch.tensor([[*prompt, *generated]]), scores[None].clone())[0]
+    assert torch.equal(sampling._penalized(scores, text), want) and not want.equal(scores)
+    text = text._replace(sampling=Sampling(presence_penalty=0.25, frequency_penalty=0.5))
+    want = scores.clone()
+    want[4] -= 0.75
+    want[5] -= 1.25
+    assert torch.equal(sampling._penalized(scores, text), want)
+
+
+def test_tokens_are_drawn_by_their_probabilities_and_alike_in_any_batch() -> None:
+    torch.manual_seed(0)
+    row, count = torch.randn(6), 4000
+    texts = [Text(of({"top_k": 4}, seed=seed), [1], []) for seed in range(count)]
+    tokens = choose(row.expand(count, -1), texts)
+    want = expected(row, {"top_k": 4})
+    shares = tokens.bincount(minlength=6) / count
+    assert (shares - want).abs().max() < 4 * (0.25 / count) ** 0.5
+    assert shares[want == 0].sum() == 0
+    for size in (1, 7):  # of the batch; a later token of a text has another number
+        assert torch.equal(choose(row.expand(size, -1), texts[:size]), tokens[:size])
+    later = [text._replace(generated=[2]) for text in texts]
+    assert not torch.equal(choose(row.expand(count, -1), later), tokens)
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
     scores = torch.zeros(2, VOCAB)
-    scores[:, [4, 9]] = 5.0
-    probabilities = processed(scores, [{"temperature": 0.0}, {}]).softmax(-1)
-    assert probabilities[0, 4] == 1 and probabilities[0].sum() == 1
-    for _ in range(50):
-        assert torch.multinomial(probabilities, 1)[0] == 4
+    scores[:, [4, 9]] = 50.0
+    drawn = set()
+    for seed in range(30):
+        greedy, other = choose(
+            scores, [Text(of({}, temperature=t, seed=seed), [1], []) for t in (0, 1)]
+        )
+        assert greedy == 4
+        drawn.add(int(other))
+    assert drawn == {4, 9}
 
 
 def test_tiny_temperatures_give_probabilities() -> None:
     scores = torch.randn(1, VOCAB) * 30
     for temperature in (1e-45, 1e-30, 1e-300, 1e-3):
-        probabilities = processed(scores, [{"temperature": temperature}]).softmax(-1)
-        assert probabilities[0].argmax() == scores.argmax() and probabilities.sum() == 1
+        row = sampling.probabilities(scores, [Sampling(temperature=temperature)])[0]
+        assert row.argmax() == scores.argmax() and row.sum() == 1
 
 
-PROMPTS = [[3 + i, 4, 5 + i] for i in range(6)]
 NEW = 12
+LONG = [3 + i % 40 for i in range(140)]
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": [3, 4, 5], "sampling": Sampling()},
+    {"prompt": [4, 4, 5], "sampling": Sampling(temperature=1.5, top_p=0.95, seed=7)},
+    {"prompt": [5, 4, 5], "sampling": Sampling(), "logprobs": 3},
+    {"prompt": [6, 4, 5], "sampling": Sampling(temperature=1.0, seed=8), "logprobs": 0},
+    # Of several steps; the second begins with tokens that the first has left in the cache.
+    {"prompt": LONG, "sampling": Sampling(), "logprobs": 2, "scored": True},
+    {"prompt": [*LONG[:130], 5, 6], "sampling": Sampling(), "logprobs": 1, "scored": True},
+    # These end on a second page of the cache each; a small one has not enough for both.
+    {
+        "prompt": LONG[5:65],
+        "sampling": Sampling(temperature=1.0, seed=9),
+        "logprobs": 1,
+        "scored": True,
+    },
+    {"prompt": LONG[6:66], "sampling": Sampling(), "logprobs": 1},
+    {
+        "prompt": [7, 4, 5],
+        "sampling": Sampling(repetition_penalty=1.5, presence_penalty=0.5),
+        "logprobs": 1,
+    },
+]
+
+
+def served(model: Any, cache_tokens: int) -> list[Any]:
+    """The outputs of all requests, some of which share a batch."""
+    options: Any = SimpleNamespace(max_requests=8, cache_tokens=cache_tokens)
+    with mock.patch.object(server, "_BATCH_TOKENS", 64):
+        manager = server.make_manager(model, options)
+        manager.start()
+        got: dict[str, Any] = {}
+        waves = [range(5), range(5, len(REQUESTS))]
+        for wave in waves:
+            for i in wave:  # on ranks other than 0 without effect
+                fields = dict(REQUESTS[i])
+                prompt = fields.pop("prompt")
+                manager.add_request(prompt, request_id=str(i), max_new_tokens=NEW, **fields)
+            while not all(str(i) in got for i in wave):
+                output = manager.get_result(timeout=30)
+                assert output is not None and output.error is None, output
+                got[output.request_id] = output
+        if dist.is_initialized():
+            dist.barrier()
+        manager.stop(timeout=30)
+        manager.destroy()
+    return [got[str(i)] for i in range(len(REQUESTS))]
+
+
+def model_of() -> Any:
+    model = hf_models.make("llama").eval()
+    model.config.max_position_embeddings = 256
+    return model
+
+
+@torch.no_grad()
+def check(model: Any, outputs: list[Any]) -> None:
+    """Tokens and log-probabilities are those of the plain model, which has no cache and sees one
+    text at a time."""
+    for request, output in zip(REQUESTS, outputs, strict=True):
+        prompt, most, new = request["prompt"], request.get("logprobs"), output.generated_tokens
+        tokens = [*prompt, *new]
+        logits = model(torch.tensor([tokens])).logits[0]
+        texts = [Text(request["sampling"], prompt, new[:count]) for count in range(NEW)]
+        assert choose(logits[len(prompt) - 1 : -1], texts).tolist() == new
+        if most is None:
+            assert output.logprobs == []
+            continue
+        want = logits.log_softmax(-1)
+        first = 1 if request.get("scored") else len(prompt)
+        assert [each.token for each in output.logprobs] == tokens[first:]
+        for place, each in enumerate(output.logprobs, first):
+            row = want[place - 1]
+            best = row.topk(most)
+            ids, values = zip(*each.top, strict=True) if most else ((), ())
+            assert abs(each.logprob - row[each.token]) < 2e-5
+            assert list(ids) == best.indices.tolist()
+            torch.testing.assert_close(torch.tensor(values), best.values, atol=2e-5, rtol=0)
+
+
+def test_tokens_and_log_probabilities_are_those_of_the_model() -> None:
+    """With a cache so small that requests are begun anew."""
+    check(model_of(), served(model_of(), cache_tokens=192))
 
 
 @pytest.mark.thorough
-@on_ranks(2)
-def test_greedy_and_sampled_requests_share_a_batch() -> None:
-    single = hf_models.make("llama").eval()
-    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1}
-    greedy = [single.generate(torch.tensor([prompt]), **settings)[0, 3:] for prompt in PROMPTS]
-    model = tpkernels.parallelize(single, hf_models.mesh_of_all())
-    options: Any = SimpleNamespace(max_requests=8, cache_tokens=512)
-    manager = make_manager(model, options)
-    manager.start()
-    got: dict[str, Any] = {}
-    for i, prompt in enumerate(PROMPTS):  # on ranks other than 0 without effect
-        sampling = {"temperature": 0.0} if i % 2 else {"temperature": 1.5, "top_p": 0.95}
-        manager.add_request(prompt, request_id=str(i), max_new_tokens=NEW, **sampling)
-    while len(got) < len(PROMPTS):
-        output = manager.get_result(timeout=30)
-        assert output is not None and output.error is None, output
-        got[output.request_id] = output.generated_tokens
-    dist.barrier()
-    manager.stop(timeout=30)
-    manager.destroy()
-    ours = torch.tensor([got[str(i)] for i in range(len(PROMPTS))])
-    theirs = torch.empty_like(ours) if dist.get_rank() else ours.clone()
-    dist.broadcast(theirs, 0)
-    assert torch.equal(ours, theirs), "the ranks have drawn different tokens"
-    same = [torch.equal(row, want) for row, want in zip(ours, greedy, strict=True)]
-    assert same == [False, True] * 3 and ours.shape == (6, NEW)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks()
+def test_ranks_choose_the_tokens_of_one_process() -> None:
+    single = model_of()
+    for cache_tokens in (1024, 192):
+        model = tpkernels.parallelize(model_of(), hf_models.mesh_of_all())
+        check(single, served(model, cache_tokens))
 
 
 def test_nothing_is_kept_for_nobody() -> None:

@@ -15,37 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Stream
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
 
 from tpkernels.integrations.transformers.loading import end_tokens, load_model
+from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
 from tpkernels.integrations.transformers.text_stream import TextStream
 from tpkernels.launch.messages import DTYPES
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. Ranges are those of transformers' ``GenerationConfig``."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0  #: 0: always the likeliest token
-    top_k: int = 0  #: 0: all tokens
-    top_p: float = 1.0
-    seed: int = 0  #: of the sampled tokens of one call
-
-    def check(self) -> None:
-        """Raise ValueError if a value is out of range."""
-        for name, right, allowed in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
-            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
-        ):
-            if not right:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {allowed}")
 
 
 class Generator:
@@ -59,10 +37,11 @@ class Generator:
         dtype: str | None = None,
         ffn_only: bool = False,
         weights: Literal["int8"] | None = None,
+        plan: dict[str, str] | None = None,
     ) -> None:
         torch_dtype = None if dtype is None else DTYPES[dtype]
         self._model = load_model(
-            path, device=device, dtype=torch_dtype, ffn_only=ffn_only, weights=weights
+            path, device=device, dtype=torch_dtype, ffn_only=ffn_only, weights=weights, plan=plan
         )
 
     def describe(self) -> dict[str, Any]:
@@ -79,33 +58,43 @@ class Generator:
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Iterator[list[int]]:
         """Yield the next token of each prompt, until all have ended or have ``max_new_tokens``.
         A prompt that has ended goes on with tokens that mean nothing. ``sampling`` is a dict of
-        `Sampling`."""
-        from transformers import GenerationConfig
+        `Sampling`, whose seed is that of the first prompt; each next one has the next."""
+        from transformers import GenerationConfig, LogitsProcessorList
 
         chosen = Sampling(**sampling)
         model, longest = self._model, max(map(len, prompts))
         config = GenerationConfig.from_dict(model.generation_config.to_dict())
-        ends, sampled = end_tokens(model), chosen.temperature > 0
+        ends = end_tokens(model)
         config.update(
             max_new_tokens=chosen.max_new_tokens,
             max_length=None,
-            do_sample=sampled,
-            temperature=chosen.temperature if sampled else None,
-            top_k=chosen.top_k if sampled else None,
-            top_p=chosen.top_p if sampled else None,
+            do_sample=False,
+            temperature=None,
+            top_k=None,
+            top_p=None,
             pad_token_id=ends[0] if ends else 0,
         )
+
+        def chosen_tokens(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            texts = [
+                Text(replace(chosen, seed=chosen.seed + i), prompt, new)
+                for i, (prompt, new) in enumerate(
+                    zip(prompts, ids[:, longest:].tolist(), strict=True)
+                )
+            ]
+            return scores.scatter(1, choose(scores, texts).unsqueeze(1), torch.inf)
+
         # Padded on the left: new tokens follow those of the prompt.
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         steps = _Steps()
 
         def run() -> None:
-            torch.manual_seed(chosen.seed)
             model.generate(
                 ids.to(model.device),
                 attention_mask=mask.to(model.device),
                 generation_config=config,
+                logits_processor=LogitsProcessorList([chosen_tokens]),
                 streamer=steps,
             )
 

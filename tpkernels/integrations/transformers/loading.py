@@ -15,7 +15,7 @@ import tpkernels
 from tpkernels.launch import fork_server
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import locate
-from tpkernels.parallel.llama import join_norms
+from tpkernels.parallel.decoder import JOINED, join_norms
 from tpkernels.terminal import UsageError
 
 
@@ -44,6 +44,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     ffn_only: bool = False,
     weights: Literal["int8"] | None = None,
+    plan: dict[str, str] | None = None,
 ) -> Any:
     """Return the model at ``path``, split over all ranks for inference, as
     `tpkernels.from_pretrained` on ranks of a type of ``device``. Collective.
@@ -56,6 +57,7 @@ def load_model(
     model = tpkernels.from_pretrained(
         path,
         mesh,
+        plan=plan,
         ffn_only=ffn_only,
         dtype=dtype,
         sequence_parallel=None if ffn_only else "prefill",
@@ -64,7 +66,7 @@ def load_model(
     if device == "cpu":
         if not weights and model.dtype != torch.float64:
             pack_(model, drop=True)
-        if not ffn_only:
+        if not ffn_only and plan is None and model.config.model_type in JOINED:
             join_norms(model)
     return model
 

@@ -5,5 +5,5 @@ Rank 0 speaks HTTP; transformers' continuous batching generates on all ranks.
 - `server`: the process that starts the ranks and watches them, and what each rank runs.
 - `app`: the HTTP routes. `api`: what clients send and get.
 - `batcher`: requests into transformers' manager, tokens out of it.
-- `sampling`: temperature, top-k and top-p of each request of a batch.
+- `choices`: the tokens of a batch and their log-probabilities, within transformers' step.
 """

@@ -1,5 +1,5 @@
-"""OpenAI's HTTP interface: what clients send (`Request`), its tokens (`Prompts`), and what they get
-(`Replies`, `ApiError`).
+"""OpenAI's HTTP interface: what clients send (`Request`), its tokens (`Prompts`), the answers that
+it asks for (`Wanted`), and what clients get (`Replies`, `ApiError`).
 
 A field that would change the answer and is not supported is refused, unless it has the value that
 changes nothing; fields that only label a request are ignored.
@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, field_validator
+from tokenizers.decoders import DecodeStream
 
-from tpkernels.integrations.transformers.generator import Sampling
+from tpkernels.integrations.transformers.sampling import Logprob, Sampling
 from tpkernels.text import short
 
 DONE = "data: [DONE]\n\n"
-_MOST_STOPS = 4
+_MOST_STOPS = 16
+_MOST_PROMPTS = _MOST_ANSWERS = 128  # of a request; and answers to a prompt
+_MOST_LOGPROBS = 20  # of the likeliest tokens
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _MOST_MESSAGE, _MOST_PARAM = 1000, 100  # characters; what clients sent may be quoted in them
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -73,11 +79,42 @@ def _whole_characters(text: str) -> str:
 
 _Text = Annotated[str, AfterValidator(_whole_characters)]
 _Unsupported = Annotated[Any, AfterValidator(_only())]
-_Zero = Annotated[Any, AfterValidator(_only(0))]
 _One = Annotated[Any, AfterValidator(_only(1))]
 _No = Annotated[Any, AfterValidator(_only(False))]
 _Empty = Annotated[Any, AfterValidator(_only({}, []))]
 _Stop = Annotated[_Text, Field(min_length=1, max_length=1024)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+_Penalty = Annotated[_Number, Field(ge=-2, le=2)]
+_Logprobs = Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)]
+
+
+class Prompt(NamedTuple):
+    """Tokens, and their text if the answer is to begin with it."""
+
+    tokens: list[int]
+    echo: str | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One answer that a request asks for."""
+
+    prompt: Prompt
+    sampling: Sampling
+    stop: Sequence[str] = ()
+    logprobs: int | None = None  #: number of likeliest tokens whose log-probabilities it has
+
+    @property
+    def scored(self) -> bool:
+        """Return whether it has log-probabilities of the prompt too."""
+        return self.prompt.echo is not None and self.logprobs is not None
+
+    def kept(self, logprobs: list[Logprob]) -> list[Logprob]:
+        """Return those of the answer, of all that were computed."""
+        tokens, most = self.prompt.tokens, self.sampling.max_new_tokens
+        if not self.scored:
+            return logprobs[:most]
+        return [Logprob(tokens[0], None, []), *logprobs][: len(tokens) + most]
 
 
 class _Strict(BaseModel):
@@ -96,16 +133,18 @@ class Request(_Strict):
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    temperature: _Number | None = Field(None, ge=0, le=2)
+    top_p: _Number | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
+    min_p: _Number | None = Field(None, ge=0, le=1)
     stop: _Stop | list[_Stop] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    seed: int | None = None
-    n: _One = None
-    presence_penalty: _Zero = None
-    frequency_penalty: _Zero = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    n: int | None = Field(None, ge=1, le=_MOST_ANSWERS)
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: _Number | None = Field(None, gt=0, le=100)
     logit_bias: _Empty = None
     # These label a request, or say where it may be computed or kept.
     user: Any = None
@@ -126,9 +165,24 @@ class Request(_Strict):
         """Return the most tokens that the client wants; None for as many as fit."""
         return self.max_tokens
 
-    def sampling(self, room: int) -> Sampling:
-        """Return how to generate after a prompt that leaves ``room`` tokens; raise ApiError
-        if they do not fit, or options exclude each other."""
+    def asked_logprobs(self) -> int | None:
+        """Return of how many likeliest tokens the client wants log-probabilities; None: of none."""
+        raise NotImplementedError
+
+    def wanted(self, prompts: Sequence[Prompt], most: int) -> list[Wanted]:
+        """Return the answers to prompts that have ``most`` tokens with their answers. Raise
+        ApiError if they do not fit, or options exclude each other."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        each = [prompt for prompt in prompts for _ in range(self.n or 1)]
+        samplings = [self._sampling(most - len(p.tokens), seed + i) for i, p in enumerate(each)]
+        logprobs = self.asked_logprobs()
+        return [Wanted(*pair, stops, logprobs) for pair in zip(each, samplings, strict=True)]
+
+    def _sampling(self, room: int, seed: int) -> Sampling:
+        """Return how to generate after a prompt that leaves ``room`` tokens."""
         asked = self.asked_tokens()
         if asked is not None and asked > room:
             raise ApiError(
@@ -137,27 +191,17 @@ class Request(_Strict):
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        temperature = 1.0 if self.temperature is None else self.temperature
-        if self.seed is not None and temperature > 0:
-            raise ApiError(
-                400,
-                "seed is supported with temperature 0 only: requests that share a batch share its "
-                "random numbers",
-                param="seed",
-            )
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
         return Sampling(
             max_new_tokens=room if asked is None else asked,
-            temperature=temperature,
+            temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
             top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            seed=seed,
         )
-
-    @property
-    def stops(self) -> list[str]:
-        """Return the strings before which the answer ends."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def include_usage(self) -> bool:
@@ -168,25 +212,31 @@ class Request(_Strict):
 class CompletionRequest(Request):
     """The body of ``POST /v1/completions``."""
 
-    prompt: _Text | list[StrictInt]
-    echo: _No = None
+    prompt: list[_Text | list[StrictInt]] = Field(max_length=_MOST_PROMPTS)
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
     best_of: _One = None
-    logprobs: _Unsupported = None
+    logprobs: _Logprobs | None = None
     suffix: Annotated[Any, AfterValidator(_only(""))] = None
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _one_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return prompt
-        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-            return prompt
-        raise ValueError("one prompt a request: a string, or a list of token ids")
+    def _prompts(cls, given: Any) -> Any:
+        several = isinstance(given, list) and all(isinstance(one, (str, list)) for one in given)
+        prompts: list[Any] = given if given and several else [given]
+        for prompt in prompts:
+            tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+            if not (isinstance(prompt, str) or (prompt and tokens)):
+                raise ValueError("a prompt is a string or a list of token ids; send one or several")
+        return prompts
 
     def asked_tokens(self) -> int | None:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens is 0, which needs echo", param="max_tokens")
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def asked_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class TextPart(_Strict):
@@ -217,8 +267,8 @@ class ChatRequest(Request):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: _No = None
-    top_logprobs: _Zero = None
+    logprobs: bool | None = None
+    top_logprobs: _Logprobs | None = None
     tools: _Empty = None
     tool_choice: Annotated[Any, AfterValidator(_only("none", "auto"))] = None
     parallel_tool_calls: Any = None  # says how tools are called, and there are none
@@ -227,6 +277,11 @@ class ChatRequest(Request):
 
     def asked_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def asked_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class Prompts:
@@ -239,42 +294,53 @@ class Prompts:
                 f"{type(tokenizer).__name__} is not a fast tokenizer; copy a tokenizer.json to the "
                 "model's folder"
             )
-        self._tokenizer, self._vocabulary, self._most = tokenizer, vocabulary, most
+        self.tokenizer, self._vocabulary, self.most = tokenizer, vocabulary, most
+        self._texts: dict[int, tuple[str, list[int] | None]] = {}
         # A first call may change settings of the tokenizer, which threads must not do at once.
-        tokenizer("a")
+        self._before = self._tokens("a", special=False)
 
-    async def of_completion(self, prompt: str | list[int]) -> list[int]:
+    async def of_completion(self, prompt: str | list[int], echo: bool) -> Prompt:
         """Return the tokens of a text, or check those that the client sent. Raises ApiError."""
         if isinstance(prompt, str):
-            return self._checked(await asyncio.to_thread(self._tokens, prompt))
+            tokens = await asyncio.to_thread(self._tokens, prompt)
+            return Prompt(self._checked(tokens), prompt if echo else None)
         for token in prompt:
             if not 0 <= token < self._vocabulary:
                 last = self._vocabulary - 1
                 raise ApiError(400, f"{token} is no token; tokens are 0 to {last}", param="prompt")
-        return self._checked(prompt)
+        text = self.tokenizer.decode(prompt, skip_special_tokens=True) if echo else None
+        return Prompt(self._checked(prompt), text)
 
-    async def of_chat(self, messages: Sequence[Message]) -> list[int]:
+    async def of_chat(self, messages: Sequence[Message]) -> Prompt:
         """Return the tokens of a conversation, in the model's template. Raises ApiError."""
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(
                 400, "this model has no chat template; use /v1/completions", param="messages"
             )
         turns = [message.for_template() for message in messages]
-        return self._checked(await asyncio.to_thread(self._chat, turns), "messages")
+        return Prompt(self._checked(await asyncio.to_thread(self._chat, turns), "messages"))
 
-    def room(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens fit after a prompt."""
-        return self._most - len(prompt)
+    def text_of(self, token: int) -> tuple[str, list[int] | None]:
+        """Return the text of a token and its bytes; of a part of a character, the token's name in
+        the vocabulary and None."""
+        if token not in self._texts:
+            # A token at the beginning of a text would lose its space.
+            begin, whole = map(self.tokenizer.decode, (self._before, [*self._before, token]))
+            text = whole[len(begin) :]
+            self._texts[token] = text, list(text.encode())
+            if "\ufffd" in text:
+                self._texts[token] = self.tokenizer.convert_ids_to_tokens(token), None
+        return self._texts[token]
 
     def _tokens(self, text: str, special: bool = True) -> list[int]:
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return tokens
 
     def _chat(self, turns: list[dict[str, str]]) -> list[int]:
         from jinja2 import TemplateError
 
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 turns, add_generation_prompt=True, tokenize=False
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
@@ -286,10 +352,10 @@ class Prompts:
     def _checked(self, tokens: list[int], param: str = "prompt") -> list[int]:
         if not tokens:
             raise ApiError(400, "the prompt is empty", param=param)
-        if len(tokens) >= self._most:
+        if len(tokens) >= self.most:
             raise ApiError(
                 400,
-                f"the prompt has {len(tokens)} tokens; with the answer there may be {self._most}",
+                f"the prompt has {len(tokens)} tokens; with the answer there may be {self.most}",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -298,64 +364,113 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Piece:
-    """More text of an answer, and the numbers of tokens so far."""
+    """More text of an answer, which has ``tokens`` tokens so far."""
 
+    index: int  #: of the answer
     text: str
-    prompt_tokens: int
-    completion_tokens: int
+    tokens: int
     finish: str | None  #: why it has ended, "stop" or "length"
+    logprobs: list[Logprob]  #: of its new tokens, if they are wanted
 
 
-@dataclass(frozen=True)
 class Replies:
     """The replies to one request, whole or as server-sent events."""
 
-    chat: bool
-    model: str
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(self, body: Request, prompts: Prompts, prompt_tokens: int) -> None:
+        self._chat, self._model = isinstance(body, ChatRequest), body.model
+        self._prompts, self._prompt_tokens = prompts, prompt_tokens
+        self._id, self._created = uuid.uuid4().hex, int(time.time())
+        self._tokens: dict[int, int] = {}  # of each answer
+        self._places: dict[int, tuple[Any, int]] = {}  # where its next token begins in its text
 
-    def whole(self, text: str, last: Piece) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the reply that is not a stream."""
-        message = {"role": "assistant", "content": text}
-        content = {"message": message} if self.chat else {"text": text}
-        return self._body("chat.completion", content, last.finish) | self._usage(last)
+        choices, answers = [], defaultdict[int, list[Piece]](list)
+        for piece in pieces:
+            answers[piece.index].append(piece)
+        for _, own in sorted(answers.items()):
+            text = "".join(piece.text for piece in own)
+            content = {"message": {"role": "assistant", "content": text}}
+            last = replace(own[-1], logprobs=[each for piece in own for each in piece.logprobs])
+            choices.append(self._choice(last, content if self._chat else {"text": text}))
+        return self._body("chat.completion", choices) | self._usage()
 
-    def start(self) -> str:
-        """Return the first event of a stream, which only chats have."""
-        if not self.chat:
-            return ""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
+    def start(self, answers: int) -> Iterator[str]:
+        """Yield the first events of a stream, which only chats have."""
+        for index in range(answers if self._chat else 0):
+            piece = Piece(index, "", 0, None, [])
+            yield self._chunk(piece, {"delta": {"role": "assistant", "content": ""}})
 
-    def piece(self, text: str, finish: str | None) -> str:
-        """Return the event of a stream with more text, or with the reason of its end."""
-        delta = {"content": text} if text else {}
-        return self._chunk({"delta": delta} if self.chat else {"text": text}, finish)
+    def piece(self, piece: Piece) -> Iterator[str]:
+        """Yield the events of a stream with more text, and with the reason of its end."""
+        if piece.text or piece.logprobs:
+            text = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
+            yield self._chunk(replace(piece, finish=None), text)
+        if piece.finish:
+            end: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+            yield self._chunk(replace(piece, logprobs=[]), end)
 
-    def usage(self, last: Piece) -> str:
+    def usage(self) -> str:
         """Return the event of a stream with the numbers of tokens."""
-        return event(self._body("chat.completion.chunk") | self._usage(last))
+        return event(self._body("chat.completion.chunk", []) | self._usage())
 
-    def _chunk(self, content: dict[str, Any], finish: str | None) -> str:
-        return event(self._body("chat.completion.chunk", content, finish))
+    def _chunk(self, piece: Piece, content: dict[str, Any]) -> str:
+        return event(self._body("chat.completion.chunk", [self._choice(piece, content)]))
 
-    def _body(
-        self, kind: str, content: dict[str, Any] | None = None, finish: str | None = None
-    ) -> dict[str, Any]:
-        choices = []
-        if content is not None:
-            choices = [{"index": 0, **content, "logprobs": None, "finish_reason": finish}]
+    def _choice(self, piece: Piece, content: dict[str, Any]) -> dict[str, Any]:
+        self._tokens[piece.index] = piece.tokens
+        logprobs = self._logprobs(piece) if piece.logprobs else None
+        reason = {"logprobs": logprobs, "finish_reason": piece.finish}
+        return {"index": piece.index, **content, **reason}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        if self._chat:
+            content = [
+                {**self._entry(token, value), "top_logprobs": [self._entry(*each) for each in top]}
+                for token, value, top in piece.logprobs
+            ]
+            return {"content": content, "refusal": None}
+        columns: dict[str, list[Any]] = {
+            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        for token, value, top in piece.logprobs:
+            named: dict[str, float] = {}
+            own = self._entry(token, value)
+            for entry in [*(self._entry(*each) for each in top), own]:
+                named.setdefault(entry["token"], entry["logprob"])  # the likeliest of a name
+            columns["tokens"].append(own["token"])
+            columns["token_logprobs"].append(own["logprob"])
+            columns["top_logprobs"].append(None if value is None else named)
+            columns["text_offset"].append(self._place(piece.index, token))
+        return columns
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text, data = self._prompts.text_of(token)
+        shown = None if logprob is None else max(logprob, _LEAST_LOGPROB)
+        return {"token": text, "logprob": shown, "bytes": data}
+
+    def _place(self, index: int, token: int) -> int:
+        """Return where a token begins in the text of its answer."""
+        if index not in self._places:
+            self._places[index] = DecodeStream(skip_special_tokens=True), 0
+        decoder, begin = self._places[index]
+        text = decoder.step(self._prompts.tokenizer.backend_tokenizer, token)
+        self._places[index] = decoder, begin + len(text or "")
+        return begin
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
-            "object": kind if self.chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{self._id}",
+            "object": kind if self._chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
             "choices": choices,
         }
 
-    def _usage(self, last: Piece) -> dict[str, Any]:
-        numbers = {"prompt_tokens": last.prompt_tokens, "completion_tokens": last.completion_tokens}
-        return {"usage": {**numbers, "total_tokens": sum(numbers.values())}}
+    def _usage(self) -> dict[str, Any]:
+        prompt, new = self._prompt_tokens, sum(self._tokens.values())
+        numbers = {"prompt_tokens": prompt, "completion_tokens": new}
+        return {"usage": {**numbers, "total_tokens": prompt + new}}
 
 
 def event(body: dict[str, Any]) -> str:

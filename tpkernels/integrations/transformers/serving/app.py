@@ -20,8 +20,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tpkernels.integrations.transformers.serving import api
-from tpkernels.integrations.transformers.serving.api import ApiError, Piece, Replies
-from tpkernels.integrations.transformers.serving.batcher import Answer, Batcher
+from tpkernels.integrations.transformers.serving.api import ApiError, Piece, Prompt, Replies
+from tpkernels.integrations.transformers.serving.batcher import Answers, Batcher
 
 _HUNG_UP = 499  # nginx's status for a client that has gone
 _BODY_S = 30.0  # for a client to send its body
@@ -72,14 +72,15 @@ def make_app(service: Service, lifespan: Callable[[FastAPI], Any] | None = None)
     @app.post("/v1/completions")
     async def complete(body: api.CompletionRequest, request: Request) -> Response:
         _check_name(body.model, service)
-        prompt = await service.prompts.of_completion(body.prompt)
-        return await _answer(service, request, body, prompt)
+        echo = bool(body.echo)
+        prompts = [await service.prompts.of_completion(prompt, echo) for prompt in body.prompt]
+        return await _answer(service, request, body, prompts)
 
     @app.post("/v1/chat/completions")
     async def chat(body: api.ChatRequest, request: Request) -> Response:
         _check_name(body.model, service)
         prompt = await service.prompts.of_chat(body.messages)
-        return await _answer(service, request, body, prompt)
+        return await _answer(service, request, body, [prompt])
 
     return app
 
@@ -95,32 +96,32 @@ def _check_name(name: str, service: Service) -> None:
 
 
 async def _answer(
-    service: Service, request: Request, body: api.Request, prompt: list[int]
+    service: Service, request: Request, body: api.Request, prompts: list[Prompt]
 ) -> Response:
-    sampling = body.sampling(service.prompts.room(prompt))
-    answer = service.batcher.submit(prompt, sampling, body.stops)
-    pieces = answer.pieces()
-    replies = Replies(isinstance(body, api.ChatRequest), service.name)
+    answers = service.batcher.submit(body.wanted(prompts, service.prompts.most))
+    pieces = answers.pieces()
+    replies = Replies(body, service.prompts, sum(len(prompt.tokens) for prompt in prompts))
     try:  # Errors until a stream begins have a status of their own.
         received = await _unless_gone(request, _take(pieces, 1 if body.stream else None))
     except BaseException:
-        answer.close()
+        answers.close()
         raise
     if received and body.stream:
-        events = _events(request, replies, received[0], pieces, body.include_usage)
-        return _Stream(answer, events, service.batcher.timeout + _SLOW_READER_S)
-    answer.close()
+        events = _events(
+            request, replies, len(answers.all), received[0], pieces, body.include_usage
+        )
+        return _Stream(answers, events, service.batcher.timeout + _SLOW_READER_S)
+    answers.close()
     if not received:
         return Response(status_code=_HUNG_UP)
-    text = "".join(piece.text for piece in received)
-    return JSONResponse(replies.whole(text, received[-1]))
+    return JSONResponse(replies.whole(received))
 
 
 async def _take(pieces: AsyncIterator[Piece], count: int | None) -> list[Piece]:
     """Return so many pieces, or all."""
     received: list[Piece] = []
-    while len(received) != count and not (received and received[-1].finish):
-        received.append(await anext(pieces))
+    while len(received) != count and (piece := await anext(pieces, None)) is not None:
+        received.append(piece)
     return received
 
 
@@ -144,22 +145,21 @@ async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T | None:
 async def _events(
     request: Request,
     replies: Replies,
-    piece: Piece,
+    answers: int,
+    first: Piece,
     more: AsyncIterator[Piece],
     include_usage: bool,
 ) -> AsyncIterator[str]:
     """Yield the events of a stream. ``request.state.status`` tells the metrics how it ended."""
     request.state.status = _HUNG_UP
-    yield replies.start()
     try:
-        while piece.finish is None:
-            yield replies.piece(piece.text, None)
-            piece = await anext(more)
-        if piece.text:
-            yield replies.piece(piece.text, None)
-        yield replies.piece("", piece.finish)
+        for event in (*replies.start(answers), *replies.piece(first)):
+            yield event
+        async for piece in more:
+            for event in replies.piece(piece):
+                yield event
         if include_usage:
-            yield replies.usage(piece)
+            yield replies.usage()
         request.state.status = 200
     except ApiError as error:
         request.state.status = error.status
@@ -168,19 +168,19 @@ async def _events(
 
 
 class _Stream(StreamingResponse):
-    """Closes the answer however the response ends, even if its first event is never asked for."""
+    """Closes the answers however the response ends, even if its first event is never asked for."""
 
-    def __init__(self, answer: Answer, events: AsyncIterator[str], timeout: float) -> None:
+    def __init__(self, answers: Answers, events: AsyncIterator[str], timeout: float) -> None:
         super().__init__(events, media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
-        self._answer, self._timeout = answer, timeout
+        self._answers, self._timeout = answers, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(super().__call__(scope, receive, send), self._timeout)
         finally:
-            self._answer.close()
+            self._answers.close()
 
 
 class _Guard:

@@ -27,8 +27,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from tpkernels.integrations.transformers.generator import Sampling
-from tpkernels.integrations.transformers.serving.api import ApiError, Piece
+from tpkernels.integrations.transformers.sampling import Logprob
+from tpkernels.integrations.transformers.serving.api import ApiError, Piece, Wanted
 from tpkernels.integrations.transformers.text_stream import TextStream
 
 FAILED = 500, "the generation failed; the server's log says why"
@@ -116,29 +116,38 @@ class Batcher:
             return f"{type(error).__name__}: {error}"
         return None if self.manager.is_running() else "the generation has ended"
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, stop: Sequence[str] = ()) -> Answer:
-        """Add a request, or raise ApiError if there are too many or none is taken any more."""
-        if len(self.live) >= self.most:
-            raise ApiError(429, f"the server has {self.most} requests already; try again later")
-        name = f"request-{next(self._numbers)}"
-        answer = Answer(self, name, len(prompt), stop)
-        added = None
-        if self.failure() is None:
-            added = self.manager.add_request(
-                list(prompt),
-                request_id=name,
-                max_new_tokens=sampling.max_new_tokens,
-                streaming=True,
-                eos_token_id=list(self.end_tokens),
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
+    def submit(self, wanted: Sequence[Wanted]) -> Answers:
+        """Add requests, all or none: raise ApiError if there are too many or none is taken any
+        more."""
+        if len(wanted) > self.most:
+            raise ApiError(400, f"{len(wanted)} answers in one request; at most {self.most}")
+        if len(self.live) + len(wanted) > self.most:
+            raise ApiError(
+                429, f"the server has {len(self.live)} requests already; try again later"
             )
-        if added is None:
-            raise ApiError(*STOPPING)
-        self.live[name] = answer
-        self.metrics.prompt_tokens.inc(len(prompt))
-        return answer
+        answers = Answers(self.timeout)
+        for each in wanted:
+            name = f"request-{next(self._numbers)}"
+            answer = Answer(self, name, len(answers.all), each, answers.arrived)
+            added = None
+            if self.failure() is None:
+                added = self.manager.add_request(
+                    list(each.prompt.tokens),
+                    request_id=name,
+                    max_new_tokens=max(each.sampling.max_new_tokens, 1),
+                    streaming=True,
+                    eos_token_id=list(self.end_tokens),
+                    sampling=each.sampling,
+                    logprobs=each.logprobs,
+                    scored=each.scored,
+                )
+            if added is None:
+                answers.close()
+                raise ApiError(*STOPPING)
+            self.live[name] = answer
+            answers.all.append(answer)
+            self.metrics.prompt_tokens.inc(len(each.prompt.tokens))
+        return answers
 
     def fail(self, status: int, why: str) -> None:
         """End all answers with an error."""
@@ -173,15 +182,20 @@ class Batcher:
 
 
 class Answer:
-    """What is generated for one request. Close it, whatever happens."""
+    """What is generated for one prompt."""
 
-    def __init__(self, batcher: Batcher, name: str, prompt: int, stop: Sequence[str]) -> None:
-        self._batcher, self._name, self._prompt = batcher, name, prompt
-        self._text = TextStream(batcher.tokenizer, stop, batcher.end_tokens)
+    def __init__(
+        self, batcher: Batcher, name: str, index: int, wanted: Wanted, arrived: asyncio.Event
+    ) -> None:
+        self._batcher, self._name, self._index = batcher, name, index
+        self._wanted, self._arrived = wanted, arrived
+        self._text = TextStream(batcher.tokenizer, wanted.stop, batcher.end_tokens)
         self._begin = self._latest = time.monotonic()
-        self._arrived = asyncio.Event()
         self._finished = False
         self._error: tuple[int, str] | None = None  # its HTTP status and text
+        self._seen = self._sent = 0  # tokens in the text, and log-probabilities, of pieces
+        self._echo = wanted.prompt.echo or ""  # text that is still to be sent
+        self._logprobs: list[Logprob] = []
         self.tokens: list[int] = []
 
     def receive(self, output: Any) -> None:
@@ -195,6 +209,7 @@ class Answer:
                 metrics.first_token_seconds.observe(now - self._begin)
             metrics.generated_tokens.inc(new)
             self._latest, self.tokens = now, output.generated_tokens
+            self._logprobs = self._wanted.kept(output.logprobs)
         if output.error is not None:
             self._error = FAILED
             self._batcher.report(output.error)
@@ -206,28 +221,58 @@ class Answer:
         self._error, self._finished = (status, why), True
         self._arrived.set()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the text as it is generated; the last piece has `Piece.finish`. Raise ApiError if
-        the generation failed or took too long."""
-        seen, limit = 0, self._batcher.timeout
-        while True:
-            left = self._begin + limit - time.monotonic()
-            try:
-                await asyncio.wait_for(self._arrived.wait(), max(left, 0))
-            except asyncio.TimeoutError as error:
-                raise ApiError(504, f"the answer took longer than {limit:g} s") from error
-            self._arrived.clear()
-            if self._error is not None:
-                raise ApiError(*self._error)
-            tokens, last = self.tokens[seen:], self._finished
-            seen += len(tokens)
-            piece = self._text.feed(tokens, last)
-            finish = "stop" if self._text.stopped else "length" if last else None
-            if piece or finish:
-                yield Piece(piece, self._prompt, seen, finish)
-            if finish:
-                return
+    def take(self) -> Piece | None:
+        """Return the text that has come since the last call, if any; the last piece has
+        `Piece.finish`. Raise ApiError if the generation failed."""
+        if self._error is not None:
+            raise ApiError(*self._error)
+        last = self._finished
+        tokens = self.tokens[self._seen : self._wanted.sampling.max_new_tokens]
+        self._seen += len(tokens)
+        text = self._text.feed(tokens, last)
+        if self.tokens:
+            text, self._echo = self._echo + text, ""
+        finish = "stop" if self._text.stopped else "length" if last else None
+        if not (text or finish):
+            return None
+        if finish:
+            self.close()
+        logprobs = self._logprobs[self._sent :]
+        self._sent += len(logprobs)
+        return Piece(self._index, text, self._seen, finish, logprobs)
 
     def close(self) -> None:
         """Cancel the request unless it has ended. Idempotent."""
         self._batcher.forget(self._name)
+
+
+class Answers:
+    """What is generated for one HTTP request. Close it, whatever happens."""
+
+    def __init__(self, timeout: float) -> None:
+        self._begin, self._limit = time.monotonic(), timeout
+        self.arrived = asyncio.Event()  #: set when one of them has received something
+        self.all: list[Answer] = []
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the texts as they are generated. Raise ApiError if the generation failed or took
+        too long."""
+        left = list(self.all)
+        while left:
+            seconds = self._begin + self._limit - time.monotonic()
+            try:
+                await asyncio.wait_for(self.arrived.wait(), max(seconds, 0))
+            except asyncio.TimeoutError as error:
+                raise ApiError(504, f"the answer took longer than {self._limit:g} s") from error
+            self.arrived.clear()
+            for answer in list(left):
+                piece = answer.take()
+                if piece is not None:
+                    yield piece
+                    if piece.finish:
+                        left.remove(answer)
+
+    def close(self) -> None:
+        """Cancel the requests that have not ended. Idempotent."""
+        for answer in self.all:
+            answer.close()

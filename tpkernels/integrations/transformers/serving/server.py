@@ -61,6 +61,7 @@ class Options:
     name: str
     dtype: torch.dtype | None
     ffn_only: bool
+    plan: dict[str, str] | None
     weights: Literal["int8"] | None
     max_requests: int
     max_waiting: int
@@ -189,7 +190,11 @@ def run_rank(options: Options, shared: socket.socket) -> None:
     tokenizer = load_tokenizer(options.model) if first else None
     dist.barrier()  # a GGUF file's tokenizer may take longer than ranks wait for one another
     model = load_model(
-        options.model, dtype=options.dtype, ffn_only=options.ffn_only, weights=options.weights
+        options.model,
+        dtype=options.dtype,
+        ffn_only=options.ffn_only,
+        weights=options.weights,
+        plan=options.plan,
     )
     manager = make_manager(model, options)
     _report_once(manager)
@@ -217,11 +222,11 @@ def make_manager(model: Any, options: Options) -> Any:
     """Return a manager of transformers, with a cache of a fixed size. Collective."""
     import transformers
 
-    from tpkernels.integrations.transformers.serving.sampling import processors
+    from tpkernels.integrations.transformers.serving.choices import Choices, Scheduler
 
     manager = model.init_continuous_batching(
         # Each request has its own end tokens and limits.
-        transformers.GenerationConfig(do_sample=True, eos_token_id=-1),
+        transformers.GenerationConfig(do_sample=False, eos_token_id=-1),
         transformers.ContinuousBatchingConfig(
             page_size=_PAGE_TOKENS,
             num_blocks=-(-options.cache_tokens // _PAGE_TOKENS),
@@ -229,12 +234,13 @@ def make_manager(model: Any, options: Options) -> Any:
             max_requests_per_batch=options.max_requests,
             cpu_group_timeout=_PEER_S,
             disable_nccl_graph_mixing=False,
-            # The processors choose rows by their values, which a graph cannot.
+            scheduler_type=Scheduler.__name__,
+            # Tokens are chosen by their requests' values, which a graph cannot do.
             use_cuda_graph=False,
             use_async_batching=False,
         ),
     )
-    manager.logit_processor = processors()
+    manager.logit_processor = Choices(model)
     return manager
 
 

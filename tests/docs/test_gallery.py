@@ -1,0 +1,108 @@
+"""The gallery of ParallelKernelBench: its problems are right, their functions short, and a wrong
+result is reported."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.parallel_kernel_bench import __main__ as command
+from examples.parallel_kernel_bench import gallery
+from examples.parallel_kernel_bench.gallery import PROBLEMS, Case, Examined, Setup, examine
+from tests.support.cases import RanksFixture
+from tests.support.paths import ROOT
+from tests.support.processes import python
+from tests.support.tiers import thorough
+
+FOLDER = ROOT / "examples/parallel_kernel_bench"
+TABLE = ROOT / "benchmarks/results/cpu-2core-gallery.md"
+MOST_LINES = 10
+DEFAULT = {13, 20, 31, 42, 54, 82}
+BOTH = [n if n in DEFAULT else thorough(n) for n in sorted(PROBLEMS)]
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_problem_on_two_ranks(ranks: RanksFixture, number: int) -> None:
+    errors = [each.error for each in ranks(2).run(examine, number, False, 0)]
+    assert max(errors) <= 1, errors
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", sorted(PROBLEMS))
+def test_a_problem_on_four_ranks(ranks: RanksFixture, number: int) -> None:
+    errors = [each.error for each in ranks(4).run(examine, number, False, 0)]
+    assert max(errors) <= 1, errors
+
+
+def planted_job(damage: float, depth: int) -> Examined:
+    """Examine a product of which rank 1 gets one element wrong."""
+
+    @gallery.problem(0, "a product with a wrong element")
+    def planted(at: Setup) -> Case:
+        x = at.normal(64, 64, shared=True)
+
+        def ours() -> torch.Tensor:
+            y = x @ x
+            y[5, 7] += damage * at.rank
+            return y
+
+        return Case(lambda: x @ x, ours, depth)
+
+    try:
+        return examine(0, False, 1)
+    finally:
+        del PROBLEMS[0]
+
+
+def test_a_wrong_element_is_reported(ranks: RanksFixture, tmp_path: Path) -> None:
+    file = tmp_path / "table.md"
+    PROBLEMS[0] = gallery.Problem(0, "planted", "a product with a wrong element", lambda at: Case)
+    try:
+        for damage, depth, wrong in ((1e-3, 64, True), (1e-5, 0, True), (1e-5, 64, False)):
+            cells = command.row(ranks(2).run(planted_job, damage, depth))
+            assert command.report([cells], "One problem.", file) == int(wrong)
+            assert ("| WRONG |" in file.read_text()) == wrong
+    finally:
+        del PROBLEMS[0]
+
+
+def test_our_functions_are_short() -> None:
+    found = 0
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "ours":
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno <= MOST_LINES, f"{path}:{node.lineno}"
+                found += 1
+    assert found > 20
+
+
+def test_problems_are_selected_by_number_and_name() -> None:
+    for word in ("13", "gemm_allreduce", "13_gemm_allreduce"):
+        assert [each.number for each in command.selected([word])] == [13]
+    assert len(command.selected([])) == len(PROBLEMS)
+    for word in ("99", "nothing", "12_gemm_allreduce", "_", ""):
+        with pytest.raises(ValueError, match=rf"--only {word} is none of 1_"):
+            command.selected([word])
+
+
+@pytest.mark.thorough
+def test_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "table.md"
+    module = ("-m", "examples.parallel_kernel_bench")
+    options = ("--size", "small", "--repeat", 3, "--out", file)
+    ended = python(*module, "--only", 13, "1_allreduce", *options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.findall(r"^\| (\d+) .*\d+\.\d\dx \| 0 \|", file.read_text(), re.M) == ["13", "1"]
+    assert "Median speed-up" in ended.stdout
+    for wrong in (("--only", "nothing"), ("--tp", 3), ("--repeat", 0)):
+        assert python(*module, *wrong).returncode == 2
+
+
+def test_the_page_lists_every_problem() -> None:
+    listed = re.findall(r"^\| (\d+) (\w+) \|", TABLE.read_text(), re.M)
+    assert sorted(listed) == sorted((str(p.number), p.name) for p in PROBLEMS.values())

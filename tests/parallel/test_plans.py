@@ -1,0 +1,160 @@
+"""Models that bring a plan of their own: what works for each family of transformers is what the
+table in docs/models.md says."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+import tpkernels
+from tests.support import hf_folders, hf_models
+from tests.support.cases import RanksFixture
+from tests.support.hf_models import attempt
+from tests.support.paths import ROOT
+from tests.support.ranked import on_ranks, recorded_calls, unlike
+from tests.support.tiers import sweep
+from tpkernels.parallel.plans import SplitInputLinear
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+#: By the name in the table, the model type and what its configuration needs besides sizes. Factors
+#: that are 1 by default would hide that they are left out.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Phi-3, Phi-4": ("phi3", {}),
+    "Gemma 2": ("gemma2", {"attention": "eager"}),
+    "Llama": ("llama", {}),
+    "Mistral": ("mistral", {}),
+    "Qwen2": ("qwen2", {}),
+    "Qwen3": ("qwen3", {}),
+    "Gemma 3 (text)": ("gemma3_text", {}),
+    "OLMo2": ("olmo2", {}),
+    "SmolLM3": ("smollm3", {}),
+    "Granite": (
+        "granite",
+        {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+    ),
+    "Cohere": ("cohere", {}),
+    "GLM-4": ("glm4", {}),
+    "StarCoder2": ("starcoder2", {}),
+    "GPT-NeoX": ("gpt_neox", {}),
+}
+
+
+def family_job(family: str, folder: str, again: str) -> tuple[dict[str, list[str]], str]:
+    """What is wrong with a family, by the column of the table."""
+    model_type, options = FAMILIES[family]
+    mesh = hf_models.mesh_of_all()
+    failures: dict[str, list[str]] = {}
+    model = hf_models.make(model_type, **options)
+    for name, sequence in (("parallelize", False), ("sequence parallelism", True)):
+        failures[name] = hf_models.differences(model, sequence, mesh)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=options.get("attention", "sdpa")
+    )
+    loaded = tpkernels.from_pretrained(folder, mesh, sequence_parallel=True)
+    ids = hf_models.batch()["input_ids"]
+    with recorded_calls() as calls, torch.no_grad():
+        logits = loaded(ids, use_cache=False).logits
+    if "matmul_reduce_scatter" not in calls:
+        failures["sequence parallelism"].append("rows are not split")
+    wrong = hf_models.wrong_logits(logits, whole, ids)
+    failures["from_pretrained"] = [] if wrong is None else [wrong]
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    same = torch.equal(loaded.generate(ids, **settings), whole.generate(ids, **settings))
+    failures["generate"] = [] if same else ["other tokens"]
+    try:
+        served = list(hf_models.tokens_of(loaded).values())
+        want = hf_models.expected_tokens(whole)
+        failures["continuous batching"] = [] if served == want else [f"{served}, expected {want}"]
+    except Exception as error:
+        failures["continuous batching"] = [repr(error)[-200:]]
+    loaded.save_pretrained(again)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(again).state_dict()
+    same = all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
+    failures["save_pretrained"] = [] if same else ["the weights differ"]
+    whole_heads = any(isinstance(module, SplitInputLinear) for module in loaded.modules())
+    return failures, "on each rank" if whole_heads else "split"
+
+
+def documented(family: str) -> dict[str, str]:
+    """The row of a family in the table of the documentation, by column."""
+    lines = (ROOT / "docs" / "models.md").read_text().splitlines()
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    [names] = [row for row in rows if row[0] == "family"]
+    [cells] = [row for row in rows if row[0] == family]
+    return dict(zip(names, cells, strict=True))
+
+
+@pytest.mark.parametrize("world", sweep([2, 4, 1], later=2))
+@pytest.mark.parametrize("family", sweep(FAMILIES, 2, later=len(FAMILIES) - 2))
+def test_a_family(ranks: RanksFixture, tmp_path: Path, family: str, world: int) -> None:
+    model_type, options = FAMILIES[family]
+    folder = hf_folders.folder(tmp_path, model_type, **options)
+    results = ranks(world).run(
+        family_job, family, str(folder), str(tmp_path / "again"), timeout=120
+    )
+    row = documented(family)
+    assert [row["model_type"], row["attention"]] == [model_type, results[0][1]]
+    for column in results[0][0]:
+        found = [text for failures, _ in results for text in failures[column]]
+        assert (row[column] == "yes") == (not found), f"{column}: {found}"
+
+
+def _planned(style: str, module: str = "mlp.down_proj") -> Any:
+    """A model whose plan has another style."""
+    model = hf_models.make("gemma2", attention="eager")
+    model._tp_plan[f"model.layers.*.{module}"] = style
+    return model
+
+
+def _mixing() -> Any:
+    """A model whose plan allows a split that its code does not."""
+    model = hf_models.make("glm4")
+    model.model.layers[1].mlp.activation_fn = torch.nn.Softmax(-1)
+    model._tp_plan["model.layers.*.mlp.gate_up_proj"] = "packed_colwise"
+    model._tp_plan["model.layers.*.mlp.down_proj"] = "rowwise"
+    return model
+
+
+@on_ranks(2)
+def test_what_could_be_wrong_is_refused() -> list[str]:
+    """By the name of the module and its style, before anything is sent."""
+    mesh = hf_models.mesh_of_all()
+    if mesh.get_rank():
+        return []
+    dropping = hf_models.make("starcoder2", residual_dropout=0.5)
+    packed = {"model.layers.*.mlp.gate_up_proj": ColwiseParallel()}
+    in_plan = "in its model's plan, and"
+    attempts = {
+        "mlp.gate_up_proj: ColwiseParallel would leave its columns split, but the code of Phi3": (
+            attempt(hf_models.make("phi3"), mesh, plan=packed)
+        ),
+        f"mlp.gate_up_proj has the style 'packed_colwise' {in_plan} the code of Glm4MLP may mix": (
+            attempt(_mixing(), mesh)
+        ),
+        "0.self_attn.q_norm.weight would have to be split with it; pass plan": attempt(
+            hf_models.make("cohere", use_qk_norm=True), mesh
+        ),
+        f"0.mlp.experts has the style 'moe_tp_experts' {in_plan} mixtures": attempt(
+            hf_models.make("mixtral", num_local_experts=2), mesh
+        ),
+        f"0.mlp.down_proj has the style 'all_reduce' {in_plan} that style is": attempt(
+            _planned("all_reduce"), mesh
+        ),
+        f"0.mlp.gate_proj has the style 'colwise' {in_plan} a split is known": attempt(
+            _planned("replicate"), mesh
+        ),
+        f"0.self_attn.o_proj.weight has the style 'rowwise' {in_plan} splits": attempt(
+            _planned("rowwise", "self_attn.o_proj.weight"), mesh
+        ),
+        "self_attn.residual_dropout=0.5, and each rank would drop other values": partial(
+            tpkernels.parallelize(dropping, mesh), **hf_models.batch()
+        ),
+    }
+    return unlike(attempts, NotImplementedError)

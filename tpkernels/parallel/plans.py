@@ -1,0 +1,521 @@
+"""The plan that a model of transformers brings: ``base_model_tp_plan`` of its configuration, which
+names a style for each projection.
+
+Problem: the styles say how a weight is split, in chunks of equal size. They do not say what the
+code between two projections does with its columns, so they allow neither uneven shards nor heads
+that do not divide by the ranks, and where the code cuts its input in two (Phi-3's
+``gate_up_proj``), they gather all columns on all ranks.
+
+Algorithm: the projections of one parent module are a `Block`. Its code is run on a few columns,
+with stand-ins for the projections. If each column of the result depends on its own column alone,
+any split is right, and so is one of each half of a packed weight. Otherwise the block must be an
+attention, which is split by key-value heads; or the plan gathers the columns, which is right for
+all code. Anything else is refused.
+
+    colwise, packed_colwise        column-parallel
+    colwise_gather_output (_rep)   column-parallel; gathered unless the code allows a split
+    rowwise                        row-parallel, split like the block's columns
+    rowwise_split_input (_rep)     row-parallel; takes its columns of a whole input
+    replicated_with_grad_allreduce the gradient is summed over the ranks' heads
+    embedding_rowwise, _colwise    any embedding of tokens is split by vocabulary
+    replicate                      on all ranks
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpkernels.nn import (
+    ColumnParallelLinear,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    pack_,
+    split_over_ranks,
+)
+from tpkernels.nn.linear import QKV, Heads, check_linear
+from tpkernels.nn.sharding import Split, check_parameter, position
+from tpkernels.nn.vocabulary import check_embedding
+from tpkernels.parallel import decoder
+from tpkernels.parallel.decoder import (
+    GATE_UP,
+    Pack,
+    Rows,
+    SequenceParallel,
+    SplitRowsLinear,
+)
+from tpkernels.shards import shard_sizes
+
+GATHERED = {"colwise_gather_output", "colwise_rep"}
+SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
+COLUMNS = {"colwise", "packed_colwise", *GATHERED}
+ROWS = {"rowwise", *SPLIT_INPUT}
+SHARED = "replicated_with_grad_allreduce"
+UNSPLIT = {"replicate", "embedding_rowwise", "embedding_colwise"}
+EXPERTS = re.compile(r"moe_|ep_|grouped_gemm|packed_rowwise")
+
+
+@dataclass
+class Block:
+    """A module whose projections are split."""
+
+    name: str
+    module: nn.Module
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)  #: options by child
+    row: str | None = None  #: the row-parallel child
+    row_options: dict[str, Any] = field(default_factory=dict)
+    heads: Heads | None = None  #: if it is an attention that is split
+    shared: list[str] = field(default_factory=list)  #: norms; each rank applies them to its heads
+
+    @property
+    def shares_input(self) -> bool:
+        """Return whether all columns are projections of the block's own input."""
+        names = self.columns.keys()
+        return len(names) == 1 or names <= set(QKV) or names <= set(GATE_UP)
+
+
+@dataclass
+class Stack:
+    """The decoder layers."""
+
+    base: nn.Module  #: which has them
+    layers: list[nn.Module]
+    heads: list[list[int] | None] = field(default_factory=list)  #: of each layer's attention
+    #: of the layers; None if a layer may do more with its rows than blocks and norms do
+    norms: list[str] | None = field(default_factory=list)
+
+
+class SplitInputLinear(SplitRowsLinear):
+    """A row-parallel projection of an input that all ranks have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(split_over_ranks(x, self.group, x.dim() - 1, self.in_sizes))
+
+
+def check_has_plan(config: Any, what: str) -> None:
+    """Raise NotImplementedError if a ``config`` of transformers brings no plan; ``what`` names its
+    owner."""
+    configs = [config, *map(partial(getattr, config), getattr(config, "sub_configs", ()))]
+    if not any(getattr(each, "base_model_tp_plan", None) for each in configs):
+        model_type = getattr(config, "model_type", None)
+        raise NotImplementedError(
+            f"{what} (model_type {model_type!r}) is not supported without a plan: its "
+            "configuration has no base_model_tp_plan; pass plan={...}, or --plan FILE"
+        )
+
+
+def check_style(model: Any, name: str, module: nn.Module, style: Any) -> None:
+    """Raise NotImplementedError if a style of torch leaves columns split that the code of a model
+    of transformers needs together, as its own plan says."""
+    own = (getattr(model, "_tp_plan", None) or {}).get(_wildcard(name))
+    [layout, *_] = getattr(style, "output_layouts", None) or (None,)
+    is_head = own is not None and module is model.get_output_embeddings()
+    split = layout is not None and layout.is_shard()
+    if own in {"packed_colwise", *GATHERED} and split and not is_head:
+        raise NotImplementedError(
+            f"{name}: {type(style).__name__} would leave its columns split, but the code of "
+            f"{type(model).__name__} needs all of them, and its own plan has {own!r}; pass "
+            "output_layouts=Replicate(), or no plan"
+        )
+
+
+def apply(
+    model: nn.Module,
+    group: str,
+    *,
+    plan: Mapping[str, str] | None = None,
+    sequence_parallel: SequenceParallel,
+    ffn_only: bool = False,
+    pack: Pack = False,
+) -> None:
+    """Apply `tpkernels.parallelize` without styles of torch. All modules are checked before the
+    first is replaced.
+
+    Args:
+        group: a group's name, which may be `tpkernels.nn.sharding.planned`.
+    """
+    if plan is None:
+        check_has_plan(getattr(model, "config", None), type(model).__name__)
+        plan = getattr(model, "_tp_plan", None) or {}
+    else:
+        _check_styles(model, plan)
+    blocks = _blocks(model, plan, group, ffn_only)
+    ends = (None, None, 1.0) if ffn_only else _ends(model)
+    decoder.check_packing(model, pack)
+
+    dropouts = _dropouts(model, blocks)
+    if dropouts:
+        model.register_forward_pre_hook(partial(_refuse_training, dropouts[0]))
+    stack = None if ffn_only else _stack(model, blocks)
+    rows = None
+    if stack is not None:
+        if sequence_parallel and stack.norms is not None:
+            rows = Rows.of(group, sequence_parallel)
+            for norm in stack.norms:
+                decoder.share_norm(model, norm, group, rows)
+            stack.layers[0].register_forward_pre_hook(partial(decoder.split_rows, group, rows))
+            stack.layers[-1].register_forward_hook(partial(decoder.gather_rows, group, rows))
+        gather = partial(decoder.gather_recorded, group, rows, stack.heads)
+        stack.base.register_forward_hook(gather)
+    for block in blocks:
+        _replace(model, block, group, rows)
+    _replace_ends(model, *ends, group)
+    if pack:
+        pack_(model, dtype=decoder.packed_dtype(pack))
+
+
+def _wildcard(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _refuse(name: str, style: str, reason: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} has the style {style!r} in its model's plan, and {reason}; pass "
+        "plan={...}, or --plan FILE, with the modules that are to be split"
+    )
+
+
+def _check_styles(model: nn.Module, plan: Mapping[str, str]) -> None:
+    if not hasattr(model, "get_input_embeddings"):
+        raise TypeError(
+            f"plan[{next(iter(plan))!r}] is a str, not a torch.distributed.tensor.parallel."
+            f"ParallelStyle; names are for models of transformers, not {type(model).__name__}"
+        )
+    styles = sorted(COLUMNS | ROWS | UNSPLIT | {SHARED})
+    names = {_wildcard(name) for name, _ in model.named_modules() if name}
+    for name, style in plan.items():
+        if style not in styles:
+            raise ValueError(f"plan[{name!r}] is {style!r}; a style is one of {', '.join(styles)}")
+        if name not in names:
+            raise no_module(model, name, names)
+
+
+def no_module(model: nn.Module, name: str, names: Iterable[str]) -> ValueError:
+    """Return the error of a name in a plan that is not one of ``names``."""
+    close = difflib.get_close_matches(name, sorted(names), 3, 0.4)
+    hint = f"; did you mean {', '.join(close)}?" if close else ""
+    return ValueError(f"plan names {name!r}, which is not a module of {type(model).__name__}{hint}")
+
+
+def _blocks(model: Any, plan: Mapping[str, str], group: str, ffn_only: bool) -> list[Block]:
+    """Find the blocks of a model by its plan, and how they are split, or raise."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    named = [*model.named_modules(), *model.named_parameters()]
+    styles: dict[str, dict[str, str]] = {}
+    for name, value in named:
+        style = plan.get(_wildcard(name))
+        if style is None or style in UNSPLIT or any(value is end for end in ends):
+            continue
+        if EXPERTS.match(style):
+            raise _refuse(name, style, "mixtures of experts are not supported")
+        if not isinstance(value, nn.Module):
+            raise _refuse(name, style, "splits a parameter without its module")
+        if style not in COLUMNS | ROWS | {SHARED}:
+            raise _refuse(name, style, "that style is not supported")
+        parent, _, child = name.rpartition(".")
+        if not ffn_only or not _is_attention(model.get_submodule(parent)):
+            styles.setdefault(parent, {})[child] = style
+    if not any(set(children.values()) & (COLUMNS | ROWS) for children in styles.values()):
+        raise NotImplementedError(
+            f"{type(model).__name__} has no module that its plan splits; pass plan={{...}}"
+        )
+    return [_block(model, name, children, group) for name, children in styles.items()]
+
+
+def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Block:
+    """Check the projections of a parent module, and find how they are split."""
+    block = Block(name, model.get_submodule(name))
+    prefix = f"{name}." if name else ""
+    _, world = position(group)
+    columns: dict[str, nn.Linear] = {}
+    rows: dict[str, nn.Linear] = {}
+    for child, style in styles.items():
+        module = block.module.get_submodule(child)
+        if style in COLUMNS | ROWS:
+            kind = columns if style in COLUMNS else rows
+            kind[child] = check_linear(module, prefix + child)
+        else:
+            block.shared.append(prefix + child)
+    whole = {child for child, style in styles.items() if style in GATHERED | SPLIT_INPUT}
+    if len(rows) == 1 and columns:
+        [(block.row, row)] = rows.items()
+        inner = row.in_features
+        if _is_elementwise(block.module, columns, block.row, inner):
+            sizes = shard_sizes(inner, world)
+            block.columns = {
+                child: _column([sizes] * (linear.out_features // inner))
+                for child, linear in columns.items()
+            }
+            block.row_options = {"in_sizes": sizes}
+            return block
+        if not whole:
+            _split_heads(block, model, columns, row, prefix, styles, group)
+            return block
+    unpaired = (columns.keys() | rows.keys()) - whole
+    if unpaired:
+        child = min(unpaired)
+        raise _refuse(
+            prefix + child,
+            styles[child],
+            "a split is known to be right only between column-parallel projections and one "
+            f"row-parallel one, but {name or type(model).__name__} has {dict(styles)}",
+        )
+    block.columns = {child: {"gather_output": True} for child in columns}
+    for block.row in rows:  # one at most, for `_replace`
+        if len(rows) > 1:
+            raise _refuse(prefix + block.row, styles[block.row], "its parent has another such")
+    block.row_options = {"whole_input": True}
+    return block
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__
+
+
+def _column(parts: list[list[int]]) -> dict[str, Any]:
+    """Return the options of a column-parallel layer of packed parts, or of one."""
+    return {"out_sizes": parts[0] if len(parts) == 1 else Split.packed(0, parts)}
+
+
+def _split_heads(
+    block: Block,
+    model: Any,
+    columns: Mapping[str, nn.Linear],
+    row: nn.Linear,
+    prefix: str,
+    styles: Mapping[str, str],
+    group: str,
+) -> None:
+    """Split a block by key-value heads, or raise if it is not an attention that allows that."""
+    attention: Any = block.module
+    first = next(iter(columns))
+    if not _is_attention(attention) or "packed_colwise" in styles.values():
+        raise _refuse(
+            prefix + first,
+            styles[first],
+            f"the code of {type(attention).__name__} may mix columns, so a split could be wrong",
+        )
+    config = getattr(attention, "config", model.config.get_text_config())
+    heads = kv_heads = config.num_attention_heads
+    if "k_proj" in columns:
+        head_dim = getattr(attention, "head_dim", None) or row.in_features // heads
+        heads = row.in_features // head_dim
+        kv_heads = columns["k_proj"].out_features // head_dim
+    keys = {"k_proj", "v_proj"}
+    widths = {child: linear.out_features for child, linear in columns.items()}
+    for child, width in (widths | {str(block.row): row.in_features}).items():
+        count = kv_heads if child in keys else heads
+        if width % count or heads % kv_heads:
+            raise ValueError(
+                f"{prefix}{child} has {width} features, which are not those of {heads} heads in "
+                f"{kv_heads} key-value groups"
+            )
+    block.heads = Heads(heads, kv_heads, row.in_features // heads, position(group)[1])
+    for child, width in widths.items():
+        count = kv_heads if child in keys else heads
+        block.columns[child] = block.heads.split_of(child, width // count)
+    block.row_options = {"in_sizes": block.heads.split_of(str(block.row))["out_sizes"]}
+    for name, parameter in attention.named_parameters():
+        child = name.partition(".")[0]
+        if child in styles or prefix + child in block.shared:
+            continue
+        of_head = parameter.dim() == 1 and parameter.shape[0] * heads == row.in_features
+        if not of_head or child == name:
+            raise _refuse(
+                prefix + first, styles[first], f"{prefix}{name} would have to be split with it"
+            )
+        block.shared.append(prefix + child)
+
+
+def _stack(model: nn.Module, blocks: list[Block]) -> Stack | None:
+    """Return the layers whose children the blocks are, if these are of one list."""
+    children: dict[str, dict[str, Block]] = {}
+    for block in blocks:
+        parent, _, child = block.name.rpartition(".")
+        children.setdefault(parent, {})[child] = block
+    [name, *lists] = {name.rpartition(".")[0] for name in children}
+    layers = model.get_submodule(name)
+    if lists or not isinstance(layers, nn.ModuleList):
+        return None
+    stack = Stack(model.get_submodule(name.rpartition(".")[0]), list(layers))
+    for number, layer in layers.named_children():
+        of_layer = children.get(f"{name}.{number}", {})
+        split = [block.heads.query_heads for block in of_layer.values() if block.heads]
+        stack.heads.append(split[0] if split else None)
+        others = {
+            f"{name}.{number}.{key}": child
+            for key, child in layer.named_children()
+            if key not in of_layer and next(child.parameters(), None) is not None
+        }
+        norms = all("Norm" in type(child).__name__ for child in others.values())
+        by_row = norms and not layer._parameters
+        if not by_row or not all(block.shares_input for block in of_layer.values()):
+            stack.norms = None
+        if stack.norms is not None:
+            stack.norms += others
+    return stack
+
+
+def _dropouts(model: nn.Module, blocks: list[Block]) -> list[str]:
+    """Name the probabilities of dropout of values that all ranks share; ranks would draw different
+    ones."""
+    split = [block.module for block in blocks if block.heads is not None]
+    return [
+        f"{name}.{key}={value}"
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if ("drop" in key or (key == "p" and isinstance(module, nn.Dropout)))
+        and isinstance(value, float)
+        and value > 0
+        and not (key == "attention_dropout" and any(module is each for each in split))
+    ]
+
+
+def _refuse_training(dropout: str, module: nn.Module, args: Any) -> None:
+    if module.training:
+        raise NotImplementedError(
+            f"the model has {dropout}, and each rank would drop other values of what all share; "
+            "set it to 0, or call eval()"
+        )
+
+
+def _is_elementwise(
+    parent: nn.Module, columns: Mapping[str, nn.Linear], row: str, inner: int
+) -> bool:
+    """Return whether what a module computes between its projections treats each column, or the two
+    columns of the two halves of a packed projection, independently of the others."""
+    width, few, generator = 4, 2, torch.Generator().manual_seed(0)
+    if any(linear.out_features not in (inner, 2 * inner) for linear in columns.values()):
+        return False
+    outputs = {
+        child: torch.randn(
+            (1, 3, linear.out_features // inner, width),
+            generator=generator,
+            dtype=torch.float64,
+            device="cpu",
+        )
+        for child, linear in columns.items()
+    }
+
+    def run(width: int) -> torch.Tensor:
+        probe = copy.copy(parent)
+        children: dict[str, nn.Module | None] = {}
+        for name, module in parent._modules.items():
+            if name in outputs:
+                children[name] = _Constant(outputs[name][..., :width].flatten(2))
+            else:
+                children[name] = nn.Identity() if name == row else copy.deepcopy(module)
+        probe.__dict__ |= {"_modules": children, "training": False}
+        for module in children.values():
+            if module is not None:
+                module.eval()
+        result: torch.Tensor = probe.forward(torch.zeros(1, 3, 1, device="cpu"))
+        return result
+
+    others = [name for name, _ in parent.named_parameters() if name.split(".")[0] not in columns]
+    if any(not name.startswith(f"{row}.") for name in others):
+        return False
+    try:
+        whole, part = run(width), run(few)
+        return whole.shape[-1] == width and torch.allclose(whole[..., :few], part, 1e-12, 0)
+    except Exception:  # it takes more than one input, as attentions do, or returns more
+        return False
+
+
+class _Constant(nn.Module):
+    """A stand-in for a projection."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output
+
+
+def _replace(model: nn.Module, block: Block, group: str, rows: Rows | None) -> None:
+    """Replace the projections of a block."""
+    parent = block.module
+    if block.shares_input:
+        decoder.replace_inputs(parent, block.columns, group, rows)
+    else:
+        for name, options in block.columns.items():
+            linear = ColumnParallelLinear.from_linear(getattr(parent, name), group, **options)
+            setattr(parent, name, linear)
+    if block.row is not None:
+        options = dict(block.row_options)
+        kind = SplitInputLinear if options.pop("whole_input", False) else SplitRowsLinear
+        decoder.replace_linear(parent, block.row, kind, group, rows, **options)
+    if block.heads is not None:
+        decoder.set_groups(parent, block.heads, group)
+    for name in block.shared:
+        decoder.share_norm(model, name, group, None)
+
+
+def _ends(model: Any) -> tuple[nn.Module | None, nn.Module | None, float]:
+    """Return the embedding and the head that are to be split by vocabulary, if they are, and the
+    factor of the embedding's vectors."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    factor = _factor(embedding)
+    if factor is None:  # it stays whole, and so does a head that is tied to it
+        tied = head is not None and head.weight is getattr(embedding, "weight", None)
+        return None, None if tied or head is None else check_linear(head, "lm_head"), 1.0
+    check_parameter(embedding.weight, "the embedding's weight")
+    if head is not None:
+        check_linear(head, "lm_head")
+    return embedding, head, factor
+
+
+def _factor(embedding: Any) -> float | None:
+    """Return the factor by which an embedding multiplies its vectors, or None if it does anything
+    else."""
+    if type(embedding) is nn.Embedding:
+        check_embedding(embedding, "the embedding")
+        return 1.0
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    probe: Any = copy.copy(embedding)
+    buffers = {
+        name: torch.tensor(getattr(embedding, f"scalar_{name}", torch.nan), device="cpu")
+        for name in embedding._buffers
+    }
+    probe.__dict__ |= {"_buffers": buffers, "padding_idx": None}
+    vectors = torch.tensor([[0.0, 1.0, 3.0]], device="cpu")
+    probe.__dict__["_parameters"] = {"weight": vectors}
+    try:
+        result = probe.forward(torch.zeros(1, dtype=torch.long, device="cpu"))
+        factor = float(result[0, 1])
+        return factor if torch.equal(result, vectors * factor) else None
+    except Exception:  # it takes more than ids
+        return None
+
+
+def _scale(factor: float, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Forward hook: multiply an embedding's vectors, with the rounding of transformers."""
+    return output * torch.tensor(factor).to(output.dtype)
+
+
+def _replace_ends(model: Any, embedding: Any, head: Any, factor: float, group: str) -> None:
+    """Split embedding and head by vocabulary."""
+    names = {module: name for name, module in model.named_modules()}
+    parallel = None
+    if embedding is not None:
+        plain = nn.Embedding(1, 1, device="meta")
+        plain.__dict__ |= {**embedding.__dict__, "_buffers": {}}
+        parallel = VocabParallelEmbedding.from_embedding(plain, group)
+        if factor != 1:
+            parallel.register_forward_hook(partial(_scale, factor))
+        model.set_submodule(names[embedding], parallel)
+    if head is not None:
+        parallel_head = ParallelLMHead.from_linear(head, group, gather_output=True)
+        if parallel is not None and head.weight is embedding.weight:
+            parallel_head.tie(parallel)
+        model.set_submodule(names[head], parallel_head)
