@@ -64,8 +64,11 @@ def report(rows: Sequence[Sequence[str]], title: str, out: Path | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.parallel_kernel_bench",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--tp", "--nproc", type=int, help="ranks; default 2")
     parser.add_argument("--only", nargs="+", default=[], help="numbers or names of problems")
     parser.add_argument("--size", choices=["small", "full"], default="full")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +11,8 @@ import pytest
 from tests.cli.test_cli import invoke
 from tpkernels.cli import qualify as command
 from tpkernels.planning import trust
-from tpkernels.planning.trust import DISQUALIFIED, QUALIFIED, Failure, Outcome, Record
+from tpkernels.planning.trust import DISQUALIFIED, QUALIFIED, Failure, Outcome
+from tpkernels.qualification import run as stages
 from tpkernels.qualification.schedule import Stage, Topology
 
 PAIR = Topology(("NVIDIA H100",) * 2, 90, nvlink=True)
@@ -30,25 +30,22 @@ def test_a_rehearsal_on_cpu_tensors(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Two GPUs, on which stages are only noted; `direct/ll` is wrong there."""
+    """Two GPUs, on which stages are only noted: `direct/ll` is wrong there, and in the first
+    stage of `ring` somebody presses Ctrl-C."""
     ran: list[str] = []
 
-    def run(stages: list[Stage], device: str, *, known: Record | None, **options: Any) -> Record:
-        record = known or Record("2026-11-25")
+    def outcome(stage: Stage, *_: object) -> Outcome:
+        if stage.name == "ring/all_gather":
+            raise KeyboardInterrupt
+        ran.append(stage.name)
         wrong = Failure("wrong", "all_reduce", 0, elements=4, wrong=2, first=((1, "0", "3"),))
-        for stage in stages:
-            ran.append(stage.name)
-            bad = stage.name == "direct/ll"
-            outcome = Outcome(DISQUALIFIED if bad else QUALIFIED, 9, failure=wrong if bad else None)
-            options["report"](stage, outcome)
-            new = {"2": {stage.name: outcome}}
-            record = record.extended(Record("2026-11-25", ways=new))
-        return record
+        bad = stage.name == "direct/ll"
+        return Outcome(DISQUALIFIED if bad else QUALIFIED, 9, failure=wrong if bad else None)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(command.sessions, "resolve_device", lambda _: "cuda")
     monkeypatch.setattr(command, "topology_here", lambda: PAIR)
-    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(stages, "_outcome", outcome)
     monkeypatch.setattr(trust, "head", lambda device: {"format": "a test", "device": device})
     return ran
 
@@ -66,6 +63,8 @@ def test_the_record_is_kept_and_goes_on(gpus: list[str]) -> None:
     gpus.clear()
     invoke("qualify", "--anew", "--only", "direct/ll128")
     assert gpus == ["direct/ll128"]
+    record, _ = trust.load("cuda")  # with all that was run before, also in the interrupted command
+    assert record is not None and {"direct/ll128", "fused/all_reduce"} < record.trust(2).ways
 
 
 def test_the_plan_runs_nothing(gpus: list[str]) -> None:

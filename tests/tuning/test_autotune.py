@@ -32,10 +32,12 @@ from tests.support.ranked import apart, check_job, fresh_group, on_ranks
 from tests.support.tiers import covering, thorough
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
 from tpkernels.backends import TABLES
+from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import OPS
 from tpkernels.planning.table import Table
 from tpkernels.symm import streams
+from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.tuning import tuner
 from tpkernels.tuning.contest import Sample
 
@@ -253,18 +255,23 @@ def test_nothing_is_tuned_in_a_capture() -> None:
             assert plan_of(group).reason.startswith("tried: "), plan_of(group).reason
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fault", ["", "no capture", "no memory"])
 @emulated.on_ranks(2)
-def test_captures_go_by_times_of_graphs(fails: bool) -> None:
+def test_captures_go_by_times_of_graphs(fault: str) -> None:
     """Eager calls and those in graphs have tables of their own; without being asked, where
-    algorithms are qualified. ``fails``: `unfused` cannot be captured."""
+    algorithms are qualified. Nothing of the second group is kept for graphs, which are gone.
+    ``fault``: `unfused` cannot be captured, or `direct` has no memory when it is called."""
     made: list[str] = []
+    kept: list[object] = []
 
     def graph_of(run: Callable[[], object]) -> Callable[[], object]:
         made.clear()
         run()
-        if fails and made == ["unfused"]:
+        if fault == "no capture" and made == ["unfused"]:
             raise RuntimeError("operation not permitted when stream is capturing")
+        patch.setattr(streams, "is_captured", lambda _: True)
+        run()
+        patch.setattr(streams, "is_captured", lambda _: False)
         return run
 
     def timed(self: Any, call: Any) -> Any:
@@ -274,7 +281,13 @@ def test_captures_go_by_times_of_graphs(fails: bool) -> None:
         return Sample(0.0, 1.0 if (name == "direct") == captured else 2.0, self._other)
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: made.append(name) or function(*args)
+        def run(call: Any, *args: Any) -> Any:
+            if (fault, name) == ("no memory", "direct") and call.group is own(group):
+                raise WorkspaceMemoryError("no memory for a larger workspace")
+            made.append(name)
+            return function(call, *args)
+
+        return run
 
     wrapped = {key: counted(key[1], function) for key, function in TABLES["cuda"].items()}
     taken = {}
@@ -288,6 +301,7 @@ def test_captures_go_by_times_of_graphs(fails: bool) -> None:
         group = faults.new_group()
         own(group).measured.tables["cuda"] = Table()
         own(group)._trust["cuda"] = TRUSTED
+        patch.setattr(CudaWorkspace, "_keep", lambda workspace: kept.append(workspace.device))
         x = torch.full((8, 4), float(dist.get_rank() + 1))
         tpkernels.all_gather(x, group)
         for captured in (False, True, False):
@@ -298,8 +312,9 @@ def test_captures_go_by_times_of_graphs(fails: bool) -> None:
             taken[captured] = list(made)
         patch.setattr(streams, "is_captured", lambda _: False)
         series = [one.series.options for one in own(group).measured.tables["cuda"].measurements]
-    expected = {False: ["unfused"], True: ["unfused" if fails else "direct"]}
-    assert taken == expected and series == [(), ("captured",)][: 1 if fails else 2], (taken, series)
+    expected = {False: ["unfused"], True: ["unfused" if fault else "direct"]}
+    known = [(), ("captured",)][: 1 if fault == "no capture" else 2]
+    assert taken == expected and series == known and not kept, (taken, series, kept)
 
 
 class LittleMemory(SharedMemory):

@@ -59,14 +59,14 @@ def qualify(
     device = sessions.resolve_device(device)
     topology = topology_here() if device == "cuda" else Topology(("this CPU",) * 2, 90)
     worlds = () if nproc is None else (nproc,)
-    known = trust.load(device)[0] if device == "cuda" and not anew else None
+    known = trust.load(device)[0] if device == "cuda" else None
     stages = schedule(
         topology,
         worlds,
         budget=budget,
         thorough=thorough,
         only=only,
-        known=known.has if known is not None else lambda name, world: False,
+        known=known.has if known is not None and not anew else lambda name, world: False,
     )
     if device == "cpu":  # a CPU has none of the kernels of the litmus tests
         stages = [stage for stage in stages if stage.name not in LITMUS]
@@ -76,11 +76,16 @@ def qualify(
         return _show_plan(stages)
     if out is not None:
         writable(out)
-    record = run(stages, device, repeats=4 if thorough else 1, known=known, report=_report)
+
+    def report(stage: Stage, outcome: Outcome, record: Record) -> None:
+        _report(stage, outcome)
+        if device == "cuda":  # at once: what ends the command costs one stage only
+            with writing(trust.path_of(trust.head(device))):
+                trust.save(device, record)
+
+    record = run(stages, device, repeats=4 if thorough else 1, known=known, report=report)
     if device == "cuda":
-        with writing(trust.path_of(trust.head(device))):
-            path = trust.save(device, record)
-        console().print(f"Kept in {path}", markup=False)
+        console().print(f"Kept in {trust.path_of(trust.head(device))}", markup=False)
     else:
         console().print("A rehearsal on CPU tensors: it qualifies nothing")
     if out is not None:
@@ -100,8 +105,9 @@ def _report(stage: Stage, outcome: Outcome) -> None:
     style = _STYLES[outcome.status]
     line = f"{stage.name} on {stage.world} ranks: [{style}]{outcome.status}[/]"
     if outcome.status == QUALIFIED:
-        what = f"{outcome.checks} values" if stage.is_litmus else f"{outcome.checks} calls"
-        rate = f", a rate below {3 / outcome.checks:.1g}" if stage.is_litmus else ""
+        stores = stage.name in LITMUS
+        what = f"{outcome.checks} values" if stores else f"{outcome.checks} calls"
+        rate = f", a rate of wrong ones below {3 / outcome.checks:.1g}" if stores else ""
         line += f", {what} right{rate}, {outcome.seconds:.0f} s"
     else:
         line += f": {escape(outcome.reason.removeprefix(f'{DISQUALIFIED}: '))}"

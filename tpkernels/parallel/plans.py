@@ -17,7 +17,6 @@ all code. Anything else is refused.
     rowwise                        row-parallel, split like the block's columns
     rowwise_split_input (_rep)     row-parallel; takes its columns of a whole input
     replicated_with_grad_allreduce the gradient is summed over the ranks' heads
-    mla_kv_a_proj                  the gradient of the rotary part is summed over the ranks' heads
     embedding_rowwise, _colwise    any embedding of tokens is split by vocabulary
     replicate                      on all ranks
 """
@@ -39,7 +38,6 @@ from tpkernels.nn import (
     ColumnParallelLinear,
     ParallelLMHead,
     VocabParallelEmbedding,
-    copy_to_ranks,
     pack_,
     split_over_ranks,
 )
@@ -60,7 +58,7 @@ GATHERED = {"colwise_gather_output", "colwise_rep"}
 SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 COLUMNS = {"colwise", "packed_colwise", *GATHERED}
 ROWS = {"rowwise", *SPLIT_INPUT}
-SHARED, MLA = "replicated_with_grad_allreduce", "mla_kv_a_proj"
+SHARED = "replicated_with_grad_allreduce"
 UNSPLIT = {"replicate", "embedding_rowwise", "embedding_colwise"}
 EXPERTS = re.compile(r"moe_|ep_|grouped_gemm|packed_rowwise")
 
@@ -76,7 +74,6 @@ class Block:
     row_options: dict[str, Any] = field(default_factory=dict)
     heads: Heads | None = None  #: if it is an attention that is split
     shared: list[str] = field(default_factory=list)  #: norms; each rank applies them to its heads
-    latent: list[nn.Module] = field(default_factory=list)  #: with style `MLA`
 
     @property
     def shares_input(self) -> bool:
@@ -192,7 +189,7 @@ def _check_styles(model: nn.Module, plan: Mapping[str, str]) -> None:
             f"plan[{next(iter(plan))!r}] is a str, not a torch.distributed.tensor.parallel."
             f"ParallelStyle; names are for models of transformers, not {type(model).__name__}"
         )
-    styles = sorted(COLUMNS | ROWS | UNSPLIT | {SHARED, MLA})
+    styles = sorted(COLUMNS | ROWS | UNSPLIT | {SHARED})
     names = {_wildcard(name) for name, _ in model.named_modules() if name}
     for name, style in plan.items():
         if style not in styles:
@@ -221,7 +218,7 @@ def _blocks(model: Any, plan: Mapping[str, str], group: str, ffn_only: bool) -> 
             raise _refuse(name, style, "mixtures of experts are not supported")
         if not isinstance(value, nn.Module):
             raise _refuse(name, style, "splits a parameter without its module")
-        if style not in COLUMNS | ROWS | {SHARED, MLA}:
+        if style not in COLUMNS | ROWS | {SHARED}:
             raise _refuse(name, style, "that style is not supported")
         parent, _, child = name.rpartition(".")
         if not ffn_only or not _is_attention(model.get_submodule(parent)):
@@ -246,8 +243,7 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Bloc
             kind = columns if style in COLUMNS else rows
             kind[child] = check_linear(module, prefix + child)
         else:
-            block.shared += [prefix + child] if style == SHARED else []
-            block.latent += [module] if style == MLA else []
+            block.shared.append(prefix + child)
     whole = {child for child, style in styles.items() if style in GATHERED | SPLIT_INPUT}
     if len(rows) == 1 and columns:
         [(block.row, row)] = rows.items()
@@ -329,7 +325,7 @@ def _split_heads(
     block.row_options = {"in_sizes": block.heads.split_of(str(block.row))["out_sizes"]}
     for name, parameter in attention.named_parameters():
         child = name.partition(".")[0]
-        if child in styles or block.latent or prefix + child in block.shared:
+        if child in styles or prefix + child in block.shared:
             continue
         of_head = parameter.dim() == 1 and parameter.shape[0] * heads == row.in_features
         if not of_head or child == name:
@@ -462,19 +458,6 @@ def _replace(model: nn.Module, block: Block, group: str, rows: Rows | None) -> N
         decoder.set_groups(parent, block.heads, group)
     for name in block.shared:
         decoder.share_norm(model, name, group, None)
-    for module in block.latent:
-        attention: Any = parent
-        module.register_forward_hook(
-            partial(_share_rotary, group, attention.config.qk_rope_head_dim)
-        )
-
-
-def _share_rotary(
-    group: str, rotary: int, module: nn.Module, args: Any, output: torch.Tensor
-) -> Any:
-    """Forward hook: each rank uses the last ``rotary`` columns for its heads."""
-    latent, rest = output.split([output.shape[-1] - rotary, rotary], -1)
-    return torch.cat([latent, copy_to_ranks(rest, group)], -1)
 
 
 def _ends(model: Any) -> tuple[nn.Module | None, nn.Module | None, float]:

@@ -54,11 +54,11 @@ def qualify(group: GroupLike | None = None, *, budget: float = AUTOMATIC_S) -> T
     known = found.trust()
     if not known.ways:
         why = _run_command(found.world, budget) if found.rank == 0 else ""
-        with found.together(RuntimeError):
+        with found.together():
             why = found.exchange("qualify", why, budget + 2 * _GRACE_S)[0]
-            if why:
-                raise RuntimeError(f"`tpkernels qualify` failed on rank 0: {why}")
-            known = found.trust_of_rank_0()
+            known = known if why else found.trust_of_rank_0()
+        if why:
+            raise RuntimeError(f"`tpkernels qualify` failed on rank 0: {why}")
         found.use_trust(known)
     found.warn()
     return known

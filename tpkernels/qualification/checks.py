@@ -1,15 +1,16 @@
 """What the ranks of a stage run: calls of one way, compared with what every rank can compute by
 itself, and what is to be said of the first that is wrong.
 
-Small integers have exact sums and products, whatever the order. Random data may differ from float64
-by the contract's bound: a rounding of each partial to its dtype on the wire and of the sum, and
-those of float32 within the products. All ranks can make the inputs of all.
+Small integers have exact sums and products, whatever the order, where bfloat16 holds each: operands
+of a product are the sparser the more they add up. Random data may differ from float64 by the
+contract's bound: a rounding of each partial to its dtype on the wire and of the sum, and those of
+float32 within the products. All ranks can make the inputs of all, where these are needed: a host
+would take seconds for those of a large call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -35,9 +36,11 @@ _FLOAT32_EPS = torch.finfo(torch.float32).eps
 _EPS = 1e-5  # of the norm
 _FIRST, _TEXT = 16, 2000  # wrong elements, and characters of an error, that are kept
 _DELAY_US = 200
-# Rows, columns and sums of products: few, then more than a tile, none a multiple of another.
+# Rows, columns and sums of products: few, then more than a tile, none a multiple of another. LL in
+# one hop takes 0.4 GB for the largest of 8 ranks, in float32.
 _SMALL = ((2, 24, 40), (61, 72, 136))
-_LARGE = ((2, 64, 128), (1021, 1032, 2056), (4096, 3584, 8192))
+_LARGE = ((2, 64, 128), (1021, 1032, 2056), (2048, 1536, 4096))
+_LARGEST_DEVIATION = 32  # of sums of integers: 8 of it is 256, from where on bfloat16 has gaps
 _REPLAYS = 10
 
 
@@ -130,6 +133,10 @@ def failure_of(error: Exception, call: str) -> Failure:
 @contextlib.contextmanager
 def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
     """Make a group whose calls go this way, of all that its algorithm has."""
+    # Torch's products are to round as the bound says.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     group = dist.new_group()
     assert group is not None  # all ranks are in it
     tpkernels.init(group, timeout=TIMEOUT_S, autotune=False)
@@ -152,21 +159,25 @@ class _Operands:
     with."""
 
     def __init__(self, call: Call, rank: int, world: int, device: torch.device) -> None:
-        (m, n, k), spec, generator = call.shape, OPS[call.op], torch.Generator()
+        (m, n, k), spec, generator = call.shape, OPS[call.op], torch.Generator(device)
         generator.manual_seed(call.seed)
+        # A factor is -1 or 1 with probability 2 / (2 * most + 1), else 0.
+        most = math.ceil((2 * math.sqrt(world * k) / _LARGEST_DEVIATION - 1) / 2)
+        most = max(1, most) if spec.has_matmul else 1
 
         def make(*shape: int) -> torch.Tensor:
-            made = torch.randint(-1, 2, shape, generator=generator)
             if not call.exact:
-                made = torch.randn(shape, generator=generator)
-            return made.to(call.dtype).to(device)
+                return torch.randn(shape, generator=generator, device=device).to(call.dtype)
+            options: dict[str, Any] = {"generator": generator, "device": device}
+            drawn = torch.randint(-most, most + 1, shape, dtype=torch.int16, **options)
+            return (drawn * (drawn.abs() <= 1)).to(call.dtype)
 
         self.call, self.spec, self.options = call, spec, dict[str, Any]()
         sizes = tuple(shard_sizes(m, world))
         own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         if spec.exchanges:  # rows of x to all ranks, columns from all: sizes of a rank are alike
-            m = world * math.ceil(m / world)
-            x = make(world, m, n * world)
+            m, n = (world * math.ceil(size / world) for size in (m, n))
+            x = make(world, m, n)
             self.factors = [x[rank].contiguous()]
             whole = torch.cat([part[rank * m // world : (rank + 1) * m // world] for part in x], 1)
             self.wanted, self.bound = [whole.double()], [torch.zeros(())]
@@ -176,16 +187,21 @@ class _Operands:
         if spec.gathers:
             x, w = make(m, width), make(k, n) if spec.has_matmul else None
             self.factors = [x[own].contiguous(), *([] if w is None else [w])]
-            exact, magnitude = _product(x, w)
+            exact, magnitude = _product(x, w, call.exact)
             partials = torch.zeros_like(exact)
             self.options["shard_sizes"] = sizes
         else:
-            xs = [make(m, width) for _ in range(world)]
-            ws = [make(k, n) if spec.has_matmul else None for _ in range(world)]
-            self.factors = [part for part in (xs[rank], ws[rank]) if part is not None]
-            pairs = [_product(x, w) for x, w in zip(xs, ws, strict=True)]
-            exact, magnitude = (sum(parts[1:], parts[0]) for parts in zip(*pairs, strict=True))
-            partials = functools.reduce(torch.add, (p.abs() for p, _ in pairs))
+            exact, magnitude, partials = (
+                torch.zeros(m, n, dtype=torch.float64, device=device) for _ in range(3)
+            )
+            for source in range(world):
+                x, w = make(m, width), make(k, n) if spec.has_matmul else None
+                if source == rank:
+                    self.factors = [part for part in (x, w) if part is not None]
+                partial, size = _product(x, w, call.exact)
+                exact += partial
+                magnitude += size
+                partials += partial.abs()
             if spec.has_matmul or spec.normed:
                 residual = make(m, n)
                 exact, partials = exact + residual.double(), partials + residual.double().abs()
@@ -229,12 +245,16 @@ class _Operands:
         return made
 
 
-def _product(x: torch.Tensor, w: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x @ w in float64, as if nothing were rounded, and |x| @ |w|."""
-    wide = x.double()
+def _product(
+    x: torch.Tensor, w: torch.Tensor | None, integers: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x @ w in float64, as if nothing were rounded, and |x| @ |w|. Float32 has all sums of
+    products of these integers, and some GPUs take 60 times as long for float64."""
     if w is None:
-        return wide, torch.zeros_like(wide)
-    return wide @ w.double(), wide.abs() @ w.double().abs()
+        return x.double(), torch.zeros_like(x, dtype=torch.float64)
+    magnitude = (x.float().abs() @ w.float().abs()).double()
+    exact = (x.float() @ w.float()).double() if integers else x.double() @ w.double()
+    return exact, magnitude
 
 
 def _check(

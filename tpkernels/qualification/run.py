@@ -31,8 +31,9 @@ from tpkernels.qualification.schedule import LITMUS, RELIES_ON, Stage, Topology
 
 _GRACE = 4.0  # times the seconds that a stage is expected to take, to its deadline
 _LEAST_S = 60.0
-# What says more about the cause comes first: peers of a rank that crashed wait in vain.
-_KINDS = ("crash", "hang", "memory", "wrong", "error", "lost")
+# What says more about the cause comes first: peers of a rank that crashed, or that left when it saw
+# wrong values, wait in vain.
+_KINDS = ("crash", "wrong", "memory", "hang", "error", "lost")
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -71,7 +72,7 @@ def run(
     repeats: int = 1,
     known: Record | None = None,
     around: Around | None = None,
-    report: Callable[[Stage, Outcome], None] = lambda stage, outcome: None,
+    report: Callable[[Stage, Outcome, Record], None] = lambda stage, outcome, record: None,
 ) -> Record:
     """Run stages in their order; return the record.
 
@@ -79,7 +80,7 @@ def run(
         device: "cuda"; "cpu" rehearses them on CPU tensors.
         known: an earlier record, which the new one extends; its litmus tests count, too.
         around: makes a context in which each rank runs its part, where a test replaces GPUs.
-        report: called after each stage.
+        report: called after each stage, with the record so far.
     """
     record = known or Record()
     for stage in stages:
@@ -91,7 +92,7 @@ def run(
         record = record.extended(
             Record(today, litmus=new) if stage.is_litmus else Record(today, ways=new)
         )
-        report(stage, outcome)
+        report(stage, outcome, record)
     return record
 
 

@@ -96,13 +96,15 @@ def _unless_captured(
     except NotImplementedError:  # on all ranks
         return function
 
-    is_set_up = name == "unfused"  # which needs nothing
+    is_set_up, in_graphs_function = name == "unfused", in_graphs.function  # it needs nothing
+    if not is_set_up:
+        in_graphs_function = _or_unfused(in_graphs_function, group, problem, device)
 
     def run(call: Call, *operands: Any) -> Any:
         nonlocal is_set_up
         if is_set_up and not streams.is_captured(device):
             return function(call, *operands)
-        result = in_graphs.function(in_graphs, *operands)
+        result = in_graphs_function(in_graphs, *operands)
         is_set_up = True
         return result
 

@@ -326,6 +326,10 @@ class _Tuner:
                 raise _Skipped(f"a second workspace has no shared memory: {second.why_not_shared}")
             yield second
         finally:
+            if self._replays is not None and second.workspace is not None:
+                self._replays.clear()  # no graph can be replayed: the workspace may go
+                for space in second.workspace.on_gpus.values():
+                    space.recorded = False
             second.close("the end of tuning")
 
     def _compete(self, contest: Contest, second: Group) -> None:
@@ -468,17 +472,21 @@ def _takes_graphs(x: torch.Tensor) -> bool:
 
 
 def _graph_of(run: Callable[[], object]) -> Callable[[], object]:
-    """Run something once, which sets it up, and return what replays a graph of `_GRAPH_CALLS`."""
-    stream = torch.cuda.Stream()
+    """Run something once, which sets it up, and return what replays a graph of `_GRAPH_CALLS`.
+
+    ``torch.cuda.graph`` would wait for the whole device, where a receive that was posted before may
+    need what this rank does next, and forbid other threads, such as a loader's, calls of CUDA."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(_GRAPH_CALLS):
+                run()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_GRAPH_CALLS):
-            run()
     return graph.replay
 
 
