@@ -230,8 +230,9 @@ def path_of(head: Mapping[str, Any]) -> Path:
 def load(device: str) -> tuple[Record | None, str]:
     """Return this machine's record, None if there is none, and a warning for the user if a file
     was ignored ("" if not)."""
-    expected = head(device)
+    path: Path | str = "of `tpkernels qualify`"
     try:
+        expected = head(device)
         path = path_of(expected)
         data = json.loads(read_trusted(path, most=_MOST_BYTES))
         if not isinstance(data, dict) or any(data.get(key) != expected[key] for key in expected):
