@@ -71,7 +71,7 @@ def test_every_way_of_every_op_has_a_stage() -> None:
 
 
 def test_the_automatic_minute() -> None:
-    """It reaches the ways of `direct`, which decode by; the rest says why it was not run."""
+    """It covers the ways of `direct`, for decoding; the other stages say why they were not run."""
     stages = schedule(MACHINES["8 H100"][0], [8], budget=AUTOMATIC_S)
     ran = run_of(stages)
     assert sum(stage.seconds for stage in ran) <= AUTOMATIC_S

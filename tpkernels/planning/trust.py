@@ -1,8 +1,8 @@
-"""Which algorithms `auto` may take on CUDA tensors: those that `tpkernels qualify` has seen to be
-right on this very machine. All others can be named, and no table of times makes `auto` take them.
+"""Which algorithms `auto` may take on CUDA tensors: those that `tpkernels qualify` has seen give
+right results on this machine. The others run only by name, whatever the tables of times say.
 
-An algorithm has ways, which qualify by themselves: the protocols of `direct`, the kinds of ops of
-the others, and the copy engines of `fused`. A way is qualified for a number of ranks. The record is
+An algorithm has ways, each qualified by itself and for a number of ranks: the protocols of
+`direct`, the kinds of ops of the others, and the copy engines of `fused`. The record is
 a file per machine: its GPUs by UUID, driver, NCCL, the versions of the packages and a digest of the
 kernels' sources, so that a changed kernel has to prove itself again. Like the other files of the
 cache folder it is read only if nobody else can have written it (`cache.read_trusted`).
@@ -31,7 +31,7 @@ QUALIFIED, DISQUALIFIED, NOT_RUN = "qualified", "disqualified", "not run"
 _MOST_BYTES = 4 << 20
 _FOLDERS = ("algorithms", "cuda", "kernels", "symm")  # whose sources the digest covers
 
-# The ways of `direct`, as `tpkernels.cuda` names them. The last to be taken come last.
+# The ways of `direct`, by their names in `tpkernels.cuda`.
 SUMS = ("ll", "ll128", "ll_two_shot", "two_shot")
 NORMED_SUMS = ("ll", "ll_two_shot", "two_shot")
 SHARDS = ("ll", "one_shot")

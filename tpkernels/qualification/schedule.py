@@ -1,10 +1,9 @@
-"""What `tpkernels qualify` runs on a machine, in which order, and for how long. Pure: it goes by a
-`Topology`, so that the stages of machines that are not here can be told, too.
+"""What `tpkernels qualify` runs on a machine, in which order, and for how long. Pure: it depends on
+a `Topology` alone, so tests can ask about machines that are not here.
 
-Order: what decides about more comes first. Worlds from the largest down, since a job has all GPUs
-of a host most often; within one the litmus tests, which say why a way fails, then the ways from the
-simplest protocol to the most involved. A stage that does not fit the budget is not run, and its way
-is not qualified.
+Order: worlds from the largest down, since most jobs use all GPUs of a host; in each the litmus
+tests, then the ways from the simplest protocol to the most involved. A stage that does not fit the
+budget is not run, and its way is not qualified.
 """
 
 from __future__ import annotations
