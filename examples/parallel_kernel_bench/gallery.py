@@ -6,7 +6,6 @@ and returns two functions of them: ``reference`` uses torch.distributed, ``ours`
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -69,7 +68,6 @@ class Setup:
         return self._shared if shared else self._own
 
 
-@functools.cache
 def _mesh(*shape: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     mesh = init_device_mesh("cpu", shape)
     return mesh.get_group(0), mesh.get_group(1)

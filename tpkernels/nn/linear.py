@@ -484,8 +484,8 @@ class MergedColumnParallelLinear(_SharedInputLinears):
 @dataclass(frozen=True)
 class Heads:
     """Heads of grouped-query attention, split over ``world`` ranks by whole key-value groups. If
-    there are more ranks than groups, several ranks share a group: each has its key-value head and
-    some of its query heads."""
+    there are more ranks than groups, and query heads for each, several ranks share a group: each
+    has its key-value head and some of its query heads."""
 
     heads: int
     kv_heads: int
@@ -501,9 +501,13 @@ class Heads:
 
     @property
     def sharers(self) -> list[int]:
-        """Return how many ranks share each group; an empty list if none is shared."""
-        shared = self.world > self.kv_heads and self.heads > self.kv_heads
-        return balanced_sizes(self.world, self.kv_heads) if shared else []
+        """Return how many ranks share each group; an empty list if none is shared, because there
+        are ranks enough for each, or too few query heads: the gradients of what is shared are
+        summed in the order of the backward pass, which would differ on ranks without heads."""
+        if self.world <= self.kv_heads:
+            return []
+        sharers = balanced_sizes(self.world, self.kv_heads)
+        return sharers if max(sharers) <= self.heads // self.kv_heads else []
 
     @property
     def query_heads(self) -> list[int]:
@@ -543,9 +547,9 @@ class QKVParallelLinear(_SharedInputLinears):
 
     Each rank gets whole key-value groups: a key head, its value head and the query heads that
     attend to them. Groups that do not divide by the ranks are split as evenly as possible; if there
-    are fewer than ranks, ranks share a group: each has its key and value head and some of its query
-    heads. A rank without query heads returns one of zeros, so that the attention needs no special
-    case; the output projection has no weights for it.
+    are fewer than ranks, and query heads for each rank, ranks share a group: each has its key and
+    value head and some of its query heads. A rank without query heads returns one of zeros, so that
+    the attention needs no special case; the output projection has no weights for it.
 
     Args:
         hidden_size: input features.
