@@ -21,6 +21,7 @@ from tests.support.tiers import sweep, thorough
 from tpkernels.algorithms import fused
 from tpkernels.backends import TABLES
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
+from tpkernels.qualification import checks, faults, litmus
 from tpkernels.qualification.run import run
 from tpkernels.qualification.schedule import LITMUS, RELIES_ON, Topology, schedule
 from tpkernels.symm import cuda, gpu_memory
@@ -37,6 +38,10 @@ def rehearsal(
     with contextlib.ExitStack() as stack:
         stack.enter_context(over_nccl(driver, None))
         stack.enter_context(mock.patch.object(cuda, "why_lines_may_tear", lambda *_: None))
+        if kernel:  # nobody waits long for what does not come
+            for module in (checks, litmus):
+                stack.enter_context(mock.patch.object(module, "TIMEOUT_S", 4.0))
+        stack.enter_context(mock.patch.object(faults, "_TIMEOUT_S", 1.5))
         if dist.get_rank() == 1:
             emulated.library().emulated_plant(kernel.encode(), kind.encode())
             if patch is not None:
@@ -80,7 +85,7 @@ FAULTS = {
 def test_a_fault_disqualifies_its_way(cuda_driver: str, fault: str) -> None:
     kernel, spoilt, whole, kind = FAULTS[fault]
     around = functools.partial(rehearsal, cuda_driver, kernel, fault)
-    with mock.patch("tpkernels.qualification.run._LEAST_S", 25.0):
+    with mock.patch.multiple("tpkernels.qualification.run", _LEAST_S=12.0, _GRACE=1.0):
         outcomes = qualified(around, RELIES_ON[spoilt], RELIES_ON[whole], spoilt, whole)
     assert outcomes[whole].status == QUALIFIED, outcomes[whole]
     assert outcomes[spoilt].status == DISQUALIFIED
