@@ -295,7 +295,7 @@ def test_captures_go_by_times_of_graphs(fault: str) -> None:
         warnings.simplefilter("ignore")
         patch.setattr(Group, "uses_gloo", lambda *_: False)
         patch.setattr(tuner, "_takes_graphs", lambda _: True)
-        patch.setattr(tuner, "_graph_of", graph_of)
+        patch.setattr(tuner, "graph_of", graph_of)
         patch.setattr(tuner._Tuner, "_timed", timed)
         patch.setattr("tpkernels.backends.TABLES", {**TABLES, "cuda": wrapped})
         group = faults.new_group()

@@ -77,17 +77,17 @@ def qualify(
     if out is not None:
         writable(out)
 
+    path = trust.path_of(trust.head(device)) if device == "cuda" else None
+
     def report(stage: Stage, outcome: Outcome, record: Record) -> None:
         _report(stage, outcome)
-        if device == "cuda":  # at once: what ends the command costs one stage only
-            with writing(trust.path_of(trust.head(device))):
+        if path is not None:  # at once: what ends the command costs one stage only
+            with writing(path):
                 trust.save(device, record)
 
     record = run(stages, device, repeats=4 if thorough else 1, known=known, report=report)
-    if device == "cuda":
-        console().print(f"Kept in {trust.path_of(trust.head(device))}", markup=False)
-    else:
-        console().print("A rehearsal on CPU tensors: it qualifies nothing")
+    kept = "A rehearsal on CPU tensors: it qualifies nothing" if path is None else f"Kept in {path}"
+    console().print(kept, markup=False)
     if out is not None:
         with writing(out):
             out.write_text(trust.text_of(device, record))

@@ -694,14 +694,16 @@ class Group(_C.calls.Turns):
         find out together, at the first call, by trying: collective."""
         if self.workspace is None:
             return own_reason
-        if self.world > 1:
-            self.workspace.use_ways(_ways_of(self.trust()))
         key = device, kernels
-        if key not in self._unsupported_kernels and streams.is_captured(device):
+        if key in self._unsupported_kernels:
+            return self._unsupported_kernels[key]
+        if streams.is_captured(device):
             raise CaptureError(
                 f"group '{self.name}' has run no {kernels} kernels yet: call the op once before "
                 "the capture of a graph"
             )
+        if self.world > 1:
+            self.workspace.use_ways(_ways_of(self.trust()))
 
         def find_out() -> str | None:
             try:

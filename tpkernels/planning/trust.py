@@ -2,10 +2,10 @@
 right results on this machine. The others run only by name, whatever the tables of times say.
 
 An algorithm has ways, each qualified by itself and for a number of ranks: the protocols of
-`direct`, the kinds of ops of the others, and the copy engines of `fused`. The record is
-a file per machine: its GPUs by UUID, driver, NCCL, the versions of the packages and a digest of the
-kernels' sources, so that a changed kernel has to prove itself again. Like the other files of the
-cache folder it is read only if nobody else can have written it (`cache.read_trusted`).
+`direct`, the kinds of ops of the others, and the copy engines of `fused`. The record is a file per
+machine: its GPUs by UUID, driver, NCCL, the versions of the packages and a digest of the kernels'
+sources, so that a changed kernel has to prove itself again. Like the other files of the cache
+folder it is read only if nobody else can have written it (`cache.read_trusted`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ SHARDS = ("ll", "one_shot")
 COPY_ENGINES = "copy_engines"  # of `fused`, for an all-gather
 
 
-def usable(ways: frozenset[str], family: Sequence[str]) -> frozenset[str]:
+@functools.lru_cache  # for each call of `direct`
+def usable(ways: frozenset[str], family: tuple[str, ...]) -> frozenset[str]:
     """Return the qualified ``ways`` of a family; where there are none, because an algorithm was
     asked for by name, those that need no proof but their protocol's."""
     return ways.intersection(family) or frozenset(family) - {"ll128"}
@@ -154,7 +155,7 @@ class Record:
 
     Attributes:
         date: ISO, of the last run.
-        litmus: by world size, then test: single stores and signals.
+        litmus: by world size, then test: of single stores and signals, and of a rank's faults.
         ways: by world size, then way.
     """
 

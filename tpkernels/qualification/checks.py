@@ -11,6 +11,7 @@ would take seconds for those of a large call.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -29,7 +30,9 @@ from tpkernels.op_spec import OPS
 from tpkernels.planning.trust import COPY_ENGINES, NORMED_SUMS, SHARDS, SUMS, Failure, Trust
 from tpkernels.shards import shard_sizes
 from tpkernels.text import of_error, short
+from tpkernels.tuning.tuner import graph_of
 
+Run = Callable[[], list[torch.Tensor]]
 TIMEOUT_S = 10.0  # of a wait
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -107,8 +110,16 @@ def check_way(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
                 if workspace is not None:
                     delay = _DELAY_US if call.delayed else 0
                     workspace.set_chaos(seed=group.rank(), max_delay_us=delay)
-                checked = _replay if call.replayed else _check
-                failure = checked(call, way.partition("/")[0], group, where, previous)
+                operands = _Operands(call, group.rank(), group.size(), where)
+                run = functools.partial(operands.run, way.partition("/")[0], group)
+                if call.replayed:
+                    failure = _replay(operands, run, previous)
+                else:
+                    results = run()
+                    if (wait := synchronizer(device)) is not None:
+                        wait()
+                    tpkernels.check(group)  # a failed wait says more than the NaN that it leaves
+                    failure = _compared(operands, results, previous)
                 if failure is not None:
                     return {"checks": checks, "failure": failure}
                 checks += 1
@@ -257,66 +268,31 @@ def _product(
     return exact, magnitude
 
 
-def _check(
-    call: Call,
-    algorithm: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    previous: list[torch.Tensor],
-) -> Failure | None:
-    """Make a call and compare its results; ``previous`` holds those expected of the last one."""
-    operands = _Operands(call, group.rank(), group.size(), device)
-    results = operands.run(algorithm, group)
-    if (wait := synchronizer(device.type)) is not None:
-        wait()
-    tpkernels.check(group)  # a failed wait says more than the NaN that it leaves
-    return _compared(call, operands, results, previous)
+def _replay(operands: _Operands, run: Run, previous: list[torch.Tensor]) -> Failure | None:
+    """Capture a call in a graph, and replay it with new values each time."""
+    made: list[list[torch.Tensor]] = []
+    replay = graph_of(lambda: made.append(run()), calls=1)
+    for i in range(_REPLAYS):
+        renewed = operands.refill(operands.call.seed + 1000 * (i + 1))
+        replay()
+        torch.cuda.synchronize()
+        failure = _compared(renewed, made[-1], previous)
+        if failure is not None:
+            return failure
+    return None
 
 
 def _compared(
-    call: Call, operands: _Operands, results: list[torch.Tensor], previous: list[torch.Tensor]
+    operands: _Operands, results: list[torch.Tensor], previous: list[torch.Tensor]
 ) -> Failure | None:
+    """Return what is wrong with the results of a call; None: nothing. ``previous`` holds those that
+    were expected of the last one."""
     for got, (want, bound) in zip(results, operands.expected(results), strict=True):
-        failure = difference(got, want, bound, str(call), previous)
+        failure = difference(got, want, bound, str(operands.call), previous)
         if failure is not None:
             return failure
     previous[:] = operands.wanted
     return None
-
-
-def _replay(
-    call: Call,
-    algorithm: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    previous: list[torch.Tensor],
-) -> Failure | None:
-    """Capture a call in a graph, and replay it with new values each time."""
-    operands = _Operands(call, group.rank(), group.size(), device)
-    results, replay = captured(lambda: operands.run(algorithm, group))
-    for i in range(_REPLAYS):
-        renewed = operands.refill(call.seed + 1000 * (i + 1))
-        replay()
-        torch.cuda.synchronize()
-        failure = _compared(call, renewed, results, previous)
-        if failure is not None:
-            return failure
-    return None
-
-
-def captured(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Make a call, which compiles and loads its kernels, and capture another in a graph; return the
-    second one's result, and what replays it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    return results, graph.replay
 
 
 def difference(

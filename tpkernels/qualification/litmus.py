@@ -126,11 +126,8 @@ def _copies(space: DeviceWorkspace, repeats: int) -> Iterator[tuple[int, Failure
             wrong = (values != want).nonzero().flatten().tolist()
             if wrong:
                 first = tuple((i, str(int(values[i])), str(int(want[i]))) for i in wrong[:_RECORDS])
-                call_text = f"litmus test of copies, round {number}"
-                yield (
-                    0,
-                    Failure(*("wrong", call_text, space.rank, peer, "", count, len(wrong), first)),
-                )
+                call_text, counts = f"litmus test of copies, round {number}", (count, len(wrong))
+                yield 0, Failure("wrong", call_text, space.rank, peer, "", *counts, first)
                 return
         yield count * len(peers), None
 

@@ -17,7 +17,6 @@ from tpkernels import nvml
 from tpkernels.launch import RankError, Ranks
 from tpkernels.launch.ranks import Outcome as Ended
 from tpkernels.launch.session import SHARED_GPU
-from tpkernels.planning.machine import nccl_version
 from tpkernels.planning.trust import (
     DISQUALIFIED,
     NOT_RUN,
@@ -56,11 +55,9 @@ def topology_here() -> Topology:
     return Topology(
         kinds + kinds[:1] * (present - count),
         min((10 * gpu.major + gpu.minor for gpu in found), default=0),
-        tuple(uuids),
         count,
         peers,
         nvlink,
-        nccl_version(),
         "MIG: a slice has no peer access" if mig else "",
     )
 

@@ -17,7 +17,6 @@ from tpkernels.planning.trust import COPY_ENGINES, SHARDS, SUMS
 FAULTS = ("late", "killed", "another call")  #: of one rank
 LITMUS = ("messages", "words", "lines", "copies")  #: of single stores and signals
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
-_MULTIMEM_SINCE = 90  # compute capability
 
 # Seconds of a stage on GPUs. Start: ranks, contexts, symmetric memory; and its calls. Assumed: no
 # GPU has run one. Compiling: for each of so many Triton kernels, which take 0.94 s of CPU time for
@@ -47,21 +46,17 @@ class Topology:
     Attributes:
         kinds: each GPU's name.
         capability: compute capability, 90 for 9.0.
-        uuids: of the GPUs, by the ordinals of a rank that sees all.
         visible: GPUs that one rank sees; fewer than all with ``--gpus-per-task``.
         peers: every GPU maps every other's memory.
         nvlink: NVML knows an NVLink between all pairs.
-        nccl: NCCL's version.
         refused: why no rank may run kernels that wait, such as MIG; "" if they may.
     """
 
     kinds: tuple[str, ...]
     capability: int
-    uuids: tuple[str, ...] = ()
     visible: int = 0
     peers: bool = True
     nvlink: bool = False
-    nccl: str = "none"
     refused: str = ""
 
     @property
@@ -75,7 +70,7 @@ class Stage:
     """A part of the qualification, in processes of its own.
 
     Attributes:
-        name: of a litmus test, or a way as "algorithm/way".
+        name: of a litmus test, of a fault as "fault, algorithm", or of a way as "algorithm/way".
         world: the number of ranks.
         backend: of their process group.
         seconds: that it is expected to take on a GPU.
@@ -90,7 +85,7 @@ class Stage:
 
     @property
     def is_litmus(self) -> bool:
-        """Return whether it tests stores and signals, not an algorithm."""
+        """Return whether it tests what the ways rely on, not a way."""
         return "/" not in self.name
 
 
@@ -143,10 +138,9 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     calls = CALLS_S * (_THOROUGH if thorough else 1.0)
     shared = world > topology.gpus
     lines = "" if topology.nvlink and not shared else "no NVLink between all ranks' GPUs, says NVML"
-    stages = [Stage(name, world, seconds=START_S + calls) for name in LITMUS]
-    ways = dict.fromkeys((*SUMS[::-1], *SHARDS[::-1]))  # two_shot and one_shot before LL
-    stages += [Stage(f"direct/{way}", world, seconds=START_S + calls) for way in ways]
-    stages += [Stage(f"pipelined/{kind}", world, seconds=START_S + calls) for kind in KINDS]
+    direct = dict.fromkeys((*SUMS[::-1], *SHARDS[::-1]))  # two_shot and one_shot before LL
+    ways = [f"direct/{way}" for way in direct] + [f"pipelined/{kind}" for kind in KINDS]
+    stages = [Stage(name, world, seconds=START_S + calls) for name in (*LITMUS, *ways)]
     for kind in (*KINDS, COPY_ENGINES):
         compiling = COMPILE_S * _KERNELS[kind]
         stages.append(Stage(f"fused/{kind}", world, seconds=START_S + calls + compiling))

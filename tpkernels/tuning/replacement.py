@@ -21,8 +21,7 @@ _UNLESS = "CUDA tensors keep torch's calls unless measured times favour the op"
 
 def read_times(name: str) -> None:
     """Broadcast rank 0's measured times for CUDA tensors, and its record of what is qualified.
-    Collective on groups that move these by
-    NCCL; on others, and without GPUs, it does nothing."""
+    Collective on groups that move these by NCCL; on others, and without GPUs, it does nothing."""
     if not torch.cuda.is_available():
         return
     group = groups.get(name)

@@ -397,8 +397,8 @@ class _Tuner:
 
         assert self._replays is not None  # the caller has looked
         if _FLUSH not in self._replays:
-            self._replays[_FLUSH] = _graph_of(lambda: self._flush_buffer.fill_(1))
-        return _graph_of(flush_and_run)
+            self._replays[_FLUSH] = graph_of(lambda: self._flush_buffer.fill_(1))
+        return graph_of(flush_and_run)
 
     def _attempt(
         self, name: str, second: Group, run: Callable[[], Sequence[float]], count: int = 0
@@ -471,8 +471,8 @@ def _takes_graphs(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def _graph_of(run: Callable[[], object]) -> Callable[[], object]:
-    """Run something once, which sets it up, and return what replays a graph of `_GRAPH_CALLS`.
+def graph_of(run: Callable[[], object], calls: int = _GRAPH_CALLS) -> Callable[[], object]:
+    """Run something once, which sets it up, and return what replays a graph of ``calls`` of it.
 
     ``torch.cuda.graph`` would wait for the whole device, where a receive that was posted before may
     need what this rank does next, and forbid other threads, such as a loader's, calls of CUDA."""
@@ -482,7 +482,7 @@ def _graph_of(run: Callable[[], object]) -> Callable[[], object]:
         run()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            for _ in range(_GRAPH_CALLS):
+            for _ in range(calls):
                 run()
         finally:
             graph.capture_end()
