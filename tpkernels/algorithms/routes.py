@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels import _C
-from tpkernels.call import Call
 from tpkernels.errors import RoutingError
 from tpkernels.planning.problem import Problem
 from tpkernels.shards import shard_sizes
@@ -49,10 +48,10 @@ class Routes:
     counts: torch.Tensor
 
     @classmethod
-    def of(cls, call: Call, routes: torch.Tensor) -> Routes:
+    def of(cls, problem: Problem, rank: int, routes: torch.Tensor) -> Routes:
         """Find them from ``routes`` [tokens of all ranks, k]. Raises `RoutingError`. On CUDA
         tensors the host waits for the counts."""
-        problem, rank, held = call.problem, call.group.rank, experts_of(call.problem)
+        held = experts_of(problem)
         experts, k = routes.flatten(), routes.shape[1]
         if bool(((experts < 0) | (experts >= sum(held))).any()):
             try:

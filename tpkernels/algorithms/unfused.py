@@ -90,7 +90,7 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of this rank's experts, and how many each has. x [tokens, H], routes [tokens
     of all ranks, k]."""
-    found = Routes.of(call, routes)
+    found = Routes.of(call.problem, call.group.rank, routes)
     enter(call).wait()
     rows = _exchange_rows(call, x[found.leaving // routes.shape[1]], found.left, found.arrived)
     return rows[found.order], found.counts
@@ -100,7 +100,7 @@ def combine(
     call: Call, x: torch.Tensor, routes: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Fill ``out`` [tokens, H] with the sums of the tokens' rows by ``weights`` [tokens, k]."""
-    found = Routes.of(call, routes)
+    found = Routes.of(call.problem, call.group.rank, routes)
     check_rows(x, sum(found.arrived))
     enter(call).wait()
     back = _exchange_rows(
