@@ -122,8 +122,8 @@ def _exchange_rows(
     if call.group.world == 1:
         return x
     width = x.shape[1]
-    counts = ([rows * width for rows in each] for each in (sent, received))
-    rows = torch.cat(list(_exchange(call, x.view(-1), *counts))).view(-1, width)
+    counts, received_counts = ([rows * width for rows in each] for each in (sent, received))
+    rows = _all_to_all(call, x.view(-1), counts, received_counts, even=False).view(-1, width)
     announce_done(call)
     return rows
 
@@ -247,15 +247,21 @@ def _exchange(
 ) -> Sequence[torch.Tensor]:
     """Send each rank its part of x. Return what this rank got, in rank order: by default as many
     elements from each as it keeps."""
+    kept = received_counts or [counts[call.group.rank]] * call.group.world
     even = received_counts is None and _even(counts)  # alike on all ranks
-    received_counts = received_counts or [counts[call.group.rank]] * call.group.world
+    return _all_to_all(call, x, counts, kept, even).split(kept)
+
+
+def _all_to_all(
+    call: Call, x: torch.Tensor, counts: list[int], received_counts: list[int], even: bool
+) -> torch.Tensor:
     on_host = call.problem.device == "cuda" and not _by_nccl(call)
     sent = x.cpu() if on_host else x
-    received = sent.new_empty(sum(received_counts))
+    received = empty([sum(received_counts)], sent.dtype, sent.device)
     splits: tuple[list[int], list[int]] = ([], []) if even else (received_counts, counts)
     options = _options(AllToAllOptions, call)
     _wait(call, _pg(call).alltoall_base(received, sent, *splits, options))
-    return received.to(x.device).split(received_counts)
+    return received.to(x.device)
 
 
 def _even(counts: Sequence[int]) -> bool:
