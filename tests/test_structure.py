@@ -72,7 +72,7 @@ ALLOWED = {
     "launch": {"_C", "defaults", "groups", "terminal", "launch"},
 }
 # From here on anything goes but `cli`: they use the package as its users do.
-USERS = {"", "__main__", "bench", "cli", "integrations", "qualification"}
+USERS = {"", "__main__", "bench", "cli", "initialization", "integrations", "qualification"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -59,7 +59,7 @@ def test_every_op_across_hosts() -> None:
         "failures.test_faults.test_an_interrupt_ends_a_wait",
         "failures.test_mismatch.test_a_mismatch_reaches_all",
         "failures.test_memory.test_no_memory_anywhere_in_an_op",
-        "failures.test_fork.test_a_fork_is_not_a_rank",
+        "failures.test_left.test_a_fork_is_not_a_rank",
         "failures.test_faults.test_a_rank_killed_in_a_set_up_is_reported",
         "failures.test_faults.test_a_rank_stopped_in_a_set_up_is_a_timeout",
         "failures.test_mismatch.test_a_mismatch_reaches_the_ranks_of_several_hosts",
@@ -67,7 +67,7 @@ def test_every_op_across_hosts() -> None:
         "cuda.test_failures.test_a_rank_that_does_not_come_is_a_timeout",
         "cuda.test_ops.test_a_killed_rank_ends_the_wait",
         "nccl.test_native.test_a_call_that_never_ends_is_given_up",
-        "bench.test_damaged.test_no_damage_ends_in_a_traceback",
+        "bench.test_files.test_no_damage_ends_in_a_traceback",
     ],
 )
 def test_every_kind_of_fault(name: str) -> None:

@@ -17,7 +17,8 @@ from tpkernels.errors import (
     TpkernelsError,
     WorkspaceMemoryError,
 )
-from tpkernels.groups import check, empty, finalize, init
+from tpkernels.groups import check, empty, finalize
+from tpkernels.initialization import init
 from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack, unpack
 from tpkernels.local.product import LocalProduct
