@@ -13,10 +13,12 @@ from tpkernels.errors import (
     GroupBrokenError,
     PeerLostError,
     ProductMismatchError,
+    RoutingError,
     TpkernelsError,
     WorkspaceMemoryError,
 )
-from tpkernels.groups import check, empty, finalize, init
+from tpkernels.groups import check, empty, finalize
+from tpkernels.initialization import init
 from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack, unpack
 from tpkernels.local.product import LocalProduct
@@ -38,6 +40,7 @@ __all__ = [
     "LocalProduct",
     "PeerLostError",
     "ProductMismatchError",
+    "RoutingError",
     "TpkernelsError",
     "WorkspaceMemoryError",
     "autotune",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support import faults, refusals, scaled_refusals
+from tests.support import faults, refusals
 from tests.support.ranked import TIMEOUT, fresh_group, on_ranks
 from tests.support.refusals import Refusal
 
@@ -51,10 +51,10 @@ def works(group: dist.ProcessGroup) -> bool:
         refusals.options,
         refusals.normed_products,
         refusals.normed_sums,
-        scaled_refusals.operands,
-        scaled_refusals.scales,
-        scaled_refusals.options,
-        scaled_refusals.placements,
+        refusals.scaled_operands,
+        refusals.scaled_scales,
+        refusals.scaled_options,
+        refusals.placements,
     ],
     ids=lambda table: table.__name__,
 )

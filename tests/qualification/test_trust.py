@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tpkernels
 from tests.support import ranked
@@ -183,6 +184,38 @@ def test_a_group_is_qualified_once(
     text = f"`tpkernels qualify` failed on rank 0: {why}" if why else "['direct/two_shot']"
     assert [said for said, _ in found] == [[text] * 2] * 2
     assert [ran for _, ran in found] == ["2 30, 2 30" if why else "2 30", ""]
+
+
+def init_a_group(folder: str, driver: str, gpus: tuple[bool, bool]) -> tuple[list[str], bool]:
+    """On a rank: which ways calls may take after `init(qualify=True)`, twice, and whether this
+    rank ran the command."""
+    commands, ways = [], []
+
+    def run_command(world: int, budget: float) -> str:
+        commands.append(world)
+        trust.save("cuda", RECORD)
+        return ""
+
+    with over_nccl(driver, None) as patch:
+        group = dist.new_group()
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr(qualification, "_run_command", run_command)
+        patch.setattr(torch.cuda, "is_available", lambda: gpus[dist.get_rank()])
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(streams, "is_captured", lambda _: False)
+        for _ in range(2):
+            tpkernels.init(group, timeout=20.0, qualify=True)
+            ways.append(str(sorted(groups.get(group.group_name).trust().ways)))
+    return ways, bool(commands)
+
+
+@pytest.mark.parametrize("gpus", [(True, True), (True, False)])
+def test_init_qualifies_where_all_ranks_see_gpus(
+    ranks: object, cuda_driver: str, tmp_path: Path, gpus: tuple[bool, bool]
+) -> None:
+    found = ranks(2).run(init_a_group, str(tmp_path), cuda_driver, gpus)  # type: ignore[operator]
+    text = "['direct/two_shot']" if all(gpus) else "[]"
+    assert found == [([text] * 2, all(gpus)), ([text] * 2, False)]
 
 
 def test_without_gpus_there_is_nothing_to_qualify() -> None:

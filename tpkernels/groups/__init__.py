@@ -20,10 +20,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels import defaults
 from tpkernels.errors import HARMLESS, TpkernelsError
 from tpkernels.groups.group import Group
-from tpkernels.planning.problem import NUMERICS
 from tpkernels.planning.table import Table
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
@@ -210,63 +208,6 @@ def breaking_on_error(name: str | None) -> Iterator[None]:
         if name is not None:
             get(name).break_between_calls(error)
         raise
-
-
-def init(
-    group: GroupLike | None = None,
-    timeout: float | None = None,
-    workspace_bytes: int | None = None,
-    autotune: bool | None = defaults.AUTOTUNE,
-    numerics: str | None = None,
-) -> None:
-    """Set a group up for the ops. Optional: the first op does it with the defaults. Collective.
-
-    Args:
-        group: the process group; None for the default one.
-        timeout: seconds that one wait for a peer may take before ``CollectiveTimeoutError``, which
-            breaks the group. Choose it longer than any pause in which one rank works alone while
-            the others wait in an op, such as writing a checkpoint on rank 0. By default 30 s on
-            CPUs, and on GPUs the timeout of the process group, which torch sets to 10 minutes for
-            NCCL: a queued kernel must outwait what the ranks' hosts do meanwhile.
-        workspace_bytes: what each of the two data buffers that a rank shares may grow to; default
-            64 MiB. They start at 1 MiB and grow when a call can use more. Larger calls run in
-            several steps; not on GPUs, where buffers grow to what a call needs. If a rank lacks the
-            memory there, ``auto`` takes `unfused`, a named algorithm raises
-            ``WorkspaceMemoryError`` on all ranks, and the group can go on.
-        autotune: None: ``algorithm="auto"`` tries the algorithms in the first calls of a problem
-            and keeps the fastest. That happens on CPUs, between ranks that share memory, and for
-            ops with a matmul; all algorithms give the same bits. On GPUs it times, on the spot,
-            what `tpkernels qualify` has seen to be right there, and takes torch's calls where it
-            has not run. True: it times them on the spot on CPUs, too (`autotune`). False: measured
-            thresholds and the times of `tpkernels tune` decide.
-        numerics: how reductions of CUDA tensors sum. "ordered": in fp32, in rank order, rounded
-            once, so the bits are the same in every run and for every algorithm. "vendor": `unfused`
-            leaves the sum to NCCL, which adds in the wire dtype and in an order of its own; other
-            algorithms, which run if they are named or measured to be faster, sum in order. None
-            follows torch: "ordered" under ``torch.use_deterministic_algorithms(True)``, else
-            "vendor". On CPU tensors, and where gloo moves CUDA tensors, sums are always ordered,
-            which costs nothing there; "vendor" is accepted, since it allows any order, so one
-            program runs on both.
-
-    Raises:
-        ValueError: an argument is out of range, differs between ranks, or the group is in use with
-            others.
-        MemoryError: the shared memory does not fit.
-    """
-    if timeout is not None and not 0 < timeout <= defaults.LONGEST_TIMEOUT:
-        raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
-    nbytes = defaults.WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-    if nbytes < 1 << 16:
-        raise ValueError(f"workspace_bytes must be at least 65536, not {nbytes}")
-    if nbytes > 1 << 56:  # sizes of whole arenas must fit 64 bits
-        raise ValueError(f"workspace_bytes must be at most {1 << 56}, not {nbytes}")
-    if numerics not in (None, *NUMERICS):
-        raise ValueError(f"numerics is {numerics!r}; it can be 'vendor', 'ordered' or None")
-    if autotune not in (None, True, False):
-        raise ValueError(f"autotune is {autotune!r}; it can be True, False or None")
-    found = named_or_default(group)
-    found.init(None if timeout is None else float(timeout), int(nbytes), autotune, numerics)
-    found.warn()
 
 
 def named_or_default(group: GroupLike | None) -> Group:
