@@ -7,7 +7,7 @@ from types import FunctionType
 
 import pytest
 
-from tests.ops import test_all_to_all, test_results, test_scaled
+from tests.ops import test_all_to_all, test_moe, test_results, test_scaled
 from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS
 from tests.support.paths import ROOT
 from tests.support.tiers import covering, sweep, thorough
@@ -31,14 +31,15 @@ def in_default_tier(test: FunctionType) -> bool:
 
 
 def test_every_op_by_every_algorithm() -> None:
-    for module in (test_results, test_scaled, test_all_to_all):
+    for module in (test_results, test_scaled, test_all_to_all, test_moe):
         assert in_default_tier(module.test_every_dtype_by_every_algorithm)
-    elsewhere = {spec.name for spec in OPS.values() if spec.scaled or spec.exchanges}
+    elsewhere = {s.name for s in OPS.values() if s.scaled or s.exchanges or s.routed}
     assert {*test_results.NAMES, *elsewhere} == set(OPS)
     # What the interpreter of kernels runs is in algorithms/test_fused.py, what needs several hosts
     # in algorithms/test_hierarchical.py.
     for op, spec in OPS.items():
         run = MATMUL_ALGORITHMS if spec.has_matmul else COLLECTIVE_ALGORITHMS
+        run = test_moe.ALGORITHMS if spec.routed else run
         there = {algorithm for name, algorithm in TABLES["cpu"] if name == op}
         assert set(run) == there - {"fused", "hierarchical"} | {"auto"}, op
 

@@ -13,6 +13,7 @@ from tpkernels.errors import (
     GroupBrokenError,
     PeerLostError,
     ProductMismatchError,
+    RoutingError,
     TpkernelsError,
     WorkspaceMemoryError,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "LocalProduct",
     "PeerLostError",
     "ProductMismatchError",
+    "RoutingError",
     "TpkernelsError",
     "WorkspaceMemoryError",
     "autotune",

@@ -45,7 +45,7 @@ from tpkernels.tuning.contest import Sample
 OP = "matmul_all_reduce"
 
 
-PLAIN_OPS = [op for op, spec in OPS.items() if not (spec.scaled or spec.exchanges)]
+PLAIN_OPS = [op for op, spec in OPS.items() if spec.gathers or spec.reduces if not spec.scaled]
 CASES = [
     (op, fast, fast == "ring")
     for op, fast in itertools.product(PLAIN_OPS, WAYS)

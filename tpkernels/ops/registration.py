@@ -137,6 +137,8 @@ def define(
 
 def execution_of(spec: OpSpec, *, in_place: bool = False) -> Callable[[Call, Any], Any]:
     """Return what runs an op's planned calls."""
+    if spec.routed:
+        return execution.dispatch if spec.dispatches else execution.combine
     if spec.gathers:
         return execution.gather
     if spec.exchanges:
