@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,10 +108,14 @@ class MoE(PackableModule):
 
     def reset_parameters(self) -> None:
         """Draw the weights of each expert as ``nn.Linear`` does, by the unsharded fan-in."""
+
+        def draw(inputs: int, full: torch.Tensor) -> None:
+            nn.init.uniform_(full, -(inputs**-0.5), inputs**-0.5)
+
         for name, inputs in zip(
             PROJECTIONS, (self.hidden_size, self.intermediate_size), strict=True
         ):
-            self.fill(name, lambda full, n=inputs: nn.init.uniform_(full, -(n**-0.5), n**-0.5))
+            self.fill(name, partial(draw, inputs))
 
     def forward(
         self,
