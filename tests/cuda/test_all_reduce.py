@@ -244,7 +244,7 @@ def test_what_auto_takes() -> None:
         gathers = cuda.prepare_all_gather(shard, whole, (64, rows))
         scatters = cuda.prepare_reduce_scatter(whole, shard, (64, rows))
         assert (gathers.buffer_bytes == 0) == (scatters.buffer_bytes == 0) == small
-    with pytest.raises(ValueError, match="way is 'ring'; it must be auto, one_shot or ll"):
+    with pytest.raises(ValueError, match="way is 'ring'; it must be auto, one_shot, ll or multimem"):
         cuda.prepare_all_gather(shard, whole, (64, 65), "ring")
     # 512 KiB over 8 ranks: by LL128 8/7 of the data in place of twice; 586 lines, 32 in a block
     for way, words in (("ll128", 16 + 2 * 586 * 16), ("ll_two_shot", 2 + 2 * 4096 * 4)):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from tpkernels.integers import ceil_div, round_up
+from tpkernels.op_spec import OPS
 from tpkernels.planning.problem import Problem
 
 LINE_BYTES = 64  # parts of a step are aligned to cache lines
@@ -92,10 +93,12 @@ class Algorithm:
     needs_shared_memory: bool = False  #: every rank reads or writes its peers' memory
     #: For groups that span hosts; on CPU tensors, uses memory shared within a host.
     spans_hosts: bool = False
+    any_order: bool = False  #: may sum in another order than the ranks', where numerics permits
     sends: bool = False  #: by sends and receives of the process group
     #: The collectives that it has no function for.
     lacks: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    kernels: Mapping[str, str] = field(default_factory=dict)  #: of our own: "Triton" or "CUDA"
+    #: Of our own: "Triton", "CUDA", or "multicast", those of CUDA that need it.
+    kernels: Mapping[str, str] = field(default_factory=dict)
     #: By op, kernels that it also uses on CUDA tensors where they load.
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
     #: Moves whole rows, so that it can split a product's dims but the last, else dim 0 only, and
@@ -111,7 +114,7 @@ class Algorithm:
 
 
 _RECORDS = (
-    Algorithm("unfused"),
+    Algorithm("unfused", any_order=True),
     Algorithm("ring", splits_matmul=True, sends=True),
     Algorithm(
         "direct",
@@ -120,6 +123,14 @@ _RECORDS = (
         kernels={"cuda": "CUDA"},
         whole_rows=frozenset({"cuda"}),
         workspace_bytes=_direct_bytes,
+    ),
+    Algorithm(
+        "multimem",
+        needs_shared_memory=True,
+        any_order=True,
+        lacks={"cpu": frozenset(OPS), "cuda": frozenset({"all_to_all"})},
+        kernels={"cuda": "multicast"},
+        whole_rows=frozenset({"cuda"}),
     ),
     Algorithm(
         "pipelined",

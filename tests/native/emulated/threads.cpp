@@ -54,7 +54,7 @@ void all_reduce(Rank& own, const Space& space, int call) {
                         segment,
                         slot,
                         kWorld * slot,
-                        emulated::kMulticast};
+                        {emulated::kMulticast, 0}};
   launch(
       space, kBlocks,
       [&] {
