@@ -22,7 +22,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
-from tests.support.ranked import on_ranks, report
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep, thorough
 from tpkernels import backends, groups
 from tpkernels.nccl import Communicator
@@ -165,7 +165,10 @@ class _InterruptAt:
         return self
 
 
-def interrupted_everywhere_job(kind: str, step: int) -> list[str]:
+@pytest.mark.parametrize("step", [7, thorough(3), pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@on_ranks(1)
+def test_an_interrupt_anywhere_in_an_op_breaks_the_group(kind: str, step: int) -> list[str]:
     """Interrupts an op at every ``step``-th event, each on a group of its own."""
     x = torch.ones(4, 3, requires_grad=kind == "backward")
     w, failures, event, calls = torch.ones(3, 2), [], 2, 0
@@ -202,11 +205,3 @@ def interrupted_everywhere_job(kind: str, step: int) -> list[str]:
         if interrupt.left > 0:
             return failures if event > 10 and calls else ["the test shows nothing"]
         event += step
-
-
-@pytest.mark.parametrize("step", [7, thorough(3), pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_an_interrupt_anywhere_in_an_op_breaks_the_group(
-    ranks: RanksFixture, kind: str, step: int
-) -> None:
-    report(ranks(1).run(interrupted_everywhere_job, kind, step)[0])

@@ -4,8 +4,8 @@ on."""
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults, refusals
-from tests.support.ranked import TIMEOUT, fresh_group, on_ranks
+from tests.support.ranked import fresh_group, on_ranks
 from tests.support.refusals import Refusal
 
 
@@ -100,69 +100,22 @@ def test_on_one_rank_only() -> None:
 
 @on_ranks(3)
 def test_a_group_that_this_rank_is_not_in() -> list[str]:
-    """A rank that is not in a group, which others use meanwhile."""
-    inside = dist.new_group([0])
-    outside_name = dist.new_group([1, 2]).group_name if dist.get_rank() else ""
-    if not dist.get_rank():
-        other = dist.new_group([1, 2])
-        refusal = Refusal(
+    """Passed as torch returns it, and by the name that its ranks have for it."""
+    rank, made = dist.get_rank(), [dist.new_group([0]), dist.new_group([1, 2])]
+    mine, other = made if rank == 0 else made[::-1]
+    names: list[Any] = [None] * 3
+    dist.all_gather_object(names, mine.group_name)
+    outside, name = f"rank {rank} of the world is not in this group", names[rank == 0]
+    refused = [
+        refusals.no(ValueError, outside, lambda _: tpkernels.init(other)),
+        refusals.no(ValueError, outside, lambda _: tpkernels.all_reduce(torch.ones(3), other)),
+        refusals.no(
             ValueError,
-            "rank 0 of the world is not in this group",
-            lambda _: tpkernels.all_reduce(torch.ones(3), other),
-        )
-        found = [wrong_answer(refusal, inside)]
-    else:
-        refusal = Refusal(
-            ValueError,
-            r"rank \d of the world is not in this group",
-            lambda _: tpkernels.init(inside),
-        )
-        found = [wrong_answer(refusal, inside)]
-    names: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, outside_name)
-    if not dist.get_rank():
-        by_name = Refusal(
-            ValueError,
-            f"no process group '{names[1]}' on this rank; .* this rank is not in it",
-            lambda _: tpkernels.all_reduce(torch.ones(3), str(names[1])),
-        )
-        found.append(wrong_answer(by_name, inside))
-    return [wrong for wrong in found if wrong is not None]
-
-
-@on_ranks(2)
-def test_options_that_differ() -> list[str]:
-    """All are told at once, and may try again."""
-    failures = []
-    group = dist.new_group()
-    assert group is not None
-    rank = group.rank()
-    for timeout, nbytes in [(TIMEOUT + (rank == 1), 1 << 20), (TIMEOUT, (1 << 20) + 64 * rank)]:
-        begin = time.monotonic()
-        refusal = refusals.no(
-            ValueError,
-            rf"rank {rank} gives .*{nbytes}.*, rank \d gives .*; all ranks must give the same",
-            tpkernels.init,
-            timeout=timeout,
-            workspace_bytes=nbytes,
-        )
-        failures.append(wrong_answer(refusal, group))
-        if time.monotonic() - begin > 5:
-            failures.append("it took until the timeout")
-    tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=1 << 20)
-    tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=1 << 20)  # the same again is fine
-    failures.append(None if works(group) else "the group does not work")
-    dist.destroy_process_group(group)
-    return [failure for failure in failures if failure is not None]
-
-
-@on_ranks(2)
-def test_without_gradients() -> list[str]:
-    """Inputs that require a gradient are fine where none is recorded."""
-    x, w = torch.ones(4, 6).requires_grad_(), torch.ones(6, 8).requires_grad_()
-    with fresh_group() as group, torch.no_grad():
-        got = tpkernels.matmul_all_reduce(x, w, group)
-    return [] if got.eq(6.0 * dist.get_world_size()).all() else [f"{got}"]
+            f"no process group '{name}' on this rank; .* this rank is not in it",
+            lambda _: tpkernels.all_reduce(torch.ones(3), name),
+        ),
+    ]
+    return [wrong for one in refused if (wrong := wrong_answer(one, mine)) is not None]
 
 
 @pytest.mark.parametrize("total,world", [(-1, 2), (4, 0), (4, -1)])

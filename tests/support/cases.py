@@ -48,7 +48,7 @@ class Case:
     layout: str = "plain"  #: of x in memory, see `ranked.place`
     weight_layout: str = "plain"
     integers: bool = False
-    scales: str = ""  #: of an op on scaled operands: one of `scaled.SCALES`
+    scales: str = ""  #: of an op on scaled operands: one of `reference.SCALES`
     w_dtype: torch.dtype | None = None  #: of the scaled weights, None for that of x
     replicated: bool = False  #: every rank passes the scales of the gathered x
 

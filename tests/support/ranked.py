@@ -22,8 +22,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
-from tests.support.reference import Expected
-from tests.support.scaled import Operand, scale_of_w, scale_of_x
+from tests.support.reference import Expected, Operand, scale_of_w, scale_of_x
 from tpkernels import LocalProduct, backends, groups
 from tpkernels.groups import GroupLike
 from tpkernels.launch import Ranks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
 import tpkernels
-from tests.support.scaled import E4M3, E5M2, E8M0, FP4
+from tests.support.reference import E4M3, E8M0, FP4
 
 F32, F16, BF16, F64, INT = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64
 GATHER = tpkernels.all_gather_matmul
@@ -42,35 +42,28 @@ def ones(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 def packed_weights() -> Iterator[Refusal]:
-    x, w = ones(4, 6), tpkernels.pack(ones(6, 8))
+    x, w, int8 = ones(4, 6), tpkernels.pack(ones(6, 8)), tpkernels.pack(ones(8, 8), torch.int8)
     for op in (GATHER, SCATTER, REDUCE):
         pattern = r"packed shape \[5, 8\], but .* needs \[6, N\]"
         yield no(ValueError, pattern, op, x, tpkernels.pack(ones(5, 8)))
+        yield no(ValueError, r"has packed shape \[8, 8\], but .* needs \[6, N\]", op, x, int8)
         pattern = "is float32 but x is float64; they must be equal: pack it in x's dtype"
         yield no(TypeError, pattern, op, x.double(), w)
-        pattern = r"is packed, and the kernels of 'fused' cannot read it"
-        yield no(NotImplementedError, pattern, op, x, w, algorithm="fused")
+        yield no(TypeError, "is int8 but x is float64", op, ones(4, 8).double(), int8)
         pattern = "x has layout torch._mkldnn; the ops take dense tensors"
         yield no(NotImplementedError, pattern, op, x.to_mkldnn(), w)
+        pattern = r"shape \[8, 6, 1\] .* is neither a matrix nor what tpkernels.pack returns"
+        yield no(ValueError, pattern, op, x.bfloat16(), w.bfloat16())
     pattern = r"weights\[1\] has packed shape \[8, 6\], but .* needs \[6, N\]"
     yield no(ValueError, pattern, GATHER, x, [w, tpkernels.pack(ones(8, 6))])
-    pattern = "w is packed, and its columns cannot be split along the last dim"
-    yield no(NotImplementedError, pattern, SCATTER, x, w, scatter_dim=1)
     for op in (SCATTER, REDUCE):
         pattern = "bias has layout torch._mkldnn"
         yield no(NotImplementedError, pattern, op, x, w, bias=ones(8).to_mkldnn())
         pattern = "residual has layout torch._mkldnn"
         residual = ones(2 if op is SCATTER else 4, 8).to_mkldnn()
         yield no(NotImplementedError, pattern, op, x, w, residual=residual)
-    pattern = r"weights\[0\] is packed, and its product has x's dtype float32, not bfloat16"
-    yield no(NotImplementedError, pattern, GATHER, x, w, out_dtype=BF16)
-    for op in (GATHER, SCATTER, REDUCE):
-        pattern = r"shape \[8, 6, 1\] .* is neither a matrix nor what tpkernels.pack returns"
-        yield no(ValueError, pattern, op, x.bfloat16(), w.bfloat16())
-    x, w = x.bfloat16(), tpkernels.pack(ones(6, 8, dtype=BF16))
-    pattern = "w is packed, and its product has x's dtype bfloat16, not float32"
-    for op in (SCATTER, REDUCE):
-        yield no(NotImplementedError, pattern, op, x, w, wire_dtype=F32)
+    narrow = tpkernels.pack(ones(6, 8, dtype=BF16))
+    yield from weights_that_are_no_matrices("is packed", "a packed weight", w, narrow)
 
 
 def local_products() -> Iterator[Refusal]:
@@ -78,22 +71,29 @@ def local_products() -> Iterator[Refusal]:
     for op in (GATHER, SCATTER, REDUCE):
         yield no(ValueError, r"has shape \[6, 8\], but .* needs \[7, N\]", op, ones(4, 7), w)
         yield no(TypeError, "is float32 but x is bfloat16", op, x.bfloat16(), w)
-        pattern = "is a LocalProduct, and the kernels of 'fused' cannot read it"
-        yield no(NotImplementedError, pattern, op, x, w, algorithm="fused")
-        pattern = "has no gradient with a LocalProduct; call it under torch.no_grad"
-        yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), w)
         fake = FakeTensorMode().from_tensor(x)
         yield no(TypeError, "takes plain tensors, not FakeTensor", op, fake, w)
-    pattern = r"weights\[0\] is a LocalProduct, and its product has x's dtype float32, not bfloat16"
-    yield no(NotImplementedError, pattern, GATHER, x, w, out_dtype=BF16)
     pattern = r"weights\[0\] is a LocalProduct with a bias; add the bias in its function"
     yield no(NotImplementedError, pattern, GATHER, x, w, biases=ones(8))
-    pattern = "w is a LocalProduct, and its columns cannot be split along the last dim"
+    narrow = tpkernels.LocalProduct(lambda x: x, (6, 6), BF16)
+    yield from weights_that_are_no_matrices("is a LocalProduct", "a LocalProduct", w, narrow)
+
+
+def weights_that_are_no_matrices(what: str, kind: str, w: Any, narrow: Any) -> Iterator[Refusal]:
+    """What neither can do; ``narrow`` is one in bf16."""
+    x = ones(4, 6)
+    for op in (GATHER, SCATTER, REDUCE):
+        pattern = f"{what}, and the kernels of 'fused' cannot read it"
+        yield no(NotImplementedError, pattern, op, x, w, algorithm="fused")
+        pattern = f"has no gradient with {kind}; call it under torch.no_grad"
+        yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), w)
+    pattern = rf"weights\[0\] {what}, and its product has x's dtype float32, not bfloat16"
+    yield no(NotImplementedError, pattern, GATHER, x, w, out_dtype=BF16)
+    pattern = f"w {what}, and its columns cannot be split along the last dim"
     yield no(NotImplementedError, pattern, SCATTER, x, w, scatter_dim=1)
-    x, w = x.bfloat16(), tpkernels.LocalProduct(lambda x: x, (6, 6), BF16)
-    pattern = "w is a LocalProduct, and its product has x's dtype bfloat16, not float32"
+    pattern = f"w {what}, and its product has x's dtype bfloat16, not float32"
     for op in (SCATTER, REDUCE):
-        yield no(NotImplementedError, pattern, op, x, w, wire_dtype=F32)
+        yield no(NotImplementedError, pattern, op, x.bfloat16(), narrow, wire_dtype=F32)
 
 
 def matmul_operands() -> Iterator[Refusal]:
@@ -383,7 +383,7 @@ def scaled_scales() -> Iterator[Refusal]:
 
 
 def scaled_options() -> Iterator[Refusal]:
-    x, w = fp8(4, 32), fp8(32, 8, dtype=E5M2)
+    x, w = fp8(4, 32), fp8(32, 8, dtype=torch.float8_e5m2)
     opaque = ones(1).to_mkldnn()
     wrong = "has layout torch._mkldnn; the ops take dense tensors"
     for op in SCALED_OPS:
