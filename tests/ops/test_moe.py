@@ -202,7 +202,7 @@ def delayed_job(**broken: bool) -> int:
                 torch.full((6, 64), float(call * (rank + 1))),
                 (routes, 8, group.group_name),
             )
-            rows, counts = ops.moe_dispatch(x, *options)
+            rows, _ = ops.moe_dispatch(x, *options)
             y = ops.moe_combine(rows, torch.ones(6, 2), *options)
             order = routes.flatten().argsort(stable=True)
             first = int((routes < sum(shard_sizes(8, world)[:rank])).sum())
