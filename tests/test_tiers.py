@@ -7,7 +7,7 @@ from types import FunctionType
 
 import pytest
 
-from tests.ops import test_all_to_all, test_results, test_scaled
+from tests.ops import test_all_to_all, test_moe, test_results, test_scaled
 from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS
 from tests.support.paths import ROOT
 from tests.support.tiers import covering, sweep, thorough
@@ -31,14 +31,15 @@ def in_default_tier(test: FunctionType) -> bool:
 
 
 def test_every_op_by_every_algorithm() -> None:
-    for module in (test_results, test_scaled, test_all_to_all):
+    for module in (test_results, test_scaled, test_all_to_all, test_moe):
         assert in_default_tier(module.test_every_dtype_by_every_algorithm)
-    elsewhere = {spec.name for spec in OPS.values() if spec.scaled or spec.exchanges}
+    elsewhere = {s.name for s in OPS.values() if s.scaled or s.exchanges or s.routed}
     assert {*test_results.NAMES, *elsewhere} == set(OPS)
     # What the interpreter of kernels runs is in algorithms/test_fused.py, what needs several hosts
     # in algorithms/test_hierarchical.py.
     for op, spec in OPS.items():
         run = MATMUL_ALGORITHMS if spec.has_matmul else COLLECTIVE_ALGORITHMS
+        run = test_moe.ALGORITHMS if spec.routed else run
         there = {algorithm for name, algorithm in TABLES["cpu"] if name == op}
         assert set(run) == there - {"fused", "hierarchical"} | {"auto"}, op
 
@@ -58,15 +59,15 @@ def test_every_op_across_hosts() -> None:
         "failures.test_faults.test_an_interrupt_ends_a_wait",
         "failures.test_mismatch.test_a_mismatch_reaches_all",
         "failures.test_memory.test_no_memory_anywhere_in_an_op",
-        "failures.test_fork.test_a_fork_is_not_a_rank",
+        "failures.test_left.test_a_fork_is_not_a_rank",
         "failures.test_faults.test_a_rank_killed_in_a_set_up_is_reported",
         "failures.test_faults.test_a_rank_stopped_in_a_set_up_is_a_timeout",
         "failures.test_mismatch.test_a_mismatch_reaches_the_ranks_of_several_hosts",
-        "algorithms.test_fused_failures.test_a_killed_rank_is_reported",
+        "algorithms.test_fused.test_a_killed_rank_is_reported",
         "cuda.test_failures.test_a_rank_that_does_not_come_is_a_timeout",
         "cuda.test_ops.test_a_killed_rank_ends_the_wait",
         "nccl.test_native.test_a_call_that_never_ends_is_given_up",
-        "bench.test_damaged.test_no_damage_ends_in_a_traceback",
+        "bench.test_files.test_no_damage_ends_in_a_traceback",
     ],
 )
 def test_every_kind_of_fault(name: str) -> None:

@@ -13,6 +13,7 @@ from tpkernels.errors import (
     GroupBrokenError,
     PeerLostError,
     ProductMismatchError,
+    RoutingError,
     TpkernelsError,
     WorkspaceMemoryError,
 )
@@ -22,6 +23,7 @@ from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack, unpack
 from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
+from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.parallel import from_pretrained, parallelize
 from tpkernels.qualification import qualify
 from tpkernels.shards import shard_sizes
@@ -38,6 +40,7 @@ __all__ = [
     "LocalProduct",
     "PeerLostError",
     "ProductMismatchError",
+    "RoutingError",
     "TpkernelsError",
     "WorkspaceMemoryError",
     "autotune",
@@ -47,6 +50,7 @@ __all__ = [
     "empty",
     "finalize",
     "from_pretrained",
+    "grouped_matmul",
     "init",
     "mesh",
     "nccl",

@@ -29,6 +29,8 @@ from tpkernels.transport.point_to_point import hang_up
 
 def _function(module: Any, spec: OpSpec) -> Callable[..., Any] | None:
     """Return what carries an op out; None: the algorithm has nothing for it."""
+    if spec.routed:
+        return getattr(module, "dispatch" if spec.dispatches else "combine", None)
     if spec.gathers:
         return module.gather
     if spec.exchanges:

@@ -9,6 +9,8 @@ is not supported ``NotImplementedError``.
     |   |   `-- ProductMismatchError      a rank of a mesh made another sharded product
     |   `-- GroupBrokenError              an earlier call failed
     `-- CaptureError                      a CUDA graph's capture needs a call before it
+    ValueError
+    `-- RoutingError                      a token of any rank is routed to no expert
     MemoryError
     `-- WorkspaceMemoryError              no memory for a call's workspace, found by all ranks
 """
@@ -62,8 +64,13 @@ class WorkspaceMemoryError(MemoryError):
     raise it before the call sends anything, so their group can go on."""
 
 
+class RoutingError(ValueError):
+    """A token is routed to an expert that there is not. All ranks know all routes, and raise it
+    before the call sends anything, so their group can go on."""
+
+
 #: After these the group can go on.
-HARMLESS = CaptureError, WorkspaceMemoryError
+HARMLESS = CaptureError, WorkspaceMemoryError, RoutingError
 
 
 def _rebuild(cls: type[TpkernelsError], message: str, peer: int | None) -> TpkernelsError:

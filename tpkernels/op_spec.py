@@ -26,6 +26,8 @@ class OpSpec:
         has_matmul: multiplies as well as communicates.
         normed: also returns the rows of the sum normalised.
         scaled: multiplies operands with scales.
+        dispatches: brings tokens to the experts that they are routed to.
+        combines: brings what the experts made of them back, and sums each token's.
     """
 
     name: str
@@ -35,11 +37,18 @@ class OpSpec:
     has_matmul: bool = False
     normed: bool = False
     scaled: bool = False
+    dispatches: bool = False
+    combines: bool = False
 
     @functools.cached_property
     def exchanges(self) -> bool:
         """Return whether the op exchanges shards along one dim for shards along another."""
         return self.scatters and not self.reduces
+
+    @functools.cached_property
+    def routed(self) -> bool:
+        """Return whether the op moves rows of tokens by their routes to experts."""
+        return self.dispatches or self.combines
 
     @functools.cached_property
     def keeps_sum(self) -> bool:
@@ -59,6 +68,8 @@ _RECORDS = (
     _sum("all_reduce"),
     _sum("all_reduce_rms_norm", normed=True),
     OpSpec("all_to_all", scatters=True),
+    OpSpec("moe_dispatch", dispatches=True),
+    OpSpec("moe_combine", combines=True),
     _gather("all_gather_scaled_matmul", has_matmul=True, scaled=True),
     _sum("scaled_matmul_reduce_scatter", scatters=True, has_matmul=True, scaled=True),
     _sum("scaled_matmul_all_reduce", has_matmul=True, scaled=True),
@@ -81,6 +92,7 @@ class Options:
         local_product: whether a product is the caller's own.
         norm: eps, and the dtype of the weight, of an RMS norm.
         scattered: the scattered dim of an exchange, and each rank's rows along it.
+        routes: the number of experts, and of those that a token is routed to.
     """
 
     k: int | None = None
@@ -93,6 +105,7 @@ class Options:
     local_product: bool = False
     norm: tuple[float, torch.dtype] | None = None
     scattered: tuple[int, tuple[int, ...]] | None = None
+    routes: tuple[int, int] | None = None
 
     def texts(self) -> tuple[str, ...]:
         """Return one text per option that is set."""
@@ -114,6 +127,8 @@ class Options:
         if self.scattered is not None:
             dim, sizes = self.scattered
             texts.append(f"scattered dim {dim} by {list(sizes)}")
+        if self.routes is not None:
+            texts.append("{} experts, {} a token".format(*self.routes))
         return tuple(texts)
 
     def that_cost_time(self) -> Options:

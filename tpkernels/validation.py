@@ -186,7 +186,12 @@ def wire_dtype(value: torch.dtype | None, x: torch.dtype) -> torch.dtype:
 
 
 def gather_sizes(
-    sizes: Sequence[int] | None, size: int, rank: int, world: int, what: str = "shard_sizes"
+    sizes: Sequence[int] | None,
+    size: int,
+    rank: int,
+    world: int,
+    what: str = "shard_sizes",
+    name: str = "x",
 ) -> tuple[int, ...]:
     """Return the rows per rank of a dim of which this rank has ``size`` rows, as all ranks do by
     default."""
@@ -195,7 +200,7 @@ def gather_sizes(
     checked = check_sizes(sizes, world)
     if checked[rank] != size:
         raise ValueError(
-            f"x has {size} rows in the gathered dim, but {what} {list(checked)} gives rank "
+            f"{name} has {size} rows in the gathered dim, but {what} {list(checked)} gives rank "
             f"{rank} {checked[rank]}"
         )
     return checked

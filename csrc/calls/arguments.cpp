@@ -18,12 +18,13 @@ void append(std::string* key, const T& value) {
   key->append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-void append(std::string* key, const Tensor& x) {
+void append(std::string* key, const Tensor& x, bool any_rows) {
   append(key, x.device);
   append(key, x.dtype);
   append(key, x.ndim);
-  key->append(reinterpret_cast<const char*>(x.shape),
-              static_cast<std::size_t>(x.ndim) * sizeof *x.shape);
+  const int first = any_rows && x.ndim > 0 ? 1 : 0;
+  key->append(reinterpret_cast<const char*>(x.shape + first),
+              static_cast<std::size_t>(x.ndim - first) * sizeof *x.shape);
 }
 
 // A weight that is known to a LocalProduct, of which only shape and dtype matter.
@@ -46,16 +47,16 @@ bool append_product(std::string* key, PyObject* w) {
   return true;
 }
 
-// Each value starts with a letter for its kind, and says how long it is. `weight`: it may be no
-// dense tensor.
-bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
+// Each value starts with a letter for its kind, and says how long it is.
+bool append(std::string* key, PyObject* value, Tensor* x, const Argument& argument) {
+  const bool weight = argument.weight;
   if (value == Py_None) {
     key->push_back('n');
   } else if (is_tensor(value)) {
     if (!read(value, x)) return false;
     if (weight && x->ndim == kPackedDims && !is_contiguous(*x)) return false;  // to be refused
     key->push_back('t');
-    append(key, *x);
+    append(key, *x, argument.any_rows);
   } else if (PyUnicode_Check(value)) {
     Py_ssize_t size = 0;
     const char* text = PyUnicode_AsUTF8AndSize(value, &size);
@@ -81,7 +82,7 @@ bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
     append(key, count);
     Tensor other;
     for (Py_ssize_t i = 0; i < count; ++i) {
-      if (!append(key, PySequence_Fast_GET_ITEM(value, i), &other, weight)) return false;
+      if (!append(key, PySequence_Fast_GET_ITEM(value, i), &other, argument)) return false;
     }
   } else {
     return weight && append_product(key, value);
@@ -93,10 +94,11 @@ bool append(std::string* key, PyObject* value, Tensor* x, bool weight) {
 
 Arguments::Arguments(std::string op, const Described& described, py::object cls)
     : op_(std::move(op)), cls_(std::move(cls)) {
-  for (const auto& [name, has_standard, standard, by_keyword] : described) {
+  for (const auto& [name, has_standard, standard, by_keyword, any_rows] : described) {
     const std::string text = name;
     const bool weight = text == "w" || text == "weights";
-    arguments_.push_back({name, has_standard ? standard : py::object(), by_keyword, weight});
+    arguments_.push_back(
+        {name, has_standard ? standard : py::object(), by_keyword, weight, any_rows});
     if (!by_keyword) ++positional_;
   }
   group_ = index("group");
@@ -152,7 +154,7 @@ bool Arguments::key(const Slots& slots, std::string* key, Tensor* x) const {
   Tensor other;
   for (std::size_t i = 0; i < slots.size(); ++i) {
     if (static_cast<int>(i) == group_) continue;
-    if (!append(key, slots[i], i == 0 ? x : &other, arguments_[i].weight)) return false;
+    if (!append(key, slots[i], i == 0 ? x : &other, arguments_[i])) return false;
   }
   return true;
 }

@@ -20,13 +20,14 @@ struct Argument {
   pybind11::object standard;  // its default; null: it has none
   bool by_keyword;            // only
   bool weight;                // one or several weights, which may be no dense tensors
+  bool any_rows;              // calls with any number of its rows are planned alike
 };
 
 class Arguments {
  public:
-  // (name, has a default, default, by keyword only) of each argument, of which the first is a
-  // tensor. `cls` is the named tuple of the arguments.
-  using Described = std::vector<std::tuple<pybind11::str, bool, pybind11::object, bool>>;
+  // (name, has a default, default, by keyword only, any rows) of each argument, of which the first
+  // is a tensor. `cls` is the named tuple of the arguments.
+  using Described = std::vector<std::tuple<pybind11::str, bool, pybind11::object, bool, bool>>;
   Arguments(std::string op, const Described& described, pybind11::object cls);
 
   // Where an argument is; -1: nowhere.

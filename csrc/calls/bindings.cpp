@@ -33,6 +33,16 @@ Tensor contiguous(const py::object& object) {
 }
 
 void bind_direct(py::module_& m) {
+  py::class_<host::Routing, std::shared_ptr<host::Routing>>(m, "Routing")
+      .def(py::init([](const py::object& experts, std::vector<std::size_t> tokens,
+                       const std::vector<std::size_t>& held) {
+             const Tensor ids = contiguous(experts);
+             return host::Routing(data_of(ids), ids.dtype.bits == 64,
+                                  static_cast<std::size_t>(ids.shape[1]), std::move(tokens), held);
+           }),
+           py::arg("experts"), py::arg("tokens"), py::arg("held"))
+      .def_readonly("counts", &host::Routing::counts)
+      .def_readonly("rows", &host::Routing::rows);
   py::class_<Collective, std::shared_ptr<Collective>>(m, "Collective")
       .def(py::init([](const py::object& channel, std::shared_ptr<host::Segments> segments,
                        std::uint32_t signature, std::string text, const std::string& name,
@@ -48,14 +58,17 @@ void bind_direct(py::module_& m) {
           "run",
           [](const Collective& self, const py::object& x, const py::object& out,
              const py::object& bias, const py::object& residual, const py::object& normed,
-             const py::object& norm_weight, double eps) {
+             const py::object& norm_weight, double eps, const host::Routing* routing,
+             const py::object& weights) {
             const Tensor to = contiguous(out);
             self.run(contiguous(x), to, epilogue(to, contiguous(bias), contiguous(residual)),
-                     rms_norm(contiguous(normed), contiguous(norm_weight), eps));
+                     rms_norm(contiguous(normed), contiguous(norm_weight), eps), routing,
+                     contiguous(weights));
           },
           py::arg("x"), py::arg("out"), py::arg("bias") = py::none(),
           py::arg("residual") = py::none(), py::arg("normed") = py::none(),
-          py::arg("norm_weight") = py::none(), py::arg("eps") = 0.0);
+          py::arg("norm_weight") = py::none(), py::arg("eps") = 0.0,
+          py::arg("routing") = py::none(), py::arg("weights") = py::none());
   py::class_<Direct, Bound, std::shared_ptr<Direct>>(m, "Direct")
       .def(py::init<std::shared_ptr<Collective>, const Arguments&, bool, py::tuple, bool, py::list,
                     bool, double>(),
@@ -94,6 +107,8 @@ void bind_product(py::module_& m) {
       py::arg("dtype"), py::arg("layout"), py::arg("rows"));
   m.def("multiply", &multiply, py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"),
         py::arg("whole_shape"));
+  m.def("grouped_multiply", &grouped_multiply, py::arg("x"), py::arg("w"), py::arg("counts"),
+        py::arg("out"));
 }
 
 void bind_turns(py::module_& m) {

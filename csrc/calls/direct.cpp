@@ -66,13 +66,15 @@ Collective::Collective(const py::object& channel, std::shared_ptr<host::Segments
       run_(host::collective(name, shards_)) {}
 
 void Collective::run(const Tensor& x, const Tensor& out, const host::Epilogue& after,
-                     const host::RmsNorm& norm) const {
+                     const host::RmsNorm& norm, const host::Routing* routing,
+                     const Tensor& weights) const {
   host::Source in{data_of(x)};
   if (in.data != data_of(out) && shards_.taken.sizes.empty()) {  // an exchange copies
     const auto address = reinterpret_cast<std::uintptr_t>(in.data);
     std::tie(in.segment, in.offset) = segments_->locate(address, bytes_of(x));
   }
-  const host::Operands operands{in, data_of(out), count_of(x), dtype_of(x), after, norm};
+  const host::Operands operands{in,    data_of(out), count_of(x), dtype_of(x),
+                                after, norm,         routing,     data_of(weights)};
   const GilReleased released;
   run_(channel_, {signature_, text_}, operands, shards_);
 }

@@ -31,7 +31,8 @@ class Collective {
   // throws what the channel throws. `out` of an all-reduce may be `x`; then peers cannot read `x`
   // in place, as it is being overwritten.
   void run(const Tensor& x, const Tensor& out, const host::Epilogue& after,
-           const host::RmsNorm& norm = {}) const;
+           const host::RmsNorm& norm = {}, const host::Routing* routing = nullptr,
+           const Tensor& weights = {}) const;
 
   // Whether there is only one shard, of which nothing has to be copied to others.
   bool is_alone() const { return shards_.layout.sizes.size() == 1; }

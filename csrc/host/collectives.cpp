@@ -353,16 +353,117 @@ void all_reduce(Channel& channel, const CallId& call, const Operands& operands, 
   });
 }
 
+// in: [tokens[rank], inner]; out: [rows[rank], inner].
+void dispatch(Channel& channel, const CallId& call, const Operands& operands,
+              const Shards& shards) {
+  const Source& in = operands.in;
+  const Routing& routing = *operands.routing;
+  const std::size_t width = shards.layout.inner * size_of(operands.dtype);
+  const int rank = channel.rank();
+  const std::size_t largest = *std::max_element(routing.tokens.begin(), routing.tokens.end());
+  const std::size_t step =
+      std::max<std::size_t>(1, std::min(kChunkBytes, channel.capacity()) / width);
+  // Calls f(token, the route's rank, its row) for `count` tokens of a rank from `begin` on, which
+  // has token 0.
+  const auto for_routes = [&](int of_rank, std::size_t begin, std::size_t count, auto&& f) {
+    const std::size_t first = (routing.first_token(of_rank) + begin) * routing.k;
+    for (std::size_t i = 0; i < count * routing.k; ++i) {
+      f(i / routing.k, routing.rank[first + i], routing.row[first + i]);
+    }
+  };
+  in_chunks(channel, call, largest * width, step * width, [&](std::size_t begin, bool last) {
+    const std::size_t first = begin / width;
+    const auto tokens = [&](int of_rank) {
+      return within(routing.tokens[static_cast<std::size_t>(of_rank)], first, step);
+    };
+    const auto take = [&](int from_rank, const std::byte* from) {
+      for_routes(from_rank, first, tokens(from_rank),
+                 [&](std::size_t token, int to_rank, std::size_t row) {
+                   if (to_rank != rank) return;
+                   std::memcpy(operands.out + row * width, from + token * width, width);
+                 });
+    };
+    if (in.segment != 0) {
+      channel.locate(in.segment, in.offset + begin);
+    } else {
+      std::size_t shared = 0;  // tokens before this one that were looked at
+      for_routes(rank, first, tokens(rank), [&](std::size_t token, int to_rank, std::size_t) {
+        if (to_rank == rank || token < shared) return;
+        const std::size_t at = token * width;
+        share(channel, channel.buffer(rank) + at, in.data + begin + at, width);
+        shared = token + 1;
+      });
+    }
+    channel.publish(Phase::kData);
+    take(rank, in.data + begin);
+    for_each_peer(channel, [&](int peer) {
+      channel.wait(peer, Phase::kData);
+      const std::size_t theirs = tokens(peer);
+      if (theirs == 0) return;  // the located offset is past the end
+      const std::byte* const from = channel.data(peer, theirs * width);
+      channel.sharing().timed([&] { take(peer, from); });
+    });
+    if (last) release_sources(channel, in);
+  });
+}
+
+// in: [rows[rank], inner]; out: [tokens[rank], inner], of each token the sum of its routes' rows,
+// by weight and in the order of its slots. A chunk has as many tokens of each rank. A rank's buffer
+// has the rows for its peers' tokens one after another, in the order of the tokens of all ranks.
+void combine(Channel& channel, const CallId& call, const Operands& operands, const Shards& shards) {
+  const Routing& routing = *operands.routing;
+  const std::size_t element = size_of(operands.dtype), k = routing.k;
+  const std::size_t width = shards.layout.inner * element;
+  const int world = channel.world(), rank = channel.rank();
+  const std::size_t largest = *std::max_element(routing.tokens.begin(), routing.tokens.end());
+  const std::size_t room = std::min(kChunkBytes * static_cast<unsigned>(world), channel.capacity());
+  const std::size_t most = static_cast<unsigned>(world) * k * width;  // for a token of each rank
+  const std::size_t step = std::max<std::size_t>(1, room / most);
+  const std::size_t weight = operands.dtype == DType::kF64 ? 8 : 4;
+  std::vector<const std::byte*> sources(std::min(step, largest) * k);  // of this rank's tokens
+  std::vector<std::size_t> next(static_cast<std::size_t>(world));      // row in a rank's buffer
+  in_chunks(channel, call, largest * most, step * most, [&](std::size_t begin, bool) {
+    const std::size_t first = begin / most;
+    const auto tokens = [&](int of_rank) {
+      return within(routing.tokens[static_cast<std::size_t>(of_rank)], first, step);
+    };
+    std::fill(next.begin(), next.end(), std::size_t{0});
+    for (int owner = 0; owner < world; ++owner) {
+      const std::size_t at = (routing.first_token(owner) + first) * k;
+      for (std::size_t i = 0; i < tokens(owner) * k; ++i) {
+        const int holder = routing.rank[at + i];
+        const std::byte* const own = operands.in.data + routing.row[at + i] * width;
+        if (holder == owner) {
+          if (owner == rank) sources[i] = own;
+          continue;
+        }
+        const std::size_t place = next[static_cast<std::size_t>(holder)]++ * width;
+        if (holder == rank) share(channel, channel.buffer(rank) + place, own, width);
+        if (owner == rank) sources[i] = channel.buffer(holder) + place;
+      }
+    }
+    channel.publish(Phase::kData);
+    for_each_peer(channel, [&](int peer) { channel.wait(peer, Phase::kData); });
+    channel.sharing().timed([&] {
+      for (std::size_t token = 0; token < tokens(rank); ++token) {
+        const std::size_t at = first + token;
+        weigh(operands.out + at * width, &sources[token * k], operands.weights + at * k * weight, k,
+              operands.dtype, shards.layout.inner);
+      }
+    });
+  });
+}
+
 struct Entry {
   std::string_view name;
   Collective run;
   int layouts;  // that it needs
 };
 
-constexpr Entry kCollectives[] = {{"all_gather", all_gather, 1},
-                                  {"reduce_scatter", reduce_scatter, 1},
-                                  {"all_to_all", all_to_all, 2},
-                                  {"all_reduce", all_reduce, 0}};
+constexpr Entry kCollectives[] = {
+    {"all_gather", all_gather, 1}, {"reduce_scatter", reduce_scatter, 1},
+    {"all_to_all", all_to_all, 2}, {"all_reduce", all_reduce, 0},
+    {"dispatch", dispatch, 1},     {"combine", combine, 1}};
 
 }  // namespace
 

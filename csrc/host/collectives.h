@@ -1,4 +1,5 @@
-// Problem: all-gather, reduce-scatter, all-to-all and all-reduce of CPU tensors over a channel.
+// Problem: all-gather, reduce-scatter, all-to-all and all-reduce of CPU tensors over a channel, and
+// dispatch and combine of the tokens of experts.
 //
 // Algorithm: data moves in chunks. Each chunk is one call of the channel (one epoch). So the
 // channel's proof covers it, and the two data buffers are all the memory needed, however large the
@@ -10,6 +11,9 @@
 //                    Two-shot: write own chunk; sum this rank's 1/W of it and write the result;
 //                    copy the peers' results out. Either way every rank normalises all rows by
 //                    itself, if asked to (benchmarks/results/cpu-2core-rms-norm.md).
+//   dispatch         Write own tokens that peers take; copy every peer's to the rows that they are.
+//   combine          For each peer, write the rows of its tokens; sum each token's k rows by
+//   weight.
 // Sums run over ranks 0..W-1 in fp32 and round once, so both all-reduces give the same bits on
 // every rank. Peers read input in a symmetric tensor in place. The last chunk then ends with a word
 // from each of them (`kRead`), after which the memory is the user's again.
@@ -23,6 +27,7 @@
 #include <vector>
 
 #include "host/channel.h"
+#include "host/routing.h"
 #include "host/vector.h"
 
 namespace tpkernels::host {
@@ -102,6 +107,8 @@ struct Operands {
   DType dtype;        // of the input, as the ranks exchange it
   Epilogue epilogue;  // what follows a sum
   RmsNorm norm{};
+  const Routing* routing = nullptr;    // of dispatch and combine
+  const std::byte* weights = nullptr;  // of combine: [tokens, k] in fp32, or fp64
 };
 
 // How the ranks split what they exchange; for a collective of whole tensors empty.

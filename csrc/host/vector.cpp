@@ -324,6 +324,23 @@ void sum_partials(void* out, const std::vector<const std::byte*>& partials, DTyp
   }
 }
 
+void weigh(void* out, const std::byte* const* sources, const void* weights, std::size_t terms,
+           DType dtype, std::size_t count) {
+  if (dtype != DType::kF64) {
+    const auto weigh = vector_unit().weigh[static_cast<int>(dtype)];
+    weigh(out, sources, static_cast<const float*>(weights), terms, count);
+    return;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    double sum = 0;
+    for (std::size_t j = 0; j < terms; ++j) {
+      const auto* const row = reinterpret_cast<const double*>(sources[j]);
+      sum += static_cast<const double*>(weights)[j] * row[i];
+    }
+    static_cast<double*>(out)[i] = sum;
+  }
+}
+
 void normalise_rows(const RmsNorm& norm, const std::byte* rows, DType dtype, std::size_t first,
                     std::size_t last) {
   const std::size_t row_bytes = norm.cols * size_of(dtype);

@@ -28,6 +28,9 @@ struct VectorUnit {
   void (*store[3])(void* dst, const float* acc, std::size_t count);
   // No bias, no residual, one dtype: dst = round(sum of `world` sources in order), in registers.
   void (*sum[3])(void* dst, const std::byte* const* sources, std::size_t world, std::size_t count);
+  // dst = round(sum of `weights[i]` times `sources[i]` in order), in registers.
+  void (*weigh[3])(void* dst, const std::byte* const* sources, const float* weights,
+                   std::size_t terms, std::size_t count);
   // Sum of the squares of `count` elements. The order of its terms follows from `count` alone: the
   // same bits from every unit.
   float (*squares[3])(const void* src, std::size_t count);
@@ -94,6 +97,11 @@ struct Epilogue {
 // residual[i]). `begin` is the index of out[0] in the whole output.
 void sum_partials(void* out, const std::vector<const std::byte*>& partials, DType wire,
                   std::size_t begin, std::size_t count, const Epilogue& epilogue);
+
+// out = round(sum over i of weights[i] * sources[i], in order): `count` elements of each. The
+// weights are fp32, or fp64 for rows of fp64. Products and sums are rounded one by one.
+void weigh(void* out, const std::byte* const* sources, const void* weights, std::size_t terms,
+           DType dtype, std::size_t count);
 
 // RMS normalisation of rows: y = x / sqrt(mean(x^2) + eps) * weight, in fp32 and rounded once. The
 // bits depend on the row alone: not on the vector unit, nor on how many rows are normalised at

@@ -17,10 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpkernels
-from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
 from tests.support.processes import output_of
-from tests.support.ranked import fresh_group, on_ranks
+from tests.support.ranked import fresh_group, functions_called, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import _C, defaults
 from tpkernels.ops import shortcut

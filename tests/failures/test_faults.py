@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.faults import AT_ONCE, CASES, PROMPT, SCALED_CASES, Ending, Report
+from tests.support.faults import AT_ONCE, CASES, CASES_APART, PROMPT, Ending, Report
 from tests.support.ranked import apart, on_hosts, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
@@ -130,7 +130,7 @@ KILLED = [
     ("hosts", "matmul_reduce_scatter", "ring", "matmul"),
     ("hosts", "matmul_all_reduce", "hierarchical", "matmul"),
 ]
-KILLED += [("shared", *case, "inside") for case in [*CASES[1:], *SCALED_CASES]]
+KILLED += [("shared", *case, "inside") for case in [*CASES[1:], *CASES_APART]]
 
 
 @pytest.mark.parametrize(("memory", "op", "algorithm", "moment"), sweep(KILLED, 6, later=4))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.faults import CASES, SCALED_CASES, Ending
+from tests.support.faults import CASES, CASES_APART, Ending
 from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels.ops import autograd
@@ -67,7 +67,7 @@ def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], bool]:
 
 @pytest.mark.parametrize(
     ("op", "algorithm"),
-    sweep([*EACH, *(case for case in [*CASES, *SCALED_CASES] if case not in EACH)], 3, later=3),
+    sweep([*EACH, *(case for case in [*CASES, *CASES_APART] if case not in EACH)], 3, later=3),
 )
 def test_no_memory_anywhere_in_an_op(ranks: RanksFixture, op: str, algorithm: str) -> None:
     for at in range(1, 40):

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support import scaled as support
-from tests.support.scaled import (
+from tests.support.reference import (
     E4M3,
     E8M0,
     FP4,
-    GATHER,
+    NUMBERS_OF_FP4,
     operand,
     scale_of_w,
     scaled_case,
     scaled_weight,
+    swizzled,
 )
 from tpkernels.local import scaled
 from tpkernels.local.scaled import ScaledMatrix
@@ -35,7 +35,7 @@ def test_torch_and_panels(
     product: Callable[..., torch.Tensor], kind: str, out_dtype: torch.dtype
 ) -> None:
     for layout in (lambda w: w.t(), lambda w: w.t().contiguous()):
-        case = scaled_case(GATHER, (M,), K, (N,), scales=kind)
+        case = scaled_case("all_gather_scaled_matmul", (M,), K, (N,), scales=kind)
         x, w = operand(case, (M, K), E4M3, "x"), scaled_weight(case, N, K)
         bias = torch.randn(N).to(out_dtype)
         scale_w = scale_of_w(case, w)
@@ -140,7 +140,7 @@ def test_packed_bytes_begin_with_a_unit(offset: int) -> None:
 def test_the_numbers_of_fp4(kind: type[torch.Tensor]) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
     numbers = scaled.unscaled(codes.view(FP4).as_subclass(kind))
-    want = torch.stack((support._FP4[(codes & 15).int()], support._FP4[(codes >> 4).int()]), -1)
+    want = torch.stack((NUMBERS_OF_FP4[(codes & 15).int()], NUMBERS_OF_FP4[(codes >> 4).int()]), -1)
     want[want == 0] *= 1 - 2 * ((torch.stack((codes, codes >> 4), -1) >> 3) & 1)[want == 0].float()
     assert torch.equal(numbers.view(torch.int32), want.view(2, 256).view(torch.int32))
 
@@ -165,7 +165,7 @@ def test_fp4_copies_nothing_from_the_host() -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 5), (300, 12)])
 def test_swizzled_scales(shape: tuple[int, int]) -> None:
     plain = torch.randint(0, 255, shape, dtype=torch.uint8).view(E8M0)
-    wanted = support.swizzled(plain)
+    wanted = swizzled(plain)
     assert torch.equal(scaled.swizzled(plain).view(torch.uint8), wanted.view(torch.uint8))
     assert scaled.swizzled(wanted) is wanted
     assert wanted.numel() == scaled.swizzled_numel(*shape)

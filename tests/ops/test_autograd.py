@@ -10,9 +10,12 @@ import torch
 
 from tests.support.cases import QUICK_WORLDS, Case, RanksFixture, each, exact, uneven_splits
 from tests.support.gradients import run_cases
+from tests.support.nn_reference import far
+from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
+from tpkernels.ops.column_matmul import column_matmul
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 pytestmark = pytest.mark.parametrize("world", QUICK_WORLDS)
 
@@ -54,6 +57,42 @@ def test_collectives(ranks: RanksFixture, world: int) -> None:
         Case(op="all_reduce", shape=(3, 5)),
     ]
     run_cases(ranks, world, each(gather, scatter, *cases))
+
+
+def test_normalised_sums(ranks: RanksFixture, world: int) -> None:
+    rows = Case(op="matmul_all_reduce_rms_norm", shape=(3, 5), k=(4, 2), residual=F64)
+    full = replace(rows, biases=(F64,), norm=F64, weight_layout="linear")
+    alone = Case(op="all_reduce_rms_norm", shape=(2, 3, 4))
+    cases = each(rows, full, alone, replace(alone, residual=F64), dtypes=(F64,), integers=(False,))
+    run_cases(ranks, world, cases)
+
+
+@on_ranks()
+def test_column_products() -> list[str]:
+    """`column_matmul` of an x that all ranks have, where only some arguments need a gradient, and
+    one of three results has none."""
+    failures = []
+    with fresh_group() as group:
+        rank, world = group.rank(), group.size()
+        torch.manual_seed(5)
+        x, wide = torch.randn(2, 3, 4, dtype=F64), torch.randn(world, 3, 4, 5, dtype=F64)
+        biases = torch.randn(world, 5, dtype=F64)
+        for asked in ("xwb", "x", "w", "b"):
+            whole = [value.clone().requires_grad_() for value in (x, wide, biases)]
+            first, second = (
+                torch.einsum("abk,rkn->abrn", whole[0], whole[1][:, i]) for i in (0, 1)
+            )
+            total = (first + whole[2]).pow(2).sum() + second.sum()
+            want_x, want_w, want_b = torch.autograd.grad(total, whole)
+            wants = {"x": want_x, "w": want_w[rank], "b": want_b[rank]}
+            mine = {"x": x, "w": wide[rank], "b": biases[rank]}
+            leaves = {name: one.clone().requires_grad_(name in asked) for name, one in mine.items()}
+            outs = column_matmul(leaves["x"], list(leaves["w"]), group, [leaves["b"], None, None])
+            (outs[0].pow(2).sum() + outs[1].sum()).backward()  # the third is not used
+            for name, leaf in leaves.items():
+                wrong = far(leaf.grad, wants[name]) if name in asked else leaf.grad is not None
+                failures += [f"{asked}: {name}: {wrong}"] if wrong else []
+    return failures
 
 
 def test_uneven_shards(ranks: RanksFixture, world: int) -> None:

@@ -29,10 +29,9 @@ from tpkernels.op_spec import OPS, OpSpec
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 ONE_SHOT_BYTES = 16 << 10  # csrc/host/collectives.h: above, every rank sums a part
 WHOLE = ("unfused", "direct", "auto")  # what can gather K itself
-NAMES = [spec.name for spec in OPS.values() if not (spec.scaled or spec.exchanges)]
+NAMES = [spec.name for spec in OPS.values() if spec.gathers or spec.reduces if not spec.scaled]
 SPLITS = [name for name in NAMES if not OPS[name].keeps_sum]
 SUMS = [name for name in NAMES if OPS[name].reduces]
-WITH_MATMUL = [name for name in NAMES if OPS[name].has_matmul]
 IN_PLACE = "all_reduce_"
 
 

@@ -5,6 +5,7 @@ refused at the call; a caller's product that goes wrong breaks the group."""
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -16,17 +17,22 @@ import torch
 from torch import nn
 
 import tpkernels
-from tests.support.cases import DTYPES, MATMUL_ALGORITHMS, QUICK_WORLDS, Case, RanksFixture, each
+from tests.support.cases import (
+    DTYPES,
+    MATMUL_ALGORITHMS,
+    PACKABLE,
+    QUICK_WORLDS,
+    Case,
+    RanksFixture,
+    each,
+)
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
     fresh_group,
     messages_of,
     on_ranks,
-    report,
     run_cases,
-    unlike,
 )
-from tests.support.refusals import PACKABLE
 from tests.support.tiers import sweep
 from tpkernels import LocalProduct, groups
 from tpkernels.local.matmul import new_product
@@ -82,11 +88,11 @@ def test_steps_through_a_small_workspace(ranks: RanksFixture, op: str) -> None:
 
 
 @on_ranks(3)
-def test_weights_of_8_bits() -> list[str]:
+def test_weights_of_8_bits() -> None:
     """Results are those of local products, to the bit, by every algorithm and in warm calls."""
-    failures = []
     with fresh_group() as group, torch.no_grad():
         world, rank = group.size(), group.rank()
+        rows = slice(6 * rank, 6 * rank + 6)
         for dtype in PACKABLE:
             numbers = torch.Generator().manual_seed(0)
             xs = torch.randn(world, 6 * world, 40, generator=numbers).to(dtype)
@@ -94,52 +100,23 @@ def test_weights_of_8_bits() -> list[str]:
             weights = [tpkernels.pack(w, torch.int8) for w in ws]
             parts = [new_product(x, w) for x, w in zip(xs, weights, strict=True)]
             total = functools.reduce(torch.add, [part.float() for part in parts]).to(dtype)
-            rows, packed = slice(6 * rank, 6 * rank + 6), weights[rank]
-            whole = new_product(xs[0], packed)
-            for algorithm in (*MATMUL_ALGORITHMS, "auto"):
-                for call in range(3):
-                    options = {"group": group, "algorithm": algorithm}
-                    got = {
-                        GATHER: (
-                            tpkernels.all_gather_matmul(xs[0, rows], packed, **options),
-                            whole,
-                        ),
-                        SCATTER: (
-                            tpkernels.matmul_reduce_scatter(xs[rank], packed, **options),
-                            total[rows],
-                        ),
-                        REDUCE: (tpkernels.matmul_all_reduce(xs[rank], packed, **options), total),
-                    }
-                    failures += [
-                        f"{op} by {algorithm} in {dtype}, call {call}"
-                        for op, (result, want) in got.items()
-                        if not torch.equal(result, want)
-                    ]
-        x = torch.ones(2, 40, dtype=torch.float64)
-        failures += unlike(
-            {
-                "TypeError: w is int8 but x is float64": lambda: tpkernels.matmul_all_reduce(
-                    x, packed, group
-                ),
-                "ValueError: w has packed shape [40, 70]": lambda: tpkernels.matmul_all_reduce(
-                    torch.ones(2, 36), packed, group
-                ),
-                "NotImplementedError: tpkernels.matmul_all_reduce has no gradient with a": (
-                    torch.enable_grad()(
-                        lambda: tpkernels.matmul_all_reduce(
-                            torch.ones(2, 40, requires_grad=True), packed, group
-                        )
-                    )
-                ),
+            wants = {
+                GATHER: (xs[0, rows], new_product(xs[0], weights[rank])),
+                SCATTER: (xs[rank], total[rows]),
+                REDUCE: (xs[rank], total),
             }
-        )
-    return failures
+            for op, algorithm, attempt in itertools.product(wants, MATMUL_ALGORITHMS, range(3)):
+                x, want = wants[op]
+                got = getattr(tpkernels, op)(x, weights[rank], group, algorithm=algorithm)
+                assert torch.equal(got, want), f"{op} by {algorithm} in {dtype}, call {attempt}"
 
 
 # Packed weights: compiled, under autocast, never with a gradient.
 
 
-def modes_job(backend: str) -> list[str]:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@on_ranks(2, timeout=240)
+def test_compiled(backend: str) -> list[str]:
     """In a compiled function, of a weight [K, N] and a square one."""
     failures = []
     ops: Any = torch.ops.tpkernels
@@ -164,12 +141,6 @@ def modes_job(backend: str) -> list[str]:
             if not torch.allclose(got, shifted(x, w), rtol=1e-4, atol=1e-4):
                 failures.append(f"{op} with {columns} columns")
     return failures
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled(ranks: RanksFixture, backend: str) -> None:
-    results = ranks(2).run(modes_job, backend, timeout=240)
-    report(f"{backend}: {failure}" for rank in results for failure in rank)
 
 
 @on_ranks(2)

@@ -37,10 +37,12 @@ AT_ONCE = 1.0
 COLLECT_SECONDS = 60.0
 
 # Every op with every algorithm that it has on the CPUs of one host, without the Triton interpreter.
-# Those on scaled operands, which the functions of others carry out, are by themselves.
+# Those on scaled operands, which the functions of others carry out, and on routed tokens are by
+# themselves.
 _HERE = sorted(case for case in TABLES["cpu"] if case[1] not in ("fused", "hierarchical"))
-CASES = [case for case in _HERE if not (OPS[case[0]].scaled or OPS[case[0]].exchanges)]
-SCALED_CASES = [case for case in _HERE if OPS[case[0]].scaled]
+_APART = {op for op, spec in OPS.items() if spec.scaled or spec.routed}
+CASES = [case for case in _HERE if case[0] not in _APART and not OPS[case[0]].exchanges]
+CASES_APART = [case for case in _HERE if case[0] in _APART]
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,13 @@ def run_op(
     if converts and spec.has_matmul:
         options["biases" if spec.gathers else "bias"] = torch.full((n,), 16.0, dtype=torch.bfloat16)
         expected += 16.0
-    if op.endswith("_rms_norm"):
+    if spec.routed:
+        function = getattr(torch.ops.tpkernels, op)
+        routes = (torch.arange(world * rows) % world).view(-1, 1)
+        weights = [torch.ones(rows, 1)] if spec.combines else []
+        got = function(*factors, *weights, routes, world, group.group_name, **options)
+        got = got if spec.combines else got[0]
+    elif op.endswith("_rms_norm"):
         weight = torch.ones(n if spec.has_matmul else k, dtype=dtype)
         normed, got = function(*factors, weight, group, eps=0.0, **options)
         assert torch.equal(normed, torch.ones_like(normed)), f"{op} {algorithm}: wrong rows"

@@ -1,19 +1,20 @@
-"""What the gradient tests run in the ranks, and what they compare with: the gradients of the ops'
-definitions in float64, within the bound of support/reference.py.
+"""What the gradient tests run in the ranks, and what they compare with: the gradients that torch
+finds of the ops' definitions in float64, within the bound of support/reference.py.
 
-The gradient that reaches an output is made from the case alone, like its inputs. A gradient of an
-op is again a sum of products over the ranks, so it has the same bound.
+Every rank makes the inputs of all ranks, and the gradients that reach their outputs, from the case.
+The gradients of most definitions are sums of products, so magnitudes in place of the numbers give
+``|A| @ |B|``, and ones the number of summands. Those of a normalisation are compared in float64.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import tpkernels
 from tests.support import reference
@@ -22,11 +23,24 @@ from tests.support.ranked import check_job, difference, fresh_group, place
 from tests.support.reference import Expected, draw
 from tpkernels import groups
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Named = dict[str, torch.Tensor]
+_FLOAT64_ERROR = 1e-11  # relative, of a normalisation
 
 
-def columns(case: Case, rank: int) -> list[int]:
-    return [n + rank * case.n_by_rank for n in case.n]
+def named_inputs(case: Case, rank: int, world: int) -> Named:
+    """What a rank passes, by name."""
+    if "all_gather" in case.op:
+        pairs = reference.column_weights(case, rank)
+        weights = {f"w{i}": w for i, (w, _) in enumerate(pairs)}
+        biases = {f"b{i}": b for i, (_, b) in enumerate(pairs) if b is not None}
+        return {"x": case.shard(reference.gathered_x(case), rank, world)} | weights | biases
+    x, w = reference.partial_factors(case, rank, world)
+    residual = reference.reduction_residual(case)
+    if residual is not None and case.scattered:
+        residual = case.shard(residual, rank, world)
+    norm = reference.norm_weight(case) if case.normalises else None
+    others = {"w": w, "bias": reference.reduction_bias(case), "residual": residual, "norm": norm}
+    return {"x": x} | {name: value for name, value in others.items() if value is not None}
 
 
 def output_grads(case: Case, rank: int, world: int) -> list[torch.Tensor]:
@@ -37,177 +51,149 @@ def output_grads(case: Case, rank: int, world: int) -> list[torch.Tensor]:
     def made(shape: Sequence[int], *what: object) -> torch.Tensor:
         return draw(case, tuple(shape), case.dtype, 1, "grad", *what).to(case.out).to(case.dtype)
 
-    if case.op == "all_gather":
-        return [made(case.shape, rank)]
-    if case.op == "all_gather_matmul":
-        outs = [made((*case.shape[:-1], n), rank, i) for i, n in enumerate(columns(case, rank))]
-        return [made(case.shape, rank), *outs] if case.return_gathered else outs
+    if "all_gather" in case.op:
+        widths = [w.shape[1] for w, _ in reference.column_weights(case, rank)]
+        outs = [made((*case.shape[:-1], n), rank, i) for i, n in enumerate(widths)]
+        return [made(case.shape, rank), *outs] if case.return_gathered or not outs else outs
     whole = made(case.shape)
+    if case.normalises:
+        return [made(case.shape, "normalised"), whole]
     return [case.shard(whole, rank, world) if case.scattered else whole]
 
 
-def _sum_of_products(
-    case: Case, pairs: Sequence[Pair], dtype: torch.dtype, extra: Sequence[torch.Tensor] = ()
-) -> Expected:
-    """``sum(a @ b) + sum(extra)`` in ``dtype``, one pair and one extra for each partial that
-    travels."""
-    case = replace(case, out_dtype=dtype, wire_dtype=case.dtype)
-    wide = [a.double() @ b.double() for a, b in pairs]
-    sizes = [a.double().abs() @ b.double().abs() for a, b in pairs]
-    unfused = [torch.matmul(a, b) for a, b in pairs]
-    for i, one in enumerate(extra):
-        wide[i], sizes[i] = wide[i] + one.double(), sizes[i] + one.double().abs()
-        unfused[i] = unfused[i] + one
-
-    def add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return functools.reduce(torch.add, parts)
-
-    k = sum(a.shape[-1] for a, _ in pairs) + len(extra)
-    partials = add([part.abs() for part in wide]) if len(pairs) > 1 else None
-    return reference.bounded(case, add(wide), add(unfused).to(dtype), add(sizes), k, partials)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
+def definition(case: Case, ranks: Sequence[Named], world: int) -> list[list[torch.Tensor]]:
+    """The outputs of each rank; those that all ranks have alike only once."""
+    if "all_gather" in case.op:
+        whole = torch.cat([mine["x"] for mine in ranks], case.dim)
+        outs = [
+            [whole @ mine[f"w{i}"] + mine.get(f"b{i}", 0) for i in range(len(case.n))]
+            for mine in ranks
+        ]
+        return [[whole, *out] if case.return_gathered or not out else out for out in outs]
+    total = sum(mine["x"] @ mine["w"] if "w" in mine else mine["x"] for mine in ranks)
+    total = total + ranks[0].get("bias", torch.zeros(()))
+    shards = total.split(case.shards(world), case.dim) if case.scattered else [total]
+    outs = [[one + mine.get("residual", 0)] for one, mine in zip(shards, ranks, strict=False)]
+    if case.normalises:
+        ((sum_,),) = outs
+        norm = F.rms_norm(sum_, sum_.shape[-1:], ranks[0]["norm"], reference.NORM_EPS)
+        outs = [[norm, sum_]]
+    return outs
 
 
-def _weight(case: Case, x: torch.Tensor, grad: torch.Tensor) -> Expected:
-    return _sum_of_products(case, [(_rows(x).t(), _rows(grad))], case.dtype)
-
-
-def _bias(case: Case, grad: torch.Tensor, dtype: torch.dtype) -> Expected:
-    ones = torch.ones(1, _rows(grad).shape[0], dtype=case.dtype)
-    row = _sum_of_products(case, [(ones, _rows(grad))], dtype)
-    return replace(row, exact=row.exact[0], bound=row.bound[0])
-
-
-def _exactly(value: torch.Tensor, dtype: torch.dtype) -> Expected:
-    return Expected(value.double(), torch.zeros_like(value, dtype=torch.float64), dtype)
-
-
-def _share(case: Case, whole: Expected, rank: int, world: int) -> Expected:
-    exact, bound = (case.shard(part, rank, world) for part in (whole.exact, whole.bound))
-    return replace(whole, exact=exact, bound=bound)
-
-
-def _gather(case: Case, rank: int, world: int) -> list[Expected]:
-    x = reference.gathered_x(case)
-    grads = [output_grads(case, r, world) for r in range(world)]
-    if case.op == "all_gather":
-        eye = torch.eye(case.shape[-1], dtype=case.dtype)
-        sum_ = _sum_of_products(case, [(grad[0], eye) for grad in grads], case.dtype)
-        return [_share(case, sum_, rank, world)]
-    extra = [grad[0] for grad in grads] if case.return_gathered else []
-    products = [grad[1:] if case.return_gathered else grad for grad in grads]
-    factors = [
-        (
-            torch.cat(products[r], -1),
-            torch.cat([w.t() for w, _ in reference.column_weights(case, r)]),
-        )
-        for r in range(world)
+def _derived(
+    case: Case,
+    rank: int,
+    world: int,
+    used: Sequence[int],
+    change: Callable[[torch.Tensor], torch.Tensor],
+    only: int | None = None,
+) -> Named:
+    """The gradients of a rank's inputs by the definition, of changed numbers, through the outputs
+    ``used``, of all ranks or of one."""
+    inputs = [named_inputs(case, r, world) for r in range(world)]
+    ranks = [{name: change(x).requires_grad_() for name, x in mine.items()} for mine in inputs]
+    for name in {"bias", "norm", *([] if case.scattered else ["residual"])} & {*ranks[0]}:
+        for mine in ranks:  # the same on all ranks
+            mine[name] = ranks[0][name]
+    pairs = [
+        (outs[i], change(output_grads(case, r, world)[i]))
+        for r, outs in enumerate(definition(case, ranks, world))
+        for i in used
+        if only in (None, r)
     ]
-    grad_x = _share(case, _sum_of_products(case, factors, case.dtype, extra), rank, world)
-    mine = reference.column_weights(case, rank)
-    weights = [_weight(case, x, grad) for grad in products[rank]]
-    biases = [
-        _bias(case, grad, b.dtype)
-        for grad, (_, b) in zip(products[rank], mine, strict=True)
-        if b is not None
-    ]
-    return [grad_x, *weights, *biases]
+    outs, grads = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outs, [*ranks[rank].values()], grads, materialize_grads=True)
+    return dict(zip(ranks[rank], found, strict=True))
 
 
-def _reduce(case: Case, rank: int, world: int) -> list[Expected]:
-    x, w = reference.partial_factors(case, rank, world)
-    scattered = [output_grads(case, r, world)[0] for r in range(world)]
-    whole = torch.cat(scattered, case.dim) if case.scattered else scattered[rank]
-    if w is None:
-        return [_exactly(whole, case.dtype)]
-    grads = [_sum_of_products(case, [(whole, w.t())], case.dtype), _weight(case, x, whole)]
-    bias, residual = reference.reduction_bias(case), reference.reduction_residual(case)
-    if bias is not None:
-        grads.append(_bias(case, whole, bias.dtype))
-    if residual is not None:
-        grads.append(_exactly(scattered[rank], residual.dtype))
-    return grads
+def expected(case: Case, rank: int, world: int, used: Sequence[int]) -> dict[str, Expected]:
+    """The gradients of a rank's inputs."""
+    case, gathers = case.values(), "all_gather" in case.op
+    dtypes = {name: value.dtype for name, value in named_inputs(case, rank, world).items()}
 
+    def derived(change: Callable[[torch.Tensor], torch.Tensor], only: int | None = None) -> Named:
+        return _derived(case, rank, world, used, change, only)
 
-def expected(case: Case, rank: int, world: int) -> list[Expected]:
-    """The gradients of a rank's inputs: x, weights, biases, residual."""
-    return (_gather if "all_gather" in case.op else _reduce)(case.values(), rank, world)
+    def want(name: str, dtype: torch.dtype) -> Expected:
+        whole = exact[name]
+        if case.normalises:
+            return Expected(whole, _FLOAT64_ERROR * (1 + whole.abs().max()) + 0 * whole, dtype)
+        if not gathers and (name == "residual" or "w" not in dtypes):  # passed on as it is
+            return Expected(whole, torch.zeros_like(whole), dtype)
+        travels = sum(partials) if name == "x" and len(partials) > 1 else None
+        of_dtype = replace(case, out_dtype=dtype, wire_dtype=case.dtype)
+        k = int(counts[name].max()) if whole.numel() else 1
+        rounded = unfused[name].to(dtype)
+        return reference.bounded(of_dtype, whole, rounded, terms[name], k, travels)
 
-
-def leaf(x: torch.Tensor, layout: str = "plain") -> torch.Tensor:
-    return place(x, layout).requires_grad_()
+    exact, terms = derived(torch.Tensor.double), derived(lambda x: x.double().abs())
+    unfused = derived(lambda x: x.to(case.dtype, copy=True))
+    counts = derived(lambda x: torch.ones_like(x, dtype=torch.float64))
+    partials = [derived(torch.Tensor.double, r)["x"].abs() for r in range(world * gathers)]
+    return {name: want(name, dtype) for name, dtype in dtypes.items()}
 
 
 def call(
-    case: Case, group: dist.ProcessGroup, save_gathered: bool = False
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    case: Case, group: dist.ProcessGroup, save_gathered: bool
+) -> tuple[Named, list[torch.Tensor]]:
     """(inputs that require a gradient, outputs) of one call."""
-    rank, world = group.rank(), group.size()
-    options: dict[str, Any] = {"algorithm": case.algorithm}
     linear = "transposed" if case.weight_layout == "linear" else case.weight_layout
+    layouts = {"x": case.layout, "w": linear}
+    named = {
+        name: place(value, layouts.get(name[0], "plain")).requires_grad_()
+        for name, value in named_inputs(case, group.rank(), group.size()).items()
+    }
+    options: dict[str, Any] = {"algorithm": case.algorithm}
     if "all_gather" in case.op:
         options["shard_sizes"] = case.sizes
-        x = leaf(case.shard(reference.gathered_x(case), rank, world), case.layout)
         if not case.n:
-            return [x], [tpkernels.all_gather(x, group, case.dim, **options)]
-        pairs = reference.column_weights(case, rank)
-        weights = [leaf(w, linear) for w, _ in pairs]
-        biases = [None if b is None else leaf(b) for _, b in pairs]
+            return named, [tpkernels.all_gather(named["x"], group, case.dim, **options)]
         outs = tpkernels.all_gather_matmul(
-            x,
-            weights,
+            named["x"],
+            [named[f"w{i}"] for i in range(len(case.n))],
             group,
             case.dim,
-            biases=biases if case.biases else None,
+            biases=[named.get(f"b{i}") for i in range(len(case.n))] if case.biases else None,
             out_dtype=case.out_dtype,
             return_gathered=case.return_gathered,
             save_gathered=save_gathered,
             **options,
         )
-        inputs = [x, *weights, *(b for b in biases if b is not None)]
-        return inputs, [outs[0], *outs[1]] if case.return_gathered else outs
-    mine, w = reference.partial_factors(case, rank, world)
+        return named, [outs[0], *outs[1]] if case.return_gathered else outs
     if case.scattered:
         options |= {"scatter_dim": case.dim, "shard_sizes": case.sizes}
-    options["out_dtype"] = case.out_dtype
-    inputs = [leaf(mine, case.layout)]
-    if w is None:
-        return inputs, [getattr(tpkernels, case.op)(*inputs, group, **options)]
-    inputs.append(leaf(w, linear))
-    factors = list(inputs)
-    bias, residual = reference.reduction_bias(case), reference.reduction_residual(case)
-    if residual is not None and case.scattered:
-        residual = case.shard(residual, rank, world)
-    for name, extra in (("bias", bias), ("residual", residual)):
-        if extra is not None:
-            inputs.append(leaf(extra))
-            options[name] = inputs[-1]
-    options["wire_dtype"] = case.wire_dtype
-    return inputs, [getattr(tpkernels, case.op)(*factors, group, **options)]
+    if case.normalises:
+        options["eps"] = reference.NORM_EPS
+    else:
+        options["out_dtype"] = case.out_dtype
+    if "w" in named and not case.normalises:
+        options["wire_dtype"] = case.wire_dtype
+    options |= {name: named[name] for name in ("bias", "residual") if name in named}
+    factors = [named[name] for name in ("x", "w", "norm") if name in named]
+    result: Any = getattr(tpkernels, case.op)(*factors, group, **options)
+    return named, list(result) if case.normalises else [result]
 
 
 def check(case: Case, group: dist.ProcessGroup, save_gathered: bool) -> list[str]:
-    """What is wrong with the gradients of one call, as text."""
-    rank, world = group.rank(), group.size()
-    inputs, outputs = call(case, group, save_gathered)
+    """What is wrong with the gradients of one call, as text; of a normalised sum, also of each of
+    the results alone."""
+    rank, world, wrong = group.rank(), group.size(), []
     grads = [grad.to(case.out) for grad in output_grads(case, rank, world)]
     if case.return_gathered:
         grads[0] = grads[0].to(case.dtype)
-    results = torch.autograd.grad(outputs, inputs, grads)
-    where = f"rank {rank} of {world}: {case} save_gathered={save_gathered}"
-    wrong = []
-    wants = expected(case, rank, world)
-    for i, (x, got, want) in enumerate(zip(inputs, results, wants, strict=True)):
-        error = difference(got.contiguous(), want)
-        if error is not None:
-            wrong.append(f"{where}: gradient {i}: {error}")
-        if x.dim() == 2 and i and x.stride() != got.stride() and x.t().is_contiguous():
-            wrong.append(
-                f"{where}: gradient {i} has strides {got.stride()}, the weight {x.stride()}"
-            )
+    for used in ((0, 1), (0,), (1,)) if case.normalises else (range(len(grads)),):
+        inputs, outputs = call(case, group, save_gathered)
+        pairs = zip(*((outputs[i], grads[i]) for i in used), strict=True)
+        results = torch.autograd.grad(next(pairs), [*inputs.values()], next(pairs))
+        where = f"rank {rank} of {world}: {case} {save_gathered=} outputs {[*used]}: gradient of"
+        wants = expected(case, rank, world, used)
+        for (name, x), got in zip(inputs.items(), results, strict=True):
+            error = difference(got.contiguous(), wants[name])
+            if error is not None:
+                wrong.append(f"{where} {name}: {error}")
+            if name[0] == "w" and x.t().is_contiguous() and x.stride() != got.stride():
+                wrong.append(f"{where} {name} has strides {got.stride()}")
     return wrong
 
 

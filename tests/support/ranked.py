@@ -7,11 +7,12 @@ import importlib
 import inspect
 import math
 import re
+import sys
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -21,8 +22,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
-from tests.support.reference import Expected
-from tests.support.scaled import Operand, scale_of_w, scale_of_x
+from tests.support.reference import Expected, Operand, scale_of_w, scale_of_x
 from tpkernels import LocalProduct, backends, groups
 from tpkernels.groups import GroupLike
 from tpkernels.launch import Ranks
@@ -385,3 +385,23 @@ def check_job(
 def report(failures: Iterator[str]) -> None:
     texts = list(failures)
     assert not texts, f"{len(texts)} failures\n" + "\n".join(texts[:10])
+
+
+# Which Python functions run.
+
+
+@contextmanager
+def functions_called(package: str) -> Iterator[list[str]]:
+    """The functions of a module, or of a package and its modules, that are called within."""
+    called: list[str] = []
+
+    def trace(frame: Any, event: str, argument: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and f"{module}.".startswith(f"{package}."):
+            called.append(f"{module}.{frame.f_code.co_name}")
+
+    sys.setprofile(trace)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)

@@ -22,13 +22,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 
 from tests.support.cases import Case
-from tests.support.scaled import Operand, operand, scaled_weight
 from tpkernels.dtypes import accumulator
 
 # The largest magnitude up to which a dtype holds every integer.
@@ -83,6 +82,102 @@ def _factor(case: Case, shape: tuple[int, ...], terms: int, *what: object) -> to
         order = torch.randperm(shape[-1], generator=case.generator("order", *what))
         factor[..., order[terms:]] = 0
     return factor
+
+
+# Operands with scales.
+
+BLOCKS = {"blocks": 32, "swizzled": 32, "fp4": 16}  # elements of K that share a scale
+SCALES = ("tensor", "rows", "rows of x", "rows of w", *BLOCKS)
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+FP4 = torch.float4_e2m1fn_x2
+NUMBERS_OF_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_TERMS = 13  # 4 ranks' terms of 4 halves, a bias and a residual of 16 halves: 240 in bf16's 256
+
+
+@dataclass(frozen=True)
+class Operand:
+    """[..., K]: the elements, their scales, and what they are worth in float64. A weight is [N, K]
+    here."""
+
+    elements: torch.Tensor
+    scale: torch.Tensor
+    worth: torch.Tensor
+
+
+def scaled_case(
+    op: str, rows: tuple[int, ...], k: int = 64, n: tuple[int, ...] = (5,), **options: Any
+) -> Case:
+    """A case whose x has these dims but for the last. A gather has weights of ``n`` columns; a
+    reduction has one, and a K of ``k`` on rank 0, of a block more on each further one."""
+    options = {"dtype": E4M3, "scales": "tensor", **options}
+    if "all_gather" in op:
+        return Case(op=op, shape=(*rows, k), n=n, **options)
+    return Case(op=op, shape=(*rows, *n), k=tuple(k + 32 * rank for rank in range(4)), **options)
+
+
+def _scale(case: Case, shape: tuple[int, ...], *what: object) -> torch.Tensor:
+    """A scale for each row [..., 1], or each block of it [..., blocks], or one for all []. Powers
+    of two if the case is exact."""
+    generator = case.generator("scale", *what)
+    *rows, k = shape
+    per_row = case.scales in ("rows", f"rows of {what[0]}")
+    shape = (*rows, 1) if per_row else ()
+    if case.scales in BLOCKS:
+        shape = (*rows, k // BLOCKS[case.scales])
+    low, dtype = 0.5 if what[0] == "x" else 1.0, E4M3 if case.scales == "fp4" else torch.float32
+    drawn = low * (1 + torch.randint(0, 2, shape, generator=generator)).float()
+    if case.scales in ("blocks", "swizzled"):
+        return (drawn if case.integers else drawn**3).to(E8M0)
+    if not case.integers:
+        drawn = torch.rand(shape, generator=generator) + low
+    return drawn.to(dtype)
+
+
+def operand(case: Case, shape: tuple[int, ...], dtype: torch.dtype, *what: object) -> Operand:
+    """Rows of exact cases have few terms, so that partials and sums are exact in every dtype."""
+    wide = replace(case, dtype=torch.float32)
+    numbers = _factor(wide, shape, _TERMS if what[0] == "x" else shape[-1], *what)
+    elements = numbers.to(E4M3 if case.scales == "fp4" else dtype)
+    worth = elements.double()
+    if case.scales == "fp4":
+        codes = (numbers.unsqueeze(-1) - NUMBERS_OF_FP4).abs().argmin(-1)
+        pairs = codes.to(torch.uint8).unflatten(-1, (-1, 2))
+        elements = (pairs[..., 0] | pairs[..., 1] << 4).view(FP4)
+        worth = NUMBERS_OF_FP4[codes].double()
+    scale = _scale(case, shape, *what)
+    factor = scale.double()
+    if factor.dim() and factor.shape[-1] > 1:
+        factor = factor.repeat_interleave(shape[-1] // factor.shape[-1], -1)
+    return Operand(elements, scale, worth * factor)
+
+
+def scaled_weight(case: Case, n: int, k: int, *what: object) -> Operand:
+    return operand(case, (n, k), case.w_dtype or case.dtype, "w", *what)
+
+
+def swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """By its definition, element by element."""
+    rows, columns = scale.shape
+    across = -(-columns // 4)
+    out = torch.zeros(-(-rows // 128) * 128 * across * 4, dtype=torch.uint8)
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    tile = row // 128 * across + column // 4
+    out[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scale.view(torch.uint8)
+    return out.view(scale.dtype)
+
+
+def scale_of_x(case: Case, scale: torch.Tensor) -> torch.Tensor:
+    """The scales of x as the ops take them."""
+    return swizzled(scale.flatten(0, -2)) if case.scales == "swizzled" else scale.contiguous()
+
+
+def scale_of_w(case: Case, w: Operand) -> torch.Tensor:
+    if case.scales == "swizzled":
+        return swizzled(w.scale)
+    return w.scale.t().contiguous() if w.scale.dtype == torch.float32 and w.scale.dim() else w.scale
+
+
+# What ranks pass.
 
 
 @_by_values

@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.called import functions_called
 from tests.support.cases import RanksFixture
-from tests.support.ranked import check_job, fresh_group, on_ranks
+from tests.support.ranked import check_job, fresh_group, functions_called, on_ranks
 from tests.support.tuned import WORLD, call, operands, own, plan_of, watched
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.tuning import tuner

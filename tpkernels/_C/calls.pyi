@@ -28,7 +28,18 @@ class Collective:
         normed: torch.Tensor | None = None,
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
+        routing: Routing | None = None,
+        weights: torch.Tensor | None = None,
     ) -> None: ...
+
+class Routing:
+    def __init__(
+        self, experts: torch.Tensor, tokens: Sequence[int], held: Sequence[int]
+    ) -> None: ...
+    @property
+    def counts(self) -> list[int]: ...
+    @property
+    def rows(self) -> list[int]: ...
 
 class Bound: ...
 
@@ -85,7 +96,10 @@ class Turns:
 
 class Arguments:
     def __init__(
-        self, op: str, described: Sequence[tuple[str, bool, Any, bool]], cls: Callable[..., Any]
+        self,
+        op: str,
+        described: Sequence[tuple[str, bool, Any, bool, bool]],
+        cls: Callable[..., Any],
     ) -> None: ...
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -102,6 +116,9 @@ def multiply(
     bias: torch.Tensor | None,
     whole_shape: tuple[int, int],
 ) -> bool: ...
+def grouped_multiply(
+    x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
+) -> list[int]: ...
 def result_pool() -> dict[str, int]: ...
 def limit_result_pool(nbytes: int) -> None: ...
 def open_exchange(tensor_class: type, plain_keys: int) -> bool: ...

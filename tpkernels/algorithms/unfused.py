@@ -16,7 +16,8 @@ Gathers        one all-gather. Uneven shards go as a list, which NCCL sends as o
                broadcasts: no padding travels.
 Reductions     with numerics "vendor" one reduce-scatter or all-reduce of the process group, and one
                launch behind it for bias, residual and another dtype; with "ordered" one launch sums
-All-to-alls    one all-to-all, between copies of the pieces and to their places.
+All-to-alls    one all-to-all, between copies of the pieces and to their places. Of routed tokens,
+               whose counts the host must know: on CUDA tensors it waits for them.
 
 The shards of a dim with others before it do not lie together: they are copied, in one launch if
 they are even. Gloo cannot do all this with CUDA tensors; they go through the host's memory.
@@ -41,6 +42,7 @@ from torch._C._distributed_c10d import (
 from tpkernels.algorithms.parts import Products, as_rows, new_partial, pieces_of, shard_counts
 from tpkernels.algorithms.rank_order import by_owner, join
 from tpkernels.algorithms.reduction import Reduction, reduce_into
+from tpkernels.algorithms.routes import Routes, check_rows
 from tpkernels.call import Call
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
@@ -81,6 +83,49 @@ def exchange(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     announce_done(call)
     shaped = [piece.view(place.shape) for piece, place in zip(received, places, strict=True)]
     torch.cat(shaped, problem.dim, out=out)
+
+
+def dispatch(
+    call: Call, x: torch.Tensor, routes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of this rank's experts, and how many each has. x [tokens, H], routes [tokens
+    of all ranks, k]."""
+    found = Routes.of(call.problem, call.group.rank, routes)
+    enter(call).wait()
+    rows = _exchange_rows(call, x[found.leaving // routes.shape[1]], found.left, found.arrived)
+    return rows[found.order], found.counts
+
+
+def combine(
+    call: Call, x: torch.Tensor, routes: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Fill ``out`` [tokens, H] with the sums of the tokens' rows by ``weights`` [tokens, k]."""
+    found = Routes.of(call.problem, call.group.rank, routes)
+    check_rows(x, sum(found.arrived))
+    enter(call).wait()
+    back = _exchange_rows(
+        call, torch.empty_like(x).index_copy_(0, found.order, x), found.arrived, found.left
+    )
+    by_slot = (
+        torch.empty_like(back).index_copy_(0, found.leaving, back).view(*weights.shape, x.shape[1])
+    )
+    total = torch.zeros(out.shape, dtype=weights.dtype, device=out.device)
+    for slot in range(weights.shape[1]):  # two roundings for each, as in csrc/host
+        total += by_slot[:, slot].to(total.dtype) * weights[:, slot, None]
+    out.copy_(total)
+
+
+def _exchange_rows(
+    call: Call, x: torch.Tensor, sent: list[int], received: list[int]
+) -> torch.Tensor:
+    """Send each rank its rows of x; return those of all ranks, in rank order."""
+    if call.group.world == 1:
+        return x
+    width = x.shape[1]
+    counts, received_counts = ([rows * width for rows in each] for each in (sent, received))
+    rows = _all_to_all(call, x.view(-1), counts, received_counts, even=False).view(-1, width)
+    announce_done(call)
+    return rows
 
 
 def reduce(
@@ -202,15 +247,21 @@ def _exchange(
 ) -> Sequence[torch.Tensor]:
     """Send each rank its part of x. Return what this rank got, in rank order: by default as many
     elements from each as it keeps."""
+    kept = received_counts or [counts[call.group.rank]] * call.group.world
     even = received_counts is None and _even(counts)  # alike on all ranks
-    received_counts = received_counts or [counts[call.group.rank]] * call.group.world
+    return _all_to_all(call, x, counts, kept, even).split(kept)
+
+
+def _all_to_all(
+    call: Call, x: torch.Tensor, counts: list[int], received_counts: list[int], even: bool
+) -> torch.Tensor:
     on_host = call.problem.device == "cuda" and not _by_nccl(call)
     sent = x.cpu() if on_host else x
-    received = sent.new_empty(sum(received_counts))
+    received = empty([sum(received_counts)], sent.dtype, sent.device)
     splits: tuple[list[int], list[int]] = ([], []) if even else (received_counts, counts)
     options = _options(AllToAllOptions, call)
     _wait(call, _pg(call).alltoall_base(received, sent, *splits, options))
-    return received.to(x.device).split(received_counts)
+    return received.to(x.device)
 
 
 def _even(counts: Sequence[int]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.nn.functional import rms_norm
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.bench.specs import NORM_EPS, OPERANDS, Spec, matrix_of, square_of
+from tpkernels.algorithms.routes import Routes
+from tpkernels.bench.specs import EXPERTS, NORM_EPS, OPERANDS, TOP_K, Spec, matrix_of, square_of
 from tpkernels.groups.group import Group
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.scaled import ScaledMatrix, scaled_matmul
@@ -49,7 +51,7 @@ _reduce_shards = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 @dataclass(frozen=True, eq=False)
 class Case:
     """An op with this rank's inputs: x [rows, K] and weights [K, N] of a matmul op; x [elements] of
-    a collective, [rows, N] of one that normalises or of an all-to-all, which splits N.
+    a collective, [rows, N] of one that normalises or routes, or of an all-to-all, which splits N.
 
     Dim 0 is gathered or scattered, ``sizes[r]`` of it on rank ``r``. For an all-reduce ``sizes`` is
     the part of the result that each rank verifies.
@@ -63,6 +65,9 @@ class Case:
     norm_weight: torch.Tensor | None = None  #: of an op that normalises
     scales: tuple[torch.Tensor, ...] = ()  #: of x and the weight, where they are scaled
     dtype: torch.dtype | None = None  #: of the results, where x has another
+    #: Of all tokens [all rows, TOP_K], and this rank's tokens' weights [rows, TOP_K] for the sum.
+    routes: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
 
     @property
     def spec(self) -> OpSpec:
@@ -79,6 +84,11 @@ class Case:
         """Return x and the weight with their scales."""
         (w,), (scale_x, scale_w) = self.weights, self.scales
         return (self.x, scale_x), (w, scale_w)
+
+    def sorted_routes(self) -> torch.Tensor:
+        """Return all routes by expert, the order of the rows of all ranks, as token * k + slot."""
+        assert self.routes is not None  # only for cases that have some
+        return self.routes.flatten().argsort(stable=True)
 
     @property
     def columns(self) -> list[int]:
@@ -100,11 +110,13 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
         return (torch.randn(*shape, generator=generator) * scale).to(device, spec.dtype)
 
     rows, *columns = spec.shape  # before the split
-    if op.normed and not op.has_matmul:
+    if op.routed or (op.normed and not op.has_matmul):
         rows, *columns = matrix_of(rows)
     elif op.exchanges:
         rows, *columns = square_of(rows)
     sizes = tuple(shard_sizes(rows, world))
+    if op.routed:
+        return _routed_case(spec, sizes, columns[0], normal)
     if not op.reduces:
         rows = sizes[rank]
     if not op.has_matmul:
@@ -125,6 +137,23 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
     return case
 
 
+def _routed_case(
+    spec: Spec, sizes: tuple[int, ...], width: int, normal: Callable[..., torch.Tensor]
+) -> Case:
+    """Draw tokens of this rank, or the rows of its experts, and the routes of all ranks."""
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(sum(sizes))
+    routes = torch.rand(sum(sizes), EXPERTS, generator=generator).topk(TOP_K).indices
+    weights = torch.rand(sum(sizes), TOP_K, generator=generator).split(sizes)[rank]
+    case = Case(spec.op, normal(sizes[rank], width), sizes)
+    case = replace(case, routes=routes.to(case.x.device), topk_weights=weights.to(case.x.device))
+    if OPS[spec.op].dispatches:
+        return case
+    held = shard_sizes(EXPERTS, len(sizes))
+    first = sum(held[:rank])
+    here = (routes >= first) & (routes < first + held[rank])
+    return replace(case, x=normal(int(here.sum()), width))
+
+
 def _quantised(x: torch.Tensor) -> Scaled:
     """Quantise row by row: the largest number of a row becomes the largest that there is."""
     x = x.float()
@@ -135,6 +164,12 @@ def _quantised(x: torch.Tensor) -> Scaled:
 def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
     """Run the op of this package; ``all_reduce`` works in place. Normalised rows come last."""
     op, operands, options = case.spec, [case.x], dict[str, Any](algorithm=algorithm)
+    if case.routes is not None:  # the ops, whose functions also gather them
+        run = getattr(torch.ops.tpkernels, case.op)
+        weights = [] if op.dispatches else [case.topk_weights]
+        name, options = world_group().name, options | {"shard_sizes": case.sizes}
+        result = run(case.x, *weights, case.routes, EXPERTS, name, **options)
+        return [result[0] if op.dispatches else result]
     if op.scaled:
         operands += [*case.weights, *case.scales]
         options["out_dtype"] = case.out_dtype
@@ -191,6 +226,8 @@ def settle(case: Case, seconds: float) -> None:
 def run_torch(case: Case) -> Outputs:
     """Run the same op by torch.distributed and torch.matmul; all-reduces of ``x`` work in place."""
     op, x = case.spec, case.x
+    if op.routed:
+        return [_all_to_all_of_rows(case)]
     if op.gathers and op.has_matmul:
         return run_matmul(gathered(case))
     if op.gathers:
@@ -266,6 +303,28 @@ def _all_to_all(x: torch.Tensor, sizes: tuple[int, ...], columns: list[int]) -> 
     lengths_in = [size * mine for size in sizes]
     dist.all_to_all_single(whole.view(-1), sent, lengths_in, lengths_out)
     return whole
+
+
+def _all_to_all_of_rows(case: Case) -> torch.Tensor:
+    """Exchange routed tokens, or the experts' rows, and sum these; the counts are known."""
+    assert case.routes is not None and case.topk_weights is not None  # a routed case has both
+    problem = Spec(case.op, (1,), case.x.dtype).problem(len(case.sizes))
+    found = Routes.of(replace(problem, sizes=case.sizes), dist.get_rank(), case.routes)
+    x, tokens = case.x, case.topk_weights.shape[0]
+    if case.spec.dispatches:
+        sent, counts = x[found.leaving // TOP_K], (found.arrived, found.left)
+    else:
+        sent, counts = (
+            x.new_empty(x.shape).index_copy_(0, found.order, x),
+            (found.left, found.arrived),
+        )
+    received = x.new_empty(sum(counts[0]), x.shape[1])
+    dist.all_to_all_single(received, sent, *counts)
+    if case.spec.dispatches:
+        return received[found.order]
+    by_slot = torch.empty_like(received).index_copy_(0, found.leaving, received)
+    by_slot = by_slot.view(tokens, TOP_K, x.shape[1])
+    return (by_slot.float() * case.topk_weights[..., None]).sum(1).to(x.dtype)
 
 
 def _reduce_scatter(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:

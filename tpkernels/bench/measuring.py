@@ -165,7 +165,7 @@ def _torch_multiplies(case: Case) -> bool:
 
 def _nccl(case: Case, stack: contextlib.ExitStack) -> Callable[[Case], object]:
     """Prepare the op's collective by NCCL and torch.matmul; run it once."""
-    if case.scales or case.spec.exchanges:
+    if case.scales or case.spec.exchanges or case.spec.routed:
         raise NotImplementedError(f"no {case.op} is made of tpkernels.nccl here")
     group = _world_of_equal_shards(case, "NCCL")
     comm = stack.enter_context(nccl.Communicator(group))

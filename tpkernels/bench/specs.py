@@ -21,14 +21,16 @@ from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.terminal import UsageError, byte_size, check_known, shape_of, sizes_of
 
 NORM_EPS = 1e-6
+EXPERTS, TOP_K = 8, 2  # of an op on routed tokens
 OPERANDS = torch.float8_e4m3fn  # of an op on scaled operands, with row-wise scales
 
 
 @dataclass(frozen=True)
 class Spec:
     """An op on global data: ``shape`` is (M, N, K) of a matmul op, (elements,) of a collective.
-    Elements whose rows are normalised are `matrix_of` them, those whose rows are exchanged for
-    columns `square_of` them. ``dtype`` is that of the result; scaled operands are `OPERANDS`."""
+    Elements whose rows are normalised or routed are `matrix_of` them, those whose rows are
+    exchanged for columns `square_of` them. ``dtype`` is that of the result; scaled operands are
+    `OPERANDS`."""
 
     op: str
     shape: tuple[int, ...]
@@ -55,14 +57,16 @@ class Spec:
         if op.has_matmul:
             m, n, k = self.shape
             shape = (m, k) if op.gathers else (m, n)
-        elif op.normed:
+        elif op.normed or op.routed:
             shape = matrix_of(self.shape[0])
         elif op.exchanges:
             shape = square_of(self.shape[0])
         options = NO_OPTIONS
         if op.reduces:
             options = Options(x_dtype=OPERANDS if op.scaled else dtype, out_dtype=dtype)
-        if op.normed:
+        if op.routed:
+            options = Options(routes=(EXPERTS, TOP_K))
+        elif op.normed:
             options = replace(options, norm=(NORM_EPS, dtype))
         elif op.scaled and op.gathers:
             x = torch.empty(1, self.shape[2], dtype=OPERANDS, device="meta")
@@ -103,8 +107,8 @@ class Spec:
 
 
 def matrix_of(elements: int) -> tuple[int, int]:
-    """Return rows and columns of elements that are normalised row by row: 4096 columns, if that
-    divides them."""
+    """Return rows and columns of elements that are normalised or routed row by row: 4096 columns,
+    if that divides them."""
     columns = math.gcd(elements, 4096)
     return elements // columns, columns
 

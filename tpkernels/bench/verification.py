@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch.nn.functional import rms_norm
 
 from tpkernels.bench.cases import Case, Outputs
-from tpkernels.bench.specs import NORM_EPS
+from tpkernels.bench.specs import EXPERTS, NORM_EPS, TOP_K
 from tpkernels.launch.session import all_gather_objects, all_gather_tensors
+from tpkernels.shards import shard_sizes
 
 _PANEL_ELEMENTS = 1 << 21  # of the result, compared at a time
 _SECOND_ORDER = 1.01  # allows for products of roundings, which the second bound ignores
@@ -92,9 +93,12 @@ def verify(
 def _shape(case: Case, i: int) -> torch.Size:
     """Return the shape of this rank's result ``i``."""
     rows, rank = case.x.shape[0], dist.get_rank()
-    if case.spec.exchanges:
+    if case.topk_weights is not None:
+        tokens = case.topk_weights.shape[0]
+        rows = _rows_here(case).numel() if case.spec.dispatches else tokens
+    elif case.spec.exchanges:
         return torch.Size([sum(case.sizes), case.columns[rank]])
-    if case.spec.gathers:
+    elif case.spec.gathers:
         rows = sum(case.sizes)
     elif case.spec.scatters:
         rows = case.sizes[rank]
@@ -109,6 +113,8 @@ def _terms(case: Case) -> list[list[Term]]:
         # What scaled elements stand for, exactly.
         x, *weights = [elements.double() * scale.double() for elements, scale in case.operands]
     everyone = all_gather_tensors(x)
+    if case.topk_weights is not None:
+        return [_routed_terms(case, torch.cat(everyone), case.topk_weights)]
     if not case.spec.reduces:
         whole = torch.cat(everyone)
         if weights:
@@ -120,6 +126,23 @@ def _terms(case: Case) -> list[list[Term]]:
     if not weights:
         return [[(shard, None) for shard in shards]]
     return [list(zip(shards, all_gather_tensors(weights[0]), strict=True))]
+
+
+def _rows_here(case: Case) -> torch.Tensor:
+    """Return the routes to this rank's experts, in the order of its rows."""
+    assert case.routes is not None  # a routed case has some
+    held, rank = shard_sizes(EXPERTS, len(case.sizes)), dist.get_rank()
+    counts = torch.bincount(case.routes.flatten(), minlength=EXPERTS).split(held)
+    return case.sorted_routes().split([int(count.sum()) for count in counts])[rank]
+
+
+def _routed_terms(case: Case, whole: torch.Tensor, weights: torch.Tensor) -> list[Term]:
+    """Return the rows of ``whole``, of all ranks, that each of this rank's rows is a sum of."""
+    if case.spec.dispatches:
+        return [(whole[_rows_here(case) // TOP_K], None)]
+    place = case.sorted_routes().argsort().view(-1, TOP_K).split(list(case.sizes))[dist.get_rank()]
+    terms = [whole[place[:, slot]].double() * weights[:, slot, None] for slot in range(TOP_K)]
+    return [(term, None) for term in terms]
 
 
 def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:
@@ -165,7 +188,7 @@ def _panels(
 def _bound(
     case: Case, total: torch.Tensor, rounded: torch.Tensor, magnitude: torch.Tensor, depth: int
 ) -> torch.Tensor:
-    if not (case.spec.reduces or case.weights):
+    if not (case.spec.reduces or case.spec.combines or case.weights):
         return torch.zeros_like(total)
     eps = torch.finfo(case.out_dtype).eps
     contract = math.sqrt(depth) * eps * magnitude

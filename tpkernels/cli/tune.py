@@ -53,6 +53,7 @@ from tpkernels.terminal import (
 from tpkernels.timing import Variant, measure, slowest
 from tpkernels.tuning.tuner import tuning_by
 
+_TUNED = [name for name, spec in OPS.items() if not spec.routed]
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]
 _BYTES = "4K,64K,1M,16M,64M"
 _CONFIG_REPEAT = 5
@@ -108,7 +109,7 @@ def tune(
         raise UsageError("one rank has nothing to choose: it does not communicate")
     specs = [
         spec
-        for name in check_known("op", op or OPS, OPS)
+        for name in check_known("op", op or _TUNED, _TUNED)
         for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
     ]
     for spec in () if machine else specs:

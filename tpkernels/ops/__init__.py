@@ -9,6 +9,8 @@ from tpkernels.ops.all_to_all import all_to_all
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.ops.moe_combine import moe_combine
+from tpkernels.ops.moe_dispatch import moe_dispatch
 from tpkernels.ops.reduce_scatter import reduce_scatter
 from tpkernels.ops.scaled_matmul_all_reduce import scaled_matmul_all_reduce
 from tpkernels.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
@@ -24,6 +26,8 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_reduce_rms_norm",
     "matmul_reduce_scatter",
+    "moe_combine",
+    "moe_dispatch",
     "reduce_scatter",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",

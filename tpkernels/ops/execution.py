@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tpkernels import dtypes
 from tpkernels.algorithms.parts import Products, result_shape, splits_columns
 from tpkernels.algorithms.reduction import Reduction, RmsNorm
 from tpkernels.call import Call
@@ -70,6 +71,20 @@ def reduce_in_place(call: Call, given: Any) -> None:
     call.function(call, x, None, out, Reduction.of(x))
     if out is not x:
         x.copy_(out)
+
+
+def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run an op that brings tokens to their experts; return their rows, and how many each has."""
+    return call.function(call, given.x.contiguous(), given.routes)
+
+
+def combine(call: Call, given: Any) -> torch.Tensor:
+    """Run an op that brings the experts' rows back and sums each token's."""
+    x, weights = given.x.contiguous(), given.topk_weights
+    out = empty((weights.shape[0], x.shape[1]), x.dtype, x.device)
+    weights = weights.to(dtypes.accumulator(x.dtype)).contiguous()
+    call.function(call, x, given.routes, weights, out)
+    return out
 
 
 def exchange(call: Call, given: Any) -> torch.Tensor:

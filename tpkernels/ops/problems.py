@@ -17,6 +17,7 @@ from tpkernels.local.scaled import Packing, numbers_in, scaling_of
 from tpkernels.op_spec import OPS, OpSpec, Options
 from tpkernels.ops import scaled
 from tpkernels.planning.problem import Problem
+from tpkernels.shards import shard_sizes
 
 
 def problem_of(op: str, group: Group, given: Any) -> Problem:
@@ -32,6 +33,8 @@ def problem_of(op: str, group: Group, given: Any) -> Problem:
         NotImplementedError: valid ones that the op does not support.
     """
     spec, x = OPS[op], given.x
+    if spec.routed:
+        return _routed(op, group, given)
     _check_input(spec, x)
     shape, dim = list(x.shape), None
     sizes: tuple[int, ...] = ()
@@ -77,6 +80,48 @@ def problem_of(op: str, group: Group, given: Any) -> Problem:
         sizes=sizes,
         dtype=wire,
         options=options,
+    )
+
+
+def _routed(op: str, group: Group, given: Any) -> Problem:
+    """Return the problem of an op on tokens with routes."""
+    spec, x, routes = OPS[op], given.x, given.routes
+    dtypes.check_supported(x.dtype, "x")
+    if x.dim() != 2 or x.shape[1] < 1:
+        raise ValueError(f"x has shape {list(x.shape)}; it must be [rows, H], H at least 1")
+    if given.num_experts < 1:
+        raise ValueError(f"num_experts is {given.num_experts}; it must be at least 1")
+    tokens = x if spec.dispatches else given.topk_weights
+    name = "x" if spec.dispatches else "topk_weights"
+    if routes.dim() != 2 or routes.shape[1] < 1 or routes.dtype not in dtypes.MOVED:
+        raise ValueError(
+            f"routes is {dtypes.name(routes.dtype)} of shape {list(routes.shape)}; it must be "
+            "int32 or int64, [tokens of all ranks, k], k at least 1"
+        )
+    k = routes.shape[1]
+    if spec.combines and not (tokens.dim() == 2 and tokens.is_floating_point()):
+        raise ValueError(
+            f"topk_weights is {dtypes.name(tokens.dtype)} of shape {list(tokens.shape)}; it must "
+            "be floating-point, [tokens, k]"
+        )
+    if spec.combines and tokens.shape[1] != k:
+        raise ValueError(f"topk_weights has shape {list(tokens.shape)}, but routes has {k} a token")
+    sizes = validation.gather_sizes(
+        given.shard_sizes, tokens.shape[0], group.rank, group.world, "shard_sizes", name
+    )
+    if sum(sizes) != routes.shape[0]:
+        raise ValueError(
+            f"routes has {routes.shape[0]} tokens, but the ranks have {sum(sizes)}: {list(sizes)}"
+        )
+    return Problem(
+        op=op,
+        device=validation.device(x),
+        world=group.world,
+        shape=(sum(sizes), x.shape[1]),
+        dim=0,
+        sizes=sizes,
+        dtype=x.dtype,
+        options=Options(routes=(given.num_experts, k)),
     )
 
 
@@ -190,6 +235,12 @@ def fake_result(op: str, group: Group, given: Any) -> Any:
     if spec.scaled:
         dtype = scaled.out_dtype(dtype)
     shape = list(x.shape)
+    if spec.combines:
+        return x.new_empty(given.topk_weights.shape[0], x.shape[1])
+    if spec.dispatches:
+        rows = torch.library.get_ctx().new_dynamic_size()
+        held = shard_sizes(given.num_experts, group.world)[group.rank]
+        return x.new_empty(rows, x.shape[1]), x.new_empty(held, dtype=torch.int64)
     if spec.gathers or spec.exchanges:
         sizes = given.gather_sizes if spec.exchanges else given.shard_sizes
         shape = _gathered(shape, given.gather_dim, sizes, group)

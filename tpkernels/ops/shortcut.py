@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tpkernels import _C, defaults, validation
 from tpkernels.local.ranges import profiling
+from tpkernels.op_spec import OPS
 
 Result = TypeVar("Result")
 _State: TypeAlias = tuple[int, int, bool, list[int]]  # PlainState of csrc/calls/shortcut.h
@@ -41,14 +42,16 @@ if not _C.calls.open_exchange(torch.Tensor, PLAIN_KEYS.raw_repr()):
 
 def arguments_of(schema: torch.FunctionSchema) -> _C.calls.Arguments:
     """Make a call's arguments a named tuple with the names and the defaults of an op's schema."""
-    described = []
+    described, op = [], schema.name.removeprefix("tpkernels::")
+    combines = op in OPS and OPS[op].combines  # whose number of rows follows from the routes
     for argument in schema.arguments:
         has_default = argument.has_default_value()
         default = argument.default_value if has_default else None
-        described.append((argument.name, has_default, default, argument.kwarg_only))
+        any_rows = combines and argument.name == "x"
+        described.append((argument.name, has_default, default, argument.kwarg_only, any_rows))
     names = [argument.name for argument in schema.arguments]
     cls = namedtuple("Arguments", names)  # type: ignore[misc]
-    return _C.calls.Arguments(schema.name.removeprefix("tpkernels::"), described, cls)
+    return _C.calls.Arguments(op, described, cls)
 
 
 def outside_modes(work: Callable[[], Result]) -> Result:

@@ -25,9 +25,12 @@ _HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned
 
 
 def bytes_per_row(problem: Problem) -> int:
-    """Return the bytes of a data buffer that one row of each rank takes in a step of
-    `pipelined`."""
+    """Return the bytes of a data buffer that one row of each rank takes in a step of `pipelined`,
+    and of routed tokens in one of `direct`."""
     width, world = problem.shape[-1], problem.world
+    if problem.options.routes is not None:
+        each = world * problem.options.routes[1] if problem.spec.combines else 1
+        return each * width * problem.dtype.itemsize
     if problem.spec.gathers:
         return width * problem.dtype.itemsize
     if problem.dim is None:  # partials, and sums of 4 bytes an element, or 8 in float64
@@ -75,9 +78,20 @@ def _hierarchical_bytes(problem: Problem, workspace_bytes: int) -> int:
     return problem.world * round_up(each, LINE_BYTES)
 
 
+def _direct_rows(problem: Problem, workspace_bytes: int) -> int:
+    """Return the rows of each rank in a step of `direct`, which splits no token's."""
+    if not problem.spec.routed:
+        return 1
+    return (workspace_bytes - _SLACK_BYTES) // bytes_per_row(problem)
+
+
 def _direct_bytes(problem: Problem, workspace_bytes: int) -> int:
     """Return the bytes of chunks of the tensor and of sums, at 4 bytes an element, or 8 in
-    float64."""
+    float64; of routed tokens, those of chunks of their rows."""
+    if problem.spec.routed:
+        each = bytes_per_row(problem)
+        chunk = _CHUNK_BYTES * problem.world
+        return max(each, min(max(problem.sizes) * each, chunk, workspace_bytes)) + _SLACK_BYTES
     with_sums = 1 + ceil_div(max(4, problem.dtype.itemsize), problem.dtype.itemsize)
     moved = min(problem.nbytes, _CHUNK_BYTES * problem.world)
     return moved * with_sums + _SLACK_BYTES
@@ -113,22 +127,27 @@ class Algorithm:
     step_rows: Callable[[Problem, int], int] | None = None
 
 
+_ROUTED = frozenset(spec.name for spec in OPS.values() if spec.routed)
+_ALL_TO_ALLS = _ROUTED | {"all_to_all"}
 _RECORDS = (
     Algorithm("unfused", any_order=True),
-    Algorithm("ring", splits_matmul=True, sends=True),
+    Algorithm(
+        "ring", splits_matmul=True, sends=True, lacks=dict.fromkeys(("cpu", "cuda"), _ROUTED)
+    ),
     Algorithm(
         "direct",
         needs_shared_memory=True,
-        lacks={"cuda": frozenset({"all_to_all"})},
+        lacks={"cuda": _ALL_TO_ALLS},
         kernels={"cuda": "CUDA"},
         whole_rows=frozenset({"cuda"}),
         workspace_bytes=_direct_bytes,
+        step_rows=_direct_rows,
     ),
     Algorithm(
         "multimem",
         needs_shared_memory=True,
         any_order=True,
-        lacks={"cpu": frozenset(OPS), "cuda": frozenset({"all_to_all"})},
+        lacks={"cpu": frozenset(OPS), "cuda": _ALL_TO_ALLS},
         kernels={"cuda": "multicast"},
         whole_rows=frozenset({"cuda"}),
     ),
@@ -157,7 +176,7 @@ _RECORDS = (
         splits_matmul=True,
         spans_hosts=True,
         sends=True,
-        lacks=dict.fromkeys(("cpu", "cuda"), frozenset({"all_to_all"})),
+        lacks=dict.fromkeys(("cpu", "cuda"), _ALL_TO_ALLS),
         workspace_bytes=_hierarchical_bytes,
         step_rows=_hierarchical_rows,
     ),

@@ -174,6 +174,8 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
         if not means.trust.ways:
             return "unfused", f"nothing else is qualified here: {means.trust.record}"
         return "unfused", "on this GPU nothing is known to be faster"
+    if problem.spec.routed and (reason := _unsupported(problem, "direct", means)) is not None:
+        return "unfused", f"direct {reason}"
     if not problem.spec.has_matmul:
         return "direct", "no matmul to overlap with"
     if problem.spec.scaled:
@@ -225,6 +227,8 @@ def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
         return "unfused", f"{reason}; nothing else is known to be faster on this GPU"
     if problem.spec.scaled:
         return "unfused", f"{reason}; {_ONE_PRODUCT}"
+    if problem.spec.routed:
+        return "unfused", reason
     if problem.nbytes < RING_MIN_BYTES:
         return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
     if problem.spec.has_matmul and rows < RING_MIN_ROWS:

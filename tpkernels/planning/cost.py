@@ -43,6 +43,11 @@ class Cost:
         traffic = problem.nbytes * (problem.world - 1) // problem.world
         if problem.dim is None:
             traffic *= 2
+        if problem.options.routes is not None:  # k rows a token, spread evenly
+            part = problem.nbytes // problem.world
+            moved = part * problem.options.routes[1]
+            traffic = moved * (problem.world - 1) // problem.world
+            return cls(0, traffic, part + moved + traffic)
         if problem.spec.exchanges:  # of which a rank has a part before, and a part after
             part, traffic = problem.nbytes // problem.world, traffic // problem.world
             return cls(0, traffic, 2 * part + traffic)

@@ -100,15 +100,15 @@ class Problem:
     @property
     def tuning_key(self) -> tuple[Series, int] | None:
         """Return the problem's series of measurements and its extent in it; None for a problem that
-        is never tuned: an empty one, or one not split evenly along its rows (its elements, without
-        a matmul; its first two dims, for an all-to-all).
+        is never tuned: an empty one, one of routed tokens, or one not split evenly along its rows
+        (its elements, without a matmul; its first two dims, for an all-to-all).
 
         Bias, residual and norm are not part of the series, because they do not change the time.
         Numerics are: `unfused` takes longer where it sums in order.
         """
         matmul = self.spec.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
-        if not total:
+        if not total or self.spec.routed:
             return None
         extent = total // width
         options = self.options.that_cost_time().texts()

@@ -51,6 +51,8 @@ def kind_of(spec: OpSpec) -> str:
         return "all_gather"
     if spec.exchanges:
         return "all_to_all"
+    if spec.routed:
+        return spec.name
     return "reduce_scatter" if spec.scatters else "all_reduce"
 
 

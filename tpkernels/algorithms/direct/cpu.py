@@ -4,6 +4,8 @@
     matmul_reduce_scatter    matmul | publish the partial | wait for all | sum the own rows
     matmul_all_reduce        the same, of all rows (one-shot), or of an equal part, which is then
                              published and copied by the others (two-shot)
+    moe_dispatch             publish tokens | wait for all | copy those that come to own experts
+    moe_combine              publish rows | wait for all | sum the rows of each own token
 
 The matmul is not split, so this is fastest when it has few rows. csrc/host/collectives.h has the
 collectives, their chunks and their synchronisation. Where nothing is converted, the extension runs
@@ -21,7 +23,9 @@ import torch
 from tpkernels import _C
 from tpkernels.algorithms.parts import Products, partial_of, result_shape
 from tpkernels.algorithms.reduction import Reduction, RmsNorm
+from tpkernels.algorithms.routes import check_rows, experts_of
 from tpkernels.call import Call
+from tpkernels.errors import RoutingError
 from tpkernels.local.matmul import converts
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, is_packed
@@ -43,7 +47,7 @@ def bind(
     weights: Sequence[Weight] = []
     if spec.has_matmul:
         weights = given.weights if spec.gathers else [given.w]
-    if spec.scaled or not all(isinstance(w, torch.Tensor) for w in weights):
+    if spec.scaled or spec.routed or not all(isinstance(w, torch.Tensor) for w in weights):
         return None
     dtypes = {x.dtype, problem.dtype, getattr(given, "out_dtype", None) or x.dtype}
     if len(dtypes) > 1 or prod(problem.shape) == 0:
@@ -86,6 +90,10 @@ def _new_collective(call: Call) -> _C.calls.Collective:
         return _C.calls.Collective(*id_of_call, "all_reduce")
     assert problem.dim is not None  # it is split
     layout = _layout(problem.shape, problem.dim, problem.sizes)
+    if spec.routed:
+        return _C.calls.Collective(
+            *id_of_call, "dispatch" if spec.dispatches else "combine", layout
+        )
     if not spec.exchanges:
         name = "all_gather" if spec.gathers else "reduce_scatter"
         return _C.calls.Collective(*id_of_call, name, layout)
@@ -126,6 +134,36 @@ def gather(call: Call, x: torch.Tensor, products: Products) -> None:
 
 
 exchange = _run
+
+
+def dispatch(
+    call: Call, x: torch.Tensor, routes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of this rank's experts, and how many each has. x [tokens, H], routes [tokens
+    of all ranks, k]."""
+    routing, rank = _routing(call, routes), call.group.rank
+    rows = empty((routing.rows[rank], x.shape[1]), x.dtype, x.device)
+    with recorded(COPY):
+        collective_of(call).run(x, rows, routing=routing)
+    held = experts_of(call.problem)
+    return rows, torch.tensor(routing.counts[sum(held[:rank]) :][: held[rank]], dtype=torch.int64)
+
+
+def combine(
+    call: Call, x: torch.Tensor, routes: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Fill ``out`` [tokens, H] with the sums of the tokens' rows by ``weights`` [tokens, k]."""
+    routing = _routing(call, routes)
+    check_rows(x, routing.rows[call.group.rank])
+    with recorded(COPY):
+        collective_of(call).run(x, out, routing=routing, weights=weights)
+
+
+def _routing(call: Call, routes: torch.Tensor) -> _C.calls.Routing:
+    try:
+        return _C.calls.Routing(routes.contiguous(), call.problem.sizes, experts_of(call.problem))
+    except ValueError as error:
+        raise RoutingError(str(error)) from None
 
 
 def reduce(

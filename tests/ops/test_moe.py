@@ -1,0 +1,306 @@
+"""``moe_dispatch`` and ``moe_combine`` on real ranks, beside a loop over tokens in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
+from tests.support.faults import workspace_of
+from tests.support.ranked import (
+    SMALLEST_WORKSPACE,
+    apart,
+    fresh_group,
+    messages_of,
+    on_ranks,
+    report,
+)
+from tpkernels import shard_sizes
+from tpkernels.dtypes import accumulator
+
+ALGORITHMS = ("auto", "unfused", "direct")
+Router = Callable[[int, int, int, torch.Generator], torch.Tensor]
+
+
+def any_experts(tokens: int, k: int, experts: int, generator: torch.Generator) -> torch.Tensor:
+    """Also the same one several times, and none for some experts."""
+    return torch.randint(experts, (tokens, k), generator=generator)
+
+
+def one_expert(tokens: int, k: int, experts: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.full((tokens, k), experts - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layer whose expert e multiplies by e + 1. ``sizes``: tokens of each rank, None for 5."""
+
+    sizes: tuple[int, ...] | None = None
+    width: int = 37
+    experts: int = 8
+    k: int = 2
+    dtype: torch.dtype = torch.float32
+    ids: torch.dtype = torch.int64
+    algorithm: str = "auto"
+    integers: bool = True
+    route: Router = any_experts
+    strided: bool = False
+
+
+def of_rank(case: Case, rank: int, world: int) -> tuple[torch.Tensor, ...]:
+    """x, topk_ids, topk_weights and the gradient of the result on a rank; all that is a function of
+    them is exact in bf16 if they are integers."""
+    sizes, generator = case.sizes or (5,) * world, torch.Generator().manual_seed(rank)
+    shape = (sizes[rank], case.width)
+    ids = case.route(sizes[rank], case.k, case.experts, generator)
+    if not case.integers:
+        x, grad = (torch.randn(shape, generator=generator).to(case.dtype) for _ in range(2))
+        return x, ids, torch.rand(sizes[rank], case.k, generator=generator), grad
+    x, grad = (torch.randint(-1, 2, shape, generator=generator).to(case.dtype) for _ in range(2))
+    return x, ids, torch.randint(1, 3, (sizes[rank], case.k), generator=generator).float(), grad
+
+
+def failure(case: Case, group: dist.ProcessGroup) -> str | None:
+    """What is wrong with the rows, the result or a gradient."""
+    rank, world = group.rank(), group.size()
+    everyone = [of_rank(case, other, world) for other in range(world)]
+    x, ids, weights, grad = everyone[rank]
+    if case.strided:
+        x, ids = x.t().contiguous().t(), ids.t().contiguous().t()
+    x, weights = x.detach().requires_grad_(), weights.to(accumulator(case.dtype)).requires_grad_()
+
+    def layer() -> tuple[torch.Tensor, ...]:
+        rows, counts, handle = tpkernels.moe_dispatch(
+            x,
+            ids.to(case.ids),
+            weights,
+            case.experts,
+            group,
+            shard_sizes=case.sizes,
+            algorithm=case.algorithm,
+        )
+        first = sum(shard_sizes(case.experts, world)[:rank])
+        factors = torch.arange(first + 1, first + 1 + len(counts)).repeat_interleave(counts)
+        made = rows * factors[:, None].to(case.dtype)
+        return rows, counts, tpkernels.moe_combine(made, handle, algorithm=case.algorithm)
+
+    rows, counts, y = layer()
+    all_x, all_ids = (torch.cat([each[i] for each in everyone]) for i in (0, 1))
+    order = all_ids.flatten().argsort(stable=True)
+    held = shard_sizes(case.experts, world)
+    all_counts = all_ids.flatten().bincount(minlength=case.experts)
+    where = slice(
+        int(all_counts[: sum(held[:rank])].sum()), int(all_counts[: sum(held[: rank + 1])].sum())
+    )
+    if not torch.equal(rows, all_x[order[where] // case.k]):
+        return f"{case} on rank {rank}: other rows"
+    if not torch.equal(counts, all_counts.split(held)[rank]):
+        return f"{case} on rank {rank}: counts {counts.tolist()}"
+    if not torch.equal(layer()[2], y):
+        return f"{case} on rank {rank}: another result the second time"
+    factors = (ids + 1)[..., None].double() * weights.detach()[..., None].double()
+    exact = (factors * x.detach()[:, None].double()).sum(1)
+    grads = torch.autograd.grad(y, (x, weights), grad)
+    wanted = [
+        exact,
+        (factors * grad[:, None].double()).sum(1),
+        (ids + 1) * (x.detach().double() * grad.double()).sum(1, keepdim=True),
+    ]
+    for name, got, want in zip(("y", "grad_x", "grad_weights"), (y, *grads), wanted, strict=True):
+        error = (got.double() - want).abs()
+        eps = torch.finfo(case.dtype).eps * (case.experts + case.width) * 4
+        if (error > (0 if case.integers else eps)).any() or got.shape != want.shape:
+            return f"{case} on rank {rank}: {name} is {got.tolist()}, not {want.tolist()}"
+    return None
+
+
+def cases_job(cases: Sequence[Case], hosts: bool = False, **options: int) -> list[str | None]:
+    with apart() if hosts else contextlib.nullcontext(), fresh_group(**options) as group:
+        return [failure(case, group) for case in cases]
+
+
+def run(ranks: RanksFixture, world: int, cases: Sequence[Case], **options: int) -> None:
+    results = ranks(world).run(cases_job, list(cases), timeout=120, **options)
+    report(failure for rank in results for failure in rank if failure)
+
+
+def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
+    every = itertools.product(
+        (*DTYPES, torch.float64), ALGORITHMS, (torch.int32, torch.int64), (False, True)
+    )
+    run(ranks, world, [Case(dtype=d, algorithm=a, ids=i, integers=b) for d, a, i, b in every])
+
+
+def shapes(world: int) -> Iterator[Case]:
+    for experts, k in itertools.product((1, 3, 8, 64), (1, 2, 8)):
+        yield Case(experts=experts, k=k)
+        yield Case(experts=experts, k=k, route=one_expert, width=64, dtype=torch.bfloat16)
+    for sizes in [*uneven_splits(7, world), (0,) * world]:
+        yield Case(sizes=tuple(sizes), strided=True)
+        yield Case(sizes=tuple(sizes), width=1, experts=2, k=1)
+
+
+def test_experts_and_tokens_of_any_number(ranks: RanksFixture, world: int) -> None:
+    """Fewer experts than ranks, empty ones, all tokens to one, and ranks without tokens."""
+    run(ranks, world, [replace(c, algorithm=a) for c in shapes(world) for a in ALGORITHMS[1:]])
+
+
+@pytest.mark.thorough
+def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> None:
+    """Several chunks (csrc/host/collectives.cpp), and rows too wide for one, which go another
+    way."""
+    sizes = tuple(uneven_splits(301, world))[-1]
+    cases = [Case(sizes=tuple(sizes), width=width, k=3) for width in (100, 1000, 9000)]
+    run(ranks, world, cases, workspace_bytes=SMALLEST_WORKSPACE)
+    run(ranks, world, [Case(sizes=tuple(sizes), width=1000, k=8, algorithm="direct")])
+
+
+@pytest.mark.thorough
+def test_without_shared_memory(ranks: RanksFixture, world: int) -> None:
+    cases = [Case(), Case(sizes=tuple(next(iter(uneven_splits(7, world)))), dtype=torch.bfloat16)]
+    run(ranks, world, cases, hosts=True)
+
+
+def bits_job(world: int) -> torch.Tensor:
+    """All tokens' results of random data, where all ranks together have 12."""
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(0)
+    x = torch.randn(12, 100, generator=generator).bfloat16()
+    ids = torch.randint(8, (12, 4), generator=generator)
+    weights = torch.rand(12, 4, generator=generator)
+    found = []
+    with fresh_group() as group:
+        for algorithm in ALGORITHMS:
+            mine = (part.split(12 // world)[rank] for part in (x, ids, weights))
+            rows, _, handle = tpkernels.moe_dispatch(*mine, 8, group, algorithm=algorithm)
+            y = tpkernels.moe_combine(rows.cos(), handle, algorithm=algorithm)
+            found.append(tpkernels.all_gather(y, group))
+    assert all(torch.equal(found[0], other) for other in found)
+    return found[0]
+
+
+def test_the_same_bits_on_any_number_of_ranks(ranks: RanksFixture) -> None:
+    alone, *others = (ranks(world).run(bits_job, world)[0] for world in (1, 2, 3))
+    assert all(torch.equal(alone, other) for other in others)
+
+
+def delayed_job(**broken: bool) -> int:
+    """How many of some calls, with delays before their words and waits, have wrong results."""
+    (rank, world), wrong, ops = (dist.get_rank(), dist.get_world_size()), 0, torch.ops.tpkernels
+    with fresh_group() as group:
+        for call in range(21):
+            generator = torch.Generator().manual_seed(call)
+            routes = torch.randint(8, (world * 6, 2), generator=generator)
+            x, options = (
+                torch.full((6, 64), float(call * (rank + 1))),
+                (routes, 8, group.group_name),
+            )
+            rows, _ = ops.moe_dispatch(x, *options)
+            y = ops.moe_combine(rows, torch.ones(6, 2), *options)
+            order = routes.flatten().argsort(stable=True)
+            first = int((routes < sum(shard_sizes(8, world)[:rank])).sum())
+            source = order[first : first + len(rows)] // 2 // 6 + 1.0
+            wrong += not (torch.equal(rows[:, 0], call * source) and torch.equal(y, 2 * x))
+            if call == 0:  # which has set the group up
+                workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=1000, **broken)
+    return wrong
+
+
+@pytest.mark.parametrize("broken", [{}, {"single_buffer": True}], ids=str)
+def test_delays_and_a_negative_control(ranks: RanksFixture, broken: dict[str, bool]) -> None:
+    wrong = ranks(3).run(delayed_job, timeout=60, **broken)
+    assert (sum(wrong) > 0) == bool(broken), wrong
+
+
+REFUSED = [
+    r"RoutingError: topk_ids of rank 1 has expert 8 at \[2, 1\]; there are experts 0 to 7",
+    r"RoutingError: topk_ids of rank 1 has expert -1 at \[2, 1\]; there are experts 0 to 7",
+    r"ValueError: topk_ids has shape \[3, 2\] and topk_weights \[3, 1\]; both must be",
+    r"ValueError: x has 2 tokens and topk_ids 3",
+    r"NotImplementedError: x has dtype int64; supported",
+    r"ValueError: num_experts is 0; it must be at least 1",
+    r"ValueError: x has shape \[3, 4, 1\]; it must be \[rows, H\]",
+    r"ValueError: routes is float32 of shape \[6, 2\]; it must be int32 or int64",
+    r"ValueError: routes has 4 tokens, but the ranks have 6: \[3, 3\]",
+    r"ValueError: topk_weights has shape \[3, 1\], but routes has 2 a token",
+    r"NotImplementedError: algorithm 'ring' of moe_dispatch has no moe_dispatch on cpu tensors",
+    r"ValueError: x has 1 rows, but \d+ routes lead to this rank's experts|PeerLostError: .*left",
+]
+
+
+@on_ranks(2)
+def test_refusals() -> None:
+    """An expert that there is not, on one rank, is an error on all, after which the group goes on;
+    so does one after every check of arguments."""
+    x, ids, weights = torch.ones(3, 4), torch.ones(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    above, below = ids.clone(), ids.clone()
+    if dist.get_rank() == 1:
+        above[2, 1], below[2, 1] = 8, -1
+    ops, routes = torch.ops.tpkernels, torch.ones(6, 2, dtype=torch.int32)
+    with fresh_group() as group:
+        name, dispatch = group.group_name, tpkernels.moe_dispatch
+        calls = [
+            lambda: dispatch(x, above, weights, 8, group),
+            lambda: dispatch(x, below, weights, 8, group, algorithm="unfused"),
+            lambda: dispatch(x, ids, weights[:, :1], 8, group),
+            lambda: dispatch(x[:2], ids, weights, 8, group),
+            lambda: dispatch(x.long(), ids, weights, 8, group),
+            lambda: dispatch(x, ids, weights, 0, group),
+            lambda: dispatch(x[..., None], ids, weights, 8, group),
+            lambda: ops.moe_dispatch(x, routes.float(), 8, name),
+            lambda: ops.moe_dispatch(x, routes[:4], 8, name),
+            lambda: ops.moe_combine(x, weights[:, :1], routes, 8, name),
+            lambda: dispatch(x, ids, weights, 8, group, algorithm="ring"),
+        ]
+        messages = messages_of(calls)
+        assert failure(Case(), group) is None
+        handle = dispatch(x, ids, weights, 8, group)[2]
+        messages += messages_of([lambda: tpkernels.moe_combine(x[:1], handle)])
+        for message, pattern in zip(messages, REFUSED, strict=True):
+            assert re.match(pattern, message), message
+
+
+@on_ranks(2)
+def test_calls_with_other_rows_are_planned_once() -> None:
+    with fresh_group() as group:
+        known = []
+        for seed in range(4):
+            ids = torch.randint(8, (5, 2), generator=torch.Generator().manual_seed(seed))
+            rows, _, handle = tpkernels.moe_dispatch(
+                torch.ones(5, 3), ids, torch.ones(5, 2), 8, group
+            )
+            tpkernels.moe_combine(rows, handle)
+            known.append(len(tpkernels.groups.get(group.group_name).planned_calls()))
+        assert known == [3] * 4  # with the gather of the ids
+
+
+@on_ranks(2)
+def test_opcheck_and_compile() -> None:
+    """With dynamic shapes of outputs, which a dispatch has, there is no break in the graph."""
+    x, ids, weights, _ = of_rank(Case(integers=False), dist.get_rank(), 2)
+    with fresh_group() as group:
+        routes, name = tpkernels.all_gather(ids, group), group.group_name
+        ops, tests = torch.ops.tpkernels, ("test_schema", "test_autograd_registration")
+        leaf = x.clone().requires_grad_()
+        torch.library.opcheck(ops.moe_dispatch.default, (leaf, routes, 8, name), test_utils=tests)
+
+        def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            rows, _, handle = tpkernels.moe_dispatch(x, ids, weights, 8, group)
+            return tpkernels.moe_combine(rows.cos(), handle)
+
+        eager = layer(x, weights)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+            assert torch.equal(compiled(x, weights), eager)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world" in metafunc.fixturenames:
+        metafunc.parametrize("world", QUICK_WORLDS)

@@ -1,0 +1,74 @@
+"""Where the rows of routed tokens come from and go to, as each rank finds from the routes of all.
+
+A route is one of a token's k choices of an expert. Ranks hold consecutive experts. A rank has a row
+for each route to them: by expert, and within one by token, in rank order, and slot.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from tpkernels import _C
+from tpkernels.errors import RoutingError
+from tpkernels.planning.problem import Problem
+from tpkernels.shards import shard_sizes
+
+
+def experts_of(problem: Problem) -> list[int]:
+    """Return how many experts each rank holds."""
+    assert problem.options.routes is not None  # only such problems are asked
+    return shard_sizes(problem.options.routes[0], problem.world)
+
+
+def check_rows(x: torch.Tensor, rows: int) -> None:
+    """Check that the experts' results are as many rows as their routes."""
+    if x.shape[0] != rows:
+        raise ValueError(f"x has {x.shape[0]} rows, but {rows} routes lead to this rank's experts")
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Rows in the order in which they travel: by token and slot.
+
+    Attributes:
+        leaving: this rank's routes, token * k + slot, by the rank that has the expert.
+        left: how many of them lead to each rank.
+        arrived: how many routes of each rank lead to this one.
+        order: for each row of this rank, by expert, which one it is in the order of arrival.
+        counts: rows of each of this rank's experts.
+    """
+
+    leaving: torch.Tensor
+    left: list[int]
+    arrived: list[int]
+    order: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, rank: int, routes: torch.Tensor) -> Routes:
+        """Find them from ``routes`` [tokens of all ranks, k]. Raises `RoutingError`. On CUDA
+        tensors the host waits for the counts."""
+        held = experts_of(problem)
+        experts, k = routes.flatten(), routes.shape[1]
+        if bool(((experts < 0) | (experts >= sum(held))).any()):
+            try:
+                _C.calls.Routing(routes.cpu().contiguous(), problem.sizes, held)
+            except ValueError as error:  # says which
+                raise RoutingError(str(error)) from None
+        edges = [0, *itertools.accumulate(held)]
+        holders = torch.bucketize(experts, experts.new_tensor(edges[1:]), right=True)
+        by_rank = holders.split([size * k for size in problem.sizes])
+        left = torch.bincount(by_rank[rank], minlength=problem.world)
+        arrived = torch.stack([(part == rank).sum() for part in by_rank])
+        left_counts, arrived_counts = torch.stack([left, arrived]).tolist()
+        here = experts[(holders == rank).nonzero().flatten()] - edges[rank]
+        return cls(
+            leaving=by_rank[rank].argsort(stable=True),
+            left=left_counts,
+            arrived=arrived_counts,
+            order=here.argsort(stable=True),
+            counts=torch.bincount(here, minlength=held[rank]),
+        )

@@ -1,0 +1,87 @@
+"""What experts made of tokens, back to the tokens' ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tpkernels import dtypes
+from tpkernels.groups import break_if_interrupted
+from tpkernels.ops.moe_dispatch import Handle
+from tpkernels.ops.registration import define
+
+SCHEMA = (
+    "moe_combine(Tensor x, Tensor topk_weights, Tensor routes, int num_experts, str group, *, "
+    "SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor"
+)
+
+
+def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+    ctx.save_for_backward(given.x, given.topk_weights, given.routes)
+    ctx.num_experts, ctx.group = given.num_experts, given.group
+    ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
+
+
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+    """The gradient of a row is its weight times that of its token; a weight's is the dot product of
+    the two. A weight travels as a token of its own, with one route."""
+    x, weights, routes = ctx.saved_tensors
+    ops, wide, (tokens, k) = torch.ops.tpkernels, dtypes.accumulator(x.dtype), weights.shape
+    sizes, algorithm = ctx.shard_sizes, ctx.algorithm
+    single = routes.view(-1, 1), ctx.num_experts, ctx.group
+    one_by_one = {
+        "shard_sizes": None if sizes is None else [size * k for size in sizes],
+        "algorithm": algorithm,
+    }
+    of_tokens, _ = ops.moe_dispatch.default(
+        grad, routes, ctx.num_experts, ctx.group, shard_sizes=sizes, algorithm=algorithm
+    )
+    of_tokens, found = of_tokens.to(wide), {}
+    torch._check(of_tokens.shape[0] == x.shape[0])
+    if needs.x:
+        of_rows, _ = ops.moe_dispatch.default(weights.to(wide).view(-1, 1), *single, **one_by_one)
+        torch._check(of_rows.shape[0] == x.shape[0])
+        found["x"] = (of_tokens * of_rows).to(x.dtype)
+    if needs.topk_weights:
+        dots = (of_tokens * x.to(wide)).sum(1, keepdim=True)
+        ones = dots.new_ones(tokens * k, 1)
+        of_weights = ops.moe_combine.default(dots, ones, *single, **one_by_one)
+        found["topk_weights"] = of_weights.view(tokens, k).to(weights.dtype)
+    return found
+
+
+run_combine = define(SCHEMA, save=_save, backward=_backward)
+
+
+def moe_combine(x: torch.Tensor, handle: Handle, *, algorithm: str = "auto") -> torch.Tensor:
+    """Bring what the experts made of the rows back and sum each token's by weight. In one process
+    it is, after `moe_dispatch`::
+
+        by_route = torch.empty_like(x).index_copy_(0, order, x).view(tokens, k, -1)
+        y = sum(weights[:, j, None] * by_route[:, j].float() for j in range(k)).to(x.dtype)
+
+    Args:
+        x: [R, H], a row for each row that ``moe_dispatch`` has returned, in its order.
+        handle: of that dispatch.
+
+    Returns:
+        [tokens, H] of this rank's tokens. The products with the weights are summed in fp32, in the
+        order of ``topk_ids``, and rounded once: the same bits on any number of ranks.
+
+    Rows and ``topk_weights`` get gradients. ``torch.ops.tpkernels.moe_combine`` takes the fields of
+    the handle one by one.
+    """
+    try:
+        return run_combine(
+            x,
+            handle.topk_weights,
+            handle.routes,
+            handle.num_experts,
+            handle.group,
+            shard_sizes=handle.shard_sizes,
+            algorithm=algorithm,
+        )
+    except BaseException as error:
+        break_if_interrupted(handle.group, error)
+        raise

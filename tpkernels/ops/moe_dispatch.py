@@ -1,0 +1,113 @@
+"""Tokens to the experts that a router chose for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tpkernels.groups import GroupLike, break_if_interrupted, name_of
+from tpkernels.ops.all_gather import all_gather
+from tpkernels.ops.registration import define
+
+SCHEMA = (
+    "moe_dispatch(Tensor x, Tensor routes, int num_experts, str group, *, "
+    "SymInt[]? shard_sizes=None, str algorithm='auto') -> (Tensor rows, Tensor counts)"
+)
+
+
+class Handle(NamedTuple):
+    """What `moe_combine` needs of a dispatch.
+
+    Attributes:
+        routes: [tokens of all ranks, k], the expert of each route.
+        topk_weights: [tokens, k], of this rank's tokens.
+        num_experts: of all ranks.
+        group: its name.
+        shard_sizes: tokens of each rank; None: all the same.
+    """
+
+    routes: torch.Tensor
+    topk_weights: torch.Tensor
+    num_experts: int
+    group: str
+    shard_sizes: Sequence[int] | None
+
+
+def _save(ctx: Any, given: Any, output: Any) -> None:
+    ctx.save_for_backward(given.routes)
+    ctx.mark_non_differentiable(output[1])
+    ctx.num_experts, ctx.group, ctx.tokens = given.num_experts, given.group, given.x.shape[0]
+    ctx.options = {"shard_sizes": given.shard_sizes, "algorithm": given.algorithm}
+
+
+def _backward(ctx: Any, needs: Any, grad_rows: torch.Tensor, _: None) -> dict[str, Any]:
+    (routes,) = ctx.saved_tensors
+    ones = grad_rows.new_ones(ctx.tokens, routes.shape[1])
+    grad_x = torch.ops.tpkernels.moe_combine.default(
+        grad_rows, ones, routes, ctx.num_experts, ctx.group, **ctx.options
+    )
+    return {"x": grad_x}
+
+
+run_dispatch = define(SCHEMA, save=_save, backward=_backward)
+
+
+def moe_dispatch(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    group: GroupLike,
+    *,
+    shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, Handle]:
+    """Bring each token to the ranks that hold its experts; none is dropped, and nothing is padded.
+    In one process it is::
+
+        order = topk_ids.flatten().argsort(stable=True)
+        rows, counts = x[order // k], topk_ids.flatten().bincount(minlength=num_experts)
+
+    The ranks hold consecutive experts, ``tpkernels.shard_sizes(num_experts, world)`` of them.
+
+    Args:
+        x: [tokens, H], this rank's.
+        topk_ids: [tokens, k] of int32 or int64, the experts of each token, in any order and also
+            several times the same.
+        topk_weights: [tokens, k], floating-point; `moe_combine` sums by them.
+        shard_sizes: tokens of each rank; default: all the same.
+
+    Returns:
+        ``rows`` [R, H], a row for each route to this rank's experts: by expert, and within one by
+        rank, token and place in ``topk_ids``; ``counts`` [experts of this rank] of int64, the rows
+        of each; and the handle for `moe_combine`.
+
+    Raises:
+        RoutingError: an expert that there is not, of any rank, on all ranks; nothing has been sent,
+            and the group can go on.
+
+    All ranks gather all ``topk_ids`` first, from which each knows the counts. On CUDA tensors the
+    host waits for them. The gradient of ``x`` comes back by the routes and is summed in the order
+    of ``topk_ids``.
+
+    ``torch.ops.tpkernels.moe_dispatch`` takes the gathered ids as ``routes``.
+    """
+    try:
+        if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape:
+            raise ValueError(
+                f"topk_ids has shape {list(topk_ids.shape)} and topk_weights "
+                f"{list(topk_weights.shape)}; both must be [tokens, k]"
+            )
+        if topk_ids.shape[0] != x.shape[0]:
+            raise ValueError(f"x has {x.shape[0]} tokens and topk_ids {topk_ids.shape[0]}")
+        name = name_of(group)
+        routes = all_gather(topk_ids, name, shard_sizes=shard_sizes)
+        rows, counts = run_dispatch(
+            x, routes, num_experts, name, shard_sizes=shard_sizes, algorithm=algorithm
+        )
+        return rows, counts, Handle(routes, topk_weights, num_experts, name, shard_sizes)
+    except BaseException as error:
+        break_if_interrupted(group, error)
+        raise
