@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.cases import RanksFixture
+from tests.support.faults import together
 from tests.support.held import Held, make
 from tpkernels import launch
 from tpkernels.launch import RankError, Ranks, worker
@@ -505,11 +506,7 @@ def test_calls_of_several_threads_take_turns(two: Ranks) -> None:
             begin, end = two.call("sleep", 0.005, rank=0).split()
             spans.append((float(begin), float(end)))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    assert together([work] * 4) == [None] * 4
     spans.sort()
     assert len(spans) == 20
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
