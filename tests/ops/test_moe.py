@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
+from tests.support.faults import workspace_of
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
     apart,
@@ -188,6 +189,34 @@ def bits_job(world: int) -> torch.Tensor:
 def test_the_same_bits_on_any_number_of_ranks(ranks: RanksFixture) -> None:
     alone, *others = (ranks(world).run(bits_job, world)[0] for world in (1, 2, 3))
     assert all(torch.equal(alone, other) for other in others)
+
+
+def delayed_job(**broken: bool) -> int:
+    """How many of some calls, with delays before their words and waits, have wrong results."""
+    (rank, world), wrong, ops = (dist.get_rank(), dist.get_world_size()), 0, torch.ops.tpkernels
+    with fresh_group() as group:
+        for call in range(21):
+            generator = torch.Generator().manual_seed(call)
+            routes = torch.randint(8, (world * 6, 2), generator=generator)
+            x, options = (
+                torch.full((6, 64), float(call * (rank + 1))),
+                (routes, 8, group.group_name),
+            )
+            rows, _ = ops.moe_dispatch(x, *options)
+            y = ops.moe_combine(rows, torch.ones(6, 2), *options)
+            order = routes.flatten().argsort(stable=True)
+            first = int((routes < sum(shard_sizes(8, world)[:rank])).sum())
+            source = order[first : first + len(rows)] // 2 // 6 + 1.0
+            wrong += not (torch.equal(rows[:, 0], call * source) and torch.equal(y, 2 * x))
+            if call == 0:  # which has set the group up
+                workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=1000, **broken)
+    return wrong
+
+
+@pytest.mark.parametrize("broken", [{}, {"single_buffer": True}], ids=str)
+def test_delays_and_a_negative_control(ranks: RanksFixture, broken: dict[str, bool]) -> None:
+    wrong = ranks(3).run(delayed_job, timeout=60, **broken)
+    assert (sum(wrong) > 0) == bool(broken), wrong
 
 
 REFUSED = [
