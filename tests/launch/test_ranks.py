@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.cases import RanksFixture
-from tests.support.faults import together
+from tests.support.faults import in_child, together
 from tests.support.held import Held, make
 from tpkernels import launch
 from tpkernels.launch import RankError, Ranks, worker
@@ -384,16 +384,14 @@ def test_a_killed_parent_leaves_nothing_behind(how: str, tmp_path: Path) -> None
 
 def test_a_fork_is_not_the_parent() -> None:
     with Ranks(1, Held) as ranks:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
+
+        def use() -> str:
+            with pytest.raises(RuntimeError, match="this process is a fork"):
                 ranks.call("rank")
-            except RuntimeError as error:
-                code = 0 if "this process is a fork" in str(error) else 2
             ranks.close()
-            os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            return ""
+
+        assert in_child(use) == "fine"
         assert ranks.call("rank") == [0]
 
 
