@@ -219,11 +219,29 @@ def test_delays_and_a_negative_control(ranks: RanksFixture, broken: dict[str, bo
     assert (sum(wrong) > 0) == bool(broken), wrong
 
 
+@on_ranks(3)
+def test_peers_read_a_symmetric_tensor_in_place() -> None:
+    """And it is the user's again when the call returns, on whichever rank."""
+    rank, routes = dist.get_rank(), torch.arange(18).view(9, 2) % 3
+    with fresh_group() as group:
+        x = tpkernels.empty(3, 50, group=group)
+        x.fill_(0)
+        torch.ops.tpkernels.moe_dispatch(x, routes, 3, group.group_name)
+        workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=2000)
+        for call in range(1, 11):
+            x.copy_((torch.arange(3) + 3 * rank + 9 * call)[:, None].expand(3, 50))
+            rows, _ = torch.ops.tpkernels.moe_dispatch(x, routes, 3, group.group_name)
+            x.fill_(-1)
+            wanted = 9 * call + (routes == rank).nonzero()[:, 0]
+            assert torch.equal(rows, wanted[:, None].expand(6, 50).float()), (call, rows[:, 0])
+
+
 REFUSED = [
     r"RoutingError: topk_ids of rank 1 has expert 8 at \[2, 1\]; there are experts 0 to 7",
     r"RoutingError: topk_ids of rank 1 has expert -1 at \[2, 1\]; there are experts 0 to 7",
     r"ValueError: topk_ids has shape \[3, 2\] and topk_weights \[3, 1\]; both must be",
     r"ValueError: x has 2 tokens and topk_ids 3",
+    r"TypeError: topk_ids is int16; it must be int32 or int64",
     r"NotImplementedError: x has dtype int64; supported",
     r"ValueError: num_experts is 0; it must be at least 1",
     r"ValueError: x has shape \[3, 4, 1\]; it must be \[rows, H\]",
@@ -251,6 +269,7 @@ def test_refusals() -> None:
             lambda: dispatch(x, below, weights, 8, group, algorithm="unfused"),
             lambda: dispatch(x, ids, weights[:, :1], 8, group),
             lambda: dispatch(x[:2], ids, weights, 8, group),
+            lambda: dispatch(x, ids.short(), weights, 8, group),
             lambda: dispatch(x.long(), ids, weights, 8, group),
             lambda: dispatch(x, ids, weights, 0, group),
             lambda: dispatch(x[..., None], ids, weights, 8, group),
