@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tpkernels
+from tests.support.cases import PACKABLE
 from tests.support.products import within_rounding
-from tests.support.refusals import PACKABLE
 from tpkernels.local.matmul import new_product
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
