@@ -69,6 +69,13 @@ void bind_direct(py::module_& m) {
           py::arg("residual") = py::none(), py::arg("normed") = py::none(),
           py::arg("norm_weight") = py::none(), py::arg("eps") = 0.0,
           py::arg("routing") = py::none(), py::arg("weights") = py::none());
+  m.def(
+      "weigh_rows",
+      [](const py::object& rows, const py::object& places, const py::object& weights,
+         const py::object& out) {
+        weigh_rows(contiguous(rows), contiguous(places), contiguous(weights), contiguous(out));
+      },
+      py::arg("rows"), py::arg("places"), py::arg("weights"), py::arg("out"));
   py::class_<Direct, Bound, std::shared_ptr<Direct>>(m, "Direct")
       .def(py::init<std::shared_ptr<Collective>, const Arguments&, bool, py::tuple, bool, py::list,
                     bool, double>(),

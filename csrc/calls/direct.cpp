@@ -1,9 +1,12 @@
 #include "calls/direct.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "calls/product.h"
 #include "calls/python.h"
@@ -77,6 +80,35 @@ void Collective::run(const Tensor& x, const Tensor& out, const host::Epilogue& a
                                 after, norm,         routing,     data_of(weights)};
   const GilReleased released;
   run_(channel_, {signature_, text_}, operands, shards_);
+}
+
+void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights,
+                const Tensor& out) {
+  const host::DType dtype = dtype_of(rows);
+  const host::DType wide = dtype == host::DType::kF64 ? dtype : host::DType::kF32;
+  if (rows.ndim != 2 || places.ndim != 2 || places.dtype.code != dlpack::kInt ||
+      places.dtype.bits != 64 || dtype_of(weights) != wide || dtype_of(out) != dtype ||
+      count_of(weights) != count_of(places) ||
+      count_of(out) != static_cast<std::size_t>(places.shape[0] * rows.shape[1])) {
+    throw std::invalid_argument("weigh_rows takes rows, int64 places, and a weight for each");
+  }
+  const auto* const place = reinterpret_cast<const std::int64_t*>(data_of(places));
+  const std::size_t count = count_of(places), k = static_cast<std::size_t>(places.shape[1]);
+  const std::size_t columns = static_cast<std::size_t>(rows.shape[1]);
+  const std::size_t width = columns * size_of(dtype);
+  std::vector<const std::byte*> sources(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (place[i] < 0 || place[i] >= rows.shape[0]) {
+      throw std::invalid_argument("row " + std::to_string(place[i]) + " of " +
+                                  std::to_string(rows.shape[0]));
+    }
+    sources[i] = data_of(rows) + static_cast<std::size_t>(place[i]) * width;
+  }
+  const GilReleased released;
+  for (std::size_t at = 0; at < count; at += k) {
+    host::weigh(data_of(out) + at / k * width, &sources[at], data_of(weights) + at * size_of(wide),
+                k, dtype, columns);
+  }
 }
 
 Direct::Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments,

@@ -49,6 +49,10 @@ class Collective {
   host::Collective run_;
 };
 
+// out [tokens, width] = sum over j of weights[., j] * rows[places[., j]], in order: host::weigh of
+// rows of one rank. places [tokens, k] of int64. Throws std::invalid_argument for other operands.
+void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights, const Tensor& out);
+
 // A planned call on contiguous tensors of one dtype. tpkernels/algorithms/direct/cpu.py has the
 // rest.
 class Direct final : public Bound {

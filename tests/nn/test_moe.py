@@ -15,6 +15,7 @@ from tests.support.nn_reference import far
 from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels.nn import MoE
+from tpkernels.ops.experts import route, sum_routes
 
 F64 = torch.float64
 TOKENS, EXPERTS, HIDDEN, WIDTH, K = 7, 3, 8, 10, 2
@@ -37,6 +38,23 @@ def routes(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     torch.manual_seed(3)
     ids = torch.randint(0, 2, (tokens, K)) * 2
     return torch.randn(tokens, HIDDEN, dtype=F64), ids, torch.rand(tokens, K, dtype=F64)
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_routes_are_summed_in_the_order_of_k(dtype: torch.dtype) -> None:
+    """To the bit, whatever the columns; torch.sum does not."""
+    ids = torch.randint(0, EXPERTS, (64, 8), generator=torch.Generator().manual_seed(1))
+    weights = torch.rand(64, 8, dtype=F64 if dtype == F64 else torch.float32)
+    routing = route(ids, weights, EXPERTS)
+    rows = torch.randn(512, 101).to(dtype).requires_grad_()
+    by_route = rows[routing.order.argsort()].view(64, 8, 101).to(weights.dtype)
+    total = torch.zeros(64, 101, dtype=weights.dtype)
+    for j in range(8):
+        total = total + by_route[:, j] * weights[:, j, None]
+    y = sum_routes(rows, routing)
+    assert torch.equal(y, total.to(dtype))
+    got, wanted = (torch.autograd.grad(each.sum(), rows)[0] for each in (y, total.to(dtype)))
+    assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("world", sweep([3, 2, 1, 4], later=2))

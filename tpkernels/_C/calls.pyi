@@ -32,6 +32,10 @@ class Collective:
         weights: torch.Tensor | None = None,
     ) -> None: ...
 
+def weigh_rows(
+    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> None: ...
+
 class Routing:
     def __init__(
         self, experts: torch.Tensor, tokens: Sequence[int], held: Sequence[int]

@@ -11,16 +11,18 @@ They compose the ops of these names. Experts that are split over the ranks whole
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import _C, dtypes
 from tpkernels.groups import GroupLike
+from tpkernels.local.memory import empty
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.reduce_scatter import reduce_scatter
+from tpkernels.ops.registration import define_local
 
 
 class Routing(NamedTuple):
@@ -58,9 +60,48 @@ def rows_by_expert(x: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 def sum_routes(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Return the sum of each token's rows by weight, in fp32 in the order of k, rounded once."""
-    weights = routing.topk_weights.to(dtypes.accumulator(rows.dtype)).unsqueeze(2)
-    by_route = rows.index_select(0, routing.order.argsort())
-    return (by_route.view(*weights.shape[:2], -1) * weights).sum(1).to(rows.dtype)
+    weights = routing.topk_weights.to(dtypes.accumulator(rows.dtype))
+    places = routing.order.argsort().view(weights.shape)
+    y: torch.Tensor = torch.ops.tpkernels._weigh_rows.default(rows, places, weights)
+    return y
+
+
+def _weigh(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return ``sum_j(weights[:, j] * x[places[:, j]])``, each product and sum rounded to the dtype
+    of the weights: the bits of `moe_combine`. Those of ``torch.sum`` over j depend on the column.
+    """
+    if not x.is_cuda:
+        out = empty((len(places), x.shape[1]), x.dtype, x.device)
+        _C.calls.weigh_rows(x.contiguous(), places.contiguous(), weights.contiguous(), out)
+        return out
+    total = weights.new_zeros(len(places), x.shape[1])
+    for place, weight in zip(places.t(), weights.t(), strict=True):
+        total += x[place].to(total.dtype) * weight[:, None]
+    return total.to(x.dtype)
+
+
+def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+    ctx.save_for_backward(given.x, given.places, given.weights)
+
+
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+    x, places, weights = ctx.saved_tensors
+    found, wide = {}, grad.to(weights.dtype)[:, None]
+    if needs.x:
+        by_route = (wide * weights[..., None]).flatten(0, 1).to(x.dtype)
+        found["x"] = torch.zeros_like(x).index_copy_(0, places.flatten(), by_route)
+    if needs.weights:
+        found["weights"] = (wide * x[places].to(weights.dtype)).sum(2)
+    return found
+
+
+define_local(
+    "_weigh_rows(Tensor x, Tensor places, Tensor weights) -> Tensor",
+    run=_weigh,
+    fake=lambda x, places, weights: x.new_empty(places.shape[0], x.shape[1]),
+    save=_save,
+    backward=_backward,
+)
 
 
 def all_gather_grouped_matmul(
