@@ -157,4 +157,8 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
             tpkernels.parallelize(dropping, mesh), **hf_models.batch()
         ),
     }
-    return unlike(attempts, NotImplementedError)
+    twice = attempt(tpkernels.parallelize(hf_models.make("llama"), mesh), mesh)
+    return [
+        *unlike(attempts, NotImplementedError),
+        *unlike({"not an nn.Linear: the model is split already": twice}, TypeError),
+    ]
