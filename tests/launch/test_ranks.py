@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.cases import RanksFixture
+from tests.support.faults import in_child, together
 from tests.support.held import Held, make
 from tpkernels import launch
 from tpkernels.launch import RankError, Ranks, worker
@@ -384,16 +385,14 @@ def test_a_killed_parent_leaves_nothing_behind(how: str, tmp_path: Path) -> None
 
 def test_a_fork_is_not_the_parent() -> None:
     with Ranks(1, Held) as ranks:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
+
+        def use() -> str:
+            with pytest.raises(RuntimeError, match="this process is a fork"):
                 ranks.call("rank")
-            except RuntimeError as error:
-                code = 0 if "this process is a fork" in str(error) else 2
             ranks.close()
-            os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            return ""
+
+        assert in_child(use) == "fine"
         assert ranks.call("rank") == [0]
 
 
@@ -506,11 +505,7 @@ def test_calls_of_several_threads_take_turns(two: Ranks) -> None:
             begin, end = two.call("sleep", 0.005, rank=0).split()
             spans.append((float(begin), float(end)))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    assert together([work] * 4) == [None] * 4
     spans.sort()
     assert len(spans) == 20
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))

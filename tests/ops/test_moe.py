@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
+from tests.support.faults import workspace_of
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
     apart,
@@ -190,11 +191,57 @@ def test_the_same_bits_on_any_number_of_ranks(ranks: RanksFixture) -> None:
     assert all(torch.equal(alone, other) for other in others)
 
 
+def delayed_job(**broken: bool) -> int:
+    """How many of some calls, with delays before their words and waits, have wrong results."""
+    (rank, world), wrong, ops = (dist.get_rank(), dist.get_world_size()), 0, torch.ops.tpkernels
+    with fresh_group() as group:
+        for call in range(21):
+            generator = torch.Generator().manual_seed(call)
+            routes = torch.randint(8, (world * 6, 2), generator=generator)
+            x, options = (
+                torch.full((6, 64), float(call * (rank + 1))),
+                (routes, 8, group.group_name),
+            )
+            rows, _ = ops.moe_dispatch(x, *options)
+            y = ops.moe_combine(rows, torch.ones(6, 2), *options)
+            order = routes.flatten().argsort(stable=True)
+            first = int((routes < sum(shard_sizes(8, world)[:rank])).sum())
+            source = order[first : first + len(rows)] // 2 // 6 + 1.0
+            wrong += not (torch.equal(rows[:, 0], call * source) and torch.equal(y, 2 * x))
+            if call == 0:  # which has set the group up
+                workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=1000, **broken)
+    return wrong
+
+
+@pytest.mark.parametrize("broken", [{}, {"single_buffer": True}], ids=str)
+def test_delays_and_a_negative_control(ranks: RanksFixture, broken: dict[str, bool]) -> None:
+    wrong = ranks(3).run(delayed_job, timeout=60, **broken)
+    assert (sum(wrong) > 0) == bool(broken), wrong
+
+
+@on_ranks(3)
+def test_peers_read_a_symmetric_tensor_in_place() -> None:
+    """And it is the user's again when the call returns, on whichever rank."""
+    rank, routes = dist.get_rank(), torch.arange(18).view(9, 2) % 3
+    with fresh_group() as group:
+        x = tpkernels.empty(3, 50, group=group)
+        x.fill_(0)
+        torch.ops.tpkernels.moe_dispatch(x, routes, 3, group.group_name)
+        workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=2000)
+        for call in range(1, 11):
+            x.copy_((torch.arange(3) + 3 * rank + 9 * call)[:, None].expand(3, 50))
+            rows, _ = torch.ops.tpkernels.moe_dispatch(x, routes, 3, group.group_name)
+            x.fill_(-1)
+            wanted = 9 * call + (routes == rank).nonzero()[:, 0]
+            assert torch.equal(rows, wanted[:, None].expand(6, 50).float()), (call, rows[:, 0])
+
+
 REFUSED = [
     r"RoutingError: topk_ids of rank 1 has expert 8 at \[2, 1\]; there are experts 0 to 7",
     r"RoutingError: topk_ids of rank 1 has expert -1 at \[2, 1\]; there are experts 0 to 7",
     r"ValueError: topk_ids has shape \[3, 2\] and topk_weights \[3, 1\]; both must be",
     r"ValueError: x has 2 tokens and topk_ids 3",
+    r"TypeError: topk_ids is int16; it must be int32 or int64",
     r"NotImplementedError: x has dtype int64; supported",
     r"ValueError: num_experts is 0; it must be at least 1",
     r"ValueError: x has shape \[3, 4, 1\]; it must be \[rows, H\]",
@@ -222,6 +269,7 @@ def test_refusals() -> None:
             lambda: dispatch(x, below, weights, 8, group, algorithm="unfused"),
             lambda: dispatch(x, ids, weights[:, :1], 8, group),
             lambda: dispatch(x[:2], ids, weights, 8, group),
+            lambda: dispatch(x, ids.short(), weights, 8, group),
             lambda: dispatch(x.long(), ids, weights, 8, group),
             lambda: dispatch(x, ids, weights, 0, group),
             lambda: dispatch(x[..., None], ids, weights, 8, group),

@@ -49,6 +49,7 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa", **opti
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.mul_(5)
+    model.config._experts_implementation = "eager"  # others take no float64
     return model.train()
 
 
@@ -114,6 +115,7 @@ def differences(
     mesh: DeviceMesh,
     *,
     ffn_only: bool = False,
+    expert_parallel: bool = False,
     tokens: int = TOKENS,
 ) -> list[str]:
     """What is wrong with a parallel copy of ``model``, which in float64 must match the unsharded
@@ -121,7 +123,11 @@ def differences(
     failures: dict[str, str | None] = {}
     exact = copy.deepcopy(model).double()
     parallel = tpkernels.parallelize(
-        copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, ffn_only=ffn_only
+        copy.deepcopy(model).double(),
+        mesh,
+        sequence_parallel=sequence,
+        ffn_only=ffn_only,
+        expert_parallel=expert_parallel,
     )
     with InFull():
         logits, loss, grads = run(exact, tokens)

@@ -23,11 +23,10 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.faults import PATIENCE, PROMPT, Ending, shares_memory
+from tests.support.faults import PATIENCE, PROMPT, Ending, shares_memory, together
 from tests.support.processes import output_of
 from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
-from tests.symm.test_exchange import together
 from tpkernels import _C, groups
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
 from tpkernels.launch import Ranks
