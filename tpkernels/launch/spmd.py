@@ -24,7 +24,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tpkernels.launch.ranks import Ranks
-from tpkernels.text import short
 
 _NAMES = ("x", "y", "z")  # of the mesh's dims
 
@@ -69,14 +68,12 @@ def spmd(
     if nprocs < 1:
         raise ValueError(f"nprocs is {nprocs!r}; pass the number of ranks, at least 1")
     if not callable(fn):
-        raise TypeError(
-            f"fn is {short(repr(fn), 100)}; pass the function itself, without calling it"
-        )
+        raise TypeError(f"fn is {fn!r:.100}; pass the function itself, without calling it")
     try:
         shape = (nprocs,) if mesh_shape is None else tuple(map(operator.index, mesh_shape))
     except TypeError:
         raise TypeError(
-            f"mesh_shape is {short(repr(mesh_shape), 100)}; pass the sizes of the mesh's dims, "
+            f"mesh_shape is {mesh_shape!r:.100}; pass the sizes of the mesh's dims, "
             f"such as ({nprocs},), or None, before the arguments of the function"
         ) from None
     if device not in ("cpu", "cuda"):
