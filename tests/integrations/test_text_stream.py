@@ -68,10 +68,8 @@ def test_tokenizers_that_fall_back_to_bytes() -> None:
         tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
     )
     decoders = tokenizers.decoders
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(" ", 1, 0)]
-    )
+    spaces, strip = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     line, broken, the, sky = 10, 0xF0, 257, 258
     for tokens, want in (
