@@ -82,7 +82,7 @@ class Block:
     def shares_input(self) -> bool:
         """Return whether all columns are projections of the block's own input."""
         names = self.columns.keys()
-        return len(names) == 1 or bool(names) and (names <= {*QKV} or names <= {*GATE_UP})
+        return len(names) == 1 or (bool(names) and (names <= {*QKV} or names <= {*GATE_UP}))
 
 
 @dataclass
