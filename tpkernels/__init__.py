@@ -23,6 +23,11 @@ from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack, unpack
 from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
+from tpkernels.ops.experts import (
+    all_gather_grouped_matmul,
+    grouped_matmul_all_reduce,
+    grouped_matmul_reduce_scatter,
+)
 from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.parallel import from_pretrained, parallelize
 from tpkernels.qualification import qualify
@@ -43,6 +48,7 @@ __all__ = [
     "RoutingError",
     "TpkernelsError",
     "WorkspaceMemoryError",
+    "all_gather_grouped_matmul",
     "autotune",
     "benchmark",
     "check",
@@ -51,6 +57,8 @@ __all__ = [
     "finalize",
     "from_pretrained",
     "grouped_matmul",
+    "grouped_matmul_all_reduce",
+    "grouped_matmul_reduce_scatter",
     "init",
     "mesh",
     "nccl",
