@@ -173,11 +173,12 @@ def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_script_on_two_ranks(tmp_path: Path) -> None:
+def test_a_script_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "example.py"
     script.write_text(SCRIPT)
     shown = invoke("profile", "--out", str(tmp_path), str(script), "--rows", "64")
     assert shown.exit_code == 0, shown.output
+    assert "profiler_st" not in capfd.readouterr().err  # as torch's prints by itself
     events = loaded(tmp_path)
     for rank in (0, 1):
         count = sum(

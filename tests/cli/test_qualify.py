@@ -73,6 +73,13 @@ def test_the_plan_runs_nothing(gpus: list[str]) -> None:
     assert "minutes" in shown.output
 
 
+def test_a_rehearsal_on_cpus_disqualifies_nothing() -> None:
+    """`fused` runs there under Triton's interpreter only."""
+    shown = invoke("qualify", "--device", "cpu", "--plan")
+    assert shown.exit_code == 0 and "fused is left out: it" in shown.output
+    assert "fused/" not in shown.output and "ring/all_gather" in shown.output
+
+
 REFUSALS = {
     "no stage begins with 'ring2'": ("--device", "cpu", "--only", "ring2"),
     "--budget is -1": ("--device", "cpu", "--budget", "-1"),

@@ -114,7 +114,7 @@ def matmul_operands() -> Iterator[Refusal]:
         yield no(NotImplementedError, pattern, op, x, w, out_dtype=torch.int32)
         pattern = "out_dtype float64 of float32 input"
         yield no(NotImplementedError, pattern, op, x, w, out_dtype=F64)
-        pattern = "unknown algorithm 'tree'; there are auto, unfused, ring, direct, pipelined"
+        pattern = "unknown algorithm 'tree'; there are auto, unfused, ring, direct, multimem"
         yield no(ValueError, pattern, op, x, w, algorithm="tree")
     yield no(ValueError, "weights is empty", GATHER, x, [])
     yield no(ValueError, r"weights\[1\].*\[7, 8\].*\[6, N\]", GATHER, x, [w, ones(7, 8)])

@@ -140,6 +140,19 @@ def _mixing() -> Any:
 
 
 @on_ranks(2)
+def test_a_plan_of_single_projections() -> list[str]:
+    mesh, llama = hf_models.mesh_of_all(), hf_models.make("llama")
+    alone = {"self_attn.o_proj": "rowwise_split_input", "mlp.up_proj": "colwise_gather_output"}
+    return [
+        failure
+        for name, style in alone.items()
+        for failure in hf_models.differences(
+            llama, True, mesh, plan={f"model.layers.*.{name}": style}
+        )
+    ]
+
+
+@on_ranks(2)
 def test_what_could_be_wrong_is_refused() -> list[str]:
     """By the name of the module and its style, before anything is sent."""
     mesh = hf_models.mesh_of_all()
@@ -147,7 +160,7 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
         return []
     dropping = hf_models.make("starcoder2", residual_dropout=0.5)
     packed = {"model.layers.*.mlp.gate_up_proj": ColwiseParallel()}
-    in_plan = "in its model's plan, and"
+    in_plan = "in the plan, and"
     attempts = {
         "mlp.gate_up_proj: ColwiseParallel would leave its columns split, but the code of Phi3": (
             attempt(hf_models.make("phi3"), mesh, plan=packed)
@@ -174,4 +187,8 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
             tpkernels.parallelize(dropping, mesh), **hf_models.batch()
         ),
     }
-    return unlike(attempts, NotImplementedError)
+    twice = attempt(tpkernels.parallelize(hf_models.make("llama"), mesh), mesh)
+    return [
+        *unlike(attempts, NotImplementedError),
+        *unlike({"not an nn.Linear: the model is split already": twice}, TypeError),
+    ]

@@ -114,20 +114,16 @@ def differences(
     sequence: bool | str,
     mesh: DeviceMesh,
     *,
-    ffn_only: bool = False,
-    expert_parallel: bool = False,
     tokens: int = TOKENS,
+    **options: Any,
 ) -> list[str]:
-    """What is wrong with a parallel copy of ``model``, which in float64 must match the unsharded
-    one up to rounding. In float32, `test_loading` bounds the error of logits."""
+    """What is wrong with a parallel copy of ``model``, by ``options`` of `tpkernels.parallelize`,
+    which in float64 must match the unsharded one up to rounding. In float32, `test_loading` bounds
+    the error of logits."""
     failures: dict[str, str | None] = {}
     exact = copy.deepcopy(model).double()
     parallel = tpkernels.parallelize(
-        copy.deepcopy(model).double(),
-        mesh,
-        sequence_parallel=sequence,
-        ffn_only=ffn_only,
-        expert_parallel=expert_parallel,
+        copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, **options
     )
     with InFull():
         logits, loss, grads = run(exact, tokens)

@@ -654,8 +654,8 @@ def check_linear(module: nn.Module, name: str) -> nn.Linear:
         check_parameter(module.weight, f"{name}.weight")
         check_parameter(module.bias, f"{name}.bias")
     if type(module) not in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        raise TypeError(
-            f"{name} is a {type(module).__module__}.{type(module).__qualname__}, not an nn.Linear"
-        )
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        hint = ": the model is split already" if kind.startswith("tpkernels.") else ""
+        raise TypeError(f"{name} is a {kind}, not an nn.Linear{hint}")
     assert isinstance(module, nn.Linear)
     return module

@@ -82,7 +82,7 @@ class Block:
     def shares_input(self) -> bool:
         """Return whether all columns are projections of the block's own input."""
         names = self.columns.keys()
-        return len(names) == 1 or names <= set(QKV) or names <= set(GATE_UP)
+        return len(names) == 1 or (bool(names) and (names <= {*QKV} or names <= {*GATE_UP}))
 
 
 @dataclass
@@ -186,7 +186,7 @@ def _wildcard(name: str) -> str:
 
 def _refuse(name: str, style: str, reason: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} has the style {style!r} in its model's plan, and {reason}; pass "
+        f"{name} has the style {style!r} in the plan, and {reason}; pass "
         "plan={...}, or --plan FILE, with the modules that are to be split"
     )
 
