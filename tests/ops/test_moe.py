@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
+from tests.support.cuda_rehearsal import pretending
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
     apart,
@@ -162,6 +163,14 @@ def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> No
     run(ranks, world, [Case(sizes=tuple(sizes), width=1000, k=8, algorithm="direct")])
 
 
+@on_ranks(2)
+def test_on_the_way_of_cuda_tensors() -> None:
+    """Whose gathers take no integers."""
+    with pretending(), fresh_group() as group:
+        cases = [Case(ids=ids, sizes=(3, 0)) for ids in (torch.int32, torch.int64)]
+        assert [failure(case, group) for case in cases] == [None, None]
+
+
 @pytest.mark.thorough
 def test_without_shared_memory(ranks: RanksFixture, world: int) -> None:
     cases = [Case(), Case(sizes=tuple(next(iter(uneven_splits(7, world)))), dtype=torch.bfloat16)]
@@ -195,6 +204,7 @@ REFUSED = [
     r"RoutingError: topk_ids of rank 1 has expert -1 at \[2, 1\]; there are experts 0 to 7",
     r"ValueError: topk_ids has shape \[3, 2\] and topk_weights \[3, 1\]; both must be",
     r"ValueError: x has 2 tokens and topk_ids 3",
+    r"ValueError: topk_ids is float32; it must be int32 or int64",
     r"NotImplementedError: x has dtype int64; supported",
     r"ValueError: num_experts is 0; it must be at least 1",
     r"ValueError: x has shape \[3, 4, 1\]; it must be \[rows, H\]",
@@ -222,6 +232,7 @@ def test_refusals() -> None:
             lambda: dispatch(x, below, weights, 8, group, algorithm="unfused"),
             lambda: dispatch(x, ids, weights[:, :1], 8, group),
             lambda: dispatch(x[:2], ids, weights, 8, group),
+            lambda: dispatch(x, ids.float(), weights, 8, group),
             lambda: dispatch(x.long(), ids, weights, 8, group),
             lambda: dispatch(x, ids, weights, 0, group),
             lambda: dispatch(x[..., None], ids, weights, 8, group),

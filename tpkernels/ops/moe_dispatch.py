@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tpkernels import dtypes
 from tpkernels.groups import GroupLike, break_if_interrupted, name_of
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.registration import define
@@ -100,10 +101,16 @@ def moe_dispatch(
                 f"topk_ids has shape {list(topk_ids.shape)} and topk_weights "
                 f"{list(topk_weights.shape)}; both must be [tokens, k]"
             )
+        if topk_ids.dtype not in dtypes.MOVED:
+            raise ValueError(
+                f"topk_ids is {dtypes.name(topk_ids.dtype)}; it must be int32 or int64"
+            )
         if topk_ids.shape[0] != x.shape[0]:
             raise ValueError(f"x has {x.shape[0]} tokens and topk_ids {topk_ids.shape[0]}")
         name = name_of(group)
-        routes = all_gather(topk_ids, name, shard_sizes=shard_sizes)
+        # As float32, which gathers on CUDA tensors take too, and move bit by bit.
+        words = topk_ids.contiguous().view(torch.float32)
+        routes = all_gather(words, name, shard_sizes=shard_sizes).view(topk_ids.dtype)
         rows, counts = run_dispatch(
             x, routes, num_experts, name, shard_sizes=shard_sizes, algorithm=algorithm
         )

@@ -131,7 +131,8 @@ def _check_input(spec: OpSpec, x: torch.Tensor) -> None:
     elif spec.has_matmul:
         validation.matrix_input(x)
     else:
-        dtypes.check_supported(x.dtype, "x", moved=not spec.reduces and x.device.type == "cpu")
+        moved = not spec.reduces and validation.device(x) == "cpu"
+        dtypes.check_supported(x.dtype, "x", moved=moved)
         if spec.normed and (x.dim() < 1 or x.shape[-1] < 1):
             raise ValueError(f"x has shape {list(x.shape)}; it must be [..., N], N at least 1")
 
