@@ -120,10 +120,50 @@ def test_packed() -> None:
                     packed(x.requires_grad_(), ids, weights)
                 x = x.detach()
                 assert torch.equal(packed.unpack_().down_proj, 2 * moe.down_proj)
+                assert torch.equal(packed(x.clone().requires_grad_(), ids, weights), twice)
             int8 = tpkernels.nn.pack_(copy.deepcopy(moe), dtype=torch.int8)
             with torch.no_grad():
                 exact = moe(x, ids, weights)
                 assert (int8(x, ids, weights) - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_compiled() -> None:
+    """In one graph, also for another number of tokens."""
+    with fresh_group() as group:
+        for options in ({}, {"sequence_parallel": True}, {"expert_parallel": True}):
+            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, **options)
+            compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+            for tokens in (6, 8, 40):
+                x, ids, weights = routes(tokens)
+                grads = []
+                for call in (moe, compiled):
+                    moe.zero_grad()
+                    y = call(x.float(), ids, weights.float())
+                    y.square().sum().backward()
+                    assert moe.down_proj.grad is not None
+                    grads.append((y, moe.down_proj.grad))
+                assert torch.equal(grads[0][0], grads[1][0]), (options, tokens)
+                assert torch.equal(grads[0][1], grads[1][1]), (options, tokens)
+
+
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_refusals() -> None:
+    with fresh_group() as group:
+        moe = MoE(EXPERTS, HIDDEN, WIDTH, group)
+        x, ids, weights = routes()
+        for wrong in (-1, EXPERTS):
+            bad = ids.clone()
+            bad[2, 1] = wrong
+            with pytest.raises(ValueError, match=f"topk_ids has {wrong}; experts are 0 to 2"):
+                moe(x.float(), bad, weights.float())
+        with pytest.raises(ValueError, match=r"\[6, 2\]; both must be \[tokens, k\]"):
+            moe(x.float(), ids, weights.float()[:6])
+        with pytest.raises(ValueError, match="MoE takes tokens along dim 0"):
+            MoE(EXPERTS, HIDDEN, WIDTH, group, sequence_dim=1)
 
 
 @pytest.mark.thorough

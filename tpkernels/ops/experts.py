@@ -10,6 +10,7 @@ They compose the ops of these names. Experts that are split over the ranks whole
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -45,16 +46,25 @@ class Routing(NamedTuple):
 
 def route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> Routing:
     """Sort the routes of tokens, ``topk_ids`` and ``topk_weights`` [tokens, k]. Local. Raise
-    ValueError if the shapes differ."""
+    ValueError if the shapes differ or, on CPUs outside of compiled graphs, an expert is none of
+    ``num_experts``."""
     if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape:
         raise ValueError(
             f"topk_ids has shape {list(topk_ids.shape)} and topk_weights "
             f"{list(topk_weights.shape)}; both must be [tokens, k]"
         )
     ids = topk_ids.flatten()
-    return Routing(
-        ids.argsort(stable=True), torch.bincount(ids, minlength=num_experts), topk_weights
-    )
+    order = ids.argsort(stable=True)
+    if ids.is_cuda or torch.compiler.is_compiling():  # the size of bincount's result is not known
+        counts = ids.new_zeros(num_experts).scatter_add_(0, ids.long(), torch.ones_like(ids))
+        return Routing(order, counts, topk_weights)
+    with contextlib.suppress(RuntimeError):  # a negative one
+        counts = torch.bincount(ids, minlength=num_experts)
+        if len(counts) == num_experts:
+            return Routing(order, counts, topk_weights)
+    first, last = (int(bound) for bound in ids.aminmax())
+    wrong = first if first < 0 else last
+    raise ValueError(f"topk_ids has {wrong}; experts are 0 to {num_experts - 1}")
 
 
 def rows_by_expert(x: torch.Tensor, routing: Routing) -> torch.Tensor:
