@@ -143,5 +143,7 @@ def grouped_matmul_reduce_scatter(
 def grouped_matmul_all_reduce(
     x: torch.Tensor, w: torch.Tensor, routing: Routing, group: GroupLike
 ) -> torch.Tensor:
-    """Do what `grouped_matmul_reduce_scatter` does, and return all tokens on all ranks."""
+    """Do what `grouped_matmul_reduce_scatter` does for tokens that all ranks have, and return them
+    all. Routing and rows are those of ``route`` and ``rows_by_expert`` in `tpkernels.ops.experts`.
+    """
     return all_reduce(sum_routes(grouped_matmul(x, w, routing.counts), routing), group)
