@@ -38,6 +38,7 @@ DEVICE_CODE += [
     "ll.cuh",
     "ll128.cuh",
     "litmus.cuh",
+    "multimem.cuh",
     "rms_norm.cuh",
     "normed.cuh",
     "kernels.cu",

@@ -63,7 +63,7 @@ def test_every_op_across_hosts() -> None:
         "failures.test_faults.test_a_rank_killed_in_a_set_up_is_reported",
         "failures.test_faults.test_a_rank_stopped_in_a_set_up_is_a_timeout",
         "failures.test_mismatch.test_a_mismatch_reaches_the_ranks_of_several_hosts",
-        "algorithms.test_fused_failures.test_a_killed_rank_is_reported",
+        "algorithms.test_fused.test_a_killed_rank_is_reported",
         "cuda.test_failures.test_a_rank_that_does_not_come_is_a_timeout",
         "cuda.test_ops.test_a_killed_rank_ends_the_wait",
         "nccl.test_native.test_a_call_that_never_ends_is_given_up",

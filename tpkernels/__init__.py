@@ -23,6 +23,12 @@ from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack, unpack
 from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
+from tpkernels.ops.experts import (
+    all_gather_grouped_matmul,
+    grouped_matmul_all_reduce,
+    grouped_matmul_reduce_scatter,
+)
+from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.parallel import from_pretrained, parallelize
 from tpkernels.qualification import qualify
 from tpkernels.shards import shard_sizes
@@ -42,6 +48,7 @@ __all__ = [
     "RoutingError",
     "TpkernelsError",
     "WorkspaceMemoryError",
+    "all_gather_grouped_matmul",
     "autotune",
     "benchmark",
     "check",
@@ -49,6 +56,9 @@ __all__ = [
     "empty",
     "finalize",
     "from_pretrained",
+    "grouped_matmul",
+    "grouped_matmul_all_reduce",
+    "grouped_matmul_reduce_scatter",
     "init",
     "mesh",
     "nccl",

@@ -57,6 +57,7 @@ TABLES = {
     "cuda": _table(
         **_ANYWHERE,
         direct=direct_cuda,
+        multimem=direct_cuda,
         pipelined=pipelined_cuda,
         hierarchical=hierarchical_cuda,
     ),
@@ -71,6 +72,8 @@ def unsupported(algorithm: str, device: str, tensor_device: torch.device) -> str
             return kernels.unsupported(device)
         case "CUDA":
             return cuda.unsupported(tensor_device)
+        case "multicast":
+            return cuda.unsupported(tensor_device) or cuda.without_multicast(tensor_device)
     return None
 
 

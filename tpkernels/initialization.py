@@ -39,8 +39,9 @@ def init(
             thresholds and the times of `tpkernels tune` decide.
         numerics: how reductions of CUDA tensors sum. "ordered": in fp32, in rank order, rounded
             once, so the bits are the same in every run and for every algorithm. "vendor": `unfused`
-            leaves the sum to NCCL, which adds in the wire dtype and in an order of its own; other
-            algorithms, which run if they are named or measured to be faster, sum in order. None
+            leaves the sum to NCCL, which adds in the wire dtype and in an order of its own, and
+            `multimem` to the switch; other algorithms, which run if they are named or measured to
+            be faster, sum in order. None
             follows torch: "ordered" under ``torch.use_deterministic_algorithms(True)``, else
             "vendor". On CPU tensors, and where gloo moves CUDA tensors, sums are always ordered,
             which costs nothing there; "vendor" is accepted, since it allows any order, so one

@@ -107,6 +107,8 @@ void bind_product(py::module_& m) {
       py::arg("dtype"), py::arg("layout"), py::arg("rows"));
   m.def("multiply", &multiply, py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"),
         py::arg("whole_shape"));
+  m.def("grouped_multiply", &grouped_multiply, py::arg("x"), py::arg("w"), py::arg("counts"),
+        py::arg("out"));
 }
 
 void bind_turns(py::module_& m) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 
 #include "calls/python.h"
 #include "host/vector.h"
@@ -125,9 +126,7 @@ bool read_packed(const Tensor& w, Weight* weight) {
 }
 
 // A weight that csrc/host/product.h reads, for rows like x. Valid as long as the tensor is.
-bool read_weight(PyObject* object, const Tensor& x, Weight* weight) {
-  Tensor w{};
-  if (!read(object, &w)) return false;
+bool read_weight(const Tensor& w, const Tensor& x, Weight* weight) {
   if (w.ndim == kPackedDims && w.dtype.code == dlpack::kInt && w.dtype.bits == 8) {
     DType dtype{};
     return w.device.type == dlpack::kCpu && is_contiguous(w) && supported(x, &dtype) &&
@@ -143,6 +142,51 @@ bool read_weight(PyObject* object, const Tensor& x, Weight* weight) {
   weight->n = w.shape[1];
   weight->form = columns ? Form::kColumns : Form::kRows;
   return true;
+}
+
+bool read_weight(PyObject* object, const Tensor& x, Weight* weight) {
+  Tensor w{};
+  return read(object, &w) && read_weight(w, x, weight);
+}
+
+// Entry i of a tensor's first dim, without it.
+Tensor entry(const Tensor& x, std::size_t i) {
+  Tensor part = x;
+  part.ndim -= 1;
+  part.shape += 1;
+  part.strides += 1;
+  part.byte_offset += i * pitch(x, 0);
+  return part;
+}
+
+// Rows [begin, begin + shape[0]) of a matrix; `shape` lives as long as what is returned.
+Tensor rows_of(const Tensor& x, std::size_t begin, std::int64_t* shape) {
+  Tensor part = x;
+  part.shape = shape;
+  part.byte_offset += begin * pitch(x, 0);
+  return part;
+}
+
+// The rows of each group, checked.
+std::vector<std::int64_t> group_sizes(const Tensor& counts, std::int64_t rows) {
+  std::vector<std::int64_t> sizes(static_cast<std::size_t>(counts.shape[0]));
+  std::int64_t sum = 0;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    const std::byte* const count = data_of(counts) + i * pitch(counts, 0);
+    sizes[i] = counts.dtype.bits == 64 ? *reinterpret_cast<const std::int64_t*>(count)
+                                       : *reinterpret_cast<const std::int32_t*>(count);
+    if (sizes[i] < 0 || sizes[i] > rows) {
+      throw std::invalid_argument("counts[" + std::to_string(i) + "] is " +
+                                  std::to_string(sizes[i]) + "; x has " + std::to_string(rows) +
+                                  " rows, so it must be 0 to " + std::to_string(rows));
+    }
+    sum += sizes[i];
+  }
+  if (sum != rows) {
+    throw std::invalid_argument("counts add up to " + std::to_string(sum) + ", but x has " +
+                                std::to_string(rows) + " rows");
+  }
+  return sizes;
 }
 
 bool has_threads() { return torch_threads().parallel_for && torch_threads().get_num_threads; }
@@ -263,6 +307,41 @@ bool multiply(const py::object& x, const py::handle& w, const py::handle& out,
   }
   run(a, weight, to, added, way);
   return true;
+}
+
+std::vector<std::size_t> grouped_multiply(const py::handle& x, const py::handle& w,
+                                          const py::handle& counts, const py::handle& out) {
+  const Tensor a = tensor(x), matrices = tensor(w), groups = tensor(counts), to = tensor(out);
+  const bool integers =
+      groups.dtype.code == dlpack::kInt && (groups.dtype.bits == 32 || groups.dtype.bits == 64);
+  const auto takes_rows = [](const Tensor& t) {
+    return t.ndim == 2 && (t.strides[1] == 1 || t.shape[1] == 1);
+  };
+  const bool fits = takes_rows(a) && takes_rows(to) && to.shape[0] == a.shape[0] &&
+                    groups.ndim == 1 && matrices.ndim > 2 && matrices.shape[0] == groups.shape[0] &&
+                    (matrices.ndim == kPackedDims || is_contiguous(matrices));
+  if (!fits || !integers || groups.device.type != dlpack::kCpu) {
+    throw std::invalid_argument("a grouped product takes other shapes or dtypes");
+  }
+  std::vector<std::size_t> left;
+  std::size_t begin = 0, group = 0;
+  for (const std::int64_t size : group_sizes(groups, a.shape[0])) {
+    std::int64_t x_shape[] = {size, a.shape[1]}, out_shape[] = {size, to.shape[1]};
+    const Tensor some = rows_of(a, begin, x_shape);
+    Weight weight{};
+    Way way{};
+    if (size && read_weight(entry(matrices, group), some, &weight)) {
+      way = way_of(some, weight, dtype_of(to), {size, 0});
+    }
+    if (way.multiply && weight.n == to.shape[1]) {
+      run(some, weight, rows_of(to, begin, out_shape), {}, way);
+    } else if (size) {
+      left.push_back(group);
+    }
+    begin += static_cast<std::size_t>(size);
+    ++group;
+  }
+  return left;
 }
 
 }  // namespace tpkernels::calls

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "calls/tensor.h"
 #include "host/product.h"
@@ -42,5 +43,12 @@ pybind11::object matmul(const pybind11::object& x, const pybind11::handle& w);
 // nothing is computed. bias [N] in fp32, or None. Throws std::invalid_argument for another shape.
 bool multiply(const pybind11::object& x, const pybind11::handle& w, const pybind11::handle& out,
               const pybind11::handle& bias, const Whole& whole);
+
+// out[rows of group i] = x[rows of group i] @ w[i], plain or packed matrices, as `multiply`
+// computes each. x and out have sorted rows and unit column stride; counts [groups] are the rows of
+// each. Returns the groups with rows whose product is left to torch. Throws std::invalid_argument.
+std::vector<std::size_t> grouped_multiply(const pybind11::handle& x, const pybind11::handle& w,
+                                          const pybind11::handle& counts,
+                                          const pybind11::handle& out);
 
 }  // namespace tpkernels::calls

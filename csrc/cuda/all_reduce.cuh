@@ -3,15 +3,12 @@
 // Problem: out = round(sum_r(x_r) + bias + residual) on every rank.
 //
 // Algorithm: the elements are split into a segment per rank, and each segment into one part per
-// block. Two-shot: a segment is pushed to its owner and summed there, in rank order; the owner
-// pushes the result to all. Multimem: every rank copies x into its own buffer; the owner of a
-// segment has the switch sum it and stores the result in all ranks' memory at once. The switch adds
-// in an order of its own and rounds to the dtype of x. The numerics contract (fixed rank order)
-// does NOT hold, so multimem is never chosen by default.
+// block. A segment is pushed to its owner and summed there, in rank order; the owner pushes the
+// result to all.
 //
 // Sync: the word TILES + b says that block b of the source has written its parts into this rank's
-// buffer (multimem: into its own), TILES + blocks + b that its result is there. A block waits only
-// for blocks of the same number.
+// buffer, TILES + blocks + b that its result is there. A block waits only for blocks of the same
+// number.
 #pragma once
 
 #include "cuda/reduce.cuh"
@@ -94,38 +91,5 @@ TPK_DEVICE void two_shot(const Peers& peers, const AllReduce& call) {
                (part.last - part.first) * size);
   }
 }
-
-#ifdef TPK_MULTIMEM
-template <int D>
-TPK_DEVICE void multimem(const Peers& peers, const AllReduce& call) {
-  const Space& space = peers.space;
-  const int word = kTiles + block(), result = word + blocks();
-  const u64 size = size_of(D), here = buffer_of(peers, space.rank);
-  for (int owner = 0; owner < space.world; ++owner) {
-    const Range part = part_of(call, owner);
-    push_part(call, here + part.first * size, part);
-  }
-  fence_aliases();
-  publish_to_all(peers, word);
-  wait_for_all(peers, word);
-  fence_aliases();
-  const u64 everywhere = call.multicast + (here - space.regions[space.rank]);
-  const Range own = part_of(call, space.rank);
-  // The last pack may extend past the end; those bytes are never copied out.
-  const u64 last = everywhere + own.last * size, stride = threads() * sizeof(Pack);
-  for (u64 at = everywhere + own.first * size + thread() * sizeof(Pack); at < last; at += stride) {
-    multimem_store(at, multimem_sum<D>(at));
-  }
-  fence_aliases();
-  publish_to_all(peers, result);
-  wait_for_all(peers, result);
-  fence_aliases();
-  for (int owner = 0; owner < space.world; ++owner) {
-    const Range part = part_of(call, owner);
-    copy_block(address_of(call.out) + part.first * size, here + part.first * size,
-               (part.last - part.first) * size);
-  }
-}
-#endif
 
 }  // namespace tpkernels::cuda

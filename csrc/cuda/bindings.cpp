@@ -90,12 +90,15 @@ void bind_arguments(py::module_& m) {
            }),
            py::arg("out_dtype"), py::arg("bias") = 0, py::arg("cols") = 1,
            py::arg("bias_dtype") = 0, py::arg("residual") = 0, py::arg("residual_dtype") = 0);
+  py::class_<Multicast>(m, "Multicast")
+      .def(py::init([](Address regions, Address x) { return Multicast{regions, x}; }),
+           py::arg("regions") = 0, py::arg("x") = 0);
   py::class_<AllReduce>(m, "AllReduce")
       .def(py::init([](Address x, Address out, u64 count, u64 begin, int wire,
                        const Epilogue& epilogue, u64 segment, u64 slot_bytes, u64 results_at,
-                       Address multicast) {
+                       const Multicast& everywhere) {
         return AllReduce{pointer(x), pointer(out), count,      begin,      wire,
-                         epilogue,   segment,      slot_bytes, results_at, multicast};
+                         epilogue,   segment,      slot_bytes, results_at, everywhere};
       }));
   py::class_<RmsNorm>(m, "RmsNorm")
       .def(py::init([](Address normed, Address weight, u64 cols, int weight_dtype, float eps) {
@@ -106,14 +109,14 @@ void bind_arguments(py::module_& m) {
   // `starts` is the address of world + 1 ints in device memory.
   py::class_<Shards>(m, "Shards")
       .def(py::init([](Address x, Address out, Address starts, u64 row, int wire, u64 slot_bytes,
-                       const Epilogue& epilogue) {
-        return Shards{pointer(x), pointer(out), pointer<const int>(starts), row, wire,
-                      slot_bytes, epilogue};
+                       const Epilogue& epilogue, const Multicast& everywhere) {
+        return Shards{pointer(x), pointer(out), pointer<const int>(starts), row, wire, slot_bytes,
+                      epilogue,   everywhere};
       }));
   py::class_<SumPartials>(m, "SumPartials").def(py::init(&make_sum));
   py::class_<Litmus>(m, "Litmus")
-      .def(py::init([](Address found, int records, unsigned round, u64 bytes) {
-        return Litmus{pointer<u64>(found), records, round, bytes};
+      .def(py::init([](Address found, int records, unsigned round, u64 bytes, Address multicast) {
+        return Litmus{pointer<u64>(found), records, round, bytes, multicast};
       }));
   py::class_<Signal>(m, "Signal").def(py::init([](int rank, int index) {
     return Signal{rank, index};

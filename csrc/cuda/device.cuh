@@ -24,7 +24,7 @@ TPK_DEVICE bool sync_block_or(bool value) { return __syncthreads_or(value) != 0;
 // Shared memory of a block, for the kernels that normalise rows.
 constexpr int kScratchFloats = 1120;
 TPK_DEVICE float* scratch() {
-  __shared__ float memory[kScratchFloats];
+  __shared__ alignas(16) float memory[kScratchFloats];
   return memory;
 }
 
@@ -234,7 +234,22 @@ TPK_DEVICE void multimem_store(u64 to, Pack pack) {
 // Orders accesses to the same memory through its own address and through the multicast address.
 TPK_DEVICE void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
-#define TPK_MULTIMEM 1
+// A bulk copy (TMA) of scratch, a multiple of 16 bytes, to memory of any rank. For one thread,
+// after a barrier behind every thread's `fence_scratch`.
+TPK_DEVICE void fence_scratch() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+TPK_DEVICE void store_scratch(u64 to, const float* from, unsigned bytes) {
+  const auto here = static_cast<unsigned>(__cvta_generic_to_shared(from));
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\t"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(here), "r"(bytes)
+      : "memory");
+}
+
+// Returns when the thread's bulk copies are complete: `await_bulk_stores` of kernels/words.py.
+TPK_DEVICE void await_scratch_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+#define TPK_SM_90 1
 #endif
 
 }  // namespace tpkernels::cuda

@@ -5,7 +5,12 @@
 namespace tpkernels::cuda {
 namespace {
 
-constexpr int kMultimemCapability = 90;
+// Kernels of multicast and of bulk copies (TPK_SM_90 in cuda/kernels.cu).
+constexpr int kSince90 = 90;
+bool is_since_90(std::string_view name) {
+  return name.find("multimem") != name.npos || name.find("bulk") != name.npos;
+}
+
 // Early launches; captured into graphs since CUDA 12.3.
 constexpr int kEarlyCapability = 90, kEarlyDriver = 12030;
 
@@ -36,8 +41,7 @@ Kernels::Kernels(int device, const void* image) {
 #undef TPK_ENTRY
   // Load all functions now: loading one at its first launch would invalidate a stream capture.
   for (Kernel& kernel : kernels_) {
-    if (kernel.name == std::string_view("multimem_all_reduce") && capability < kMultimemCapability)
-      continue;
+    if (is_since_90(kernel.name) && capability < kSince90) continue;
     d.check(d.function(&kernel.function, module_, kernel.name), kernel.name);
   }
 }
@@ -55,7 +59,7 @@ void Kernels::launch_with(const char* name, Stream stream, Shape shape, void** p
   const Kernel* kernel = kernels_.data();
   while (kernel->name != std::string_view(name)) ++kernel;
   if (kernel->function == nullptr) {
-    throw Unsupported("a multimem all-reduce needs a GPU of compute capability 9.0 or higher");
+    throw Unsupported(std::string(name) + " needs a GPU of compute capability 9.0 or higher");
   }
   LaunchAttribute attributes[2] = {};
   LaunchConfig config{};

@@ -1,7 +1,6 @@
 // The kernels of csrc/cuda. nvcc compiles this file when the package is built; without nvcc, NVRTC
 // compiles the same file at first use. So it includes only headers of this folder.
 #include "cuda/litmus.cuh"
-#include "cuda/normed.cuh"
 
 using namespace tpkernels::cuda;
 
@@ -20,6 +19,18 @@ TPK_DEVICE void within_call(const Space& space, const Output& output, const Run&
   if (finish(peers)) poison(output);
 }
 
+// The same for those that normalise rows. `run(peers, dtype)` meets the barriers of its clusters
+// after a failure too.
+template <class Run>
+TPK_DEVICE void within_rows(const Space& space, const AllReduce& call, const RmsNorm& norm,
+                            const Run& run) {
+  const Peers peers = enter(space);
+  prefetch_operands(call, norm);
+  await_previous();
+  for_dtype(call.wire, [&](auto dtype) { run(peers, dtype); });
+  if (finish(peers)) poison(output_of(call, norm.normed));
+}
+
 // The same for the kernels of cuda/ll.cuh.
 template <class Run>
 TPK_DEVICE void within_ll_call(const Space& space, const Output& output, const Run& run) {
@@ -29,8 +40,6 @@ TPK_DEVICE void within_ll_call(const Space& space, const Output& output, const R
   if (finish_ll(peers)) poison(output);
 }
 
-// The same for those that normalise rows by LL. `run(peers, dtype)` meets the barriers of its
-// clusters after a failure too.
 template <class Run>
 TPK_DEVICE void within_ll_rows(const Space& space, const AllReduce& call, const RmsNorm& norm,
                                const Run& run) {
@@ -62,11 +71,38 @@ TPK_KERNEL(kReduceThreads) two_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM 
   });
 }
 
-#ifdef TPK_MULTIMEM
+#ifdef TPK_SM_90
 TPK_KERNEL(kReduceThreads) multimem_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
   within_call(space, output_of(call), [&](const Peers& peers) {
     for_dtype(call.wire, [&](auto dtype) { multimem<dtype.value>(peers, call); });
   });
+}
+
+TPK_KERNEL(kRowThreads)
+multimem_all_reduce_rms_norm(TPK_PARAM Space space, TPK_PARAM AllReduce call,
+                             TPK_PARAM RmsNorm norm) {
+  within_rows(space, call, norm, [&](const Peers& peers, auto dtype) {
+    multimem_rows<dtype.value>(peers, call, norm);
+  });
+}
+
+TPK_KERNEL(kReduceThreads) multimem_all_gather(TPK_PARAM Space space, TPK_PARAM Shards shards) {
+  within_call(space, gathered(space, shards),
+              [&](const Peers& peers) { gather_by_multimem(peers, shards); });
+}
+
+TPK_KERNEL(kReduceThreads) multimem_reduce_scatter(TPK_PARAM Space space, TPK_PARAM Shards shards) {
+  within_call(space, scattered(space, shards), [&](const Peers& peers) {
+    for_dtype(shards.wire, [&](auto dtype) { scatter_by_multimem<dtype.value>(peers, shards); });
+  });
+}
+
+TPK_KERNEL(kReduceThreads) litmus_bulk(TPK_PARAM Space space, TPK_PARAM Litmus litmus) {
+  within_call(space, {}, [&](const Peers& peers) { exchange_in_bulk(peers, litmus); });
+}
+
+TPK_KERNEL(kReduceThreads) litmus_multimem(TPK_PARAM Space space, TPK_PARAM Litmus litmus) {
+  within_call(space, {}, [&](const Peers& peers) { exchange_by_multimem(peers, litmus); });
 }
 #endif
 
@@ -88,11 +124,9 @@ TPK_KERNEL(kLLThreads) ll128_all_reduce(TPK_PARAM Space space, TPK_PARAM AllRedu
 TPK_KERNEL(kRowThreads)
 two_shot_all_reduce_rms_norm(TPK_PARAM Space space, TPK_PARAM AllReduce call,
                              TPK_PARAM RmsNorm norm) {
-  const Peers peers = enter(space);
-  prefetch_operands(call, norm);
-  await_previous();
-  for_dtype(call.wire, [&](auto dtype) { two_shot_rows<dtype.value>(peers, call, norm); });
-  if (finish(peers)) poison(output_of(call, norm.normed));
+  within_rows(space, call, norm, [&](const Peers& peers, auto dtype) {
+    two_shot_rows<dtype.value>(peers, call, norm);
+  });
 }
 
 TPK_KERNEL(kRowThreads)

@@ -9,11 +9,15 @@
 // messages   packs in the peer's buffer, then a word with release semantics (cuda/sync.cuh)
 // words      LL: each word of 8 bytes has 4 of data and a flag (cuda/ll.cuh)
 // lines      LL128: lines of 128 bytes with one flag (cuda/ll128.cuh)
+// bulk       messages that TMA stores, as `push_tile` in kernels/matmul_reduce_scatter.py has it do
+// multimem   all ranks put packs into their own memory, which the switch adds; their owner stores
+//            others at all ranks at once (cuda/multimem.cuh)
 //
 // Sync: that of the protocols. A launch is a round; it is a call like any other.
 #pragma once
 
 #include "cuda/ll128.cuh"
+#include "cuda/multimem.cuh"
 
 namespace tpkernels::cuda {
 
@@ -35,9 +39,8 @@ TPK_DEVICE Pack pattern_of(const Litmus& litmus, int source, int to, u64 at) {
 }
 
 // Only a wrong pack is counted at once: an atomic between loads would order them.
-TPK_DEVICE void compare(const Peers& peers, const Litmus& litmus, int source, u64 at,
-                        const Pack& seen, u64& checked) {
-  const Pack expected = pattern_of(litmus, source, peers.space.rank, at);
+TPK_DEVICE void compare(const Litmus& litmus, int source, u64 at, const Pack& seen,
+                        const Pack& expected, u64& checked) {
   unsigned got = 0, wanted = 0, first = 4;
 #pragma unroll
   for (int i = 3; i >= 0; --i) {
@@ -57,29 +60,124 @@ TPK_DEVICE void compare(const Peers& peers, const Litmus& litmus, int source, u6
   record[3] = wanted;
 }
 
-TPK_DEVICE void exchange_messages(const Peers& peers, const Litmus& litmus) {
+TPK_DEVICE void compare(const Peers& peers, const Litmus& litmus, int source, u64 at,
+                        const Pack& seen, u64& checked) {
+  compare(litmus, source, at, seen, pattern_of(litmus, source, peers.space.rank, at), checked);
+}
+
+// This block's packs of those that a rank sends to another.
+TPK_DEVICE Range packs_of(const Litmus& litmus) {
+  return part_in({0, packs_in(litmus.bytes)}, packs_in(litmus.bytes));
+}
+
+TPK_DEVICE Pack* slot_of(const Peers& peers, const Litmus& litmus, int rank, int source) {
+  return reinterpret_cast<Pack*>(buffer_of(peers, rank) + source * litmus.bytes);
+}
+
+// `push(to)` stores this block's packs in the buffer of a rank.
+template <class Push>
+TPK_DEVICE void exchange_by_words(const Peers& peers, const Litmus& litmus, const Push& push) {
   const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
-  const Range part = part_in({0, packs_in(litmus.bytes)}, packs_in(litmus.bytes));
-  const auto slot = [&](int at, int source) {
-    return reinterpret_cast<Pack*>(buffer_of(peers, at) + source * litmus.bytes);
-  };
-  for (int i = 1; i < world; ++i) {
-    const int to = (rank + i) % world;
-    for (u64 at = part.first + thread(); at < part.last; at += threads()) {
-      store_pack(slot(to, rank) + at, pattern_of(litmus, rank, to, at));
-    }
-  }
+  const Range part = packs_of(litmus);
+  for (int i = 1; i < world; ++i) push((rank + i) % world);
   publish_to_all(peers, word);
   u64 checked = 0;
   for (int i = 1; i < world; ++i) {
     const int source = (rank + i) % world;
     wait_for(peers, source, word);
     for (u64 at = part.first + thread(); at < part.last; at += threads()) {
-      compare(peers, litmus, source, at, load_pack(slot(rank, source) + at), checked);
+      const Pack seen = load_pack(slot_of(peers, litmus, rank, source) + at);
+      compare(peers, litmus, source, at, seen, checked);
     }
   }
   add_acq_rel_gpu(litmus.found + kFoundChecked, checked);
 }
+
+TPK_DEVICE void exchange_messages(const Peers& peers, const Litmus& litmus) {
+  const int rank = peers.space.rank;
+  const Range part = packs_of(litmus);
+  exchange_by_words(peers, litmus, [&](int to) {
+    for (u64 at = part.first + thread(); at < part.last; at += threads()) {
+      store_pack(slot_of(peers, litmus, to, rank) + at, pattern_of(litmus, rank, to, at));
+    }
+  });
+}
+
+#ifdef TPK_SM_90
+TPK_DEVICE void exchange_in_bulk(const Peers& peers, const Litmus& litmus) {
+  constexpr u64 kAtOnce = kScratchFloats / 4;  // packs
+  const int rank = peers.space.rank;
+  const Range part = packs_of(litmus);
+  auto* held = reinterpret_cast<Pack*>(scratch());
+  exchange_by_words(peers, litmus, [&](int to) {
+    for (u64 first = part.first; first < part.last; first += kAtOnce) {
+      const u64 count = least(kAtOnce, part.last - first);
+      for (u64 i = thread(); i < count; i += threads()) {
+        held[i] = pattern_of(litmus, rank, to, first + i);
+      }
+      fence_scratch();
+      sync_block();
+      if (thread() == 0) {
+        const u64 there = address_of(slot_of(peers, litmus, to, rank) + first);
+        store_scratch(there, scratch(), static_cast<unsigned>(count * sizeof(Pack)));
+        await_scratch_stores();
+      }
+      sync_block();
+    }
+  });
+}
+
+// Of the packs that are added: small integers, whose sums are exact in fp32.
+TPK_DEVICE Pack summand_of(const Litmus& litmus, int source, int owner, u64 at) {
+  Pack pack = pattern_of(litmus, source, owner, at);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pack.word[i] = bits_of(static_cast<float>(pack.word[i] & 0xffff));
+  return pack;
+}
+
+TPK_DEVICE void exchange_by_multimem(const Peers& peers, const Litmus& litmus) {
+  const int rank = peers.space.rank, world = peers.space.world;
+  const int word = kTiles + block(), result = word + blocks();
+  const Range part = packs_of(litmus);
+  const u64 own = buffers_of(peers, {litmus.multicast, 0}) + rank * litmus.bytes;
+  u64 checked = 0;
+  for (int owner = 0; owner < world; ++owner) {
+    for (u64 at = part.first + thread(); at < part.last; at += threads()) {
+      store_pack(slot_of(peers, litmus, rank, owner) + at, summand_of(litmus, rank, owner, at));
+    }
+  }
+  fence_aliases();
+  publish_to_all(peers, word);
+  wait_for_all(peers, word);
+  fence_aliases();
+  for (u64 at = part.first + thread(); at < part.last; at += threads()) {
+    float sum[4] = {};
+    for (int source = 0; source < world; ++source) {
+      const Pack summand = summand_of(litmus, source, rank, at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] += float_of(summand.word[i]);
+    }
+    Pack expected;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) expected.word[i] = bits_of(sum[i]);
+    const Pack seen = multimem_sum<kF32>(own + at * sizeof(Pack));
+    compare(litmus, rank, at, seen, expected, checked);
+    multimem_store(own + at * sizeof(Pack), pattern_of(litmus, rank, world, at));
+  }
+  fence_aliases();
+  publish_to_all(peers, result);
+  for (int i = 1; i < world; ++i) {
+    const int source = (rank + i) % world;
+    wait_for(peers, source, result);
+    fence_aliases();
+    for (u64 at = part.first + thread(); at < part.last; at += threads()) {
+      const Pack seen = load_pack(slot_of(peers, litmus, rank, source) + at);
+      compare(litmus, source, at, seen, pattern_of(litmus, source, world, at), checked);
+    }
+  }
+  add_acq_rel_gpu(litmus.found + kFoundChecked, checked);
+}
+#endif
 
 TPK_DEVICE void exchange_words(const Peers& peers, const Litmus& litmus) {
   const int rank = peers.space.rank, world = peers.space.world;

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each, uneven_splits
-from tests.support.ranked import apart, bytes_sent, call, check_job, fresh_group, run_cases
+from tests.support.ranked import apart, bytes_sent, call, fresh_group, on_ranks, run_cases
 from tests.support.tiers import sweep
 from tpkernels.algorithms import ring
 
@@ -98,8 +98,11 @@ BITS = [
 ]
 
 
-def bits_job(cases: list[Case]) -> None:
-    """Cases whose bits differ between `unfused` and `ring`, with memory in common and without."""
+@pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
+@on_ranks()
+def test_the_bits_are_those_of_unfused() -> None:
+    """With memory in common and without."""
+    cases = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
     found: dict[Case, list[torch.Tensor]] = {}
     with fresh_group() as near, apart(), fresh_group() as far:
         for case, group in itertools.product(cases, (near, far)):
@@ -107,12 +110,6 @@ def bits_job(cases: list[Case]) -> None:
                 got = call(replace(case, algorithm=way), group)
                 first = found.setdefault(case, got)
                 assert all(map(torch.equal, got, first)), f"{case} {way}"
-
-
-@pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
-def test_the_bits_are_those_of_unfused(ranks: RanksFixture, world: int) -> None:
-    cases = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
-    check_job(ranks(world), bits_job, cases, timeout=120)
 
 
 # What travels.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
+from tests.support.cases import PACKABLE
 from tests.support.ranked import fresh_group, functions_called, on_ranks, planned_in_python
-from tests.support.refusals import PACKABLE
 from tests.support.tiers import sweep
 from tpkernels import groups
 

@@ -170,7 +170,7 @@ def test_refused_before_ranks_start(
     [
         ("", ("--prompt", "the " * 60), "64 in all"),
         ("", ("--prompt", ""), "has no tokens"),
-        ("tokenizer", ("--prompt", PROMPT), "no tokenizer"),
+        ("tokenizer", ("--prompt", PROMPT), "has no tokenizer; copy tokenizer.json"),
         ("chat", ("--prompt", "a", "--chat"), "template"),
         ("weights", ("--prompt", PROMPT), "safetensors"),
     ],

@@ -77,6 +77,26 @@ def test_a_core_that_copies_does_not_multiply() -> None:
         assert layer.overlapped >= 0.98 * (layer.product + layer.communication)
 
 
+def test_a_mixture_is_split_by_width_or_by_experts() -> None:
+    """Few tokens are as many rows on all ranks only by width; of many, experts move fewer bytes."""
+    command = "plan --model mixtral-8x7b --tp 1,2,8 --machine h100 --decode 1"
+    shown = invoke(*command.split()).output
+    assert "imbalance" in shown and "experts" in shown
+    phases = {"prefill": 8192, "decode": 1}
+    layers = layer_times(MODELS["mixtral-8x7b"], [1, 8], machine_named("h100"), phases, 2)
+    found = {(layer.phase, layer.tp, layer.split): layer for layer in layers}
+    assert len(found) == 6
+    for phase in phases:
+        width, experts = (found[phase, 8, split] for split in ("width", "experts"))
+        assert 1 == width.imbalance < experts.imbalance <= 8
+        assert width.product < experts.product < found[phase, 1, "width"].product
+    many, few = (
+        found[phase, 8, "width"].communication / found[phase, 8, "experts"].communication
+        for phase in phases
+    )
+    assert many > 1 > few
+
+
 def report(flops: float, small: float) -> MachineReport:
     rates = Rates(flops=flops, torch_flops=flops, copy_bytes=10 * flops, copy_over_cache=8.0)
     machine = this_machine("cpu", 2, 1, True, threads=1)

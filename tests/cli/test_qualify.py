@@ -52,7 +52,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 def test_the_record_is_kept_and_goes_on(gpus: list[str]) -> None:
     first = invoke("qualify", "--only", "direct/")
-    assert first.exit_code == 1 and len(gpus) == 5
+    assert first.exit_code == 1 and len(gpus) == 5 + 3  # with what they rely on
     assert "direct/ll on 2 ranks: disqualified: 2 of 4 elements wrong" in first.output
     record, _ = trust.load("cuda")
     assert record is not None and "direct/ll" not in record.trust(2).ways
@@ -62,7 +62,7 @@ def test_the_record_is_kept_and_goes_on(gpus: list[str]) -> None:
     assert "direct/ll" not in gpus and "pipelined/all_gather" in gpus
     gpus.clear()
     invoke("qualify", "--anew", "--only", "direct/ll128")
-    assert gpus == ["direct/ll128"]
+    assert gpus == ["lines", "direct/ll128"]
     record, _ = trust.load("cuda")  # with all that was run before, also in the interrupted command
     assert record is not None and {"direct/ll128", "fused/all_reduce"} < record.trust(2).ways
 
@@ -71,6 +71,13 @@ def test_the_plan_runs_nothing(gpus: list[str]) -> None:
     shown = invoke("qualify", "--plan")
     assert shown.exit_code == 0 and not gpus and "pipelined/all_gather" in shown.output
     assert "minutes" in shown.output
+
+
+def test_a_rehearsal_on_cpus_disqualifies_nothing() -> None:
+    """`fused` runs there under Triton's interpreter only."""
+    shown = invoke("qualify", "--device", "cpu", "--plan")
+    assert shown.exit_code == 0 and "fused is left out: it" in shown.output
+    assert "fused/" not in shown.output and "ring/all_gather" in shown.output
 
 
 REFUSALS = {

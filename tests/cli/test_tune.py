@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.cli.test_cli import invoke, one_element_off
+from tests.planning.test_table import measured
 from tests.support.ranked import on_ranks
 from tpkernels.bench.specs import Spec
 from tpkernels.cli.tune import tune_case
@@ -20,18 +21,13 @@ from tpkernels.launch import session
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, Means, choose, split_rule
 from tpkernels.planning.machine import cpu_flags, this_machine
-from tpkernels.planning.table import Measurement
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]
 
 
-def measured(n: int, ms: dict[str, float]) -> Measurement:
-    """Return times of 9 rows and ``n`` columns on two ranks."""
-    spec = Spec("all_gather_matmul", (9, n, 32), torch.bfloat16)
-    key = spec.problem(2).tuning_key
-    assert key is not None
-    return Measurement(*key, other=n, ms=ms, date="2026-11-25")
+def case(n: int) -> Spec:
+    return Spec("all_gather_matmul", (9, n, 32), torch.bfloat16)
 
 
 @pytest.fixture
@@ -67,9 +63,8 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert after.output.count("not measured") == len(left_out)
     assert "In the first calls" not in after.output  # the choice is made
     times = written[0]["ms"]
-    spec = Spec("all_gather_matmul", (9, 64, 32), torch.bfloat16)
-    table = NOTHING_TUNED.extended([measured(64, times)])
-    best = choose(spec.problem(2), Means(shared_memory=True), tuned=table).algorithm
+    table = NOTHING_TUNED.extended([measured(case(64), **times)])
+    best = choose(case(64).problem(2), Means(shared_memory=True), tuned=table).algorithm
     assert f"auto chooses {best}: tuned: {times[best]:.3g} ms, " in after.output
     assert "Measured here with 2 ranks x 1 thread: 3 cases" in after.output
     between = invoke(*EXPLAIN, "--m", "20")
@@ -83,7 +78,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
 def test_explain_weighs_the_cases_of_one_problem(cache: Path) -> None:
     machine = this_machine("cpu", 2, 1, True, threads=1)
     for n, unfused in ((64, 1.0), (128, 4.0)):
-        store.update(machine, measured(n, {"unfused": unfused, "direct": 2.0}))
+        store.update(machine, measured(case(n), unfused=unfused, direct=2.0))
     shown = invoke(*EXPLAIN, "--m", "9").output
     assert "1.00 (64), 4.00 (128)" in shown
     assert "within 2.00x of the fastest in 2 cases" in shown

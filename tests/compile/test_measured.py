@@ -11,13 +11,14 @@ from unittest import mock
 import torch
 
 import tpkernels
+from tests.planning.test_table import measured
 from tests.support.compiled import AG, AR, RS, gather, reduce, rewritten, scatter
 from tests.support.ranked import fresh_group, on_ranks
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
 from tpkernels.compile import graph as compile_graph
 from tpkernels.groups.group import Group
-from tpkernels.planning.table import Measurement, Table
+from tpkernels.planning.table import Table
 
 M, K, N = 64, 24, 40
 F32 = torch.float32
@@ -32,10 +33,8 @@ GRAPHS: dict[str, Any] = {
 FAST, SLOW = {"unfused": 2.0, "direct": 1.0}, {"unfused": 1.0, "direct": 2.0}
 
 
-def times(op: str, world: int, **ms: float) -> Table:
-    key = SPECS[op].problem(world, "cuda").tuning_key
-    assert key is not None
-    return Table((Measurement(*key, other=SPECS[op].other, ms=ms, date="2026-11-22"),))
+def times(op: str, **ms: float) -> Table:
+    return Table((measured(SPECS[op], "cuda", **ms),))
 
 
 @contextmanager
@@ -46,7 +45,7 @@ def group_on_gpus(op: str = AR, ms: dict[str, float] | None = None) -> Iterator[
     with fresh_group() as group, mock.patch.object(compile_graph, "why_left_to_torch", on_gpus):
         if ms is not None:
             tables = groups.get(group.group_name).measured.tables
-            tables["cuda"] = times(op, group.size(), **ms)
+            tables["cuda"] = times(op, **ms)
         yield group
 
 
@@ -82,7 +81,7 @@ def test_only_what_was_measured_to_be_faster() -> None:
         nothing = replies[op, "none", M]
         assert "CUDA tensors keep torch's calls" in nothing and "there are none" in nothing
         assert replies[op, "fast", M] == op
-        why = "favour the op: tuned: 1 ms, direct 2 ms, 2026-11-22"
+        why = "favour the op: tuned: 1 ms, direct 2 ms, 2026-11-21"
         assert replies[op, "slow", M].endswith(why)
         assert (replies[op, "fast", 8 * M] == op) == (op == AG)  # AG's rows are cut to M
     # Any measured number of rows may be met, and `auto` decides at each call.
@@ -95,13 +94,13 @@ def test_autotune_and_times_are_part_of_inductors_key() -> None:
     """What the pass takes while `autotune` is on; and whether inductor's cache tells graphs apart
     that were made meanwhile, or with other times."""
     with group_on_gpus() as group:
-        world, name = group.size(), group.group_name
+        name = group.group_name
         fusion = tpkernels.compile.fuse_collectives(group)
         keys = [fusion.uuid(), fusion.uuid()]
         with tpkernels.autotune(group):
             taken = reply(graph_of(AR, group), [torch.ones(M, K)])
             keys.append(fusion.uuid())
-        groups.get(name).measured.tables["cuda"] = times(AR, world, **FAST)
+        groups.get(name).measured.tables["cuda"] = times(AR, **FAST)
         keys.append(fusion.uuid())
         assert (taken, [key == keys[0] for key in keys]) == (AR, [True, True, False, False])
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch._inductor.utils import fresh_cache
 
 import tpkernels
+from tests.planning.test_table import measured
 from tests.support.cases import RanksFixture
 from tests.support.compiled import graph_runner, ops_in, reduce, rewritten
 from tests.support.ranked import check_job, fresh_group
@@ -22,7 +23,7 @@ from tpkernels import groups
 from tpkernels.bench.specs import Spec
 from tpkernels.compile import Report
 from tpkernels.compile import graph as compile_graph
-from tpkernels.planning.table import Measurement, Table
+from tpkernels.planning.table import Table
 
 EPS, WIDTH, HIDDEN, BATCH, TOKENS = 1e-5, 32, 24, 2, 3
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -221,13 +222,10 @@ def more_job() -> None:
         assert MATMUL not in fusion.report.counts, f"by default: {fusion.report}"
 
         spec = Spec(MATMUL, (BATCH * TOKENS, WIDTH, 2 * HIDDEN), F32)
-        key = spec.problem(group.size(), "cuda").tuning_key
-        assert key is not None
         on_gpus = lambda own, op, _, **more: why(own, op, "cuda", **more)  # noqa: E731
         with mock.patch.object(compile_graph, "why_left_to_torch", on_gpus):
             for ms, count in ((FAST, {MATMUL: 2}), (SLOW, {})):
-                measured = Measurement(*key, other=spec.other, ms=ms, date="2026-11-23")
-                groups.get(name).measured.tables["cuda"] = Table((measured,))
+                groups.get(name).measured.tables["cuda"] = Table((measured(spec, "cuda", **ms),))
                 _, _, told = traced(lambda h, x, w: block(h, x, w, llama_norm, ours, name), given)
                 assert told.counts == count, f"{ms}: {told}"
 

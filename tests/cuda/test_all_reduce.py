@@ -68,6 +68,11 @@ def shards_of(space: DeviceWorkspace, rows: int) -> tuple[int, ...]:
     return tuple(rows * (r % 3) + (r % 2) for r in range(space.world))
 
 
+def integers(count: int, dtype: torch.dtype, seed: int, offset: int = 0) -> torch.Tensor:
+    """Whose sums are exact, in whatever order: a switch adds in its own."""
+    return torch.arange(count + offset).mul(seed + 3).remainder(9).to(dtype)[offset:]
+
+
 def gather(space: DeviceWorkspace, signature: int, row: int, dtype: torch.dtype, way: str) -> bool:
     sizes = shards_of(space, 3)
     xs = [random(n * row, dtype, 50 + r).view(n, row) for r, n in enumerate(sizes)]
@@ -86,9 +91,10 @@ def scatter(
 ) -> bool:
     sizes, rank = shards_of(space, 3), space.rank
     begin = sum(sizes[:rank])
-    xs = [random(sum(sizes) * row, dtype, 60 + r).view(-1, row) for r in range(space.world)]
-    bias = random(row, F32, 7) if epilogue else None
-    residual = random(sizes[rank] * row, BF16, 8 + rank).view(-1, row) if epilogue else None
+    made = integers if way == "multimem" else random
+    xs = [made(sum(sizes) * row, dtype, 60 + r).view(-1, row) for r in range(space.world)]
+    bias = made(row, F32, 7) if epilogue else None
+    residual = made(sizes[rank] * row, BF16, 8 + rank).view(-1, row) if epilogue else None
     out = torch.empty(sizes[rank], row, dtype=dtype)
     launch = cuda.prepare_reduce_scatter(xs[rank], out, sizes, bias, residual, way)
     launch.run(space, signature)
@@ -98,10 +104,9 @@ def scatter(
 
 @pytest.mark.parametrize("world", sweep([3, 1, 4]))
 @on_ranks()
-def test_shards_and_multicast() -> None:
-    """Sums by multicast have no order: of integers."""
+def test_shards() -> None:
     space, wrong = space_of(words=WORDS), []
-    cases = itertools.product((1, 5, 8, 64), DTYPES, ("ll", "one_shot"))
+    cases = itertools.product((1, 5, 8, 64), DTYPES, ("ll", "one_shot", "multimem"))
     for number, (row, dtype, way) in enumerate(cases):
         for kind, right in (
             ("gather", gather(space, 3 * number + 1, row, dtype, way)),
@@ -110,12 +115,44 @@ def test_shards_and_multicast() -> None:
         ):
             if not right:
                 wrong.append(f"{kind} {row} {dtype} {way}")
-    for number, (count, dtype) in enumerate(itertools.product(COUNTS, DTYPES)):
-        xs = [torch.arange(count).add(r).remainder(9).to(dtype) for r in range(space.world)]
-        out = torch.empty(count, dtype=dtype)
-        cuda.all_reduce(space, 1000 + number, xs[space.rank], out, way="multimem")
-        if not torch.equal(out.double(), torch.stack(xs).double().sum(0)):
-            wrong.append(f"multimem {count} {dtype}")
+    require_none(wrong, space)
+
+
+@pytest.mark.parametrize("world", sweep([3, 2, 1, 9]))
+@on_ranks()
+def test_sums_by_the_switch() -> None:
+    """All counts, dtypes, places and epilogues, some in place; then rows that are normalised."""
+    space, wrong = space_of(words=WORDS), []
+    cases = itertools.product(COUNTS, DTYPES, (F32, BF16), (None, F16), (0, 1))
+    for number, (count, dtype, out_dtype, residual_dtype, offset) in enumerate(cases):
+        xs = [integers(count, dtype, number + r, offset) for r in range(space.world)]
+        bias = integers(count, DTYPES[number % 3], 7) if number % 2 else None
+        residual = None if residual_dtype is None else integers(count, residual_dtype, 9, offset)
+        want = sum(x.double() for x in (*xs, bias, residual) if x is not None)
+        x, in_place = xs[space.rank].clone(), dtype == out_dtype and number // 2 % 2
+        out = x if in_place else torch.empty(count + offset, dtype=out_dtype)[offset:]
+        cuda.all_reduce(space, number + 1, x, out, bias, residual, "multimem")
+        if not torch.equal(out.double(), want):
+            wrong.append(f"{count} {dtype} {out_dtype} {residual_dtype} {offset}")
+    for number, (shape, dtype) in enumerate(
+        itertools.product(((1, 8), (3, 264), (70, 16), (2, 1032)), DTYPES)
+    ):
+        xs = [
+            integers(shape[0] * shape[1], dtype, number + r).view(shape) for r in range(space.world)
+        ]
+        residual, weight = (
+            integers(shape[0] * shape[1], F32, 5).view(shape),
+            random(shape[1], F32, 1),
+        )
+        total, normed, alone = (torch.empty(shape, dtype=dtype) for _ in range(3))
+        launch = cuda.prepare_normed_all_reduce(
+            *(space.world, xs[space.rank], total, normed, weight, 1e-5, None, residual, "multimem")
+        )
+        launch.run(space, 2000 + number)
+        cuda.rms_norm(total, alone, weight, 1e-5)
+        exact = torch.equal(total.double(), sum(x.double() for x in (*xs, residual)))
+        if not (exact and same_bits(normed, alone)):
+            wrong.append(f"{shape} {dtype}: {'the rows' if exact else 'the sum'}")
     require_none(wrong, space)
 
 
@@ -155,7 +192,7 @@ def wrong_calls(
     space.state[EPOCH] = first
     dist.barrier()
     space.set_chaos(seed=space.rank, max_delay_us=delay_us, **broken)
-    ways = ("ll128", "ll128", "ll_two_shot", "ll", "ll128", "two_shot", "shards", "multimem")
+    ways = ("ll128", "ll128", "ll_two_shot", "ll", "multimem", "two_shot", "shards", "multimem")
     if broken:  # a two-shot's words also tell that its buffers have been read
         ways = ("shards",) * 8
     with driver_that(tearing=TEARINGS.index(how)):
@@ -163,7 +200,7 @@ def wrong_calls(
             way = ways[call % 8]
             if way == "shards":
                 shards = (gather, scatter)[call // 8 % 2]
-                way = "one_shot" if broken else ("one_shot", "ll")[call // 16 % 2]
+                way = "one_shot" if broken else ("one_shot", "ll", "multimem")[call // 16 % 3]
                 wrong += not shards(space, call + 1, 5 + call, F32, way)
                 continue
             after_next = int(space.state[EPOCH]) + 3 if first == 0 else call
@@ -244,7 +281,9 @@ def test_what_auto_takes() -> None:
         gathers = cuda.prepare_all_gather(shard, whole, (64, rows))
         scatters = cuda.prepare_reduce_scatter(whole, shard, (64, rows))
         assert (gathers.buffer_bytes == 0) == (scatters.buffer_bytes == 0) == small
-    with pytest.raises(ValueError, match="way is 'ring'; it must be auto, one_shot or ll"):
+    with pytest.raises(
+        ValueError, match="way is 'ring'; it must be auto, one_shot, ll or multimem"
+    ):
         cuda.prepare_all_gather(shard, whole, (64, 65), "ring")
     # 512 KiB over 8 ranks: by LL128 8/7 of the data in place of twice; 586 lines, 32 in a block
     for way, words in (("ll128", 16 + 2 * 586 * 16), ("ll_two_shot", 2 + 2 * 4096 * 4)):
@@ -260,10 +299,10 @@ def test_what_a_call_does_in_turn() -> None:
     x, whole = torch.ones(128), torch.empty(128 * space.world)
     sizes, column = (128,) * space.world, x.view(-1, 1)
     with driver_that(threads=8):
-        for way in WAYS[:3]:
+        for way in (*WAYS[:3], "multimem"):
             cuda.all_reduce(space, 1, x, x, way=way)
             found[f"all_reduce {way}"] = counts()
-        for way in ("one_shot", "ll"):
+        for way in ("one_shot", "ll", "multimem"):
             cuda.prepare_all_gather(column, whole.view(-1, 1), sizes, way).run(space, 2)
             found[f"all_gather {way}"] = counts()
             launch = cuda.prepare_reduce_scatter(whole.view(-1, 1), column, sizes, way=way)
@@ -275,6 +314,9 @@ def test_what_a_call_does_in_turn() -> None:
     assert found == low | {
         "all_reduce two_shot": (8 + space.world - 1, 3, 0),
         "all_reduce ll_two_shot": (2, 0, 0),
+        "all_reduce multimem": (8, 3, 0),
+        "all_gather multimem": (6, 2, 0),
+        "reduce_scatter multimem": (6, 2, 0),
         "all_gather one_shot": (5 + space.world - 1, 2, 0),
         "reduce_scatter one_shot": (6, 2, 0),
         "all_reduce in 2 blocks": (2, 0, 1),

@@ -18,12 +18,16 @@ from tpkernels import _C
 from tpkernels.kernels import all_gather_matmul, sync
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-FENCED = ("two_shot_all_reduce", "multimem_all_reduce", "two_shot_all_reduce_rms_norm")
-SHARDS = ("one_shot_all_gather", "one_shot_reduce_scatter", "litmus_messages")
+SWITCHED = ("multimem_all_reduce_rms_norm", "multimem_all_reduce", "multimem_all_gather")
+SWITCHED += ("multimem_reduce_scatter", "litmus_multimem")
+SINCE_90 = (*SWITCHED, "litmus_bulk")
+FENCED = ("two_shot_all_reduce", "two_shot_all_reduce_rms_norm", *SWITCHED[:2])
+SHARDS = ("one_shot_all_gather", "one_shot_reduce_scatter", "litmus_messages", *SWITCHED[2:])
+SHARDS += ("litmus_bulk",)
 LL_ROWS = ("ll_all_reduce_rms_norm", "ll_two_shot_all_reduce_rms_norm")
 LL = ("ll_all_reduce", "ll_two_shot_all_reduce", "ll128_all_reduce", *LL_ROWS)
 LL += ("ll_all_gather", "ll_reduce_scatter", "litmus_words", "litmus_lines")
-ROWS = ("two_shot_all_reduce_rms_norm", *LL_ROWS, "rms_norm_of_rows")
+ROWS = ("two_shot_all_reduce_rms_norm", SWITCHED[0], *LL_ROWS, "rms_norm_of_rows")
 LOCAL = ("sum_of_partials", "rms_norm_of_rows")  # of one rank alone
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
@@ -68,7 +72,7 @@ def test_there_is_code_for_every_architecture_without_spills() -> None:
     assert sorted(found) == sorted(ARCHITECTURES)
     for arch, kernels in found.items():
         missing = entries() - set(kernels)
-        assert missing == ({"multimem_all_reduce"} if arch == "sm_80" else set()), arch
+        assert missing == (set(SINCE_90) if arch == "sm_80" else set()), arch
         for kernel, used in kernels.items():
             assert used.stack == 0 and used.local == 0, f"{kernel} on {arch}: {used}"
         for name in ("call_wait", "call_publish", "call_flag"):
@@ -128,6 +132,25 @@ def test_words_and_data_have_barriers_between_them() -> None:
                 nearest = neighbours(lines, at, data, step)
                 assert re.search(expected, nearest), "\n".join([kernel, *lines[at - 30 : at + 30]])
             assert found, kernel
+
+
+def test_accesses_by_multicast_have_a_fence_of_aliases_on_the_way_to_each_word() -> None:
+    """And are strong, at system scope."""
+    for kernel in SWITCHED:
+        ptx = ptx_of_calls()[kernel]
+        accesses = re.findall(r"multimem\.\S+", ptx)
+        assert accesses, kernel
+        strong = r"multimem\.(?:ld_reduce|st)\.relaxed\.sys\.global\."
+        assert all(re.match(strong, access) for access in accesses), kernel
+        way = re.findall(rf"multimem\.|fence\.proxy\.alias|{RELEASE}|{ACQUIRE}", ptx)
+        kinds = "".join("mfw"["fence" in step or 2 * (step[:2] in ("st", "ld"))] for step in way)
+        assert not re.search("mw|wm", kinds), (kernel, kinds)
+
+
+def test_bulk_copies_of_a_litmus_test_are_complete_before_the_word() -> None:
+    order = rf"fence\.proxy\.async|cp\.async\.bulk\.(?:global|commit|wait)|{RELEASE}"
+    steps = [step.split(".")[-1] for step in re.findall(order, ptx_of_calls()["litmus_bulk"])]
+    assert steps == ["u64", "async", "global", "commit", "wait", "u64"], steps
 
 
 def test_the_host_is_told_of_a_failure_that_it_can_read() -> None:
@@ -206,7 +229,9 @@ def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
         code, moves = kernels[name], name in (*FENCED, *SHARDS, *LL, *LOCAL)
         assert ("LDG.E.128.STRONG.SYS" in code) == (name in LL), name
         assert "STG.E.128.STRONG.SYS" in code or name not in LL, name
-        assert ("LDG.E.128" in code) == ("STG.E.128" in code) == moves, name
+        stores = moves and name != "litmus_bulk"  # whose data TMA stores
+        assert ("LDG.E.128" in code, "STG.E.128" in code) == (moves, stores), name
+        assert ("UBLKCP" in code) == (name == "litmus_bulk"), name
         assert ".CONSTANT" not in code and not re.search(r"\b(LDL|STL)\b", code), name
         assert ("UCGABAR_WAIT" in code) == (name in ROWS and arch != "sm_80"), name
         early = name in (*FENCED, *SHARDS, *LL) and arch != "sm_80"
@@ -215,7 +240,8 @@ def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
             len(re.findall(what, code)) for what in (r"MEMBAR\.\w+\.SYS", r"ATOM\S*\.CAS")
         )
         assert fences >= records and (fences > records) == (name not in quiet), name
-        assert (re.search(r"LDGMC\.", code) is not None) == ("multimem" in name), name
+        adds = name in SWITCHED and not name.endswith("gather")
+        assert (re.search(r"LDGMC\.", code) is not None) == adds, name
 
 
 def setup_values() -> dict[str, object]:

@@ -112,6 +112,9 @@ def test_nothing_comes_between_the_product_and_its_kernel(monkeypatch: pytest.Mo
     launch = SimpleNamespace(
         words=0, buffer_bytes=0, sizes=(), run=lambda *_: order.append("kernel")
     )
-    x, call = torch.ones(2, 2), SimpleNamespace(plan=SimpleNamespace(signature=1))
+    x, call = (
+        torch.ones(2, 2),
+        SimpleNamespace(plan=SimpleNamespace(signature=1, algorithm="direct")),
+    )
     direct._queue(call, x, x, x, launch)  # type: ignore[arg-type]
     assert order == ["turn begins", "product", "kernel", "turn ends"]

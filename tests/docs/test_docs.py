@@ -83,7 +83,7 @@ def run_job(source: str, name: str) -> None:
     exec(compile(source, name, "exec"), {"__name__": name})
 
 
-WITH_MODELS = ["models", "recipes"]
+WITH_MODELS = ["models", "moe", "recipes"]
 ON_TWO_RANKS = ["failures", "gallery", "mesh", "numerics", "ops", "performance", *WITH_MODELS]
 
 

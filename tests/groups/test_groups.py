@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import warnings
@@ -108,15 +109,10 @@ def test_threads_make_first_calls(autotune: bool | None) -> list[str]:
         time.sleep(0.02)
         return load(machine)
 
-    def work(group: dist.ProcessGroup, start: threading.Barrier) -> None:
+    def work(group: dist.ProcessGroup, start: threading.Barrier) -> list[float]:
         x = torch.ones(40)
         start.wait()
-        try:
-            got = tpkernels.all_reduce(x, group)
-            if not torch.equal(got, torch.full((40,), 2.0)):
-                failures.append(f"wrong: {got}")
-        except Exception as error:
-            failures.append(f"{type(error).__name__}: {error}")
+        return tpkernels.all_reduce(x, group).tolist()
 
     with mock.patch.object(store, "load", load_slowly):
         for _ in range(2):
@@ -125,11 +121,8 @@ def test_threads_make_first_calls(autotune: bool | None) -> list[str]:
                 if autotune is not None:
                     tpkernels.init(group, autotune=autotune)
             start = threading.Barrier(4)
-            threads = [threading.Thread(target=work, args=(g, start)) for g in [*made, *made]]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            results = faults.together(functools.partial(work, g, start) for g in [*made, *made])
+            failures += [repr(result) for result in results if result != [2.0] * 40]
             for group in made:
                 dist.destroy_process_group(group)
     return failures

@@ -60,6 +60,28 @@ def test_bytes_that_are_no_character_are_shown_at_the_end(tokenizer: Any) -> Non
     assert "".join(texts) == "a"
 
 
+def test_tokenizers_that_fall_back_to_bytes() -> None:
+    """As those of Llama 2, Gemma and Phi-3. Text that was sent stays, although such a tokenizer
+    shows all of a run of bytes as no text if a part of it is none."""
+    words = [f"<0x{byte:02X}>" for byte in range(256)] + ["</s>", "\u2581the", "sky"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    )
+    decoders = tokenizers.decoders
+    spaces, strip = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    line, broken, the, sky = 10, 0xF0, 257, 258
+    for tokens, want in (
+        ([the, *"\n東".encode(), the, sky], "the\n東 thesky"),
+        ([the, line, broken, the, the], "the\n\ufffd the the"),
+        ([the, line, broken], "the\n\ufffd"),
+        ([broken, the, line, 0x80, sky, line], "\ufffd the\n\ufffdsky\n"),
+    ):
+        texts, _ = pieces(tokenizer, tokens)
+        assert "".join(texts) == want
+
+
 @pytest.mark.parametrize("size", [1, 4, 100])
 @pytest.mark.parametrize(
     ("stop", "want"),

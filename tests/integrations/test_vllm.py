@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support import fake_vllm
+from tests.support.cases import PACKABLE
 from tests.support.ranked import apart, on_ranks, recorded_calls
-from tests.support.refusals import PACKABLE
 from tpkernels.integrations import vllm
 
 WORLD = 2

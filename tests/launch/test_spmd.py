@@ -80,8 +80,29 @@ def test_an_error_comes_with_the_traceback_of_its_rank() -> None:
         if mesh.get_local_rank() == 1:
             raise ArithmeticError("on the second rank")
 
-    with pytest.raises(RankError, match=r"rank 1 \(pid(.|\n)*in work(.|\n)*on the second rank"):
+    with pytest.raises(RankError, match=r"rank 1 \(pid(.|\n)*in work(.|\n)*on the second rank$"):
         tpkernels.spmd(work, 2)
+
+
+def test_the_same_error_on_several_ranks_is_shown_once() -> None:
+    with pytest.raises(RankError) as caught:
+        tpkernels.spmd(lambda mesh: 1 / 0, 3)
+    assert str(caught.value).count("ZeroDivisionError") == 1
+    assert str(caught.value).endswith(" s: the same as rank 0")
+
+
+def test_semaphores_of_a_rank_end_with_it() -> None:
+    """Those of tqdm, say, or Python warns of leaked ones as the script ends."""
+
+    def made(mesh: Any) -> str:
+        import multiprocessing
+
+        lock = multiprocessing.get_context("spawn").Lock()
+        dist.kept = lock  # type: ignore[attr-defined]
+        return str(lock._semlock.name)  # type: ignore[attr-defined]
+
+    [name] = tpkernels.spmd(made, 1)
+    assert not Path(f"/dev/shm/sem.{name[1:]}").exists()
 
 
 def test_a_result_that_cannot_be_copied() -> None:
@@ -95,6 +116,7 @@ def test_a_result_that_cannot_be_copied() -> None:
         ((4, (2, 3)), {}, ValueError, "has 6 ranks, but nprocs is 4"),
         ((0,), {}, ValueError, "nprocs is 0; pass the number of ranks"),
         ((2, 4), {}, TypeError, r"mesh_shape is 4; .* such as \(2,\), or None, before the arg"),
+        ((2, "text"), {}, TypeError, r"mesh_shape is 'text'; .* such as \(2,\), or None, before"),
         ((2,), {"device": "cuda"}, ValueError, "torch sees no GPU"),
         ((2,), {"device": "tpu"}, ValueError, "device is 'tpu'; it can be 'cpu' or 'cuda'"),
         ((4, (2, 2)), {"mesh_dim_names": ["x"]}, ValueError, "2 dims, but the names are"),
@@ -113,3 +135,8 @@ def test_bad_input_starts_nothing(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(error, match=message):
         tpkernels.spmd(print, *arguments, **options)
+
+
+def test_the_result_of_a_call_is_no_function() -> None:
+    with pytest.raises(TypeError, match="fn is 7; pass the function itself"):
+        tpkernels.spmd(7, 2)  # type: ignore[arg-type]

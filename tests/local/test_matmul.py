@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import tpkernels
+from tests.support.cases import PACKABLE
 from tests.support.products import product, threads, within_rounding
 from tests.support.ranked import on_ranks, place
-from tests.support.refusals import PACKABLE
 from tpkernels import _C
 from tpkernels.dtypes import CODES
 from tpkernels.local import matmul

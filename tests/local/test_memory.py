@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import queue
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.faults import together
 from tpkernels import _C
 from tpkernels.local.memory import empty
 
@@ -168,22 +170,16 @@ def test_memory_in_use_is_never_handed_out(name: str, pool: Callable[[str], int]
 def test_threads_never_have_the_same_memory(pool: Callable[[str], int]) -> None:
     """Tensors are made on one thread and die on another."""
     handed: queue.SimpleQueue[tuple[torch.Tensor, int]] = queue.SimpleQueue()
-    wrong: list[int] = []
 
     def run(thread: int) -> None:
         for i in range(25):
             value = 100 * thread + i
             handed.put((large(value, mib=4 + i % 3), value))
             x, expected = handed.get(timeout=60)
-            if not (x == expected).all():
-                wrong.append(expected)
+            assert (x == expected).all(), expected
 
-    threads = [threading.Thread(target=run, args=[i]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and pool("in_use") == 0 and 0 < pool("idle") <= LIMIT
+    assert together(functools.partial(run, i) for i in range(4)) == [None] * 4
+    assert pool("in_use") == 0 and 0 < pool("idle") <= LIMIT
 
 
 def test_idle_memory_is_bounded(pool: Callable[[str], int]) -> None:

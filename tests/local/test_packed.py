@@ -12,6 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import tpkernels
+from tests.support.cases import PACKABLE
 from tests.support.products import (
     amid_nan_bytes,
     assert_plain_bits,
@@ -20,7 +21,6 @@ from tests.support.products import (
     within_rounding,
 )
 from tests.support.ranked import fresh_group, on_ranks, unlike
-from tests.support.refusals import PACKABLE
 from tpkernels import _C, validation
 from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.packed import is_packed, pack_integers

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, SWEEP, far
-from tests.support.ranked import check_job, fresh_group, on_ranks, recorded_calls, unlike
+from tests.support.ranked import fresh_group, on_ranks, recorded_calls, unlike
 from tpkernels import nn as tnn
 from tpkernels.nn.sharding import Split
 
@@ -41,7 +41,10 @@ def samples(vocab: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     }
 
 
-def loss_job(vocab: int) -> None:
+@pytest.mark.parametrize("world", SWEEP)
+@pytest.mark.parametrize("vocab", [11, 3])  # with 4 ranks and 3 columns the last rank has none
+@on_ranks()
+def test_it_is_torchs(vocab: int) -> None:
     with fresh_group() as group:
         split = Split.of(2, vocab, group.group_name, "vocab")
         for name, (logits, target) in samples(vocab).items():
@@ -67,12 +70,6 @@ def loss_job(vocab: int) -> None:
                 for what, (one, other) in pairs.items():
                     difference = far(one, other)
                     assert difference is None, f"{case}: {what} {difference}"
-
-
-@pytest.mark.parametrize("world", SWEEP)
-def test_it_is_torchs(ranks: RanksFixture, world: int) -> None:
-    for vocab in (11, 3):  # with 4 ranks and 3 columns the last rank has none
-        check_job(ranks(world), loss_job, vocab)
 
 
 class Largest(TorchDispatchMode):

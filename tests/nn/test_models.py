@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.cases import RanksFixture
 from tests.support.nn_reference import SWEEP, Model, Shape, far, inputs, shard, whole_logits
-from tests.support.ranked import check_job, fresh_group, on_ranks
+from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 
@@ -47,8 +46,13 @@ def check(model: Model, rerun: bool = False) -> list[str]:
     return [f"{name}: {off}" for name, off in differences.items() if off is not None]
 
 
-def model_job(shape: Shape, sequence: bool, dim: int) -> list[str]:
-    failures = []
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", SWEEP)
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+@pytest.mark.parametrize("sequence", sweep([True, False]), ids=["sequence", "replicated"])
+@on_ranks()
+def test_a_model_of_layers_is_the_unsharded_one(sequence: bool, number: int) -> list[str]:
+    shape, dim = SHAPES[number], number % 2
     with fresh_group() as group:
         torch.manual_seed(0)
         model = Model(shape, group, sequence, dim)
@@ -56,20 +60,10 @@ def model_job(shape: Shape, sequence: bool, dim: int) -> list[str]:
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.uniform_(0.5, 1.5)
-        failures += check(model)
+        failures = check(model)
         model.zero_grad()
         failures += [f"again, checkpointed: {failure}" for failure in check(model, rerun=True)]
-    return [f"{shape} {sequence=} {dim=}: {failure}" for failure in failures]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("world", SWEEP)
-@pytest.mark.parametrize("sequence", sweep([True, False]), ids=["sequence", "replicated"])
-def test_a_model_of_layers_is_the_unsharded_one(
-    ranks: RanksFixture, world: int, sequence: bool
-) -> None:
-    for number, shape in enumerate(SHAPES):
-        check_job(ranks(world), model_job, shape, sequence, number % 2)
+    return failures
 
 
 @on_ranks(3)

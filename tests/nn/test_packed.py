@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.support.cases import QUICK_WORLDS, RanksFixture
+from tests.support.cases import QUICK_WORLDS
 from tests.support.nn_reference import Model, Shape, inputs
-from tests.support.ranked import check_job, fresh_group, messages_of, on_ranks, unlike
+from tests.support.ranked import fresh_group, messages_of, on_ranks, unlike
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
 from tpkernels.nn.linear import ParallelLinear
@@ -71,7 +71,10 @@ def wrong(model: Model, drop: bool, want: torch.Tensor, state: dict[str, torch.T
     return ""
 
 
-def same_job(folder: str, sequence: bool, drop: bool) -> list[str]:
+@pytest.mark.parametrize("world", QUICK_WORLDS)
+@pytest.mark.parametrize(("sequence", "drop"), WAYS)
+@on_ranks()
+def test_a_packed_model_is_the_same(tmp_path: Path, sequence: bool, drop: bool) -> list[str]:
     with fresh_group() as group:
         model = make(group, sequence)
         want, state = logits(model), local(model)
@@ -80,8 +83,8 @@ def same_job(folder: str, sequence: bool, drop: bool) -> list[str]:
         loaded.load_state_dict(tnn.full_state_dict(model))
         restored = tnn.pack_(make(group, sequence, seed=1), drop=drop)
         saved = restored.state_dict()
-        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-        dcp.load({"model": saved}, checkpoint_id=folder)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+        dcp.load({"model": saved}, checkpoint_id=tmp_path)
         restored.load_state_dict(saved)
         assigned = tnn.pack_(make(group, sequence, seed=1), drop=drop)
         assigned.load_state_dict(tnn.full_state_dict(model), assign=True)
@@ -106,14 +109,6 @@ def same_job(folder: str, sequence: bool, drop: bool) -> list[str]:
         ids, targets, rotary = inputs(SHAPE, 0)
         model.loss(ids, targets, rotary).backward()  # type: ignore[no-untyped-call]
     return [failure for failure in failures if not failure.endswith(": ")]
-
-
-@pytest.mark.parametrize("world", QUICK_WORLDS)
-@pytest.mark.parametrize(("sequence", "drop"), WAYS)
-def test_a_packed_model_is_the_same(
-    ranks: RanksFixture, tmp_path: Path, world: int, sequence: bool, drop: bool
-) -> None:
-    check_job(ranks(world), same_job, str(tmp_path), sequence, drop, timeout=120)
 
 
 @on_ranks(2)

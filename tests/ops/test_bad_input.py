@@ -1,20 +1,495 @@
 """Wrong input: one line with the values, on every rank, before anything is sent. The group goes
-on."""
+on. First tables of wrong calls, written for two ranks, then how they end."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 import tpkernels
-from tests.support import faults, refusals
+from tests.support import faults
 from tests.support.ranked import fresh_group, on_ranks
-from tests.support.refusals import Refusal
+from tests.support.reference import E4M3, E8M0, FP4
+
+F32, F16, BF16, F64, INT = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64
+GATHER = tpkernels.all_gather_matmul
+SCATTER = tpkernels.matmul_reduce_scatter
+REDUCE = tpkernels.matmul_all_reduce
+UNSUPPORTED = "x has dtype int64; supported: float32, float16, bfloat16, float64"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """``call(group)`` must raise ``error`` with a message that matches ``pattern``."""
+
+    error: type[Exception]
+    pattern: str
+    call: Callable[[dist.ProcessGroup], Any]
+
+
+def no(
+    error: type[Exception], pattern: str, op: Callable[..., Any], *tensors: Any, **options: Any
+) -> Refusal:
+    """``op(*tensors, group, **options)`` must be refused."""
+    return Refusal(error, pattern, lambda group: op(*tensors, group, **options))
+
+
+def ones(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def packed_weights() -> Iterator[Refusal]:
+    x, w, int8 = ones(4, 6), tpkernels.pack(ones(6, 8)), tpkernels.pack(ones(8, 8), torch.int8)
+    for op in (GATHER, SCATTER, REDUCE):
+        pattern = r"packed shape \[5, 8\], but .* needs \[6, N\]"
+        yield no(ValueError, pattern, op, x, tpkernels.pack(ones(5, 8)))
+        yield no(ValueError, r"has packed shape \[8, 8\], but .* needs \[6, N\]", op, x, int8)
+        pattern = "is float32 but x is float64; they must be equal: pack it in x's dtype"
+        yield no(TypeError, pattern, op, x.double(), w)
+        yield no(TypeError, "is int8 but x is float64", op, ones(4, 8).double(), int8)
+        pattern = "x has layout torch._mkldnn; the ops take dense tensors"
+        yield no(NotImplementedError, pattern, op, x.to_mkldnn(), w)
+        pattern = r"shape \[8, 6, 1\] .* is neither a matrix nor what tpkernels.pack returns"
+        yield no(ValueError, pattern, op, x.bfloat16(), w.bfloat16())
+    pattern = r"weights\[1\] has packed shape \[8, 6\], but .* needs \[6, N\]"
+    yield no(ValueError, pattern, GATHER, x, [w, tpkernels.pack(ones(8, 6))])
+    for op in (SCATTER, REDUCE):
+        pattern = "bias has layout torch._mkldnn"
+        yield no(NotImplementedError, pattern, op, x, w, bias=ones(8).to_mkldnn())
+        pattern = "residual has layout torch._mkldnn"
+        residual = ones(2 if op is SCATTER else 4, 8).to_mkldnn()
+        yield no(NotImplementedError, pattern, op, x, w, residual=residual)
+    narrow = tpkernels.pack(ones(6, 8, dtype=BF16))
+    yield from weights_that_are_no_matrices("is packed", "a packed weight", w, narrow)
+
+
+def local_products() -> Iterator[Refusal]:
+    x, w = ones(4, 6), tpkernels.LocalProduct(lambda x: x @ ones(6, 8), (6, 8), F32)
+    for op in (GATHER, SCATTER, REDUCE):
+        yield no(ValueError, r"has shape \[6, 8\], but .* needs \[7, N\]", op, ones(4, 7), w)
+        yield no(TypeError, "is float32 but x is bfloat16", op, x.bfloat16(), w)
+        fake = FakeTensorMode().from_tensor(x)
+        yield no(TypeError, "takes plain tensors, not FakeTensor", op, fake, w)
+    pattern = r"weights\[0\] is a LocalProduct with a bias; add the bias in its function"
+    yield no(NotImplementedError, pattern, GATHER, x, w, biases=ones(8))
+    narrow = tpkernels.LocalProduct(lambda x: x, (6, 6), BF16)
+    yield from weights_that_are_no_matrices("is a LocalProduct", "a LocalProduct", w, narrow)
+
+
+def weights_that_are_no_matrices(what: str, kind: str, w: Any, narrow: Any) -> Iterator[Refusal]:
+    """What neither can do; ``narrow`` is one in bf16."""
+    x = ones(4, 6)
+    for op in (GATHER, SCATTER, REDUCE):
+        pattern = f"{what}, and the kernels of 'fused' cannot read it"
+        yield no(NotImplementedError, pattern, op, x, w, algorithm="fused")
+        pattern = f"has no gradient with {kind}; call it under torch.no_grad"
+        yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), w)
+    pattern = rf"weights\[0\] {what}, and its product has x's dtype float32, not bfloat16"
+    yield no(NotImplementedError, pattern, GATHER, x, w, out_dtype=BF16)
+    pattern = f"w {what}, and its columns cannot be split along the last dim"
+    yield no(NotImplementedError, pattern, SCATTER, x, w, scatter_dim=1)
+    pattern = f"w {what}, and its product has x's dtype bfloat16, not float32"
+    for op in (SCATTER, REDUCE):
+        yield no(NotImplementedError, pattern, op, x.bfloat16(), narrow, wire_dtype=F32)
+
+
+def matmul_operands() -> Iterator[Refusal]:
+    x, w = ones(4, 6), ones(6, 8)
+    for op in (GATHER, SCATTER, REDUCE):
+        yield no(ValueError, r"\[5, 8\].*\[4, 6\].*\[6, N\]", op, x, ones(5, 8))
+        yield no(ValueError, r"shape \[6\].*needs \[6, N\]", op, x, ones(6))
+        yield no(ValueError, r"\[6, 0\]: N must be at least 1", op, x, ones(6, 0))
+        yield no(ValueError, r"\[4, 0\]: K must be at least 1", op, ones(4, 0), ones(0, 8))
+        yield no(ValueError, r"at least 2 dims.*\[6\]", op, ones(6), w)
+        yield no(TypeError, "float16 but x is float32", op, x, ones(6, 8, dtype=F16))
+        yield no(NotImplementedError, UNSUPPORTED, op, x.to(INT), w.to(INT))
+        pattern = "out_dtype has dtype int32"
+        yield no(NotImplementedError, pattern, op, x, w, out_dtype=torch.int32)
+        pattern = "out_dtype float64 of float32 input"
+        yield no(NotImplementedError, pattern, op, x, w, out_dtype=F64)
+        pattern = "unknown algorithm 'tree'; there are auto, unfused, ring, direct, multimem"
+        yield no(ValueError, pattern, op, x, w, algorithm="tree")
+    yield no(ValueError, "weights is empty", GATHER, x, [])
+    yield no(ValueError, r"weights\[1\].*\[7, 8\].*\[6, N\]", GATHER, x, [w, ones(7, 8)])
+    yield no(ValueError, r"\[6, 8\].*\[4, 6\].*\[12, N\]", GATHER, x, w, gather_dim=1)
+    for way in ("ring", "pipelined"):
+        pattern = f"'{way}' of all_gather_matmul cannot gather the dim that the matmul sums over"
+        along_k = {"gather_dim": 1, "algorithm": way}
+        yield no(NotImplementedError, pattern, GATHER, x, ones(12, 8), **along_k)
+
+
+def epilogues() -> Iterator[Refusal]:
+    x, w = ones(4, 6), ones(6, 8)
+    for op, rows in ((SCATTER, 2), (REDUCE, 4)):
+        yield no(ValueError, r"bias has shape \[7\], expected \[8\]", op, x, w, bias=ones(7))
+        yield no(ValueError, r"bias has shape \[1, 8\], expected", op, x, w, bias=ones(1, 8))
+        pattern = "bias is float16; it must be float32"
+        yield no(TypeError, pattern, op, x, w, bias=ones(8, dtype=F16))
+        pattern = rf"residual has shape \[{rows}, 7\], the output \[{rows}, 8\]"
+        yield no(ValueError, pattern, op, x, w, residual=ones(rows, 7))
+        pattern = rf"residual has shape \[8\], the output \[{rows}, 8\]"
+        yield no(ValueError, pattern, op, x, w, residual=ones(8))
+        pattern = "residual is bfloat16; it must be float32"
+        yield no(TypeError, pattern, op, x, w, residual=ones(rows, 8, dtype=BF16))
+        pattern = "wire_dtype is bfloat16; it must be x's float32 or float32"
+        yield no(ValueError, pattern, op, x, w, wire_dtype=BF16)
+        pattern = "wire_dtype is float16; it must be x's bfloat16 or float32"
+        yield no(ValueError, pattern, op, x.to(BF16), w.to(BF16), wire_dtype=F16)
+    pattern = r"biases\[1\] has shape \[8\], expected \[3\]"
+    yield no(ValueError, pattern, GATHER, x, [w, ones(6, 3)], biases=[None, ones(8)])
+    yield no(ValueError, "2 biases for 1 weights", GATHER, x, w, biases=[None, None])
+    yield no(ValueError, "0 biases for 1 weights", GATHER, x, w, biases=[])
+
+
+def shards() -> Iterator[Refusal]:
+    x, w = ones(4, 6), ones(6, 8)
+    ops: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = [
+        (tpkernels.all_gather, (x,)),
+        (GATHER, (x, w)),
+        (tpkernels.reduce_scatter, (x,)),
+        (SCATTER, (x, w)),
+    ]
+    for i, (op, tensors) in enumerate(ops):
+        for sizes in ([4], [4, 2, 2], []):
+            pattern = rf"{len(sizes)} entries \[{', '.join(map(str, sizes))}\].*2 ranks"
+            yield no(ValueError, pattern, op, *tensors, shard_sizes=sizes)
+        pattern = r"\[5, -1\] has a negative entry"
+        yield no(ValueError, pattern, op, *tensors, shard_sizes=[5, -1])
+        dim = "gather_dim" if i < 2 else "scatter_dim"
+        for value in (-1, -2, 2, 100):
+            pattern = f"{dim} is {value}; a tensor of 2 dims allows 0 to 1"
+            yield no(ValueError, pattern, op, *tensors, **{dim: value})
+    for op, tensors in ops[:2]:
+        pattern = r"x has 4 rows in the gathered dim, but shard_sizes \[5, 5\] gives rank \d 5"
+        yield no(ValueError, pattern, op, *tensors, shard_sizes=[5, 5])
+    for op, tensors in ops[2:]:
+        pattern = r"\[2, 3\] add up to 5, but the scattered dim has 4"
+        yield no(ValueError, pattern, op, *tensors, shard_sizes=[2, 3])
+    pattern = r"5 rows do not divide by 2 ranks; pass shard_sizes=tpkernels.shard_sizes\(5, 2\)"
+    yield no(ValueError, pattern, tpkernels.reduce_scatter, ones(5, 6))
+    yield no(ValueError, pattern, SCATTER, ones(5, 6), w)
+    yield no(ValueError, pattern, SCATTER, x, ones(6, 5), scatter_dim=1)
+    yield no(ValueError, "gather_dim is 0; a tensor of 0 dims", tpkernels.all_gather, ones())
+
+
+def collectives() -> Iterator[Refusal]:
+    x = ones(4, 6)
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_"):
+        op = getattr(tpkernels, name)
+        moves, pattern = name == "all_gather", UNSUPPORTED
+        if moves:
+            pattern = "x has dtype bool; supported: .*float64, int64, int32"
+        yield no(NotImplementedError, pattern, op, x.to(torch.bool if moves else INT))
+        pattern = "unknown algorithm 'rnig'; there are auto, unfused"
+        yield no(ValueError, pattern, op, x, algorithm="rnig")
+        pattern = "'pipelined' of .* overlaps a matmul, and this op has none"
+        yield no(NotImplementedError, pattern, op, x, algorithm="pipelined")
+    pattern = r"all_reduce_ has no gradient; it overwrites its input: use tpkernels.all_reduce$"
+    yield no(NotImplementedError, pattern, tpkernels.all_reduce_, ones(4, 6).requires_grad_())
+    overlapping = [ones(4, 1).expand(4, 6), ones(1).expand(5), ones(3, 4).expand(2, 3, 4)]
+    for shared in overlapping:
+        pattern = r"x of shape .* and strides .* has elements that share memory.*x.contiguous\(\)"
+        yield no(ValueError, pattern, tpkernels.all_reduce_, shared)
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            negative = torch.ones(4, dtype=torch.complex64).conj().imag
+        pattern = r"cannot overwrite a negative view.*x.resolve_neg\(\)"
+        yield no(NotImplementedError, pattern, tpkernels.all_reduce_, negative)
+    for op in (tpkernels.reduce_scatter, tpkernels.all_reduce):
+        pattern = "out_dtype float32 of float64 input"
+        yield no(NotImplementedError, pattern, op, x.double(), out_dtype=F32)
+
+
+def arguments() -> Iterator[Refusal]:
+    """Arguments that an op does not have, has already or misses."""
+    x, reduce, norm = ones(4, 6), tpkernels.all_reduce, tpkernels.all_reduce_rms_norm
+    pattern = r"^all_reduce\(\) got an unexpected keyword argument 'algorithms'$"
+    yield no(TypeError, pattern, reduce, x, algorithms="direct")
+    yield no(TypeError, r"^all_reduce\(\) multiple values for argument 'x'$", reduce, x, x=x)
+    yield no(TypeError, r"^all_reduce\(\) too many positional arguments$", reduce, x, x, x, x)
+    pattern = r"^all_reduce_rms_norm\(\) missing a required argument: "
+    yield no(TypeError, pattern + "'group'$", norm, x)
+    yield Refusal(TypeError, pattern + "'weight'$", lambda group: norm(x, group=group))
+
+
+def group_arguments() -> Iterator[Refusal]:
+    """Arguments that are not groups; the group that the refusal is called with is not used."""
+    x, w = ones(4, 6), ones(6, 8)
+    outsider = dist.GroupMember.NON_GROUP_MEMBER
+    absent = "no process group 'no such group' on this rank"
+    wrong_groups: list[tuple[Any, type[Exception], str]] = [
+        ("no such group", ValueError, absent),
+        (outsider, ValueError, r"rank \d of the world is not in this group"),
+        (7, TypeError, "must be a ProcessGroup, a DeviceMesh.*not int"),
+        ((1, 2), TypeError, "not tuple"),
+        (None, TypeError, "not NoneType"),
+    ]
+    for group, error, pattern in wrong_groups:
+
+        def refused(
+            op: Callable[..., Any],
+            *tensors: torch.Tensor,
+            group: Any = group,
+            error: type[Exception] = error,
+            pattern: str = pattern,
+        ) -> Refusal:
+            return Refusal(error, pattern, lambda _: op(*tensors, group))
+
+        yield refused(tpkernels.all_gather, x)
+        yield refused(tpkernels.all_reduce_, x)
+        yield refused(GATHER, x, w)
+        yield refused(SCATTER, x, w)
+        yield refused(lambda group: tpkernels.empty(3, group=group))
+        if group is not None:  # None is the default group
+            yield refused(tpkernels.init)
+    yield Refusal(ValueError, absent, lambda _: torch.ops.tpkernels.all_reduce(x, "no such group"))
+
+
+def options() -> Iterator[Refusal]:
+    """Arguments of ``init`` and ``empty``, on a group of the tests, which is in use."""
+    for timeout in (0, -1.5, 86401, float("inf"), float("nan")):
+        pattern = rf"timeout must be in \(0, 86400\] seconds, not {timeout}"
+        yield no(ValueError, pattern, tpkernels.init, timeout=timeout)
+    for nbytes in (0, -1, 65535):
+        pattern = f"workspace_bytes must be at least 65536, not {nbytes}"
+        yield no(ValueError, pattern, tpkernels.init, workspace_bytes=nbytes)
+    pattern = (
+        "is in use with timeout=20.0, workspace_bytes=1048576, autotune=None, numerics=None; it "
+        "cannot change to timeout=19.0, workspace_bytes=1048576, autotune=None, numerics=None"
+    )
+    yield no(ValueError, pattern, tpkernels.init, timeout=19.0, workspace_bytes=1 << 20)
+    pattern = "it cannot change to timeout=30.0, workspace_bytes=67108864"
+    yield no(ValueError, pattern, tpkernels.init)
+    pattern = "it cannot change to .*autotune=False"
+    same = {"timeout": 20.0, "workspace_bytes": 1 << 20}
+    yield no(ValueError, pattern, tpkernels.init, **same, autotune=False)
+    pattern = "numerics=None; it cannot change to .*numerics='ordered'"
+    yield no(ValueError, pattern, tpkernels.init, **same, numerics="ordered")
+    pattern = "numerics is 'fast'; it can be 'vendor', 'ordered' or None"
+    yield no(ValueError, pattern, tpkernels.init, numerics="fast")
+    pattern = r"\[3, -4\] has a negative size"
+    yield Refusal(ValueError, pattern, lambda group: tpkernels.empty(3, -4, group=group))
+
+
+def normed_products() -> Iterator[Refusal]:
+    op, x, w, weight = tpkernels.matmul_all_reduce_rms_norm, ones(4, 6), ones(6, 8), ones(8)
+    yield no(ValueError, r"\[5, 8\].*\[4, 6\].*\[6, N\]", op, x, ones(5, 8), weight)
+    yield no(ValueError, r"at least 2 dims.*\[6\]", op, ones(6), w, weight)
+    yield no(ValueError, r"norm_weight has shape \[6\], expected \[8\]", op, x, w, ones(6))
+    yield no(TypeError, "norm_weight is float16; it must be float32", op, x, w, weight.half())
+    yield no(ValueError, "eps is -1.0; it must be finite and at least 0", op, x, w, weight, eps=-1)
+    yield no(ValueError, r"bias has shape \[7\], expected \[8\]", op, x, w, weight, bias=ones(7))
+    pattern = r"residual has shape \[4, 7\], the output \[4, 8\]"
+    yield no(ValueError, pattern, op, x, w, weight, residual=ones(4, 7))
+    pattern = "residual is bfloat16; it must be float32"
+    yield no(TypeError, pattern, op, x, w, weight, residual=ones(4, 8).bfloat16())
+    pattern = "is packed, and the kernels of 'fused' cannot read it"
+    packed = tpkernels.pack(w)
+    yield no(NotImplementedError, pattern, op, x, packed, weight, algorithm="fused")
+    pattern = "has no gradient with a packed weight"
+    yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), packed, weight)
+    product = tpkernels.LocalProduct(lambda x: x @ ones(6, 8), (6, 8), F32)
+    pattern = "has no gradient with a LocalProduct"
+    yield no(NotImplementedError, pattern, op, x.clone().requires_grad_(), product, weight)
+    yield no(ValueError, "unknown algorithm 'tree'", op, x, w, weight, algorithm="tree")
+
+
+def normed_sums() -> Iterator[Refusal]:
+    op, x, weight = tpkernels.all_reduce_rms_norm, ones(4, 6), ones(6)
+    pattern = r"x has shape \[\]; it must be \[..., N\], N at least 1"
+    yield no(ValueError, pattern, op, ones(), weight)
+    yield no(ValueError, r"x has shape \[4, 0\]; it must be", op, ones(4, 0), ones(0))
+    yield no(ValueError, r"weight has shape \[5\], expected \[6\]", op, x, ones(5))
+    yield no(ValueError, r"weight has shape \[1, 6\], expected \[6\]", op, x, ones(1, 6))
+    yield no(TypeError, "weight is bfloat16; it must be float32", op, x, weight.bfloat16())
+    pattern = "weight is float16; it must be bfloat16 or float32"
+    yield no(TypeError, pattern, op, x.bfloat16(), weight.half())
+    yield no(ValueError, r"residual has shape \[6\]", op, x, weight, residual=weight)
+    yield no(TypeError, "residual is float16", op, x, weight, residual=x.half())
+    for eps in (-1e-6, float("nan"), float("inf")):
+        pattern = f"eps is {eps}; it must be finite and at least 0"
+        yield no(ValueError, pattern, op, x, weight, eps=eps)
+    yield no(NotImplementedError, "x has dtype int64; supported", op, x.long(), weight)
+    yield no(ValueError, "unknown algorithm 'tree'", op, x, weight, algorithm="tree")
+    pattern = "'pipelined' of all_reduce_rms_norm overlaps a matmul, and this op has none"
+    yield no(NotImplementedError, pattern, op, x, weight, algorithm="pipelined")
+
+
+# Ops on scaled operands.
+
+
+SCALED_GATHER = tpkernels.all_gather_scaled_matmul
+SCALED_SCATTER = tpkernels.scaled_matmul_reduce_scatter
+SCALED_REDUCE = tpkernels.scaled_matmul_all_reduce
+SCALED_OPS = (SCALED_GATHER, SCALED_SCATTER, SCALED_REDUCE)
+ONE = ones()
+
+
+def fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return torch.ones(shape).to(dtype)
+
+
+def fp4(rows: int, elements: int) -> torch.Tensor:
+    return torch.full((rows, elements), 0x22, dtype=torch.uint8).view(FP4)
+
+
+def scaled_operands() -> Iterator[Refusal]:
+    x, w = fp8(4, 32), fp8(32, 8)
+    allowed = "supported: float8_e4m3fn, float8_e5m2, float4_e2m1fn_x2"
+    for op in SCALED_OPS:
+        wrong = f"x has dtype float32; {allowed}"
+        yield no(NotImplementedError, wrong, op, ones(4, 32), w, ONE, ONE)
+        fnuz = x.to(torch.float8_e4m3fnuz)
+        yield no(NotImplementedError, "x has dtype float8_e4m3fnuz", op, fnuz, w, ONE, ONE)
+        wrong = f"has dtype bfloat16; {allowed}"
+        yield no(NotImplementedError, wrong, op, x, w.bfloat16(), ONE, ONE)
+        wrong = r"has shape \[31, 8\], but x of shape \[4, 32\] needs \[32, N\]"
+        yield no(ValueError, wrong, op, x, fp8(31, 8), ONE, ONE)
+        yield no(ValueError, r"has shape \[32, 0\], but", op, x, fp8(32, 0), ONE, ONE)
+        wrong = "is float4_e2m1fn_x2 and x is float8_e4m3fn; both must be fp8, or both fp4"
+        yield no(TypeError, wrong, op, x, fp4(8, 32).t(), ONE, ONE)
+        wrong = r"x must have at least 2 dims \[..., K\] with K >= 1, not \[4, 0\]"
+        yield no(ValueError, wrong, op, fp8(4, 0), fp8(0, 8), ONE, ONE)
+
+
+def scaled_scales() -> Iterator[Refusal]:
+    x, w, blocks = fp8(4, 64), fp8(64, 8), ones(4, 2).to(E8M0)
+    for op in SCALED_OPS:
+        for shape in ([1, 1], [4], [5, 1], [1, 4]):
+            wrong = rf"scale_x has shape \[{', '.join(map(str, shape))}\]; it must be \[\] or \[1\]"
+            yield no(ValueError, wrong, op, x, w, ones(*shape), ONE)
+        for shape in ([8, 1], [8], [1, 7]):
+            wrong = r"the scale of w.* has shape .*; it must be .* or \[1, 8\] \(row-wise\)"
+            yield no(ValueError, wrong, op, x, w, ONE, ones(*shape))
+        wrong = "scale_x is bfloat16; it must be float32 or float8_e8m0fnu"
+        yield no(TypeError, wrong, op, x, w, ones(dtype=BF16), ONE)
+        wrong = r"scale_x has shape \[4, 3\]; it must be \[4, 2\], or \[512\] where it is swizzled"
+        yield no(ValueError, wrong, op, x, w, ones(4, 3).to(E8M0), ones(8, 2).to(E8M0))
+        wrong = r"the scale of w.* has shape \[2, 8\]; it must be \[8, 2\], or \[512\]"
+        yield no(ValueError, wrong, op, x, w, blocks, ones(2, 8).to(E8M0))
+        wrong = "scale_x is block-wise and the scale of w.* tensor-wise; block-wise scales do not"
+        yield no(ValueError, wrong, op, x, w, blocks, ONE)
+        wrong = "scale_x has a scale for every 32 of K, which is 33: no multiple"
+        yield no(ValueError, wrong, op, fp8(4, 33), fp8(33, 8), blocks, ONE)
+        wrong = "scale_x is float32; it must be float8_e4m3fn"
+        yield no(TypeError, wrong, op, fp4(4, 32), fp4(8, 32).t(), ONE, ONE)
+    wrong = "x has 4 rows on rank 0 and swizzled scales, whose tiles have 128 rows; give each"
+    swizzled = ones(512).to(E8M0)
+    yield no(NotImplementedError, wrong, SCALED_GATHER, x, w, swizzled, swizzled)
+    yield no(ValueError, "2 scales for 1 weights", SCALED_GATHER, x, w, ONE, [ONE, ONE])
+
+
+def scaled_options() -> Iterator[Refusal]:
+    x, w = fp8(4, 32), fp8(32, 8, dtype=torch.float8_e5m2)
+    opaque = ones(1).to_mkldnn()
+    wrong = "has layout torch._mkldnn; the ops take dense tensors"
+    for op in SCALED_OPS:
+        yield no(NotImplementedError, f"scale_x {wrong}", op, x, w, opaque, ONE)
+        yield no(NotImplementedError, rf"scales?_w(\[0\])? {wrong}", op, x, w, ONE, opaque)
+    bias = ones(8, dtype=BF16).to_mkldnn()
+    yield no(NotImplementedError, f"biases.0. {wrong}", SCALED_GATHER, x, w, ONE, ONE, biases=bias)
+    for op, rows in ((SCALED_SCATTER, 2), (SCALED_REDUCE, 4)):
+        residual = ones(rows, 8, dtype=BF16).to_mkldnn()
+        yield no(NotImplementedError, f"bias {wrong}", op, x, w, ONE, ONE, bias=bias)
+        yield no(NotImplementedError, f"residual {wrong}", op, x, w, ONE, ONE, residual=residual)
+    for op in SCALED_OPS:
+        wrong = "out_dtype is float8_e4m3fn; supported: bfloat16, float16, float32"
+        yield no(NotImplementedError, wrong, op, x, w, ONE, ONE, out_dtype=E4M3)
+        wrong = "algorithm 'fused' of .*scaled_matmul.* has no kernel for operands with scales"
+        yield no(NotImplementedError, wrong, op, x, w, ONE, ONE, algorithm="fused")
+        for needs in range(4):
+            given = [x, w.clone(), ONE.clone(), ONE.clone()]
+            given[needs] = given[needs].detach().clone().requires_grad_()
+            wrong = f"{op.__name__} has no gradient; call it under torch.no_grad"
+            yield no(NotImplementedError, wrong, op, *given)
+    for op in (SCALED_SCATTER, SCALED_REDUCE):
+        wrong = "wire_dtype is float16; supported: bfloat16, float32"
+        yield no(NotImplementedError, wrong, op, x, w, ONE, ONE, wire_dtype=torch.float16)
+        for name, shape in (("bias", (8,)), ("residual", (2 if op is SCALED_SCATTER else 4, 8))):
+            wrong = f"{name} is float32; it must be bfloat16"
+            yield no(TypeError, wrong, op, x, w, ONE, ONE, **{name: ones(*shape)})
+            wrong = rf"{name} has shape \[3\]"
+            yield no(ValueError, wrong, op, x, w, ONE, ONE, **{name: ones(3, dtype=BF16)})
+    wrong = "biases.0. is float32; it must be bfloat16"
+    yield no(TypeError, wrong, SCALED_GATHER, x, w, ONE, ONE, biases=ones(8))
+    yield no(
+        ValueError, "2 biases for 1 weights", SCALED_GATHER, x, w, ONE, ONE, biases=[None, None]
+    )
+    yield no(ValueError, "weights is empty", SCALED_GATHER, x, [], ONE, [])
+    for op, name in ((SCALED_GATHER, "gather_dim"), (SCALED_SCATTER, "scatter_dim")):
+        wrong = rf"{name} is 1, the last of"
+        yield no(NotImplementedError, wrong, op, x, w, ONE, ONE, **{name: 1})
+        yield no(ValueError, f"{name} is 2; a tensor of 2 dims", op, x, w, ONE, ONE, **{name: 2})
+    wrong = "5 rows do not divide by 2 ranks"
+    yield no(ValueError, wrong, SCALED_SCATTER, fp8(5, 32), w, ONE, ONE)
+    wrong = r"x has 4 rows in the gathered dim, but shard_sizes \[3, 3\] gives rank"
+    yield no(ValueError, wrong, SCALED_GATHER, x, w, ONE, ONE, shard_sizes=[3, 3])
+
+
+def placements() -> Iterator[Refusal]:
+    """Arguments on another device than x, one at a time, and ones that are not dense."""
+    x, w, columns, rows, shard = ones(4, 6), ones(6, 8), ones(8), ones(4, 8), ones(2, 8)
+    fp8, scale = torch.float8_e4m3fn, torch.ones(())
+    scaled = {"x": x.to(fp8), "scale_x": scale, "w": w.t().to(fp8).t(), "scale_w": scale}
+    listed = {"weights": scaled["w"], "scales_w": scale}
+    added, normed = {"bias": columns, "residual": rows}, {"residual": rows, "weight": columns}
+    arguments: dict[Callable[..., Any], dict[str, torch.Tensor]] = {
+        GATHER: {"x": x, "weights": w, "biases": columns},
+        SCATTER: {"x": x, "w": w, "bias": columns, "residual": shard},
+        REDUCE: {"x": x, "w": w, **added},
+        tpkernels.all_reduce_rms_norm: {"x": rows, **normed},
+        tpkernels.matmul_all_reduce_rms_norm: {"x": x, "w": w, **added, "norm_weight": columns},
+        SCALED_GATHER: {"x": scaled["x"], "scale_x": scale, **listed},
+        SCALED_SCATTER: scaled,
+        SCALED_REDUCE: scaled,
+    }
+    for op, tensors in arguments.items():
+        for name in tensors:
+            wrong = {**tensors, name: tensors[name].to("meta")}
+            pattern = f"is on {'cpu but x is on meta' if name == 'x' else 'meta but x is on cpu'}"
+            yield Refusal(
+                ValueError, pattern, lambda group, op=op, wrong=wrong: op(group=group, **wrong)
+            )
+    for product in (w, tpkernels.LocalProduct(lambda x: x @ w, (6, 8), torch.float32)):
+        pattern = "w is on|x is on meta"
+        yield Refusal(
+            ValueError if product is w else NotImplementedError,
+            pattern,
+            lambda group, w=product: REDUCE(x.to("meta"), w, group),
+        )
+        pattern = "residual is on meta but x is on cpu"
+        yield no(ValueError, pattern, REDUCE, x, product, residual=rows.to("meta"))
+    pattern = r"biases\[0\] is nested; the ops take dense tensors"
+    yield no(
+        NotImplementedError,
+        pattern,
+        GATHER,
+        x,
+        w,
+        biases=torch.nested.nested_tensor([w], layout=torch.jagged),
+    )
+    pattern = "x has layout torch._mkldnn; the ops take dense tensors"
+    yield no(NotImplementedError, pattern, tpkernels.all_reduce_rms_norm, rows.to_mkldnn(), columns)
+    for layer, given in (
+        (tpkernels.nn.ColumnParallelLinear, x),
+        (tpkernels.nn.RowParallelLinear, x[:, :3]),
+        (tpkernels.nn.VocabParallelEmbedding, torch.ones(2, dtype=torch.int64)),
+    ):
+        yield Refusal(
+            ValueError,
+            "w.* is on meta but x is on cpu",
+            lambda group, layer=layer, x=given: layer(6, 8, group, device="meta")(x),
+        )
+
+
+# How they end.
 
 
 def wrong_answer(refusal: Refusal, group: dist.ProcessGroup) -> str | None:
@@ -40,21 +515,21 @@ def works(group: dist.ProcessGroup) -> bool:
 @pytest.mark.parametrize(
     "table",
     [
-        refusals.matmul_operands,
-        refusals.packed_weights,
-        refusals.local_products,
-        refusals.epilogues,
-        refusals.shards,
-        refusals.collectives,
-        refusals.arguments,
-        refusals.group_arguments,
-        refusals.options,
-        refusals.normed_products,
-        refusals.normed_sums,
-        refusals.scaled_operands,
-        refusals.scaled_scales,
-        refusals.scaled_options,
-        refusals.placements,
+        matmul_operands,
+        packed_weights,
+        local_products,
+        epilogues,
+        shards,
+        collectives,
+        arguments,
+        group_arguments,
+        options,
+        normed_products,
+        normed_sums,
+        scaled_operands,
+        scaled_scales,
+        scaled_options,
+        placements,
     ],
     ids=lambda table: table.__name__,
 )
@@ -81,7 +556,7 @@ def test_on_an_unused_group() -> list[str]:
     """A first call that is wrong sets nothing up, and the next sets it up."""
     group = dist.new_group()
     assert group is not None
-    tables = (refusals.matmul_operands, refusals.epilogues, refusals.shards)
+    tables = (matmul_operands, epilogues, shards)
     found = [wrong_answer(refusal, group) for table in tables for refusal in table()]
     if not works(group):
         found.append("the group does not work")
@@ -93,7 +568,7 @@ def test_on_an_unused_group() -> list[str]:
 def test_on_one_rank_only() -> None:
     """The others do not notice: nothing was sent, and all meet in the next call."""
     with fresh_group() as group:
-        for refusal in [*refusals.matmul_operands(), *refusals.shards()]:
+        for refusal in [*matmul_operands(), *shards()]:
             assert group.rank() != 0 or not (wrong := wrong_answer(refusal, group)), wrong
         assert works(group), "the group does not work any more"
 
@@ -107,9 +582,9 @@ def test_a_group_that_this_rank_is_not_in() -> list[str]:
     dist.all_gather_object(names, mine.group_name)
     outside, name = f"rank {rank} of the world is not in this group", names[rank == 0]
     refused = [
-        refusals.no(ValueError, outside, lambda _: tpkernels.init(other)),
-        refusals.no(ValueError, outside, lambda _: tpkernels.all_reduce(torch.ones(3), other)),
-        refusals.no(
+        no(ValueError, outside, lambda _: tpkernels.init(other)),
+        no(ValueError, outside, lambda _: tpkernels.all_reduce(torch.ones(3), other)),
+        no(
             ValueError,
             f"no process group '{name}' on this rank; .* this rank is not in it",
             lambda _: tpkernels.all_reduce(torch.ones(3), name),

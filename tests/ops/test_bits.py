@@ -18,12 +18,12 @@ from tests.support.cases import (
     COLLECTIVE_ALGORITHMS,
     DTYPES,
     MATMUL_ALGORITHMS,
+    PACKABLE,
     Case,
     RanksFixture,
     each,
 )
 from tests.support.ranked import SMALLEST_WORKSPACE, call, fresh_group, on_ranks, report
-from tests.support.refusals import PACKABLE
 from tests.support.tiers import sweep
 from tpkernels.launch import Ranks
 

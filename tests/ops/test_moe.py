@@ -15,6 +15,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
 from tests.support.cuda_rehearsal import pretending
+from tests.support.faults import workspace_of
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
     apart,
@@ -53,6 +54,7 @@ class Case:
     integers: bool = True
     route: Router = any_experts
     strided: bool = False
+    max_rows: int | None = None
 
 
 def of_rank(case: Case, rank: int, world: int) -> tuple[torch.Tensor, ...]:
@@ -85,10 +87,12 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
             case.experts,
             group,
             shard_sizes=case.sizes,
+            max_rows=case.max_rows,
             algorithm=case.algorithm,
         )
         first = sum(shard_sizes(case.experts, world)[:rank])
         factors = torch.arange(first + 1, first + 1 + len(counts)).repeat_interleave(counts)
+        factors = torch.nn.functional.pad(factors, (0, len(rows) - len(factors)), value=7)
         made = rows * factors[:, None].to(case.dtype)
         return rows, counts, tpkernels.moe_combine(made, handle, algorithm=case.algorithm)
 
@@ -100,7 +104,11 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
     where = slice(
         int(all_counts[: sum(held[:rank])].sum()), int(all_counts[: sum(held[: rank + 1])].sum())
     )
-    if not torch.equal(rows, all_x[order[where] // case.k]):
+    wanted_rows = all_x[order[where] // case.k]
+    if case.max_rows is not None:
+        padding = (0, 0, 0, case.max_rows - len(wanted_rows))
+        wanted_rows = torch.nn.functional.pad(wanted_rows, padding)
+    if not torch.equal(rows, wanted_rows):
         return f"{case} on rank {rank}: other rows"
     if not torch.equal(counts, all_counts.split(held)[rank]):
         return f"{case} on rank {rank}: counts {counts.tolist()}"
@@ -142,7 +150,10 @@ def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None
 def shapes(world: int) -> Iterator[Case]:
     for experts, k in itertools.product((1, 3, 8, 64), (1, 2, 8)):
         yield Case(experts=experts, k=k)
-        yield Case(experts=experts, k=k, route=one_expert, width=64, dtype=torch.bfloat16)
+        most = 5 * world * k  # all routes
+        yield Case(experts=experts, k=k, max_rows=most + experts)
+        one = Case(experts=experts, k=k, route=one_expert, width=64, dtype=torch.bfloat16)
+        yield from (one, replace(one, max_rows=most))
     for sizes in [*uneven_splits(7, world), (0,) * world]:
         yield Case(sizes=tuple(sizes), strided=True)
         yield Case(sizes=tuple(sizes), width=1, experts=2, k=1)
@@ -199,18 +210,66 @@ def test_the_same_bits_on_any_number_of_ranks(ranks: RanksFixture) -> None:
     assert all(torch.equal(alone, other) for other in others)
 
 
+def delayed_job(**broken: bool) -> int:
+    """How many of some calls, with delays before their words and waits, have wrong results."""
+    (rank, world), wrong, ops = (dist.get_rank(), dist.get_world_size()), 0, torch.ops.tpkernels
+    with fresh_group() as group:
+        for call in range(21):
+            generator = torch.Generator().manual_seed(call)
+            routes = torch.randint(8, (world * 6, 2), generator=generator)
+            x, options = (
+                torch.full((6, 64), float(call * (rank + 1))),
+                (routes, 8, group.group_name),
+            )
+            rows, _ = ops.moe_dispatch(x, *options)
+            y = ops.moe_combine(rows, torch.ones(6, 2), *options)
+            order = routes.flatten().argsort(stable=True)
+            first = int((routes < sum(shard_sizes(8, world)[:rank])).sum())
+            source = order[first : first + len(rows)] // 2 // 6 + 1.0
+            wrong += not (torch.equal(rows[:, 0], call * source) and torch.equal(y, 2 * x))
+            if call == 0:  # which has set the group up
+                workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=1000, **broken)
+    return wrong
+
+
+@pytest.mark.parametrize("broken", [{}, {"single_buffer": True}], ids=str)
+def test_delays_and_a_negative_control(ranks: RanksFixture, broken: dict[str, bool]) -> None:
+    wrong = ranks(3).run(delayed_job, timeout=60, **broken)
+    assert (sum(wrong) > 0) == bool(broken), wrong
+
+
+@on_ranks(3)
+def test_peers_read_a_symmetric_tensor_in_place() -> None:
+    """And it is the user's again when the call returns, on whichever rank."""
+    rank, routes = dist.get_rank(), torch.arange(18).view(9, 2) % 3
+    with fresh_group() as group:
+        x = tpkernels.empty(3, 50, group=group)
+        x.fill_(0)
+        torch.ops.tpkernels.moe_dispatch(x, routes, 3, group.group_name)
+        workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=2000)
+        for call in range(1, 11):
+            x.copy_((torch.arange(3) + 3 * rank + 9 * call)[:, None].expand(3, 50))
+            rows, _ = torch.ops.tpkernels.moe_dispatch(x, routes, 3, group.group_name)
+            x.fill_(-1)
+            wanted = 9 * call + (routes == rank).nonzero()[:, 0]
+            assert torch.equal(rows, wanted[:, None].expand(6, 50).float()), (call, rows[:, 0])
+
+
 REFUSED = [
     r"RoutingError: topk_ids of rank 1 has expert 8 at \[2, 1\]; there are experts 0 to 7",
     r"RoutingError: topk_ids of rank 1 has expert -1 at \[2, 1\]; there are experts 0 to 7",
     r"ValueError: topk_ids has shape \[3, 2\] and topk_weights \[3, 1\]; both must be",
     r"ValueError: x has 2 tokens and topk_ids 3",
-    r"ValueError: topk_ids is float32; it must be int32 or int64",
+    r"TypeError: topk_ids is int16; it must be int32 or int64",
     r"NotImplementedError: x has dtype int64; supported",
     r"ValueError: num_experts is 0; it must be at least 1",
     r"ValueError: x has shape \[3, 4, 1\]; it must be \[rows, H\]",
     r"ValueError: routes is float32 of shape \[6, 2\]; it must be int32 or int64",
     r"ValueError: routes has 4 tokens, but the ranks have 6: \[3, 3\]",
     r"ValueError: topk_weights has shape \[3, 1\], but routes has 2 a token",
+    r"RoutingError: 12 routes lead to the experts of rank 0, but max_rows is 11; with 12, all",
+    r"RoutingError: 12 routes lead to the experts of rank 0, but max_rows is 11; with 12, all",
+    r"ValueError: max_rows is 0; it must be at least 1",
     r"NotImplementedError: algorithm 'ring' of moe_dispatch has no moe_dispatch on cpu tensors",
     r"ValueError: x has 1 rows, but \d+ routes lead to this rank's experts|PeerLostError: .*left",
 ]
@@ -232,13 +291,16 @@ def test_refusals() -> None:
             lambda: dispatch(x, below, weights, 8, group, algorithm="unfused"),
             lambda: dispatch(x, ids, weights[:, :1], 8, group),
             lambda: dispatch(x[:2], ids, weights, 8, group),
-            lambda: dispatch(x, ids.float(), weights, 8, group),
+            lambda: dispatch(x, ids.short(), weights, 8, group),
             lambda: dispatch(x.long(), ids, weights, 8, group),
             lambda: dispatch(x, ids, weights, 0, group),
             lambda: dispatch(x[..., None], ids, weights, 8, group),
             lambda: ops.moe_dispatch(x, routes.float(), 8, name),
             lambda: ops.moe_dispatch(x, routes[:4], 8, name),
             lambda: ops.moe_combine(x, weights[:, :1], routes, 8, name),
+            lambda: dispatch(x, ids, weights, 8, group, max_rows=11),
+            lambda: dispatch(x, ids, weights, 8, group, max_rows=11, algorithm="unfused"),
+            lambda: dispatch(x, ids, weights, 8, group, max_rows=0),
             lambda: dispatch(x, ids, weights, 8, group, algorithm="ring"),
         ]
         messages = messages_of(calls)
@@ -281,6 +343,13 @@ def test_opcheck_and_compile() -> None:
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
             compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
             assert torch.equal(compiled(x, weights), eager)
+
+        def of_static_shape(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            rows, _, handle = tpkernels.moe_dispatch(x, ids, weights, 8, group, max_rows=20)
+            return tpkernels.moe_combine(rows.view(20, -1).cos(), handle)
+
+        compiled = torch.compile(of_static_shape, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, weights), eager)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

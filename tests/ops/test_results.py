@@ -32,7 +32,6 @@ WHOLE = ("unfused", "direct", "auto")  # what can gather K itself
 NAMES = [spec.name for spec in OPS.values() if spec.gathers or spec.reduces if not spec.scaled]
 SPLITS = [name for name in NAMES if not OPS[name].keeps_sum]
 SUMS = [name for name in NAMES if OPS[name].reduces]
-WITH_MATMUL = [name for name in NAMES if OPS[name].has_matmul]
 IN_PLACE = "all_reduce_"
 
 

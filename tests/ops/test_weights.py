@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 import tpkernels
-from tests.support.cases import DTYPES, MATMUL_ALGORITHMS, QUICK_WORLDS, Case, RanksFixture, each
+from tests.support.cases import (
+    DTYPES,
+    MATMUL_ALGORITHMS,
+    PACKABLE,
+    QUICK_WORLDS,
+    Case,
+    RanksFixture,
+    each,
+)
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
     fresh_group,
@@ -25,7 +33,6 @@ from tests.support.ranked import (
     on_ranks,
     run_cases,
 )
-from tests.support.refusals import PACKABLE
 from tests.support.tiers import sweep
 from tpkernels import LocalProduct, groups
 from tpkernels.local.matmul import new_product

@@ -43,6 +43,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4": ("glm4", {}),
     "StarCoder2": ("starcoder2", {}),
     "GPT-NeoX": ("gpt_neox", {}),
+    "Mixtral": ("mixtral", {"num_local_experts": 3}),
+    "Qwen3-MoE": (
+        "qwen3_moe",
+        {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 10},
+    ),
+    "OLMoE": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 9}),
 }
 
 
@@ -54,9 +60,12 @@ def family_job(family: str, folder: str, again: str) -> tuple[dict[str, list[str
     model = hf_models.make(model_type, **options)
     for name, sequence in (("parallelize", False), ("sequence parallelism", True)):
         failures[name] = hf_models.differences(model, sequence, mesh)
+    if hasattr(model.config, "num_experts_per_tok"):
+        failures["parallelize"] += hf_models.differences(model, False, mesh, expert_parallel=True)
     whole = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=options.get("attention", "sdpa")
     )
+    whole.config._experts_implementation = "eager"
     loaded = tpkernels.from_pretrained(folder, mesh, sequence_parallel=True)
     ids = hf_models.batch()["input_ids"]
     with recorded_calls() as calls, torch.no_grad():
@@ -113,6 +122,14 @@ def _planned(style: str, module: str = "mlp.down_proj") -> Any:
     return model
 
 
+def _clamping() -> Any:
+    """A mixture whose gate is not that of `MoE`."""
+    model = hf_models.make("mixtral", num_local_experts=2)
+    experts = model.model.layers[0].mlp.experts
+    experts._apply_gate = lambda inner: experts.act_fn(inner[..., ::2]) * inner[..., 1::2]
+    return model
+
+
 def _mixing() -> Any:
     """A model whose plan allows a split that its code does not."""
     model = hf_models.make("glm4")
@@ -123,6 +140,19 @@ def _mixing() -> Any:
 
 
 @on_ranks(2)
+def test_a_plan_of_single_projections() -> list[str]:
+    mesh, llama = hf_models.mesh_of_all(), hf_models.make("llama")
+    alone = {"self_attn.o_proj": "rowwise_split_input", "mlp.up_proj": "colwise_gather_output"}
+    return [
+        failure
+        for name, style in alone.items()
+        for failure in hf_models.differences(
+            llama, True, mesh, plan={f"model.layers.*.{name}": style}
+        )
+    ]
+
+
+@on_ranks(2)
 def test_what_could_be_wrong_is_refused() -> list[str]:
     """By the name of the module and its style, before anything is sent."""
     mesh = hf_models.mesh_of_all()
@@ -130,7 +160,7 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
         return []
     dropping = hf_models.make("starcoder2", residual_dropout=0.5)
     packed = {"model.layers.*.mlp.gate_up_proj": ColwiseParallel()}
-    in_plan = "in its model's plan, and"
+    in_plan = "in the plan, and"
     attempts = {
         "mlp.gate_up_proj: ColwiseParallel would leave its columns split, but the code of Phi3": (
             attempt(hf_models.make("phi3"), mesh, plan=packed)
@@ -141,8 +171,8 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
         "0.self_attn.q_norm.weight would have to be split with it; pass plan": attempt(
             hf_models.make("cohere", use_qk_norm=True), mesh
         ),
-        f"0.mlp.experts has the style 'moe_tp_experts' {in_plan} mixtures": attempt(
-            hf_models.make("mixtral", num_local_experts=2), mesh
+        f"0.mlp.experts has the style 'moe_tp_experts' {in_plan} MixtralExperts is not": attempt(
+            _clamping(), mesh
         ),
         f"0.mlp.down_proj has the style 'all_reduce' {in_plan} that style is": attempt(
             _planned("all_reduce"), mesh
@@ -157,4 +187,8 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
             tpkernels.parallelize(dropping, mesh), **hf_models.batch()
         ),
     }
-    return unlike(attempts, NotImplementedError)
+    twice = attempt(tpkernels.parallelize(hf_models.make("llama"), mesh), mesh)
+    return [
+        *unlike(attempts, NotImplementedError),
+        *unlike({"not an nn.Linear: the model is split already": twice}, TypeError),
+    ]

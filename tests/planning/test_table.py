@@ -22,8 +22,9 @@ def spec(m: int, n: int = 512, op: str = "all_gather_matmul") -> Spec:
     return Spec(op, (m, n, 512), torch.bfloat16)
 
 
-def measured(spec: Spec, **ms: float) -> Measurement:
-    tuning_key = spec.problem(2).tuning_key
+def measured(spec: Spec, device: str = "cpu", **ms: float) -> Measurement:
+    """Times of a case on two ranks."""
+    tuning_key = spec.problem(2, device).tuning_key
     assert tuning_key is not None
     return Measurement(*tuning_key, other=spec.other, ms=ms, date="2026-11-21")
 
@@ -160,9 +161,7 @@ def test_times_hold_for_the_numerics_that_they_were_measured_with() -> None:
     """Where `unfused` sums in order it takes longer, so another algorithm may be faster there."""
     reduction = spec(64, op="matmul_reduce_scatter").problem(2, "cuda")
     assert reduction.numerics == VENDOR
-    key = reduction.tuning_key
-    assert key is not None
-    one = Measurement(*key, other=512, ms={"unfused": 2.0, "direct": 1.0}, date="2026-11-22")
+    one = measured(spec(64, op="matmul_reduce_scatter"), "cuda", unfused=2.0, direct=1.0)
     ordered = replace(reduction, numerics=ORDERED)
     means, tuned = QUALIFIED_MEANS, Table((one,))
     assert choose(reduction, means, tuned=tuned).algorithm == "direct"

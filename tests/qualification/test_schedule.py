@@ -13,7 +13,6 @@ from tpkernels.qualification.schedule import (
     LITMUS,
     MOST_S,
     ONE_GPU_S,
-    RELIES_ON,
     Stage,
     Topology,
     schedule,
@@ -21,7 +20,7 @@ from tpkernels.qualification.schedule import (
 
 H100 = ("NVIDIA H100 80GB HBM3",)
 MACHINES = {
-    "8 H100": (Topology(H100 * 8, 90, nvlink=True), (8, 4, 2), MOST_S),
+    "8 H100": (Topology(H100 * 8, 90, nvlink=True, multicast=True), (8, 4, 2), MOST_S),
     "2 A100 over PCIe": (Topology(("NVIDIA A100-PCIE-40GB",) * 2, 80), (2,), MOST_S),
     "GB200": (Topology(("NVIDIA GB200",) * 4, 100, nvlink=True), (4, 2), MOST_S),
     "one GPU for two ranks": (Topology(H100, 90), (2,), ONE_GPU_S),
@@ -42,7 +41,10 @@ def test_all_that_a_machine_can_run_fits_the_time(machine: str) -> None:
     left_out = {stage.name: stage.why_not for stage in stages if stage.why_not}
     lines = {"lines", "direct/ll128"} if not topology.nvlink else set()
     shared = {stage.name for stage in stages if stage.name.startswith("ring/")}
-    assert left_out.keys() == lines | (shared if topology.gpus == 1 else set()), left_out
+    switch = {stage.name for stage in stages if stage.name.startswith("multimem")}
+    wanted = lines | (shared if topology.gpus == 1 else set())
+    wanted |= set() if topology.multicast else switch
+    assert left_out.keys() == wanted, left_out
     assert all("NVLink" in left_out[name] for name in lines)
 
 
@@ -50,10 +52,14 @@ def test_all_that_a_machine_can_run_fits_the_time(machine: str) -> None:
 def test_what_a_way_relies_on_comes_before_it(machine: str) -> None:
     topology, worlds, _ = MACHINES[machine]
     for world in worlds:
-        names = [stage.name for stage in schedule(topology, [world])]
+        stages = schedule(topology, [world])
+        names = [stage.name for stage in stages]
         assert len(set(names)) == len(names)
-        for way, test in RELIES_ON.items():
-            assert names.index(test) < names.index(way)
+        for stage in stages:
+            assert all(names.index(test) < names.index(stage.name) for test in stage.relies_on)
+            assert stage.relies_on or stage.is_litmus or stage.name.startswith("ring/")
+    fused = next(stage for stage in stages if stage.name == "fused/reduce_scatter")
+    assert ("bulk" in fused.relies_on) == (topology.capability >= 90)
 
 
 def test_every_way_of_every_op_has_a_stage() -> None:
@@ -98,7 +104,13 @@ def test_machines_that_can_run_nothing(why: str) -> None:
 
 
 def test_only_some() -> None:
-    stages = schedule(MACHINES["8 H100"][0], [2], only="pipelined/")
-    assert [stage.name for stage in stages] == [
-        "pipelined/all_gather", "pipelined/reduce_scatter", "pipelined/all_reduce"
-    ]  # fmt: skip
+    """With the litmus tests that they rely on, unless these are known."""
+    ways = [f"pipelined/{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    for known, needed in ((set(), ["copies"]), ({"copies"}, [])):
+        stages = schedule(
+            MACHINES["8 H100"][0],
+            [2],
+            only="pipelined/",
+            known=lambda name, _, known=known: name in known,
+        )
+        assert [stage.name for stage in stages] == needed + ways

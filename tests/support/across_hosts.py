@@ -3,12 +3,14 @@ FILE``. It writes its results to FILE followed by its rank, as JSON."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.support import faults
 from tests.support.cases import Case, one_of_each
 from tests.support.cuda_rehearsal import pretending
 from tests.support.ranked import call, check_cases
@@ -81,56 +84,35 @@ def as_on_gpus() -> dict[str, Any]:
     return {"failures": failures, "cases": len(cases), "devices": sorted(devices)}
 
 
-def cut(group: dist.ProcessGroup, algorithm: str, op: str, marker: Path) -> dict[str, Any]:
-    """Calls an op again and again until it fails because the link is cut."""
-    rank = dist.get_rank()
-    tpkernels.init(group, TIMEOUT)
-    x, w = torch.ones(512, 512), torch.ones(512, 512)
-    factors = (x, w) if "matmul" in op else (x,)
-    calls, at, started = 0, 0.0, time.monotonic()
-    try:
-        while time.monotonic() - started < 60:
-            at = time.monotonic()
-            getattr(tpkernels, op)(*factors, group, algorithm=algorithm)
-            calls += 1
-            if calls == 5:
-                marker.with_name(f"{marker.name}.{rank}").touch()
-    except tpkernels.TpkernelsError as error:
-        took = time.monotonic() - at
-        again = time.monotonic()
-        try:
-            getattr(tpkernels, op)(*factors, group, algorithm=algorithm)
-            broken = ""
-        except tpkernels.GroupBrokenError as refusal:
-            broken = str(refusal)
-        return {
-            "error": type(error).__name__,
-            "text": str(error),
-            "peer": error.peer,
-            "seconds": took,
-            "calls": calls,
-            "broken": broken,
-            "again_seconds": time.monotonic() - again,
-        }
-    return {"error": "", "calls": calls}
+def repeated(
+    group: dist.ProcessGroup,
+    algorithm: str,
+    op: str,
+    timeout: float,
+    after_five: Callable[[], object],
+) -> dict[str, Any]:
+    """Calls an op again and again until it fails: how that call and the next one end."""
+    tpkernels.init(group, timeout)
+    call = functools.partial(faults.run_op, op, group, algorithm, 4096)
+    calls, until = 0, time.monotonic() + 60
+    while not (ending := faults.ending_of(call)).error and time.monotonic() < until:
+        calls += 1
+        if calls == 5:
+            after_five()
+    again = faults.ending_of(call)
+    return {**asdict(ending), "calls": calls, "again": asdict(again)}
 
 
 def killed(algorithm: str, op: str, victim: int, marker: Path) -> dict[str, Any]:
-    """Calls an op again and again; a rank kills itself after some calls."""
-    group, rank = _world(), dist.get_rank()
-    tpkernels.init(group, TIMEOUT * 5)
-    x, w = torch.ones(512, 512), torch.ones(512, 512)
-    factors = (x, w) if "matmul" in op else (x,)
-    try:
-        for calls in range(1000):
-            if rank == victim and calls == 5:
-                marker.write_text(repr(time.monotonic()))
-                os.kill(os.getpid(), signal.SIGKILL)
-            getattr(tpkernels, op)(*factors, group, algorithm=algorithm)
-    except tpkernels.TpkernelsError as error:
-        seconds = time.monotonic() - float(marker.read_text())
-        return {"error": type(error).__name__, "text": str(error), "seconds": seconds}
-    return {"error": ""}
+    """A rank kills itself after some calls."""
+
+    def disturb() -> None:
+        if dist.get_rank() == victim:
+            marker.write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    found = repeated(_world(), algorithm, op, TIMEOUT * 5, disturb)
+    return found | {"seconds": found["at"] - float(marker.read_text())}
 
 
 def main() -> None:
@@ -147,7 +129,8 @@ def main() -> None:
         worked = works() if job == "works_and_cut" else {}
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
-        results = worked | cut(group, arguments[0], arguments[1], Path(out))
+        begun = Path(f"{out}.{dist.get_rank()}")
+        results = worked | repeated(group, *arguments, TIMEOUT, begun.touch)
     Path(f"{out}.{os.environ['RANK']}.json").write_text(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)  # destroy_process_group may wait for a peer that cannot be reached

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -31,7 +32,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.failures.test_memory import no_memory
 from tests.support import faults
-from tests.support.faults import CASES, PROMPT, Ending
+from tests.support.faults import CASES, CASES_APART, PROMPT, Ending
 from tpkernels import backends, groups
 from tpkernels.launch import Outcome
 
@@ -61,7 +62,7 @@ class Trial:
     def drawn(cls, seed: int) -> Trial:
         draw = random.Random(seed)
         world = draw.randint(2, 4)
-        op, algorithm = draw.choice(CASES)
+        op, algorithm = draw.choice([*CASES, *CASES_APART])
         kind = draw.choice(KINDS)
         in_set_up = kind in BY_SIGNAL and draw.random() < 0.2
         moment = draw.random() * (0.02 if in_set_up else 0.3)
@@ -330,13 +331,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=KINDS)
+    parser.add_argument("--op", nargs="*", help="only these")
     options = parser.parse_args(argv)
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     failed = 0
-    for seed in range(options.seed, options.seed + options.count):
-        trial = Trial.drawn(seed)
-        if options.kind is not None:
-            trial = replace(trial, kind=options.kind, in_set_up=False)
+    drawn = map(Trial.drawn, itertools.count(options.seed))
+    chosen = (trial for trial in drawn if not options.op or trial.op in options.op)
+    if options.kind is not None:
+        chosen = (replace(trial, kind=options.kind, in_set_up=False) for trial in chosen)
+    for trial in itertools.islice(chosen, options.count):
         begin = time.monotonic()
         wrong, slowest = run_trial(trial)
         times[trial.kind].append(slowest)

@@ -20,6 +20,7 @@ WORLDS = (1, 2, 3, 4)
 # For sweeps; other tests take all of WORLDS.
 QUICK_WORLDS = (*sweep((3, 2, 1)), pytest.param(4, marks=pytest.mark.slow))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PACKABLE = DTYPES  # the dtypes of weights that can be packed
 COLLECTIVE_WAYS = ("unfused", "ring", "direct")
 MATMUL_WAYS = ("unfused", "ring", "direct", "pipelined")
 COLLECTIVE_ALGORITHMS = (*COLLECTIVE_WAYS, "auto")

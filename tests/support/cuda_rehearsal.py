@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import faults
+from tests.support import emulated, faults
 from tpkernels import groups, validation
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import OPS
@@ -54,8 +54,8 @@ class SharedMemory:
         arena = workspace._further_arena("a rehearsal", OFFSET + memory.numel())
         own = workspace.participant.rank
         memory.set_(torch.frombuffer(arena.region(own, OFFSET, memory.numel()), dtype=memory.dtype))
-        ranks = range(workspace.participant.world)
-        return Handle([arena.region(rank).address for rank in ranks], OFFSET, 0, arena)
+        addresses = [arena.region(rank).address for rank in range(workspace.participant.world)]
+        return Handle(addresses, OFFSET, emulated.multicast(addresses), arena)
 
 
 @contextlib.contextmanager

@@ -91,6 +91,15 @@ def _forget_kernels() -> None:
         cached.cache_clear()
 
 
+def multicast(addresses: Sequence[int]) -> int:
+    """The multicast address of memory that the ranks have at these; 0 without this driver."""
+    if not _loaded:
+        return 0
+    register = library().emulated_multicast
+    register.restype = ctypes.c_uint64
+    return int(register((ctypes.c_uint64 * len(addresses))(*addresses), len(addresses)))
+
+
 def count_of(name: str) -> int:
     """What the driver has counted (tests/native/emulated/driver.cpp)."""
     return int(library().emulated_get(name.encode()))

@@ -13,7 +13,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,20 @@ def ending_of(call: Callable[[], object]) -> Ending:
         peer = getattr(failure, "peer", None)
     at = time.monotonic()
     return Ending(error, text, peer, at, at - start)
+
+
+def together(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Run each call in a thread of its own; return its result, or its exception."""
+
+    def run(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except BaseException as error:
+            return error
+
+    calls = list(calls)
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
 
 
 def report_of(

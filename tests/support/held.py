@@ -101,11 +101,6 @@ class Held:
             time.sleep(0.2)
         yield 1
 
-    def paced(self, steps: int, seconds: float) -> Iterator[int]:
-        for step in range(steps):
-            time.sleep(seconds)
-            yield step
-
     def die_in_step(self, step: int, rank: int) -> Iterator[int]:
         for i in self.count(100):
             if self.steps == step and dist.get_rank() == rank:

@@ -49,6 +49,7 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa", **opti
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.mul_(5)
+    model.config._experts_implementation = "eager"  # others take no float64
     return model.train()
 
 
@@ -113,15 +114,16 @@ def differences(
     sequence: bool | str,
     mesh: DeviceMesh,
     *,
-    ffn_only: bool = False,
     tokens: int = TOKENS,
+    **options: Any,
 ) -> list[str]:
-    """What is wrong with a parallel copy of ``model``, which in float64 must match the unsharded
-    one up to rounding. In float32, `test_loading` bounds the error of logits."""
+    """What is wrong with a parallel copy of ``model``, by ``options`` of `tpkernels.parallelize`,
+    which in float64 must match the unsharded one up to rounding. In float32, `test_loading` bounds
+    the error of logits."""
     failures: dict[str, str | None] = {}
     exact = copy.deepcopy(model).double()
     parallel = tpkernels.parallelize(
-        copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, ffn_only=ffn_only
+        copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, **options
     )
     with InFull():
         logits, loss, grads = run(exact, tokens)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.faults import together
 from tests.support.tiers import sweep
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.symm.exchange import Participant, Presence
@@ -26,24 +27,6 @@ PROMPT = PATIENCE / 4
 def members(store: dist.Store, world: int = WORLD, timeout: float = 5.0) -> list[Participant]:
     """The ranks of a group that has just been made."""
     return [Participant(store, "group", rank, world, timeout, Presence()) for rank in range(world)]
-
-
-def together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Runs each call in its own thread; its result, or its exception."""
-    results: list[Any] = [None] * len(calls)
-
-    def run(i: int) -> None:
-        try:
-            results[i] = calls[i]()
-        except BaseException as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def exchange_on_all(ranks: list[Participant], word: object, purpose: str = "init") -> list[Any]:

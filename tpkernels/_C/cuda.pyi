@@ -33,6 +33,9 @@ class Epilogue:
         residual_dtype: int = 0,
     ) -> None: ...
 
+class Multicast:
+    def __init__(self, regions: int = 0, x: int = 0) -> None: ...
+
 class AllReduce:
     def __init__(
         self,
@@ -45,7 +48,7 @@ class AllReduce:
         segment: int,
         slot_bytes: int,
         results_at: int,
-        multicast: int,
+        everywhere: Multicast,
         /,
     ) -> None: ...
 
@@ -67,6 +70,7 @@ class Shards:
         wire: int,
         slot_bytes: int,
         epilogue: Epilogue,
+        everywhere: Multicast,
         /,
     ) -> None: ...
 
@@ -83,7 +87,9 @@ class SumPartials:
     ) -> None: ...
 
 class Litmus:
-    def __init__(self, found: int, records: int, round: int, nbytes: int, /) -> None: ...
+    def __init__(
+        self, found: int, records: int, round: int, nbytes: int, multicast: int, /
+    ) -> None: ...
 
 class Signal:
     def __init__(self, rank: int, index: int, /) -> None: ...
@@ -124,6 +130,7 @@ class Kernels:
     ) -> None: ...
     ll_all_reduce_rms_norm = two_shot_all_reduce_rms_norm
     ll_two_shot_all_reduce_rms_norm = two_shot_all_reduce_rms_norm
+    multimem_all_reduce_rms_norm = two_shot_all_reduce_rms_norm
     def rms_norm_of_rows(
         self,
         stream: int,
@@ -146,6 +153,8 @@ class Kernels:
     ) -> None: ...
     one_shot_reduce_scatter = one_shot_all_gather
     ll_all_gather = one_shot_all_gather
+    multimem_all_gather = one_shot_all_gather
+    multimem_reduce_scatter = one_shot_all_gather
     ll_reduce_scatter = one_shot_all_gather
     def sum_of_partials(
         self,
@@ -168,6 +177,8 @@ class Kernels:
     ) -> None: ...
     litmus_words = litmus_messages
     litmus_lines = litmus_messages
+    litmus_bulk = litmus_messages
+    litmus_multimem = litmus_messages
     def call_barrier(
         self,
         stream: int,

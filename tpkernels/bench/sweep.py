@@ -49,8 +49,9 @@ _MOST_BYTES = 1 << 20  # of a YAML file
 
 @dataclass(frozen=True)
 class Model:
-    """Widths of a transformer, before the split. ``ffn`` is the inner width of the MLP; a ``gated``
-    MLP has two matrices of that width, gate and up."""
+    """Widths of a transformer, before the split. ``ffn`` is the inner width of the MLP, or of each
+    of ``experts``, of which a token takes ``top_k``; a ``gated`` MLP has two matrices of that
+    width, gate and up."""
 
     hidden: int
     ffn: int
@@ -59,6 +60,8 @@ class Model:
     vocab: int
     head_dim: int = 128
     gated: bool = True
+    experts: int = 0
+    top_k: int = 0
 
 
 # From the models' configuration files.
@@ -70,7 +73,9 @@ MODELS = {
     "llama3-8b": Model(4096, 14336, heads=32, kv_heads=8, vocab=128256),
     "llama3-70b": Model(8192, 28672, heads=64, kv_heads=8, vocab=128256),
     "llama3-405b": Model(16384, 53248, heads=128, kv_heads=8, vocab=128256),
+    "mixtral-8x7b": Model(4096, 14336, heads=32, kv_heads=8, vocab=32000, experts=8, top_k=2),
     "qwen2-72b": Model(8192, 29568, heads=64, kv_heads=8, vocab=152064),
+    "qwen3-30b-a3b": Model(2048, 768, heads=32, kv_heads=4, vocab=151936, experts=128, top_k=8),
     "qwen3-32b": Model(5120, 25600, heads=64, kv_heads=8, vocab=151936),
     "smollm2-135m": Model(576, 1536, heads=9, kv_heads=3, vocab=49152, head_dim=64),
 }

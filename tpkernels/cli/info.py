@@ -150,13 +150,16 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         if all(why == kernels.NO_GPU for of_op in ops.values() for why in of_op.values()):
             out.print(f"on {device}: nothing, it {kernels.NO_GPU}")
             continue
-        grid = table(f"on {device}", tuple(ALGORITHMS), "why not")
+        names = [
+            name for name, of in ALGORITHMS.items() if len(of.lacks.get(device, ())) < len(ops)
+        ]
+        grid = table(f"on {device}", tuple(names), "why not")
         for op, reasons in ops.items():
-            marks = ["yes" if reasons[name] is None else "no" for name in ALGORITHMS]
-            texts = [f"{name} {why}" for name, why in reasons.items() if why is not None]
+            marks = ["yes" if reasons[name] is None else "no" for name in names]
+            texts = [f"{name} {reasons[name]}" for name in names if reasons[name] is not None]
             grid.add_row(op, *marks, escape("; ".join(texts)))
         apart = facts["algorithms_across_hosts"][device].values()
-        left = [name for name in ALGORITHMS if all(reasons[name] is None for reasons in apart)]
+        left = [name for name in names if all(reasons[name] is None for reasons in apart)]
         grid.caption_justify = "left"
         grid.caption = f"If the ranks of a group share no memory: {', '.join(left)}."
         out.print(grid)

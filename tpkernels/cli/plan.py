@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from tpkernels.mesh.planner import Estimate, MatmulProblem, ranked
 from tpkernels.planning.cost import (
     MEASURED,
     Profile,
+    all_to_all_seconds,
     collective_seconds,
     fused_seconds,
     machines,
@@ -229,10 +231,14 @@ def _reason(cost: Estimate, best: Estimate, profile: Profile) -> str:
 
 class LayerTime(NamedTuple):
     """Predicted seconds of a layer: of its products and of its collectives alone, and with each
-    collective as one op with the product next to it."""
+    collective as one op with the product next to it. ``split``: of the MLP's weights, or of a
+    mixture's experts, "width" or "experts"; ``imbalance``: rows of the rank with the most over the
+    mean, expected of a router that takes each expert as often."""
 
     phase: str
     tp: int
+    split: str
+    imbalance: float
     product: float
     communication: float
     overlapped: float
@@ -241,34 +247,85 @@ class LayerTime(NamedTuple):
 def layer_times(
     model: Model, tps: Sequence[int], profile: Profile, phases: dict[str, int], itemsize: int
 ) -> Iterator[LayerTime]:
-    """Predict a layer on each number of ranks. ``phases``: rows of the activations, over all ranks,
-    by phase."""
+    """Predict a layer on each number of ranks, of a mixture by either split. ``phases``: rows of
+    the activations, over all ranks, by phase."""
     for (phase, rows), tp in itertools.product(phases.items(), tps):
-        product = communication = overlapped = 0.0
-        for name in LAYER:
-            matmul = projection(model, name, tp)
-            k, n = matmul.k, matmul.n
-            shape = (rows, k, ceil_div(n, tp)) if matmul.column else (rows, ceil_div(k, tp), n)
-            move = 0.0
-            if phase == "prefill" or not matmul.column:
-                nbytes = rows * (k if matmul.column else n) * itemsize
-                passes = 1 if phase == "prefill" else 2
-                move = collective_seconds(profile, nbytes, tp, passes=passes)
-            product += matmul_seconds(profile, *shape, itemsize)
-            communication += move
-            overlapped += fused_seconds(profile, shape, 0, move, tp, itemsize)
-        yield LayerTime(phase, tp, product, communication, overlapped)
+        dense = [name for name in LAYER if not (model.experts and name in ("gate_up", "down"))]
+        times = [
+            _projection_seconds(model, name, phase, rows, tp, profile, itemsize) for name in dense
+        ]
+        product, communication, overlapped = map(sum, zip(*times, strict=True))
+        if not model.experts:
+            yield LayerTime(phase, tp, "width", 1.0, product, communication, overlapped)
+            continue
+        for split in ("width", "experts") if 1 < tp <= model.experts else ("width",):
+            imbalance, multiply, move = _expert_seconds(
+                model, split, phase, rows, tp, profile, itemsize
+            )
+            more = product + multiply, communication + move, overlapped + multiply + move
+            yield LayerTime(phase, tp, split, imbalance, *more)
+
+
+def _projection_seconds(
+    model: Model, name: str, phase: str, rows: int, tp: int, profile: Profile, itemsize: int
+) -> tuple[float, float, float]:
+    """Return the seconds of a projection's product, of its collective, and of both as one op."""
+    matmul = projection(model, name, tp)
+    k, n = matmul.k, matmul.n
+    shape = (rows, k, ceil_div(n, tp)) if matmul.column else (rows, ceil_div(k, tp), n)
+    move = 0.0
+    if phase == "prefill" or not matmul.column:
+        nbytes = rows * (k if matmul.column else n) * itemsize
+        move = collective_seconds(profile, nbytes, tp, passes=1 if phase == "prefill" else 2)
+    fused = fused_seconds(profile, shape, 0, move, tp, itemsize)
+    return matmul_seconds(profile, *shape, itemsize), move, fused
+
+
+def _expert_seconds(
+    model: Model, split: str, phase: str, rows: int, tp: int, profile: Profile, itemsize: int
+) -> tuple[float, float, float]:
+    """Return the imbalance of a mixture's experts, and the seconds of their products on the rank
+    with the most rows and of their collectives.
+
+    A split of the width gathers all tokens and sums partials, as a dense MLP; a split of the
+    experts sends a row for each route, and back. Of rows that go to one of W ranks at random the
+    largest share is about mean + sqrt(2 mean ln W).
+    """
+    routes, by_expert = rows * model.top_k, split == "experts"
+    held = ceil_div(model.experts, tp) if by_expert else model.experts
+    mean = routes / tp if by_expert else float(routes)
+    imbalance = 1.0
+    if by_expert and tp > 1:
+        imbalance = min(float(tp), 1 + math.sqrt(2 * math.log(tp) / mean))
+    used = held * (1 - (1 - model.top_k / model.experts) ** rows)  # of those that a rank holds
+    used = min(held, used * imbalance)  # on the rank with the most rows
+    busiest = max(1, round(mean * imbalance / used))  # rows of an expert
+    width = model.ffn if by_expert else ceil_div(model.ffn, tp)
+    gates = 2 if model.gated else 1
+    multiply = used * (
+        matmul_seconds(profile, busiest, model.hidden, gates * width, itemsize)
+        + matmul_seconds(profile, busiest, width, model.hidden, itemsize)
+    )
+    if by_expert:
+        nbytes = mean * imbalance * model.hidden * itemsize
+        return imbalance, multiply, 2 * all_to_all_seconds(profile, nbytes, tp)
+    nbytes = rows * model.hidden * itemsize  # a gather and a scatter, or an all-reduce
+    return imbalance, multiply, collective_seconds(profile, nbytes, tp, passes=2)
 
 
 def _show_layers(layers: Iterable[LayerTime], profile: Profile, title: str) -> None:
-    columns = ("TP", "nodes", "products", "communication", "unfused", "overlapped", "exposed")
+    rows = list(layers)
+    mixture = any(layer.split == "experts" for layer in rows)
+    times = ("nodes", "products", "communication", "unfused", "overlapped", "exposed")
+    columns = ("TP", *(("split", "imbalance") if mixture else ()), *times)
     grid = table("phase", columns, "overlap")
-    for phase, tp, product, communication, overlapped in layers:
+    for phase, tp, split, imbalance, product, communication, overlapped in rows:
         unfused = product + communication
         seconds = (product, communication, unfused, overlapped, overlapped - product)
         helps = overlapped < _HELPS * unfused
         grid.add_row(
-            *(phase, str(tp), str(ceil_div(tp, profile.node))),
+            *(phase, str(tp), *([split, f"{imbalance:.2f}x"] if mixture else [])),
+            str(ceil_div(tp, profile.node)),
             *(milliseconds(1e3 * one) for one in seconds),
             f"{unfused / overlapped:.2f}x" if helps else "no gain",
         )
@@ -276,3 +333,9 @@ def _show_layers(layers: Iterable[LayerTime], profile: Profile, title: str) -> N
     screen.print(title, markup=False)
     screen.print(grid)
     screen.print("ms per layer, predicted; attention itself and norms are left out.", markup=False)
+    if mixture:
+        screen.print(
+            "Split by experts, each rank keeps its own tokens, and the time is that of the rank "
+            "with the most rows: imbalance, expected if all experts are as likely.",
+            markup=False,
+        )

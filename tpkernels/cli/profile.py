@@ -119,6 +119,7 @@ def profile(
     if is_leader():
         make_output_folder(out)
         file = writable(out / "trace.json")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reports begin and end itself
     with open_session(world, threads=threads, timeout=timeout) as run:
         if op is not None:
             what = f"{op} {spec}"

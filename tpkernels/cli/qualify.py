@@ -10,6 +10,7 @@ from rich.markup import escape
 from typer import Option
 
 from tpkernels.cli import options
+from tpkernels.kernels import unsupported
 from tpkernels.launch import session as sessions
 from tpkernels.planning import trust
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
@@ -70,6 +71,9 @@ def qualify(
     )
     if device == "cpu":  # a CPU has none of the kernels of the litmus tests
         stages = [stage for stage in stages if stage.name not in LITMUS]
+        if (why := unsupported(device)) is not None:
+            stages = [stage for stage in stages if not stage.name.startswith("fused/")]
+            console().print(f"fused is left out: it {why}", markup=False)
     if not stages and known is None:
         raise UsageError(f"no stage begins with '{only}'")
     if plan:

@@ -15,8 +15,10 @@ from tpkernels.cuda.calls import (
     prepare_all_reduce,
     prepare_normed_all_reduce,
     prepare_reduce_scatter,
+    readable_in_place,
     rms_norm,
     sum_partials,
+    without_multicast,
 )
 from tpkernels.cuda.copies import CopyCall, flags_take_kernels
 from tpkernels.cuda.image import available, driver_status, image_status, unsupported
@@ -37,7 +39,9 @@ __all__ = [
     "prepare_all_reduce",
     "prepare_normed_all_reduce",
     "prepare_reduce_scatter",
+    "readable_in_place",
     "rms_norm",
     "sum_partials",
     "unsupported",
+    "without_multicast",
 ]

@@ -2,9 +2,11 @@
 rows, the sum of partials, a barrier.
 
 Sums follow the numerics contract: fp32, in rank order, then bias, then residual, one rounding. All
-ways give the same bits, except ``multimem``. Gathers and scatters are one launch in which every
-rank pushes to all others: by ``ll`` (NCCL's protocol LL) or ``one_shot``. For few bytes that should
-take less time than starting copy engines (``copies.py``). Not measured. The rows that are
+ways give the same bits, except ``multimem``: there the switch adds, in an order of its own, so the
+bits may differ from run to run. It needs multicast memory and compute capability 9.0. Gathers and
+scatters are one launch in which every rank pushes to all others: by ``ll`` (NCCL's protocol LL) or
+``one_shot``; or stores at all of them at once, by ``multimem``. For few bytes that should take less
+time than starting copy engines (``copies.py``). Not measured. The rows that are
 normalised are those of the rounded sum; their bits depend on the row alone, not on the way or on
 how blocks share it (csrc/cuda/rms_norm.cuh).
 
@@ -29,11 +31,12 @@ from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.cost import all_reduce_way
 from tpkernels.planning.trust import NORMED_SUMS, SHARDS, SUMS, usable
 from tpkernels.symm.device import DeviceWorkspace, Launch
+from tpkernels.symm.gpu_memory import GpuSegment
 
 WAYS = ("two_shot", "multimem", "ll", "ll_two_shot", "ll128")
 _SUM_BLOCKS, _SUM_SHARE = 1024, 2048  # most blocks, and fewest elements for each; not measured
 _THREADS = 256  # kRowThreads of csrc/cuda
-_CLUSTER, _CLUSTERS_SINCE = 4, 90  # most blocks of a row (not measured); compute capability
+_CLUSTER, _SINCE = 4, 90  # most blocks of a row (not measured); of clusters and multicast
 _MOST_ROWS = 1024  # at a time, of a normalisation alone, which has the GPU to itself
 Sizes = tuple[int, ...]
 
@@ -47,6 +50,7 @@ def all_reduce(
     residual: torch.Tensor | None = None,
     way: str = "auto",
     early: bool = False,
+    in_place: GpuSegment | None = None,
 ) -> None:
     """Compute ``out = round(sum_r(x_r) + bias + residual)`` on every rank, bias along the last dim.
     ``out`` may be x; it, bias and residual have dtypes of their own.
@@ -56,11 +60,10 @@ def all_reduce(
             fences for twice the bytes; every rank sums everything), ``ll_two_shot`` (LL, and every
             rank sums a part), ``ll128`` (the same for 8/7 of the bytes; only where stores of 128
             bytes arrive whole, as over NVLink), ``auto`` (one of these, by size and by
-            ``space.ways``) or ``multimem``: the switch sums, in its own order, so the bits may
-            differ from run to run. It needs multicast memory and compute capability 9.0, and takes
-            no epilogue.
+            ``space.ways``) or ``multimem``.
         early: the kernel may start while the last kernel queued on the stream runs. That must be
             a product which was queued behind the workspace's previous call, on the same stream.
+        in_place: the symmetric tensor that x is, on all ranks, which ``multimem`` reads there.
     """
     operands.check_summed(space.regions.device, x=x, out=out, bias=bias, residual=residual)
     operands.check_alike(False, x=x, out=out, residual=residual)
@@ -69,10 +72,11 @@ def all_reduce(
         way = all_reduce_way(x.numel() * x.element_size(), space.world, usable(space.ways, SUMS))
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
-    if way == "multimem":
-        _check_multimem(space, out.dtype == x.dtype and bias is None and residual is None)
+    symmetric = _multicast_of(space, way, in_place)
+    if way == "multimem" and residual is not None:
+        residual = _aligned(residual)
     sizes = x.element_size(), out.element_size()
-    words = space_of(space, signature)
+    words = space_of(space, _signature(signature, in_place))
     begin, piece = 0, max(x.numel(), 1)
     while begin == 0 or begin < x.numel():
         count = min(piece, x.numel() - begin)
@@ -89,7 +93,8 @@ def all_reduce(
         after = epilogue(out.dtype, bias, residual, begin)
         call = _C.cuda.AllReduce(
             *(here, there, count, begin, CODES[x.dtype], after),
-            *(cut.segment, cut.slot_bytes, cut.results_at, space.multicast),
+            *(cut.segment, cut.slot_bytes, cut.results_at),
+            _C.cuda.Multicast(space.multicast, symmetric and symmetric + begin * sizes[0]),
         )
         starts_early = early and begin == 0
         launch(f"{way}_all_reduce", x.device, words, call, blocks=cut.blocks, early=starts_early)
@@ -102,31 +107,44 @@ def prepare_all_reduce(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    way: str = "auto",
     early: bool = False,
     ways: frozenset[str] = frozenset(),
+    in_place: GpuSegment | None = None,
 ) -> Launch:
     """Prepare an ``all_reduce`` over ``world`` ranks that goes in one piece. ``ways``: those of the
-    workspace."""
-    way = all_reduce_way(x.numel() * x.element_size(), world, usable(ways, SUMS))
+    workspace, from which ``auto`` takes one."""
+    if way == "auto":
+        way = all_reduce_way(x.numel() * x.element_size(), world, usable(ways, SUMS))
     needs = layouts.all_reduce_layout(way, x.numel(), world, x.element_size(), out.element_size())
 
     def run(space: DeviceWorkspace, signature: int) -> None:
-        all_reduce(space, signature, x, out, bias, residual, way, early)
+        all_reduce(space, signature, x, out, bias, residual, way, early, in_place)
 
     return Launch(needs.words, needs.nbytes, (), run)
 
 
-def _check_multimem(space: DeviceWorkspace, plain: bool) -> None:
-    if not space.multicast:
+def readable_in_place(segment: GpuSegment | None, x: torch.Tensor, *starts: int) -> bool:
+    """Return whether the switch can read the symmetric tensor that x is: whole vectors, each
+    segment from a multiple of 16 bytes on, where row ``starts`` begins. The same on all ranks."""
+    if segment is None or not segment.multicast or x.numel() % layouts.LANE:
+        return False
+    itemsize = x.element_size()
+    return all(start * x.stride(0) * itemsize % layouts.PACK_BYTES == 0 for start in starts)
+
+
+def _multicast_of(space: DeviceWorkspace, way: str, in_place: GpuSegment | None) -> int:
+    """Return the multicast address of what is read in place, 0 if nothing is."""
+    if way == "multimem" and not space.multicast:
         raise NotImplementedError(
-            "way 'multimem' needs multicast memory, which GPUs behind an NVSwitch have; "
-            "'two_shot' does not need it"
+            "way 'multimem' needs multicast memory, which GPUs behind an NVSwitch have; others do "
+            "not"
         )
-    if not plain:
-        raise NotImplementedError(
-            "way 'multimem' takes no bias, residual or other dtype for out, as the switch sums and "
-            "rounds; 'two_shot' takes them"
-        )
+    return 0 if in_place is None else in_place.multicast
+
+
+def _signature(of_call: int, in_place: GpuSegment | None) -> int:
+    return of_call if in_place is None else in_place.signature(of_call)
 
 
 def sum_partials(
@@ -172,7 +190,8 @@ def prepare_all_gather(
 ) -> Launch:
     """Prepare ``out = concat_r(x_r)``: x [sizes[rank], row], out [sum(sizes), row]. ``ways``: those
     of the workspace, from which ``auto`` takes one."""
-    return _prepare_shards("all_gather", layouts.PACK_BYTES, x, out, sizes, None, None, way, ways)
+    added = None, None, None
+    return _prepare_shards("all_gather", layouts.PACK_BYTES, x, out, sizes, *added, way, ways)
 
 
 def prepare_reduce_scatter(
@@ -183,12 +202,13 @@ def prepare_reduce_scatter(
     residual: torch.Tensor | None = None,
     way: str = "auto",
     ways: frozenset[str] = frozenset(),
+    in_place: GpuSegment | None = None,
 ) -> Launch:
     """Prepare ``out = round(rows_rank(sum_r(x_r)) + bias + residual)``, added in fp32 in the order
     of the ranks: x [sum(sizes), row], out and residual [sizes[rank], row], bias [row]. Each has a
-    dtype of its own. ``ways`` as for an all-gather."""
-    lane_bytes = layouts.LANE * x.element_size()
-    return _prepare_shards("reduce_scatter", lane_bytes, x, out, sizes, bias, residual, way, ways)
+    dtype of its own. ``ways`` as for an all-gather, ``in_place`` as for an all-reduce."""
+    lane_bytes, added = layouts.LANE * x.element_size(), (bias, residual, in_place)
+    return _prepare_shards("reduce_scatter", lane_bytes, x, out, sizes, *added, way, ways)
 
 
 def _prepare_shards(
@@ -199,11 +219,12 @@ def _prepare_shards(
     sizes: Sizes,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    in_place: GpuSegment | None,
     way: str,
     ways: frozenset[str],
 ) -> Launch:
-    if way not in ("auto", "one_shot", "ll"):
-        raise ValueError(f"way is {way!r}; it must be auto, one_shot or ll")
+    if way not in ("auto", "one_shot", "ll", "multimem"):
+        raise ValueError(f"way is {way!r}; it must be auto, one_shot, ll or multimem")
     row_bytes = x.shape[1] * x.element_size() if x.dim() == 2 else 0  # the launch refuses others
     if way == "auto":
         few = sum(sizes) * row_bytes <= layouts.LL_BYTES
@@ -230,8 +251,9 @@ def _prepare_shards(
             raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
         addresses = x.data_ptr(), out.data_ptr(), space.starts(sizes).data_ptr()
         after = epilogue(out.dtype, bias, residual)
-        call = _C.cuda.Shards(*addresses, row, CODES[x.dtype], needs.slot_bytes, after)
-        words = space_of(space, signature)
+        everywhere = _C.cuda.Multicast(space.multicast, _multicast_of(space, way, in_place))
+        call = _C.cuda.Shards(*addresses, row, CODES[x.dtype], needs.slot_bytes, after, everywhere)
+        words = space_of(space, _signature(signature, in_place))
         launch(f"{way}_{kernel}", x.device, words, call, blocks=needs.blocks)
 
     return Launch(needs.words, needs.nbytes, sizes, run)
@@ -254,22 +276,25 @@ def prepare_normed_all_reduce(
     way: str = "auto",
     early: bool = False,
     ways: frozenset[str] = frozenset(),
+    in_place: GpuSegment | None = None,
 ) -> Launch:
     """Prepare ``total = round(sum_r(x_r) + bias + residual)`` on every rank, and its rows
     ``normed = round(total / sqrt(mean(total^2) + eps) * weight)``, in fp32.
 
     x, total and normed are [..., N], of one dtype, N a multiple of 8; ``total`` may be x. weight,
-    bias [N] and residual, like x, have dtypes of their own. ``way`` and ``early`` are as for
-    ``all_reduce``, but not ``multimem`` or ``ll128``; ``ways``: those of the workspace."""
-    if way not in ("auto", "ll", "ll_two_shot", "two_shot"):
-        raise ValueError(f"way is {way!r}; it must be auto, ll, ll_two_shot or two_shot")
+    bias [N] and residual, like x, have dtypes of their own. ``way``, ``early`` and ``in_place`` are
+    as for ``all_reduce``, but for ``ll128``; ``ways``: those of the workspace."""
+    known = ("auto", "ll", "ll_two_shot", "two_shot", "multimem")
+    if way not in known:
+        raise ValueError(f"way is {way!r}; it must be one of {', '.join(known)}")
     rows, columns = _matrix(x)
     x_bytes = x.element_size()
     if way == "auto":
         # In two hops a rank has whole rows.
         row_bytes, split = columns * x_bytes, world * ceil_div(rows, world) * columns * x_bytes
         way = all_reduce_way(rows * row_bytes, world, usable(ways, NORMED_SUMS), split)
-    cluster = _cluster(ceil_div(rows, world) if way == "two_shot" else rows, columns, x.device)
+    by_ll = way in ("ll", "ll_two_shot")
+    cluster = _cluster(rows if by_ll else ceil_div(rows, world), columns, x.device)
     needs = layouts.rows_layout(way, rows, columns, world, x_bytes, cluster)
 
     def run(space: DeviceWorkspace, signature: int) -> None:
@@ -283,9 +308,11 @@ def prepare_normed_all_reduce(
         after = epilogue(x.dtype, bias, aligned_residual)
         call = _C.cuda.AllReduce(
             *(aligned_x.data_ptr(), total.data_ptr(), x.numel(), 0, CODES[x.dtype], after),
-            *(needs.segment, needs.slot_bytes, needs.results_at, 0),
+            *(needs.segment, needs.slot_bytes, needs.results_at),
+            _C.cuda.Multicast(space.multicast, _multicast_of(space, way, in_place)),
         )
-        arguments = space_of(space, signature), call, _norm(normed, scale, eps)
+        words = space_of(space, _signature(signature, in_place))
+        arguments = words, call, _norm(normed, scale, eps)
         shape = {"blocks": needs.blocks, "cluster": cluster, "early": early}
         launch(f"{way}_all_reduce_rms_norm", x.device, *arguments, **shape)
 
@@ -334,6 +361,14 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % layouts.PACK_BYTES == 0 else x.clone()
 
 
+def without_multicast(device: torch.device) -> str | None:
+    """Return why a GPU whose kernels are loaded has none of multicast; None: it has."""
+    capability = _capability(device_and_stream(device)[0])
+    if capability >= _SINCE:
+        return None
+    return f"needs compute capability 9.0 or higher; {device} has {capability / 10:.1f}"
+
+
 @functools.cache
 def _capability(device: int) -> int:
     return _C.cuda.compute_capability(device)
@@ -341,7 +376,7 @@ def _capability(device: int) -> int:
 
 def _cluster(rows: int, columns: int, device: torch.device) -> int:
     """Return the blocks that share a row: as many as leave each of their threads a vector."""
-    able, cluster = _capability(device_and_stream(device)[0]) >= _CLUSTERS_SINCE, 1
+    able, cluster = _capability(device_and_stream(device)[0]) >= _SINCE, 1
     most = min(_CLUSTER, layouts.MOST_BLOCKS // max(rows, 1)) if able else 1
     while 2 * cluster <= most and cluster * _THREADS * layouts.LANE < columns:
         cluster *= 2

@@ -22,7 +22,8 @@ from tpkernels.cache import cache_folder, read_trusted, replace_file
 from tpkernels.errors import CaptureError
 from tpkernels.symm import streams
 
-_OPTIONS = ("--std=c++17",)
+# NVRTC takes lambdas of kernels for host functions otherwise.
+_OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 _MOST_BYTES = 64 << 20  # an image has less than 1 MiB
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _INSTALL = "pip install 'tpkernels[cu13]' (or [cu12] for CUDA 12), or build with nvcc"

@@ -65,9 +65,17 @@ def all_reduce_layout(way: str, count: int, world: int, x_bytes: int, out_bytes:
         lanes = ceil_div(segment, _LINE_VECTORS) * (_LINE_VECTORS + 1)
         return Layout(_ll_blocks(lanes, LANE), _LINE_WORDS * (1 + lines), segment)
     blocks = min(MOST_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARE)))
-    slot = 0 if way == "multimem" else round_up(nbytes, _SLOT_ALIGNMENT)
-    results = round_up(count * out_bytes, _SLOT_ALIGNMENT)  # multimem: all of x, summed in place
-    return Layout(blocks, 1 + 2 * blocks, segment, slot, world * slot, world * slot + results)
+    return _in_two_hops(way, blocks, segment, nbytes, world, count * x_bytes, count * out_bytes)
+
+
+def _in_two_hops(
+    way: str, blocks: int, segment: int, slot: int, world: int, x: int, results: int
+) -> Layout:
+    """Return the layout of a call whose results lie behind slots of so many bytes for partials, or,
+    by multicast, behind x."""
+    slot, x, results = (round_up(nbytes, _SLOT_ALIGNMENT) for nbytes in (slot, x, results))
+    slot, at = (0, x) if way == "multimem" else (slot, world * slot)
+    return Layout(blocks, 1 + 2 * blocks, segment, slot, at, at + results)
 
 
 def rows_layout(
@@ -76,14 +84,14 @@ def rows_layout(
     """Return the same for an all-reduce of whole rows, each normalised by ``cluster`` blocks."""
     segment_rows = rows if way == "ll" else ceil_div(rows, world)
     segment = segment_rows * columns
-    clusters = segment_rows if way == "two_shot" else rows
+    by_ll = way in ("ll", "ll_two_shot")
+    clusters = rows if by_ll else segment_rows
     blocks = cluster * max(1, min(MOST_BLOCKS // cluster, clusters))
-    if way != "two_shot":
+    if by_ll:
         hops = 1 if way == "ll" else 2
         return Layout(blocks, ll_words(*[segment * x_bytes] * hops), segment)
-    slot = round_up(segment * x_bytes, _SLOT_ALIGNMENT)
-    results = round_up(rows * columns * x_bytes, _SLOT_ALIGNMENT)
-    return Layout(blocks, 1 + 2 * blocks, segment, slot, world * slot, world * slot + results)
+    nbytes = rows * columns * x_bytes
+    return _in_two_hops(way, blocks, segment, segment * x_bytes, world, nbytes, nbytes)
 
 
 def shards_layout(way: str, shard_bytes: int, world: int, lane_bytes: int) -> Layout:
@@ -93,4 +101,5 @@ def shards_layout(way: str, shard_bytes: int, world: int, lane_bytes: int) -> La
         return Layout(_ll_blocks(shard_bytes, lane_bytes), ll_words(shard_bytes))
     blocks = min(MOST_BLOCKS, max(1, ceil_div(shard_bytes, _SHARD_SHARE)))
     slot = round_up(shard_bytes, _SLOT_ALIGNMENT)
-    return Layout(blocks, 1 + blocks, slot_bytes=slot, nbytes=world * slot)
+    kinds = 2 if way == "multimem" else 1  # of words: with one where x is read in place
+    return Layout(blocks, 1 + kinds * blocks, slot_bytes=slot, nbytes=world * slot)

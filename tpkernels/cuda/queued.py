@@ -13,7 +13,7 @@ import torch
 
 from tpkernels.call import Call
 from tpkernels.symm.cuda import CudaWorkspace
-from tpkernels.symm.device import Launch, Prepared
+from tpkernels.symm.device import Prepared
 
 _MOST_BOUND = 64  # launches that are kept with a planned call
 
@@ -33,12 +33,6 @@ def queued(
     if sizes:  # here, because in a capture this raises, which it must before anything is queued
         memory.current.starts(sizes)
     return memory
-
-
-def queue(call: Call, on: torch.device, launch: Launch) -> None:
-    """Queue a prepared call."""
-    with queued(call, on, launch.words, launch.buffer_bytes, launch.sizes) as memory:
-        launch.run(memory.current, call.plan.signature)
 
 
 class _Bound(NamedTuple):

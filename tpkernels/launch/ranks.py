@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker
@@ -73,7 +73,7 @@ class Outcome:
 
 
 class RankError(RuntimeError):
-    """A job failed on some ranks; the message contains the traceback of each."""
+    """A job failed on some ranks; the message contains the traceback of each, once if equal."""
 
     def __init__(self, message: str, outcomes: Sequence[Outcome]) -> None:
         super().__init__(message)
@@ -324,18 +324,32 @@ class Ranks:
             alive = all(process.exitcode is None for process in self._processes)
             return self._why_closed is None and alive and not self._job.pending
 
-    def describe(self, outcome: Outcome) -> str:
-        """Return what went wrong on a rank, for an error's message."""
-        process = self._processes[outcome.rank]
-        if outcome.error is not None:
-            cause = outcome.error.strip()
-        elif outcome.timed_out:
-            assert process.pid is not None
-            cause = f"no answer: {_whereabouts(process.pid)}"
-        else:
-            code = outcome.exitcode or 0
-            cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"rank {outcome.rank} (pid {process.pid}), after {outcome.seconds:.1f} s: {cause}"
+    def describe(self, failed: Iterable[Outcome], stacks: bool = True) -> list[str]:
+        """Return what went wrong on each rank, for an error's message.
+
+        Args:
+            stacks: show where ranks are that did not answer.
+        """
+        parts: list[str] = []
+        first: dict[str, int] = {}  # the rank that has shown a traceback
+        for outcome in failed:
+            rank, process, code = outcome.rank, self._processes[outcome.rank], outcome.exitcode or 0
+            if outcome.error is not None:
+                cause = outcome.error.strip()
+                if first.setdefault(cause, rank) != rank:
+                    cause = f"the same as rank {first[cause]}"
+            elif not outcome.timed_out:
+                cause = (
+                    f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                )
+            elif stacks:
+                assert process.pid is not None
+                cause = f"no answer: {_whereabouts(process.pid)}"
+            else:
+                parts.append(f"rank {rank}: no answer")
+                continue
+            parts.append(f"rank {rank} (pid {process.pid}), after {outcome.seconds:.1f} s: {cause}")
+        return parts
 
     def close(self) -> None:
         """End the rank processes. Idempotent; does nothing in a forked child."""
@@ -409,11 +423,9 @@ class Ranks:
         if not failed:
             return outcomes
         parts = [f"{job.what} failed on {len(failed)} of {self.world} ranks"]
-        for outcome in failed:
-            quiet = outcome.timed_out and job.lost  # the cause is known: skip the stacks
-            parts.append(f"rank {outcome.rank}: no answer" if quiet else self.describe(outcome))
+        parts += self.describe(failed, stacks=not job.lost)  # a dead rank is cause enough
         if job.pending or job.lost or close_on_error:
-            parts.append("The executor is closed: start a new one.")
+            parts.insert(1, "The executor is closed: start a new one.")
             self._close(f"{job.what} failed")
         raise RankError("\n\n".join(parts), outcomes)
 

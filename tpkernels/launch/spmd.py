@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import operator
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -57,8 +58,8 @@ def spmd(
     Raises:
         ValueError: ``mesh_shape`` does not fit ``nprocs``, or the names do not fit the shape, or
             there is no such device.
-        TypeError: ``mesh_shape`` is a number, or ``fn`` or an argument cannot be copied, such as
-            an open file or a process group.
+        TypeError: ``fn`` is no function, ``mesh_shape`` has no sizes, or ``fn`` or an argument
+            cannot be copied, such as an open file or a process group.
         RankError: ``fn`` raised on a rank, a rank died, or it took too long. The message has the
             traceback of each.
     """
@@ -66,16 +67,19 @@ def spmd(
 
     if nprocs < 1:
         raise ValueError(f"nprocs is {nprocs!r}; pass the number of ranks, at least 1")
-    if isinstance(mesh_shape, int):
+    if not callable(fn):
+        raise TypeError(f"fn is {fn!r:.100}; pass the function itself, without calling it")
+    try:
+        shape = (nprocs,) if mesh_shape is None else tuple(map(operator.index, mesh_shape))
+    except TypeError:
         raise TypeError(
-            f"mesh_shape is {mesh_shape!r}; pass the sizes of the mesh's dims, such as "
-            f"({nprocs},), or None, before the arguments of the function"
-        )
+            f"mesh_shape is {mesh_shape!r:.100}; pass the sizes of the mesh's dims, "
+            f"such as ({nprocs},), or None, before the arguments of the function"
+        ) from None
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; it can be 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch sees no GPU")
-    shape = (nprocs,) if mesh_shape is None else tuple(mesh_shape)
     if prod(shape) != nprocs or min(shape, default=0) < 1:
         raise ValueError(f"mesh_shape {shape} has {prod(shape)} ranks, but nprocs is {nprocs}")
     names = _NAMES[: len(shape)] if mesh_dim_names is None else tuple(mesh_dim_names)
@@ -110,12 +114,16 @@ def spmd(
     finally:
         sys.modules["__main__"] = main
     with ranks:
-        results = ranks.run(_call, file.getvalue(), device, shape, names, timeout=timeout)
+        results = ranks.run(
+            function_of_spmd, file.getvalue(), device, shape, names, timeout=timeout
+        )
     return [cloudpickle.loads(result) for result in results]
 
 
-def _call(job: bytes, device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> bytes:
-    """Run on each rank."""
+def function_of_spmd(
+    job: bytes, device: str, shape: tuple[int, ...], names: tuple[str, ...]
+) -> bytes:
+    """Run on each rank; errors show the name."""
     import cloudpickle
 
     fn, args, kwargs = cloudpickle.loads(job)

@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, util
 from multiprocessing.process import parent_process
 from pathlib import Path
 from typing import Any
@@ -310,11 +310,13 @@ def join_group(rank: int, setup: Setup) -> None:
 def shut_down() -> None:
     """Leave the group, within a time limit, and exit without running exit handlers."""
 
-    def leave_group() -> None:
+    def leave() -> None:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+        with contextlib.suppress(Exception):  # of semaphores, as tqdm's, or Python warns of them
+            util._run_finalizers(0)  # type: ignore[attr-defined]
 
-    leaving = threading.Thread(target=leave_group, daemon=True)
+    leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()
     leaving.join(LEAVE_SECONDS)
     with contextlib.suppress(OSError):

@@ -12,6 +12,8 @@ vectors of any length, and the tiles of AMX.
 A weight of 8 bits is a tensor [N, K / group, group + 4] of int8, where each panel is [K / group,
 1 + group / 4, columns, 4] in memory: of each group of K the columns' scales in float32, and then
 their elements, four of K at a time, which are integers times the scale.
+
+A stack of weights [E, K, N], as grouped products take, is packed into a tensor of four dims.
 """
 
 from __future__ import annotations
@@ -55,24 +57,33 @@ def pack(w: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     Products read it faster than the plain one, with any number of rows.
 
     Args:
-        w: [K, N] of float32, bfloat16 or float16; any strides.
+        w: [K, N] of float32, bfloat16 or float16, or a stack [E, K, N] of such for
+            `grouped_matmul`; any strides.
         dtype: of the copy: ``w``'s (default), or int8, in half of bfloat16's bytes. Each column
             then has a scale for every 128 elements, or fewer where 128 does not divide K, and rows
             of x are quantised in the same groups: `docs/numerics.md` gives the error. It multiplies
             rows of any of the three dtypes.
 
     Returns:
-        A dense tensor of three dims (see `tpkernels.local.packed`), whose order of elements only
-        the ops and `unpack` know: it can be copied and saved, but neither sliced nor converted. An
-        op that gets it raises where its gradient would be needed.
+        A dense tensor of three dims (see `tpkernels.local.packed`), or four for a stack, whose
+        order of elements only the ops and `unpack` know: it can be copied and saved, but neither
+        sliced nor converted. An op that gets it raises where its gradient would be needed.
 
     Raises:
-        ValueError: ``w`` is no matrix, is empty, or is packed already; in int8 also: it has NaN or
-            infinite elements.
+        ValueError: ``w`` is neither a matrix nor a stack, is empty, or is packed already; in int8
+            also: it has NaN or infinite elements.
         NotImplementedError: ``w`` is not on a CPU, or float64; in int8 also: K is no multiple of 4.
         TypeError: ``dtype`` is another one.
     """
     check_packable(w, "w", dtype)
+    if w.dim() > 2:
+        stack = w.new_empty(0)
+        for i, matrix in enumerate(w):
+            packed = pack(matrix, dtype)
+            if i == 0:
+                stack = packed.new_empty(len(w), *packed.shape)
+            stack[i] = packed
+        return stack
     if dtype == torch.int8:
         check_finite(w.t(), "w")
         return _pack_int8(w.detach())
@@ -83,12 +94,15 @@ def pack(w: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Return the weight [K, N] that was packed, to the bit, with contiguous columns; of int8 what
-    products take for it, in float32.
+    """Return the weight [K, N], or stack [E, K, N], that was packed, to the bit, with contiguous
+    columns; of int8 what products take for it, in float32.
 
     Raises:
         ValueError: ``packed`` is not what `pack` returns.
     """
+    if is_packed_stack(packed) and len(packed):
+        matrices = torch.stack([unpack(matrix).t() for matrix in packed])
+        return matrices.transpose(1, 2)
     check_packed(packed, "packed")
     n, k = len(packed), rows_of(packed)
     if packed.dtype == torch.int8:
@@ -177,10 +191,13 @@ def check_packable(w: torch.Tensor, what: str, dtype: torch.dtype | None = None)
     """Raise what `pack` raises for a weight, which the message calls ``what``."""
     if dtype not in (None, w.dtype, torch.int8):
         raise TypeError(f"{what} is {dtypes.name(w.dtype)} and can be packed in that or int8 only")
-    if is_packed(w):
+    if is_packed_stack(w) or (is_packed(w) and w.is_contiguous() and _has_packed_shape(w)):
         raise ValueError(f"{what} of shape {list(w.shape)} is packed already")
-    if w.dim() != 2 or 0 in w.shape:
-        raise ValueError(f"{what} has shape {list(w.shape)}; only a matrix [K, N] can be packed")
+    if w.dim() not in (2, 3) or 0 in w.shape:
+        raise ValueError(
+            f"{what} has shape {list(w.shape)}; only a matrix [K, N] or a stack [E, K, N] of them "
+            "can be packed"
+        )
     if w.device.type != "cpu" or w.layout != torch.strided:
         raise NotImplementedError(
             f"{what} is a {w.layout} tensor on {w.device}; only dense CPU weights can be packed"
@@ -188,7 +205,7 @@ def check_packable(w: torch.Tensor, what: str, dtype: torch.dtype | None = None)
     dtypes.check_supported(w.dtype, what)
     if w.dtype == torch.float64:
         raise NotImplementedError(f"{what} is float64; use the plain weight, or pack it in float32")
-    if dtype == torch.int8 and w.shape[0] % _SCALE_GROUPS[-1]:
+    if dtype == torch.int8 and w.shape[-2] % _SCALE_GROUPS[-1]:
         raise NotImplementedError(
             f"{what} has shape {list(w.shape)}; in int8 K must be a multiple of {_SCALE_GROUPS[-1]}"
         )
@@ -206,6 +223,11 @@ def is_packed(w: Weight) -> TypeGuard[torch.Tensor]:
     return isinstance(w, torch.Tensor) and w.dim() == 3
 
 
+def is_packed_stack(w: Weight) -> TypeGuard[torch.Tensor]:
+    """Return whether a stack of weights has the dims of a packed one."""
+    return isinstance(w, torch.Tensor) and w.dim() == 4
+
+
 def check_packed(w: torch.Tensor, what: str) -> None:
     """Check that a tensor, which the message calls ``what``, may be what `pack` returned."""
     if not (is_packed(w) and _has_packed_shape(w) and w.is_contiguous()):
@@ -219,6 +241,8 @@ def check_packed(w: torch.Tensor, what: str) -> None:
 def _has_packed_shape(w: torch.Tensor) -> bool:
     if w.dtype == torch.int8:
         return w.shape[2] > _GROUP_BYTES and w.shape[2] % _GROUP_BYTES == 0
+    if w.dtype.itemsize > _GROUP_BYTES:
+        return False
     return tuple(w.shape) == _packed_shape(rows_of(w), len(w), w.dtype)
 
 

@@ -24,6 +24,7 @@ from tpkernels.nn.linear import (
     column_parallel,
     pack_,
 )
+from tpkernels.nn.moe import MoE
 from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ranks
 from tpkernels.nn.sharding import ShardTensor, clip_grad_norm_, full_state_dict
 from tpkernels.nn.vocabulary import (
@@ -35,6 +36,7 @@ from tpkernels.nn.vocabulary import (
 __all__ = [
     "ColumnParallelLinear",
     "MergedColumnParallelLinear",
+    "MoE",
     "ParallelAttention",
     "ParallelLMHead",
     "ParallelMLP",

@@ -45,7 +45,19 @@ Module = TypeVar("Module", bound=nn.Module)
 QKV = ("q_proj", "k_proj", "v_proj")
 
 
-class ParallelLinear(ShardedModule):
+class PackableModule(ShardedModule):
+    """A layer whose weights `pack_` packs."""
+
+    def pack_(self, *, drop: bool = False, dtype: torch.dtype | None = None) -> Self:
+        """Pack the weights for inference on CPUs; return the layer."""
+        raise NotImplementedError
+
+    def check_packable(self, what: str, dtype: torch.dtype | None) -> None:
+        """Raise what `pack_` raises. ``what`` precedes the names of weights in messages."""
+        raise NotImplementedError
+
+
+class ParallelLinear(PackableModule):
     """``x @ weight^T + bias``, the weight [out_features, in_features] split along one of its
     dims."""
 
@@ -128,6 +140,13 @@ class ParallelLinear(ShardedModule):
             packed = pack(self.weight.t(), dtype if self._fits(dtype) else None)
             self.use_packed(packed, drop=drop, dtype=dtype)
         return self
+
+    def check_packable(self, what: str, dtype: torch.dtype | None) -> None:
+        """Raise what `pack_` raises."""
+        if self._packed is None and not self.empty:
+            check_packable(self.weight, f"{what}weight")
+        if dtype == torch.int8 and not self.empty and self._fits(dtype):
+            check_finite(self.weight, f"{what}weight")
 
     def use_packed(self, packed: torch.Tensor, *, drop: bool, dtype: torch.dtype | None) -> None:
         """Do what `pack_` does, given the packed weight. If it is dropped, the plain one may be on
@@ -616,17 +635,13 @@ class QKVParallelLinear(_SharedInputLinears):
 
 
 def pack_(module: Module, *, drop: bool = False, dtype: torch.dtype | None = None) -> Module:
-    """Pack every parallel linear layer in a module, as `ColumnParallelLinear.pack_`; return the
-    module, which is unchanged if a layer cannot be packed."""
+    """Pack every parallel linear layer and `MoE` in a module, as `ColumnParallelLinear.pack_`;
+    return the module, which is unchanged if a layer cannot be packed."""
     layers = {
-        name: layer for name, layer in module.named_modules() if isinstance(layer, ParallelLinear)
+        name: layer for name, layer in module.named_modules() if isinstance(layer, PackableModule)
     }
     for name, layer in layers.items():
-        what = f"{name}.weight" if name else "weight"
-        if layer._packed is None and not layer.empty:
-            check_packable(layer.weight, what)
-        if dtype == torch.int8 and not layer.empty and layer._fits(dtype):
-            check_finite(layer.weight, what)
+        layer.check_packable(f"{name}." if name else "", dtype)
     for layer in layers.values():
         layer.pack_(drop=drop, dtype=dtype)
     return module
@@ -639,8 +654,8 @@ def check_linear(module: nn.Module, name: str) -> nn.Linear:
         check_parameter(module.weight, f"{name}.weight")
         check_parameter(module.bias, f"{name}.bias")
     if type(module) not in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        raise TypeError(
-            f"{name} is a {type(module).__module__}.{type(module).__qualname__}, not an nn.Linear"
-        )
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        hint = ": the model is split already" if kind.startswith("tpkernels.") else ""
+        raise TypeError(f"{name} is a {kind}, not an nn.Linear{hint}")
     assert isinstance(module, nn.Linear)
     return module

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 from tpkernels import _C, backends, groups, validation
 from tpkernels.call import Call
 from tpkernels.groups import GroupLike, name_of
-from tpkernels.local.packed import is_packed
 from tpkernels.local.product import LocalProduct
 from tpkernels.op_spec import OPS, OpSpec
 from tpkernels.ops import execution
@@ -34,6 +33,8 @@ _LIBRARY = torch.library.Library("tpkernels", "DEF")
 _BELOW = torch._C._after_ADInplaceOrView_keyset
 # What runs each op on CPU and CUDA tensors; the dispatcher cannot be asked for it.
 _KERNELS: dict[str, Callable[..., Any]] = {}
+# Dims of packed weights, by the name of the argument.
+_PACKED_DIMS = {"w": 3, "weights": 3, "stack": 4}
 _OUR_TAG = re.compile(r" ?tpkernels\{[^}]*\}")
 
 
@@ -47,8 +48,8 @@ def define_local(
     autocast: bool = False,
 ) -> None:
     """Make ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors, of which
-    arguments named ``w`` or ``weights`` may be packed, and its fake kernel. Both get the arguments
-    as the schema has them; `define` says what the others are."""
+    arguments named ``w``, ``weights`` or ``stack`` may be packed, and its fake kernel. Both get the
+    arguments as the schema has them; `define` says what the others are."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA", "MkldnnCPU"):  # the last for the refusal to be readable
@@ -271,8 +272,8 @@ def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype |
         return value
     kept: dict[str, torch.dtype | None] = {"residual": out_dtype}
     kept |= dict.fromkeys(("biases", "bias", "norm_weight"), torch.float32)
-    is_packed_weight = name in ("w", "weights") and is_packed(value)
-    if value.dtype in (torch.float64, kept.get(name)) or is_packed_weight:
+    is_packed = value.dim() == _PACKED_DIMS.get(name)
+    if value.dtype in (torch.float64, kept.get(name)) or is_packed:
         return value
     return value.to(dtype)
 
@@ -288,7 +289,9 @@ def _forbid_tangents(op: str, args: Iterable[Any]) -> None:
 def _forbid_packed(op: str, args: Sequence[Any]) -> None:
     """``NotImplementedError`` where a gradient is needed and a weight, the second argument, is
     packed."""
-    if any(map(is_packed, _tensors(args[1:2]))) and any(x.requires_grad for x in _tensors(args)):
+    name = getattr(torch.ops.tpkernels, op).default._schema.arguments[1].name
+    packed = any(w.dim() == _PACKED_DIMS.get(name) for w in _tensors(args[1:2]))
+    if packed and any(x.requires_grad for x in _tensors(args)):
         raise NotImplementedError(
             f"tpkernels.{op} has no gradient with a packed weight; call it under torch.no_grad(), "
             "or pass the plain weight"

@@ -22,6 +22,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -176,13 +177,15 @@ class SafetensorsCheckpoint:
         """Return the tensors by the names that ``model``, unsharded and on the meta device, has."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         names = set(model.state_dict())
-        changes = [] if names >= self._stored.keys() else _renamings(model)
+        changes, merges = ([], []) if names >= self._stored.keys() else _conversions(model)
         stored = {}
         for old, value in self._stored.items():
             name = old
             for change in changes if old not in names else ():
                 name, _ = change.rename_source_key(name)
             stored[name] = value
+        for merge in merges:
+            stored = _merged(stored, merge, names)
         if names & stored.keys():
             return stored
         return {  # saved from the base model alone
@@ -206,15 +209,72 @@ class SafetensorsCheckpoint:
         return stored
 
 
-def _renamings(model: nn.Module) -> list[Any]:
-    """Return how the names of older checkpoints of a model differ from its own today."""
+def _conversions(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return how the names of checkpoints of a model differ from its own today, and which of its
+    tensors are those of single experts there."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
     except ImportError:  # older transformers
-        return []
+        return [], []
     changes = get_model_conversion_mapping(model)
-    return [change for change in changes if isinstance(change, WeightRenaming)]
+    merges = [
+        change
+        for change in changes
+        if isinstance(change, WeightConverter)
+        and [(type(step).__name__, step.dim) for step in change.operations if hasattr(step, "dim")]
+        in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+    ]
+    return [change for change in changes if isinstance(change, WeightRenaming)], merges
+
+
+def _merged(
+    stored: dict[str, StoredTensor], merge: Any, names: Container[str]
+) -> dict[str, StoredTensor]:
+    """Join the matrices of single experts, such as gate and up, to one tensor [experts, N, K]."""
+    [target] = merge.target_patterns
+    patterns = [
+        re.compile(re.escape(source.rstrip("$")).replace(r"\*", r"(\d+)") + "$")
+        for source in merge.source_patterns
+    ]
+    kept: dict[str, StoredTensor] = {}
+    parts: dict[str, dict[tuple[int, int], StoredTensor]] = {}
+    for name, value in stored.items():
+        matches = ((place, pattern.search(name)) for place, pattern in enumerate(patterns))
+        found = next(((place, match) for place, match in matches if match), None)
+        if name in names or found is None or len(value.shape) != 2:
+            kept[name] = value
+            continue
+        place, match = found
+        key = name[: match.start()] + target + name[match.end() :]
+        parts.setdefault(key, {})[int(match[1]), place] = value
+    for name, matrices in parts.items():
+        one = next(iter(matrices.values()))
+        experts = 1 + max(expert for expert, _ in matrices)
+        rows, columns = one.shape
+        whole = len(matrices) == experts * len(patterns)
+        if not whole or any(value.shape != one.shape for value in matrices.values()):
+            raise ValueError(
+                f"{one.files}: the {len(matrices)} matrices of {name} are not {len(patterns)} of "
+                f"one shape for each of {experts} experts; copy or download the checkpoint again"
+            )
+        pieces = [
+            Piece(
+                Box((expert, place * rows, 0), (1, rows, columns)),
+                piece.path,
+                partial(_copy_matrix, piece.copy),
+            )
+            for (expert, place), value in matrices.items()
+            for piece in value.pieces
+        ]
+        shape = (experts, rows * len(patterns), columns)
+        kept[name] = StoredTensor(shape, one.dtype, tuple(pieces))
+    return kept
+
+
+def _copy_matrix(copy: Callable[[Box, torch.Tensor], None], box: Box, out: torch.Tensor) -> None:
+    """Copy a part of the only matrix of a stack."""
+    copy(Box(box.offsets[1:], box.shape[1:]), out[0])
 
 
 @contextmanager

@@ -27,6 +27,7 @@ def parallelize(
     plan: Mapping[str, ParallelStyle] | Mapping[str, str] | None = None,
     sequence_parallel: SequenceParallel | None = None,
     ffn_only: bool = False,
+    expert_parallel: bool = False,
     pack: Pack = False,
 ) -> Model:
     """Split a model over the ranks of ``mesh``, in place, and return it. All ranks call it, with
@@ -67,6 +68,8 @@ def parallelize(
             may do more with rows than projections and norms do are never split by rows.
         ffn_only: without a plan, whether only the feed-forward layers are split. Every rank then
             computes the rest in full, without sequence parallelism.
+        expert_parallel: whether each rank has whole experts of a mixture, as `tpkernels.nn.MoE`. By
+            default each has a part of every expert.
         pack: without a plan, whether the weights are packed for inference on CPUs, as
             `tpkernels.nn.pack_` does without ``drop``, or with "int8" in int8. It is called under
             ``torch.no_grad()`` or ``torch.inference_mode()``.
@@ -83,6 +86,8 @@ def parallelize(
     of_torch, of_names = split_plan(plan)
     sequence_parallel = check_options(of_torch, sequence_parallel, ffn_only, pack)
     if of_torch is not None:
+        if expert_parallel:
+            raise ValueError("expert_parallel=True and a plan of torch's styles; leave out one")
         return _apply_plan(model, mesh, of_torch)
     plans.apply(
         model,
@@ -90,6 +95,7 @@ def parallelize(
         plan=of_names,
         sequence_parallel=sequence_parallel,
         ffn_only=ffn_only,
+        expert_parallel=expert_parallel,
         pack=pack,
     )
     model_methods.attach(model, mesh)

@@ -17,6 +17,7 @@ all code. Anything else is refused.
     rowwise                        row-parallel, split like the block's columns
     rowwise_split_input (_rep)     row-parallel; takes its columns of a whole input
     replicated_with_grad_allreduce the gradient is summed over the ranks' heads
+    moe_tp_experts                 each expert's width is split, or experts go to ranks whole
     embedding_rowwise, _colwise    any embedding of tokens is split by vocabulary
     replicate                      on all ranks
 """
@@ -36,6 +37,7 @@ from torch import nn
 
 from tpkernels.nn import (
     ColumnParallelLinear,
+    MoE,
     ParallelLMHead,
     VocabParallelEmbedding,
     pack_,
@@ -60,7 +62,8 @@ COLUMNS = {"colwise", "packed_colwise", *GATHERED}
 ROWS = {"rowwise", *SPLIT_INPUT}
 SHARED = "replicated_with_grad_allreduce"
 UNSPLIT = {"replicate", "embedding_rowwise", "embedding_colwise"}
-EXPERTS = re.compile(r"moe_|ep_|grouped_gemm|packed_rowwise")
+EXPERTS = "moe_tp_experts"
+OTHER_EXPERTS = re.compile(r"moe_|ep_|grouped_gemm|packed_rowwise")
 
 
 @dataclass
@@ -79,7 +82,7 @@ class Block:
     def shares_input(self) -> bool:
         """Return whether all columns are projections of the block's own input."""
         names = self.columns.keys()
-        return len(names) == 1 or names <= set(QKV) or names <= set(GATE_UP)
+        return len(names) == 1 or (bool(names) and (names <= {*QKV} or names <= {*GATE_UP}))
 
 
 @dataclass
@@ -134,6 +137,7 @@ def apply(
     plan: Mapping[str, str] | None = None,
     sequence_parallel: SequenceParallel,
     ffn_only: bool = False,
+    expert_parallel: bool = False,
     pack: Pack = False,
 ) -> None:
     """Apply `tpkernels.parallelize` without styles of torch. All modules are checked before the
@@ -147,14 +151,15 @@ def apply(
         plan = getattr(model, "_tp_plan", None) or {}
     else:
         _check_styles(model, plan)
-    blocks = _blocks(model, plan, group, ffn_only)
+    experts = _experts(model, plan)
+    blocks = _blocks(model, plan, group, ffn_only, experts)
     ends = (None, None, 1.0) if ffn_only else _ends(model)
     decoder.check_packing(model, pack)
 
     dropouts = _dropouts(model, blocks)
     if dropouts:
         model.register_forward_pre_hook(partial(_refuse_training, dropouts[0]))
-    stack = None if ffn_only else _stack(model, blocks)
+    stack = None if ffn_only or not blocks else _stack(model, blocks)
     rows = None
     if stack is not None:
         if sequence_parallel and stack.norms is not None:
@@ -167,6 +172,9 @@ def apply(
         stack.base.register_forward_hook(gather)
     for block in blocks:
         _replace(model, block, group, rows)
+    for name, module in experts.items():
+        layer = MoE.from_experts(module, group, expert_parallel=expert_parallel)
+        model.set_submodule(name, layer)
     _replace_ends(model, *ends, group)
     if pack:
         pack_(model, dtype=decoder.packed_dtype(pack))
@@ -178,7 +186,7 @@ def _wildcard(name: str) -> str:
 
 def _refuse(name: str, style: str, reason: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} has the style {style!r} in its model's plan, and {reason}; pass "
+        f"{name} has the style {style!r} in the plan, and {reason}; pass "
         "plan={...}, or --plan FILE, with the modules that are to be split"
     )
 
@@ -189,7 +197,7 @@ def _check_styles(model: nn.Module, plan: Mapping[str, str]) -> None:
             f"plan[{next(iter(plan))!r}] is a str, not a torch.distributed.tensor.parallel."
             f"ParallelStyle; names are for models of transformers, not {type(model).__name__}"
         )
-    styles = sorted(COLUMNS | ROWS | UNSPLIT | {SHARED})
+    styles = sorted(COLUMNS | ROWS | UNSPLIT | {SHARED, EXPERTS})
     names = {_wildcard(name) for name, _ in model.named_modules() if name}
     for name, style in plan.items():
         if style not in styles:
@@ -205,7 +213,43 @@ def no_module(model: nn.Module, name: str, names: Iterable[str]) -> ValueError:
     return ValueError(f"plan names {name!r}, which is not a module of {type(model).__name__}{hint}")
 
 
-def _blocks(model: Any, plan: Mapping[str, str], group: str, ffn_only: bool) -> list[Block]:
+def _experts(model: nn.Module, plan: Mapping[str, str]) -> dict[str, nn.Module]:
+    """Find the experts of a model by its plan, or raise if `MoE` does not compute the same."""
+    found = {}
+    for name, module in model.named_modules():
+        if plan.get(_wildcard(name)) == EXPERTS:
+            if not _is_gated_experts(module):
+                kind = type(module).__name__
+                raise _refuse(
+                    name, EXPERTS, f"{kind} is not of the form act_fn(gate) * up without biases"
+                )
+            for key, parameter in module.named_parameters():
+                check_parameter(parameter, f"{name}.{key}")
+            found[name] = module
+    return found
+
+
+def _is_gated_experts(experts: Any) -> bool:
+    """Return whether experts hold what `MoE` does, and activate it as `MoE` does."""
+    shapes = {name: tuple(p.shape) for name, p in experts.named_parameters()}
+    _, hidden, width = shapes.get("down_proj", (0, 0, 0))
+    expected = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
+    if {name: shape[1:] for name, shape in shapes.items()} != expected:
+        return False
+    flags = ("is_transposed", "has_bias", "has_post_expert_norm")
+    if any(getattr(experts, flag, False) for flag in flags) or not hasattr(experts, "_apply_gate"):
+        return False
+    gate, up = torch.linspace(-3, 3, 8, device="cpu"), torch.linspace(1, 2, 8, device="cpu")
+    return torch.equal(experts._apply_gate(torch.cat([gate, up])), experts.act_fn(gate) * up)
+
+
+def _blocks(
+    model: Any,
+    plan: Mapping[str, str],
+    group: str,
+    ffn_only: bool,
+    experts: Mapping[str, nn.Module],
+) -> list[Block]:
     """Find the blocks of a model by its plan, and how they are split, or raise."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     named = [*model.named_modules(), *model.named_parameters()]
@@ -214,8 +258,10 @@ def _blocks(model: Any, plan: Mapping[str, str], group: str, ffn_only: bool) -> 
         style = plan.get(_wildcard(name))
         if style is None or style in UNSPLIT or any(value is end for end in ends):
             continue
-        if EXPERTS.match(style):
-            raise _refuse(name, style, "mixtures of experts are not supported")
+        if name in experts or name.rpartition(".")[0] in experts:
+            continue
+        if OTHER_EXPERTS.match(style):
+            raise _refuse(name, style, "experts of that kind are not supported")
         if not isinstance(value, nn.Module):
             raise _refuse(name, style, "splits a parameter without its module")
         if style not in COLUMNS | ROWS | {SHARED}:
@@ -223,7 +269,8 @@ def _blocks(model: Any, plan: Mapping[str, str], group: str, ffn_only: bool) -> 
         parent, _, child = name.rpartition(".")
         if not ffn_only or not _is_attention(model.get_submodule(parent)):
             styles.setdefault(parent, {})[child] = style
-    if not any(set(children.values()) & (COLUMNS | ROWS) for children in styles.values()):
+    split = any(set(children.values()) & (COLUMNS | ROWS) for children in styles.values())
+    if not split and not experts:
         raise NotImplementedError(
             f"{type(model).__name__} has no module that its plan splits; pass plan={{...}}"
         )
@@ -372,7 +419,11 @@ def _dropouts(model: nn.Module, blocks: list[Block]) -> list[str]:
         f"{name}.{key}={value}"
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if ("drop" in key or (key == "p" and isinstance(module, nn.Dropout)))
+        if (
+            "drop" in key
+            or key == "jitter_noise"
+            or (key == "p" and isinstance(module, nn.Dropout))
+        )
         and isinstance(value, float)
         and value > 0
         and not (key == "attention_dropout" and any(module is each for each in split))

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import dtypes, groups
 from tpkernels.local.packed import check_finite, pack_integers
+from tpkernels.nn import MoE
 from tpkernels.nn.linear import ParallelLinear
 from tpkernels.nn.sharding import ShardedModule, Split
 from tpkernels.parallel import plans
@@ -205,6 +206,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     *,
     sequence_parallel: SequenceParallel | None = None,
+    expert_parallel: bool = False,
     pack: Pack = False,
 ) -> Any:
     """Load a causal language model of transformers, split over the ranks of ``mesh``. All ranks
@@ -222,7 +224,7 @@ def from_pretrained(
             Q4_0 and IQ4_NL are packed as they are, where this rank's K is whole groups of them.
         mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger one. Its device type is where
             the model is: the CPU or the current GPU.
-        plan, ffn_only, sequence_parallel: as `tpkernels.parallelize` takes them.
+        plan, ffn_only, sequence_parallel, expert_parallel: as `tpkernels.parallelize` takes them.
         pack: as `tpkernels.parallelize` takes it, but each weight is packed when it has been read,
             and the plain one is dropped, unless an embedding is tied to it.
         dtype: of the parameters. None means the one that ``config.json`` names, or that of the
@@ -247,11 +249,19 @@ def from_pretrained(
 
     def split(model: nn.Module) -> nn.Module:
         rows = None if of_torch is not None else rows_split
-        return parallelize(model, mesh, plan=plan, ffn_only=ffn_only, sequence_parallel=rows)
+        return parallelize(
+            model,
+            mesh,
+            plan=plan,
+            ffn_only=ffn_only,
+            sequence_parallel=rows,
+            expert_parallel=expert_parallel,
+        )
 
     with joint_work(group, device, f"opening {path}") as work:
         blueprint = draw(open_checkpoint(path), dtype, split, plan is not None)
         work.text = f"{blueprint.digest()} {sorted(plan or ())} {ffn_only=} {rows_split=} {pack=}"
+        work.text += f" {expert_parallel=}"
     other = next((rank for rank, text in enumerate(work.texts) if text != work.texts[0]), None)
     if other is not None:
         raise ValueError(
@@ -286,6 +296,9 @@ def _fill(slot: Slot, device: torch.device, pack: Pack) -> None:
     packed = _packed_integers(slot, device) if layers and dtype == torch.int8 else None
     if packed is None or tied:
         _read(slot, device)
+    for module, attribute in slot.owners:
+        if pack and isinstance(module, MoE):
+            module.pack_parameter(attribute, drop=True, dtype=dtype)
     for layer in layers:
         if packed is None:
             layer.pack_(drop=not tied, dtype=dtype)

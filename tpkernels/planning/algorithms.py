@@ -107,10 +107,12 @@ class Algorithm:
     needs_shared_memory: bool = False  #: every rank reads or writes its peers' memory
     #: For groups that span hosts; on CPU tensors, uses memory shared within a host.
     spans_hosts: bool = False
+    any_order: bool = False  #: may sum in another order than the ranks', where numerics permits
     sends: bool = False  #: by sends and receives of the process group
     #: The collectives that it has no function for.
     lacks: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    kernels: Mapping[str, str] = field(default_factory=dict)  #: of our own: "Triton" or "CUDA"
+    #: Of our own: "Triton", "CUDA", or "multicast", those of CUDA that need it.
+    kernels: Mapping[str, str] = field(default_factory=dict)
     #: By op, kernels that it also uses on CUDA tensors where they load.
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
     #: Moves whole rows, so that it can split a product's dims but the last, else dim 0 only, and
@@ -128,7 +130,7 @@ class Algorithm:
 _ROUTED = frozenset(spec.name for spec in OPS.values() if spec.routed)
 _ALL_TO_ALLS = _ROUTED | {"all_to_all"}
 _RECORDS = (
-    Algorithm("unfused"),
+    Algorithm("unfused", any_order=True),
     Algorithm(
         "ring", splits_matmul=True, sends=True, lacks=dict.fromkeys(("cpu", "cuda"), _ROUTED)
     ),
@@ -140,6 +142,14 @@ _RECORDS = (
         whole_rows=frozenset({"cuda"}),
         workspace_bytes=_direct_bytes,
         step_rows=_direct_rows,
+    ),
+    Algorithm(
+        "multimem",
+        needs_shared_memory=True,
+        any_order=True,
+        lacks={"cpu": frozenset(OPS), "cuda": _ALL_TO_ALLS},
+        kernels={"cuda": "multicast"},
+        whole_rows=frozenset({"cuda"}),
     ),
     Algorithm(
         "pipelined",

@@ -81,7 +81,8 @@ def split_rule(dtype: torch.dtype, cpu_flags: Collection[str]) -> SplitRule:
 @dataclass(frozen=True)
 class Plan:
     """The choice, the reason for it, and how the call identifies itself to peers. ``numerics`` says
-    how a reduction sums: only `unfused` can leave that to the process group."""
+    how a reduction sums: `unfused` can leave that to the process group; `multimem`, to the
+    switch."""
 
     algorithm: str
     reason: str
@@ -266,6 +267,9 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         return "has no kernel for operands with scales"
     if problem.op in algorithm.lacks.get(problem.device, ()):
         return f"has no {problem.op} on {problem.device} tensors"
+    by_switch = algorithm.kernels.get(problem.device) == "multicast"
+    if by_switch and problem.spec.reduces and problem.numerics == ORDERED:
+        return "adds in the order of the switch, and numerics is 'ordered'"
     if algorithm.splits_matmul and problem.spec.has_matmul and problem.spec.gathers and last:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm.needs_shared_memory and not means.shared_memory:
@@ -300,11 +304,12 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(problem: Problem, algorithm: str, reason: str) -> Plan:
-    numerics = problem.numerics if algorithm == "unfused" else ORDERED
-    name = algorithm
+    numerics = problem.numerics if ALGORITHMS[algorithm].any_order else ORDERED
+    name, by_switch = algorithm, "multicast" in ALGORITHMS[algorithm].kernels.values()
     if (
         problem.device == "cuda" and problem.spec.reduces and problem.world > 1
     ):  # else it is no choice
-        name, reason = f"{algorithm}, {numerics}", f"{reason}; {_SUMS[numerics]}"
+        how = _SUMS[numerics].replace("process group", "switch" if by_switch else "process group")
+        name, reason = f"{algorithm}, {numerics}", f"{reason}; {how}"
     text = f"{problem} [{name}]"
     return Plan(algorithm, reason, text, zlib.crc32(text.encode()) or 1, numerics)

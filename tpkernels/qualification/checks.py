@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tpkernels import dtypes, groups
+from tpkernels import cuda, dtypes, groups
 from tpkernels.algorithms import fused
 from tpkernels.errors import PeerLostError, TpkernelsError, WorkspaceMemoryError
 from tpkernels.launch.session import rank_device, synchronizer
@@ -73,6 +73,9 @@ def ops_of(way: str) -> list[str]:
         found = ["all_reduce", "matmul_all_reduce"] if name in SUMS else []
         found += ["all_reduce_rms_norm"] if name in NORMED_SUMS else []
         return found + (["all_gather", "reduce_scatter"] if name in SHARDS else [])
+    if algorithm == "multimem":
+        plain = [name] if name != "all_reduce" else [name, "all_reduce_rms_norm"]
+        return [*plain, "all_gather_matmul" if name == "all_gather" else f"matmul_{name}"]
     kinds = {
         "all_gather": "all_gather_matmul",
         COPY_ENGINES: "all_gather_matmul",
@@ -153,6 +156,8 @@ def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
     tpkernels.init(group, timeout=TIMEOUT_S, autotune=False)
     own, (algorithm, _, name) = groups.get(group.group_name), way.partition("/")
     own.use_trust(Trust(frozenset({way})))
+    if name == COPY_ENGINES and (why := cuda.unsupported(device)) is not None:
+        raise NotImplementedError(f"{way} {why}")  # it would go without them
     if name == COPY_ENGINES:
         fused.COPY_ENGINE_BYTES = 0
     try:

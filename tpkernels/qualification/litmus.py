@@ -37,7 +37,7 @@ def check(name: str, device: str, repeats: int = 1) -> dict[str, Any]:
     first `Failure`, or None."""
     where, checks = rank_device(device), 0
     try:
-        with _space(where) as space:
+        with _space(name, where) as space:
             if name == "copies":
                 results = _copies(space, repeats)
             else:
@@ -52,14 +52,15 @@ def check(name: str, device: str, repeats: int = 1) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _space(device: torch.device) -> Iterator[DeviceWorkspace]:
+def _space(name: str, device: torch.device) -> Iterator[DeviceWorkspace]:
     """Make a group with a workspace that holds a round; its kernels' failures are raised."""
     group = dist.new_group()
     assert group is not None  # all ranks are in it
     tpkernels.init(group, timeout=TIMEOUT_S, autotune=False)
     own = groups.get(group.group_name)
     try:
-        reason = own.unsupported_kernels(device, "CUDA", cuda.unsupported(device))
+        kind = "multicast" if name == "multimem" else "CUDA"
+        reason = own.unsupported_kernels(device, kind, cuda.unsupported(device))
         if reason is not None or own.workspace is None:
             raise NotImplementedError(reason or f"share no memory: {own.why_not_shared}")
         lines, _ = _SIZES[device.type]
@@ -81,7 +82,7 @@ def _stores(
     found = torch.zeros(2 + 4 * _RECORDS, dtype=torch.int64, device=space.regions.device)
     blocks = min(MOST_BLOCKS, ceil_div(lines, 64))
     for number in range(rounds * repeats):
-        arguments = _C.cuda.Litmus(found.data_ptr(), _RECORDS, number, nbytes)
+        arguments = _C.cuda.Litmus(found.data_ptr(), _RECORDS, number, nbytes, space.multicast)
         words = space_of(space, 1 + number)
         launch(f"litmus_{name}", found.device, words, arguments, blocks=blocks)
     if (wait := synchronizer(device)) is not None:

@@ -12,6 +12,8 @@ from datetime import date
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from tpkernels import nvml
 from tpkernels.launch import RankError, Ranks
@@ -26,8 +28,9 @@ from tpkernels.planning.trust import (
     Record,
 )
 from tpkernels.qualification import checks, faults, litmus
-from tpkernels.qualification.schedule import LITMUS, RELIES_ON, Stage, Topology
+from tpkernels.qualification.schedule import LITMUS, Stage, Topology
 
+_CUDA: Any = DeviceType.CUDA
 _GRACE = 4.0  # times the seconds that a stage is expected to take, to its deadline
 _LEAST_S = 60.0
 # What says more about the cause comes first: peers of a rank that crashed, or that left when it saw
@@ -58,6 +61,7 @@ def topology_here() -> Topology:
         count,
         peers,
         nvlink,
+        count > 1 and all(_SymmetricMemory.has_multicast_support(_CUDA, i) for i in range(count)),
         "MIG: a slice has no peer access" if mig else "",
     )
 
@@ -103,8 +107,9 @@ def _outcome(
     if stage.why_not:
         return Outcome(NOT_RUN, why=stage.why_not)
     # So lines are trusted where NVML, which the schedule goes by, and the litmus test agree.
-    test = RELIES_ON.get(stage.name)
-    if test is not None and (device == "cuda" or test in litmus_tests):
+    for test in stage.relies_on:
+        if device == "cpu" and test not in litmus_tests:
+            continue
         relied_on = litmus_tests.get(test, Outcome(NOT_RUN, why="it was not run"))
         if relied_on.status != QUALIFIED:
             return Outcome(NOT_RUN, why=f"the litmus test of {test}: {relied_on.reason}")

@@ -1,9 +1,9 @@
 """What `tpkernels qualify` runs on a machine, in which order, and for how long. Pure: it depends on
 a `Topology` alone, so tests can ask about machines that are not here.
 
-Order: worlds from the largest down, since most jobs use all GPUs of a host; in each the litmus
-tests, then the ways from the simplest protocol to the most involved. A stage that does not fit the
-budget is not run, and its way is not qualified.
+Order: worlds from the largest down, since most jobs use all GPUs of a host; in each the ways from
+the simplest protocol to the most involved, and before them the litmus tests that they rely on. A
+stage that does not fit the budget is not run, and its way is not qualified.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from tpkernels.planning.trust import COPY_ENGINES, SHARDS, SUMS
 
 FAULTS = ("late", "killed", "another call")  #: of one rank
-LITMUS = ("messages", "words", "lines", "copies")  #: of single stores and signals
+#: Of single stores and signals.
+LITMUS = ("messages", "words", "lines", "copies", "bulk", "multimem")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
 
 # Seconds of a stage on GPUs. Start: ranks, contexts, symmetric memory; and its calls. Assumed: no
@@ -29,14 +30,17 @@ _FAULT_S = 15.0
 AUTOMATIC_S, ONE_GPU_S, MOST_S = 60.0, 1800.0, 3600.0  #: budgets
 
 
-# The litmus test that a way relies on: it may be right by luck where the test fails.
+# The ways that rely on each litmus test: they may be right by luck where it fails. TMA stores what
+# `fused` sends, where there is TMA.
 _RELY_ON = {
     "words": ("direct/ll", "direct/ll_two_shot"),
     "lines": ("direct/ll128",),
     "messages": ("direct/two_shot", "direct/one_shot", *(f"fused/{kind}" for kind in KINDS)),
     "copies": (*(f"pipelined/{kind}" for kind in KINDS), f"fused/{COPY_ENGINES}"),
+    "bulk": ("fused/reduce_scatter", "fused/all_reduce"),
+    "multimem": tuple(f"multimem/{kind}" for kind in KINDS),
 }
-RELIES_ON = {way: test for test, ways in _RELY_ON.items() for way in ways}
+_TMA_SINCE = 90  # compute capability
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Topology:
         visible: GPUs that one rank sees; fewer than all with ``--gpus-per-task``.
         peers: every GPU maps every other's memory.
         nvlink: NVML knows an NVLink between all pairs.
+        multicast: NVSwitches store at all GPUs at once.
         refused: why no rank may run kernels that wait, such as MIG; "" if they may.
     """
 
@@ -57,6 +62,7 @@ class Topology:
     visible: int = 0
     peers: bool = True
     nvlink: bool = False
+    multicast: bool = False
     refused: str = ""
 
     @property
@@ -75,6 +81,7 @@ class Stage:
         backend: of their process group.
         seconds: that it is expected to take on a GPU.
         why_not: why it is not run; "" if it is.
+        relies_on: the litmus tests without which it is not run.
     """
 
     name: str
@@ -82,6 +89,7 @@ class Stage:
     backend: str = "gloo"
     seconds: float = START_S + CALLS_S
     why_not: str = ""
+    relies_on: tuple[str, ...] = ()
 
     @property
     def is_litmus(self) -> bool:
@@ -116,14 +124,17 @@ def schedule(
         budget: seconds for all stages; None: 30 minutes on one GPU, else 60.
         thorough: make four times as many calls, and faults: a late rank, a killed one, one in
             another call.
-        only: stages whose names begin so.
+        only: stages whose names begin so, and the litmus tests that they rely on.
         known: says of a name and a number of ranks that they need not be run again.
     """
     left = budget if budget is not None else ONE_GPU_S if topology.gpus == 1 else MOST_S
     planned = []
     for world in worlds or worlds_of(topology):
-        for stage in _stages(topology, world, thorough):
-            if not stage.name.startswith(only) or known(stage.name, world):
+        stages = _stages(topology, world, thorough)
+        asked = [stage for stage in stages if stage.name.startswith(only)]
+        relied_on = {test for stage in asked for test in stage.relies_on}
+        for stage in stages:
+            if (stage not in asked and stage.name not in relied_on) or known(stage.name, world):
                 continue
             if not stage.why_not and stage.seconds > left:
                 text = f"the budget: {left:.0f} s were left, it takes {stage.seconds:.0f} s"
@@ -138,25 +149,35 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     calls = CALLS_S * (_THOROUGH if thorough else 1.0)
     shared = world > topology.gpus
     lines = "" if topology.nvlink and not shared else "no NVLink between all ranks' GPUs, says NVML"
-    direct = dict.fromkeys((*SUMS[::-1], *SHARDS[::-1]))  # two_shot and one_shot before LL
-    ways = [f"direct/{way}" for way in direct] + [f"pipelined/{kind}" for kind in KINDS]
-    stages = [Stage(name, world, seconds=START_S + calls) for name in (*LITMUS, *ways)]
+    no_switch = "" if topology.multicast and not shared else "no multicast by an NVSwitch"
+    reasons = {"lines": lines, "multimem": no_switch}
+    stages: dict[str, Stage] = {}
+
+    def add(name: str, seconds: float = START_S + calls, backend: str = "gloo") -> None:
+        tests = [test for test, ways in _RELY_ON.items() if name in ways]
+        if topology.capability < _TMA_SINCE and "bulk" in tests:
+            tests.remove("bulk")
+        for test in tests:
+            if test not in stages:
+                add(test)
+        stage = Stage(name, world, backend, seconds, relies_on=tuple(tests))
+        missing = [reasons[one] for one in (name, *tests) if reasons.get(one)]
+        stages[name] = replace(stage, why_not=_why_not(topology, stage) or "; ".join(missing))
+
+    for way in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1])):  # two_shot and one_shot before LL
+        add(f"direct/{way}")
+    for kind in KINDS:
+        add(f"pipelined/{kind}")
     for kind in (*KINDS, COPY_ENGINES):
-        compiling = COMPILE_S * _KERNELS[kind]
-        stages.append(Stage(f"fused/{kind}", world, seconds=START_S + calls + compiling))
-    stages += [
-        Stage(f"ring/{kind}", world, "nccl", START_S + calls) for kind in (*KINDS, "all_to_all")
-    ]
-    if thorough:
-        pairs = itertools.product(FAULTS, ("direct", "pipelined", "fused"))
-        stages += [
-            Stage(f"{kind}, {name}", world, seconds=START_S + _FAULT_S) for kind, name in pairs
-        ]
-    reasons = {"lines": lines, "direct/ll128": lines}
-    return [
-        replace(stage, why_not=_why_not(topology, stage) or reasons.get(stage.name, ""))
-        for stage in stages
-    ]
+        add(f"fused/{kind}", START_S + calls + COMPILE_S * _KERNELS[kind])
+    for kind in KINDS:
+        add(f"multimem/{kind}", backend="nccl")  # gloo's groups sum in order
+    for kind in (*KINDS, "all_to_all"):
+        add(f"ring/{kind}", backend="nccl")
+    for fault, algorithm in itertools.product(FAULTS, ("direct", "pipelined", "fused")):
+        if thorough:
+            add(f"{fault}, {algorithm}", START_S + _FAULT_S)
+    return list(stages.values())
 
 
 def _why_not(topology: Topology, stage: Stage) -> str:

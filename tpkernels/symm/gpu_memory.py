@@ -89,6 +89,8 @@ def make_symmetric(
     mapped, reason = _map_peers(participant, memory, gpus)
     agree_on_gpus(participant, reason)
     assert mapped is not None  # as above
+    if not all(participant.exchange("multicast", mapped.multicast != 0)):
+        mapped = mapped._replace(multicast=0)  # or no rank has it
     return mapped
 
 
@@ -189,6 +191,7 @@ class GpuSegment:
     number: int
     nbytes: int
     addresses: tuple[int, ...]
+    multicast: int  # of all ranks' at once; 0 without multicast
     memory: object  # keeps the peers' parts mapped, and perhaps this rank's
     owner: StorageWeakRef
 
@@ -221,7 +224,8 @@ class GpuSegments:
         self._made += 1
         if nbytes:
             owner = StorageWeakRef(made.memory.untyped_storage())
-            segment = GpuSegment(self._made, nbytes, made.addresses, made.handle, owner)
+            known = self._made, nbytes, made.addresses, made.multicast
+            segment = GpuSegment(*known, made.handle, owner)
             self._at[made.addresses[participant.rank]] = segment
         return made.memory[:nbytes].view(dtype).view(shape)
 

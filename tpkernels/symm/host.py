@@ -213,6 +213,10 @@ class HostWorkspace:
                 agree_on_gpus(self._watched(), reason)
             else:
                 self.on_gpus[device] = self._make_cuda(device, reason)
+        if kernels == "multicast" and not self.on_gpus[device].current.multicast:
+            raise NotImplementedError(
+                "the GPUs' memory has no multicast address, which NVSwitches provide"
+            )
 
     def use_ways(self, ways: frozenset[str]) -> None:
         """Take these ways on GPUs, the same on all ranks; see `DeviceWorkspace.ways`."""

@@ -18,7 +18,7 @@ from tpkernels.groups.group import Group
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.planning.machine import cpu_flags
-from tpkernels.planning.problem import Problem
+from tpkernels.planning.problem import VENDOR, Problem
 from tpkernels.planning.trust import Trust
 from tpkernels.symm import streams
 from tpkernels.tuning.tuner import tune_if_new, with_trial
@@ -57,7 +57,8 @@ def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.dev
             "the group with NCCL"
         )
     if algorithm != "auto":  # refuses what cannot run before anything is sent
-        choose(problem, _means(group, problem.device), requested=algorithm)
+        of_any_order = replace(problem, numerics=VENDOR) if problem.device == "cuda" else problem
+        choose(of_any_order, _means(group, problem.device), requested=algorithm)
     if problem.device == "cuda" and problem.spec.reduces:
         problem = replace(problem, numerics=group.cuda_numerics())
     has_times = group.has_times(problem.device)

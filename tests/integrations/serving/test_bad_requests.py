@@ -154,6 +154,7 @@ def test_messages_say_what_to_do(http: TestClient) -> None:
     assert f"{LENGTH + 5} tokens" in message("/v1/completions", prompt="a" * (LENGTH + 5))
     assert "which role?" in message("/v1/chat/completions", messages=[{**MESSAGES[0], "role": "x"}])
     assert "or pass 1" in message("/v1/completions", best_of=3)
+    assert "foo: this server has no such field" in message("/v1/completions", foo=3)
     error = error_of(
         http.post("/v1/completions", json={**GOOD["/v1/completions"], "stop": [1]}), 400
     )

@@ -84,7 +84,7 @@ struct Fault {
     if (!here) return;
     if (planted.kind == "crash") std::raise(SIGSEGV);
     while (planted.kind == "hang") std::this_thread::sleep_for(std::chrono::seconds(1));
-    if (planted.kind == "missing fence") emulated::fault = emulated::Fault::kMissingFence;
+    if (planted.kind.starts_with("missing fence")) emulated::fault = emulated::Fault::kMissingFence;
     if (planted.kind == "lost wake-up") emulated::fault = emulated::Fault::kLostWakeUp;
     if (planted.kind == "torn line") emulated::tearing = emulated::Tearing::kTornLines;
     if (planted.kind == "torn word") emulated::tearing = emulated::Tearing::kTornWords;
@@ -176,6 +176,11 @@ void emulated_fail(const char* function, int code) {
 }
 // From now on this process has a fault of a kind in one kernel; "" for none.
 void emulated_plant(const char* kernel, const char* kind) { planted = {kernel, kind}; }
+// The multicast address of memory that the ranks have at these addresses, as this one sees it.
+std::uint64_t emulated_multicast(const std::uint64_t* addresses, int world) {
+  emulated::multicasts.emplace_back(addresses, addresses + world);
+  return emulated::kMulticast + emulated::multicasts.size() * emulated::kMulticastBytes;
+}
 int emulated_get(const char* name) { return *by_name.at(name); }
 int emulated_set(const char* name, int value) {  // returns what was there
   std::swap(*by_name.at(name), value);

@@ -15,7 +15,9 @@
 
 namespace emulated {
 
-constexpr std::uint64_t kMulticast = 1ull << 60;
+// Multicast addresses: of the regions of a launch, and behind them of memory that is registered.
+constexpr std::uint64_t kMulticast = 1ull << 60, kMulticastBytes = 1ull << 40;
+inline std::vector<std::vector<std::uint64_t>> multicasts;  // where the ranks have it
 
 // What a thread did one after the other in a kernel.
 struct Counts {
@@ -47,6 +49,10 @@ struct Late {
   unsigned word[4];
 };
 inline thread_local std::vector<Late> late;
+inline void store_late() {
+  for (const Late& store : late) std::memcpy(store.to, store.word, sizeof(store.word));
+  late.clear();
+}
 
 // Negative control of clusters: their barriers only hold a block's own threads.
 inline bool loose = false;
@@ -68,6 +74,13 @@ struct Grid {
   Counts* most = nullptr;                       // of any thread, if asked for
   int cluster = 1;                              // blocks that run at the same time
 };
+
+// What a multicast address stands for at a rank.
+inline std::uint64_t at_rank(const Grid& grid, int rank, std::uint64_t address) {
+  const std::uint64_t number = (address - kMulticast) / kMulticastBytes;
+  const std::uint64_t begin = number == 0 ? grid.regions[rank] : multicasts[number - 1][rank];
+  return begin + (address - kMulticast) % kMulticastBytes;
+}
 
 // The barrier of a block's threads. It returns whether any thread passed true.
 class BlockBarrier {
@@ -160,8 +173,7 @@ inline void run(const Grid& grid, int at_once, const std::function<void()>& kern
       Block& own = *cluster->blocks[block];
       here = {&grid, cluster, &own.barrier, &own, number, thread};
       kernel();
-      for (const Late& store : late) std::memcpy(store.to, store.word, sizeof(store.word));
-      late.clear();
+      store_late();
       if (grid.most != nullptr) {
         const std::lock_guard lock(counting);
         take_most(*grid.most, here.counts);

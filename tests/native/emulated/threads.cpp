@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int kWorld = 3, kCalls = 24, kBlocks = 3, kThreads = 2, kAtOnce = 2;
+constexpr int kRows = 128, kAll = kWorld * kRows;  // of a reduce-scatter
 constexpr u64 kCount = 3 * 64 * 2 + 5, kBufferBytes = 8192;
 constexpr int kWords = (kFirstData + 4 * ((kCount * 4 + 15) / 16) + 15) / 16 * 16;
 constexpr u64 kBuffersAt = (2 * kWorld * kWords * 8 + 255) / 256 * 256;
@@ -21,6 +22,7 @@ struct Rank {
   std::vector<u64> region = std::vector<u64>((kBuffersAt + 2 * kBufferBytes) / 8 + 16);
   std::vector<u64> state = std::vector<u64>(kStateFlags + 1);
   u64 control[2] = {};
+  alignas(16) float symmetric[kAll];
   int wrong = 0;
 
   u64 begin() const { return (reinterpret_cast<u64>(region.data()) + 127) / 128 * 128; }
@@ -54,7 +56,7 @@ void all_reduce(Rank& own, const Space& space, int call) {
                         segment,
                         slot,
                         kWorld * slot,
-                        emulated::kMulticast};
+                        {emulated::kMulticast, 0}};
   launch(
       space, kBlocks,
       [&] {
@@ -72,15 +74,25 @@ void all_reduce(Rank& own, const Space& space, int call) {
   }
 }
 
-// Two calls whose words do not tell that buffers have been read, one after the other.
+// Two calls whose words do not tell that buffers have been read, one after the other; then two
+// whose input the switch reads in place.
 void reduce_scatters(Rank& own, const Space& space, int call) {
-  constexpr int kRows = 128, kAll = kWorld * kRows;
   const int starts[] = {0, kRows, 2 * kRows, kAll};
-  alignas(16) float x[kAll], out[kRows];
-  for (int turn = 0; turn < 2; ++turn) {
+  alignas(16) float held[kAll], out[kRows];
+  for (int turn = 0; turn < 4; ++turn) {
+    float* x = turn < 2 ? held : own.symmetric;
     for (int i = 0; i < kAll; ++i) x[i] = value(call + turn, space.rank, i);
-    const Shards shards{x, out, starts, 1, kF32, 4 * kRows, {nullptr, 1, nullptr, kF32, kF32}};
-    launch(space, kBlocks, [&] { one_shot_reduce_scatter(space, shards); });
+    const Shards shards{x,
+                        out,
+                        starts,
+                        1,
+                        kF32,
+                        4 * kRows,
+                        {nullptr, 1, nullptr, kF32, kF32},
+                        {emulated::kMulticast, emulated::kMulticast + emulated::kMulticastBytes}};
+    launch(space, kBlocks, [&] {
+      turn < 2 ? one_shot_reduce_scatter(space, shards) : multimem_reduce_scatter(space, shards);
+    });
     for (int i = 0; i < kRows; ++i) {
       float sum = 0;
       for (int r = 0; r < kWorld; ++r) sum += value(call + turn, r, space.rank * kRows + i);
@@ -153,7 +165,11 @@ int main(int argc, char** argv) {
   }
   std::vector<Rank> ranks(kWorld);
   std::vector<u64> regions;
-  for (const Rank& rank : ranks) regions.push_back(rank.begin());
+  emulated::multicasts.emplace_back();
+  for (const Rank& rank : ranks) {
+    regions.push_back(rank.begin());
+    emulated::multicasts[0].push_back(reinterpret_cast<u64>(rank.symmetric));
+  }
   std::vector<std::thread> threads;
   for (int r = 0; r < kWorld; ++r) {
     threads.emplace_back([&, r] { run_rank(r, ranks, regions, switches); });

@@ -89,7 +89,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
             return AutoTokenizer.from_pretrained(place)
         return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
+        missing = place.is_dir() and not any(
+            place.glob("token*")
+        )  # transformers' text is of slow ones
+        why = "" if missing else f" that transformers can read: {error}"
         raise ValueError(
-            f"{path} has no tokenizer that transformers can read: {error}; copy tokenizer.json and "
-            "tokenizer_config.json to the model's folder"
+            f"{path} has no tokenizer{why}; copy tokenizer.json and tokenizer_config.json to the "
+            "model's folder"
         ) from error

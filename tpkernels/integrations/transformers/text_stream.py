@@ -6,15 +6,50 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 
+class Decoder:
+    """Decodes the tokens of one text one by one, by a fast tokenizer of transformers.
+
+    Tokenizers that fall back to bytes show a run of bytes that is no text as U+FFFD, also what was
+    text before the last byte came, and then ``DecodeStream`` raises. Here that stays as it was.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._start()
+        self._pending: list[int] = []  # tokens without text so far
+
+    def _start(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def step(self, token: int) -> str:
+        """Return the text that this token makes certain."""
+        self._pending.append(token)
+        backend = self._tokenizer.backend_tokenizer
+        try:
+            text: str = self._stream.step(backend, token) or ""
+        except Exception:  # tokenizers has no kinds of errors
+            text = self.rest()
+            self._start()
+            self._stream.step(backend, token)  # or the next one would lose its space
+        if text:
+            self._pending.clear()
+        return text
+
+    def rest(self) -> str:
+        """Return what is held back: bytes that are no whole character."""
+        text: str = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        return text
+
+
 class TextStream:
     """The text of one answer, by a fast tokenizer of transformers. It ends before a string of
     ``stop``, or at a token of ``end_tokens``, which has no text."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], end_tokens: Collection[int]) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._tokenizer, self._stop, self._end_tokens = tokenizer, stop, end_tokens
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._decoder = Decoder(tokenizer)
         self._tokens: list[int] = []
         self._text = ""  # of the tokens so far
         self._sent = 0  # characters of it
@@ -30,7 +65,7 @@ class TextStream:
                 self.stopped = True
                 break
             self._tokens.append(token)
-            self._text += self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+            self._text += self._decoder.step(token)
         last = last or self.stopped
         if last:
             self._complete()
@@ -42,10 +77,10 @@ class TextStream:
         return piece
 
     def _complete(self) -> None:
-        """Add what the decoder still holds: bytes that are no whole character."""
+        """Add what the decoder still holds."""
         whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if whole.startswith(self._text):
-            self._text = whole
+        begun = whole.startswith(self._text)
+        self._text = whole if begun else self._text + self._decoder.rest()
 
     def _find_stop(self, searched: int) -> int | None:
         """Return where the first stop string begins; the text before ``searched`` contains none."""

@@ -15,7 +15,7 @@
 #define TPK_DEVICE inline
 #define TPK_KERNEL(threads) extern "C" void
 #define TPK_PARAM const
-#define TPK_MULTIMEM 1
+#define TPK_SM_90 1
 
 namespace tpkernels::cuda {
 
@@ -87,11 +87,11 @@ struct alignas(16) Pack {
 };
 
 // Traps on a misaligned address, as a GPU faults.
-inline u64 checked(const void* p) {
-  const u64 address = reinterpret_cast<u64>(p);
+inline u64 checked(u64 address) {
   if (address % sizeof(Pack) != 0) __builtin_trap();
   return address;
 }
+inline u64 checked(const void* p) { return checked(reinterpret_cast<u64>(p)); }
 
 inline Pack load_pack(const void* from) { return *reinterpret_cast<const Pack*>(checked(from)); }
 inline void store_pack(void* to, Pack pack) {
@@ -217,16 +217,30 @@ inline float widen_f16(unsigned short half) { return host::scalar::float_of_f16(
 inline unsigned short round_f16(float value) { return host::scalar::f16_of(value); }
 inline unsigned short round_bf16(float value) { return host::scalar::bf16_of(value); }
 
-inline void fence_aliases() {}
+// What a thread has stored by multicast is not seen at the other addresses before it fences.
+inline void fence_aliases() {
+  if (emulated::fault != emulated::Fault::kMissingFence) emulated::store_late();
+}
 
-// A multicast address stands for the same offset in all regions of an emulated group.
+// Scratch is stored at once, by the thread that asks for it.
+inline void fence_scratch() {}
+inline void store_scratch(u64 to, const float* from, unsigned bytes) {
+  for (unsigned at = 0; at < bytes; at += sizeof(Pack)) {
+    const void* pack = reinterpret_cast<const char*>(from) + at;
+    store_pack(reinterpret_cast<void*>(to + at), *static_cast<const Pack*>(pack));
+  }
+}
+inline void await_scratch_stores() {}
+
+// A multicast address stands for the same place in the memory of all ranks.
 template <int D>
 Pack multimem_sum(u64 from) {
   const emulated::Grid& grid = *emulated::here.grid;
   constexpr int kLanes = D == kF32 ? 4 : 8;
   float sum[kLanes] = {};
+  checked(from);
   for (int r = grid.world - 1; r >= 0; --r) {  // not in rank order, as with a switch
-    const auto* at = reinterpret_cast<const char*>(grid.regions[r] + (from - emulated::kMulticast));
+    const auto* at = reinterpret_cast<const char*>(emulated::at_rank(grid, r, from));
     for (int i = 0; i < kLanes; ++i) {
       sum[i] += host::scalar::to_float<static_cast<host::DType>(D)>(at + i * (16 / kLanes));
     }
@@ -242,7 +256,9 @@ Pack multimem_sum(u64 from) {
 inline void multimem_store(u64 to, Pack pack) {
   const emulated::Grid& grid = *emulated::here.grid;
   for (int r = 0; r < grid.world; ++r) {
-    std::memcpy(reinterpret_cast<void*>(grid.regions[r] + (to - emulated::kMulticast)), &pack, 16);
+    const auto& word = pack.word;
+    auto* there = reinterpret_cast<void*>(emulated::at_rank(grid, r, checked(to)));
+    emulated::late.push_back({there, {word[0], word[1], word[2], word[3]}});
   }
 }
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, field_validator
-from tokenizers.decoders import DecodeStream
 
 from tpkernels.integrations.transformers.sampling import Logprob, Sampling
+from tpkernels.integrations.transformers.text_stream import Decoder
 from tpkernels.text import short
 
 DONE = "data: [DONE]\n\n"
@@ -381,7 +381,7 @@ class Replies:
         self._prompts, self._prompt_tokens = prompts, prompt_tokens
         self._id, self._created = uuid.uuid4().hex, int(time.time())
         self._tokens: dict[int, int] = {}  # of each answer
-        self._places: dict[int, tuple[Any, int]] = {}  # where its next token begins in its text
+        self._places: dict[int, tuple[Decoder, int]] = {}  # where its next token begins in its text
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the reply that is not a stream."""
@@ -452,10 +452,9 @@ class Replies:
     def _place(self, index: int, token: int) -> int:
         """Return where a token begins in the text of its answer."""
         if index not in self._places:
-            self._places[index] = DecodeStream(skip_special_tokens=True), 0
+            self._places[index] = Decoder(self._prompts.tokenizer), 0
         decoder, begin = self._places[index]
-        text = decoder.step(self._prompts.tokenizer.backend_tokenizer, token)
-        self._places[index] = decoder, begin + len(text or "")
+        self._places[index] = decoder, begin + len(decoder.step(token))
         return begin
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -259,6 +259,8 @@ def _refusal(request: Request, error: RequestValidationError) -> ApiError:
     )
     where = ".".join(map(str, places))
     what = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        what = "this server has no such field; leave it out"
     return ApiError(400, f"{where}: {what}".lstrip(": "), param=where or None)
 
 

@@ -99,7 +99,7 @@ def serve(options: Options, *, ranks: int, threads: int, host: str, port: int) -
             if failed and not (stopping.asked and outcomes[0].exitcode == -signal.SIGTERM):
                 failed.sort(key=lambda outcome: outcome.exitcode is None)  # the dead come first
                 parts = [f"serve failed on {len(failed)} of {ranks} ranks"]
-                raise RankError("\n\n".join([*parts, *map(started.describe, failed)]), outcomes)
+                raise RankError("\n\n".join([*parts, *started.describe(failed)]), outcomes)
 
 
 def limits() -> dict[str, str]:

@@ -1,0 +1,158 @@
+"""The experts of a mixture, whole layer without router: tpkernels on the ranks beside transformers'
+own experts, tensor-parallel over gloo on the same ranks and in one process with as many threads.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.moe
+
+All take turns of some calls, in random order. A time is the slowest rank's median over the turns.
+The weights of several layers, more than the caches hold, are used in turn, as in a model.
+transformers' columns are the faster of its ``grouped_mm``, ``batched_mm`` (few tokens) and eager
+experts. Results are first checked against the eager experts in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+import tpkernels
+from tpkernels.nn import MoE, pack_
+
+SHAPES = ((1, 1024, 8, 2, 1024), (64, 1024, 8, 2, 1024), (2048, 1024, 8, 2, 1024))
+LAYERS = 6
+CALLS, MANY = 10, 1000  # calls of a layer in a turn, with fewer than so many tokens
+FEW = 16  # tokens up to which batched_mm is tried: it copies the weights of each route
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def experts_of(hidden: int, experts: int, width: int) -> Any:
+    """Return transformers' experts with random weights in bf16, the same on all ranks."""
+    config = MixtralConfig(
+        hidden_size=hidden, intermediate_size=width, num_local_experts=experts, hidden_act="silu"
+    )
+    module: Any = MixtralExperts(config).bfloat16().requires_grad_(False)
+    for w in module.parameters():
+        w.normal_(std=0.03)
+    return module
+
+
+def narrowed(whole: Any, rank: int, world: int) -> Any:
+    """Return transformers' experts with this rank's width of each."""
+    width = whole.intermediate_dim // world
+    part = experts_of(whole.hidden_dim, whole.num_experts, width)
+    mine = slice(rank * width, (rank + 1) * width)
+    gate, up = whole.gate_up_proj.chunk(2, 1)
+    part.gate_up_proj.copy_(torch.cat([gate[:, mine], up[:, mine]], 1))
+    part.down_proj.copy_(whole.down_proj[:, :, mine])
+    return part
+
+
+def named(module: Any, implementation: str, reduce: bool) -> Experts:
+    """Return transformers' experts by one of its implementations, summed over the ranks or not."""
+
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        module.config._experts_implementation = implementation
+        y: torch.Tensor = module(x, ids, weights)
+        if reduce:
+            dist.all_reduce(y)
+        return y
+
+    return run
+
+
+def ways(whole: Any, tokens: int) -> dict[str, Experts]:
+    """Return what is timed, by name; "alone" in the name: on rank 0, with all threads."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    part = narrowed(whole, rank, world)
+    layers: dict[str, Experts] = {}
+    for expert_parallel in (False, True):
+        layer = MoE.from_experts(whole, dist.group.WORLD, expert_parallel=expert_parallel)
+        layers["experts" if expert_parallel else "width"] = pack_(layer, drop=True)
+    implementations = ["grouped_mm", "eager", *(["batched_mm"] if tokens <= FEW else [])]
+    for name in implementations:
+        layers[f"gloo {name}"] = named(part, name, reduce=True)
+        layers[f"alone {name}"] = named(whole, name, reduce=False)
+    return layers
+
+
+def timed(functions: Sequence[Callable[[], Any]], alone: bool) -> float:
+    """Return the seconds of a call on this rank; the others wait for one that runs alone."""
+    dist.barrier()
+    seconds = 0.0
+    if not alone or dist.get_rank() == 0:
+        functions[-1]()  # ranks are in step, and threads awake, after it
+        begin = time.perf_counter()
+        for function in functions:
+            function()
+        seconds = (time.perf_counter() - begin) / len(functions)
+    dist.barrier()
+    return seconds
+
+
+def measure(shape: Sequence[int], repeat: int) -> dict[str, float]:
+    """Return the slowest rank's median microseconds of each way."""
+    tokens, hidden, experts, k, width = shape
+    world = dist.get_world_size()
+    torch.manual_seed(0)
+    wholes = [experts_of(hidden, experts, width) for _ in range(LAYERS)]
+    logits = torch.randn(tokens, experts)
+    weights, ids = logits.softmax(1).topk(k)
+    weights /= weights.sum(1, keepdim=True)
+    x = torch.randn(tokens, hidden).bfloat16()
+    layers = [ways(whole, tokens) for whole in wholes]
+    exact = named(wholes[0], "eager", reduce=False)(x, ids, weights).float()
+    for name, run in layers[0].items():
+        off = (run(x, ids, weights).float() - exact).abs().max() / exact.abs().max()
+        if off > 0.03:
+            raise SystemExit(f"{name} is off by {off:.3g}")
+    times: dict[str, list[float]] = {name: [] for name in layers[0]}
+    order, calls = random.Random(0), LAYERS * (CALLS if tokens < MANY else 1)
+    for _ in range(repeat):
+        for name in order.sample(list(times), len(times)):
+            alone = name.startswith("alone")
+            torch.set_num_threads(world if alone else 1)
+            runs = [partial(layers[i % LAYERS][name], x, ids, weights) for i in range(calls)]
+            times[name].append(timed(runs, alone))
+    medians = torch.tensor([1e6 * statistics.median(t) for t in times.values()])
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    return dict(zip(times, medians.tolist(), strict=True))
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeat", type=int, default=9)
+    repeat = parser.parse_args().repeat
+    dist.init_process_group("gloo")
+    tpkernels.init(dist.group.WORLD)
+    names = ("tensor-parallel", "expert-parallel", "transformers, gloo", "one process", "gain")
+    if dist.get_rank() == 0:
+        print("| tokens, hidden, experts, k, width |", " | ".join(names), "|")
+        print("|---" * (len(names) + 1) + "|")
+    for shape in SHAPES:
+        with torch.inference_mode():
+            found = measure(shape, repeat)
+        best = [
+            min((t, name) for name, t in found.items() if name.startswith(kind))
+            for kind in ("gloo", "alone")
+        ]
+        ours = found["width"]
+        cells = [f"{ours:.0f}", f"{found['experts']:.0f}"]
+        cells += [f"{t:.0f} ({name.partition(' ')[2]})" for t, name in best]
+        if dist.get_rank() == 0:
+            gain = min(best)[0] / min(ours, found["experts"])
+            print(f"| {', '.join(map(str, shape))} |", " | ".join(cells), f"| {gain:.2f} |")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

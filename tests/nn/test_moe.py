@@ -1,0 +1,197 @@
+"""Experts on shards against a float64 loop over tokens: split by width and whole, tokens of each
+rank and of all, gradients, packed weights, state dicts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tpkernels
+from tests.support.nn_reference import far
+from tests.support.ranked import fresh_group, on_ranks
+from tests.support.tiers import sweep
+from tpkernels.nn import MoE
+
+F64 = torch.float64
+TOKENS, EXPERTS, HIDDEN, WIDTH, K = 7, 3, 8, 10, 2
+
+
+def loop(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> torch.Tensor:
+    """The sum over the experts of each token, one after the other."""
+    rows = []
+    for token, chosen, factors in zip(x, ids, weights, strict=True):
+        row = torch.zeros_like(token)
+        for expert, factor in zip(chosen, factors, strict=True):
+            gate, up = (gate_up[expert] @ token).chunk(2)
+            row = row + factor * (down[expert] @ (F.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def routes(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Expert 1 gets nothing, and some tokens go twice to one."""
+    torch.manual_seed(3)
+    ids = torch.randint(0, 2, (tokens, K)) * 2
+    return torch.randn(tokens, HIDDEN, dtype=F64), ids, torch.rand(tokens, K, dtype=F64)
+
+
+@pytest.mark.parametrize("world", sweep([3, 2, 1, 4], later=2))
+@pytest.mark.parametrize("width", sweep([WIDTH, 2], later=1))
+@on_ranks()
+def test_as_a_loop_over_tokens(width: int) -> list[str]:
+    """Ranks without experts, width or tokens included."""
+    failures: dict[str, str | None] = {}
+    with fresh_group() as group:
+        rank, sizes = group.rank(), tpkernels.shard_sizes(TOKENS, group.size())
+        mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        for expert_parallel in (False, True):
+            for sequence_parallel in (False, True):
+                what = f"{expert_parallel=} {sequence_parallel=}"
+                torch.manual_seed(1)
+                moe = MoE(
+                    EXPERTS,
+                    HIDDEN,
+                    width,
+                    group,
+                    expert_parallel=expert_parallel,
+                    sequence_parallel=sequence_parallel,
+                    dtype=F64,
+                )
+                whole = {
+                    name: w.requires_grad_()
+                    for name, w in tpkernels.nn.full_state_dict(moe).items()
+                }
+                x, ids, weights = routes()
+                inputs = [x.requires_grad_(), weights.requires_grad_()]
+                want = loop(x, ids, weights, *whole.values())
+                upstream = torch.randn_like(want)
+                want.backward(upstream)
+                part = mine if sequence_parallel else slice(None)
+                local = [t.detach()[part].clone().requires_grad_() for t in inputs]
+                y = moe(
+                    local[0],
+                    ids[part],
+                    local[1],
+                    **({"shard_sizes": sizes} if sequence_parallel else {}),
+                )
+                y.backward(upstream[part])
+                failures[f"{what} y"] = far(y.detach(), want.detach()[part], 1e-12)
+                for name, got, full in zip(("x", "weights"), local, inputs, strict=True):
+                    assert got.grad is not None and full.grad is not None
+                    failures[f"{what} {name}"] = far(got.grad, full.grad[part], 1e-12)
+                for name, w in whole.items():
+                    got_grad = moe.get_parameter(name).grad
+                    assert got_grad is not None and w.grad is not None
+                    shard = moe.shard_of(name, w.grad)
+                    if shard.numel():
+                        failures[f"{what} {name}"] = far(got_grad, shard, 1e-12)
+    return [f"{name}: {failure}" for name, failure in failures.items() if failure is not None]
+
+
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_packed() -> None:
+    """The bits of plain weights in float32 integers; state dicts and loading as without."""
+    with fresh_group() as group:
+        for expert_parallel in (False, True):
+            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, expert_parallel=expert_parallel)
+            with torch.no_grad():
+                for w in moe.parameters():
+                    w.copy_(torch.randint(-2, 3, w.shape))
+            moe.activation = F.relu
+            x, ids, _ = routes()
+            x, weights = x.float().round(), torch.ones(TOKENS, K)
+            state = tpkernels.nn.full_state_dict(moe)
+            for drop in (False, True):
+                packed = tpkernels.nn.pack_(copy.deepcopy(moe), drop=drop)
+                with torch.no_grad():
+                    assert torch.equal(packed(x, ids, weights), moe(x, ids, weights))
+                    saved = tpkernels.nn.full_state_dict(packed)
+                    assert all(torch.equal(saved[name], w) for name, w in state.items())
+                    packed.load_state_dict({name: 2 * w for name, w in state.items()})
+                    twice = packed(x, ids, weights)
+                    assert torch.equal(twice, 8 * moe(x, ids, weights))
+                    assert (packed.down_proj.dim() == 4) == drop
+                with pytest.raises(NotImplementedError, match="is packed and has no gradient"):
+                    packed(x.requires_grad_(), ids, weights)
+                x = x.detach()
+                assert torch.equal(packed.unpack_().down_proj, 2 * moe.down_proj)
+                assert torch.equal(packed(x.clone().requires_grad_(), ids, weights), twice)
+            int8 = tpkernels.nn.pack_(copy.deepcopy(moe), dtype=torch.int8)
+            with torch.no_grad():
+                exact = moe(x, ids, weights)
+                assert (int8(x, ids, weights) - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_compiled() -> None:
+    """In one graph, also for another number of tokens."""
+    with fresh_group() as group:
+        for options in ({}, {"sequence_parallel": True}, {"expert_parallel": True}):
+            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, **options)
+            compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+            for tokens in (6, 8, 40):
+                x, ids, weights = routes(tokens)
+                grads = []
+                for call in (moe, compiled):
+                    moe.zero_grad()
+                    y = call(x.float(), ids, weights.float())
+                    y.square().sum().backward()
+                    assert moe.down_proj.grad is not None
+                    grads.append((y, moe.down_proj.grad))
+                assert torch.equal(grads[0][0], grads[1][0]), (options, tokens)
+                assert torch.equal(grads[0][1], grads[1][1]), (options, tokens)
+
+
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_refusals() -> None:
+    with fresh_group() as group:
+        moe = MoE(EXPERTS, HIDDEN, WIDTH, group)
+        x, ids, weights = routes()
+        for wrong in (-1, EXPERTS):
+            bad = ids.clone()
+            bad[2, 1] = wrong
+            with pytest.raises(ValueError, match=f"topk_ids has {wrong}; experts are 0 to 2"):
+                moe(x.float(), bad, weights.float())
+        with pytest.raises(ValueError, match=r"\[6, 2\]; both must be \[tokens, k\]"):
+            moe(x.float(), ids, weights.float()[:6])
+        with pytest.raises(ValueError, match="MoE takes tokens along dim 0"):
+            MoE(EXPERTS, HIDDEN, WIDTH, group, sequence_dim=1)
+
+
+@pytest.mark.thorough
+def test_models_call_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where experts have biases and gates of their own, as those of gpt-oss."""
+    transformers = pytest.importorskip("transformers")
+    from tpkernels.integrations.transformers import experts
+
+    counts = []
+
+    def counted(*args: torch.Tensor) -> torch.Tensor:
+        counts.append(args[2])
+        return tpkernels.grouped_matmul(*args)
+
+    monkeypatch.setattr(experts, "grouped_matmul", counted)
+    sizes = dict(hidden_size=32, num_hidden_layers=1, vocab_size=50, head_dim=8)
+    for model_type, options in (
+        ("gpt_oss", {"num_local_experts": 4, "intermediate_size": 24}),
+        ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 10}),
+    ):
+        config = transformers.AutoConfig.for_model(model_type, **sizes, **options)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.uniform_(-0.3, 0.3)
+            ids, logits = torch.arange(1, 8)[None], []
+            for implementation in ("eager", "tpkernels"):
+                model.config._experts_implementation = implementation
+                logits.append(model(ids).logits)
+        assert far(logits[1], logits[0], 1e-5) is None, model_type
+    assert len(counts) == 4

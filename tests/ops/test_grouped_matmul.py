@@ -1,0 +1,150 @@
+"""The grouped product against one product per group: exact integers, the bits of a group alone,
+gradients, compiled graphs, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tpkernels
+from tests.support.cases import PACKABLE
+from tests.support.products import within_rounding
+from tpkernels.local.matmul import new_product
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+COUNTS = [5, 0, 60, 1]
+
+# From weights [E, N, K] as modules hold them.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "columns": lambda w: w.transpose(1, 2),
+    "rows": lambda w: w.transpose(1, 2).contiguous(),
+    "packed": lambda w: tpkernels.pack(w.transpose(1, 2)),
+    "int8": lambda w: tpkernels.pack(w.transpose(1, 2), torch.int8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [*PACKABLE, F64], ids=str)
+def test_exact_for_integers_and_with_the_bits_of_a_group_alone(
+    dtype: torch.dtype, layout: str
+) -> None:
+    if dtype == F64 and layout in ("packed", "int8"):
+        pytest.skip("float64 is not packed")
+    torch.manual_seed(0)
+    for k, n in ((32, 70), (36, 192), (33, 7)):
+        if layout == "int8" and k % 4:
+            continue
+        whole = torch.randint(-2, 3, (4, n, k)).to(dtype)
+        w, real = LAYOUTS[layout](whole), torch.randn(4, n, k).to(dtype)
+        x = torch.randint(-2, 3, (66, k)).to(dtype)
+        noise = torch.randn(k, 66).to(dtype).t()
+        for counts in (torch.tensor(COUNTS), torch.tensor(COUNTS, dtype=torch.int32)):
+            parts = zip(x.split(COUNTS), whole, strict=True)
+            exact = torch.cat([part @ matrix.t() for part, matrix in parts])
+            if layout != "int8":
+                assert torch.equal(tpkernels.grouped_matmul(x, w, counts), exact)
+            used = LAYOUTS[layout](real)
+            got = tpkernels.grouped_matmul(noise, used, counts)
+            groups = zip(
+                got.split(COUNTS), noise.contiguous().split(COUNTS), used, real, strict=True
+            )
+            for result, part, matrix, plain in groups:
+                if layout in ("packed", "int8"):
+                    assert torch.equal(result, new_product(part, matrix))
+                else:  # the bits of MKL's fp32 products follow from addresses
+                    assert within_rounding(result, part, plain.t()) or dtype == F64
+
+
+def test_nothing_to_multiply() -> None:
+    w = torch.ones(2, 3, 4)
+    assert tpkernels.grouped_matmul(torch.ones(0, 3), w, torch.zeros(2).long()).shape == (0, 4)
+    assert tpkernels.grouped_matmul(torch.ones(0, 3), w[:0], torch.zeros(0).long()).shape == (0, 4)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_gradients(transposed: bool) -> None:
+    torch.manual_seed(0)
+    counts = torch.tensor([3, 0, 4])
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        w = weight.transpose(1, 2) if transposed else weight
+        return tpkernels.grouped_matmul(x, w, counts)
+
+    shape = (3, 5, 4) if transposed else (3, 4, 5)
+    inputs = [torch.randn(s, dtype=F64, requires_grad=True) for s in ((7, 4), shape)]
+    assert torch.autograd.gradcheck(product, inputs)
+    # Integers are exact in bfloat16; an empty group has zeros.
+    x, weight = (torch.randint(-2, 3, i.shape).to(BF16).requires_grad_() for i in inputs)
+    product(x, weight).sum().backward()
+    assert weight.grad is not None and weight.grad.is_contiguous() and not weight.grad[1].any()
+    ones = x.detach()[:3].sum(0).expand(5, 4)
+    assert torch.equal(weight.grad[0], ones if transposed else ones.t())
+
+
+@pytest.mark.thorough
+def test_compiled_and_under_autocast() -> None:
+    """The number of rows is known only when the graph runs."""
+
+    def step(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        slots = ids.flatten().argsort(stable=True)[(ids.flatten() >= 0).nonzero()[:, 0]]
+        return tpkernels.grouped_matmul(
+            x[slots // 2], w, torch.bincount(ids.flatten(), minlength=3)
+        )
+
+    w = torch.randn(3, 4, 5, requires_grad=True)
+    x, ids = torch.randn(6, 4), torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0], [2, 1], [2, 0]])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for rows in (6, 4):
+            results = []
+            for function in (step, compiled):
+                w.grad = None
+                result = function(x[:rows], w, ids[:rows])
+                result.square().sum().backward()
+                results.append((result, w.grad))
+            assert torch.equal(results[0][0], results[1][0])
+            assert results[0][1] is not None and torch.equal(*(grad for _, grad in results))
+    with torch.autocast("cpu", BF16):
+        assert step(x, w, ids).dtype == BF16
+        with torch.no_grad():
+            packed = tpkernels.pack(w.detach().bfloat16())
+            assert torch.equal(step(x, packed, ids), step(x, w, ids))
+
+
+def test_refusals() -> None:
+    x, w, good = torch.ones(7, 4), torch.ones(3, 4, 5), torch.tensor([3, 0, 4])
+    bad: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+        (ValueError, r"counts\[1\] is -1", (x, w, torch.tensor([3, -1, 5]))),
+        (ValueError, "counts add up to 8, but x has 7 rows", (x, w, torch.tensor([3, 1, 4]))),
+        (ValueError, "x has 7 rows, so it must be 0 to 7", (x, w, torch.tensor([3, 0, 2**62]))),
+        (ValueError, r"it must be int32 or int64 of shape \[3\]", (x, w, good[:2])),
+        (ValueError, "counts is torch.float32", (x, w, good.float())),
+        (ValueError, r"w\[0\] has shape \[4, 5\], but x of shape \[7, 3\]", (x[:, :3], w, good)),
+        (ValueError, r"takes rows \[R, K\]", (x[None], w, good)),
+        (ValueError, r"must be a stack \[E, K, N\]", (x, w[0], good)),
+        (TypeError, r"w\[0\] is float32 but x is float64", (x.double(), w, good)),
+        (ValueError, "or what tpkernels.pack makes of one", (x, tpkernels.pack(w)[:, 1:], good)),
+        (TypeError, "pack it in x's dtype", (x.bfloat16(), tpkernels.pack(w), good)),
+    ]
+    for error, pattern, operands in bad:
+        with pytest.raises(error, match=pattern):
+            tpkernels.grouped_matmul(*operands)
+    with pytest.raises(NotImplementedError, match="no gradient with a packed weight"):
+        tpkernels.grouped_matmul(x.clone().requires_grad_(), tpkernels.pack(w), good)
+
+
+@pytest.mark.parametrize("dtype", PACKABLE, ids=str)
+def test_stacks_are_packed_matrix_by_matrix(dtype: torch.dtype) -> None:
+    w = torch.randn(3, 70, 36).to(dtype).transpose(1, 2)
+    packed = tpkernels.pack(w)
+    assert packed.dim() == 4 and packed.is_contiguous()
+    assert all(torch.equal(a, tpkernels.pack(b)) for a, b in zip(packed, w, strict=True))
+    back = tpkernels.unpack(packed)
+    assert torch.equal(back, w) and back.stride() == w.stride()
+    int8 = tpkernels.unpack(tpkernels.pack(w, torch.int8))
+    assert torch.equal(int8[2], tpkernels.unpack(tpkernels.pack(w[2], torch.int8)))
+    with pytest.raises(ValueError, match="is packed already"):
+        tpkernels.pack(packed)

@@ -1,0 +1,53 @@
+"""Importing this registers "tpkernels" with transformers: models that are loaded with
+``experts_implementation="tpkernels"`` compute their experts by `tpkernels.grouped_matmul`, in one
+process. `tpkernels.parallelize` needs no such option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tpkernels.ops.experts import route, rows_by_expert, sum_routes
+from tpkernels.ops.grouped_matmul import grouped_matmul
+
+
+def experts_forward(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Do what the forward of an experts module does. Raise NotImplementedError if its weights are
+    sharded by transformers' expert parallelism."""
+    if experts._is_expert_parallel:
+        raise NotImplementedError(
+            "experts_implementation='tpkernels' with transformers' own expert parallelism; call "
+            "tpkernels.parallelize(model, mesh, expert_parallel=True) instead"
+        )
+    routing = route(top_k_index, top_k_weights, experts.num_experts)
+    expert_of_row = top_k_index.flatten()[routing.order] if experts.has_bias else None
+
+    def project(rows: torch.Tensor, name: str) -> torch.Tensor:
+        w = getattr(experts, name)
+        y = grouped_matmul(rows, w if experts.is_transposed else w.transpose(1, 2), routing.counts)
+        return y if expert_of_row is None else y + getattr(experts, f"{name}_bias")[expert_of_row]
+
+    rows = rows_by_expert(hidden_states, routing)
+    if experts.has_gate:
+        inner = experts._apply_gate(project(rows, "gate_up_proj"))
+    else:
+        inner = experts.act_fn(project(rows, "up_proj"))
+    y = project(inner, "down_proj")
+    if experts.has_post_expert_norm:
+        y = experts.post_expert_norm(y)
+    return sum_routes(y, routing)
+
+
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("tpkernels", experts_forward)
+
+
+_register()

@@ -1,0 +1,170 @@
+"""``y = x @ w[group of the row]`` for rows that are sorted by group: the products of a mixture's
+experts on one rank.
+
+On CPUs the extension goes through the groups and computes each as the product of that group alone
+(csrc/calls/product.h). What it leaves to torch, such as plain weights with many rows, is one
+``torch.mm`` per group. On GPUs it is torch's grouped product where that takes the operands,
+otherwise a loop over a copy of ``counts`` on the host.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpkernels import _C, validation
+from tpkernels.local.matmul import local_matmul
+from tpkernels.local.memory import empty
+from tpkernels.local.packed import is_packed_stack
+from tpkernels.local.ranges import MATMUL, recorded
+from tpkernels.ops.registration import define_local
+from tpkernels.ops.shortcut import is_plain
+
+SCHEMA = "grouped_matmul(Tensor x, Tensor stack, Tensor counts) -> Tensor"
+GRADIENT = "_grouped_outer_product(Tensor x, Tensor y, Tensor counts) -> Tensor"
+_ALIGNMENT = 16  # bytes, of the rows that torch's grouped product takes
+
+
+def _columns(stack: torch.Tensor) -> int:
+    return stack.shape[1] if is_packed_stack(stack) else stack.shape[-1]
+
+
+def _run(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:
+        _check(x, stack, counts)
+        return _run_on_gpu(x, stack, counts)
+    # Checks take as long as a product of one row; only one that fails is looked into.
+    try:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = empty((x.shape[0], _columns(stack)), x.dtype, x.device)
+        with recorded(MATMUL):
+            left = _C.calls.grouped_multiply(x, stack, counts, out)
+    except Exception:
+        _check(x, stack, counts)
+        raise
+    if left or not x.shape[0]:
+        _check(x, stack, counts)
+        rows = _ranges(counts)
+        for group in left:
+            local_matmul(x[rows[group]], stack[group], out[rows[group]])
+    return out
+
+
+def _check(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> None:
+    """Raise for operands that do not fit. The values of ``counts`` are not looked at."""
+    validation.tensors({"x": x, "w": stack, "counts": counts})
+    validation.matrix_input(x)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}; grouped_matmul takes rows [R, K]")
+    if stack.dim() not in (3, 4) or (is_packed_stack(stack) and not stack.is_contiguous()):
+        raise ValueError(
+            f"w has shape {list(stack.shape)} and strides {list(stack.stride())}; it must be a "
+            "stack [E, K, N], or what tpkernels.pack makes of one"
+        )
+    if len(stack):
+        validation.weight(stack[0], x, x.shape[1], "w[0]")
+    integers = counts.dtype in (torch.int32, torch.int64)
+    if tuple(counts.shape) != (len(stack),) or not integers:
+        raise ValueError(
+            f"counts is {counts.dtype} of shape {list(counts.shape)}; w has {len(stack)} groups, "
+            f"so it must be int32 or int64 of shape [{len(stack)}]"
+        )
+
+
+def _ranges(counts: torch.Tensor) -> list[slice]:
+    """Return the rows of each group."""
+    ends = counts.cumsum(0).tolist()
+    return [slice(begin, end) for begin, end in pairwise([0, *ends])]
+
+
+def _run_on_gpu(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if _torch_takes(x) and _torch_takes(stack):
+        return F.grouped_mm(x, stack, offs=counts.cumsum(0, dtype=torch.int32))
+    out = empty((x.shape[0], _columns(stack)), x.dtype, x.device)
+    for w, rows in zip(stack, _ranges(counts), strict=True):
+        local_matmul(x[rows], w, out[rows])
+    return out
+
+
+def _torch_takes(x: torch.Tensor) -> bool:
+    """Return whether torch's grouped product takes an operand on a GPU."""
+    short, pitch = sorted(x.stride()[-2:])
+    aligned = (pitch * x.itemsize) % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
+    return hasattr(F, "grouped_mm") and x.dtype == torch.bfloat16 and short == 1 and aligned
+
+
+def _outer_products(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return ``x_i^T @ y_i`` of the rows of each group, [E, K, N]; x [R, K], y [R, N]."""
+    if x.is_cuda and _torch_takes(x) and _torch_takes(y):
+        return F.grouped_mm(x.t(), y, offs=counts.cumsum(0, dtype=torch.int32))
+    out = x.new_empty(len(counts), x.shape[1], y.shape[1])
+    for product, rows in zip(out, _ranges(counts), strict=True):
+        if rows.start == rows.stop:
+            product.zero_()
+        else:
+            local_matmul(x[rows].t(), y[rows], product)
+    return out
+
+
+def _save(ctx: Any, given: Any, output: Any) -> None:
+    ctx.save_for_backward(given.x, given.stack, given.counts)
+
+
+def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+    x, stack, counts = ctx.saved_tensors
+    gradients = {}
+    if needs.x:
+        transposed = stack.transpose(1, 2)
+        gradients["x"] = torch.ops.tpkernels.grouped_matmul.default(grad, transposed, counts)
+    if needs.stack:
+        outer_products = torch.ops.tpkernels._grouped_outer_product.default
+        if stack.stride(1) < stack.stride(2):  # the gradient is laid out as the weight is
+            gradients["stack"] = outer_products(grad, x, counts).transpose(1, 2)
+        else:
+            gradients["stack"] = outer_products(x, grad, counts)
+    return gradients
+
+
+define_local(
+    SCHEMA,
+    run=_run,
+    fake=lambda x, stack, counts: x.new_empty((x.shape[0], _columns(stack))),
+    save=_save,
+    backward=_backward,
+    autocast=True,
+)
+define_local(
+    GRADIENT,
+    run=_outer_products,
+    fake=lambda x, y, counts: x.new_empty((counts.shape[0], x.shape[1], y.shape[1])),
+)
+
+
+def grouped_matmul(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Multiply the rows of each group by the group's own weight. Local: no rank communicates.
+
+    Args:
+        x: [R, K], rows sorted by group.
+        w: [E, K, N] of x's dtype and any strides, so that ``weight.transpose(1, 2)`` of weights [E,
+            N, K] passes without a copy; or on CPUs what `pack` makes of it, which has no gradient.
+        counts: [E] of int64 or int32, the rows of each group, which add up to R; 0 is allowed. Not
+            checked on GPUs, which read them without a synchronisation where x and w are bfloat16
+            with rows or columns of whole 16 bytes, and copy them to the host otherwise.
+
+    Returns:
+        [R, N] in x's dtype. Sums are in float32. With a packed w a group's rows have the bits of
+        the product of that group alone; with a plain one torch may round by where rows lie.
+
+    Raises:
+        ValueError: shapes do not fit, a count is negative, or they do not add up to R.
+        TypeError: w has another dtype than x.
+        NotImplementedError: a dtype is not supported, or a gradient of a packed w is needed.
+    """
+    if is_plain(x, w, counts):
+        return _run(x, w, counts)
+    product: torch.Tensor = torch.ops.tpkernels.grouped_matmul.default(x, w, counts)
+    return product
