@@ -65,8 +65,9 @@ class WorkspaceMemoryError(MemoryError):
 
 
 class RoutingError(ValueError):
-    """A token is routed to an expert that there is not. All ranks know all routes, and raise it
-    before the call sends anything, so their group can go on."""
+    """A token is routed to an expert that there is not, or more than ``max_rows`` routes lead to a
+    rank's experts. All ranks know all routes, and raise it before the call sends anything, so their
+    group can go on."""
 
 
 #: After these the group can go on.

@@ -93,6 +93,7 @@ class Options:
         norm: eps, and the dtype of the weight, of an RMS norm.
         scattered: the scattered dim of an exchange, and each rank's rows along it.
         routes: the number of experts, and of those that a token is routed to.
+        max_rows: the rows of its experts that each rank has, whatever the routes are.
     """
 
     k: int | None = None
@@ -106,6 +107,7 @@ class Options:
     norm: tuple[float, torch.dtype] | None = None
     scattered: tuple[int, tuple[int, ...]] | None = None
     routes: tuple[int, int] | None = None
+    max_rows: int | None = None
 
     def texts(self) -> tuple[str, ...]:
         """Return one text per option that is set."""
@@ -129,6 +131,8 @@ class Options:
             texts.append(f"scattered dim {dim} by {list(sizes)}")
         if self.routes is not None:
             texts.append("{} experts, {} a token".format(*self.routes))
+        if self.max_rows is not None:
+            texts.append(f"max_rows {self.max_rows}")
         return tuple(texts)
 
     def that_cost_time(self) -> Options:

@@ -173,12 +173,14 @@ def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_script_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text(SCRIPT)
+    quiet = (
+        "import os; assert os.environ['KINETO_LOG_LEVEL'] == '6'"  # or it prints lines of its own
+    )
+    script.write_text(f"{quiet}\n{SCRIPT}")
     shown = invoke("profile", "--out", str(tmp_path), str(script), "--rows", "64")
     assert shown.exit_code == 0, shown.output
-    assert "profiler_st" not in capfd.readouterr().err  # as torch's prints by itself
     events = loaded(tmp_path)
     for rank in (0, 1):
         count = sum(

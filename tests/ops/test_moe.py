@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
+from tests.support.cuda_rehearsal import pretending
 from tests.support.faults import workspace_of
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
@@ -53,6 +54,7 @@ class Case:
     integers: bool = True
     route: Router = any_experts
     strided: bool = False
+    max_rows: int | None = None
 
 
 def of_rank(case: Case, rank: int, world: int) -> tuple[torch.Tensor, ...]:
@@ -85,10 +87,12 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
             case.experts,
             group,
             shard_sizes=case.sizes,
+            max_rows=case.max_rows,
             algorithm=case.algorithm,
         )
         first = sum(shard_sizes(case.experts, world)[:rank])
         factors = torch.arange(first + 1, first + 1 + len(counts)).repeat_interleave(counts)
+        factors = torch.nn.functional.pad(factors, (0, len(rows) - len(factors)), value=7)
         made = rows * factors[:, None].to(case.dtype)
         return rows, counts, tpkernels.moe_combine(made, handle, algorithm=case.algorithm)
 
@@ -100,7 +104,11 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
     where = slice(
         int(all_counts[: sum(held[:rank])].sum()), int(all_counts[: sum(held[: rank + 1])].sum())
     )
-    if not torch.equal(rows, all_x[order[where] // case.k]):
+    wanted_rows = all_x[order[where] // case.k]
+    if case.max_rows is not None:
+        padding = (0, 0, 0, case.max_rows - len(wanted_rows))
+        wanted_rows = torch.nn.functional.pad(wanted_rows, padding)
+    if not torch.equal(rows, wanted_rows):
         return f"{case} on rank {rank}: other rows"
     if not torch.equal(counts, all_counts.split(held)[rank]):
         return f"{case} on rank {rank}: counts {counts.tolist()}"
@@ -142,7 +150,10 @@ def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None
 def shapes(world: int) -> Iterator[Case]:
     for experts, k in itertools.product((1, 3, 8, 64), (1, 2, 8)):
         yield Case(experts=experts, k=k)
-        yield Case(experts=experts, k=k, route=one_expert, width=64, dtype=torch.bfloat16)
+        most = 5 * world * k  # all routes
+        yield Case(experts=experts, k=k, max_rows=most + experts)
+        one = Case(experts=experts, k=k, route=one_expert, width=64, dtype=torch.bfloat16)
+        yield from (one, replace(one, max_rows=most))
     for sizes in [*uneven_splits(7, world), (0,) * world]:
         yield Case(sizes=tuple(sizes), strided=True)
         yield Case(sizes=tuple(sizes), width=1, experts=2, k=1)
@@ -161,6 +172,14 @@ def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> No
     cases = [Case(sizes=tuple(sizes), width=width, k=3) for width in (100, 1000, 9000)]
     run(ranks, world, cases, workspace_bytes=SMALLEST_WORKSPACE)
     run(ranks, world, [Case(sizes=tuple(sizes), width=1000, k=8, algorithm="direct")])
+
+
+@on_ranks(2)
+def test_on_the_way_of_cuda_tensors() -> None:
+    """Whose gathers take no integers."""
+    with pretending(), fresh_group() as group:
+        cases = [Case(ids=ids, sizes=(3, 0)) for ids in (torch.int32, torch.int64)]
+        assert [failure(case, group) for case in cases] == [None, None]
 
 
 @pytest.mark.thorough
@@ -248,6 +267,9 @@ REFUSED = [
     r"ValueError: routes is float32 of shape \[6, 2\]; it must be int32 or int64",
     r"ValueError: routes has 4 tokens, but the ranks have 6: \[3, 3\]",
     r"ValueError: topk_weights has shape \[3, 1\], but routes has 2 a token",
+    r"RoutingError: 12 routes lead to the experts of rank 0, but max_rows is 11; with 12, all",
+    r"RoutingError: 12 routes lead to the experts of rank 0, but max_rows is 11; with 12, all",
+    r"ValueError: max_rows is 0; it must be at least 1",
     r"NotImplementedError: algorithm 'ring' of moe_dispatch has no moe_dispatch on cpu tensors",
     r"ValueError: x has 1 rows, but \d+ routes lead to this rank's experts|PeerLostError: .*left",
 ]
@@ -276,6 +298,9 @@ def test_refusals() -> None:
             lambda: ops.moe_dispatch(x, routes.float(), 8, name),
             lambda: ops.moe_dispatch(x, routes[:4], 8, name),
             lambda: ops.moe_combine(x, weights[:, :1], routes, 8, name),
+            lambda: dispatch(x, ids, weights, 8, group, max_rows=11),
+            lambda: dispatch(x, ids, weights, 8, group, max_rows=11, algorithm="unfused"),
+            lambda: dispatch(x, ids, weights, 8, group, max_rows=0),
             lambda: dispatch(x, ids, weights, 8, group, algorithm="ring"),
         ]
         messages = messages_of(calls)
@@ -318,6 +343,13 @@ def test_opcheck_and_compile() -> None:
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
             compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
             assert torch.equal(compiled(x, weights), eager)
+
+        def of_static_shape(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            rows, _, handle = tpkernels.moe_dispatch(x, ids, weights, 8, group, max_rows=20)
+            return tpkernels.moe_combine(rows.view(20, -1).cos(), handle)
+
+        compiled = torch.compile(of_static_shape, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, weights), eager)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

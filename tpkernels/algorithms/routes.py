@@ -7,6 +7,7 @@ for each route to them: by expert, and within one by token, in rank order, and s
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +24,25 @@ def experts_of(problem: Problem) -> list[int]:
     return shard_sizes(problem.options.routes[0], problem.world)
 
 
-def check_rows(x: torch.Tensor, rows: int) -> None:
-    """Check that the experts' results are as many rows as their routes."""
-    if x.shape[0] != rows:
+def check_room(problem: Problem, rows: Sequence[int]) -> None:
+    """Raise `RoutingError` if a rank, of which each gets ``rows``, gets more than there may be."""
+    most = problem.options.max_rows
+    if most is not None and max(rows) > most:
+        raise RoutingError(
+            f"{max(rows)} routes lead to the experts of rank {rows.index(max(rows))}, but max_rows "
+            f"is {most}; with {sum(rows)}, all routes, it never is too small"
+        )
+
+
+def filled(problem: Problem, x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the first ``rows`` of the experts' results, one for each route. ``ValueError`` if x
+    has another number than it must have."""
+    most = problem.options.max_rows
+    if most is not None and x.shape[0] != most:
+        raise ValueError(f"x has {x.shape[0]} rows, but max_rows is {most}")
+    if most is None and x.shape[0] != rows:
         raise ValueError(f"x has {x.shape[0]} rows, but {rows} routes lead to this rank's experts")
+    return x[:rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +78,10 @@ class Routes:
         holders = torch.bucketize(experts, experts.new_tensor(edges[1:]), right=True)
         by_rank = holders.split([size * k for size in problem.sizes])
         left = torch.bincount(by_rank[rank], minlength=problem.world)
+        rows = torch.bincount(holders, minlength=problem.world)
         arrived = torch.stack([(part == rank).sum() for part in by_rank])
-        left_counts, arrived_counts = torch.stack([left, arrived]).tolist()
+        left_counts, arrived_counts, all_rows = torch.stack([left, arrived, rows]).tolist()
+        check_room(problem, all_rows)
         here = experts[(holders == rank).nonzero().flatten()] - edges[rank]
         return cls(
             leaving=by_rank[rank].argsort(stable=True),

@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import (
 from tpkernels.algorithms.parts import Products, as_rows, new_partial, pieces_of, shard_counts
 from tpkernels.algorithms.rank_order import by_owner, join
 from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.algorithms.routes import Routes, check_rows
+from tpkernels.algorithms.routes import Routes, filled
 from tpkernels.call import Call
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
@@ -93,7 +93,12 @@ def dispatch(
     found = Routes.of(call.problem, call.group.rank, routes)
     enter(call).wait()
     rows = _exchange_rows(call, x[found.leaving // routes.shape[1]], found.left, found.arrived)
-    return rows[found.order], found.counts
+    most, count = call.problem.options.max_rows, sum(found.arrived)
+    if most is None:
+        return rows[found.order], found.counts
+    padded = rows.new_zeros(most, x.shape[1])
+    torch.index_select(rows, 0, found.order, out=padded[:count])
+    return padded, found.counts
 
 
 def combine(
@@ -101,7 +106,7 @@ def combine(
 ) -> None:
     """Fill ``out`` [tokens, H] with the sums of the tokens' rows by ``weights`` [tokens, k]."""
     found = Routes.of(call.problem, call.group.rank, routes)
-    check_rows(x, sum(found.arrived))
+    x = filled(call.problem, x, sum(found.arrived))
     enter(call).wait()
     back = _exchange_rows(
         call, torch.empty_like(x).index_copy_(0, found.order, x), found.arrived, found.left

@@ -13,14 +13,18 @@ from tpkernels.ops.registration import define
 
 SCHEMA = (
     "moe_combine(Tensor x, Tensor topk_weights, Tensor routes, int num_experts, str group, *, "
-    "SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor"
+    "SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> Tensor"
 )
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
     ctx.save_for_backward(given.x, given.topk_weights, given.routes)
     ctx.num_experts, ctx.group = given.num_experts, given.group
-    ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
+    ctx.shard_sizes, ctx.max_rows, ctx.algorithm = (
+        given.shard_sizes,
+        given.max_rows,
+        given.algorithm,
+    )
 
 
 def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
@@ -28,14 +32,15 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     the two. A weight travels as a token of its own, with one route."""
     x, weights, routes = ctx.saved_tensors
     ops, wide, (tokens, k) = torch.ops.tpkernels, dtypes.accumulator(x.dtype), weights.shape
-    sizes, algorithm = ctx.shard_sizes, ctx.algorithm
+    sizes = ctx.shard_sizes
+    options = {"max_rows": ctx.max_rows, "algorithm": ctx.algorithm}
     single = routes.view(-1, 1), ctx.num_experts, ctx.group
     one_by_one = {
         "shard_sizes": None if sizes is None else [size * k for size in sizes],
-        "algorithm": algorithm,
+        **options,
     }
     of_tokens, _ = ops.moe_dispatch.default(
-        grad, routes, ctx.num_experts, ctx.group, shard_sizes=sizes, algorithm=algorithm
+        grad, routes, ctx.num_experts, ctx.group, shard_sizes=sizes, **options
     )
     of_tokens, found = of_tokens.to(wide), {}
     torch._check(of_tokens.shape[0] == x.shape[0])
@@ -80,6 +85,7 @@ def moe_combine(x: torch.Tensor, handle: Handle, *, algorithm: str = "auto") -> 
             handle.num_experts,
             handle.group,
             shard_sizes=handle.shard_sizes,
+            max_rows=handle.max_rows,
             algorithm=algorithm,
         )
     except BaseException as error:

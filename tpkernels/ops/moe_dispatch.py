@@ -14,7 +14,8 @@ from tpkernels.ops.registration import define
 
 SCHEMA = (
     "moe_dispatch(Tensor x, Tensor routes, int num_experts, str group, *, "
-    "SymInt[]? shard_sizes=None, str algorithm='auto') -> (Tensor rows, Tensor counts)"
+    "SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> "
+    "(Tensor rows, Tensor counts)"
 )
 
 
@@ -27,6 +28,7 @@ class Handle(NamedTuple):
         num_experts: of all ranks.
         group: its name.
         shard_sizes: tokens of each rank; None: all the same.
+        max_rows: rows that every rank has; None: one for each route to its experts.
     """
 
     routes: torch.Tensor
@@ -34,13 +36,15 @@ class Handle(NamedTuple):
     num_experts: int
     group: str
     shard_sizes: Sequence[int] | None
+    max_rows: int | None = None
 
 
 def _save(ctx: Any, given: Any, output: Any) -> None:
     ctx.save_for_backward(given.routes)
     ctx.mark_non_differentiable(output[1])
     ctx.num_experts, ctx.group, ctx.tokens = given.num_experts, given.group, given.x.shape[0]
-    ctx.options = {"shard_sizes": given.shard_sizes, "algorithm": given.algorithm}
+    names = ("shard_sizes", "max_rows", "algorithm")
+    ctx.options = {name: getattr(given, name) for name in names}
 
 
 def _backward(ctx: Any, needs: Any, grad_rows: torch.Tensor, _: None) -> dict[str, Any]:
@@ -63,6 +67,7 @@ def moe_dispatch(
     group: GroupLike,
     *,
     shard_sizes: Sequence[int] | None = None,
+    max_rows: int | None = None,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
     """Bring each token to the ranks that hold its experts; none is dropped, and nothing is padded.
@@ -79,6 +84,8 @@ def moe_dispatch(
             several times the same.
         topk_weights: [tokens, k], floating-point; `moe_combine` sums by them.
         shard_sizes: tokens of each rank; default: all the same.
+        max_rows: how many ``rows`` every rank gets, so that their number depends on no route: the
+            first ``counts.sum()`` are filled, the others are zeros. The same on all ranks.
 
     Returns:
         ``rows`` [R, H], a row for each route to this rank's experts: by expert, and within one by
@@ -86,8 +93,8 @@ def moe_dispatch(
         of each; and the handle for `moe_combine`.
 
     Raises:
-        RoutingError: an expert that there is not, of any rank, on all ranks; nothing has been sent,
-            and the group can go on.
+        RoutingError: an expert that there is not, of any rank, or more routes to a rank's experts
+            than ``max_rows``; on all ranks. Nothing has been sent, and the group can go on.
 
     All ranks gather all ``topk_ids`` first, from which each knows the counts. On CUDA tensors the
     host waits for them. The gradient of ``x`` comes back by the routes and is summed in the order
@@ -108,9 +115,16 @@ def moe_dispatch(
         name, bits = name_of(group), topk_ids.contiguous().view(torch.float32)  # as GPUs move it
         routes = all_gather(bits, name, shard_sizes=shard_sizes).view(topk_ids.dtype)
         rows, counts = run_dispatch(
-            x, routes, num_experts, name, shard_sizes=shard_sizes, algorithm=algorithm
+            x,
+            routes,
+            num_experts,
+            name,
+            shard_sizes=shard_sizes,
+            max_rows=max_rows,
+            algorithm=algorithm,
         )
-        return rows, counts, Handle(routes, topk_weights, num_experts, name, shard_sizes)
+        handle = Handle(routes, topk_weights, num_experts, name, shard_sizes, max_rows)
+        return rows, counts, handle
     except BaseException as error:
         break_if_interrupted(group, error)
         raise

@@ -91,6 +91,8 @@ def _routed(op: str, group: Group, given: Any) -> Problem:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [rows, H], H at least 1")
     if given.num_experts < 1:
         raise ValueError(f"num_experts is {given.num_experts}; it must be at least 1")
+    if given.max_rows is not None and given.max_rows < 1:
+        raise ValueError(f"max_rows is {given.max_rows}; it must be at least 1")
     tokens = x if spec.dispatches else given.topk_weights
     name = "x" if spec.dispatches else "topk_weights"
     if routes.dim() != 2 or routes.shape[1] < 1 or routes.dtype not in dtypes.MOVED:
@@ -121,7 +123,7 @@ def _routed(op: str, group: Group, given: Any) -> Problem:
         dim=0,
         sizes=sizes,
         dtype=x.dtype,
-        options=Options(routes=(given.num_experts, k)),
+        options=Options(routes=(given.num_experts, k), max_rows=given.max_rows),
     )
 
 
@@ -131,7 +133,8 @@ def _check_input(spec: OpSpec, x: torch.Tensor) -> None:
     elif spec.has_matmul:
         validation.matrix_input(x)
     else:
-        dtypes.check_supported(x.dtype, "x", moved=not spec.reduces and x.device.type == "cpu")
+        moved = not spec.reduces and validation.device(x) == "cpu"
+        dtypes.check_supported(x.dtype, "x", moved=moved)
         if spec.normed and (x.dim() < 1 or x.shape[-1] < 1):
             raise ValueError(f"x has shape {list(x.shape)}; it must be [..., N], N at least 1")
 
@@ -238,7 +241,9 @@ def fake_result(op: str, group: Group, given: Any) -> Any:
     if spec.combines:
         return x.new_empty(given.topk_weights.shape[0], x.shape[1])
     if spec.dispatches:
-        rows = torch.library.get_ctx().new_dynamic_size()
+        rows = given.max_rows
+        if rows is None:
+            rows = torch.library.get_ctx().new_dynamic_size()
         held = shard_sizes(given.num_experts, group.world)[group.rank]
         return x.new_empty(rows, x.shape[1]), x.new_empty(held, dtype=torch.int64)
     if spec.gathers or spec.exchanges:

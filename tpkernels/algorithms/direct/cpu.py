@@ -23,7 +23,7 @@ import torch
 from tpkernels import _C
 from tpkernels.algorithms.parts import Products, partial_of, result_shape
 from tpkernels.algorithms.reduction import Reduction, RmsNorm
-from tpkernels.algorithms.routes import check_rows, experts_of
+from tpkernels.algorithms.routes import check_room, experts_of, filled
 from tpkernels.call import Call
 from tpkernels.errors import RoutingError
 from tpkernels.local.matmul import converts
@@ -142,9 +142,11 @@ def dispatch(
     """Return the rows of this rank's experts, and how many each has. x [tokens, H], routes [tokens
     of all ranks, k]."""
     routing, rank = _routing(call, routes), call.group.rank
-    rows = empty((routing.rows[rank], x.shape[1]), x.dtype, x.device)
+    count, most = routing.rows[rank], call.problem.options.max_rows
+    rows = empty((count if most is None else most, x.shape[1]), x.dtype, x.device)
     with recorded(COPY):
-        collective_of(call).run(x, rows, routing=routing)
+        collective_of(call).run(x, rows[:count], routing=routing)
+    rows[count:].zero_()
     held = experts_of(call.problem)
     return rows, torch.tensor(routing.counts[sum(held[:rank]) :][: held[rank]], dtype=torch.int64)
 
@@ -154,16 +156,19 @@ def combine(
 ) -> None:
     """Fill ``out`` [tokens, H] with the sums of the tokens' rows by ``weights`` [tokens, k]."""
     routing = _routing(call, routes)
-    check_rows(x, routing.rows[call.group.rank])
+    x = filled(call.problem, x, routing.rows[call.group.rank])
     with recorded(COPY):
         collective_of(call).run(x, out, routing=routing, weights=weights)
 
 
 def _routing(call: Call, routes: torch.Tensor) -> _C.calls.Routing:
     try:
-        return _C.calls.Routing(routes.contiguous(), call.problem.sizes, experts_of(call.problem))
+        held = experts_of(call.problem)
+        routing = _C.calls.Routing(routes.contiguous(), call.problem.sizes, held)
     except ValueError as error:
         raise RoutingError(str(error)) from None
+    check_room(call.problem, routing.rows)
+    return routing
 
 
 def reduce(
