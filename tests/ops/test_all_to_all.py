@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +15,10 @@ import tpkernels
 from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
-    apart,
     fresh_group,
     messages_of,
     on_ranks,
-    report,
+    report_cases,
 )
 from tests.support.tiers import thorough
 from tpkernels import shard_sizes
@@ -74,19 +71,13 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
     return None if torch.equal(grad_x, shard(grad, 0)) else f"{case} on rank {rank}: gradient"
 
 
-def cases_job(cases: Sequence[Case], hosts: bool = False, **options: Any) -> list[str | None]:
-    with apart() if hosts else contextlib.nullcontext(), fresh_group(**options) as group:
-        return [failure(case, group) for case in cases]
-
-
-def run(ranks: RanksFixture, world: int, cases: Sequence[Case], **options: Any) -> None:
-    results = ranks(world).run(cases_job, list(cases), timeout=120, **options)
-    report(failure for rank in results for failure in rank if failure)
-
-
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
     pairs = itertools.product((*DTYPES, torch.float64), ALGORITHMS)
-    run(ranks, world, [Case(shape=(12, 24), dtype=dtype, algorithm=name) for dtype, name in pairs])
+    report_cases(
+        ranks(world),
+        failure,
+        [Case(shape=(12, 24), dtype=dtype, algorithm=name) for dtype, name in pairs],
+    )
 
 
 @on_ranks(3)
@@ -119,7 +110,11 @@ def of_any_dims() -> Iterator[Case]:
 @pytest.mark.parametrize("algorithm", ["direct", *map(thorough, ["ring", "unfused"])])
 def test_any_two_dims(ranks: RanksFixture, world: int, algorithm: str) -> None:
     cases = [replace(case, algorithm=algorithm) for case in of_any_dims()]
-    run(ranks, world, [replace(case, strided=each) for case in cases for each in (False, True)])
+    report_cases(
+        ranks(world),
+        failure,
+        [replace(case, strided=each) for case in cases for each in (False, True)],
+    )
 
 
 def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
@@ -129,13 +124,17 @@ def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
         for sizes in itertools.product(uneven_splits(7, world), uneven_splits(7, world))
         for shape, dims in [((7, 7), (0, 1)), ((2, 7, 3, 7), (3, 1))]
     ]
-    run(ranks, world, cases)
+    report_cases(ranks(world), failure, cases)
 
 
 def test_nothing_to_exchange(ranks: RanksFixture, world: int) -> None:
     shapes = [(0, world), (world, 0), (world, 0, world), (0, 0)]
     every = itertools.product(shapes, ALGORITHMS)
-    run(ranks, world, [Case(shape=s, dims=(0, len(s) - 1), algorithm=way) for s, way in every])
+    report_cases(
+        ranks(world),
+        failure,
+        [Case(shape=s, dims=(0, len(s) - 1), algorithm=way) for s, way in every],
+    )
 
 
 @pytest.mark.thorough
@@ -144,8 +143,8 @@ def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> No
     for rows, columns in itertools.product(uneven_splits(301, world), uneven_splits(700, world)):
         there = Case(shape=(301, 700), sizes=(rows, columns))
         back = replace(there, dims=(1, 0), sizes=(columns, rows))
-        run(ranks, world, [there, back], workspace_bytes=SMALLEST_WORKSPACE)
-    run(ranks, world, [Case(shape=(1200, 3600))])
+        report_cases(ranks(world), failure, [there, back], workspace_bytes=SMALLEST_WORKSPACE)
+    report_cases(ranks(world), failure, [Case(shape=(1200, 3600))])
 
 
 @pytest.mark.thorough
@@ -157,7 +156,7 @@ def test_without_shared_memory(ranks: RanksFixture, world: int) -> None:
         for each in sizes
         for name in ("auto", "unfused", "ring")
     ]
-    run(ranks, world, cases, hosts=True)
+    report_cases(ranks(world), failure, cases, hosts=True)
 
 
 REFUSED = [

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,11 +17,10 @@ from tests.support.cuda_rehearsal import pretending
 from tests.support.faults import workspace_of
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
-    apart,
     fresh_group,
     messages_of,
     on_ranks,
-    report,
+    report_cases,
 )
 from tpkernels import shard_sizes
 from tpkernels.dtypes import accumulator
@@ -130,21 +128,15 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
     return None
 
 
-def cases_job(cases: Sequence[Case], hosts: bool = False, **options: int) -> list[str | None]:
-    with apart() if hosts else contextlib.nullcontext(), fresh_group(**options) as group:
-        return [failure(case, group) for case in cases]
-
-
-def run(ranks: RanksFixture, world: int, cases: Sequence[Case], **options: int) -> None:
-    results = ranks(world).run(cases_job, list(cases), timeout=120, **options)
-    report(failure for rank in results for failure in rank if failure)
-
-
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
     every = itertools.product(
         (*DTYPES, torch.float64), ALGORITHMS, (torch.int32, torch.int64), (False, True)
     )
-    run(ranks, world, [Case(dtype=d, algorithm=a, ids=i, integers=b) for d, a, i, b in every])
+    report_cases(
+        ranks(world),
+        failure,
+        [Case(dtype=d, algorithm=a, ids=i, integers=b) for d, a, i, b in every],
+    )
 
 
 def shapes(world: int) -> Iterator[Case]:
@@ -161,7 +153,11 @@ def shapes(world: int) -> Iterator[Case]:
 
 def test_experts_and_tokens_of_any_number(ranks: RanksFixture, world: int) -> None:
     """Fewer experts than ranks, empty ones, all tokens to one, and ranks without tokens."""
-    run(ranks, world, [replace(c, algorithm=a) for c in shapes(world) for a in ALGORITHMS[1:]])
+    report_cases(
+        ranks(world),
+        failure,
+        [replace(c, algorithm=a) for c in shapes(world) for a in ALGORITHMS[1:]],
+    )
 
 
 @pytest.mark.thorough
@@ -170,8 +166,10 @@ def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> No
     way."""
     sizes = tuple(uneven_splits(301, world))[-1]
     cases = [Case(sizes=tuple(sizes), width=width, k=3) for width in (100, 1000, 9000)]
-    run(ranks, world, cases, workspace_bytes=SMALLEST_WORKSPACE)
-    run(ranks, world, [Case(sizes=tuple(sizes), width=1000, k=8, algorithm="direct")])
+    report_cases(ranks(world), failure, cases, workspace_bytes=SMALLEST_WORKSPACE)
+    report_cases(
+        ranks(world), failure, [Case(sizes=tuple(sizes), width=1000, k=8, algorithm="direct")]
+    )
 
 
 @on_ranks(2)
@@ -185,7 +183,7 @@ def test_on_the_way_of_cuda_tensors() -> None:
 @pytest.mark.thorough
 def test_without_shared_memory(ranks: RanksFixture, world: int) -> None:
     cases = [Case(), Case(sizes=tuple(next(iter(uneven_splits(7, world)))), dtype=torch.bfloat16)]
-    run(ranks, world, cases, hosts=True)
+    report_cases(ranks(world), failure, cases, hosts=True)
 
 
 def bits_job(world: int) -> torch.Tensor:

@@ -387,6 +387,22 @@ def report(failures: Iterator[str]) -> None:
     assert not texts, f"{len(texts)} failures\n" + "\n".join(texts[:10])
 
 
+def report_cases(
+    ranks: Ranks, failure: Callable[..., str | None], cases: Iterable[Any], **options: Any
+) -> None:
+    """Report what ``failure(case, group)`` finds on ranks, in one group with these options of
+    `fresh_group`; ``hosts``: whose ranks share no memory."""
+    results = ranks.run(_failures_of, failure, list(cases), timeout=120, **options)
+    report(found for rank in results for found in rank if found)
+
+
+def _failures_of(
+    failure: Callable[..., str | None], cases: list[Any], hosts: bool = False, **options: Any
+) -> list[str | None]:
+    with apart() if hosts else contextlib.nullcontext(), fresh_group(**options) as group:
+        return [failure(case, group) for case in cases]
+
+
 # Which Python functions run.
 
 
