@@ -24,6 +24,30 @@ def experts_of(problem: Problem) -> list[int]:
     return shard_sizes(problem.options.routes[0], problem.world)
 
 
+def routing_of(problem: Problem, routes: torch.Tensor) -> _C.calls.Routing:
+    """Return the extension's form of ``routes`` [tokens of all ranks, k]; `RoutingError` if one
+    leads to an expert that there is not."""
+    try:
+        return _C.calls.Routing(routes.contiguous(), problem.sizes, experts_of(problem))
+    except ValueError as error:
+        raise RoutingError(str(error)) from None
+
+
+def weigh_rows(
+    x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Set ``out = sum_j(weights[:, j] * x[places[:, j]])``, in the order of j, each product and sum
+    rounded to the dtype of the weights: the same bits on any device. (Those of ``torch.sum`` over j
+    depend on the column.) x [rows, H], places and weights [tokens, k], out [tokens, H]."""
+    if not x.is_cuda:
+        _C.calls.weigh_rows(x.contiguous(), places.contiguous(), weights.contiguous(), out)
+        return
+    total = weights.new_zeros(out.shape)
+    for place, weight in zip(places.t(), weights.t(), strict=True):
+        total += x[place].to(total.dtype) * weight[:, None]
+    out.copy_(total)
+
+
 def check_room(problem: Problem, rows: Sequence[int]) -> None:
     """Raise `RoutingError` if a rank, of which each gets ``rows``, gets more than there may be."""
     most = problem.options.max_rows
@@ -70,10 +94,7 @@ class Routes:
         held = experts_of(problem)
         experts, k = routes.flatten(), routes.shape[1]
         if bool(((experts < 0) | (experts >= sum(held))).any()):
-            try:
-                _C.calls.Routing(routes.cpu().contiguous(), problem.sizes, held)
-            except ValueError as error:  # says which
-                raise RoutingError(str(error)) from None
+            routing_of(problem, routes.cpu())  # says which
         edges = [0, *itertools.accumulate(held)]
         holders = torch.bucketize(experts, experts.new_tensor(edges[1:]), right=True)
         by_rank = holders.split([size * k for size in problem.sizes])

@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import (
 from tpkernels.algorithms.parts import Products, as_rows, new_partial, pieces_of, shard_counts
 from tpkernels.algorithms.rank_order import by_owner, join
 from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.algorithms.routes import Routes, filled
+from tpkernels.algorithms.routes import Routes, filled, weigh_rows
 from tpkernels.call import Call
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
@@ -111,13 +111,7 @@ def combine(
     back = _exchange_rows(
         call, torch.empty_like(x).index_copy_(0, found.order, x), found.arrived, found.left
     )
-    by_slot = (
-        torch.empty_like(back).index_copy_(0, found.leaving, back).view(*weights.shape, x.shape[1])
-    )
-    total = torch.zeros(out.shape, dtype=weights.dtype, device=out.device)
-    for slot in range(weights.shape[1]):  # two roundings for each, as in csrc/host
-        total += by_slot[:, slot].to(total.dtype) * weights[:, slot, None]
-    out.copy_(total)
+    weigh_rows(back, found.leaving.argsort().view(weights.shape), weights, out)
 
 
 def _exchange_rows(

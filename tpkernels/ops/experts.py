@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels import _C, dtypes
+from tpkernels import dtypes
+from tpkernels.algorithms.routes import weigh_rows
 from tpkernels.groups import GroupLike
 from tpkernels.local.memory import empty
 from tpkernels.ops.all_gather import all_gather
@@ -77,17 +78,9 @@ def sum_routes(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _weigh(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return ``sum_j(weights[:, j] * x[places[:, j]])``, each product and sum rounded to the dtype
-    of the weights: the bits of `moe_combine`. Those of ``torch.sum`` over j depend on the column.
-    """
-    if not x.is_cuda:
-        out = empty((len(places), x.shape[1]), x.dtype, x.device)
-        _C.calls.weigh_rows(x.contiguous(), places.contiguous(), weights.contiguous(), out)
-        return out
-    total = weights.new_zeros(len(places), x.shape[1])
-    for place, weight in zip(places.t(), weights.t(), strict=True):
-        total += x[place].to(total.dtype) * weight[:, None]
-    return total.to(x.dtype)
+    out = empty((len(places), x.shape[1]), x.dtype, x.device)
+    weigh_rows(x, places, weights, out)
+    return out
 
 
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:

@@ -174,9 +174,10 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
         if not means.trust.ways:
             return "unfused", f"nothing else is qualified here: {means.trust.record}"
         return "unfused", "on this GPU nothing is known to be faster"
-    if problem.spec.routed and (reason := _unsupported(problem, "direct", means)) is not None:
-        return "unfused", f"direct {reason}"
     if not problem.spec.has_matmul:
+        reason = _unsupported(problem, "direct", means)
+        if reason is not None:
+            return "unfused", f"direct {reason}"
         return "direct", "no matmul to overlap with"
     if problem.spec.scaled:
         return "direct", _ONE_PRODUCT

@@ -23,9 +23,8 @@ import torch
 from tpkernels import _C
 from tpkernels.algorithms.parts import Products, partial_of, result_shape
 from tpkernels.algorithms.reduction import Reduction, RmsNorm
-from tpkernels.algorithms.routes import check_room, experts_of, filled
+from tpkernels.algorithms.routes import check_room, experts_of, filled, routing_of
 from tpkernels.call import Call
-from tpkernels.errors import RoutingError
 from tpkernels.local.matmul import converts
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, is_packed
@@ -162,11 +161,7 @@ def combine(
 
 
 def _routing(call: Call, routes: torch.Tensor) -> _C.calls.Routing:
-    try:
-        held = experts_of(call.problem)
-        routing = _C.calls.Routing(routes.contiguous(), call.problem.sizes, held)
-    except ValueError as error:
-        raise RoutingError(str(error)) from None
+    routing = routing_of(call.problem, routes)
     check_room(call.problem, routing.rows)
     return routing
 
