@@ -114,6 +114,7 @@ def all_gather_grouped_matmul(
     w: torch.Tensor,
     group: GroupLike,
     *,
+    bias: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, Routing]:
     """Gather the ranks' tokens and multiply them by the experts that a router chose for them.
@@ -121,7 +122,8 @@ def all_gather_grouped_matmul(
     Args:
         x: [tokens, K], this rank's.
         topk_ids, topk_weights: [tokens, k], int64 or int32, and floating-point.
-        w: [experts, K, N], as `grouped_matmul` takes it: this rank's columns of all experts.
+        w, bias: [experts, K, N] and [experts, N], as `grouped_matmul` takes them: this rank's
+            columns of all experts.
         shard_sizes: tokens of each rank; default: all the same.
 
     Returns:
@@ -132,7 +134,7 @@ def all_gather_grouped_matmul(
         all_gather(part, group, shard_sizes=shard_sizes) for part in (x, topk_ids, topk_weights)
     )
     routing = route(ids, weights, len(w))
-    return grouped_matmul(rows_by_expert(x, routing), w, routing.counts), routing
+    return grouped_matmul(rows_by_expert(x, routing), w, routing.counts, bias), routing
 
 
 def grouped_matmul_reduce_scatter(
@@ -141,6 +143,7 @@ def grouped_matmul_reduce_scatter(
     routing: Routing,
     group: GroupLike,
     *,
+    bias: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Multiply rows by their expert, sum each token's by weight and over the ranks, and return this
@@ -149,20 +152,26 @@ def grouped_matmul_reduce_scatter(
     Args:
         x: [tokens of all ranks * k, K], by expert as `all_gather_grouped_matmul` returns it.
         w: [experts, K, N]: this rank's rows of all experts.
+        bias: [experts, N], zero where another rank adds it.
         shard_sizes: tokens of each rank; default: all the same.
 
     Returns:
         [tokens, N] in x's dtype. A rank sums a token's products in fp32 in the order of k and
         rounds once; the ranks' sums are those of `reduce_scatter`.
     """
-    partial = sum_routes(grouped_matmul(x, w, routing.counts), routing)
+    partial = sum_routes(grouped_matmul(x, w, routing.counts, bias), routing)
     return reduce_scatter(partial, group, shard_sizes=shard_sizes)
 
 
 def grouped_matmul_all_reduce(
-    x: torch.Tensor, w: torch.Tensor, routing: Routing, group: GroupLike
+    x: torch.Tensor,
+    w: torch.Tensor,
+    routing: Routing,
+    group: GroupLike,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do what `grouped_matmul_reduce_scatter` does for tokens that all ranks have, and return them
     all. Routing and rows are those of ``route`` and ``rows_by_expert`` in `tpkernels.ops.experts`.
     """
-    return all_reduce(sum_routes(grouped_matmul(x, w, routing.counts), routing), group)
+    return all_reduce(sum_routes(grouped_matmul(x, w, routing.counts, bias), routing), group)
