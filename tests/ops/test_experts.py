@@ -136,6 +136,7 @@ REFUSED = [
     r"TypeError: w\[0\] is float64 but x is float32; they must be equal",
     r"ValueError: x has 4 tokens and topk_ids 3",
     r"ValueError: x has 4 tokens and topk_ids 3",
+    r"ValueError: bias has shape \[6\]; it must be \[2, 6\], a row per group",
     r"ValueError: w\[0\] has shape \[6, 5\], but x of shape \[\d+, 5\] needs \[5, N\]",
 ]
 
@@ -160,6 +161,7 @@ def test_refusals_on_all_ranks() -> None:
             lambda: first(x, ids, weights, up.double(), 4, group),
             lambda: first(x, ids[1:], weights[1:], up, 4, group),
             lambda: second(x, ids[1:], weights[1:], part, group),
+            lambda: first(x, ids, weights, up, 4, group, bias=torch.ones(6)),
             lambda: tpkernels.grouped_matmul_combine(inner[:, 1:], down, handle),
         ]
         for message, pattern in zip(messages_of(calls), REFUSED, strict=True):

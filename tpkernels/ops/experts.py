@@ -31,7 +31,7 @@ from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.memory import empty
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
-from tpkernels.ops.grouped_matmul import check_operands, grouped_matmul
+from tpkernels.ops.grouped_matmul import check_bias, check_operands, grouped_matmul
 from tpkernels.ops.moe_combine import moe_combine
 from tpkernels.ops.moe_dispatch import Handle, moe_dispatch
 from tpkernels.ops.reduce_scatter import reduce_scatter
@@ -115,10 +115,11 @@ define_local(
 )
 
 
-def _check_weight(x: torch.Tensor, w: torch.Tensor) -> None:
+def _check_weight(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Check that tokens can be multiplied, before they travel."""
     if not torch.is_autocast_enabled(x.device.type):  # which casts either
         check_operands(x, w)
+    check_bias(bias, w)
 
 
 def all_gather_grouped_matmul(
@@ -128,6 +129,7 @@ def all_gather_grouped_matmul(
     w: torch.Tensor,
     group: GroupLike,
     *,
+    bias: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, Routing]:
     """Gather the ranks' tokens and multiply them by the experts that a router chose for them.
@@ -135,7 +137,8 @@ def all_gather_grouped_matmul(
     Args:
         x: [tokens, K], this rank's.
         topk_ids, topk_weights: [tokens, k], int64 or int32, and floating-point.
-        w: [experts, K, N], as `grouped_matmul` takes it: this rank's columns of all experts.
+        w, bias: [experts, K, N] and [experts, N], as `grouped_matmul` takes them: this rank's
+            columns of all experts.
         shard_sizes: tokens of each rank; default: all the same.
 
     Returns:
@@ -143,12 +146,12 @@ def all_gather_grouped_matmul(
         `grouped_matmul_reduce_scatter`.
     """
     validation.topk(topk_ids, topk_weights, x)
-    _check_weight(x, w)
+    _check_weight(x, w, bias)
     x, ids, weights = (
         all_gather(part, group, shard_sizes=shard_sizes) for part in (x, topk_ids, topk_weights)
     )
     routing = route(ids, weights, len(w))
-    return grouped_matmul(rows_by_expert(x, routing), w, routing.counts), routing
+    return grouped_matmul(rows_by_expert(x, routing), w, routing.counts, bias), routing
 
 
 def grouped_matmul_reduce_scatter(
@@ -157,6 +160,7 @@ def grouped_matmul_reduce_scatter(
     routing: Routing,
     group: GroupLike,
     *,
+    bias: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Multiply rows by their expert, sum each token's by weight and over the ranks, and return this
@@ -165,23 +169,29 @@ def grouped_matmul_reduce_scatter(
     Args:
         x: [tokens of all ranks * k, K], by expert as `all_gather_grouped_matmul` returns it.
         w: [experts, K, N]: this rank's rows of all experts.
+        bias: [experts, N], zero where another rank adds it.
         shard_sizes: tokens of each rank; default: all the same.
 
     Returns:
         [tokens, N] in x's dtype. A rank sums a token's products in fp32 in the order of k and
         rounds once; the ranks' sums are those of `reduce_scatter`.
     """
-    partial = sum_routes(grouped_matmul(x, w, routing.counts), routing)
+    partial = sum_routes(grouped_matmul(x, w, routing.counts, bias), routing)
     return reduce_scatter(partial, group, shard_sizes=shard_sizes)
 
 
 def grouped_matmul_all_reduce(
-    x: torch.Tensor, w: torch.Tensor, routing: Routing, group: GroupLike
+    x: torch.Tensor,
+    w: torch.Tensor,
+    routing: Routing,
+    group: GroupLike,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do what `grouped_matmul_reduce_scatter` does for tokens that all ranks have, and return them
     all. Routing and rows are those of ``route`` and ``rows_by_expert`` in `tpkernels.ops.experts`.
     """
-    return all_reduce(sum_routes(grouped_matmul(x, w, routing.counts), routing), group)
+    return all_reduce(sum_routes(grouped_matmul(x, w, routing.counts, bias), routing), group)
 
 
 def dispatch_grouped_matmul(
@@ -192,6 +202,7 @@ def dispatch_grouped_matmul(
     num_experts: int,
     group: GroupLike,
     *,
+    bias: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
     """Bring tokens to the ranks of their experts, as `moe_dispatch` does, and multiply them.
@@ -199,7 +210,8 @@ def dispatch_grouped_matmul(
     Args:
         x: [tokens, K], this rank's.
         topk_ids, topk_weights: [tokens, k], int64 or int32, and floating-point.
-        w: [experts of this rank, K, N], as `grouped_matmul` takes it.
+        w, bias: [experts of this rank, K, N] and [experts of this rank, N], as `grouped_matmul`
+            takes them.
         num_experts: of all ranks, which hold ``tpkernels.shard_sizes(num_experts, world)``.
         shard_sizes: tokens of each rank; default: all the same.
 
@@ -207,7 +219,7 @@ def dispatch_grouped_matmul(
         The product [R, N] of the rows that `moe_dispatch` returns, their ``counts``, and the
         handle for `grouped_matmul_combine`.
     """
-    _check_weight(x, w)
+    _check_weight(x, w, bias)
     if not torch.compiler.is_compiling():
         members = groups.get(name_of(group))
         held = balanced_sizes(num_experts, members.world)[members.rank]
@@ -219,18 +231,20 @@ def dispatch_grouped_matmul(
     rows, counts, handle = moe_dispatch(
         x, topk_ids, topk_weights, num_experts, group, shard_sizes=shard_sizes
     )
-    return grouped_matmul(rows, w, counts), counts, handle
+    return grouped_matmul(rows, w, counts, bias), counts, handle
 
 
-def grouped_matmul_combine(x: torch.Tensor, w: torch.Tensor, handle: Handle) -> torch.Tensor:
+def grouped_matmul_combine(
+    x: torch.Tensor, w: torch.Tensor, handle: Handle, *, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Multiply rows by their expert, and do with the products what `moe_combine` does.
 
     Args:
         x: [R, K], by expert as `dispatch_grouped_matmul` returns them.
-        w: [experts of this rank, K, N].
+        w, bias: [experts of this rank, K, N] and [experts of this rank, N].
         handle: of that dispatch.
 
     Returns:
         [tokens, N] of this rank's tokens, in x's dtype.
     """
-    return moe_combine(grouped_matmul(x, w, handle.counts), handle)
+    return moe_combine(grouped_matmul(x, w, handle.counts, bias), handle)

@@ -81,6 +81,13 @@ def check_operands(x: torch.Tensor, stack: torch.Tensor) -> None:
         validation.weight(stack[0], x, x.shape[1], "w[0]")
 
 
+def check_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
+    """Raise for a bias that does not fit a stack of weights."""
+    shape = [len(stack), _columns(stack)]
+    if bias is not None and list(bias.shape) != shape:
+        raise ValueError(f"bias has shape {list(bias.shape)}; it must be {shape}, a row per group")
+
+
 def _ranges(counts: torch.Tensor) -> list[slice]:
     """Return the rows of each group."""
     ends = counts.cumsum(0).tolist()
@@ -150,7 +157,9 @@ define_local(
 )
 
 
-def grouped_matmul(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(
+    x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Multiply the rows of each group by the group's own weight. Local: no rank communicates.
 
     Args:
@@ -160,6 +169,7 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> to
         counts: [E] of int64 or int32, the rows of each group, which add up to R; 0 is allowed. Not
             checked on GPUs, which read them without a synchronisation where x and w are bfloat16
             with rows or columns of whole 16 bytes, and copy them to the host otherwise.
+        bias: [E, N], of which each row of the product gets its group's, in x's dtype.
 
     Returns:
         [R, N] in x's dtype. Sums are in float32. With a packed w a group's rows have the bits of
@@ -170,7 +180,12 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> to
         TypeError: w has another dtype than x.
         NotImplementedError: a dtype is not supported, or a gradient of a packed w is needed.
     """
+    product: torch.Tensor
     if is_plain(x, w, counts):
-        return _run(x, w, counts)
-    product: torch.Tensor = torch.ops.tpkernels.grouped_matmul.default(x, w, counts)
-    return product
+        product = _run(x, w, counts)
+    else:
+        product = torch.ops.tpkernels.grouped_matmul.default(x, w, counts)
+    if bias is None:
+        return product
+    check_bias(bias, w)
+    return product + bias.to(product.dtype).repeat_interleave(counts, 0, output_size=len(product))
