@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 import re
-import signal
 import time
 import warnings
 from collections import Counter
@@ -421,7 +420,7 @@ def test_autotune(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
 # Algorithms that fail, no memory, and ranks that are lost.
 
 
-FAULTY = VICTIM = 1
+FAULTY = 1
 OP = "matmul_all_reduce"
 
 
@@ -608,27 +607,3 @@ def test_what_cannot_be_tuned(
     ranks: RanksFixture, job: Callable[..., list[str]], arguments: tuple[Any, ...]
 ) -> None:
     check_job(ranks(WORLD), job, *arguments)
-
-
-def lost_job(number: int, timeout: float) -> tuple[faults.Report, float] | None:
-    """One rank is disturbed in the third run of an algorithm."""
-    group, runs = faults.new_group(timeout), 0
-
-    def disturb(name: str) -> None:
-        nonlocal runs
-        runs += name == "direct"
-        if runs == 3 and dist.get_rank() == VICTIM:
-            faults.disturb_now(number)
-
-    def tune() -> None:
-        with watched(before=disturb), tpkernels.autotune(group):
-            call(OP, group)
-
-    return faults.report_of_survivors(tune, group, VICTIM)
-
-
-def test_a_rank_that_dies_while_tuning_is_reported() -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        outcomes = faults.collect(ranks, lost_job, signal.SIGKILL, faults.PATIENCE)
-        for first in faults.require_killed(outcomes, VICTIM).values():
-            assert first.error == "PeerLostError" and first.peer == VICTIM, first
