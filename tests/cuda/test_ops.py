@@ -144,24 +144,6 @@ def test_collectives(ll: bool) -> None:
     check_all(each(*cases, algorithms=("direct",)), ll=ll)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3))])
-@interpreted(driver=False)
-def test_fused() -> None:
-    """The second round needs more memory than there is."""
-    rounds = []
-    for rows in (12, 70):
-        sizes = tuple(tpkernels.shard_sizes(rows, dist.get_world_size()))
-        rounds += each(
-            Case(op="all_gather_matmul", shape=(rows, 40), sizes=sizes, n=(33, 7)),
-            Case(op="matmul_reduce_scatter", shape=(rows, 80), sizes=sizes, k=(20,)),
-            Case(op="matmul_all_reduce", shape=(rows, 80), k=(20,)),
-            dtypes=(BF16,),
-            algorithms=("fused",),
-        )
-    check_all(rounds)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "max_delay_us"),
