@@ -42,6 +42,7 @@ from tests.support.tiers import sweep, thorough
 from tpkernels import dtypes, groups
 from tpkernels.algorithms import reduction as summing
 from tpkernels.algorithms.reduction import Reduction
+from tpkernels.op_spec import OPS
 from tpkernels.symm import gpu_memory
 from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace
@@ -168,6 +169,14 @@ def test_delays_of_routed_rows_and_negative_controls(broken: dict[str, bool]) ->
     with pretending():
         wrong = test_moe.delayed_job(algorithm="direct", **broken)
     assert (emulated.anywhere(wrong) > 0) == bool(broken), wrong
+
+
+@on_ranks(3)
+def test_routed_sums_have_the_bits_of_other_algorithms() -> None:
+    """Vectors, and single elements."""
+    with pretending():
+        for width in (96, 100):
+            test_moe.bits_job(3, width)
 
 
 @on_ranks(2)
@@ -589,12 +598,15 @@ def test_what_outlives_a_call_is_allocated_on_a_thread_of_its_own(
 
 CALLS = [
     *itertools.product(FUSED_OPS, WAYS),
-    *itertools.product(["all_gather", "reduce_scatter", "all_reduce"], ["direct"]),
+    *itertools.product(["all_gather", "reduce_scatter", "all_reduce", "moe_dispatch"], ["direct"]),
 ]
 FUSED_CALLS = [
     thorough("all_gather_matmul", "fused"),
     *(pytest.param(op, "fused", marks=pytest.mark.slow) for op in FUSED_OPS[1:]),
 ]
+
+
+LATER = [("all_gather_matmul", "copied"), ("moe_combine", "direct")]
 
 
 def call_of(op: str, way: str, group: dist.ProcessGroup) -> Callable[[], list[torch.Tensor]]:
@@ -607,11 +619,19 @@ def call_of(op: str, way: str, group: dist.ProcessGroup) -> Callable[[], list[to
         factors = x, [w[:, :n].contiguous() for n in (4, 33, 1)]
         options = {"algorithm": "fused", "return_gathered": True}
 
+    function, name = getattr(tpkernels, op), group
+    if OPS[op].routed:
+        function, name = getattr(torch.ops.tpkernels, op), group.group_name
+        weights = [torch.ones(48, 2)] if OPS[op].combines else []
+        factors = w[:, :8], *weights, torch.arange(192).view(96, 2) % 2, 2
+        if weights:
+            factors = torch.ones(96, 8), *factors[1:]
+
     def call() -> list[torch.Tensor]:
-        results = getattr(tpkernels, op)(*factors, group, **options)
+        results = function(*factors, name, **options)
         if way == "copied":
             return [results[0], *results[1]]
-        return [results]
+        return [results[0] if op == "moe_dispatch" else results]
 
     return call
 
@@ -621,7 +641,7 @@ def is_spoilt(results: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("op", "way"), [*sweep(CALLS), *FUSED_CALLS, thorough("all_gather_matmul", "copied")]
+    ("op", "way"), [*sweep(CALLS), *FUSED_CALLS, *(thorough(*case) for case in LATER)]
 )
 @interpreted(2)
 def test_a_call_that_gave_up_leaves_nan(op: str, way: str) -> None:
