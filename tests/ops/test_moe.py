@@ -189,7 +189,7 @@ def test_without_shared_memory(ranks: RanksFixture, world: int) -> None:
 def bits_job(world: int, width: int = 100) -> torch.Tensor:
     """All tokens' results of random data, where all ranks together have 12."""
     rank, generator = dist.get_rank(), torch.Generator().manual_seed(0)
-    x = torch.randn(12, width, generator=generator).bfloat16()
+    x = torch.randn(12, width, generator=generator)
     ids = torch.randint(8, (12, 4), generator=generator)
     weights = torch.rand(12, 4, generator=generator)
     found = []
