@@ -15,6 +15,7 @@ from rich.markup import escape
 from typer import Option
 
 from tpkernels.cli import options
+from tpkernels.nn import MoE
 from tpkernels.parallel.pretrained import Slot
 from tpkernels.parallel.shard_files import ShardPlan, plan_shards, write_shards
 from tpkernels.terminal import UsageError, byte_size, check_workers, console, dtype_named, table
@@ -123,7 +124,7 @@ def _size(slot: Slot, shape: Sequence[int]) -> str:
 def _split(slot: Slot, ranks: int) -> str:
     if slot.split is None or ranks == 1:
         return "whole on all ranks"
-    if len(slot.shape) == 3:  # of experts
+    if isinstance(slot.owners[0][0], MoE):
         by_width = "input features" if slot.name.endswith("down_proj") else "output features"
         return by_width if slot.split.dim else "experts"
     if not slot.linear:
