@@ -101,8 +101,8 @@ def moe_dispatch(
 
     All ranks gather all ``topk_ids`` first, from which each knows the counts. On CUDA tensors the
     host waits for them, but not with ``max_rows`` by ``direct`` or on one rank: there `moe_combine`
-    makes NaN of a token with a route for which `RoutingError` would be raised. The gradient of ``x`` comes back by the routes and is summed in the order
-    of ``topk_ids``.
+    makes NaN of a token with a route for which `RoutingError` would be raised. The gradient of
+    ``x`` comes back by the routes and is summed in the order of ``topk_ids``.
 
     ``torch.ops.tpkernels.moe_dispatch`` takes the gathered ids as ``routes``.
     """

@@ -35,7 +35,6 @@ _FOLDERS = ("algorithms", "cuda", "kernels", "symm")  # whose sources the digest
 SUMS = ("ll", "ll128", "ll_two_shot", "two_shot")
 NORMED_SUMS = ("ll", "ll_two_shot", "two_shot")
 SHARDS = ("ll", "one_shot")
-ROUTED = ("routed",)
 COPY_ENGINES = "copy_engines"  # of `fused`, for an all-gather
 
 
@@ -62,7 +61,7 @@ def ways_of(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
     if algorithm != "direct":
         return (f"{algorithm}/{kind_of(spec)}",)
     if spec.routed:
-        return tuple(f"direct/{name}" for name in ROUTED)
+        return ("direct/routed",)
     names = SHARDS if spec.gathers or spec.scatters else NORMED_SUMS if spec.normed else SUMS
     return tuple(f"direct/{name}" for name in names)
 

@@ -27,15 +27,7 @@ from tpkernels.algorithms import fused
 from tpkernels.errors import PeerLostError, TpkernelsError, WorkspaceMemoryError
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.op_spec import OPS
-from tpkernels.planning.trust import (
-    COPY_ENGINES,
-    NORMED_SUMS,
-    SHARDS,
-    SUMS,
-    Failure,
-    Trust,
-    ways_of,
-)
+from tpkernels.planning.trust import COPY_ENGINES, NORMED_SUMS, SHARDS, SUMS, Failure, Trust
 from tpkernels.shards import shard_sizes
 from tpkernels.text import of_error, short
 from tpkernels.tuning.tuner import graph_of
@@ -78,7 +70,7 @@ class Call:
 def ops_of(way: str) -> list[str]:
     """Return the ops by which a way is checked."""
     algorithm, _, name = way.partition("/")
-    if way in ways_of(OPS["moe_dispatch"], "direct"):
+    if way == "direct/routed":
         return ["moe_dispatch", "moe_combine"]
     if algorithm == "direct":
         found = ["all_reduce", "matmul_all_reduce"] if name in SUMS else []
@@ -211,7 +203,7 @@ class _Operands:
             self.options = {"gather_dim": 1, "scatter_dim": 0}
             return
         if spec.routed:
-            self._route(make, generator, rank, sizes)
+            self._route(make, generator, rank, sizes, own)
             return
         width = k if spec.has_matmul else n
         if spec.gathers:
@@ -248,16 +240,10 @@ class _Operands:
             self.factors.append(make(n))
             self.options["eps"] = _EPS
 
-    def _route(
-        self, make: Callable[..., torch.Tensor], generator: Any, rank: int, sizes: tuple[int, ...]
-    ) -> None:
+    def _route(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
         """Rows of tokens or, of a combine, of routes; as many as there may be, or of random data as
-        there are."""
-        (m, n, _), world = self.call.shape, len(sizes)
-        held, own = (
-            shard_sizes(2 * world + 1, world),
-            slice(sum(sizes[:rank]), sum(sizes[: rank + 1])),
-        )
+        there are. The last expert gets none."""
+        (m, n, _), held = self.call.shape, shard_sizes(2 * len(sizes) + 1, len(sizes))
         each = 1 if self.spec.combines else _TOP_K  # routes with the same row
         of_routes = make(m * _TOP_K // each, n).repeat_interleave(each, 0)
         shape, device = (m, _TOP_K), of_routes.device

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tpkernels.planning.trust import COPY_ENGINES, ROUTED, SHARDS, SUMS
+from tpkernels.planning.trust import COPY_ENGINES, SHARDS, SUMS
 
 FAULTS = ("late", "killed", "another call")  #: of one rank
 #: Of single stores and signals.
@@ -168,7 +168,7 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
         stages[name] = replace(stage, why_not=_why_not(topology, stage) or "; ".join(missing))
 
     for way in dict.fromkeys(
-        (*SUMS[::-1], *SHARDS[::-1], *ROUTED)
+        (*SUMS[::-1], *SHARDS[::-1], "routed")
     ):  # two_shot and one_shot before LL
         add(f"direct/{way}")
     for kind in KINDS:
