@@ -143,6 +143,12 @@ def family_job(family: str, folder: str, again: str) -> tuple[dict[str, list[str
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     tokens, models = whole.generate(ids, **settings), [loaded]
     if mixture:
+        half = tpkernels.from_pretrained(folder, mesh, dtype=torch.bfloat16).state_dict()
+        kept = type(whole).from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+        if {name: value.dtype for name, value in half.items()} != {
+            name: value.dtype for name, value in kept.items()
+        }:
+            failures["from_pretrained"].append("other dtypes")
         models.append(
             tpkernels.from_pretrained(
                 folder, mesh, sequence_parallel=False, expert_parallel=True, pack=True
@@ -228,6 +234,17 @@ def test_a_plan_of_single_projections() -> list[str]:
             llama, True, mesh, plan={f"model.layers.*.{name}": style}
         )
     ]
+
+
+@on_ranks(2)
+def test_a_mixture_whose_rows_depend_on_each_other_is_not_split_by_rows() -> list[str]:
+    def centre(module: torch.nn.Module, args: Any) -> Any:
+        return args[0] - args[0].mean(0, keepdim=True)
+
+    model = hf_models.make("mixtral", num_local_experts=3)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_pre_hook(centre)
+    return hf_models.differences(model, True, hf_models.mesh_of_all())
 
 
 @on_ranks(2)

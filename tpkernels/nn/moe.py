@@ -19,14 +19,14 @@ from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ra
 from tpkernels.nn.sharding import LayerOptions, Split
 from tpkernels.ops.experts import (
     all_gather_grouped_matmul,
+    dispatch_grouped_matmul,
     grouped_matmul_all_reduce,
+    grouped_matmul_combine,
     grouped_matmul_reduce_scatter,
     route,
     rows_by_expert,
 )
 from tpkernels.ops.grouped_matmul import grouped_matmul
-from tpkernels.ops.moe_combine import moe_combine
-from tpkernels.ops.moe_dispatch import moe_dispatch
 from tpkernels.shards import shard_sizes as balanced_sizes
 
 if TYPE_CHECKING:
@@ -231,11 +231,17 @@ class MoE(PackableModule):
         if not split:  # each rank sees to its share of the tokens
             sizes = balanced_sizes(x.shape[0], self.world)
             x, ids, weights = (split_over_ranks(t, self.group, 0, sizes) for t in (x, ids, weights))
-        rows, counts, handle = moe_dispatch(
-            x, ids, weights, self.num_experts, self.group, shard_sizes=sizes
+        inner, _, handle = dispatch_grouped_matmul(
+            x,
+            ids,
+            weights,
+            gate_up,
+            self.num_experts,
+            self.group,
+            bias=biases[0],
+            shard_sizes=sizes,
         )
-        inner = self._gate(grouped_matmul(rows, gate_up, counts, biases[0]))
-        y = moe_combine(grouped_matmul(inner, down, counts, biases[1]), handle)
+        y = grouped_matmul_combine(self._gate(inner), down, handle, bias=biases[1])
         if split:
             return y
         assert sizes is not None

@@ -56,7 +56,19 @@ def _run(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Te
 
 def _check(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> None:
     """Raise for operands that do not fit. The values of ``counts`` are not looked at."""
-    validation.tensors({"x": x, "w": stack, "counts": counts})
+    check_operands(x, stack)
+    validation.tensors({"x": x, "counts": counts})
+    integers = counts.dtype in (torch.int32, torch.int64)
+    if tuple(counts.shape) != (len(stack),) or not integers:
+        raise ValueError(
+            f"counts is {counts.dtype} of shape {list(counts.shape)}; w has {len(stack)} groups, "
+            f"so it must be int32 or int64 of shape [{len(stack)}]"
+        )
+
+
+def check_operands(x: torch.Tensor, stack: torch.Tensor) -> None:
+    """Raise for rows and a stack of weights that do not fit."""
+    validation.tensors({"x": x, "w": stack})
     validation.matrix_input(x)
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; grouped_matmul takes rows [R, K]")
@@ -67,12 +79,13 @@ def _check(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> None:
         )
     if len(stack):
         validation.weight(stack[0], x, x.shape[1], "w[0]")
-    integers = counts.dtype in (torch.int32, torch.int64)
-    if tuple(counts.shape) != (len(stack),) or not integers:
-        raise ValueError(
-            f"counts is {counts.dtype} of shape {list(counts.shape)}; w has {len(stack)} groups, "
-            f"so it must be int32 or int64 of shape [{len(stack)}]"
-        )
+
+
+def check_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
+    """Raise for a bias that does not fit a stack of weights."""
+    shape = [len(stack), _columns(stack)]
+    if bias is not None and list(bias.shape) != shape:
+        raise ValueError(f"bias has shape {list(bias.shape)}; it must be {shape}, a row per group")
 
 
 def _ranges(counts: torch.Tensor) -> list[slice]:
@@ -174,7 +187,5 @@ def grouped_matmul(
         product = torch.ops.tpkernels.grouped_matmul.default(x, w, counts)
     if bias is None:
         return product
-    shape = [len(w), product.shape[1]]
-    if list(bias.shape) != shape:
-        raise ValueError(f"bias has shape {list(bias.shape)}; it must be {shape}, a row per group")
+    check_bias(bias, w)
     return product + bias.to(product.dtype).repeat_interleave(counts, 0, output_size=len(product))

@@ -175,6 +175,11 @@ def apply(
     else:
         _check_styles(model, plan)
     experts = _experts(model, plan)
+    if expert_parallel and not experts:
+        raise ValueError(
+            "expert_parallel=True, or --expert-parallel, splits experts, and "
+            f"{type(model).__name__} has none in its plan; leave it out"
+        )
     blocks = _blocks(model, plan, group, ffn_only, experts)
     ends = (None, None, 1.0) if ffn_only else _ends(model)
     decoder.check_packing(model, pack)
@@ -418,7 +423,7 @@ def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) ->
     stack = Stack(model.get_submodule(name.rpartition(".")[0]), list(layers))
     split = [*(block.module for block in blocks), *experts.values()]
     inside = {part for module in split for part in module.modules()}
-    width = model.config.get_text_config().hidden_size
+    mixed, width = {*experts.values()}, model.config.get_text_config().hidden_size
     for number, layer in layers.named_children():
         own = [b for b, place in zip(blocks, places, strict=True) if place and place[2] == number]
         heads = [block.heads.query_heads for block in own if block.heads]
@@ -429,7 +434,7 @@ def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) ->
                 continue
             if "Norm" in type(child).__name__:
                 stack.norms.append(f"{name}.{number}.{key}")
-            elif by_row and _is_by_row(child, split, width):
+            elif by_row and mixed & {*child.modules()} and _is_by_row(child, split, width):
                 parts = [p for p in child.modules() if p._parameters and p not in inside]
                 stack.mixtures.append((child, parts))
             else:
@@ -439,8 +444,8 @@ def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) ->
 
 
 def _is_by_row(module: nn.Module, split: list[nn.Module], width: int) -> bool:
-    """Return whether a module maps each row of its input by itself. Its code is run with random
-    weights, and stand-ins for what is ``split``."""
+    """Return whether a module with experts maps each row of its input by itself. Its code is run
+    with random weights, and stand-ins for what is ``split``."""
     probe: Any = copy.deepcopy(module, {id(part): _RowByRow() for part in split})
     probe.to_empty(device="cpu").double().eval()
     generator = torch.Generator().manual_seed(0)
