@@ -155,7 +155,9 @@ def test_routed_rows() -> None:
     for case in itertools.islice(test_moe.shapes(dist.get_world_size()), 0, None, 3):
         few = case.experts < 64
         dtype = emulated.DTYPES[len(cases) % 3] if few else F32
-        more = {"width": next(widths), "dtype": dtype, "integers": not few or len(cases) % 2 > 0}
+        odd = len(cases) % 2 > 0
+        more = {"width": next(widths), "dtype": dtype, "integers": odd or not few}
+        more["ids"] = torch.int32 if odd else torch.int64
         way = "direct" if dist.get_world_size() > 1 or len(cases) % 3 else "unfused"
         cases.append(replace(case, algorithm=way, **more))
     with pretending(), fresh_group() as group:
