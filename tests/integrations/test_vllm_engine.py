@@ -26,6 +26,7 @@ def main():
     model = LLM(
         sys.argv[1], tensor_parallel_size=2, load_format=sys.argv[3], skip_tokenizer_init=True,
         enforce_eager=sys.argv[2] == "eager", max_model_len=256, kv_cache_memory_bytes=1 << 28,
+        dtype="bfloat16" if sys.argv[3] == "dummy" else "float32",
         enable_expert_parallel="experts" in sys.argv,
         distributed_executor_backend="mp", enable_prefix_caching=False,
     )
@@ -112,7 +113,6 @@ def test_a_mixture_by_width_and_by_experts(python: Path, tmp_path: Path) -> None
         initializer_range=0.1,
         eos_token_id=None,
         pad_token_id=0,
-        dtype="float32",
     )
     model = transformers.MixtralForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
