@@ -163,6 +163,11 @@ def apply(
     else:
         _check_styles(model, plan)
     experts = _experts(model, plan)
+    if expert_parallel and not experts:
+        raise ValueError(
+            "expert_parallel=True, or --expert-parallel, splits experts, and "
+            f"{type(model).__name__} has none in its plan; leave it out"
+        )
     blocks = _blocks(model, plan, group, ffn_only, experts)
     ends = (None, None, 1.0) if ffn_only else _ends(model)
     decoder.check_packing(model, pack)
