@@ -6,6 +6,8 @@ On CPUs and where torch's own does not apply, each group is a product of its own
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -20,7 +22,8 @@ SCHEMA = (
     "scaled_grouped_matmul(Tensor x, Tensor stack, Tensor scale_x, Tensor scale_w, Tensor counts, "
     "*, ScalarType? out_dtype=None) -> Tensor"
 )
-_GENERATIONS = (9, 10)  # of GPUs for which torch has a grouped product
+_TORCHS: Any = getattr(F, "scaled_grouped_mm", None)
+_GENERATIONS = (9, 10)  # of GPUs, for which it is
 
 
 def _run(
@@ -37,30 +40,29 @@ def _run(
     block = BLOCK if scaled.check_stack(stack, scale_w, x, scale_x) else None
     check_counts(counts, x, stack)
     dtype = scaled.out_dtype(out_dtype)
-    groups = [
-        ScaledMatrix(w, scale.t().repeat_interleave(BLOCK, 0)[: w.shape[1]] if block else scale)
-        for w, scale in zip(stack, scale_w, strict=True)
-    ]
-    if x.is_cuda and groups and _torch_takes(ScaledMatrix(x, scale_x, block), groups[0], dtype):
+    if x.is_cuda and len(stack) and _torch_takes(ScaledMatrix(x, scale_x, block), stack[0], dtype):
         row_wise, ends = F.ScalingType.RowWise, counts.cumsum(0, dtype=torch.int32)
         scales = scale_x.flatten(), row_wise, scale_w.flatten(1).contiguous(), row_wise
-        return F.scaled_grouped_mm(x, stack, *scales, offs=ends, output_dtype=dtype)
+        product: torch.Tensor = _TORCHS(x, stack, *scales, offs=ends, output_dtype=dtype)
+        return product
     out = empty((len(x), stack.shape[2]), dtype, x.device)
-    for w, rows in zip(groups, ranges_of(counts, x), strict=True):
-        if rows.start < rows.stop:
-            scaled_matmul(ScaledMatrix(x[rows], scale_x[rows], block), w, out[rows])
+    for w, scale, rows in zip(stack, scale_w, ranges_of(counts, x), strict=True):
+        if rows.start == rows.stop:
+            continue
+        if block:
+            scale = scale.t().repeat_interleave(BLOCK, 0)[: w.shape[1]]
+        left = ScaledMatrix(x[rows], scale_x[rows], block)
+        scaled_matmul(left, ScaledMatrix(w, scale), out[rows])
     return out
 
 
-def _torch_takes(x: ScaledMatrix, w: ScaledMatrix, dtype: torch.dtype) -> bool:
-    """Return whether torch's grouped product takes the operands, given those of one group."""
-    rows = x.elements
+def _torch_takes(x: ScaledMatrix, w: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether torch's grouped product takes these rows, and weights such as w [K, N]."""
+    rows, right = x.elements, ScaledMatrix(w, x.scale)
     aligned = rows.stride(1) == 1 and rows.stride(0) % 16 == 0 and rows.data_ptr() % 16 == 0
-    alike = rows.dtype == w.elements.dtype == torch.float8_e4m3fn
+    alike = rows.dtype == w.dtype == torch.float8_e4m3fn
     known = torch.cuda.get_device_capability(rows.device)[0] in _GENERATIONS
-    return (
-        hasattr(F, "scaled_grouped_mm") and aligned and alike and known and torch_takes(x, w, dtype)
-    )
+    return _TORCHS is not None and aligned and alike and known and torch_takes(x, right, dtype)
 
 
 define_local(
