@@ -113,10 +113,12 @@ def moe_dispatch(
     Raises:
         RoutingError: an expert that there is not, of any rank, or more routes to a rank's experts
             than ``max_rows``; on all ranks. Nothing has been sent, and the group can go on.
+        CaptureError: a CUDA graph is captured, and the host would have to wait.
 
     All ranks gather all ``topk_ids`` first, from which each knows the counts. On CUDA tensors the
-    host waits for them. The gradient of ``x`` comes back by the routes and is summed in the order
-    of ``topk_ids``.
+    host waits for them, but not with ``max_rows`` by ``direct`` or on one rank: there `moe_combine`
+    makes NaN of a token with a route for which `RoutingError` would be raised. The gradient of
+    ``x`` comes back by the routes and is summed in the order of ``topk_ids``.
 
     ``torch.ops.tpkernels.moe_dispatch`` takes the gathered ids as ``routes``, and returns rows with
     scales as they travel (`local.scaled.Packing`).

@@ -49,10 +49,10 @@ def _run(
     for w, scale, rows in zip(stack, scale_w, ranges_of(counts, x), strict=True):
         if rows.start == rows.stop:
             continue
+        left, each = ScaledMatrix(x[rows], scale_x[rows], block), scale
         if block:
-            scale = scale.t().repeat_interleave(BLOCK, 0)[: w.shape[1]]
-        left = ScaledMatrix(x[rows], scale_x[rows], block)
-        scaled_matmul(left, ScaledMatrix(w, scale), out[rows])
+            each = scale.t().repeat_interleave(block, 0)[: w.shape[1]]
+        scaled_matmul(left, ScaledMatrix(w, each), out[rows])
     return out
 
 
