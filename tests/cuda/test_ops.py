@@ -221,24 +221,6 @@ def test_one_rank_sums_what_has_no_expert_to_nan(algorithm: str) -> None:
                 ops.moe_dispatch(x, *given, max_rows=5)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("world", [1, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 3))])
-@interpreted(driver=False)
-def test_fused() -> None:
-    """The second round needs more memory than there is."""
-    rounds = []
-    for rows in (12, 70):
-        sizes = tuple(tpkernels.shard_sizes(rows, dist.get_world_size()))
-        rounds += each(
-            Case(op="all_gather_matmul", shape=(rows, 40), sizes=sizes, n=(33, 7)),
-            Case(op="matmul_reduce_scatter", shape=(rows, 80), sizes=sizes, k=(20,)),
-            Case(op="matmul_all_reduce", shape=(rows, 80), k=(20,)),
-            dtypes=(BF16,),
-            algorithms=("fused",),
-        )
-    check_all(rounds)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "max_delay_us"),
