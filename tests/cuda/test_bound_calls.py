@@ -66,7 +66,7 @@ def call_of(op: str, group: dist.ProcessGroup, rows: int = 32) -> Callable[[], A
     return functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
 
 
-@pytest.mark.parametrize("op", sweep(FUSED_OPS, 2))
+@pytest.mark.parametrize("op", sweep(FUSED_OPS))
 @on_ranks(2)
 def test_a_warm_call_only_launches(op: str) -> None:
     """Nothing of what a cold one does, and few functions of Python."""
@@ -155,7 +155,7 @@ def test_torchs_flag_makes_a_warm_call_be_planned_anew() -> None:
         patch.setattr("tpkernels.groups.group.Group.uses_gloo", lambda *_: False)
         patch.setattr("tpkernels.groups.group.Group.has_times", lambda *_: False)
         call, found = call_of("matmul_all_reduce", group), [""] * 6
-        plan = planned_calls._plan_call
+        plan, run, ran = planned_calls._plan_call, backends.run, set[int]()
         for at, flag in enumerate((False, False, True, True, True, False)):
 
             def note(*given: Any, at: int = at, **named: Any) -> Call:
@@ -164,9 +164,11 @@ def test_torchs_flag_makes_a_warm_call_be_planned_anew() -> None:
                 return made
 
             patch.setattr(planned_calls, "_plan_call", note)
+            patch.setattr(backends, "run", lambda *given, at=at: ran.add(at) or run(*given))
             torch.use_deterministic_algorithms(flag)
             call()
     assert found == ["vendor", "", "ordered", "ordered", "", "vendor"], found
+    assert not ran & {1, 4}, ran
 
 
 @pytest.mark.parametrize("op", sweep(FUSED_OPS))
