@@ -41,6 +41,7 @@ DEVICE_CODE += [
     "multimem.cuh",
     "rms_norm.cuh",
     "normed.cuh",
+    "routed.cuh",
     "kernels.cu",
 ]
 BUILD = Path(os.environ.get("TPKERNELS_BUILD", "build")).absolute()

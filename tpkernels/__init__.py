@@ -25,7 +25,9 @@ from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
 from tpkernels.ops.experts import (
     all_gather_grouped_matmul,
+    dispatch_grouped_matmul,
     grouped_matmul_all_reduce,
+    grouped_matmul_combine,
     grouped_matmul_reduce_scatter,
 )
 from tpkernels.ops.grouped_matmul import grouped_matmul
@@ -53,11 +55,13 @@ __all__ = [
     "benchmark",
     "check",
     "compile",
+    "dispatch_grouped_matmul",
     "empty",
     "finalize",
     "from_pretrained",
     "grouped_matmul",
     "grouped_matmul_all_reduce",
+    "grouped_matmul_combine",
     "grouped_matmul_reduce_scatter",
     "init",
     "mesh",

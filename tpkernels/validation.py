@@ -62,6 +62,19 @@ def matrix_input(x: torch.Tensor) -> None:
         raise ValueError(f"x must have at least 2 dims [..., K], not shape {list(x.shape)}")
 
 
+def topk(ids: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> None:
+    """Check the experts of each token of x [tokens, H], and their weights."""
+    if ids.dim() != 2 or ids.shape != weights.shape:
+        raise ValueError(
+            f"topk_ids has shape {list(ids.shape)} and topk_weights {list(weights.shape)}; both "
+            "must be [tokens, k]"
+        )
+    if ids.shape[0] != x.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} tokens and topk_ids {ids.shape[0]}")
+    if ids.dtype not in dtypes.MOVED:
+        raise TypeError(f"topk_ids is {dtypes.name(ids.dtype)}; it must be int32 or int64")
+
+
 def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
     """Check w [k, N] of x's dtype, where ``k`` is the columns of the (gathered) x."""
     if k < 1:

@@ -83,6 +83,22 @@ struct Shards {
   Multicast everywhere;
 };
 
+// Rows of `row` elements between tokens and their experts: rank r has the tokens [tokens[r],
+// tokens[r+1]) and, by place, the experts' rows [rows[r], rows[r+1]). A route is token * k + slot.
+struct Routed {
+  const void* x;         // dispatch: this rank's tokens; combine: its experts' rows
+  void* out;             // dispatch: its experts' rows; combine: its tokens
+  const i64* order;      // the route of each place
+  const i64* places;     // combine: the place of each route
+  const float* weights;  // combine: of the routes of this rank's tokens
+  const i64* rows;       // world + 1 entries
+  const int* tokens;     // world + 1 entries
+  int k;
+  u64 most;  // rows of its experts that a rank has room for
+  u64 row;
+  int dtype;
+};
+
 constexpr int kMaxWorld = 72;  // the most GPUs in one NVLink domain
 
 struct SumPartials {

@@ -113,6 +113,22 @@ void bind_arguments(py::module_& m) {
         return Shards{pointer(x), pointer(out), pointer<const int>(starts), row, wire, slot_bytes,
                       epilogue,   everywhere};
       }));
+  // All but k, the numbers and the dtype are addresses.
+  py::class_<Routed>(m, "Routed")
+      .def(py::init([](Address x, Address out, Address order, Address places, Address weights,
+                       Address rows, Address tokens, int k, u64 most, u64 row, int dtype) {
+        return Routed{pointer(x),
+                      pointer(out),
+                      pointer<const i64>(order),
+                      pointer<const i64>(places),
+                      pointer<const float>(weights),
+                      pointer<const i64>(rows),
+                      pointer<const int>(tokens),
+                      k,
+                      most,
+                      row,
+                      dtype};
+      }));
   py::class_<SumPartials>(m, "SumPartials").def(py::init(&make_sum));
   py::class_<Litmus>(m, "Litmus")
       .def(py::init([](Address found, int records, unsigned round, u64 bytes, Address multicast) {

@@ -185,6 +185,8 @@ TPK_DEVICE void load_share(Pack (&share)[1], const Pack* line) {
 TPK_DEVICE float float_of(unsigned bits) { return __uint_as_float(bits); }
 TPK_DEVICE unsigned bits_of(float value) { return __float_as_uint(value); }
 
+// Never becomes a part of a `multiply_add`.
+TPK_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 TPK_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 TPK_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 TPK_DEVICE float square_root(float value) { return __fsqrt_rn(value); }

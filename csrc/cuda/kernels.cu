@@ -1,6 +1,7 @@
 // The kernels of csrc/cuda. nvcc compiles this file when the package is built; without nvcc, NVRTC
 // compiles the same file at first use. So it includes only headers of this folder.
 #include "cuda/litmus.cuh"
+#include "cuda/routed.cuh"
 
 using namespace tpkernels::cuda;
 
@@ -166,6 +167,18 @@ TPK_KERNEL(kLLThreads) ll_all_gather(TPK_PARAM Space space, TPK_PARAM Shards sha
 TPK_KERNEL(kLLThreads) ll_reduce_scatter(TPK_PARAM Space space, TPK_PARAM Shards shards) {
   within_ll_call(space, scattered(space, shards), [&](const Peers& peers) {
     for_dtype(shards.wire, [&](auto dtype) { scatter_by_ll<dtype.value>(peers, shards); });
+  });
+}
+
+TPK_KERNEL(kReduceThreads) routed_dispatch(TPK_PARAM Space space, TPK_PARAM Routed call) {
+  const u64 bytes = call.most * call.row * size_of(call.dtype);
+  within_call(space, {call.out, bytes}, [&](const Peers& peers) { dispatch(peers, call); });
+}
+
+TPK_KERNEL(kReduceThreads) routed_combine(TPK_PARAM Space space, TPK_PARAM Routed call) {
+  const u64 bytes = tokens_of(call, space.rank) * call.row * size_of(call.dtype);
+  within_call(space, {call.out, bytes}, [&](const Peers& peers) {
+    for_dtype(call.dtype, [&](auto dtype) { combine<dtype.value>(peers, call); });
   });
 }
 

@@ -41,6 +41,8 @@ const Image& embedded_image();
   each(one_shot_reduce_scatter, kReduceThreads, Space, Shards)                  \
   each(ll_all_gather, kLLThreads, Space, Shards)                                \
   each(ll_reduce_scatter, kLLThreads, Space, Shards)                            \
+  each(routed_dispatch, kReduceThreads, Space, Routed)                          \
+  each(routed_combine, kReduceThreads, Space, Routed)                           \
   each(sum_of_partials, kSumThreads, SumPartials)                               \
   each(litmus_messages, kReduceThreads, Space, Litmus)                          \
   each(litmus_words, kLLThreads, Space, Litmus)                                 \

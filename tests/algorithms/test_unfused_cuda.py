@@ -1,5 +1,5 @@
-"""What `unfused` queues on a GPU, launch by launch. The tensors are fake: this counts, and no GPU
-has confirmed it."""
+"""What `unfused`, and `direct` for routed rows, queue on a GPU, launch by launch. The tensors are
+fake: this counts, and no GPU has confirmed it. Whatever made a host wait would raise."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tests.support.launches import Queue, queued
 from tpkernels import shard_sizes
+from tpkernels.algorithms.direct import cuda
 from tpkernels.backends import TABLES
 from tpkernels.call import Call
+from tpkernels.errors import CaptureError
 from tpkernels.local.matmul import local_matmul
 from tpkernels.ops.problems import problem_of
 from tpkernels.ops.registration import execution_of
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.problem import ORDERED, VENDOR
+from tpkernels.symm import streams
+from tpkernels.symm.device import Launch
 
 WORLD, RANK = 8, 1
 BF16, F32 = torch.bfloat16, torch.float32
@@ -44,22 +49,28 @@ def fake(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def queue_of(op: str, numerics: str, make: Callable[[], dict[str, Any]]) -> Queue:
+def queue_of(
+    op: str,
+    numerics: str,
+    make: Callable[[], dict[str, Any]],
+    algorithm: str = "unfused",
+    world: int = WORLD,
+) -> Queue:
     """What a call of an op queues, from its checked arguments on."""
-    with queued(RANK, WORLD) as (queue, group):
+    with queued(min(RANK, world - 1), world) as (queue, group):
         given = SimpleNamespace(**DEFAULTS | make())
         problem = problem_of(op.rstrip("_"), group, given)
         if problem.spec.reduces:
             problem = replace(problem, numerics=numerics)
-        plan = choose(problem, Means(shared_memory=True), requested="unfused")
-        call = Call(group, problem, plan, TABLES["cuda"][problem.op, "unfused"], 0)
+        plan = choose(problem, Means(shared_memory=True), requested=algorithm)
+        call = Call(group, problem, plan, TABLES["cuda"][problem.op, algorithm], 0)
         queue.launches.clear()
         queue.touched = 0
         execution_of(problem.spec, in_place=op.endswith("_"))(call, given)
     return queue
 
 
-TENSORS = {"x", "w", "bias", "residual", "weight", "norm_weight"}
+TENSORS = {"x", "w", "bias", "residual", "weight", "norm_weight", "routes", "topk_weights"}
 Shape = tuple[Any, ...]  # a dtype last, if it is not bf16
 
 
@@ -224,3 +235,46 @@ def test_torch_normalises_rows_that_are_no_whole_vectors() -> None:
     made = arguments(x=(64, 33), weight=(33,))
     found = queue_of(f"{AR}_rms_norm", ORDERED, made).launches
     assert found[:3] == [A2A, SUM, AG] and by_torch(found[3:])
+
+
+# Of the routes: their order, the edges of the ranks' rows, and the counts of experts.
+PLACES = ["sort", "arange", "clamp", "add", "searchsorted", "arange", "searchsorted", "sub"]
+# Launches, by op, algorithm and ranks.
+ROUTED: dict[tuple[str, str, int], tuple[int, list[str]]] = {
+    ("moe_dispatch", "direct", WORLD): (9, [*PLACES, "routed"]),
+    ("moe_combine", "direct", WORLD): (11, [*PLACES, "arange", "scatter_", "routed"]),
+    ("moe_dispatch", "unfused", 1): (17, []),
+    ("moe_combine", "unfused", 1): (30, []),
+}
+
+
+@pytest.mark.parametrize(("op", "algorithm", "world"), ROUTED)
+def test_no_host_waits_for_routed_rows_of_a_static_number(
+    monkeypatch: pytest.MonkeyPatch, op: str, algorithm: str, world: int
+) -> None:
+    made: list[Launch] = []
+
+    def queue_launch(call: Call, x: Any, w: Any, partial: Any, launch: Launch) -> None:
+        made.append(launch)
+        call.group.pg.queue.launches.append("routed")
+
+    monkeypatch.setattr(cuda, "_queue", queue_launch)
+    rows, sizes = 200, UNEVEN if world > 1 else (60,)
+    tokens = sizes[min(RANK, world - 1)]
+    given = {
+        "x": (rows if op == "moe_combine" else tokens, 512),
+        "topk_weights": (tokens, 3, F32),
+        "routes": (60, 3, torch.int64),
+        "num_experts": 12,
+        "shard_sizes": sizes,
+    }
+    queue = queue_of(op, ORDERED, arguments(**given, max_rows=rows), algorithm, world)
+    count, names = ROUTED[op, algorithm, world]
+    assert len(queue.launches) == count and queue.launches[: len(names)] == names
+    for launch in made:  # a block for each 8 KiB of routes; tokens, or rows of routes
+        needed = max(UNEVEN) * 512 * 2 * (3 if op == "moe_combine" else 1)
+        assert (launch.words, launch.buffer_bytes) == (1 + 3, needed)
+    for captured, error in ((False, DataDependentOutputException), (True, CaptureError)):
+        monkeypatch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
+        with pytest.raises(error):
+            queue_of(op, ORDERED, arguments(**given, max_rows=None), algorithm, world)

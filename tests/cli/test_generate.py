@@ -28,6 +28,7 @@ from tpkernels.integrations.transformers.sampling import Sampling
 from tpkernels.terminal import UsageError
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("uvicorn")
 
 PROMPT = "the cat sat on"
 
@@ -76,6 +77,25 @@ def test_the_text_is_that_of_one_process(folder: Path, text: str) -> None:
     assert 0 < whole["seconds_to_first_token"] <= whole["seconds"]
     int8 = ("--weights", "int8", "--max-new-tokens", 8, "--tp", 2, "--json")
     assert len(done(invoke(folder, "--prompt", PROMPT, *int8))["completions"][0]["tokens"]) == 8
+
+
+@pytest.mark.thorough
+def test_whole_experts_on_each_rank(folder: Path, tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 3, "intermediate_size": 24}
+    mixture = served.folder(tmp_path, 64, model_type="mixtral", **sizes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixture)
+    ids = torch.tensor([served.tokenizer()(PROMPT)["input_ids"]])
+    tokens = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    options = ("--tp", 2, "--expert-parallel")
+    wanted = ("--prompt", PROMPT, "--max-new-tokens", 8, "--json")
+    [completion] = done(invoke(mixture, *wanted, *options))["completions"]
+    assert completion["tokens"] == tokens
+    for refused in (
+        invoke(folder, *wanted, *options),
+        test_cli.invoke("serve", "--model", folder, "--port", 0, *options),
+    ):
+        assert refused.exit_code == 2
+        assert "splits experts, and LlamaForCausalLM has none in its plan" in refused.stderr
 
 
 @pytest.mark.thorough

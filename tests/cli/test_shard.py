@@ -74,11 +74,28 @@ def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
     assert f"{name} 36x36 {split} output features" in shown
     assert not any("Rank 3" in line for line in shown)
     shown = lines(invoke("--model", folder, "--tp", 10, "--dry-run"))
-    text = "Rank 3 has no part of k_proj, o_proj, q_proj, v_proj and multiplies by zeros there. "
+    text = "Rank 3 has no part of k_proj, o_proj, q_proj, v_proj and adds nothing there. "
     assert f"{text}Attention is split by whole heads, of which this model has 9." in shown
     only = lines(invoke("--model", folder, "--tp", 4, "--dry-run", "--ffn-only"))
     assert f"{name} 36x36 36x36 whole on all ranks" in only
     assert not any("Rank 3" in line for line in only)
+
+
+def test_a_mixture_by_experts_and_by_width(tmp_path: Path) -> None:
+    folder = hf_folders.folder(tmp_path, "mixtral", num_local_experts=2)
+    experts, name = ["--expert-parallel"], "model.layers.0..1.mlp.experts."
+    shown = lines(invoke("--model", folder, "--tp", 3, "--dry-run", *experts))
+    shapes = "2x44x36 1x44x36 on ranks 0-1; 0x44x36 on rank 2 experts"
+    assert f"{name}gate_up_proj (2) {shapes}" in shown
+    text = "Rank 2 has no part of experts and adds nothing there. With --expert-parallel, experts"
+    assert f"{text} are not split." in shown
+    shown = lines(invoke("--model", folder, "--tp", 2, "--dry-run"))
+    assert f"{name}gate_up_proj (2) 2x44x36 2x22x36 output features" in shown
+    assert f"{name}down_proj (2) 2x36x22 2x36x11 input features" in shown
+    result = invoke("--model", folder, "--tp", 3, "--out", tmp_path / "out", *experts)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    pieces = index["weight_map"]["model.layers.1.mlp.experts.down_proj"]
+    assert result.exit_code == 0 and [p["offsets"] for p in pieces] == [[0, 0, 0], [1, 0, 0]]
 
 
 def test_a_gguf_file_keeps_its_tokenizer(tmp_path: Path) -> None:
@@ -201,6 +218,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
         (["--model", folder], "pass --out DIR to write the shards to, or --dry-run"),
         (["--model", folder, "--dry-run", "--tp", "0"], "--tp"),
         (["--model", folder, "--dry-run", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--model", folder, "--dry-run", "--expert-parallel"], "LlamaForCausalLM has none in its"),
         (["--model", tmp_path / "none", "--dry-run"], "there is no "),
         (["--model", folder / "config.json", "--dry-run"], "is not a GGUF file"),
         (["--model", tmp_path, "--dry-run"], "has no config.json"),

@@ -22,11 +22,13 @@ from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.emulated import on_ranks
 from tests.support.tiers import sweep, thorough
 from tpkernels import groups
+from tpkernels.op_spec import OPS
 from tpkernels.symm import cuda, streams
 from tpkernels.symm.device import ABORT, FAILED, PEER, STATUS, TIMEOUT, DeviceWorkspace
 
-OPS = [("all_gather", "direct"), ("all_reduce", "direct"), ("matmul_reduce_scatter", "direct"),
-       ("all_gather_matmul", "pipelined"), ("matmul_all_reduce", "pipelined")]  # fmt: skip
+CALLS = [("all_gather", "direct"), ("all_reduce", "direct"), ("matmul_reduce_scatter", "direct"),
+         ("all_gather_matmul", "pipelined"), ("matmul_all_reduce", "pipelined"),
+         ("moe_dispatch", "direct"), ("moe_combine", "direct")]  # fmt: skip
 
 
 def capture(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
@@ -34,7 +36,7 @@ def capture(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
     patch.setattr(streams, "is_captured", lambda _: captured)
 
 
-@pytest.mark.parametrize(("op", "way"), sweep(OPS))
+@pytest.mark.parametrize(("op", "way"), [*sweep(CALLS[:-1]), thorough(*CALLS[-1])])
 @on_ranks(2)
 def test_a_capture_that_lacks_something_breaks_nothing(op: str, way: str) -> None:
     """A call that lacks everything, one that lacks a larger workspace, and the same calls once they
@@ -42,7 +44,8 @@ def test_a_capture_that_lacks_something_breaks_nothing(op: str, way: str) -> Non
     with pretending() as patch:
         group = faults.new_group()
         for rows in (12, 900):
-            call = functools.partial(faults.run_op, op, group, way, rows)
+            most = rows if OPS[op].routed else None
+            call = functools.partial(faults.run_op, op, group, way, rows, max_rows=most)
             capture(patch)
             ending = faults.ending_of(call)
             assert ending.error == "CaptureError", ending

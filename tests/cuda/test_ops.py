@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.ops import test_moe
 from tests.support import emulated, faults
 from tests.support.cases import Case, each, one_of_each, uneven_splits
 from tests.support.cuda_rehearsal import (
@@ -41,6 +42,7 @@ from tests.support.tiers import sweep, thorough
 from tpkernels import dtypes, groups
 from tpkernels.algorithms import reduction as summing
 from tpkernels.algorithms.reduction import Reduction
+from tpkernels.op_spec import OPS
 from tpkernels.symm import gpu_memory
 from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace
@@ -142,6 +144,79 @@ def test_collectives(ll: bool) -> None:
                 for shape in ((total, 13), (total,))
             ]
     check_all(each(*cases, algorithms=("direct",)), ll=ll)
+
+
+@pytest.mark.parametrize("world", sweep([3, 1, 2, 4], later=3))
+@on_ranks()
+def test_routed_rows() -> None:
+    """Fewer experts than ranks, empty ones, all tokens to one, ranks without tokens, rows of any
+    alignment; with gradients, and under delays. Later ones need more memory than there is."""
+    cases, widths = [], itertools.cycle([1, 37, 64, 200])
+    for case in itertools.islice(test_moe.shapes(dist.get_world_size()), 0, None, 3):
+        few = case.experts < 64
+        dtype = emulated.DTYPES[len(cases) % 3] if few else F32
+        more = {"width": next(widths), "dtype": dtype, "integers": not few or len(cases) % 2 > 0}
+        way = "direct" if dist.get_world_size() > 1 or len(cases) % 3 else "unfused"
+        cases.append(replace(case, algorithm=way, **more))
+    with pretending(), fresh_group() as group:
+        faults.workspace_of(group).set_chaos(seed=group.rank(), max_delay_us=100)
+        require_none([test_moe.failure(case, group) for case in cases])
+
+
+@pytest.mark.parametrize("broken", [{}, thorough({"single_buffer": True}), {"skip_waits": True}])
+@on_ranks(3)
+def test_delays_of_routed_rows_and_negative_controls(broken: dict[str, bool]) -> None:
+    with pretending():
+        wrong = test_moe.delayed_job(algorithm="direct", **broken)
+    assert (emulated.anywhere(wrong) > 0) == bool(broken), wrong
+
+
+@on_ranks(3)
+def test_routed_sums_have_the_bits_of_other_algorithms() -> None:
+    """Vectors, and single elements."""
+    with pretending():
+        for width in (96, 100):
+            test_moe.bits_job(3, width)
+
+
+@on_ranks(2)
+def test_routes_without_a_row_make_their_token_nan() -> None:
+    """Beyond max_rows, and to experts that there are not: no host looks."""
+    x, weights = torch.arange(1.0, 9.0).repeat(3, 1), torch.ones(6, 2)[:3]
+    routes = torch.tensor([[0, 2], [3, -1], [1, 1], [0, 3], [4, 2], [2, 0]])
+    with pretending(), fresh_group() as group:
+        ops, given = torch.ops.tpkernels, (routes, 4, group.group_name)
+        rows, counts = ops.moe_dispatch(x, *given, max_rows=4)
+        first = 2 * group.rank()
+        here = [int((routes == expert).sum()) for expert in (first, first + 1)]
+        assert counts.tolist() == here == [3, 2]
+        y = ops.moe_combine(rows, weights, *given, max_rows=4)
+        # Each rank's fifth row has no room: of the token with the last route to its last expert.
+        bad = [[1, 2], [0, 1]][group.rank()]
+        assert y.isnan().all(1).nonzero().flatten().tolist() == bad, y
+        good = [i for i in range(3) if i not in bad]
+        assert torch.equal(rows, x[0].expand(4, 8)) and torch.equal(y[good], 2 * x[good])
+        with pytest.raises(tpkernels.RoutingError, match=r"rank 0 has expert -1 at \[1, 1\]"):
+            ops.moe_dispatch(x, *given, algorithm="direct")
+        with pytest.raises(ValueError, match="x has 3 rows, but max_rows is 4"):
+            ops.moe_combine(x, weights, *given, max_rows=4)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "unfused"])
+@on_ranks(1)
+def test_one_rank_sums_what_has_no_expert_to_nan(algorithm: str) -> None:
+    x, weights = torch.arange(12.0).view(3, 4), torch.ones(3, 2)
+    routes = torch.tensor([[0, 2], [-1, 4], [1, 1]])
+    with pretending(), fresh_group() as group:
+        ops, given = torch.ops.tpkernels, (routes, 4, group.group_name)
+        options = {"max_rows": 8, "algorithm": algorithm}
+        rows, counts = ops.moe_dispatch(x, *given, **options)
+        assert torch.equal(rows[:4], x[[0, 2, 2, 0]]) and counts.tolist() == [1, 2, 1, 0]
+        y = ops.moe_combine(rows, weights, *given, **options)
+        assert torch.equal(y[::2], 2 * x[::2]) and y[1].isnan().all()
+        if algorithm == "unfused":  # knows how many there are
+            with pytest.raises(tpkernels.RoutingError, match="6 routes lead to the experts of r"):
+                ops.moe_dispatch(x, *given, max_rows=5)
 
 
 @pytest.mark.thorough
@@ -523,12 +598,15 @@ def test_what_outlives_a_call_is_allocated_on_a_thread_of_its_own(
 
 CALLS = [
     *itertools.product(FUSED_OPS, WAYS),
-    *itertools.product(["all_gather", "reduce_scatter", "all_reduce"], ["direct"]),
+    *itertools.product(["all_gather", "reduce_scatter", "all_reduce", "moe_dispatch"], ["direct"]),
 ]
 FUSED_CALLS = [
     thorough("all_gather_matmul", "fused"),
     *(pytest.param(op, "fused", marks=pytest.mark.slow) for op in FUSED_OPS[1:]),
 ]
+
+
+LATER = [("all_gather_matmul", "copied"), ("moe_combine", "direct")]
 
 
 def call_of(op: str, way: str, group: dist.ProcessGroup) -> Callable[[], list[torch.Tensor]]:
@@ -541,11 +619,19 @@ def call_of(op: str, way: str, group: dist.ProcessGroup) -> Callable[[], list[to
         factors = x, [w[:, :n].contiguous() for n in (4, 33, 1)]
         options = {"algorithm": "fused", "return_gathered": True}
 
+    function, name = getattr(tpkernels, op), group
+    if OPS[op].routed:
+        function, name = getattr(torch.ops.tpkernels, op), group.group_name
+        weights = [torch.ones(48, 2)] if OPS[op].combines else []
+        factors = w[:, :8], *weights, torch.arange(192).view(96, 2) % 2, 2
+        if weights:
+            factors = torch.ones(96, 8), *factors[1:]
+
     def call() -> list[torch.Tensor]:
-        results = getattr(tpkernels, op)(*factors, group, **options)
+        results = function(*factors, name, **options)
         if way == "copied":
             return [results[0], *results[1]]
-        return [results]
+        return [results[0] if op == "moe_dispatch" else results]
 
     return call
 
@@ -555,7 +641,7 @@ def is_spoilt(results: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("op", "way"), [*sweep(CALLS), *FUSED_CALLS, thorough("all_gather_matmul", "copied")]
+    ("op", "way"), [*sweep(CALLS), *FUSED_CALLS, *(thorough(*case) for case in LATER)]
 )
 @interpreted(2)
 def test_a_call_that_gave_up_leaves_nan(op: str, way: str) -> None:

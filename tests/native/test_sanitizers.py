@@ -175,21 +175,28 @@ def test_broken_protocols_give_wrong_results(run_host: Run, breakage: str, case:
 def run_cuda(toolchain: Callable[[str], Toolchain], cxx_cache: Path) -> Run:
     """``run_cuda(sanitizer, *switches)``; ``without`` takes one memory order away."""
 
-    def run(sanitizer: str, *switches: str, without: str = "") -> Ended:
+    def run(
+        sanitizer: str, *switches: str, without: str = "", source: str = "threads.cpp"
+    ) -> Ended:
         tools = toolchain(sanitizer)
         flags = [*tools.flags, "-g1", *([f"-DWITHOUT_{without}"] if without else [])]
-        return tools.run(emulated.build(cxx_cache, "threads.cpp", *flags), *switches)
+        return tools.run(emulated.build(cxx_cache, source, *flags), *switches)
 
     return run
 
 
+SOURCES = ("threads.cpp", "routed.cpp")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
-def test_the_cuda_kernels(run_cuda: Run, sanitizer: str) -> None:
-    ended = run_cuda(sanitizer)
+def test_the_cuda_kernels(run_cuda: Run, sanitizer: str, source: str) -> None:
+    ended = run_cuda(sanitizer, source=source)
     assert (ended.returncode, ended.stdout) == (0, "24 calls, 0 wrong\n"), ended.stdout
 
 
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(
     ("switch", "without"),
     [
@@ -199,8 +206,10 @@ def test_the_cuda_kernels(run_cuda: Run, sanitizer: str) -> None:
         pytest.param("--skip-waits", "", marks=pytest.mark.thorough),
     ],
 )
-def test_a_race_of_the_cuda_kernels_is_reported(run_cuda: Run, switch: str, without: str) -> None:
-    ended = run_cuda("thread", switch, without=without)
+def test_a_race_of_the_cuda_kernels_is_reported(
+    run_cuda: Run, switch: str, without: str, source: str
+) -> None:
+    ended = run_cuda("thread", switch, without=without, source=source)
     assert ended.returncode != 0 and RACE in ended.stdout, ended.stdout
 
 

@@ -4,6 +4,7 @@ rank and of all, gradients, packed weights, state dicts."""
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -21,14 +22,24 @@ F64 = torch.float64
 TOKENS, EXPERTS, HIDDEN, WIDTH, K = 7, 3, 8, 10, 2
 
 
-def loop(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> torch.Tensor:
+#: Forms of experts: those of Mixtral, and those of gpt-oss.
+FORMS: list[dict[str, bool]] = [{}, {"bias": True, "transposed": True, "interleaved": True}]
+
+
+def loop(x: Any, ids: Any, weights: Any, moe: MoE, w: dict[str, Any]) -> torch.Tensor:
     """The sum over the experts of each token, one after the other."""
     rows = []
+
+    def project(x: torch.Tensor, name: str, expert: Any) -> torch.Tensor:
+        matrix = w[name][expert].mT if moe.transposed else w[name][expert]
+        return matrix @ x + (w[f"{name}_bias"][expert] if moe.bias else 0)
+
     for token, chosen, factors in zip(x, ids, weights, strict=True):
         row = torch.zeros_like(token)
         for expert, factor in zip(chosen, factors, strict=True):
-            gate, up = (gate_up[expert] @ token).chunk(2)
-            row = row + factor * (down[expert] @ (F.silu(gate) * up))
+            inner = project(token, "gate_up_proj", expert)
+            gate, up = (inner[::2], inner[1::2]) if moe.interleaved else inner.chunk(2)
+            row = row + factor * project(F.silu(gate) * up, "down_proj", expert)
         rows.append(row)
     return torch.stack(rows)
 
@@ -66,9 +77,9 @@ def test_as_a_loop_over_tokens(width: int) -> list[str]:
     with fresh_group() as group:
         rank, sizes = group.rank(), tpkernels.shard_sizes(TOKENS, group.size())
         mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        for expert_parallel in (False, True):
+        for form, expert_parallel in itertools.product(FORMS, (False, True)):
             for sequence_parallel in (False, True):
-                what = f"{expert_parallel=} {sequence_parallel=}"
+                what = f"{expert_parallel=} {sequence_parallel=} {form}"
                 torch.manual_seed(1)
                 moe = MoE(
                     EXPERTS,
@@ -78,6 +89,7 @@ def test_as_a_loop_over_tokens(width: int) -> list[str]:
                     expert_parallel=expert_parallel,
                     sequence_parallel=sequence_parallel,
                     dtype=F64,
+                    **form,
                 )
                 whole = {
                     name: w.requires_grad_()
@@ -85,7 +97,7 @@ def test_as_a_loop_over_tokens(width: int) -> list[str]:
                 }
                 x, ids, weights = routes()
                 inputs = [x.requires_grad_(), weights.requires_grad_()]
-                want = loop(x, ids, weights, *whole.values())
+                want = loop(x, ids, weights, moe, whole)
                 upstream = torch.randn_like(want)
                 want.backward(upstream)
                 part = mine if sequence_parallel else slice(None)
@@ -115,8 +127,8 @@ def test_as_a_loop_over_tokens(width: int) -> list[str]:
 def test_packed() -> None:
     """The bits of plain weights in float32 integers; state dicts and loading as without."""
     with fresh_group() as group:
-        for expert_parallel in (False, True):
-            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, expert_parallel=expert_parallel)
+        for form, expert_parallel in zip(FORMS, (False, True), strict=True):
+            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, expert_parallel=expert_parallel, **form)
             with torch.no_grad():
                 for w in moe.parameters():
                     w.copy_(torch.randint(-2, 3, w.shape))
@@ -132,7 +144,9 @@ def test_packed() -> None:
                     assert all(torch.equal(saved[name], w) for name, w in state.items())
                     packed.load_state_dict({name: 2 * w for name, w in state.items()})
                     twice = packed(x, ids, weights)
-                    assert torch.equal(twice, 8 * moe(x, ids, weights))
+                    plain = copy.deepcopy(moe)
+                    plain.load_state_dict({name: 2 * w for name, w in state.items()})
+                    assert torch.equal(twice, plain(x, ids, weights))
                     assert (packed.down_proj.dim() == 4) == drop
                 with pytest.raises(NotImplementedError, match="is packed and has no gradient"):
                     packed(x.requires_grad_(), ids, weights)
@@ -152,7 +166,7 @@ def test_compiled() -> None:
     """In one graph, also for another number of tokens."""
     with fresh_group() as group:
         for options in ({}, {"sequence_parallel": True}, {"expert_parallel": True}):
-            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, **options)
+            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, **options, **FORMS[1])
             compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
             for tokens in (6, 8, 40):
                 x, ids, weights = routes(tokens)

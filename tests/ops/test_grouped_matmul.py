@@ -69,16 +69,19 @@ def test_gradients(transposed: bool) -> None:
     torch.manual_seed(0)
     counts = torch.tensor([3, 0, 4])
 
-    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         w = weight.transpose(1, 2) if transposed else weight
-        return tpkernels.grouped_matmul(x, w, counts)
+        return tpkernels.grouped_matmul(x, w, counts, bias)
 
     shape = (3, 5, 4) if transposed else (3, 4, 5)
-    inputs = [torch.randn(s, dtype=F64, requires_grad=True) for s in ((7, 4), shape)]
+    inputs = [torch.randn(s, dtype=F64, requires_grad=True) for s in ((7, 4), shape, (3, 5))]
     assert torch.autograd.gradcheck(product, inputs)
     # Integers are exact in bfloat16; an empty group has zeros.
-    x, weight = (torch.randint(-2, 3, i.shape).to(BF16).requires_grad_() for i in inputs)
-    product(x, weight).sum().backward()
+    x, weight, bias = (torch.randint(-2, 3, i.shape).to(BF16).requires_grad_() for i in inputs)
+    y = product(x, weight, bias)
+    y.sum().backward()
+    plain = tpkernels.grouped_matmul(x, weight.mT if transposed else weight, counts)
+    assert torch.equal(y, plain + bias[[0, 0, 0, 2, 2, 2, 2]])
     assert weight.grad is not None and weight.grad.is_contiguous() and not weight.grad[1].any()
     ones = x.detach()[:3].sum(0).expand(5, 4)
     assert torch.equal(weight.grad[0], ones if transposed else ones.t())
@@ -90,11 +93,11 @@ def test_compiled_and_under_autocast() -> None:
 
     def step(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         slots = ids.flatten().argsort(stable=True)[(ids.flatten() >= 0).nonzero()[:, 0]]
-        return tpkernels.grouped_matmul(
-            x[slots // 2], w, torch.bincount(ids.flatten(), minlength=3)
-        )
+        counts = torch.bincount(ids.flatten(), minlength=3)
+        torch._check(len(counts) == 3)
+        return tpkernels.grouped_matmul(x[slots // 2], w, counts, bias)
 
-    w = torch.randn(3, 4, 5, requires_grad=True)
+    w, bias = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 5)
     x, ids = torch.randn(6, 4), torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0], [2, 1], [2, 0]])
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -129,6 +132,7 @@ def test_refusals() -> None:
         (ValueError, "or what tpkernels.pack makes of one", (x, tpkernels.pack(w)[:, 1:], good)),
         (TypeError, "pack it in x's dtype", (x.bfloat16(), tpkernels.pack(w), good)),
     ]
+    bad.append((ValueError, r"bias has shape \[5\]; it must be \[3, 5\]", (x, w, good, w[0, 0])))
     for error, pattern, operands in bad:
         with pytest.raises(error, match=pattern):
             tpkernels.grouped_matmul(*operands)

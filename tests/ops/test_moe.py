@@ -186,10 +186,10 @@ def test_without_shared_memory(ranks: RanksFixture, world: int) -> None:
     report_cases(ranks(world), failure, cases, hosts=True)
 
 
-def bits_job(world: int) -> torch.Tensor:
+def bits_job(world: int, width: int = 100) -> torch.Tensor:
     """All tokens' results of random data, where all ranks together have 12."""
     rank, generator = dist.get_rank(), torch.Generator().manual_seed(0)
-    x = torch.randn(12, 100, generator=generator).bfloat16()
+    x = torch.randn(12, width, generator=generator)
     ids = torch.randint(8, (12, 4), generator=generator)
     weights = torch.rand(12, 4, generator=generator)
     found = []
@@ -208,7 +208,7 @@ def test_the_same_bits_on_any_number_of_ranks(ranks: RanksFixture) -> None:
     assert all(torch.equal(alone, other) for other in others)
 
 
-def delayed_job(**broken: bool) -> int:
+def delayed_job(algorithm: str = "auto", **broken: bool) -> int:
     """How many of some calls, with delays before their words and waits, have wrong results."""
     (rank, world), wrong, ops = (dist.get_rank(), dist.get_world_size()), 0, torch.ops.tpkernels
     with fresh_group() as group:
@@ -219,12 +219,12 @@ def delayed_job(**broken: bool) -> int:
                 torch.full((6, 64), float(call * (rank + 1))),
                 (routes, 8, group.group_name),
             )
-            rows, _ = ops.moe_dispatch(x, *options)
-            y = ops.moe_combine(rows, torch.ones(6, 2), *options)
+            rows, _ = ops.moe_dispatch(x, *options, algorithm=algorithm)
+            y = ops.moe_combine(rows + 1, torch.ones(6, 2), *options, algorithm=algorithm)
             order = routes.flatten().argsort(stable=True)
             first = int((routes < sum(shard_sizes(8, world)[:rank])).sum())
             source = order[first : first + len(rows)] // 2 // 6 + 1.0
-            wrong += not (torch.equal(rows[:, 0], call * source) and torch.equal(y, 2 * x))
+            wrong += not (torch.equal(rows[:, 0], call * source) and torch.equal(y, 2 * x + 2))
             if call == 0:  # which has set the group up
                 workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=1000, **broken)
     return wrong

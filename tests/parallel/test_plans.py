@@ -48,6 +48,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 10},
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 4,
+            "swiglu_limit": 0.9,
+            "attention": "eager",
+        },
+    ),
     "OLMoE": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 9}),
 }
 
@@ -60,7 +70,8 @@ def family_job(family: str, folder: str, again: str) -> tuple[dict[str, list[str
     model = hf_models.make(model_type, **options)
     for name, sequence in (("parallelize", False), ("sequence parallelism", True)):
         failures[name] = hf_models.differences(model, sequence, mesh)
-    if hasattr(model.config, "num_experts_per_tok"):
+    mixture = hasattr(model.config, "num_experts_per_tok")
+    if mixture:
         failures["parallelize"] += hf_models.differences(model, False, mesh, expert_parallel=True)
     whole = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=options.get("attention", "sdpa")
@@ -75,8 +86,15 @@ def family_job(family: str, folder: str, again: str) -> tuple[dict[str, list[str
     wrong = hf_models.wrong_logits(logits, whole, ids)
     failures["from_pretrained"] = [] if wrong is None else [wrong]
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    same = torch.equal(loaded.generate(ids, **settings), whole.generate(ids, **settings))
-    failures["generate"] = [] if same else ["other tokens"]
+    tokens, models = whole.generate(ids, **settings), [loaded]
+    if mixture:
+        models.append(
+            tpkernels.from_pretrained(
+                folder, mesh, sequence_parallel=False, expert_parallel=True, pack=True
+            )
+        )
+    same = [torch.equal(each.generate(ids, **settings), tokens) for each in models]
+    failures["generate"] = [] if all(same) else [f"other tokens: {same}"]
     try:
         served = list(hf_models.tokens_of(loaded).values())
         want = hf_models.expected_tokens(whole)
@@ -122,11 +140,16 @@ def _planned(style: str, module: str = "mlp.down_proj") -> Any:
     return model
 
 
-def _clamping() -> Any:
-    """A mixture whose gate is not that of `MoE`."""
+def _normalising() -> Any:
+    """A mixture whose gates depend on each other."""
     model = hf_models.make("mixtral", num_local_experts=2)
-    experts = model.model.layers[0].mlp.experts
-    experts._apply_gate = lambda inner: experts.act_fn(inner[..., ::2]) * inner[..., 1::2]
+    model.model.layers[0].mlp.experts.act_fn = torch.nn.Softmax(-1)
+    return model
+
+
+def _with_sinks(count: int) -> Any:
+    model = hf_models.make("gpt_oss", num_local_experts=2, attention="eager")
+    model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.ones(count))
     return model
 
 
@@ -171,8 +194,11 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
         "0.self_attn.q_norm.weight would have to be split with it; pass plan": attempt(
             hf_models.make("cohere", use_qk_norm=True), mesh
         ),
-        f"0.mlp.experts has the style 'moe_tp_experts' {in_plan} MixtralExperts is not": attempt(
-            _clamping(), mesh
+        f"0.mlp.experts has the style 'moe_tp_experts' {in_plan} MixtralExperts has other": attempt(
+            _normalising(), mesh
+        ),
+        f"0.self_attn.sinks has the style 'colwise' {in_plan} it has 8 entries for 9 heads": (
+            attempt(_with_sinks(8), mesh)
         ),
         f"0.mlp.down_proj has the style 'all_reduce' {in_plan} that style is": attempt(
             _planned("all_reduce"), mesh

@@ -84,6 +84,7 @@ FAULTS = {
         "direct/ll",
         "wrong",
     ),
+    "missing fence of routes": ("routed_combine", "direct/routed", "direct/ll", "wrong"),
     "crash": ("ll_two_shot_all_reduce", "direct/ll_two_shot", "direct/two_shot", "crash"),
 }
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +18,7 @@ from tests.support import ranked
 from tests.support.cuda_rehearsal import TRUSTED
 from tests.support.nccl_rehearsal import over_nccl
 from tpkernels import groups, qualification
+from tpkernels.op_spec import Options
 from tpkernels.planning import trust
 from tpkernels.planning.choose import Means, candidates, choose
 from tpkernels.planning.problem import Problem
@@ -54,8 +58,40 @@ def problem(op: str = "all_reduce", world: int = 2) -> Problem:
     return Problem.evenly_split(op, device="cuda", world=world, shape=(64, 64), dtype=torch.float32)
 
 
+def routed(**changes: Any) -> Problem:
+    """A dispatch whose rows have a static number."""
+    options = Options(routes=(8, 2), max_rows=128)
+    return replace(problem("moe_dispatch"), **{"options": options, **changes})
+
+
 def means(trusted: Trust) -> Means:
     return Means(True, trust=trusted)
+
+
+@pytest.mark.parametrize(
+    ("asked", "algorithm", "reason"),
+    [
+        (routed, "direct", "with max_rows the host waits for no counts"),
+        (
+            lambda: routed(options=Options(routes=(8, 2))),
+            "unfused",
+            "nothing is known to be faster",
+        ),
+        (lambda: routed(dtype=torch.float64), "unfused", "direct accumulates in float32"),
+        (lambda: routed(shape=(1 << 30, 64)), "unfused", "direct counts routes in 31 bits"),
+        (lambda: routed(world=1, sizes=(64,)), "unfused", "one rank"),
+    ],
+)
+def test_routed_rows_of_a_static_number_go_by_kernels(
+    asked: Callable[[], Problem], algorithm: str, reason: str
+) -> None:
+    """If these are qualified."""
+    plan = choose(asked(), means(Trust(frozenset({"direct/routed"}))))
+    assert plan.algorithm == algorithm and reason in plan.reason, plan
+    other = choose(asked(), means(Trust(frozenset({"direct/ll"}))))
+    assert other.algorithm == "unfused"
+    if algorithm == "direct":
+        assert "direct is not qualified: `tpkernels qualify` has" in other.reason, other
 
 
 def test_auto_takes_nothing_else_whatever_the_times() -> None:

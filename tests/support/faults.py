@@ -106,6 +106,7 @@ def run_op(
     *,
     value: float = 1.0,
     converts: bool = False,
+    max_rows: int | None = None,
 ) -> None:
     """One call with known numbers; checks the result.
 
@@ -114,6 +115,7 @@ def run_op(
         value: of x.
         converts: it is a call for which much memory is allocated, with bf16, a bias, and a
             transposed x of all_reduce_.
+        max_rows: of routed tokens.
     """
     world, k, n = group.size(), 48, 40
     function, options = getattr(tpkernels, op), dict[str, Any](algorithm=algorithm)
@@ -131,7 +133,7 @@ def run_op(
         options["biases" if spec.gathers else "bias"] = torch.full((n,), 16.0, dtype=torch.bfloat16)
         expected += 16.0
     if spec.routed:
-        function = getattr(torch.ops.tpkernels, op)
+        function, options["max_rows"] = getattr(torch.ops.tpkernels, op), max_rows
         routes = (torch.arange(world * rows) % world).view(-1, 1)
         weights = [torch.ones(rows, 1)] if spec.combines else []
         got = function(*factors, *weights, routes, world, group.group_name, **options)

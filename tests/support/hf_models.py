@@ -44,8 +44,8 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa", **opti
     config = transformers.AutoConfig.for_model(model_type, **sizes | options)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # norms of ones and biases of zeros would hide mix-ups
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.mul_(5)

@@ -47,9 +47,15 @@ def tokenizer(template: str | None = TEMPLATE) -> Any:
     )
 
 
-def folder(base: Path, length: int = LENGTH, template: str | None = TEMPLATE) -> Path:
+def folder(
+    base: Path,
+    length: int = LENGTH,
+    template: str | None = TEMPLATE,
+    model_type: str = "llama",
+    **options: Any,
+) -> Path:
     """A model with its tokenizer, for prompts and answers of at most ``length`` tokens."""
-    path = hf_folders.folder(base)
+    path = hf_folders.folder(base, model_type, **options)
     hf_folders.change_config(path, max_position_embeddings=length)
     tokenizer(template).save_pretrained(path)
     return path

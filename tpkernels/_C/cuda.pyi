@@ -74,6 +74,23 @@ class Shards:
         /,
     ) -> None: ...
 
+class Routed:
+    def __init__(
+        self,
+        x: int,
+        out: int,
+        order: int,
+        places: int,
+        weights: int,
+        rows: int,
+        tokens: int,
+        k: int,
+        most: int,
+        row: int,
+        dtype: int,
+        /,
+    ) -> None: ...
+
 class SumPartials:
     def __init__(
         self,
@@ -156,6 +173,17 @@ class Kernels:
     multimem_all_gather = one_shot_all_gather
     multimem_reduce_scatter = one_shot_all_gather
     ll_reduce_scatter = one_shot_all_gather
+    def routed_dispatch(
+        self,
+        stream: int,
+        space: Space,
+        routed: Routed,
+        /,
+        blocks: int = 1,
+        cluster: int = 1,
+        early: bool = False,
+    ) -> None: ...
+    routed_combine = routed_dispatch
     def sum_of_partials(
         self,
         stream: int,

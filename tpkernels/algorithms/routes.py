@@ -6,6 +6,7 @@ for each route to them: by expert, and within one by token, in rank order, and s
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels import _C
-from tpkernels.errors import RoutingError
+from tpkernels.errors import CaptureError, RoutingError
 from tpkernels.planning.problem import Problem
 from tpkernels.shards import shard_sizes
+from tpkernels.symm import streams
 
 
 def experts_of(problem: Problem) -> list[int]:
@@ -44,7 +46,7 @@ def weigh_rows(
         return
     total = weights.new_zeros(out.shape)
     for place, weight in zip(places.t(), weights.t(), strict=True):
-        total += x[place].to(total.dtype) * weight[:, None]
+        total += x.index_select(0, place).to(total.dtype) * weight.unsqueeze(1)
     out.copy_(total)
 
 
@@ -79,6 +81,7 @@ class Routes:
         arrived: how many routes of each rank lead to this one.
         order: for each row of this rank, by expert, which one it is in the order of arrival.
         counts: rows of each of this rank's experts.
+        nowhere: routes to experts that there are not, if no host has looked.
     """
 
     leaving: torch.Tensor
@@ -86,14 +89,22 @@ class Routes:
     arrived: list[int]
     order: torch.Tensor
     counts: torch.Tensor
+    nowhere: torch.Tensor | None = None
 
     @classmethod
     def of(cls, problem: Problem, rank: int, routes: torch.Tensor) -> Routes:
         """Find them from ``routes`` [tokens of all ranks, k]. Raises `RoutingError`. On CUDA
-        tensors the host waits for the counts."""
+        tensors the host waits for the counts, unless one rank has ``max_rows``."""
         held = experts_of(problem)
         experts, k = routes.flatten(), routes.shape[1]
-        if bool(((experts < 0) | (experts >= sum(held))).any()):
+        nowhere = (experts < 0) | (experts >= sum(held))
+        if problem.world == 1 and problem.device == "cuda" and problem.options.max_rows is not None:
+            check_room(problem, all_rows := [routes.numel()])
+            found = Places.of(problem, 0, experts.masked_fill(nowhere, sum(held)))
+            leaving = torch.arange(all_rows[0], device=routes.device)
+            return cls(leaving, all_rows, all_rows, found.order, found.counts, nowhere)
+        _refuse_capture(routes.device)
+        if bool(nowhere.any()):
             routing_of(problem, routes.cpu())  # says which
         edges = [0, *itertools.accumulate(held)]
         holders = torch.bucketize(experts, experts.new_tensor(edges[1:]), right=True)
@@ -110,4 +121,58 @@ class Routes:
             arrived=arrived_counts,
             order=here.argsort(stable=True),
             counts=torch.bincount(here, minlength=held[rank]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Rows of all ranks, sorted by expert; in device memory, for which no host waits. Routes to
+    experts that there are not come before the first rank's rows and after the last's.
+
+    Attributes:
+        order: the route, token * k + slot, of each place.
+        edges: the place at which each rank's rows begin, and the end of the last's.
+        counts: rows of each of this rank's experts.
+    """
+
+    order: torch.Tensor
+    edges: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, rank: int, routes: torch.Tensor) -> Places:
+        """Find them from ``routes`` [tokens of all ranks, k]."""
+        if problem.options.max_rows is None:
+            _refuse_capture(routes.device)
+        held = experts_of(problem)
+        experts, order = routes.flatten().sort(stable=True)
+        each, more = divmod(sum(held), problem.world)
+        numbers = functools.partial(torch.arange, dtype=experts.dtype, device=experts.device)
+        ranks, first = numbers(problem.world + 1), sum(held[:rank])
+        firsts = ranks.clamp(max=more).add(ranks, alpha=each)  # experts, as of `shard_sizes`
+        edges = torch.searchsorted(experts, firsts)
+        ends = torch.searchsorted(experts, numbers(first, first + held[rank] + 1))
+        return cls(order, edges, ends.diff())
+
+    def of_routes(self) -> torch.Tensor:
+        """Return the place of each route."""
+        places = torch.arange(self.order.numel(), device=self.order.device)
+        return torch.empty_like(self.order).scatter_(0, self.order, places)
+
+    def rows(self, problem: Problem, rank: int, routes: torch.Tensor) -> int:
+        """Return how many rows this rank has: ``max_rows``; without, the host waits for the number
+        of routes to its experts. Raises `RoutingError` if it knows of a reason."""
+        if (most := problem.options.max_rows) is not None:
+            return most
+        edges = self.edges.tolist()
+        if edges[-1] - edges[0] < self.order.numel():
+            routing_of(problem, routes.cpu())  # says which
+        return int(edges[rank + 1] - edges[rank])
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if streams.is_captured(device):
+        raise CaptureError(
+            "the host waits for the numbers of routed rows, which it cannot while a graph is "
+            "captured: pass max_rows, and algorithm='direct' on several ranks"
         )

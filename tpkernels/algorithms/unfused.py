@@ -17,7 +17,8 @@ Gathers        one all-gather. Uneven shards go as a list, which NCCL sends as o
 Reductions     with numerics "vendor" one reduce-scatter or all-reduce of the process group, and one
                launch behind it for bias, residual and another dtype; with "ordered" one launch sums
 All-to-alls    one all-to-all, between copies of the pieces and to their places. Of routed tokens,
-               whose counts the host must know: on CUDA tensors it waits for them.
+               whose counts the host must know: on CUDA tensors it waits for them, but not on
+               one rank with max_rows, where a token with a route to no expert becomes NaN.
 
 The shards of a dim with others before it do not lie together: they are copied, in one launch if
 they are even. Gloo cannot do all this with CUDA tensors; they go through the host's memory.
@@ -92,7 +93,8 @@ def dispatch(
     of all ranks, k]."""
     found = Routes.of(call.problem, call.group.rank, routes)
     enter(call).wait()
-    rows = _exchange_rows(call, x[found.leaving // routes.shape[1]], found.left, found.arrived)
+    leaving = x.index_select(0, found.leaving // routes.shape[1])
+    rows = _exchange_rows(call, leaving, found.left, found.arrived)
     most, count = call.problem.options.max_rows, sum(found.arrived)
     if most is None:
         return rows[found.order], found.counts
@@ -107,6 +109,8 @@ def combine(
     """Fill ``out`` [tokens, H] with the sums of the tokens' rows by ``weights`` [tokens, k]."""
     found = Routes.of(call.problem, call.group.rank, routes)
     x = filled(call.problem, x, sum(found.arrived))
+    if found.nowhere is not None:
+        weights = weights.masked_fill(found.nowhere.view(weights.shape), torch.nan)
     enter(call).wait()
     back = _exchange_rows(
         call, torch.empty_like(x).index_copy_(0, found.order, x), found.arrived, found.left
@@ -237,7 +241,8 @@ def _all_gather(call: Call, own: torch.Tensor, whole: torch.Tensor, counts: list
         sent[: own.numel()].copy_(own)
         received = sent.new_empty(len(counts) * largest)
         _wait(call, _pg(call)._allgather_base(received, sent, options))
-        for part, to in zip(received.split(largest), whole.split(counts), strict=True):
+        parts = received.view(len(counts), largest)
+        for part, to in zip(parts, whole.split(counts), strict=True):
             to.copy_(part[: to.numel()])
 
 

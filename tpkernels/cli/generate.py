@@ -75,6 +75,7 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="One JSON object; see the docs.")] = False,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
+    expert_parallel: options.ExpertParallel = False,
     plan: options.PlanFile = None,
     weights: options.Weights = None,
     device: options.Device = None,
@@ -116,7 +117,8 @@ def generate(
         secrets.randbits(32) if seed is None else seed,
     )
     checked = options.checked_weights(weights, where)
-    held = (model, where, dtype_name, ffn_only, checked, options.plan_in(plan))
+    styles = options.plan_in(plan)
+    held = (model, where, dtype_name, ffn_only, checked, styles, expert_parallel)
     try:
         sampling.check()
         if not under_torchrun():

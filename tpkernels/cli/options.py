@@ -30,6 +30,10 @@ Weights = Annotated[
     Option(help="int8: half of bf16's bytes, on CPUs; by default the parameters' dtype."),
 ]
 FfnOnly = Annotated[bool, Option("--ffn-only", help="Split the feed-forward layers only.")]
+ExpertParallel = Annotated[
+    bool,
+    Option("--expert-parallel", help="Split mixtures by whole experts, not by width."),
+]
 PlanFile = Annotated[
     Path | None,
     Option("--plan", help="JSON file with a style for each module; by default the model's plan."),

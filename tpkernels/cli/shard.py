@@ -15,6 +15,7 @@ from rich.markup import escape
 from typer import Option
 
 from tpkernels.cli import options
+from tpkernels.nn import MoE
 from tpkernels.parallel.pretrained import Slot
 from tpkernels.parallel.shard_files import ShardPlan, plan_shards, write_shards
 from tpkernels.terminal import UsageError, byte_size, check_workers, console, dtype_named, table
@@ -28,6 +29,7 @@ def shard(
     ] = False,
     out: Annotated[Path | None, Option(help="Folder to write to.")] = None,
     ffn_only: options.FfnOnly = False,
+    expert_parallel: options.ExpertParallel = False,
     plan_file: options.PlanFile = None,
     dtype: options.CheckpointDtype = None,
     force: Annotated[
@@ -46,7 +48,14 @@ def shard(
     styles = options.plan_in(plan_file)
     screen = console()
     try:
-        plan = plan_shards(model, ranks, plan=styles, ffn_only=ffn_only, dtype=torch_dtype)
+        plan = plan_shards(
+            model,
+            ranks,
+            plan=styles,
+            ffn_only=ffn_only,
+            expert_parallel=expert_parallel,
+            dtype=torch_dtype,
+        )
         if as_json:
             typer.echo(json.dumps(plan.to_json(), indent=2))
         else:
@@ -90,12 +99,13 @@ def _show(plan: ShardPlan, out: Console) -> None:
         out.print(f"Parameters on each rank: {text}", markup=False)
     heads = plan.blueprint.model.config.num_attention_heads
     for rank, names in plan.without().items():
-        modules = ", ".join(sorted({name.split(".")[-2] for name in names}))
-        out.print(
-            f"Rank {rank} has no part of {modules} and multiplies by zeros there. Attention is "
-            f"split by whole heads, of which this model has {heads}.",
-            markup=False,
-        )
+        modules = sorted({name.split(".")[-2] for name in names})
+        text = f"Rank {rank} has no part of {', '.join(modules)} and adds nothing there."
+        if modules != ["experts"]:
+            text += f" Attention is split by whole heads, of which this model has {heads}."
+        if "experts" in modules:
+            text += " With --expert-parallel, experts are not split."
+        out.print(text, markup=False)
 
 
 def _name_of(names: list[str]) -> str:
@@ -114,6 +124,9 @@ def _size(slot: Slot, shape: Sequence[int]) -> str:
 def _split(slot: Slot, ranks: int) -> str:
     if slot.split is None or ranks == 1:
         return "whole on all ranks"
+    if isinstance(slot.owners[0][0], MoE):
+        by_width = "input features" if slot.name.endswith("down_proj") else "output features"
+        return by_width if slot.split.dim else "experts"
     if not slot.linear:
         return "vocabulary" if len(slot.shape) == 2 else "output features"
     return "input features" if slot.split.dim else "output features"

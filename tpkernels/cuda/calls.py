@@ -259,6 +259,53 @@ def _prepare_shards(
     return Launch(needs.words, needs.nbytes, sizes, run)
 
 
+def prepare_routed(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    order: torch.Tensor,
+    edges: torch.Tensor,
+    sizes: Sizes,
+    most: int,
+    places: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> Launch:
+    """Prepare a dispatch: from x [sizes[rank], H], this rank's tokens, to out [most, H], the rows
+    of its experts and then zeros. Or a combine: from x [R, H], the rows of its experts, to
+    ``out = round(sum_j(weights[:, j] * row of route j))`` of its tokens, each product and sum
+    rounded to fp32, in the order of j.
+
+    Args:
+        order: [sum(sizes) * k] of int64, the route, token * k + slot, of each place.
+        edges: [world + 1] of int64, the places at which each rank's rows begin, and the last's end.
+        most: rows for which each rank has room. A token with a route beyond, or at a place of no
+            rank, is summed to NaN.
+        places: of a combine, the inverse of order.
+        weights: of a combine, [sizes[rank], k] of fp32.
+    """
+    k, row = order.numel() // max(sum(sizes), 1), x.shape[1]
+    needs = layouts.routed_layout(max(sizes), k, row, x.element_size(), weights is not None)
+
+    def run(space: DeviceWorkspace, signature: int) -> None:
+        device, tokens = space.regions.device, x if weights is None else out
+        operands.check_summed(device, x=x, out=out, weights=weights)
+        operands.check_contiguous(device, order=order, edges=edges, places=places)
+        if tokens.shape != (sizes[space.rank], row) or (out.dtype, out.shape[1]) != (x.dtype, row):
+            raise ValueError(
+                f"x is {list(x.shape)} {x.dtype}, out {list(out.shape)} {out.dtype}; rank "
+                f"{space.rank} has {sizes[space.rank]} tokens"
+            )
+        operands.check_room(space, needs.words, needs.nbytes)
+        kernel, of_routes = "routed_dispatch", (0, 0)
+        if places is not None and weights is not None:
+            kernel, of_routes = "routed_combine", (places.data_ptr(), weights.data_ptr())
+        addresses = x.data_ptr(), out.data_ptr(), order.data_ptr(), *of_routes, edges.data_ptr()
+        starts, code = space.starts(sizes).data_ptr(), CODES[x.dtype]
+        call = _C.cuda.Routed(*addresses, starts, k, most, row, code)
+        launch(kernel, device, space_of(space, signature), call, blocks=needs.blocks)
+
+    return Launch(needs.words, needs.nbytes, sizes, run)
+
+
 def normalises(dtype: torch.dtype, columns: int) -> bool:
     """Return whether the kernels take rows of this dtype and length."""
     return dtype in operands.DTYPES and columns % layouts.LANE == 0

@@ -94,6 +94,15 @@ def rows_layout(
     return _in_two_hops(way, blocks, segment, segment * x_bytes, world, nbytes, nbytes)
 
 
+def routed_layout(tokens: int, k: int, row: int, itemsize: int, combines: bool) -> Layout:
+    """Return the layout for rows of at most so many tokens of a rank, each with ``k`` routes. A
+    block has some columns of all rows."""
+    nbytes = tokens * row * itemsize
+    units, shares = ceil_div(row, SEGMENT_UNIT), ceil_div(k * nbytes, _SHARD_SHARE)
+    blocks = max(1, min(MOST_BLOCKS, units, shares))
+    return Layout(blocks, 1 + blocks, nbytes=nbytes * (k if combines else 1))
+
+
 def shards_layout(way: str, shard_bytes: int, world: int, lane_bytes: int) -> Layout:
     """Return the layout for shards of at most so many bytes; ``lane_bytes``: what a thread takes at
     a time by LL."""

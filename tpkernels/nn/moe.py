@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,20 +19,71 @@ from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ra
 from tpkernels.nn.sharding import LayerOptions, Split
 from tpkernels.ops.experts import (
     all_gather_grouped_matmul,
+    dispatch_grouped_matmul,
     grouped_matmul_all_reduce,
+    grouped_matmul_combine,
     grouped_matmul_reduce_scatter,
     route,
     rows_by_expert,
 )
 from tpkernels.ops.grouped_matmul import grouped_matmul
-from tpkernels.ops.moe_combine import moe_combine
-from tpkernels.ops.moe_dispatch import moe_dispatch
 from tpkernels.shards import shard_sizes as balanced_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
+_BIASES = ("gate_up_proj_bias", "down_proj_bias")
+
+
+def form_of(experts: Any) -> dict[str, Any] | None:
+    """Return the arguments with which `MoE` computes what an experts module of transformers does,
+    or None if it cannot."""
+    shapes = {name: tuple(p.shape) for name, p in experts.named_parameters()}
+    num_experts, *sizes = shapes.get("down_proj", (0, 0, 0))
+    transposed = bool(getattr(experts, "is_transposed", False))
+    hidden_size, width = reversed(sizes) if transposed else sizes
+    form: dict[str, Any] = {
+        "num_experts": num_experts,
+        "hidden_size": hidden_size,
+        "intermediate_size": width,
+        "bias": _BIASES[0] in shapes,
+        "transposed": transposed,
+    }
+    fits = shapes == _shapes(**form) and not getattr(experts, "has_post_expert_norm", False)
+    without_weights = copy.copy(experts)
+    without_weights.__dict__["_parameters"] = {}
+    for interleaved in (False, True):
+        if fits and _is_by_column(without_weights, interleaved):
+            apply_gate = without_weights._apply_gate
+            return form | {"interleaved": interleaved, "apply_gate": apply_gate}
+    return None
+
+
+def _is_by_column(experts: Any, interleaved: bool) -> bool:
+    """Return whether each column that leaves the gate depends on its own gate and up alone."""
+    pairs = torch.linspace(-9, 9, 32, dtype=torch.float64, device="cpu").view(2, 2, 8)
+    try:
+        whole, *parts = (
+            experts._apply_gate((part.mT if interleaved else part).flatten(1))
+            for part in (pairs, *pairs.split((3, 5), 2))
+        )
+        return whole.shape == (2, 8) and torch.allclose(torch.cat(parts, 1), whole, 1e-12, 0)
+    except Exception:  # it has none, or one that needs weights
+        return False
+
+
+def _shapes(
+    num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, transposed: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the unsharded shape of each parameter of `MoE`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    pairs = ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
+    for name, name_of_bias, (n, k) in zip(PROJECTIONS, _BIASES, pairs, strict=True):
+        shapes[name] = (num_experts, k, n) if transposed else (num_experts, n, k)
+        if bias:
+            shapes[name_of_bias] = (num_experts, n)
+    return shapes
 
 
 class MoE(PackableModule):
@@ -42,6 +94,11 @@ class MoE(PackableModule):
         num_experts, hidden_size, intermediate_size: of the unsharded experts.
         group, options: see `tpkernels.nn`; ``sequence_dim`` is 0.
         activation: applied to the gate.
+        apply_gate: maps the product with ``gate_up_proj``, [rows, 2 * width], to [rows, width],
+            each column by its own gate and up. By default ``activation(gate) * up``.
+        bias: add biases [experts, 2 * width] and [experts, hidden_size] to the products.
+        transposed: weights are [experts, inputs, outputs].
+        interleaved: each gate is followed by its up.
         expert_parallel: each rank has ``tpkernels.shard_sizes(num_experts, world)`` whole experts,
             and tokens travel to them (`tpkernels.moe_dispatch`). By default each rank has a part of
             every expert's width, which keeps ranks equally busy whatever the router chooses.
@@ -49,7 +106,8 @@ class MoE(PackableModule):
             the same tokens.
 
     ``gate_up_proj`` is [experts, 2 * width, hidden_size], the gates before the ups, and
-    ``down_proj`` [experts, hidden_size, width], with this rank's experts or width.
+    ``down_proj`` [experts, hidden_size, width], with this rank's experts or width. Where the width
+    is split, a rank adds its columns of ``down_proj_bias``.
     """
 
     def __init__(
@@ -60,6 +118,10 @@ class MoE(PackableModule):
         group: GroupLike,
         *,
         activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
+        apply_gate: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        bias: bool = False,
+        transposed: bool = False,
+        interleaved: bool = False,
         expert_parallel: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -68,21 +130,24 @@ class MoE(PackableModule):
             raise ValueError(f"sequence_dim is {self.sequence_dim}; MoE takes tokens along dim 0")
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
-        self.expert_parallel = expert_parallel
-        if expert_parallel:
-            split = Split.of(0, num_experts, self.group, "num_experts")
-            splits = [split, split]
-        else:
-            widths = balanced_sizes(intermediate_size, self.world)
-            both = Split.packed(1, [widths, widths])
-            splits = [
-                Split.of(dim, 0, self.group, "width", split)
-                for dim, split in ((1, both), (2, Split(2, tuple(widths), 0)))
-            ]
-        self.empty = splits[1].size == 0  #: this rank has no experts, or no width
-        shapes = ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
-        for name, shape, split in zip(PROJECTIONS, shapes, splits, strict=True):
-            self.add_parameter(name, (num_experts, *shape), split)
+        self.expert_parallel, self.apply_gate = expert_parallel, apply_gate
+        self.bias, self.transposed, self.interleaved = bias, transposed, interleaved
+        outer, inner = (2, 1) if transposed else (1, 2)
+        widths = balanced_sizes(intermediate_size, self.world)
+        for name, shape in _shapes(
+            num_experts, hidden_size, intermediate_size, bias, transposed
+        ).items():
+            dim = outer if name == PROJECTIONS[0] else 1
+            sizes: Sequence[int] | Split | None = None
+            if expert_parallel:
+                dim = 0
+            elif name == PROJECTIONS[1]:
+                dim, sizes = inner, widths
+            elif name != _BIASES[1]:
+                pairs = [2 * width for width in widths]
+                sizes = pairs if interleaved else Split.packed(dim, [widths, widths])
+            self.add_parameter(name, shape, Split.of(dim, shape[dim], self.group, name, sizes))
+        self.empty = self.splits[PROJECTIONS[1]].size == 0  #: no experts here, or no width
         self._packed: dict[str, torch.Tensor] = {}
         self._asked_dtype: torch.dtype | None = None
         self._plain_dtype: torch.dtype | None = None
@@ -91,18 +156,13 @@ class MoE(PackableModule):
     @classmethod
     def from_experts(cls, experts: Any, group: GroupLike, **options: Any) -> Self:
         """Make a layer with copies of this rank's shards of an experts module as transformers 5
-        has them: ``gate_up_proj``, ``down_proj`` and the activation ``act_fn``."""
-        num_experts, hidden_size, width = experts.down_proj.shape
-        layer = cls(
-            num_experts,
-            hidden_size,
-            width,
-            group,
-            activation=experts.act_fn,
-            device="meta",
-            dtype=experts.down_proj.dtype,
-            **options,
-        )
+        has them, with ``gate_up_proj``, ``down_proj`` and ``_apply_gate``. Raise ValueError if it
+        computes anything else."""
+        form = form_of(experts)
+        if form is None:
+            raise ValueError(f"{experts} has other weights or gates than MoE")
+        dtype = experts.down_proj.dtype
+        layer = cls(**form, group=group, device="meta", dtype=dtype, **options)
         layer.adopt(experts)
         return layer
 
@@ -112,10 +172,9 @@ class MoE(PackableModule):
         def draw(inputs: int, full: torch.Tensor) -> None:
             nn.init.uniform_(full, -(inputs**-0.5), inputs**-0.5)
 
-        for name, inputs in zip(
-            PROJECTIONS, (self.hidden_size, self.intermediate_size), strict=True
-        ):
-            self.fill(name, partial(draw, inputs))
+        sizes = dict(zip(PROJECTIONS, (self.hidden_size, self.intermediate_size), strict=True))
+        for name in self.splits:
+            self.fill(name, partial(draw, sizes[name.removesuffix("_bias")]))
 
     def forward(
         self,
@@ -132,47 +191,80 @@ class MoE(PackableModule):
             shard_sizes: tokens of each rank, with ``sequence_parallel``; default: all the same.
         """
         x, ids, weights = hidden_states, top_k_index, top_k_weights
-        gate_up, down = self._operands(x)
         if self.expert_parallel:
-            return self._by_experts(x, ids, weights, gate_up, down, shard_sizes)
+            return self._by_experts(x, ids, weights, shard_sizes)
+        gate_up, down = self._operands(x)
+        biases = self._biases()
         if self.sequence_parallel:
             inner, routing = all_gather_grouped_matmul(
-                x, ids, weights, gate_up, self.group, shard_sizes=shard_sizes
+                x, ids, weights, gate_up, self.group, bias=biases[0], shard_sizes=shard_sizes
             )
             return grouped_matmul_reduce_scatter(
-                self._gate(inner), down, routing, self.group, shard_sizes=shard_sizes
+                self._gate(inner),
+                down,
+                routing,
+                self.group,
+                bias=biases[1],
+                shard_sizes=shard_sizes,
             )
         if torch.is_grad_enabled():
             x, weights = copy_to_ranks(x, self.group), copy_to_ranks(weights, self.group)
         routing = route(ids, weights, self.num_experts)
-        inner = grouped_matmul(rows_by_expert(x, routing), gate_up, routing.counts)
-        return grouped_matmul_all_reduce(self._gate(inner), down, routing, self.group)
+        inner = grouped_matmul(rows_by_expert(x, routing), gate_up, routing.counts, biases[0])
+        return grouped_matmul_all_reduce(
+            self._gate(inner), down, routing, self.group, bias=biases[1]
+        )
 
     def _by_experts(
         self,
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
         sizes: Sequence[int] | None,
     ) -> torch.Tensor:
+        gate_up, down = self._operands(x)
+        biases = self._biases()
         if not self.sequence_parallel:  # each rank sees to its share of the tokens
             sizes = balanced_sizes(x.shape[0], self.world)
             x, ids, weights = (split_over_ranks(t, self.group, 0, sizes) for t in (x, ids, weights))
-        rows, counts, handle = moe_dispatch(
-            x, ids, weights, self.num_experts, self.group, shard_sizes=sizes
+        inner, _, handle = dispatch_grouped_matmul(
+            x,
+            ids,
+            weights,
+            gate_up,
+            self.num_experts,
+            self.group,
+            bias=biases[0],
+            shard_sizes=sizes,
         )
-        inner = self._gate(grouped_matmul(rows, gate_up, counts))
-        y = moe_combine(grouped_matmul(inner, down, counts), handle)
+        y = grouped_matmul_combine(self._gate(inner), down, handle, bias=biases[1])
         if self.sequence_parallel:
             return y
         assert sizes is not None
         return gather_from_ranks(y, self.group, 0, sizes)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:
-        gate, up = inner.chunk(2, -1)
+        if self.apply_gate is not None:
+            return self.apply_gate(inner)
+        gate, up = inner.unflatten(1, (-1, 2)).unbind(2) if self.interleaved else inner.chunk(2, 1)
         return self.activation(gate) * up
+
+    def _biases(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Return the biases as the ops take them."""
+        if not self.bias:
+            return None, None
+        parameters: Any = self._parameters
+        of_gate_up, of_down = (parameters[name] for name in _BIASES)
+        if not self.expert_parallel:
+            split = self.splits[_BIASES[1]]
+            after = self.hidden_size - split.offset - split.size
+            of_down = F.pad(of_down, (split.offset, after))
+            of_gate_up = F.pad(of_gate_up, (0, 2)) if self.empty else of_gate_up
+        return of_gate_up, of_down
+
+    def _by_inputs(self, w: torch.Tensor) -> torch.Tensor:
+        """Map weights as the layer has them to [experts, K, N], or back."""
+        return w if self.transposed else w.transpose(1, 2)
 
     def _operands(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the weights [experts, K, N] as the ops take them."""
@@ -186,11 +278,11 @@ class MoE(PackableModule):
                     "unpack_() it"
                 )
             return [self._packed[name] for name in PROJECTIONS]
-        gate_up, down = (parameters[name] for name in PROJECTIONS)
+        gate_up, down = (self._by_inputs(parameters[name]) for name in PROJECTIONS)
         if self.empty and not self.expert_parallel:
             # A width of zeros keeps this rank's backward in step with the others'.
-            gate_up, down = F.pad(gate_up, (0, 0, 0, 2)), F.pad(down, (0, 1))
-        return [gate_up.transpose(1, 2), down.transpose(1, 2)]
+            gate_up, down = F.pad(gate_up, (0, 2)), F.pad(down, (0, 0, 0, 1))
+        return [gate_up, down]
 
     def check_packable(self, what: str, dtype: torch.dtype | None) -> None:
         """Raise what `pack_` raises."""
@@ -198,7 +290,7 @@ class MoE(PackableModule):
             return
         for name in PROJECTIONS:
             w = self.get_parameter(name)
-            check_packable(w.transpose(1, 2), f"{what}{name}")
+            check_packable(self._by_inputs(w), f"{what}{name}")
             if dtype == torch.int8:
                 check_finite(w, f"{what}{name}")
 
@@ -211,12 +303,13 @@ class MoE(PackableModule):
         return self
 
     def pack_parameter(self, name: str, *, drop: bool, dtype: torch.dtype | None) -> None:
-        """Pack one of the weights; the layer needs both packed, or none."""
-        if self.empty:
+        """Pack one of the weights; the layer needs both packed, or none. Biases are not packed."""
+        if self.empty or name not in PROJECTIONS:
             return
         w = self.get_parameter(name)
         self._asked_dtype, self._plain_dtype = dtype, w.dtype
-        packed = pack(w.transpose(1, 2), None if w.shape[2] % 4 else dtype)
+        w_kn = self._by_inputs(w)
+        packed = pack(w_kn, None if w_kn.shape[1] % 4 else dtype)
         if drop:
             trained = w.requires_grad and packed.is_floating_point()
             self.register_parameter(name, nn.Parameter(packed, trained))
@@ -228,7 +321,7 @@ class MoE(PackableModule):
         for name in PROJECTIONS:
             w = self.get_parameter(name)
             if is_packed_stack(w):
-                plain = unpack(w).transpose(1, 2).to(self._plain_dtype)
+                plain = self._by_inputs(unpack(w)).to(self._plain_dtype)
                 self.register_parameter(name, nn.Parameter(plain, w.requires_grad))
         return self
 

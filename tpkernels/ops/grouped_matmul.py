@@ -56,7 +56,19 @@ def _run(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Te
 
 def _check(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> None:
     """Raise for operands that do not fit. The values of ``counts`` are not looked at."""
-    validation.tensors({"x": x, "w": stack, "counts": counts})
+    check_operands(x, stack)
+    validation.tensors({"x": x, "counts": counts})
+    integers = counts.dtype in (torch.int32, torch.int64)
+    if tuple(counts.shape) != (len(stack),) or not integers:
+        raise ValueError(
+            f"counts is {counts.dtype} of shape {list(counts.shape)}; w has {len(stack)} groups, "
+            f"so it must be int32 or int64 of shape [{len(stack)}]"
+        )
+
+
+def check_operands(x: torch.Tensor, stack: torch.Tensor) -> None:
+    """Raise for rows and a stack of weights that do not fit."""
+    validation.tensors({"x": x, "w": stack})
     validation.matrix_input(x)
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; grouped_matmul takes rows [R, K]")
@@ -67,12 +79,13 @@ def _check(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> None:
         )
     if len(stack):
         validation.weight(stack[0], x, x.shape[1], "w[0]")
-    integers = counts.dtype in (torch.int32, torch.int64)
-    if tuple(counts.shape) != (len(stack),) or not integers:
-        raise ValueError(
-            f"counts is {counts.dtype} of shape {list(counts.shape)}; w has {len(stack)} groups, "
-            f"so it must be int32 or int64 of shape [{len(stack)}]"
-        )
+
+
+def check_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
+    """Raise for a bias that does not fit a stack of weights."""
+    shape = [len(stack), _columns(stack)]
+    if bias is not None and list(bias.shape) != shape:
+        raise ValueError(f"bias has shape {list(bias.shape)}; it must be {shape}, a row per group")
 
 
 def _ranges(counts: torch.Tensor) -> list[slice]:
@@ -144,7 +157,9 @@ define_local(
 )
 
 
-def grouped_matmul(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(
+    x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Multiply the rows of each group by the group's own weight. Local: no rank communicates.
 
     Args:
@@ -154,6 +169,7 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> to
         counts: [E] of int64 or int32, the rows of each group, which add up to R; 0 is allowed. Not
             checked on GPUs, which read them without a synchronisation where x and w are bfloat16
             with rows or columns of whole 16 bytes, and copy them to the host otherwise.
+        bias: [E, N], of which each row of the product gets its group's, in x's dtype.
 
     Returns:
         [R, N] in x's dtype. Sums are in float32. With a packed w a group's rows have the bits of
@@ -164,7 +180,12 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> to
         TypeError: w has another dtype than x.
         NotImplementedError: a dtype is not supported, or a gradient of a packed w is needed.
     """
+    product: torch.Tensor
     if is_plain(x, w, counts):
-        return _run(x, w, counts)
-    product: torch.Tensor = torch.ops.tpkernels.grouped_matmul.default(x, w, counts)
-    return product
+        product = _run(x, w, counts)
+    else:
+        product = torch.ops.tpkernels.grouped_matmul.default(x, w, counts)
+    if bias is None:
+        return product
+    check_bias(bias, w)
+    return product + bias.to(product.dtype).repeat_interleave(counts, 0, output_size=len(product))

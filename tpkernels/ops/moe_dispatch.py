@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels import validation
 from tpkernels.groups import GroupLike, break_if_interrupted, name_of
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.registration import define
@@ -26,6 +26,7 @@ class Handle(NamedTuple):
         routes: [tokens of all ranks, k], the expert of each route.
         topk_weights: [tokens, k], of this rank's tokens.
         num_experts: of all ranks.
+        counts: [experts of this rank], the rows of each.
         group: its name.
         shard_sizes: tokens of each rank; None: all the same.
         max_rows: rows that every rank has; None: one for each route to its experts.
@@ -34,9 +35,10 @@ class Handle(NamedTuple):
     routes: torch.Tensor
     topk_weights: torch.Tensor
     num_experts: int
+    counts: torch.Tensor
     group: str
     shard_sizes: Sequence[int] | None
-    max_rows: int | None = None
+    max_rows: int | None
 
 
 def _save(ctx: Any, given: Any, output: Any) -> None:
@@ -95,23 +97,17 @@ def moe_dispatch(
     Raises:
         RoutingError: an expert that there is not, of any rank, or more routes to a rank's experts
             than ``max_rows``; on all ranks. Nothing has been sent, and the group can go on.
+        CaptureError: a CUDA graph is captured, and the host would have to wait.
 
     All ranks gather all ``topk_ids`` first, from which each knows the counts. On CUDA tensors the
-    host waits for them. The gradient of ``x`` comes back by the routes and is summed in the order
-    of ``topk_ids``.
+    host waits for them, but not with ``max_rows`` by ``direct`` or on one rank: there `moe_combine`
+    makes NaN of a token with a route for which `RoutingError` would be raised. The gradient of
+    ``x`` comes back by the routes and is summed in the order of ``topk_ids``.
 
     ``torch.ops.tpkernels.moe_dispatch`` takes the gathered ids as ``routes``.
     """
     try:
-        if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape:
-            raise ValueError(
-                f"topk_ids has shape {list(topk_ids.shape)} and topk_weights "
-                f"{list(topk_weights.shape)}; both must be [tokens, k]"
-            )
-        if topk_ids.shape[0] != x.shape[0]:
-            raise ValueError(f"x has {x.shape[0]} tokens and topk_ids {topk_ids.shape[0]}")
-        if topk_ids.dtype not in dtypes.MOVED:
-            raise TypeError(f"topk_ids is {dtypes.name(topk_ids.dtype)}; it must be int32 or int64")
+        validation.topk(topk_ids, topk_weights, x)
         name, bits = name_of(group), topk_ids.contiguous().view(torch.float32)  # as GPUs move it
         routes = all_gather(bits, name, shard_sizes=shard_sizes).view(topk_ids.dtype)
         rows, counts = run_dispatch(
@@ -123,7 +119,7 @@ def moe_dispatch(
             max_rows=max_rows,
             algorithm=algorithm,
         )
-        handle = Handle(routes, topk_weights, num_experts, name, shard_sizes, max_rows)
+        handle = Handle(routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows)
         return rows, counts, handle
     except BaseException as error:
         break_if_interrupted(group, error)

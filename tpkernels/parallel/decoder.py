@@ -293,6 +293,17 @@ def set_groups(attention: Any, heads: Heads, group: str) -> None:
     attention.num_key_value_groups = heads.queries_per_group[position(group)[0]]
 
 
+def share_heads(attention: nn.Module, heads: Heads, names: list[str], group: str) -> None:
+    """Let each rank use its query heads' entries of parameters that all ranks have whole."""
+    rank, _ = position(group)
+    size = heads.query_heads[rank] or heads.queries_per_group[rank]
+    begin = min(sum(heads.query_heads[:rank]), heads.heads - size)
+    if names:
+        hook = partial(_lend_entries, group, names, begin, size)
+        attention.register_forward_pre_hook(hook)
+        attention.register_forward_hook(_take_back, always_call=True)
+
+
 def replace_inputs(
     parent: nn.Module, projections: Mapping[str, Any], group: str, rows: Rows | None
 ) -> None:
@@ -353,6 +364,15 @@ def _lend_copies(group: str, rows: Rows | None, module: nn.Module, args: Any) ->
         for name, parameter in parameters.items():
             if parameter is not None:
                 parameters[name] = copy_to_ranks(parameter, group)
+
+
+def _lend_entries(
+    group: str, names: list[str], begin: int, size: int, module: nn.Module, args: Any
+) -> None:
+    parameters: dict[str, Any] = module._parameters
+    module.__dict__["_lent"] = {name: parameters[name] for name in names}
+    for name in names:
+        parameters[name] = copy_to_ranks(parameters[name], group).narrow(0, begin, size)
 
 
 def _take_back(module: nn.Module, args: Any, output: Any) -> None:

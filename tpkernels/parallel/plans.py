@@ -12,7 +12,7 @@ any split is right, and so is one of each half of a packed weight. Otherwise the
 attention, which is split by key-value heads; or the plan gathers the columns, which is right for
 all code. Anything else is refused.
 
-    colwise, packed_colwise        column-parallel
+    colwise, packed_colwise        column-parallel; each rank uses its heads' entries of a vector
     colwise_gather_output (_rep)   column-parallel; gathered unless the code allows a split
     rowwise                        row-parallel, split like the block's columns
     rowwise_split_input (_rep)     row-parallel; takes its columns of a whole input
@@ -44,6 +44,7 @@ from tpkernels.nn import (
     split_over_ranks,
 )
 from tpkernels.nn.linear import QKV, Heads, check_linear
+from tpkernels.nn.moe import form_of
 from tpkernels.nn.sharding import Split, check_parameter, position
 from tpkernels.nn.vocabulary import check_embedding
 from tpkernels.parallel import decoder
@@ -63,6 +64,14 @@ ROWS = {"rowwise", *SPLIT_INPUT}
 SHARED = "replicated_with_grad_allreduce"
 UNSPLIT = {"replicate", "embedding_rowwise", "embedding_colwise"}
 EXPERTS = "moe_tp_experts"
+#: Of base models that bring none, by model type.
+PLANS = {
+    "gpt_oss": {
+        **{f"layers.*.self_attn.{name}": "colwise" for name in (*QKV, "sinks")},
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.experts": EXPERTS,
+    }
+}
 OTHER_EXPERTS = re.compile(r"moe_|ep_|grouped_gemm|packed_rowwise")
 
 
@@ -77,6 +86,7 @@ class Block:
     row_options: dict[str, Any] = field(default_factory=dict)
     heads: Heads | None = None  #: if it is an attention that is split
     shared: list[str] = field(default_factory=list)  #: norms; each rank applies them to its heads
+    by_head: list[str] = field(default_factory=list)  #: parameters with an entry per query head
 
     @property
     def shares_input(self) -> bool:
@@ -107,8 +117,9 @@ def check_has_plan(config: Any, what: str) -> None:
     """Raise NotImplementedError if a ``config`` of transformers brings no plan; ``what`` names its
     owner."""
     configs = [config, *map(partial(getattr, config), getattr(config, "sub_configs", ()))]
-    if not any(getattr(each, "base_model_tp_plan", None) for each in configs):
-        model_type = getattr(config, "model_type", None)
+    plans = [getattr(each, "base_model_tp_plan", None) for each in configs]
+    model_type = getattr(config, "model_type", None)
+    if not any(plans) and model_type not in PLANS:
         raise NotImplementedError(
             f"{what} (model_type {model_type!r}) is not supported without a plan: its "
             "configuration has no base_model_tp_plan; pass plan={...}, or --plan FILE"
@@ -148,10 +159,15 @@ def apply(
     """
     if plan is None:
         check_has_plan(getattr(model, "config", None), type(model).__name__)
-        plan = getattr(model, "_tp_plan", None) or {}
+        plan = _own_plan(model)
     else:
         _check_styles(model, plan)
     experts = _experts(model, plan)
+    if expert_parallel and not experts:
+        raise ValueError(
+            "expert_parallel=True, or --expert-parallel, splits experts, and "
+            f"{type(model).__name__} has none in its plan; leave it out"
+        )
     blocks = _blocks(model, plan, group, ffn_only, experts)
     ends = (None, None, 1.0) if ffn_only else _ends(model)
     decoder.check_packing(model, pack)
@@ -178,6 +194,14 @@ def apply(
     _replace_ends(model, *ends, group)
     if pack:
         pack_(model, dtype=decoder.packed_dtype(pack))
+
+
+def _own_plan(model: Any) -> dict[str, str]:
+    """Return the plan that a model brings, or that of `PLANS`."""
+    base = model.base_model_prefix
+    prefix = f"{base}." if hasattr(model, base) else ""
+    more = PLANS.get(model.config.model_type, {})
+    return (model._tp_plan or {}) | {f"{prefix}{name}": style for name, style in more.items()}
 
 
 def _wildcard(name: str) -> str:
@@ -218,29 +242,13 @@ def _experts(model: nn.Module, plan: Mapping[str, str]) -> dict[str, nn.Module]:
     found = {}
     for name, module in model.named_modules():
         if plan.get(_wildcard(name)) == EXPERTS:
-            if not _is_gated_experts(module):
+            if form_of(module) is None:
                 kind = type(module).__name__
-                raise _refuse(
-                    name, EXPERTS, f"{kind} is not of the form act_fn(gate) * up without biases"
-                )
+                raise _refuse(name, EXPERTS, f"{kind} has other weights or gates than MoE")
             for key, parameter in module.named_parameters():
                 check_parameter(parameter, f"{name}.{key}")
             found[name] = module
     return found
-
-
-def _is_gated_experts(experts: Any) -> bool:
-    """Return whether experts hold what `MoE` does, and activate it as `MoE` does."""
-    shapes = {name: tuple(p.shape) for name, p in experts.named_parameters()}
-    _, hidden, width = shapes.get("down_proj", (0, 0, 0))
-    expected = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
-    if {name: shape[1:] for name, shape in shapes.items()} != expected:
-        return False
-    flags = ("is_transposed", "has_bias", "has_post_expert_norm")
-    if any(getattr(experts, flag, False) for flag in flags) or not hasattr(experts, "_apply_gate"):
-        return False
-    gate, up = torch.linspace(-3, 3, 8, device="cpu"), torch.linspace(1, 2, 8, device="cpu")
-    return torch.equal(experts._apply_gate(torch.cat([gate, up])), experts.act_fn(gate) * up)
 
 
 def _blocks(
@@ -262,12 +270,14 @@ def _blocks(
             continue
         if OTHER_EXPERTS.match(style):
             raise _refuse(name, style, "experts of that kind are not supported")
-        if not isinstance(value, nn.Module):
-            raise _refuse(name, style, "splits a parameter without its module")
-        if style not in COLUMNS | ROWS | {SHARED}:
-            raise _refuse(name, style, "that style is not supported")
         parent, _, child = name.rpartition(".")
-        if not ffn_only or not _is_attention(model.get_submodule(parent)):
+        of_attention = _is_attention(model.get_submodule(parent))
+        if not isinstance(value, nn.Module):
+            if style != "colwise" or value.dim() != 1 or not of_attention:
+                raise _refuse(name, style, "splits a parameter without its module")
+        elif style not in COLUMNS | ROWS | {SHARED}:
+            raise _refuse(name, style, "that style is not supported")
+        if not ffn_only or not of_attention:
             styles.setdefault(parent, {})[child] = style
     split = any(set(children.values()) & (COLUMNS | ROWS) for children in styles.values())
     if not split and not experts:
@@ -285,8 +295,10 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Bloc
     columns: dict[str, nn.Linear] = {}
     rows: dict[str, nn.Linear] = {}
     for child, style in styles.items():
-        module = block.module.get_submodule(child)
-        if style in COLUMNS | ROWS:
+        module: Any = getattr(block.module, child)
+        if isinstance(module, nn.Parameter):
+            block.by_head.append(child)
+        elif style in COLUMNS | ROWS:
             kind = columns if style in COLUMNS else rows
             kind[child] = check_linear(module, prefix + child)
         else:
@@ -372,6 +384,9 @@ def _split_heads(
     block.row_options = {"in_sizes": block.heads.split_of(str(block.row))["out_sizes"]}
     for name, parameter in attention.named_parameters():
         child = name.partition(".")[0]
+        if child in block.by_head and len(parameter) != heads:
+            reason = f"it has {len(parameter)} entries for {heads} heads"
+            raise _refuse(prefix + child, styles[child], reason)
         if child in styles or prefix + child in block.shared:
             continue
         of_head = parameter.dim() == 1 and parameter.shape[0] * heads == row.in_features
@@ -507,6 +522,7 @@ def _replace(model: nn.Module, block: Block, group: str, rows: Rows | None) -> N
         decoder.replace_linear(parent, block.row, kind, group, rows, **options)
     if block.heads is not None:
         decoder.set_groups(parent, block.heads, group)
+        decoder.share_heads(parent, block.heads, block.by_head, group)
     for name in block.shared:
         decoder.share_norm(model, name, group, None)
 

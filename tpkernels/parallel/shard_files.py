@@ -89,6 +89,7 @@ def plan_shards(
     *,
     plan: Mapping[str, str] | None = None,
     ffn_only: bool = False,
+    expert_parallel: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ShardPlan:
     """Plan how `tpkernels.from_pretrained` splits a checkpoint, without weights or ranks. The
@@ -97,7 +98,14 @@ def plan_shards(
         raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
 
     def split(model: nn.Module) -> nn.Module:
-        plans.apply(model, planned(ranks), plan=plan, sequence_parallel=False, ffn_only=ffn_only)
+        plans.apply(
+            model,
+            planned(ranks),
+            plan=plan,
+            sequence_parallel=False,
+            ffn_only=ffn_only,
+            expert_parallel=expert_parallel,
+        )
         return model
 
     blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=plan is not None)

@@ -128,7 +128,8 @@ class Algorithm:
 
 
 _ROUTED = frozenset(spec.name for spec in OPS.values() if spec.routed)
-_ALL_TO_ALLS = _ROUTED | {"all_to_all"}
+_ALL_TO_ALL = frozenset({"all_to_all"})
+_ALL_TO_ALLS = _ROUTED | _ALL_TO_ALL
 _RECORDS = (
     Algorithm("unfused", any_order=True),
     Algorithm(
@@ -137,7 +138,7 @@ _RECORDS = (
     Algorithm(
         "direct",
         needs_shared_memory=True,
-        lacks={"cuda": _ALL_TO_ALLS},
+        lacks={"cuda": _ALL_TO_ALL},
         kernels={"cuda": "CUDA"},
         whole_rows=frozenset({"cuda"}),
         workspace_bytes=_direct_bytes,

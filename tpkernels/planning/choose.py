@@ -173,6 +173,12 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     if problem.device == "cuda":
         if not means.trust.ways:
             return "unfused", f"nothing else is qualified here: {means.trust.record}"
+        if problem.options.max_rows is not None:
+            reason = why_unqualified(problem, "direct", means)
+            reason = reason or _unsupported(problem, "direct", means)
+            if reason is not None:
+                return "unfused", f"direct {reason}"
+            return "direct", "with max_rows the host waits for no counts"
         return "unfused", "on this GPU nothing is known to be faster"
     if not problem.spec.has_matmul:
         reason = _unsupported(problem, "direct", means)
@@ -289,6 +295,8 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         if problem.dim is not None and (split or (last and not vector)):
             dims = "any dim but the last" if movable else "dim 0 only"
             return f"moves whole rows: of {list(problem.shape)} it can split {dims}"
+        if problem.options.routes and problem.shape[0] * problem.options.routes[1] >= 1 << 31:
+            return "counts routes in 31 bits, and there are more"
         if problem.dtype == torch.float64:
             return "accumulates in float32 and takes no float64"
     elif (

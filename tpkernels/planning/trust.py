@@ -60,6 +60,8 @@ def ways_of(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
     """Return the ways of an algorithm for an op, of which one suffices."""
     if algorithm != "direct":
         return (f"{algorithm}/{kind_of(spec)}",)
+    if spec.routed:
+        return ("direct/routed",)
     names = SHARDS if spec.gathers or spec.scatters else NORMED_SUMS if spec.normed else SUMS
     return tuple(f"direct/{name}" for name in names)
 

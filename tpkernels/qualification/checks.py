@@ -45,6 +45,7 @@ _SMALL = ((2, 24, 40), (61, 72, 136))
 _LARGE = ((2, 64, 128), (1021, 1032, 2056), (2048, 1536, 4096))
 _LARGEST_DEVIATION = 32  # of sums of integers: 8 of it is 256, from where on bfloat16 has gaps
 _REPLAYS = 10
+_TOP_K = 3  # experts of a token
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Call:
 def ops_of(way: str) -> list[str]:
     """Return the ops by which a way is checked."""
     algorithm, _, name = way.partition("/")
+    if way == "direct/routed":
+        return ["moe_dispatch", "moe_combine"]
     if algorithm == "direct":
         found = ["all_reduce", "matmul_all_reduce"] if name in SUMS else []
         found += ["all_reduce_rms_norm"] if name in NORMED_SUMS else []
@@ -199,6 +202,9 @@ class _Operands:
             self.wanted, self.bound = [whole.double()], [torch.zeros(())]
             self.options = {"gather_dim": 1, "scatter_dim": 0}
             return
+        if spec.routed:
+            self._route(make, generator, rank, sizes, own)
+            return
         width = k if spec.has_matmul else n
         if spec.gathers:
             x, w = make(m, width), make(k, n) if spec.has_matmul else None
@@ -234,10 +240,37 @@ class _Operands:
             self.factors.append(make(n))
             self.options["eps"] = _EPS
 
+    def _route(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
+        """Rows of tokens or, of a combine, of routes; as many as there may be, or of random data as
+        there are. The last expert gets none."""
+        (m, n, _), held = self.call.shape, shard_sizes(2 * len(sizes) + 1, len(sizes))
+        each = 1 if self.spec.combines else _TOP_K  # routes with the same row
+        of_routes = make(m * _TOP_K // each, n).repeat_interleave(each, 0)
+        shape, device = (m, _TOP_K), of_routes.device
+        routes = torch.randint(sum(held) - 1, shape, generator=generator, device=device)
+        counts = routes.flatten().bincount(minlength=sum(held)).split(held)
+        order = routes.flatten().argsort(stable=True).split([int(part.sum()) for part in counts])
+        rows = of_routes[order[rank]]
+        self.options = {"num_experts": sum(held), "shard_sizes": sizes}
+        if self.call.exact:
+            self.options["max_rows"] = m * _TOP_K
+            rows = torch.cat([rows, rows.new_zeros(m * _TOP_K - len(rows), n)])
+        if self.spec.dispatches:
+            self.factors = [of_routes[::_TOP_K][own].contiguous(), routes]
+            self.wanted, self.bound = [counts[rank].double(), rows.double()], [torch.zeros(())] * 2
+            return
+        weights = make(*shape).float()
+        self.factors = [rows, weights[own], routes]
+        terms = (weights[..., None].double() * of_routes.view(*shape, n).double())[own]
+        exact, magnitude = terms.sum(1), terms.abs().sum(1)
+        bound = torch.finfo(self.call.dtype).eps * exact.abs() + _TOP_K * _FLOAT32_EPS * magnitude
+        self.wanted, self.bound = [exact], [torch.zeros(()) if self.call.exact else bound]
+
     def run(self, algorithm: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Make the call; return its results, the sum first."""
-        function = getattr(tpkernels, self.call.op)
-        results = function(*self.factors, group, algorithm=algorithm, **self.options)
+        function = getattr(torch.ops.tpkernels if self.spec.routed else tpkernels, self.call.op)
+        options = {"group": group.group_name, "algorithm": algorithm, **self.options}
+        results = function(*self.factors, **options)
         return [results] if isinstance(results, torch.Tensor) else [results[1], results[0]]
 
     def expected(self, results: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

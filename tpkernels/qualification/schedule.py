@@ -35,7 +35,10 @@ AUTOMATIC_S, ONE_GPU_S, MOST_S = 60.0, 1800.0, 3600.0  #: budgets
 _RELY_ON = {
     "words": ("direct/ll", "direct/ll_two_shot"),
     "lines": ("direct/ll128",),
-    "messages": ("direct/two_shot", "direct/one_shot", *(f"fused/{kind}" for kind in KINDS)),
+    "messages": (
+        *("direct/two_shot", "direct/one_shot", "direct/routed"),
+        *(f"fused/{kind}" for kind in KINDS),
+    ),
     "copies": (*(f"pipelined/{kind}" for kind in KINDS), f"fused/{COPY_ENGINES}"),
     "bulk": ("fused/reduce_scatter", "fused/all_reduce"),
     "multimem": tuple(f"multimem/{kind}" for kind in KINDS),
@@ -164,7 +167,9 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
         missing = [reasons[one] for one in (name, *tests) if reasons.get(one)]
         stages[name] = replace(stage, why_not=_why_not(topology, stage) or "; ".join(missing))
 
-    for way in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1])):  # two_shot and one_shot before LL
+    for way in dict.fromkeys(
+        (*SUMS[::-1], *SHARDS[::-1], "routed")
+    ):  # two_shot and one_shot before LL
         add(f"direct/{way}")
     for kind in KINDS:
         add(f"pipelined/{kind}")

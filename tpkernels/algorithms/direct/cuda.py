@@ -1,7 +1,8 @@
 """``direct`` on GPUs: one matmul, and one kernel that moves all the data at once; and ``multimem``,
 where it is the NVSwitch that adds, and that stores at all ranks.
 
-The kernels, their slots and words are in csrc/cuda/shards.cuh, all_reduce.cuh and multimem.cuh.
+The kernels, their slots and words are in csrc/cuda/shards.cuh, all_reduce.cuh, multimem.cuh and
+routed.cuh.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from tpkernels import cuda
 from tpkernels.algorithms.parts import Products, as_rows, new_partial, partial_of
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction, RmsNorm, normalising
+from tpkernels.algorithms.routes import Places, filled
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queued
 from tpkernels.errors import WorkspaceMemoryError
@@ -46,6 +48,34 @@ def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     )
     _queue(call, x, None, x, launch)
     products.multiply(whole)
+
+
+def dispatch(
+    call: Call, x: torch.Tensor, routes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of this rank's experts, and how many each has. x [tokens, H], routes [tokens
+    of all ranks, k]. With ``max_rows`` the host waits for nothing."""
+    problem, rank = call.problem, call.group.rank
+    found = Places.of(problem, rank, routes)
+    rows = empty((found.rows(problem, rank, routes), x.shape[1]), x.dtype, x.device)
+    where = found.order, found.edges, problem.sizes, len(rows)
+    launch = cuda.prepare_routed(x, rows, *where)
+    _queue(call, x, None, x, launch)
+    return rows, found.counts
+
+
+def combine(
+    call: Call, x: torch.Tensor, routes: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Fill ``out`` [tokens, H] with the sums of the tokens' rows by ``weights`` [tokens, k]. A
+    token that has a route without a row becomes NaN."""
+    problem, rank = call.problem, call.group.rank
+    found = Places.of(problem, rank, routes)
+    x = filled(problem, x, found.rows(problem, rank, routes))
+    most = problem.options.max_rows or found.order.numel()
+    where = found.order, found.edges, problem.sizes, most, found.of_routes()
+    launch = cuda.prepare_routed(x, out, *where, weights)
+    _queue(call, x, None, x, launch)
 
 
 @scatters_in_rank_order

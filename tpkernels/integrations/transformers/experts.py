@@ -26,12 +26,11 @@ def experts_forward(
             "tpkernels.parallelize(model, mesh, expert_parallel=True) instead"
         )
     routing = route(top_k_index, top_k_weights, experts.num_experts)
-    expert_of_row = top_k_index.flatten()[routing.order] if experts.has_bias else None
 
     def project(rows: torch.Tensor, name: str) -> torch.Tensor:
         w = getattr(experts, name)
-        y = grouped_matmul(rows, w if experts.is_transposed else w.transpose(1, 2), routing.counts)
-        return y if expert_of_row is None else y + getattr(experts, f"{name}_bias")[expert_of_row]
+        w = w if experts.is_transposed else w.transpose(1, 2)
+        return grouped_matmul(rows, w, routing.counts, getattr(experts, f"{name}_bias", None))
 
     rows = rows_by_expert(hidden_states, routing)
     if experts.has_gate:

@@ -38,10 +38,16 @@ class Generator:
         ffn_only: bool = False,
         weights: Literal["int8"] | None = None,
         plan: dict[str, str] | None = None,
+        expert_parallel: bool = False,
     ) -> None:
-        torch_dtype = None if dtype is None else DTYPES[dtype]
         self._model = load_model(
-            path, device=device, dtype=torch_dtype, ffn_only=ffn_only, weights=weights, plan=plan
+            path,
+            device=device,
+            dtype=None if dtype is None else DTYPES[dtype],
+            ffn_only=ffn_only,
+            expert_parallel=expert_parallel,
+            weights=weights,
+            plan=plan,
         )
 
     def describe(self) -> dict[str, Any]:

@@ -43,6 +43,7 @@ def load_model(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     ffn_only: bool = False,
+    expert_parallel: bool = False,
     weights: Literal["int8"] | None = None,
     plan: dict[str, str] | None = None,
 ) -> Any:
@@ -59,6 +60,7 @@ def load_model(
         mesh,
         plan=plan,
         ffn_only=ffn_only,
+        expert_parallel=expert_parallel,
         dtype=dtype,
         sequence_parallel=None if ffn_only else "prefill",
         pack=weights or False,

@@ -210,6 +210,7 @@ void load_share(Pack (&share)[N], const Pack* line) {
 
 inline float float_of(unsigned bits) { return host::scalar::float_of(bits); }
 inline unsigned bits_of(float value) { return host::scalar::bits_of(value); }
+inline float multiply(float a, float b) { return a * b; }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline float divide(float a, float b) { return a / b; }
 inline float square_root(float value) { return std::sqrt(value); }

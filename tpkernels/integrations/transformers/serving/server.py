@@ -61,6 +61,7 @@ class Options:
     name: str
     dtype: torch.dtype | None
     ffn_only: bool
+    expert_parallel: bool
     plan: dict[str, str] | None
     weights: Literal["int8"] | None
     max_requests: int
@@ -193,6 +194,7 @@ def run_rank(options: Options, shared: socket.socket) -> None:
         options.model,
         dtype=options.dtype,
         ffn_only=options.ffn_only,
+        expert_parallel=options.expert_parallel,
         weights=options.weights,
         plan=options.plan,
     )

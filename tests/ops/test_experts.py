@@ -1,0 +1,190 @@
+"""Products with experts on the ranks, split by width and whole, beside a loop over tokens in
+float64."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpkernels
+from tests.ops.test_moe import Router, any_experts, one_expert
+from tests.support.cases import QUICK_WORLDS, RanksFixture
+from tests.support.ranked import fresh_group, messages_of, on_ranks, report_cases
+from tpkernels import shard_sizes
+from tpkernels.dtypes import accumulator
+
+K, WIDTH, N, TOP = 8, 6, 5, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Experts of two products. ``spare``: how many tokens the last rank has less than 4."""
+
+    whole: bool
+    experts: int = 4
+    spare: int = 1
+    dtype: torch.dtype = torch.float32
+    integers: bool = True
+    route: Router = any_experts
+    packed: bool = False
+
+    def numbers(self, *shape: int) -> torch.Tensor:
+        if self.integers:
+            return torch.randint(-1, 2, shape).to(self.dtype)
+        return torch.randn(shape).to(self.dtype)
+
+
+def layer(
+    case: Case, group: dist.ProcessGroup, x: torch.Tensor, ids: torch.Tensor, *rest: torch.Tensor
+) -> torch.Tensor:
+    weights, up, down = rest
+    sizes = [4] * (group.size() - 1) + [4 - case.spare]
+    if case.whole:
+        inner, counts, handle = tpkernels.dispatch_grouped_matmul(
+            x, ids, weights, up, case.experts, group, shard_sizes=sizes
+        )
+        assert counts.sum() == len(inner)
+        return tpkernels.grouped_matmul_combine(inner, down, handle)
+    inner, routing = tpkernels.all_gather_grouped_matmul(
+        x, ids, weights, up, group, shard_sizes=sizes
+    )
+    return tpkernels.grouped_matmul_reduce_scatter(inner, down, routing, group, shard_sizes=sizes)
+
+
+def inputs_of(
+    case: Case, group: dist.ProcessGroup
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """x, topk_ids, topk_weights, the weights of both products, and the gradient of the result: of
+    all ranks in float64, and this one's."""
+    (rank, world), generator = (group.rank(), group.size()), torch.Generator().manual_seed(1)
+    tokens = 4 * world - case.spare
+    torch.manual_seed(1)
+    ids = case.route(tokens, TOP, case.experts, generator)
+    x, grad = case.numbers(tokens, K), case.numbers(tokens, N)
+    weights = torch.randint(1, 3, (tokens, TOP)).to(accumulator(case.dtype))
+    if not case.integers:
+        weights *= torch.rand_like(weights)
+    up, down = case.numbers(case.experts, K, WIDTH), case.numbers(case.experts, WIDTH, N)
+    parts = list(zip(*(t.split(4) for t in (x, ids, weights, grad)), strict=True))
+    x_here, ids_here, weights_here, grad_here = (
+        parts[rank] if rank < len(parts) else (t[:0] for t in (x, ids, weights, grad))
+    )
+    dims, total = ((0, 0), case.experts) if case.whole else ((2, 1), WIDTH)
+    up_here, down_here = (
+        w.split(shard_sizes(total, world), dim)[rank].clone()
+        for w, dim in zip((up, down), dims, strict=True)
+    )
+    everyone = [t if t is ids else t.double() for t in (x, ids, weights, up, down, grad)]
+    return everyone, [x_here, ids_here, weights_here, up_here, down_here, grad_here]
+
+
+def failure(case: Case, group: dist.ProcessGroup) -> str | None:
+    """What is wrong with the result or a gradient."""
+    (rank, world), ((x, ids, weights, up, down, grad), here) = (
+        (group.rank(), group.size()),
+        inputs_of(case, group),
+    )
+    if case.packed:
+        with torch.no_grad():
+            y = layer(case, group, *here[:3], *map(tpkernels.pack, here[3:5]))
+            plain = layer(case, group, *here[:5])
+        return None if torch.equal(y, plain) else f"{case} on rank {rank}: {y} and {plain}"
+    leaves = [t.requires_grad_() for t in (x, weights, up, down)]
+    rows = []
+    for token, chosen, factors in zip(x, ids, weights, strict=True):
+        made = [f * (token @ up[e] @ down[e]) for e, f in zip(chosen, factors, strict=True)]
+        rows.append(torch.stack(made).sum(0))
+    want = torch.stack(rows)
+    wanted = [want.detach(), *torch.autograd.grad(want, leaves, grad)]
+    tokens, dims = slice(4 * rank, 4 * rank + 4), (0, 0) if case.whole else (2, 1)
+    splits = shard_sizes(case.experts if case.whole else WIDTH, world)
+    wanted = [t[tokens] for t in wanted[:3]] + [
+        t.split(splits, dim)[rank] for t, dim in zip(wanted[3:], dims, strict=True)
+    ]
+    mine = [here[i].requires_grad_() for i in (0, 2, 3, 4)]
+    y = layer(case, group, *here[:5])
+    got = [y.detach(), *torch.autograd.grad(y, mine, here[5])]
+    for name, found, exact in zip(("y", "x", "weights", "up", "down"), got, wanted, strict=True):
+        bound = 0 if case.integers else 64 * torch.finfo(case.dtype).eps * (1 + exact.abs().max())
+        if found.shape != exact.shape or ((found.double() - exact).abs() > bound).any():
+            return f"{case} on rank {rank}: {name} is {found.tolist()}, not {exact.tolist()}"
+    return None
+
+
+@pytest.mark.parametrize("world", QUICK_WORLDS)
+def test_as_a_loop_over_tokens(ranks: RanksFixture, world: int) -> None:
+    """Fewer experts than ranks, empty ones, all tokens to one, ranks without tokens; gradients."""
+    every = itertools.product((False, True), (2, 4, 7), (1, 4), (any_experts, one_expert))
+    cases = [Case(whole=w, experts=e, spare=s, route=r) for w, e, s, r in every]
+    kinds = itertools.product((False, True), (torch.bfloat16, torch.float64), (False, True))
+    cases += [Case(whole=w, dtype=d, integers=i) for w, d, i in kinds]
+    cases += [Case(whole=w, packed=True) for w in (False, True)]
+    report_cases(ranks(world), failure, cases)
+
+
+REFUSED = [
+    r"RoutingError: topk_ids of rank 1 has expert 4 at \[3, 1\]; there are experts 0 to 3",
+    r"ValueError: topk_ids has 4; experts are 0 to 3",
+    r"ValueError: w has 4 experts; rank \d of 2 holds [23] of 5",
+    r"ValueError: w\[0\] has shape \[8, 6\], but x of shape \[4, 7\] needs \[7, N\]",
+    r"ValueError: w\[0\] has shape \[8, 3\], but x of shape \[4, 7\] needs \[7, N\]",
+    r"TypeError: w\[0\] is float64 but x is float32; they must be equal",
+    r"ValueError: x has 4 tokens and topk_ids 3",
+    r"ValueError: x has 4 tokens and topk_ids 3",
+    r"ValueError: bias has shape \[6\]; it must be \[2, 6\], a row per group",
+    r"ValueError: w\[0\] has shape \[6, 5\], but x of shape \[\d+, 5\] needs \[5, N\]",
+]
+
+
+@on_ranks(2)
+def test_refusals_on_all_ranks() -> None:
+    """Of an expert that there is not on one of them, too; the group goes on."""
+    by_expert, by_width = Case(whole=True, spare=0), Case(whole=False, spare=0)
+    with fresh_group() as group:
+        x, ids, weights, up, down, _ = inputs_of(by_expert, group)[1]
+        part = inputs_of(by_width, group)[1][3]
+        bad = ids.clone()
+        bad[3, 1] = 4 if group.rank() == 1 else 0
+        first, second = tpkernels.dispatch_grouped_matmul, tpkernels.all_gather_grouped_matmul
+        inner, _, handle = first(x, ids, weights, up, 4, group)
+        calls = [
+            lambda: first(x, bad, weights, up, 4, group),
+            lambda: second(x, bad, weights, part, group),
+            lambda: first(x, ids, weights, part.new_ones(4, 8, 6), 5, group),
+            lambda: first(x[:, 1:], ids, weights, up, 4, group),
+            lambda: second(x[:, 1:], ids, weights, part, group),
+            lambda: first(x, ids, weights, up.double(), 4, group),
+            lambda: first(x, ids[1:], weights[1:], up, 4, group),
+            lambda: second(x, ids[1:], weights[1:], part, group),
+            lambda: first(x, ids, weights, up, 4, group, bias=torch.ones(6)),
+            lambda: tpkernels.grouped_matmul_combine(inner[:, 1:], down, handle),
+        ]
+        for message, pattern in zip(messages_of(calls), REFUSED, strict=True):
+            assert re.match(pattern, message), message
+        assert failure(by_expert, group) is None and failure(by_width, group) is None
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+def test_compiled() -> None:
+    """In one graph, with its gradients."""
+    with fresh_group() as group:
+        for case in (Case(whole=True, spare=0), Case(whole=False, spare=0)):
+            *inputs, grad = inputs_of(case, group)[1]
+            leaves = [inputs[i].requires_grad_() for i in (0, 2, 3, 4)]
+
+            def step(*inputs: torch.Tensor, case: Case = case) -> torch.Tensor:
+                return layer(case, group, *inputs)
+
+            with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+                compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+                results = []
+                for call in (step, compiled):
+                    y = call(*inputs)
+                    results.append([y, *torch.autograd.grad(y, leaves, grad)])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), case
