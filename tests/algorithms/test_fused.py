@@ -1,13 +1,10 @@
-"""The fused ops under Triton's interpreter: the kernels that GPUs run, one process per rank; and
-what the others report where a rank fails."""
+"""The fused ops under Triton's interpreter: the kernels that GPUs run, one process per rank."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-import os
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -19,7 +16,6 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import Case, RanksFixture, each, uneven_splits
-from tests.support.faults import PROMPT, Report
 from tests.support.ranked import check, check_cases, fresh_group, on_ranks, run_cases
 from tests.support.tiers import sweep
 from tpkernels import groups
@@ -197,59 +193,10 @@ def test_a_wait_that_is_left_out_is_found(interpreting: RanksFixture) -> None:
     assert any(told)
 
 
-# A rank that dies, stops, comes with another call, or cannot run them at all.
+# Where it cannot run.
 
 
-FAILING_WORLD = 3
-VICTIM = 1
 FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
-QUICK_OPS = [FUSED_OPS[0], *(pytest.param(op, marks=pytest.mark.slow) for op in FUSED_OPS[1:])]
-STOP_TIMEOUT = 2.0  # a call of the interpreter takes up to half a second
-
-
-def disturbed_job(op: str, number: int, timeout: float) -> tuple[Report, float] | None:
-    """The victim sends itself a signal while its kernel runs: at one of its waits."""
-    from tpkernels.kernels import sync
-
-    group, rank = faults.new_group(timeout), dist.get_rank()
-    survivors = [r for r in range(FAILING_WORLD) if r != VICTIM]
-    others = [faults.new_group(ranks=survivors)] if rank != VICTIM else []
-    call = functools.partial(faults.run_op, op, group, "fused", 12)
-    call()
-
-    def disturb() -> None:
-        sync.pause_for = lambda _: None
-        faults.disturb_now(number)
-
-    if rank == VICTIM:
-        faults.workspace_of(group).set_chaos(seed=1, max_delay_us=1)
-        sync.pause_for = lambda _: disturb()
-    report = faults.report_of(call, group, others)
-    return None if rank == VICTIM else (report, faults.disturbed_at())
-
-
-@pytest.mark.parametrize("op", QUICK_OPS)
-def test_a_killed_rank_is_reported(op: str) -> None:
-    with faults.watched_ranks(FAILING_WORLD, TRITON_INTERPRET="1") as ranks:
-        pid = ranks.pids[VICTIM]
-        outcomes = faults.collect(ranks, disturbed_job, op, signal.SIGKILL, faults.PATIENCE)
-        # Each runs its kernel to the end after a failure.
-        endings = faults.require_killed(outcomes, VICTIM, at_once=PROMPT)
-        for first in endings.values():
-            assert first.error == "PeerLostError" and first.peer == VICTIM, first
-            assert f"rank {VICTIM} (pid {pid})" in first.text and first.text.startswith(op), first
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("op", QUICK_OPS)
-def test_a_stopped_rank_is_a_timeout(op: str) -> None:
-    with faults.watched_ranks(FAILING_WORLD, TRITON_INTERPRET="1") as ranks:
-        ranks.submit(disturbed_job, op, signal.SIGSTOP, STOP_TIMEOUT)
-        endings = faults.collect_stopped(ranks, VICTIM, STOP_TIMEOUT, STOP_TIMEOUT)
-        for first in endings.values():
-            assert first.error == "CollectiveTimeoutError" and first.peer is not None, first
-        os.kill(ranks.pids[VICTIM], signal.SIGCONT)
-        ranks.collect(faults.COLLECT_SECONDS)
 
 
 @on_ranks(2)

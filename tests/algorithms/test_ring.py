@@ -62,31 +62,6 @@ def uneven_cases(world: int, algorithm: str) -> list[Case]:
     return [replace(case, algorithm=algorithm, integers=True) for case in cases]
 
 
-@pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
-def test_uneven_and_empty_shards(ranks: RanksFixture, world: int) -> None:
-    run(ranks, world, uneven_cases(world, "ring"))
-
-
-@pytest.mark.parametrize("world", sweep([3, 2]))
-def test_epilogues_and_layouts(ranks: RanksFixture, world: int) -> None:
-    gather = Case(op="all_gather_matmul", shape=(24, 33), n=(9, 30), biases=(F32, None))
-    scatter = Case(op="matmul_reduce_scatter", shape=(24, 33), k=(20, 41), biases=(F32,))
-    reduce = replace(scatter, op="matmul_all_reduce")
-    cases = []
-    for case in (gather, scatter, reduce):
-        cases += [case, replace(case, layout="sliced", weight_layout="linear")]
-    for case in (scatter, reduce):
-        full = replace(case, residual=F32, out_dtype=F32)
-        cases += [full, replace(full, dtype=BF16, wire_dtype=F32)]
-    cases += [Case(op="reduce_scatter", shape=(24, 5), layout="transposed", out_dtype=F32)]
-    cases += [Case(op=op, shape=(13, 7), layout="sliced") for op in ("all_reduce", "all_reduce_")]
-    run(
-        ranks,
-        world,
-        [replace(case, algorithm=way) for case in cases for way in ("unfused", "ring")],
-    )
-
-
 BITS = [
     Case(op="all_gather_matmul", shape=(60, 133), n=(40, 300), biases=(F32, None)),
     Case(op="matmul_reduce_scatter", shape=(60, 65), k=(133, 90), biases=(F32,)),

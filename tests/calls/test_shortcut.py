@@ -28,28 +28,22 @@ from tpkernels.ops.shortcut import is_plain
 WORLD = 2
 
 
-class Functions(TorchFunctionMode):
+class Counting:
     """Counts calls of the ops."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
+    seen = 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+    def count(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += "tpkernels" in str(function)
         return function(*args, **(kwargs or {}))
 
 
-class Dispatches(TorchDispatchMode):
-    """Counts calls of the ops."""
+class Functions(Counting, TorchFunctionMode):
+    __torch_function__ = Counting.count
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
-        self.seen += "tpkernels" in str(function)
-        return function(*args, **(kwargs or {}))
+class Dispatches(Counting, TorchDispatchMode):
+    __torch_dispatch__ = Counting.count
 
 
 class Own(torch.Tensor):

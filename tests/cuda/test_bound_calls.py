@@ -24,7 +24,6 @@ from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels import _C, backends, groups
 from tpkernels.call import Call
-from tpkernels.symm import streams
 from tpkernels.tuning import planned_calls
 
 # Functions of Python in a warm call, those of Triton's launcher included.
@@ -124,21 +123,6 @@ def test_calls_are_bound_anew_when_the_workspace_changes() -> None:
             now = memory.current
             assert space is now.argument and (timeout_ns, seed) == (now.timeout_ns, now.seed)
         assert memory.current is not first and memory.current.seed == 3
-
-
-@on_ranks(2)
-def test_a_kernel_that_a_capture_lacks_breaks_nothing() -> None:
-    """The weight lies otherwise than before: in a capture, outside, in a capture again."""
-    with rehearsed() as (patch, launches):
-        group = faults.new_group()
-        x, w = torch.ones(32, 64, dtype=torch.bfloat16), torch.ones(64, 48, dtype=torch.bfloat16)
-        call = functools.partial(tpkernels.matmul_reduce_scatter, x, group=group, algorithm="fused")
-        call(w.t().contiguous().t())
-        for captured, error, count in ((True, "CaptureError", 0), (False, "", 1), (True, "", 1)):
-            patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
-            launches.clear()
-            ending = faults.ending_of(lambda: call(w))
-            assert (ending.error, len(launches)) == (error, count), ending
 
 
 def killed_job() -> list[Ending]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+import tpkernels
 from tests.support import fake_vllm
 from tests.support.cases import PACKABLE
 from tests.support.ranked import apart, on_ranks, recorded_calls
@@ -52,6 +56,16 @@ def test_an_unknown_mode_is_refused() -> None:
         vllm.choose("on", "0.32.0", "cpu", True)
 
 
+def experts_taken() -> tuple[bool, bool, bool]:
+    """Whether the plugin takes parts of experts, whole ones, and vLLM's own take whole ones."""
+    oracle: Any = importlib.import_module(f"{fake_vllm.MOE}.oracle.unquantized")
+    *ours, own = oracle.backend_to_kernel_cls(SimpleNamespace(name="CPU"))
+    assert oracle.backend_to_kernel_cls(SimpleNamespace(name="TRITON")) == [own]
+    whole, part = SimpleNamespace(use_ep=True), SimpleNamespace(use_ep=False)
+    taken = [any(cls._supports_parallel_config(each) for cls in ours) for each in (part, whole)]
+    return taken[0], taken[1], own._supports_parallel_config(whole)
+
+
 @pytest.mark.parametrize("mode", ["off", "all_reduce", "fused", "auto"])
 def test_register_replaces_what_the_mode_says(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(vllm.VARIABLE, mode)
@@ -68,6 +82,14 @@ def test_register_replaces_what_the_mode_says(mode: str, monkeypatch: pytest.Mon
         fused = mode == "fused" or (mode == "auto" and vllm._has_fast_products())
         layers = fake_vllm.RowParallelLinear.out_of_tree
         assert list(layers) == (["RowParallelLinear"] if fused else [])
+        assert (
+            experts_taken()
+            == {
+                "off": (False, False, True),
+                "all_reduce": (False, True, False),
+                "fused": (True, True, False),
+            }["fused" if fused else mode if mode == "off" else "all_reduce"]
+        )
         products = importlib.import_module("vllm.model_executor.layers.utils")
         theirs = products.dispatch_cpu_unquantized_gemm is fake_vllm.dispatch_cpu_unquantized_gemm
         assert theirs != fused
@@ -211,3 +233,62 @@ def test_products_of_other_layers(dtype: torch.dtype, remove: bool) -> None:
             layer = SimpleNamespace(weight=other)
             dispatch(layer, remove)
             assert layer.cpu_linear is torch.nn.functional.linear and layer.weight is other
+
+
+@pytest.mark.parametrize("dtype", PACKABLE, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_of_this_rank(dtype: torch.dtype, activation: str, bias: bool) -> None:
+    """Ranks with 2, 1 and no routed experts of 4 add up to the layer; no token meets the infinite
+    weight of an expert that it is not routed to."""
+    draw = torch.Generator().manual_seed(3)
+    hidden, width, ids = 20, 12, torch.tensor([[3, 0], [1, 3], [1, 1]], dtype=torch.int32)
+    x, weights = torch.randn(3, hidden, generator=draw).to(dtype), torch.rand(3, 2, generator=draw)
+    shapes = [(4, 2 * width, hidden), (4, hidden, width)]
+    tensors = [torch.randn(shape, generator=draw).div(4).to(dtype) for shape in shapes]
+    biases = [torch.randn(w.shape[:2], generator=draw).to(dtype) if bias else None for w in tensors]
+    tensors[1][0, 3] = torch.inf
+    want = torch.zeros(3, hidden, dtype=torch.float64)
+    activate = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[activation]
+    for token, slot in itertools.product(range(3), range(2)):
+        expert = int(ids[token, slot])
+        w1, w2 = (w[expert].double() for w in tensors)
+        b1, b2 = (0 if b is None else b[expert].double() for b in biases)
+        gate, up = (w1 @ x[token].double() + b1).chunk(2)
+        want[token] += weights[token, slot] * (w2 @ (activate(gate) * up) + b2)
+    total = torch.zeros_like(want)
+    with fake_vllm.installed(), torch.inference_mode():
+        parts: Any = importlib.import_module(fake_vllm.PARTS)
+        for held in ([0, 1], [3], [2]):
+            layer: Any = torch.nn.Module()
+            layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(w[held]) for w in tensors)
+            own = [None if b is None else b[held] for b in biases]
+            experts = parts.PackedExperts(*own)
+            experts.process_weights_after_loading(layer)
+            assert layer.w13_weight.shape == (len(held), 2 * width, 0)
+            expert_map = torch.full((4,), -1, dtype=torch.int32)
+            expert_map[held] = torch.arange(len(held), dtype=torch.int32)
+            output = torch.full_like(x, torch.nan)
+            experts.apply(
+                output=output,
+                hidden_states=x,
+                topk_ids=ids,
+                topk_weights=weights,
+                expert_map=expert_map,
+                activation=SimpleNamespace(value=activation),
+                apply_router_weight_on_input=False,
+            )
+            total += output
+    finite = torch.isfinite(want)
+    assert not finite[0, 3] and finite.sum() == finite.numel() - 1
+    assert not total[0, 3].isfinite()
+    tolerance = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    torch.testing.assert_close(total[finite], want[finite], rtol=tolerance, atol=tolerance)
+
+
+def test_the_op_of_experts_in_a_graph() -> None:
+    stacks = [tpkernels.pack(torch.randn(shape)) for shape in ((2, 8, 12), (2, 6, 8))]
+    ids = torch.tensor([[0, -1], [1, 0]])
+    arguments = (torch.randn(2, 8), ids, torch.rand(2, 2), *stacks, None, None, "silu")
+    op = torch.ops.tpkernels._local_experts.default
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -24,8 +24,10 @@ from vllm import LLM, SamplingParams
 
 def main():
     model = LLM(
-        sys.argv[1], tensor_parallel_size=2, load_format="dummy", skip_tokenizer_init=True,
+        sys.argv[1], tensor_parallel_size=2, load_format=sys.argv[3], skip_tokenizer_init=True,
         enforce_eager=sys.argv[2] == "eager", max_model_len=256, kv_cache_memory_bytes=1 << 28,
+        dtype="bfloat16" if sys.argv[3] == "dummy" else "float32",
+        enable_expert_parallel="experts" in sys.argv,
         distributed_executor_backend="mp", enable_prefix_caching=False,
     )
     wanted = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -60,13 +62,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def generated(python: Path, folder: Path, mode: str, how: str) -> tuple[list[str], str]:
+def generated(
+    python: Path, folder: Path, mode: str, how: str, *options: str
+) -> tuple[list[str], str]:
     """The tokens of each prompt, and vLLM's log."""
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2}))
     (folder / "tokens.py").write_text(TOKENS)
     path = os.pathsep.join([str(ROOT), str(python.parent.parent)])
     run = subprocess.run(
-        [python, folder / "tokens.py", folder, how],
+        [python, folder / "tokens.py", folder, how, *(options or ["dummy"])],
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "TPKERNELS_VLLM": mode},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -84,9 +87,46 @@ def generated(python: Path, folder: Path, mode: str, how: str) -> tuple[list[str
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_vllm_generates_the_same_tokens(python: Path, tmp_path: Path, how: str) -> None:
     """With the same products, for one prompt at a time."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2}))
     stock, log = generated(python, tmp_path, "off", how)
     assert len(stock) == 2 and "tpkernels: off (TPKERNELS_VLLM=off)" in log
     tokens, log = generated(python, tmp_path, "all_reduce", how)
     assert tokens == stock and "tpkernels: all-reduces of 2 ranks" in log
     _, log = generated(python, tmp_path, "fused", how)
     assert "row-parallel layers are fused with their all-reduce" in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_mixture_by_width_and_by_experts(python: Path, tmp_path: Path) -> None:
+    """The tokens are those of transformers, with experts that the ranks do not divide."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        hidden_size=256,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=5,
+        vocab_size=512,
+        initializer_range=0.1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    want = []
+    for prompt in ([5, 6, 7], list(range(3, 90))):
+        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+        want.append(" ".join(["TOKENS", *map(str, tokens[0, len(prompt) :].tolist())]))
+    for mode, how, *experts in (
+        ("all_reduce", "eager"),
+        ("all_reduce", "eager", "experts"),
+        ("fused", "eager"),
+        ("fused", "compiled", "experts"),
+    ):
+        tokens, log = generated(python, tmp_path, mode, how, "auto", *experts)
+        assert tokens == want, (mode, how, experts)
+        replaced = mode == "fused" or bool(experts)
+        assert ("experts multiply by packed weights" in log) == replaced

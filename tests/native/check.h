@@ -86,9 +86,8 @@ std::unique_ptr<host::Channel> make_channel(const Setup& setup, std::shared_ptr<
 void on_threads(const Setup& setup, const Body& body);
 
 // Runs `body` on each rank in a forked process that watches the others, and returns the processes'
-// wait statuses. Meanwhile `parent` runs in this process, with the ranks' pids.
-std::vector<int> on_processes(const Setup& setup, const Body& body,
-                              const std::function<void(const std::vector<int>&)>& parent = {});
+// wait statuses.
+std::vector<int> on_processes(const Setup& setup, const Body& body);
 // The same; CHECKs that every rank exits with status 0.
 void on_processes_that_succeed(const Setup& setup, const Body& body);
 

@@ -106,8 +106,7 @@ void on_threads(const Setup& setup, const Body& body) {
   if (first) std::rethrow_exception(first);
 }
 
-std::vector<int> on_processes(const Setup& setup, const Body& body,
-                              const std::function<void(const std::vector<int>&)>& parent) {
+std::vector<int> on_processes(const Setup& setup, const Body& body) {
   const auto arena = make_arena(
       setup.world, Channel::region_bytes(setup.world, std::max(setup.limit, setup.capacity)));
   std::vector<int> pids;
@@ -133,7 +132,6 @@ std::vector<int> on_processes(const Setup& setup, const Body& body,
     CHECK(write(gate, pids.data(), static_cast<std::size_t>(bytes)) == bytes);
     close(gate);
   }
-  if (parent) parent(pids);
   std::vector<int> statuses;
   for (const int pid : pids) {
     int status = -1;

@@ -1,10 +1,8 @@
-// The pool: no block has two owners, idle blocks stay within the limit, and forks can go on.
-#include <sys/mman.h>
+// The pool: no block has two owners, and forks can go on. Its limit is in tests/local/test_memory.py.
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
-#include <cerrno>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -48,30 +46,6 @@ TEST_CASE(size_classes_waste_less_than_an_eighth, kThreads) {
     last = size;
   }
   CHECK(classes == 4 * 8 + 1, std::to_string(classes));
-}
-
-TEST_CASE(idle_blocks_stay_within_the_limit, kThreads) {
-  Pool pool;
-  pool.set_limit(10 * kMiB);
-  CHECK(!pool.take(10 * kMiB + 1) && pool.take(10 * kMiB));
-  std::vector<Pool::Block> blocks;
-  for (int i = 0; i < 4; ++i) blocks.push_back(*pool.take(4 * kMiB));
-  std::byte* const kept[] = {blocks[2]->data(), blocks[3]->data()};
-  check_usage(pool, 26 * kMiB, 0);
-  for (const auto& block : blocks) pool.give_back(block);
-  check_usage(pool, 10 * kMiB, 8 * kMiB);  // the oldest are gone
-  CHECK(pool.take(4 * kMiB).value()->data() == kept[1]);
-  const auto last = *pool.take(4 * kMiB);
-  CHECK(last->data() == kept[0]);
-  pool.give_back(last);
-  pool.set_limit(3 * kMiB);
-  check_usage(pool, 14 * kMiB, 0);
-  const auto small = *pool.take(3 * kMiB);
-  std::byte* const freed = small->data();
-  pool.set_limit(0);
-  pool.give_back(small);
-  check_usage(pool, 14 * kMiB, 0);
-  CHECK(msync(freed, 3 * kMiB, MS_ASYNC) == -1 && errno == ENOMEM, "the memory is still mapped");
 }
 
 TEST_CASE(no_memory_is_no_block, kThreads) {

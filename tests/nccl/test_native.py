@@ -249,16 +249,6 @@ def test_close_waits_for_the_peers_and_frees(fake: Fake) -> None:
     assert fake.calls("ncclCommAbort") == 0
 
 
-def test_one_that_is_dropped_is_aborted(fake: Fake) -> None:
-    communicator, closed = make(fake), make(fake)
-    closed.close()
-    fake.progress(-1)
-    start = time.monotonic()
-    del communicator, closed
-    assert time.monotonic() - start < LONG / 2
-    assert (fake.calls("ncclCommAbort"), fake.alive(), fake.misuse()) == (1, 0, 0)
-
-
 def test_an_abort_that_does_not_come_back(fake: Fake) -> None:
     communicator, dropped, aborted = (make(fake, SHORT) for _ in range(3))
     fake.delay("ncclCommAbort", 1000 * AWAY)

@@ -3,8 +3,6 @@ refused, and what fails."""
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,6 @@ from tests.support import faults
 from tests.support.cases import Case, RanksFixture, each
 from tests.support.gradients import run_cases
 from tests.support.ranked import fresh_group, on_ranks, recorded_calls
-from tests.support.tiers import thorough
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 VICTIM = 1
@@ -185,33 +182,6 @@ def test_fused(interpreting: RanksFixture) -> None:
 
 
 # Failures.
-
-
-def _trained(op: str, group: dist.ProcessGroup, algorithm: str) -> torch.Tensor:
-    x, w = torch.ones(60, 48, requires_grad=True), torch.ones(48, 40, requires_grad=True)
-    y: torch.Tensor = getattr(tpkernels, op)(x, w, group, algorithm=algorithm)
-    return y.sum()
-
-
-def killed_job(op: str, algorithm: str) -> faults.Ending | None:
-    """The victim dies between its forward and its backward."""
-    group = faults.new_group()
-    _trained(op, group, algorithm).backward()
-    loss = _trained(op, group, algorithm)
-    if dist.get_rank() == VICTIM:
-        time.sleep(0.1)
-        faults.disturb_now(signal.SIGKILL)
-    return faults.ending_of(loss.backward)
-
-
-@pytest.mark.parametrize("algorithm", ["direct", thorough("pipelined")])
-@pytest.mark.parametrize("op", ["all_gather_matmul", thorough("matmul_reduce_scatter")])
-def test_a_rank_killed_before_its_backward_is_reported(op: str, algorithm: str) -> None:
-    with faults.watched_ranks(3) as ranks:
-        outcomes = faults.collect(ranks, killed_job, op, algorithm)
-        for ending in faults.values(outcomes, VICTIM).values():
-            assert ending.error == "PeerLostError" and ending.peer == VICTIM, ending
-            assert ending.seconds < 0.1 + faults.PROMPT, ending
 
 
 def differing_job() -> str:

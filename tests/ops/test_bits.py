@@ -176,20 +176,6 @@ def order_failures(dtype: torch.dtype, out_dtype: torch.dtype, shape: tuple[int,
     return failures
 
 
-@on_ranks(3)
-def test_the_sum_is_rounded_once() -> list[str]:
-    """1 + 1/256 + 1/256 in bf16: rounded after every sum it is 1, rounded once it is 1 + 1/128."""
-    small = torch.full((40,), 1 / 256, dtype=BF16)
-    with fresh_group() as group:
-        x = torch.ones(40, dtype=BF16) if group.rank() == 0 else small
-        want = torch.full((40,), 1 + 2 / 256, dtype=BF16)
-        return [
-            way
-            for way in COLLECTIVE_ALGORITHMS
-            if not torch.equal(tpkernels.all_reduce(x, group, algorithm=way), want)
-        ]
-
-
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()
 def test_products_accumulate_in_fp32() -> None:

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import pickle
-import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,6 @@ import tpkernels
 from tests.planning.test_table import measured, plan, spec
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.faults import Ending
 from tests.support.ranked import apart, fresh_group
 from tpkernels import groups
 from tpkernels.bench.cases import random_case, run_tpkernels
@@ -139,33 +137,11 @@ def test_a_bad_file_is_ignored_with_one_warning(cache: Path) -> None:
         assert store.load_or_warn(MACHINE) == TABLE
 
 
-def test_what_is_no_file_is_ignored(cache: Path) -> None:
-    cache.parent.mkdir(0o700)
-    for make, reason in (
-        (os.mkfifo, "not a regular"),
-        (lambda path: os.symlink(path, path), "symbolic link"),
-        (os.mkdir, "not a regular"),
-    ):
-        make(cache)
-        with pytest.warns(RuntimeWarning, match=reason):
-            assert store.load_or_warn(MACHINE) == NOTHING_TUNED
-        if not cache.is_dir():
-            cache.unlink()
-
-
-@pytest.mark.parametrize("part", ["file", "folder"])
-def test_a_table_that_another_user_can_have_written_is_ignored(
-    cache: Path, give_away: Callable[[Path], None], part: str
-) -> None:
-    path = cache if part == "file" else cache.parent
+def test_a_table_that_another_user_can_have_written_is_ignored(cache: Path) -> None:
+    """tests/test_cache.py has all that is not trusted."""
     store.update(MACHINE, *TABLE.measurements)
-    path.chmod(0o777)
+    cache.chmod(0o777)
     with pytest.warns(RuntimeWarning, match=r"is ignored: .* has mode 777.*: chmod go-w"):
-        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
-    path.chmod(0o700)
-    assert store.load_or_warn(MACHINE) == TABLE
-    give_away(path)
-    with pytest.warns(RuntimeWarning, match=r"is ignored: .* belongs to user \d+, not to"):
         assert store.load_or_warn(MACHINE) == NOTHING_TUNED
 
 
@@ -323,29 +299,6 @@ def test_ranks_with_different_caches_choose_alike(
     results = ranks(2).run(chosen_with_cache, folders, spread)
     assert [one[0] for one in results] == ["unfused" if spread else "direct"] * 2
     assert [one[2] for one in results] == [1, 0]
-
-
-def first_call(what: str) -> Ending:
-    """A rank 0 that fails or is killed while the others wait for its table."""
-
-    def load(machine: Machine) -> Any:
-        if what == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise PermissionError("no look at the processor")
-
-    with mock.patch.object(store, "load", load):
-        group = faults.new_group()
-        return faults.ending_of(lambda: faults.run_op("all_gather", group))
-
-
-@pytest.mark.parametrize("what", ["fails", "killed"])
-def test_others_find_at_once_that_rank_0_left(what: str) -> None:
-    with faults.watched_ranks(3) as ranks:
-        outcomes = faults.collect(ranks, first_call, what)
-    for ending in faults.values(outcomes, 0).values():
-        assert ending.error == "PeerLostError" and ending.peer == 0, ending
-        assert ending.seconds < faults.PATIENCE / 2, ending
-    assert what == "killed" or outcomes[0].value.error == "PermissionError"
 
 
 def table_apart() -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -20,11 +19,8 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import Case, one_of_each
-from tests.support.cuda_rehearsal import pretending
 from tests.support.ranked import call, check_cases
 from tpkernels import groups
-from tpkernels.groups.group import Group
-from tpkernels.planning.table import Table
 
 TIMEOUT = 3.0
 WAYS = ("auto", "unfused", "ring", "hierarchical")
@@ -70,20 +66,6 @@ def works() -> dict[str, Any]:
     return results
 
 
-def as_on_gpus() -> dict[str, Any]:
-    """Every op in two levels, with CPU tensors that take the way of CUDA tensors."""
-    group = _world()
-    cases = {replace(case, algorithm="hierarchical") for case in one_of_each(group.size())}
-    cases = {case for case in cases if case.op != "all_to_all"}
-    with pretending() as patch:
-        patch.setattr(Group, "uses_gloo", lambda self, device: device != "cuda")
-        patch.setattr(Group, "tuned", lambda self, device: Table())
-        failures = check_cases(sorted(cases, key=str), group)
-        planned = groups.get(group.group_name).planned_calls()
-    devices = {(each.problem.device, each.plan.algorithm) for each in planned}
-    return {"failures": failures, "cases": len(cases), "devices": sorted(devices)}
-
-
 def repeated(
     group: dist.ProcessGroup,
     algorithm: str,
@@ -103,28 +85,12 @@ def repeated(
     return {**asdict(ending), "calls": calls, "again": asdict(again)}
 
 
-def killed(algorithm: str, op: str, victim: int, marker: Path) -> dict[str, Any]:
-    """A rank kills itself after some calls."""
-
-    def disturb() -> None:
-        if dist.get_rank() == victim:
-            marker.write_text(repr(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    found = repeated(_world(), algorithm, op, TIMEOUT * 5, disturb)
-    return found | {"seconds": found["at"] - float(marker.read_text())}
-
-
 def main() -> None:
     job, out, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if job == "works":
         results = works()
-    elif job == "as_on_gpus":
-        results = as_on_gpus()
-    elif job == "killed":
-        results = killed(arguments[0], arguments[1], int(arguments[2]), Path(out))
     else:
         worked = works() if job == "works_and_cut" else {}
         group = dist.new_group()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -22,7 +23,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,31 +33,88 @@ import torch.distributed as dist
 import tpkernels
 from tests.failures.test_memory import no_memory
 from tests.support import faults
-from tests.support.faults import CASES, CASES_APART, PROMPT, Ending
+from tests.support.faults import AT_ONCE, CASES, CASES_APART, PROMPT, Ending, Report
+from tests.support.ranked import apart, on_hosts
+from tests.support.tuned import call
 from tpkernels import backends, groups
+from tpkernels.algorithms import unfused
 from tpkernels.launch import Outcome
+from tpkernels.symm import host, rendezvous
+from tpkernels.tuning import tuner
+from tpkernels.tuning.contest import MOST_CALLS
 
 KINDS = ("kill", "stop", "interrupt", "exception", "no memory", "mismatch", "fork")
 KINDS += ("turn", "late", "destroyed")
 CALLS = 200  # of a rank in a trial that ends well
 BY_SIGNAL = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 INTERRUPTS = ("interrupt", "turn")
-STOP_TIMEOUT = 1.5
 MOST_DELAY_US = 3000
+# Which ranks share memory.
+MEMORY: dict[str, Callable[[], Any]] = {
+    "shared": contextlib.nullcontext,
+    "hosts": lambda: on_hosts("0011"),  # the victim's has another rank
+    "apart": apart,
+}
 
 
-@dataclass(frozen=True)
+def _backward(group: dist.ProcessGroup) -> None:
+    x, w = torch.ones(60, 48, requires_grad=True), torch.ones(48, 40, requires_grad=True)
+    tpkernels.all_gather_matmul(x, w, group).sum().backward()
+
+
+def _tune(group: dist.ProcessGroup) -> None:
+    with tpkernels.autotune(group):
+        call("matmul_all_reduce", group)
+
+
+STEPS: dict[str, Callable[[dist.ProcessGroup], object]] = {
+    "growth": lambda group: tpkernels.all_gather_matmul(
+        torch.ones(512, 1024), torch.ones(1024, 2), group, algorithm="pipelined"
+    ),
+    "empty": lambda group: tpkernels.empty(1 << 20, group=group),
+    "backward": _backward,
+    "autotune": _tune,
+    "trial": lambda group: [call("matmul_all_reduce", group) for _ in range(MOST_CALLS)],
+}
+# The function that the victim is to run at a moment of a step.
+PLACES: dict[tuple[str, str], tuple[Any, str]] = {
+    ("growth", "before"): (host.HostWorkspace, "grow"),
+    ("growth", "map"): (host.HostWorkspace, "_commit"),
+    ("empty", "before"): (host, "make_arena"),
+    ("empty", "map"): (rendezvous._Arena, "_map"),
+    ("init", "map"): (rendezvous._Arena, "_map"),
+    ("backward", "before"): (torch.Tensor, "backward"),
+    ("autotune", "run"): (tuner._Tuner, "_timed"),
+    ("trial", "times"): (tuner, "exchange_numbers"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One fault, as all ranks know it."""
+    """One fault, as all ranks know it.
 
-    seed: int
-    world: int
-    op: str
-    algorithm: str
+    Its moment is a number of seconds after the first call, which also says which call it is to be,
+    or one of these:
+
+    before   the others are in the call or step, and this rank never enters it;
+    map, run, times   instead of mapping the memory of the step, of the run of an algorithm that is
+                      tuned, or of telling the others its times;
+    matmul   within the local matmul;
+    gloo     all have entered the call, and the others are in torch.distributed;
+    kernel   at a wait of the Triton kernel;
+    waiting  it waits for the others, which come late; in torch.distributed if "unfused".
+    """
+
+    op: str = "all_gather"
+    algorithm: str = "auto"
     kind: str
-    victim: int
-    moment: float  #: seconds after the first call, or which call it is to be
-    in_set_up: bool  #: in the group's first call
+    moment: float | str
+    step: str = ""  #: in which it happens: "init", or one of STEPS
+    memory: str = "shared"
+    world: int = 4
+    victim: int = 2
+    seed: int = 0
+    text: str = ""  #: in an error that names the victim
 
     @classmethod
     def drawn(cls, seed: int) -> Trial:
@@ -65,62 +123,82 @@ class Trial:
         op, algorithm = draw.choice([*CASES, *CASES_APART])
         kind = draw.choice(KINDS)
         in_set_up = kind in BY_SIGNAL and draw.random() < 0.2
-        moment = draw.random() * (0.02 if in_set_up else 0.3)
-        return cls(seed, world, op, algorithm, kind, draw.randrange(world), moment, in_set_up)
+        moment, victim = draw.random() * (0.02 if in_set_up else 0.3), draw.randrange(world)
+        return cls(
+            op=op, algorithm=algorithm, kind=kind, moment=moment, step="init" * in_set_up,
+            world=world, victim=victim, seed=seed,
+        )  # fmt: skip
+
+    @property
+    def exact(self) -> bool:
+        """Whether all ranks must find the same."""
+        return isinstance(self.moment, str)
 
     @property
     def timeout(self) -> float:
         """The group's."""
-        short = self.kind in ("stop", "late") or self.in_set_up
-        return STOP_TIMEOUT if short else faults.PATIENCE
+        short = self.kind in ("stop", "late") or self.step == "init"
+        return (1.0 if self.exact else 1.5) * (1 + self.fused) if short else faults.PATIENCE
 
     @property
     def at_call(self) -> int:
         """The number of the call in which the victim goes wrong by itself."""
-        return 2 + int(self.moment * 50)
+        return 0 if isinstance(self.moment, str) else 2 + int(self.moment * 50)
 
+    @property
+    def fused(self) -> bool:
+        """Whether its kernels are interpreted, which takes half a second."""
+        return self.algorithm == "fused"
 
-@dataclass(frozen=True)
-class Report:
-    """What one rank reports of a trial."""
-
-    ending: Ending
-    broken: Ending  #: the next call on the group
-    other: Ending | None  #: a call on another group, of the ranks that live
-    at: float  #: when the fault happened, on the clock of `Ending.at`; 0.0: unknown
-    fork: str = ""  #: what the victim's fork reports
+    @property
+    def alone(self) -> bool:
+        """Whether nobody knows the victim's process yet."""
+        return (self.step, self.moment) == ("init", "before")
 
 
 def job(trial: Trial) -> Report:
     """What each rank does."""
     rank = dist.get_rank()
-    lives = [r for r in range(trial.world) if r != trial.victim or trial.kind != "kill"]
+    ends = trial.kind in ("kill", "stop")
+    lives = [r for r in range(trial.world) if r != trial.victim or not ends]
     destroyed = _destroyed_group() if trial.kind == "destroyed" else None
     other = faults.new_group(ranks=lives) if rank in lives else None
     group = faults.group_of(dist.new_group())
     victim = rank == trial.victim
-    if not trial.in_set_up:
+    if trial.step != "init":
         _set_up(trial, group)
-        faults.run_op(trial.op, group, trial.algorithm)
+        _run(trial, group)
     fork: list[str] = []
 
     def calls() -> None:  # a fault may come while it is being prepared
         with _disturbed(trial, group, fork) if victim else contextlib.nullcontext():
             _calls(trial, group, victim, destroyed)
 
-    ending = faults.ending_of(calls)
-    broken = faults.ending_of(lambda: _next_call(trial, group))
-    last = None
-    if other is not None and trial.kind != "stop":  # one of its ranks is still stopped
-        last = faults.ending_of(lambda: faults.run_op("all_gather", other))
+    first = faults.ending_of(calls)
+    again = faults.ending_of(lambda: _next_call(trial, group))
+    others = []
+    if other is not None:
+        others.append(faults.ending_of(lambda: faults.run_op("all_gather", other)))
+    if trial.kind == "exception":
+        new = faults.group_of(dist.new_group())
+        _set_up(trial, new)
+        others.append(faults.ending_of(lambda: _run(trial, new)))
     store = dist.distributed_c10d._get_default_store()
-    at = float(store.get("disturbed")) if store.check(["disturbed"]) else 0.0
-    return Report(ending, broken, last, at, "".join(fork))
+    at = faults.disturbed_at() if store.check(["disturbed"]) else 0.0
+    return Report(first, again, others, at, "".join(fork))
 
 
 def _set_up(trial: Trial, group: dist.ProcessGroup) -> None:
     """Sets the group up, unless it is already."""
-    tpkernels.init(group, timeout=trial.timeout, workspace_bytes=faults.WORKSPACE_BYTES)
+    nbytes = 8 << 20 if trial.step == "growth" else faults.WORKSPACE_BYTES
+    with MEMORY[trial.memory]():
+        tpkernels.init(group, timeout=trial.timeout, workspace_bytes=nbytes)
+    assert faults.shares_memory(group) == (trial.memory == "shared")
+
+
+def _run(trial: Trial, group: dist.ProcessGroup, rows: int = 60, **options: Any) -> None:
+    rows = 12 if trial.fused else rows
+    faults.run_op(trial.op, group, trial.algorithm, rows, **options)
 
 
 def _next_call(trial: Trial, group: dist.ProcessGroup) -> None:
@@ -145,13 +223,21 @@ def _calls(
     trial: Trial, group: dist.ProcessGroup, victim: bool, destroyed: dist.ProcessGroup | None
 ) -> None:
     _set_up(trial, group)
-    workspace = faults.workspace_of(group)
-    workspace.set_chaos(seed=trial.seed * 8 + group.rank(), max_delay_us=MOST_DELAY_US)
+    if trial.step in STEPS:
+        STEPS[trial.step](group)
+        return
+    if trial.memory == "shared":
+        chaos = {"seed": trial.seed * 8 + group.rank(), "max_delay_us": MOST_DELAY_US}
+        faults.workspace_of(group).set_chaos(**chaos)
+    if trial.moment == "waiting" and not victim:
+        late = functools.partial(time.sleep, 0.5)
+        _in_gloo(late) if trial.algorithm == "unfused" else late()
     if trial.kind == "late":
         return _calls_until_one_is_late(trial, group, victim)
     if trial.kind == "turn" and victim:
         return _calls_of_two_threads(trial, group)
-    for number in range(1, (50 if trial.kind in (*BY_SIGNAL, "turn") else 1) * CALLS + 1):
+    endless = trial.exact or trial.kind in (*BY_SIGNAL, "turn")
+    for number in range(1, (50 if endless else 1) * CALLS + 1):
         if victim and number == trial.at_call and trial.kind == "destroyed":
             ending = faults.ending_of(lambda: tpkernels.all_reduce(torch.ones(5), destroyed))
             if ending.error not in ("ValueError", "TypeError"):  # TypeError: never was in it
@@ -159,19 +245,19 @@ def _calls(
         odd = victim and trial.kind == "mismatch" and number == trial.at_call
         lacking = victim and trial.kind == "no memory" and number == trial.at_call
         with no_memory(1 + trial.seed % 3 if lacking else 0):
-            faults.run_op(trial.op, group, trial.algorithm, rows=120 if odd else 60)
+            _run(trial, group, rows=120 if odd else 60)
 
 
 def _calls_until_one_is_late(trial: Trial, group: dist.ProcessGroup, victim: bool) -> None:
     """The others pass symmetric tensors, and overwrite them once they have given up."""
     x = tpkernels.empty(60, 48, group=group).fill_(1)
     for _ in range(trial.at_call):
-        faults.run_op(trial.op, group, trial.algorithm, x=x)
+        _run(trial, group, x=x)
     if victim:
         dist.barrier()
-        return faults.run_op(trial.op, group, trial.algorithm)
+        return _run(trial, group)
     try:
-        faults.run_op(trial.op, group, trial.algorithm, x=x)
+        _run(trial, group, x=x)
     finally:
         x.fill_(9)
         dist.barrier()
@@ -184,7 +270,7 @@ def _calls_of_two_threads(trial: Trial, group: dist.ProcessGroup) -> None:
 
     def calls() -> None:
         while not over.is_set():
-            faults.run_op(trial.op, group, trial.algorithm)
+            _run(trial, group)
 
     thread = threading.Thread(target=lambda: endings.append(faults.ending_of(calls)))
     thread.start()
@@ -200,8 +286,11 @@ def _calls_of_two_threads(trial: Trial, group: dist.ProcessGroup) -> None:
 @contextlib.contextmanager
 def _disturbed(trial: Trial, group: dist.ProcessGroup, fork: list[str]) -> Iterator[None]:
     """Makes the fault happen to this rank within the block. ``fork``: takes its fork's report."""
-    if trial.kind in (*BY_SIGNAL, "turn"):
+    if trial.kind in INTERRUPTS:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(trial.moment, str):
+        _disturb_at(trial, group)
+    elif trial.kind in (*BY_SIGNAL, "turn"):
         faults.disturb_later(trial.moment, BY_SIGNAL.get(trial.kind, signal.SIGINT))
     elif trial.kind == "fork":
         threading.Timer(trial.moment, lambda: fork.append(_fork(group))).start()
@@ -214,6 +303,63 @@ def _disturbed(trial: Trial, group: dist.ProcessGroup, fork: list[str]) -> Itera
             while not fork:
                 time.sleep(0.01)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _disturb_at(trial: Trial, group: dist.ProcessGroup) -> None:
+    """Makes the fault happen at its exact moment."""
+
+    def act(*_: Any) -> None:
+        time.sleep(0.1)
+        if trial.kind == "exception":
+            faults.record_disturbance()
+            raise ArithmeticError("no luck")
+        if trial.fused:
+            sync.pause_for = lambda _: None
+        faults.disturb_now(BY_SIGNAL[trial.kind])
+
+    if (trial.step, trial.moment) in PLACES:
+        place, name = PLACES[trial.step, str(trial.moment)]
+        setattr(place, name, act)
+    elif trial.moment == "before":
+        act()
+    elif trial.moment == "waiting":
+        faults.disturb_later(0.2, BY_SIGNAL[trial.kind])
+    elif trial.moment == "matmul":
+        _in_product(trial.algorithm, act)
+    elif trial.moment == "kernel":
+        from tpkernels.kernels import sync
+
+        sync.pause_for = act
+    else:
+        _in_gloo(act)
+
+
+def _in_product(algorithm: str, then: Callable[[], object]) -> None:
+    """Runs ``then()`` within the next local matmul; pipelined and ring have then passed on one part
+    of several."""
+    whole, left = torch.mm, [2 if algorithm in ("pipelined", "ring") else 1]
+
+    def mm(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            then()
+        return whole(*args, **options)
+
+    torch.mm = mm
+
+
+def _in_gloo(then: Callable[[], object]) -> None:
+    """Runs ``then()`` when the others are in torch.distributed already."""
+
+    def late(transport: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            then()
+            return transport(*args)
+
+        return wrapped
+
+    unfused._gather = late(unfused._gather)  # type: ignore[assignment]
+    unfused._exchange = late(unfused._exchange)  # type: ignore[assignment]
 
 
 def _raise_in_call(trial: Trial, group: dist.ProcessGroup) -> None:
@@ -250,64 +396,109 @@ def _fork(group: dist.ProcessGroup) -> str:
 def run_trial(trial: Trial) -> tuple[list[str], float]:
     """What went wrong, and the seconds from the fault to the last report of it."""
     try:
-        outcomes = _outcomes(trial)
+        outcomes, pid = _outcomes(trial)
     except AssertionError as error:  # about what is left behind
         return [str(error)], 0.0
-    wrong, slowest = [], 0.0
+    wrong, others = [], []
     for outcome in outcomes:
         if outcome.rank == trial.victim and trial.kind == "kill":
             wrong += [] if outcome.exitcode == -signal.SIGKILL else [f"the victim: {outcome}"]
         elif not outcome.ok:
             wrong.append(f"rank {outcome.rank}: {outcome}")
         else:
-            report: Report = outcome.value
-            wrong += _judged(trial, outcome.rank, report)
-            if outcome.rank != trial.victim and report.at and report.ending.error:
-                slowest = max(slowest, report.ending.at - report.at)
-    return wrong, slowest
+            wrong += _judged(trial, outcome.rank, outcome.value, pid)
+            others += [outcome.value] if outcome.rank != trial.victim else []
+    if trial.exact and not wrong:
+        wrong += _judged_together(trial, others, pid)
+    return wrong, max((r.first.at - r.at for r in others if r.at and r.first.error), default=0.0)
 
 
-def _outcomes(trial: Trial) -> list[Outcome]:
-    with faults.watched_ranks(trial.world) as ranks:
+def _outcomes(trial: Trial) -> tuple[list[Outcome], int]:
+    """How the ranks' jobs end, and the victim's process."""
+    env = {"TRITON_INTERPRET": "1"} if trial.fused else {}
+    with faults.watched_ranks(trial.world, **env) as ranks:
+        pid = ranks.pids[trial.victim]
         ranks.submit(job, trial)
         if trial.kind == "stop":
             outcomes = faults.collect_without(ranks, trial.victim)
-            os.kill(ranks.pids[trial.victim], signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
             after = ranks.collect(2 * trial.timeout + 5.0)
             outcomes[trial.victim] = after[trial.victim]
         else:
             outcomes = ranks.collect(faults.COLLECT_SECONDS)
-    return outcomes
+    return outcomes, pid
 
 
-def _judged(trial: Trial, rank: int, report: Report) -> list[str]:
+def _judged(trial: Trial, rank: int, report: Report, pid: int) -> list[str]:
     """What is wrong with a rank's report."""
-    ending, victim = report.ending, rank == trial.victim
+    first, again, victim = report.first, report.again, rank == trial.victim
     allowed = _allowed(trial, victim)
-    wrong = [] if ending.error in allowed else [f"rank {rank}: {ending}, not one of {allowed}"]
-    if report.fork not in ("", "fine"):
-        wrong.append(f"a fork of rank {rank}: {report.fork}")
-    if "wrong result" in ending.text:
-        wrong.append(f"rank {rank}: {ending}")
     between_calls = victim and trial.kind in INTERRUPTS  # then the others find it in another call
-    if ending.error and not between_calls and report.broken.error != "GroupBrokenError":
-        wrong.append(f"rank {rank}: the next call: {report.broken}")
-    if report.other is not None and report.other.error:
-        wrong.append(f"rank {rank}: another group: {report.other}")
-    if report.at and ending.error and not victim:
-        late = trial.timeout + 1.0 if ending.error == "CollectiveTimeoutError" else 0.0
-        if ending.at - report.at > late + PROMPT:
-            wrong.append(f"rank {rank}: {ending.at - report.at:.2f} s after the fault: {ending}")
-    return wrong
+    right = {
+        f"not one of {allowed}": first.error in allowed,
+        "a fork": report.fork in ("", "fine"),
+        "the result": "wrong result" not in first.text,
+        "the next call": not first.error or between_calls or again.error == "GroupBrokenError",
+        "another group": not any(other.error for other in report.others),
+    }
+    if report.at and first.error:
+        late = first.error == "CollectiveTimeoutError"
+        most = (trial.timeout + (rendezvous._GRACE if trial.step else 1.0)) * late + PROMPT
+        right["too late"] = first.at - report.at <= most or (victim and trial.kind == "stop")
+    if trial.exact:
+        right["the error of the next call"] = (
+            again.seconds < PROMPT / 2
+            and "make a new group" in again.text
+            and first.text[:100] in again.text
+        )
+        right["what it says"] = victim or _names_the_victim(trial, rank, first, pid)
+    return [f"rank {rank}, {what}: {report}" for what, fine in right.items() if not fine]
+
+
+def _names_the_victim(trial: Trial, rank: int, first: Ending, pid: int) -> bool:
+    """Whether an error says all that a survivor of an exact fault can know."""
+    name = f"rank {trial.victim}" + (f" (pid {pid})" if trial.step != "init" else "")
+    named = first.peer == trial.victim and name in first.text
+    if trial.step:
+        return named and trial.text in first.text
+    cause = {
+        "exception": "ArithmeticError: no luck",
+        "interrupt": "it left the call with KeyboardInterrupt",
+    }.get(trial.kind, "")
+    known = trial.kind == "stop" or trial.memory != "shared" or (named and cause in first.text)
+    texts = (f"rank {rank} ", "The group is broken: make a new one")
+    return known and first.text.startswith(trial.op) and all(text in first.text for text in texts)
+
+
+def _judged_together(trial: Trial, reports: list[Report], pid: int) -> list[str]:
+    """What is wrong with the reports of all survivors of an exact fault."""
+    firsts = [report.first for report in reports]
+    soonest = min(report.first.at - report.at for report in reports)
+    if trial.kind != "stop":
+        late = trial.timeout * trial.alone + (PROMPT if trial.fused else AT_ONCE)
+        return [] if soonest < late else [f"nobody noticed for {soonest:.2f} s"]
+    # Those that waited for less were notified by one that waited that long.
+    late = [first for first in firsts if first.error == "CollectiveTimeoutError"]
+    name = f"rank {trial.victim} (pid {pid})" if trial.memory == "shared" and not trial.step else ""
+    blamed = any(name in first.text and trial.text in first.text for first in firsts)
+    known = trial.moment not in ("before", "gloo") or any(f.peer == trial.victim for f in firsts)
+    waited = max(first.seconds for first in firsts) >= trial.timeout
+    return [] if late and blamed and known and waited else [f"they report {firsts}"]
 
 
 def _allowed(trial: Trial, victim: bool) -> set[str]:
     """How a rank's calls may end."""
     lost, late = {"PeerLostError"}, {"CollectiveTimeoutError"}
+    own = {kind: "KeyboardInterrupt" for kind in INTERRUPTS} | {"exception": "ArithmeticError"}
+    if trial.exact and trial.kind in own:
+        return {own[trial.kind]} if victim else lost
     if trial.kind == "kill":
-        return lost | late if trial.in_set_up else lost  # nobody may know its process yet
+        if trial.exact:
+            return late if trial.alone else lost
+        return lost | late if trial.step else lost  # nobody may know its process yet
     if trial.kind == "stop":
-        return late | lost if victim or trial.in_set_up else late
+        known = trial.exact and (trial.step or trial.memory == "shared")
+        return late if not victim and (known or not (trial.step or trial.exact)) else late | lost
     if trial.kind == "mismatch":
         # A rank in the call sees that the numbers of rows differ; a rank that waits for one of
         # these ranks sees it leave.
@@ -316,13 +507,12 @@ def _allowed(trial: Trial, victim: bool) -> set[str]:
         return {""}
     if trial.kind == "late":  # it may find all that it needs in workspaces, which stay as they are
         return {"", *late, *lost} if victim else {*late, *lost}
-    own = {kind: "KeyboardInterrupt" for kind in INTERRUPTS} | {"exception": "ArithmeticError"}
     if victim:
         return {own.get(trial.kind, "MemoryError"), ""}
     if trial.kind not in INTERRUPTS:
         return {"", *lost}
     # Who is interrupted before it has joined is awaited until the timeout: nobody knows it yet.
-    return {"", "CollectiveMismatchError", *lost, *(late if trial.in_set_up else ())}
+    return {"", "CollectiveMismatchError", *lost, *(late if trial.step else ())}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -338,7 +528,7 @@ def main(argv: list[str] | None = None) -> int:
     drawn = map(Trial.drawn, itertools.count(options.seed))
     chosen = (trial for trial in drawn if not options.op or trial.op in options.op)
     if options.kind is not None:
-        chosen = (replace(trial, kind=options.kind, in_set_up=False) for trial in chosen)
+        chosen = (replace(trial, kind=options.kind, step="") for trial in chosen)
     for trial in itertools.islice(chosen, options.count):
         begin = time.monotonic()
         wrong, slowest = run_trial(trial)

@@ -129,27 +129,6 @@ def unusable(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
         yield f"{str(value)[:9]!r} alone", json.dumps(value).encode()
 
 
-def altered(tree: Any, pick: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Damage that may leave a usable file."""
-    for path, value in nodes(tree):
-        if isinstance(value, str):
-            yield f"escapes at {path}", json.dumps(with_value(tree, path, ESCAPES + value)).encode()
-        new = pick.choice([*_VALUES, ESCAPES, [ESCAPES], {ESCAPES: ESCAPES}])
-        yield f"{str(new)[:9]!r} at {path}", json.dumps(with_value(tree, path, new)).encode()
-        if isinstance(path[-1], int):
-            less = changed(tree, path, lambda parent, key: parent.pop(key))
-            yield f"one less of {path}", json.dumps(less).encode()
-        else:
-            renamed = changed(tree, path, lambda p, key: p.__setitem__(ESCAPES, p.pop(key)))
-            yield f"escapes for {path}", json.dumps(renamed).encode()
-    text = json.dumps(tree).encode()
-    for _ in range(40):
-        at = pick.randrange(len(text))
-        yield f"a byte at {at}", text[:at] + pick.randbytes(1) + text[at + 1 :]
-    for encoding in ("utf-8-sig", "utf-16", "utf-32"):
-        yield encoding, text.decode().encode(encoding)
-
-
 def faults(ended: Result, allowed: tuple[int, ...]) -> str:
     """What is wrong with how a command ended: an exit code not in ``allowed``, a traceback, output
     that a terminal would interpret, or a refusal of more than one line. "": nothing."""

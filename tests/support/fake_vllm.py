@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 PARTS = "tpkernels.integrations.vllm_parts"
+MOE = "vllm.model_executor.layers.fused_moe"
 tensor_parallel = SimpleNamespace(device_group=None)  # what get_tp_group() returns
 
 
@@ -47,6 +48,19 @@ class UnquantizedLinearMethod:
 
 def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
+
+
+class CPUUnquantizedExperts:
+    def __init__(self, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None) -> None:
+        self.w1_bias, self.w2_bias = w1_bias, w2_bias
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+
+def replace_parameter(layer: nn.Module, name: str, new: torch.Tensor) -> None:
+    layer.register_parameter(name, nn.Parameter(new, requires_grad=False))
 
 
 class QuantizedLinearMethod(UnquantizedLinearMethod):
@@ -120,6 +134,9 @@ def installed(version: str = "0.32.0") -> Iterator[type[CpuPlatform]]:
     class Platform(CpuPlatform):
         pass
 
+    class Experts(CPUUnquantizedExperts):
+        pass
+
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version},
         "vllm.platforms": {"current_platform": Platform()},
@@ -134,6 +151,12 @@ def installed(version: str = "0.32.0") -> Iterator[type[CpuPlatform]]:
         "vllm.model_executor.layers.utils": {
             "dispatch_cpu_unquantized_gemm": dispatch_cpu_unquantized_gemm
         },
+        "vllm.model_executor.utils": {"replace_parameter": replace_parameter},
+        MOE: {},
+        f"{MOE}.experts": {},
+        f"{MOE}.experts.cpu_moe": {"CPUUnquantizedExperts": Experts},
+        f"{MOE}.oracle": {},
+        f"{MOE}.oracle.unquantized": {"backend_to_kernel_cls": lambda backend: [Experts]},
         "vllm.model_executor.layers.linear": {
             "RowParallelLinear": RowParallelLinear,
             "UnquantizedLinearMethod": UnquantizedLinearMethod,

@@ -64,6 +64,8 @@ class Report:
     first: Ending
     again: Ending  #: the next call on the same group
     others: list[Ending]  #: calls on other groups, which must go on
+    at: float = 0.0  #: when the fault happened, on the clock of `Ending.at`; 0.0: unknown
+    fork: str = ""  #: what the victim's fork reports
 
 
 def group_of(group: object) -> dist.ProcessGroup:
@@ -182,19 +184,6 @@ def report_of(
     return Report(first, again, [ending_of(lambda g=g: run_op("all_gather", g)) for g in others])
 
 
-def report_of_survivors(
-    call: Callable[[], object], group: dist.ProcessGroup, victim: int
-) -> tuple[Report, float] | None:
-    """What the other ranks report of a call in which ``victim`` is disturbed, and of a group that
-    they make without it; and when it was."""
-    found = report_of(call, group, [])
-    if dist.get_rank() == victim:
-        return None
-    ranks = [rank for rank in range(dist.get_world_size()) if rank != victim]
-    others = [ending_of(lambda: run_op("all_gather", new_group(ranks=ranks)))]
-    return Report(found.first, found.again, others), disturbed_at()
-
-
 def in_child(work: Callable[[], str], within: float = 20.0) -> str:
     """What ``work`` returns in a fork of this process, or what happens to that instead."""
     gc.collect()  # process groups that earlier tests have left: gloo cannot free them in a fork
@@ -228,8 +217,12 @@ def disturb_later(seconds: float, number: int) -> None:
     threading.Thread(target=disturb, daemon=True).start()
 
 
-def disturb_now(number: int) -> None:
+def record_disturbance() -> None:
     dist.distributed_c10d._get_default_store().set("disturbed", repr(time.monotonic()))
+
+
+def disturb_now(number: int) -> None:
+    record_disturbance()
     os.kill(os.getpid(), number)
     while number == signal.SIGKILL:  # the kernel takes a moment
         time.sleep(1)
@@ -319,37 +312,6 @@ def values(outcomes: list[Outcome], *without: int) -> dict[int, Any]:
     for outcome in outcomes:
         assert outcome.rank in without or outcome.ok, outcome
     return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in without}
-
-
-def require_killed(
-    outcomes: list[Outcome], victim: int, late: float = 0.0, at_once: float = AT_ONCE
-) -> dict[int, Ending]:
-    """How the survivors' calls ended, by rank. Their jobs return a report and the time at which the
-    victim was killed; all must have noticed it ``late`` seconds later, or soon after that."""
-    assert outcomes[victim].exitcode == -signal.SIGKILL, outcomes[victim]
-    reports = values(outcomes, victim)
-    delays = [report.first.at - killed_at - late for report, killed_at in reports.values()]
-    assert max(delays) < PROMPT and min(delays) < at_once, delays
-    for report, _ in reports.values():
-        require_broken(report)
-    return {rank: report.first for rank, (report, _) in reports.items()}
-
-
-def collect_stopped(
-    ranks: Ranks, victim: int, timeout: float, late: float = 0.0
-) -> dict[int, Ending]:
-    """The same for a stopped victim: the others must have waited for the group's timeout, and not
-    much longer than that plus ``late``. The victim stays stopped."""
-    outcomes = collect_without(ranks, victim)
-    assert outcomes[victim].timed_out, outcomes[victim]
-    reports = values(outcomes, victim)
-    # Those that waited for less were notified by one that waited that long.
-    assert max(report.first.seconds for report, _ in reports.values()) >= timeout, reports
-    for report, stopped_at in reports.values():
-        first = report.first
-        assert first.at - stopped_at < timeout + late + PROMPT, (first.at - stopped_at, first)
-        require_broken(report)
-    return {rank: report.first for rank, (report, _) in reports.items()}
 
 
 def require_broken(report: Report) -> None:

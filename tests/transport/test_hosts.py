@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from benchmarks import host_traffic
 from benchmarks.hosts import Hosts
 from tests.support import across_hosts
 from tests.support.paths import ROOT
@@ -87,18 +86,6 @@ def test_ops_work_across_hosts(
         require_works(found, nproc)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("nproc", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
-def test_two_levels_as_on_gpus(
-    start: Callable[..., Started], tmp_path: Path, nproc: tuple[int, int]
-) -> None:
-    out = tmp_path / "found"
-    started, world = start(nproc, "as_on_gpus", str(out)), sum(nproc)
-    for found in results(started, out, world, START_SECONDS + 60):
-        assert not found["failures"], "\n".join(found["failures"])
-        assert found["cases"] > 8 and found["devices"] == [["cuda", "hierarchical"]], found
-
-
 def found_by(ranks: list[int], out: Path, seconds: float) -> list[dict[str, Any]]:
     """What ranks found that need not end well."""
     files, until = [Path(f"{out}.{rank}.json") for rank in ranks], time.monotonic() + seconds
@@ -168,42 +155,3 @@ def test_hosts_are_removed_when_a_test_fails() -> None:
     assert names() == before
     assert started.wait(timeout=5) == -signal.SIGKILL
     started.communicate()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("victim", [3, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "algorithm", ["hierarchical", pytest.param("ring", marks=pytest.mark.slow)]
-)
-def test_a_rank_that_is_killed_on_another_host(
-    start: Callable[..., Started], tmp_path: Path, algorithm: str, victim: int
-) -> None:
-    """Its launcher ends the other rank of its host."""
-    out = tmp_path / "found"
-    start((2, 2), "killed", str(out), algorithm, "all_gather_matmul", str(victim))
-    survivors = [rank for rank in range(4) if rank // 2 != victim // 2]
-    for found in found_by(survivors, out, START_SECONDS + 30):
-        assert found["error"] == "PeerLostError", found
-        assert found["seconds"] < SLACK, found
-        assert found["text"].startswith("all_gather_matmul"), found
-
-
-@pytest.mark.slow
-def test_bytes_on_the_link() -> None:
-    """Counted by the kernel: what `hierarchical` sends is less, and as much as it must be."""
-    try:
-        sent = host_traffic.run(hosts=2, nproc=2, mib=8)
-    except OSError as error:
-        pytest.skip(f"cannot make network namespaces: {error}")
-    mib = 1 << 20
-    for case, expected in {
-        "all_gather fp32": 8 * mib,  # each shard once, to the other host
-        "reduce_scatter fp32": 12 * mib,  # two ranks' partials one way, their sums the other
-        "reduce_scatter bf16": 16 * mib,  # a sum is as large as the partials of two ranks
-        "all_reduce fp32": 20 * mib,
-    }.items():
-        measured = sent[f"{case} hierarchical"]
-        assert expected <= measured < 1.1 * expected, sent
-        assert measured < 1.1 * sent[f"{case} ring"], sent
-    assert sent["all_gather fp32 hierarchical"] < 0.75 * sent["all_gather fp32 ring"], sent
-    assert sent["reduce_scatter fp32 hierarchical"] < 0.85 * sent["reduce_scatter fp32 ring"], sent

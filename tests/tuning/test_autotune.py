@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 import re
-import signal
 import time
 import warnings
 from collections import Counter
@@ -421,7 +420,7 @@ def test_autotune(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
 # Algorithms that fail, no memory, and ranks that are lost.
 
 
-FAULTY = VICTIM = 1
+FAULTY = 1
 OP = "matmul_all_reduce"
 
 
@@ -518,45 +517,33 @@ def hidden_failure_job() -> None:
             )
 
 
-def process_group_job() -> faults.Report:
-    """`unfused` goes through the process group, of which there is only one."""
+def failing_job(way: str, error: type[BaseException]) -> faults.Report:
+    """`unfused` goes through the process group, of which there is only one; ranks that share no
+    memory have only that."""
 
     def fail(name: str) -> None:
-        if name == "unfused" and dist.get_rank() == FAULTY:
-            raise ValueError("a test")
+        if name == way and dist.get_rank() == FAULTY:
+            raise error("a test")
 
-    group = faults.new_group(5.0)
-    other = faults.new_group(5.0)
-    with watched(before=fail), tpkernels.autotune(group):
-        return faults.report_of(lambda: call(OP, group), group, [other])
-
-
-def failing_apart_job(interrupted: bool) -> faults.Report:
-    """Ranks that share no memory have only the process group."""
-
-    def fail(name: str) -> None:
-        if name == "ring" and dist.get_rank() == FAULTY:
-            raise KeyboardInterrupt if interrupted else ValueError("a test")
-
-    with apart():
+    with apart() if way == "ring" else contextlib.nullcontext():
         group, other = faults.new_group(), faults.new_group()
         with watched(before=fail), tpkernels.autotune(group):
             return faults.report_of(lambda: call(OP, group), group, [other])
 
 
 @pytest.mark.parametrize(
-    ("job", "arguments", "own_error"),
+    ("way", "error"),
     [
-        (process_group_job, (), "ValueError"),
-        (failing_apart_job, (False,), "ValueError"),
-        pytest.param(failing_apart_job, (True,), "KeyboardInterrupt", marks=pytest.mark.slow),
+        ("unfused", ValueError),
+        ("ring", ValueError),
+        pytest.param("ring", KeyboardInterrupt, marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_in_the_process_group_is_raised_on_all_ranks(
-    ranks: RanksFixture, job: Callable[..., faults.Report], arguments: Any, own_error: str
+    ranks: RanksFixture, way: str, error: type[BaseException]
 ) -> None:
-    for rank, found in enumerate(ranks(WORLD).run(job, *arguments)):
-        assert found.first.error == (own_error if rank == FAULTY else "PeerLostError"), found
+    for rank, found in enumerate(ranks(WORLD).run(failing_job, way, error)):
+        assert found.first.error == (error.__name__ if rank == FAULTY else "PeerLostError"), found
         assert found.first.seconds < faults.PROMPT, found
         assert found.again.error == "GroupBrokenError"
         assert [each.error for each in found.others] == [""]
@@ -608,27 +595,3 @@ def test_what_cannot_be_tuned(
     ranks: RanksFixture, job: Callable[..., list[str]], arguments: tuple[Any, ...]
 ) -> None:
     check_job(ranks(WORLD), job, *arguments)
-
-
-def lost_job(number: int, timeout: float) -> tuple[faults.Report, float] | None:
-    """One rank is disturbed in the third run of an algorithm."""
-    group, runs = faults.new_group(timeout), 0
-
-    def disturb(name: str) -> None:
-        nonlocal runs
-        runs += name == "direct"
-        if runs == 3 and dist.get_rank() == VICTIM:
-            faults.disturb_now(number)
-
-    def tune() -> None:
-        with watched(before=disturb), tpkernels.autotune(group):
-            call(OP, group)
-
-    return faults.report_of_survivors(tune, group, VICTIM)
-
-
-def test_a_rank_that_dies_while_tuning_is_reported() -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        outcomes = faults.collect(ranks, lost_job, signal.SIGKILL, faults.PATIENCE)
-        for first in faults.require_killed(outcomes, VICTIM).values():
-            assert first.error == "PeerLostError" and first.peer == VICTIM, first

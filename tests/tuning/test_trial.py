@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import check_job, fresh_group, functions_called, on_ranks
 from tests.support.tuned import WORLD, call, operands, own, plan_of, watched
 from tpkernels.planning.table import Measurement, Table
-from tpkernels.tuning import tuner
 from tpkernels.tuning.contest import ELIGIBLE, MOST_CALLS, UNTRIED_CALLS
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -132,32 +127,3 @@ def threads_job() -> list[str]:
 @pytest.mark.parametrize("job", [off_job, bits_job, layouts_job, threads_job])
 def test_trials(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
     check_job(ranks(WORLD), job)
-
-
-VICTIM = 1
-
-
-def lost_job(number: int, timeout: float) -> tuple[faults.Report, float] | None:
-    """One rank is disturbed when the ranks exchange what they found."""
-    group = faults.new_group(timeout)
-    exchange = tuner.exchange_numbers
-
-    def disturbed(made: Any, problem: Any, what: str, numbers: Any) -> list[list[float]]:
-        if "times" in what and dist.get_rank() == VICTIM:
-            faults.disturb_now(number)
-        return exchange(made, problem, what, numbers)
-
-    def calls() -> None:
-        for _ in range(MOST_CALLS):
-            call("matmul_all_reduce", group)
-
-    with mock.patch.object(tuner, "exchange_numbers", disturbed):
-        return faults.report_of_survivors(calls, group, VICTIM)
-
-
-def test_a_rank_that_dies_in_the_exchange_is_reported() -> None:
-    with faults.watched_ranks(WORLD) as ranks:
-        outcomes = faults.collect(ranks, lost_job, signal.SIGKILL, faults.PATIENCE)
-        for first in faults.require_killed(outcomes, VICTIM).values():
-            assert first.error == "PeerLostError" and first.peer == VICTIM, first
-            assert "the times of" in first.text and "matmul_all_reduce" in first.text, first

@@ -4,9 +4,9 @@ vLLM calls `register` in each of its processes, as the entry point ``tpkernels``
 ``vllm.general_plugins``. ``TPKERNELS_VLLM`` says what is replaced:
 
     off          nothing
-    all_reduce   on CPUs, the all-reduces of tensor parallelism
+    all_reduce   on CPUs, the all-reduces of tensor parallelism, and whole experts on each rank
     fused        also each row-parallel layer: product and all-reduce as one op; and on CPUs the
-                 products of other layers, where the extension multiplies by packed weights
+                 products of other layers and of experts, by packed weights
     auto         what has been measured not to be slower than vLLM, the default
 
 Each choice is reported once, with its reason. vLLM traces a compiled graph once, so the variable is
@@ -88,6 +88,7 @@ def register() -> None:
     parts = importlib.import_module("tpkernels.integrations.vllm_parts")
     if platform == "cpu":
         parts.replace_communicator(type(current_platform))
+        parts.replace_experts(choice.mode != "fused")
     if choice.mode == "fused":
         parts.replace_row_parallel()
     if choice.mode == "fused" and platform == "cpu":

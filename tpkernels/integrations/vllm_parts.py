@@ -12,13 +12,17 @@ from vllm.distributed import get_tp_group
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.utils import split_tensor_along_last_dim
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.utils import replace_parameter
 
 import tpkernels
 from tpkernels import dtypes, groups
 from tpkernels.integrations.vllm import logger
 from tpkernels.local import packed
 from tpkernels.ops.autograd import matmul
+from tpkernels.ops.experts import ACTIVATIONS
 
 # s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
 TIMEOUT = 1800.0
@@ -160,3 +164,51 @@ def replace_products() -> None:
             drop_weight(layer)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+class PackedExperts(CPUUnquantizedExperts):
+    """vLLM's unquantised experts on a CPU, as `local_experts` by packed weights. vLLM's own read
+    beyond their weights if a rank has some of the experts."""
+
+    only_whole = False  #: leave experts of which each rank has a part to vLLM
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation.value in ACTIVATIONS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return moe_parallel_config.use_ep or not PackedExperts.only_whole
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        report("experts multiply by packed weights")
+        stacks = [layer.w13_weight, layer.w2_weight]
+        self._stacks = [tpkernels.pack(w.detach().transpose(1, 2)) for w in stacks]
+        for name, w in zip(("w13_weight", "w2_weight"), stacks, strict=True):
+            replace_parameter(layer, name, w.new_empty(*w.shape[:2], 0))
+
+    def apply(self, *, output: torch.Tensor, **options: Any) -> None:
+        ids, weights = options["topk_ids"], options["topk_weights"]
+        if options["expert_map"] is not None:
+            ids = options["expert_map"][ids]
+        if options["apply_router_weight_on_input"]:  # and not to the result
+            weights = torch.ones_like(weights)
+        local_experts = torch.ops.tpkernels._local_experts.default
+        operands = options["hidden_states"], ids, weights, *self._stacks
+        biases = self.w1_bias, self.w2_bias
+        output.copy_(local_experts(*operands, *biases, options["activation"].value))
+
+
+@functools.cache
+def replace_experts(only_whole: bool) -> None:
+    """Make vLLM take `PackedExperts` where it can on CPUs, or ``only_whole`` experts, and refuse
+    whole experts that it would compute itself."""
+    PackedExperts.only_whole = only_whole
+    CPUUnquantizedExperts._supports_parallel_config = staticmethod(lambda config: not config.use_ep)
+    classes_of_vllm = unquantized.backend_to_kernel_cls
+
+    def classes(backend: Any) -> list[type]:
+        ours = [PackedExperts] if backend.name == "CPU" else []
+        return [*ours, *classes_of_vllm(backend)]
+
+    unquantized.backend_to_kernel_cls = classes

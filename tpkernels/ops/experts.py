@@ -20,10 +20,12 @@ second writes into a symmetric tensor, of which the combine copies nothing, 1.00
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from tpkernels import dtypes, groups, validation
 from tpkernels.algorithms.routes import weigh_rows
@@ -275,3 +277,44 @@ def grouped_matmul_combine(
         [tokens, N] of this rank's tokens, in x's dtype.
     """
     return moe_combine(grouped_matmul(x, w, handle.counts, bias), handle)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def local_experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """Return what the experts of this rank add to tokens x [tokens, H]: ``down(activation(gate(x))
+    * up(x))``, summed by weight. A negative id is of another rank's expert, and adds nothing. Also
+    ``torch.ops.tpkernels._local_experts``, of which no compiled graph sees the number of rows."""
+    held, k = len(gate_up), topk_ids.shape[1]
+    ids = topk_ids.where(topk_ids >= 0, held)  # sorted to the end
+    order, counts, weights = route(ids, topk_weights.to(dtypes.accumulator(x.dtype)), held + 1)
+    count = len(order) - int(counts[held])
+    rows = x.index_select(0, order[:count] // k)
+    gate, up = grouped_matmul(rows, gate_up, counts[:held], gate_up_bias).chunk(2, 1)
+    inner = ACTIVATIONS[activation](gate) * up
+    y, places = grouped_matmul(inner, down, counts[:held], down_bias), order.argsort()
+    if count < len(order):  # the other routes get a row of zeros
+        y, places = F.pad(y, (0, 0, 0, 1)), places.clamp_(max=count)
+    return _weigh(y, places.view(ids.shape), weights)
+
+
+define_local(
+    "_local_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
+    "Tensor? gate_up_bias, Tensor? down_bias, str activation) -> Tensor",
+    run=local_experts,
+    fake=lambda x, *_: torch.empty_like(x),
+)
