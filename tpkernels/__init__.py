@@ -31,6 +31,7 @@ from tpkernels.ops.experts import (
     grouped_matmul_reduce_scatter,
 )
 from tpkernels.ops.grouped_matmul import grouped_matmul
+from tpkernels.ops.scaled_grouped_matmul import scaled_grouped_matmul
 from tpkernels.parallel import from_pretrained, parallelize
 from tpkernels.qualification import qualify
 from tpkernels.shards import shard_sizes
@@ -71,6 +72,7 @@ __all__ = [
     "pack",
     "parallelize",
     "qualify",
+    "scaled_grouped_matmul",
     "shard_sizes",
     "sharded_matmul",
     "spmd",

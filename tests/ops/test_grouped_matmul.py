@@ -13,8 +13,10 @@ import tpkernels
 from tests.support.cases import PACKABLE
 from tests.support.products import within_rounding
 from tpkernels.local.matmul import new_product
+from tpkernels.local.scaled import Packing
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COUNTS = [5, 0, 60, 1]
 
 # From weights [E, N, K] as modules hold them.
@@ -152,3 +154,74 @@ def test_stacks_are_packed_matrix_by_matrix(dtype: torch.dtype) -> None:
     assert torch.equal(int8[2], tpkernels.unpack(tpkernels.pack(w[2], torch.int8)))
     with pytest.raises(ValueError, match="is packed already"):
         tpkernels.pack(packed)
+
+
+def scaled_operands(
+    blocks: bool, k: int, n: int, integers: bool, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[torch.Tensor, ...]:
+    """x, w and their scales, powers of two with integers, for COUNTS; x lies in rows that travelled
+    with their scales."""
+    per_row, per_column = (k // 128, -(-n // 128)) if blocks else (1, n)
+    made = []
+    for shape, dtype in zip(((66, k), (4, n, k)), dtypes, strict=True):
+        numbers = torch.randint(-2, 3, shape) if integers else torch.randn(shape) * 20
+        made.append(numbers.to(dtype))
+    scales = [torch.randint(-3, 4, shape) for shape in ((66, per_row), (4, per_row, per_column))]
+    scale_x, scale_w = (2.0**s if integers else torch.rand(s.shape) for s in scales)
+    packing = Packing.of(made[0], scale_x)
+    x, scale_x_back = packing.unpack(packing.pack(made[0], scale_x))
+    assert scale_x_back is not None and torch.equal(scale_x_back, scale_x)
+    return x, made[1].transpose(1, 2), scale_x, scale_w
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_scaled_as_float64(blocks: bool) -> None:
+    """Exact for small integers, else within the rounding of sums in float32, rounded once."""
+    torch.manual_seed(0)
+    counts = torch.tensor(COUNTS)
+    for k, n, dtypes in ((256, 300, (E4M3, E4M3)), (128, 64, (E5M2, E4M3)), (384, 1, (E4M3, E5M2))):
+        for integers, out_dtype in ((True, F32), (False, F32), (False, None), (False, torch.half)):
+            x, w, scale_x, scale_w = scaled_operands(blocks, k, n, integers, dtypes)
+            got = tpkernels.scaled_grouped_matmul(
+                x, w, scale_x, scale_w, counts, out_dtype=out_dtype
+            )
+            assert got.dtype == (out_dtype or BF16)
+            wide_x = x.double() * scale_x.double().repeat_interleave(k // scale_x.shape[1], 1)
+            factors = scale_w.double()
+            if blocks:
+                factors = factors.repeat_interleave(128, 1).repeat_interleave(128, 2)[..., :n]
+            wide_w = w.double() * factors
+            for part, rows, matrix in zip(
+                got.split(COUNTS), wide_x.split(COUNTS), wide_w, strict=True
+            ):
+                assert within_rounding(part, rows, matrix)
+                assert not integers or torch.equal(part.double(), rows @ matrix)
+
+
+def test_scaled_refusals() -> None:
+    x, w, scale_x, scale_w = scaled_operands(True, 256, 300, True, (E4M3, E4M3))
+    by_row, by_column, counts = scale_x[:, :1], torch.ones(4, 1, 300), torch.tensor(COUNTS)
+    bad: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+        (ValueError, r"it must be \[66, 1\] or \[66, 2\]", (x, w, scale_x[1:], scale_w, counts)),
+        (ValueError, r"scale_w has .* must be \[4, 2, 3\]", (x, w, scale_x, by_column, counts)),
+        (ValueError, r"scale_w has .* must be \[4, 1, 300\]", (x, w, by_row, scale_w, counts)),
+        (TypeError, "scale_x is float64", (x, w, scale_x.double(), scale_w, counts)),
+        (TypeError, "scale_w is float16", (x, w, scale_x, scale_w.half(), counts)),
+        (NotImplementedError, "w has dtype float32", (x, w.float(), scale_x, scale_w, counts)),
+        (NotImplementedError, "x with .* float32", (x.float(), w, scale_x, scale_w, counts)),
+        (ValueError, r"needs \[E, 256, N\]", (x, w[:, 1:], scale_x, scale_w, counts)),
+        (ValueError, r"w has 4 groups", (x, w, scale_x, scale_w, counts[1:])),
+        (ValueError, r"but x has 66 rows", (x, w, scale_x, scale_w, counts + 1)),
+        (
+            ValueError,
+            r"counts is \[-1, 6",
+            (x, w, scale_x, scale_w, counts + torch.tensor([-6, 6, 0, 0])),
+        ),
+    ]
+    for error, pattern, operands in bad:
+        with pytest.raises(error, match=pattern):
+            tpkernels.scaled_grouped_matmul(*operands)
+    with pytest.raises(NotImplementedError, match="out_dtype is float64"):
+        tpkernels.scaled_grouped_matmul(x, w, scale_x, scale_w, counts, out_dtype=F64)
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        tpkernels.scaled_grouped_matmul(x, w, scale_x.requires_grad_(), scale_w, counts)

@@ -253,6 +253,133 @@ def test_peers_read_a_symmetric_tensor_in_place() -> None:
             assert torch.equal(rows, wanted[:, None].expand(6, 50).float()), (call, rows[:, 0])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """Rows of fp8 of any bytes, with ``scales`` a row."""
+
+    scales: int
+    dtype: torch.dtype = torch.float8_e4m3fn
+    algorithm: str = "auto"
+    max_rows: int | None = None
+
+
+def scaled_failure(case: Scaled, group: dist.ProcessGroup) -> str | None:
+    """Whether rows and their scales, which are bits, are those of their tokens, in order."""
+    (rank, world), generator = (group.rank(), group.size()), torch.Generator().manual_seed(0)
+    tokens, columns = 4 * world, 128 * max(2, case.scales)
+    data = torch.randint(256, (tokens, columns), generator=generator, dtype=torch.uint8)
+    bits = torch.randint(-(2**31), 2**31, (tokens, case.scales), generator=generator)
+    bits, ids = bits.int(), torch.randint(5, (tokens, 2), generator=generator)
+    mine = slice(4 * rank, 4 * rank + 4)
+    rows, counts, handle = tpkernels.moe_dispatch(
+        data[mine].view(case.dtype),
+        ids[mine],
+        torch.ones(4, 2),
+        5,
+        group,
+        scale_x=bits[mine].view(torch.float32),
+        max_rows=case.max_rows,
+        algorithm=case.algorithm,
+    )
+    first = sum(shard_sizes(5, world)[:rank])
+    order = ids.flatten().argsort(stable=True) // 2
+    begin = int((ids < first).sum())
+    source, scales = order[begin : begin + int(counts.sum())], handle.scales
+    assert scales is not None and rows.dtype == case.dtype and len(rows) == len(scales)
+    found = rows.view(torch.uint8), scales.view(torch.int32)
+    right = all(
+        torch.equal(got[: len(source)], want[source]) and not got[len(source) :].any()
+        for got, want in zip(found, (data, bits), strict=True)
+    )
+    if not right or (case.max_rows or len(source)) != len(rows):
+        return f"{case} on rank {rank}: other rows or scales"
+    return None
+
+
+def test_scales_travel_with_their_rows(ranks: RanksFixture, world: int) -> None:
+    cases = [
+        Scaled(scales=scales, algorithm=a, max_rows=most)
+        for scales in (1, 2, 3)
+        for a in ALGORITHMS
+        for most in (None, 8 * world)
+    ]
+    cases += [Scaled(scales=1, dtype=torch.float8_e5m2)]
+    report_cases(ranks(world), scaled_failure, cases)
+
+
+@on_ranks(2)
+def test_fp8_experts() -> None:
+    """Dispatched in fp8, multiplied, combined; beside float64, also in a compiled graph."""
+    torch.manual_seed(0)
+    rank, ids, weights = dist.get_rank(), torch.randint(4, (6, 2)), torch.rand(6, 2)
+    x, w = torch.randn(6, 256), torch.randn(4, 256, 40)
+    scale_w = torch.rand(4, 2, 1)
+    with fresh_group() as group:
+        here = slice(3 * rank, 3 * rank + 3)
+        blocks = x[here].view(3, 2, 128)
+        scale_x = blocks.abs().amax(2) / 448
+        x8 = (blocks / scale_x[..., None]).view(3, 256).to(torch.float8_e4m3fn)
+        w8 = w.to(torch.float8_e4m3fn)[2 * rank : 2 * rank + 2]
+
+        def layer(x8: torch.Tensor, scale_x: torch.Tensor) -> torch.Tensor:
+            rows, counts, handle = tpkernels.moe_dispatch(
+                x8, ids[here], weights[here], 4, group, scale_x=scale_x
+            )
+            assert handle.scales is not None
+            made = tpkernels.scaled_grouped_matmul(
+                rows, w8, handle.scales, scale_w[2 * rank : 2 * rank + 2], counts
+            )
+            return tpkernels.moe_combine(made, handle)
+
+        y = layer(x8, scale_x)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+            assert torch.equal(compiled(x8, scale_x), y)
+        wide_x = x8.double() * scale_x.double().repeat_interleave(128, 1)
+        wide_w = w.to(torch.float8_e4m3fn).double() * scale_w.double().repeat_interleave(128, 1)
+        made = torch.einsum("tk,tjkn->tjn", wide_x, wide_w[ids[here]])
+        terms = made * weights[here][..., None].double()
+        bound = torch.finfo(torch.bfloat16).eps * (terms.abs().sum(1) + 1e-3)
+        assert ((y.double() - terms.sum(1)).abs() <= bound).all()
+
+
+@on_ranks(2)
+def test_refusals_of_scales() -> None:
+    """Before anything is sent; ranks must agree on what the scales are of."""
+    x, ids = torch.ones(3, 256).to(torch.float8_e4m3fn), torch.ones(3, 2, dtype=torch.int64)
+    weights, good = torch.ones(3, 2), torch.ones(3, 1)
+    with fresh_group() as group:
+
+        def attempt(x: torch.Tensor, scale: torch.Tensor | None) -> Callable[[], object]:
+            return lambda: tpkernels.moe_dispatch(x, ids, weights, 8, group, scale_x=scale)
+
+        other = x if dist.get_rank() == 0 else x.float().to(torch.float8_e5m2)
+        calls = [
+            attempt(x, torch.ones(3, 3)),
+            attempt(x, torch.ones(2, 1)),
+            attempt(x[:, 1:], torch.ones(3, 2)),
+            attempt(x, good.double()),
+            attempt(x.float(), good),
+            attempt(x, None),
+            attempt(x, good.clone().requires_grad_()),
+            attempt(x, good),
+            attempt(other, good),
+        ]
+        patterns = [
+            r"ValueError: scale_x has shape \[3, 3\]; it must be \[3, 1\] or \[3, 2\]",
+            r"ValueError: scale_x has shape \[2, 1\]; it must be \[3, 1\] or \[3, 2\]",
+            r"ValueError: scale_x has shape \[3, 2\]; it must be \[3, 1\]$",
+            r"TypeError: scale_x is float64; it must be float32",
+            r"NotImplementedError: x with scales has dtype float32; supported: float8_e4m3fn",
+            r"NotImplementedError: x has dtype float8_e4m3fn; supported",
+            r"NotImplementedError: moe_dispatch has no gradient with scale_x; call it under",
+            r"nothing",
+            r"CollectiveMismatchError",
+        ]
+        for message, pattern in zip(messages_of(calls), patterns, strict=True):
+            assert re.match(pattern, message), message
+
+
 REFUSED = [
     r"RoutingError: topk_ids of rank 1 has expert 8 at \[2, 1\]; there are experts 0 to 7",
     r"RoutingError: topk_ids of rank 1 has expert -1 at \[2, 1\]; there are experts 0 to 7",

@@ -88,6 +88,9 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
 def scaled_samples(name: str, sizes: list[int], rank: int) -> Iterator[Sample]:
     fp8, one = torch.float8_e4m3fn, torch.ones([])
     x, w = torch.ones(2, 6, 32).to(fp8), torch.ones(5, 32).to(fp8).t()
+    stack, counts = w.expand(2, 32, 5), torch.tensor([2, 4])
+    of_stack = (x[0], stack, torch.ones(6, 1), torch.ones(2, 1, 5), counts)
+    yield "scaled_grouped_matmul", of_stack, {"out_dtype": F32}
     uneven, blocks = torch.ones(sizes[rank], 32).to(fp8), torch.float8_e8m0fnu
     by_row, by_column = torch.ones(sizes[rank], 1), torch.ones(1, 5)
     gather = "all_gather_scaled_matmul"

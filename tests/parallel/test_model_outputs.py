@@ -1,4 +1,5 @@
-"""Hidden states and attention weights of a parallel model are those of the unsharded one."""
+"""Hidden states, attention weights and routers' logits of a parallel model are those of the
+unsharded one."""
 
 from __future__ import annotations
 
@@ -19,13 +20,22 @@ pytest.importorskip("transformers")
 def test_hidden_states_and_attentions_are_whole() -> list[str]:
     """All of them, and chosen ones; as an output object and as a tuple; and their gradients."""
     failures: dict[str, str | None] = {}
-    single = hf_models.make("qwen3", attention="eager")
+    single = hf_models.make(
+        "qwen2_moe",
+        attention="eager",
+        num_experts=4,
+        moe_intermediate_size=10,
+        mlp_only_layers=[1],
+        qkv_bias=False,
+    )
+    names = ("router_logits", "hidden_states", "attentions")
     for sequence in (True, False):
         parallel = tpkernels.parallelize(
             copy.deepcopy(single), hf_models.mesh_of_all(), sequence_parallel=sequence
         )
         for chosen in (True, [1]):
             options = {"output_hidden_states": chosen, "output_attentions": True}
+            options["output_router_logits"] = True
             want, got = (
                 model(**hf_models.batch(), **options, use_cache=False)
                 for model in (single, parallel)
@@ -37,11 +47,11 @@ def test_hidden_states_and_attentions_are_whole() -> list[str]:
                 use_cache=False,
                 return_dict=False,
             )
-            for name in ("hidden_states", "attentions"):
+            for name in names:
                 for i, (mine, theirs) in enumerate(zip(got[name], want[name], strict=True)):
                     if theirs is not None:
                         failures[f"{sequence=} {chosen=} {name} {i}"] = far(mine, theirs, 1e-4)
-            for name, values in (("hidden_states", as_tuple[1]), ("attentions", as_tuple[2])):
+            for name, values in zip(names, as_tuple[1:], strict=True):
                 for i, (mine, theirs) in enumerate(zip(values, want[name], strict=True)):
                     if theirs is not None:
                         failures[f"{sequence=} {chosen=} tuple {name} {i}"] = far(

@@ -59,6 +59,57 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "OLMoE": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 9}),
+    "Qwen2-MoE": (
+        "qwen2_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 10,
+            "shared_expert_intermediate_size": 14,
+        },
+    ),
+    "GLM-4.5": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 10,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "ERNIE 4.5 MoE": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 5,
+            "moe_k": 3,
+            "moe_intermediate_size": 10,
+            "moe_num_shared_experts": 1,
+        },
+    ),
+    "dots.llm1": (
+        "dots1",
+        {
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 10,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "Granite-MoE": (
+        "granitemoe",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "Phi-3.5-MoE": ("phimoe", {"num_local_experts": 5, "router_jitter_noise": 0.0}),
+    "MiniMax-M2": (
+        "minimax_m2",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "rotary_dim": 4},
+    ),
 }
 
 
@@ -68,11 +119,15 @@ def family_job(family: str, folder: str, again: str) -> tuple[dict[str, list[str
     mesh = hf_models.mesh_of_all()
     failures: dict[str, list[str]] = {}
     model = hf_models.make(model_type, **options)
+    model.config.output_router_logits = True  # and their loss, where the model has one
     for name, sequence in (("parallelize", False), ("sequence parallelism", True)):
         failures[name] = hf_models.differences(model, sequence, mesh)
-    mixture = hasattr(model.config, "num_experts_per_tok")
+    mixture = any("experts" in name for name, _ in model.named_parameters())
     if mixture:
         failures["parallelize"] += hf_models.differences(model, False, mesh, expert_parallel=True)
+        failures["sequence parallelism"] += hf_models.differences(
+            model, True, mesh, expert_parallel=True
+        )
     whole = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=options.get("attention", "sdpa")
     )
@@ -88,6 +143,12 @@ def family_job(family: str, folder: str, again: str) -> tuple[dict[str, list[str
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     tokens, models = whole.generate(ids, **settings), [loaded]
     if mixture:
+        half = tpkernels.from_pretrained(folder, mesh, dtype=torch.bfloat16).state_dict()
+        kept = type(whole).from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+        if {name: value.dtype for name, value in half.items()} != {
+            name: value.dtype for name, value in kept.items()
+        }:
+            failures["from_pretrained"].append("other dtypes")
         models.append(
             tpkernels.from_pretrained(
                 folder, mesh, sequence_parallel=False, expert_parallel=True, pack=True
@@ -110,7 +171,7 @@ def family_job(family: str, folder: str, again: str) -> tuple[dict[str, list[str
 
 
 def documented(family: str) -> dict[str, str]:
-    """The row of a family in the table of the documentation, by column."""
+    """The row of a family, all of which works, in the table of the documentation, by column."""
     lines = (ROOT / "docs" / "models.md").read_text().splitlines()
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
     [names] = [row for row in rows if row[0] == "family"]
@@ -118,7 +179,7 @@ def documented(family: str) -> dict[str, str]:
     return dict(zip(names, cells, strict=True))
 
 
-@pytest.mark.parametrize("world", sweep([2, 4, 1], later=2))
+@pytest.mark.parametrize("world", sweep([2, 4, 1], later=1))
 @pytest.mark.parametrize("family", sweep(FAMILIES, 2, later=len(FAMILIES) - 2))
 def test_a_family(ranks: RanksFixture, tmp_path: Path, family: str, world: int) -> None:
     model_type, options = FAMILIES[family]
@@ -130,7 +191,7 @@ def test_a_family(ranks: RanksFixture, tmp_path: Path, family: str, world: int) 
     assert [row["model_type"], row["attention"]] == [model_type, results[0][1]]
     for column in results[0][0]:
         found = [text for failures, _ in results for text in failures[column]]
-        assert (row[column] == "yes") == (not found), f"{column}: {found}"
+        assert not found, f"{column}: {found}"
 
 
 def _planned(style: str, module: str = "mlp.down_proj") -> Any:
@@ -173,6 +234,17 @@ def test_a_plan_of_single_projections() -> list[str]:
             llama, True, mesh, plan={f"model.layers.*.{name}": style}
         )
     ]
+
+
+@on_ranks(2)
+def test_a_mixture_whose_rows_depend_on_each_other_is_not_split_by_rows() -> list[str]:
+    def centre(module: torch.nn.Module, args: Any) -> Any:
+        return args[0] - args[0].mean(0, keepdim=True)
+
+    model = hf_models.make("mixtral", num_local_experts=3)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_pre_hook(centre)
+    return hf_models.differences(model, True, hf_models.mesh_of_all())
 
 
 @on_ranks(2)

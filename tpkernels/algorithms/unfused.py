@@ -97,7 +97,7 @@ def dispatch(
     rows = _exchange_rows(call, leaving, found.left, found.arrived)
     most, count = call.problem.options.max_rows, sum(found.arrived)
     if most is None:
-        return rows[found.order], found.counts
+        return rows.index_select(0, found.order), found.counts
     padded = rows.new_zeros(most, x.shape[1])
     torch.index_select(rows, 0, found.order, out=padded[:count])
     return padded, found.counts

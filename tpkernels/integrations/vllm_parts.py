@@ -168,7 +168,9 @@ def replace_products() -> None:
 
 class PackedExperts(CPUUnquantizedExperts):
     """vLLM's unquantised experts on a CPU, as `local_experts` by packed weights. vLLM's own read
-    beyond their weights if a rank has some of the experts."""
+    beyond their weights if a rank has some of the experts. Of their time it takes 0.75 for 1 token
+    and 0.41 for 64 on one thread, 0.95 and 0.56 on two (8 experts of 1024 x 512, k 2, bf16; AMD
+    EPYC Zen 5, vLLM 0.32, 2026-11-26)."""
 
     only_whole = False  #: leave experts of which each rank has a part to vLLM
 

@@ -6,6 +6,9 @@ which all algorithms use.
     row-wise      float32         [..., 1]         [1, N]
     1x32 (MXFP8)  float8_e8m0fnu  [..., K / 32]    [N, K / 32]
     1x16 (NVFP4)  float8_e4m3fn   [..., K / 16]    [N, K / 16]
+    1x128         float32         [..., K / 128]   [N, K / 128], the same in 128 rows (DeepSeek's)
+
+The last are those of experts alone (`ops.scaled_grouped_matmul`).
 
 Block scales may also be swizzled: one dim, in tiles of 128 rows by 4 columns, padded to whole
 tiles, as ``torch.nn.functional.scaled_mm`` takes them with ``SwizzleType.SWIZZLE_32_4_4``. Two fp4
@@ -41,6 +44,7 @@ from tpkernels.local.product import Product
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP4 = torch.float4_e2m1fn_x2
 TILE_ROWS, _TILE_COLUMNS = 128, 4  # of swizzled scales
+BLOCK = 128  # of DeepSeek's scales
 _UNIT_BYTES = 16  # rows that travel are padded to it, so that GPUs load them in whole vectors
 _PANEL_COLUMNS = 256
 _GPU_PANEL_COLUMNS = 2048  # bounds the fp32 copy of the weight; not measured
@@ -52,6 +56,7 @@ class ScaledMatrix(NamedTuple):
 
     elements: torch.Tensor
     scale: torch.Tensor
+    block: int | None = None  #: numbers per scale, of blocks with scales in float32
 
 
 class Scaling(enum.Enum):
@@ -159,7 +164,9 @@ class Packing:
         kind, columns = scaling_of(scale), x.shape[-1]
         if kind is Scaling.TENSOR:
             return cls(x.dtype, columns, None, 0)
-        scales = 1 if kind is Scaling.ROW else numbers_in(x.dtype, columns) // block_of(x.dtype)[0]
+        scales = numbers_in(x.dtype, columns) // block_of(x.dtype)[0]
+        if kind is Scaling.ROW:  # or in blocks of 128
+            scales = scale.shape[-1]
         return cls(x.dtype, columns, scale.dtype, scales)
 
     @property
@@ -262,8 +269,8 @@ def scaled_matmul(
 def torch_takes(x: ScaledMatrix, w: ScaledMatrix, out_dtype: torch.dtype) -> bool:
     """Return whether ``torch._scaled_mm`` supports these operands and should be used. It follows
     from dtypes, layouts, K and N, never from M: all parts of a product are computed alike."""
-    (left, scale), right = x, w.elements
-    if not left.is_cuda or left.shape[1] % _MULTIPLE or right.shape[1] % _MULTIPLE:
+    (left, scale, block), right = x, w.elements
+    if not left.is_cuda or block or left.shape[1] % _MULTIPLE or right.shape[1] % _MULTIPLE:
         return False
     if right.stride(0) != 1 or left.dtype == right.dtype == torch.float8_e5m2:
         return False
@@ -299,12 +306,12 @@ def by_panels(
     x: ScaledMatrix, w: ScaledMatrix, out: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Do `scaled_matmul` in fp32, whatever the device has. Products of numbers and block scales are
-    exact where they do not leave fp32's range."""
-    blocks = scaling_of(x.scale) is Scaling.BLOCK
+    exact where they do not leave fp32's range, but for those of 1x128 blocks, which are rounded."""
+    blocks = x.block or scaling_of(x.scale) is Scaling.BLOCK
     wide, (rows, columns) = unscaled(x.elements), out.shape
     scale_w = w.scale.expand(1, columns) if not blocks else w.scale
     if blocks:
-        per_row = wide.shape[1] // block_of(x.elements.dtype)[0]
+        per_row = wide.shape[1] // (x.block or block_of(x.elements.dtype)[0])
         scaled_by_blocks(wide, plain(x.scale, rows, per_row))
         scale_w = plain(scale_w, columns, per_row)
     step = min(_GPU_PANEL_COLUMNS if x.elements.is_cuda else _PANEL_COLUMNS, columns)

@@ -332,7 +332,7 @@ def column_parallel(
             x,
             weights,
             first.group,
-            first.sequence_dim,
+            _from_first(first.sequence_dim, x),
             bias_list(x, bias_per_layer),
             shard_sizes=shard_sizes,
         )
@@ -341,6 +341,11 @@ def column_parallel(
     if finished:
         return outputs
     return [layer._finish(y) for layer, y in zip(layers, outputs, strict=True)]
+
+
+def _from_first(dim: int, x: torch.Tensor) -> int:
+    """Return a dim of x, counted from its first."""
+    return dim + x.dim() if dim < 0 else dim
 
 
 class RowParallelLinear(ParallelLinear):
@@ -387,7 +392,7 @@ class RowParallelLinear(ParallelLinear):
         ``sequence_parallel`` is by default the layer's."""
         rows_split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         x, w = self._factors(x)
-        dim = self.sequence_dim if rows_split else None
+        dim = _from_first(self.sequence_dim, x) if rows_split else None
         return row_parallel(x, w, self.group, dim, self.bias, residual, shard_sizes)
 
     def _factors(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

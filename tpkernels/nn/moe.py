@@ -185,19 +185,22 @@ class MoE(PackableModule):
         top_k_weights: torch.Tensor,
         *,
         shard_sizes: Sequence[int] | None = None,
+        sequence_parallel: bool | None = None,
     ) -> torch.Tensor:
         """Map tokens [tokens, hidden_size], of this rank or all, to the same shape.
 
         Args:
             top_k_index, top_k_weights: [tokens, k], the experts of each token and their weights.
             shard_sizes: tokens of each rank, with ``sequence_parallel``; default: all the same.
+            sequence_parallel: by default the layer's.
         """
+        split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         x, ids, weights = hidden_states, top_k_index, top_k_weights
         if self.expert_parallel:
-            return self._by_experts(x, ids, weights, shard_sizes)
+            return self._by_experts(x, ids, weights, shard_sizes, split)
         gate_up, down = self._operands(x)
         biases = self._biases()
-        if self.sequence_parallel:
+        if split:
             inner, routing = all_gather_grouped_matmul(
                 x, ids, weights, gate_up, self.group, bias=biases[0], shard_sizes=shard_sizes
             )
@@ -223,9 +226,11 @@ class MoE(PackableModule):
         ids: torch.Tensor,
         weights: torch.Tensor,
         sizes: Sequence[int] | None,
+        split: bool,
     ) -> torch.Tensor:
         gate_up, down = self._operands(x)
         biases = self._biases()
+<<<<<<< HEAD
         if self.sequence_parallel:
             inner, _, handle = dispatch_grouped_matmul(
                 x,
@@ -259,6 +264,25 @@ class MoE(PackableModule):
             max_rows=None,
         )
         y = grouped_matmul_combine(inner, down, handle, bias=biases[1])
+=======
+        if not split:  # each rank sees to its share of the tokens
+            sizes = balanced_sizes(x.shape[0], self.world)
+            x, ids, weights = (split_over_ranks(t, self.group, 0, sizes) for t in (x, ids, weights))
+        inner, _, handle = dispatch_grouped_matmul(
+            x,
+            ids,
+            weights,
+            gate_up,
+            self.num_experts,
+            self.group,
+            bias=biases[0],
+            shard_sizes=sizes,
+        )
+        y = grouped_matmul_combine(self._gate(inner), down, handle, bias=biases[1])
+        if split:
+            return y
+        assert sizes is not None
+>>>>>>> main
         return gather_from_ranks(y, self.group, 0, sizes)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from tpkernels.algorithms.reduction import Reduction, RmsNorm
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
+from tpkernels.local.scaled import Packing
 from tpkernels.ops.scaled import Rows, own_scale
 
 
@@ -75,7 +76,9 @@ def reduce_in_place(call: Call, given: Any) -> None:
 
 def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Run an op that brings tokens to their experts; return their rows, and how many each has."""
-    return call.function(call, given.x.contiguous(), given.routes)
+    x, scale = given.x, given.scale_x
+    x = x.contiguous() if scale is None else Packing.of(x, scale).pack(x, scale)
+    return call.function(call, x, given.routes)
 
 
 def combine(call: Call, given: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ otherwise a loop over a copy of ``counts`` on the host.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def _run(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Te
         raise
     if left or not x.shape[0]:
         _check(x, stack, counts)
-        rows = _ranges(counts)
+        rows = ranges_of(counts, x)
         for group in left:
             local_matmul(x[rows[group]], stack[group], out[rows[group]])
     return out
@@ -57,6 +57,11 @@ def _run(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Te
 def _check(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> None:
     """Raise for operands that do not fit. The values of ``counts`` are not looked at."""
     check_operands(x, stack)
+    check_counts(counts, x, stack)
+
+
+def check_counts(counts: torch.Tensor, x: torch.Tensor, stack: torch.Tensor) -> None:
+    """Raise if ``counts`` are not those of a stack's groups, whatever their values."""
     validation.tensors({"x": x, "counts": counts})
     integers = counts.dtype in (torch.int32, torch.int64)
     if tuple(counts.shape) != (len(stack),) or not integers:
@@ -88,17 +93,19 @@ def check_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
         raise ValueError(f"bias has shape {list(bias.shape)}; it must be {shape}, a row per group")
 
 
-def _ranges(counts: torch.Tensor) -> list[slice]:
-    """Return the rows of each group."""
-    ends = counts.cumsum(0).tolist()
-    return [slice(begin, end) for begin, end in pairwise([0, *ends])]
+def ranges_of(counts: torch.Tensor, x: torch.Tensor) -> list[slice]:
+    """Return the rows of x of each group. ``ValueError`` if it has others."""
+    rows: list[int] = counts.tolist()
+    if min(rows, default=0) < 0 or sum(rows) != len(x):
+        raise ValueError(f"counts is {rows}, but x has {len(x)} rows")
+    return [slice(begin, end) for begin, end in pairwise(accumulate(rows, initial=0))]
 
 
 def _run_on_gpu(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     if _torch_takes(x) and _torch_takes(stack):
         return F.grouped_mm(x, stack, offs=counts.cumsum(0, dtype=torch.int32))
     out = empty((x.shape[0], _columns(stack)), x.dtype, x.device)
-    for w, rows in zip(stack, _ranges(counts), strict=True):
+    for w, rows in zip(stack, ranges_of(counts, x), strict=True):
         local_matmul(x[rows], w, out[rows])
     return out
 
@@ -115,7 +122,7 @@ def _outer_products(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> t
     if x.is_cuda and _torch_takes(x) and _torch_takes(y):
         return F.grouped_mm(x.t(), y, offs=counts.cumsum(0, dtype=torch.int32))
     out = x.new_empty(len(counts), x.shape[1], y.shape[1])
-    for product, rows in zip(out, _ranges(counts), strict=True):
+    for product, rows in zip(out, ranges_of(counts, x), strict=True):
         if rows.start == rows.stop:
             product.zero_()
         else:

@@ -20,11 +20,8 @@ SCHEMA = (
 def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
     ctx.save_for_backward(given.x, given.topk_weights, given.routes)
     ctx.num_experts, ctx.group = given.num_experts, given.group
-    ctx.shard_sizes, ctx.max_rows, ctx.algorithm = (
-        given.shard_sizes,
-        given.max_rows,
-        given.algorithm,
-    )
+    ctx.sizes = given.shard_sizes
+    ctx.options = {"max_rows": given.max_rows, "algorithm": given.algorithm}
 
 
 def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
@@ -32,13 +29,9 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     the two. A weight travels as a token of its own, with one route."""
     x, weights, routes = ctx.saved_tensors
     ops, wide, (tokens, k) = torch.ops.tpkernels, dtypes.accumulator(x.dtype), weights.shape
-    sizes = ctx.shard_sizes
-    options = {"max_rows": ctx.max_rows, "algorithm": ctx.algorithm}
+    sizes, options = ctx.sizes, ctx.options
     single = routes.view(-1, 1), ctx.num_experts, ctx.group
-    one_by_one = {
-        "shard_sizes": None if sizes is None else [size * k for size in sizes],
-        **options,
-    }
+    one_by_one = options | {"shard_sizes": sizes and [size * k for size in sizes]}
     of_tokens, _ = ops.moe_dispatch.default(
         grad, routes, ctx.num_experts, ctx.group, shard_sizes=sizes, **options
     )

@@ -9,11 +9,13 @@ import torch
 
 from tpkernels import validation
 from tpkernels.groups import GroupLike, break_if_interrupted, name_of
+from tpkernels.local.scaled import Packing
+from tpkernels.ops import scaled
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.registration import define
 
 SCHEMA = (
-    "moe_dispatch(Tensor x, Tensor routes, int num_experts, str group, *, "
+    "moe_dispatch(Tensor x, Tensor routes, int num_experts, str group, *, Tensor? scale_x=None, "
     "SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> "
     "(Tensor rows, Tensor counts)"
 )
@@ -30,6 +32,7 @@ class Handle(NamedTuple):
         group: its name.
         shard_sizes: tokens of each rank; None: all the same.
         max_rows: rows that every rank has; None: one for each route to its experts.
+        scales: of this rank's rows; None: they have none.
     """
 
     routes: torch.Tensor
@@ -39,6 +42,7 @@ class Handle(NamedTuple):
     group: str
     shard_sizes: Sequence[int] | None
     max_rows: int | None
+    scales: torch.Tensor | None
 
 
 def _save(ctx: Any, given: Any, output: Any) -> None:
@@ -58,6 +62,14 @@ def _backward(ctx: Any, needs: Any, grad_rows: torch.Tensor, _: None) -> dict[st
     return {"x": grad_x}
 
 
+def _check_scales(x: torch.Tensor, scale: torch.Tensor) -> None:
+    scaled.check_rows(x, scale)
+    if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
+        raise NotImplementedError(
+            f"moe_dispatch has no gradient with scale_x; {scaled.NO_GRADIENT}"
+        )
+
+
 run_dispatch = define(SCHEMA, save=_save, backward=_backward)
 
 
@@ -68,6 +80,7 @@ def moe_dispatch(
     num_experts: int,
     group: GroupLike,
     *,
+    scale_x: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
     max_rows: int | None = None,
     algorithm: str = "auto",
@@ -81,10 +94,13 @@ def moe_dispatch(
     The ranks hold consecutive experts, ``tpkernels.shard_sizes(num_experts, world)`` of them.
 
     Args:
-        x: [tokens, H], this rank's.
+        x: [tokens, H], this rank's. With ``scale_x`` also of float8_e4m3fn or float8_e5m2, without
+            a gradient.
         topk_ids: [tokens, k] of int32 or int64, the experts of each token, in any order and also
             several times the same.
         topk_weights: [tokens, k], floating-point; `moe_combine` sums by them.
+        scale_x: scales of x in float32, [tokens, 1] or [tokens, H / 128]. They travel with the
+            rows: ``handle.scales`` are those of ``rows``, for `scaled_grouped_matmul`.
         shard_sizes: tokens of each rank; default: all the same.
         max_rows: how many ``rows`` every rank gets, so that their number depends on no route: the
             first ``counts.sum()`` are filled, the others are zeros. The same on all ranks.
@@ -104,10 +120,13 @@ def moe_dispatch(
     makes NaN of a token with a route for which `RoutingError` would be raised. The gradient of
     ``x`` comes back by the routes and is summed in the order of ``topk_ids``.
 
-    ``torch.ops.tpkernels.moe_dispatch`` takes the gathered ids as ``routes``.
+    ``torch.ops.tpkernels.moe_dispatch`` takes the gathered ids as ``routes``, and returns rows with
+    scales as they travel (`local.scaled.Packing`).
     """
     try:
         validation.topk(topk_ids, topk_weights, x)
+        if scale_x is not None:
+            _check_scales(x, scale_x)
         name, bits = name_of(group), topk_ids.contiguous().view(torch.float32)  # as GPUs move it
         routes = all_gather(bits, name, shard_sizes=shard_sizes).view(topk_ids.dtype)
         rows, counts = run_dispatch(
@@ -115,11 +134,17 @@ def moe_dispatch(
             routes,
             num_experts,
             name,
+            scale_x=scale_x,
             shard_sizes=shard_sizes,
             max_rows=max_rows,
             algorithm=algorithm,
         )
-        handle = Handle(routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows)
+        scales = None
+        if scale_x is not None:
+            rows, scales = Packing.of(x, scale_x).unpack(rows)
+        handle = Handle(
+            routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows, scales
+        )
         return rows, counts, handle
     except BaseException as error:
         break_if_interrupted(group, error)

@@ -86,7 +86,11 @@ def problem_of(op: str, group: Group, given: Any) -> Problem:
 def _routed(op: str, group: Group, given: Any) -> Problem:
     """Return the problem of an op on tokens with routes."""
     spec, x, routes = OPS[op], given.x, given.routes
-    dtypes.check_supported(x.dtype, "x")
+    scale = getattr(given, "scale_x", None)
+    if scale is None:
+        dtypes.check_supported(x.dtype, "x")
+    else:
+        scaled.check_rows(x, scale)
     if x.dim() != 2 or x.shape[1] < 1:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [rows, H], H at least 1")
     if given.num_experts < 1:
@@ -115,15 +119,20 @@ def _routed(op: str, group: Group, given: Any) -> Problem:
         raise ValueError(
             f"routes has {routes.shape[0]} tokens, but the ranks have {sum(sizes)}: {list(sizes)}"
         )
+    options = Options(routes=(given.num_experts, k), max_rows=given.max_rows)
+    columns, wire = x.shape[1], x.dtype
+    if scale is not None:  # rows travel with their scales
+        options = replace(options, k=columns, x_dtype=wire, scale_x=f"{scale.shape[1]} a row")
+        columns, wire = Packing.of(x, scale).words, torch.float32
     return Problem(
         op=op,
         device=validation.device(x),
         world=group.world,
-        shape=(sum(sizes), x.shape[1]),
+        shape=(sum(sizes), columns),
         dim=0,
         sizes=sizes,
-        dtype=x.dtype,
-        options=Options(routes=(given.num_experts, k), max_rows=given.max_rows),
+        dtype=wire,
+        options=options,
     )
 
 
@@ -245,7 +254,11 @@ def fake_result(op: str, group: Group, given: Any) -> Any:
         if rows is None:
             rows = torch.library.get_ctx().new_dynamic_size()
         held = shard_sizes(given.num_experts, group.world)[group.rank]
-        return x.new_empty(rows, x.shape[1]), x.new_empty(held, dtype=torch.int64)
+        counts = x.new_empty(held, dtype=torch.int64)
+        if given.scale_x is None:
+            return x.new_empty(rows, x.shape[1]), counts
+        words = Packing.of(x, given.scale_x).words
+        return x.new_empty(rows, words, dtype=torch.float32), counts
     if spec.gathers or spec.exchanges:
         sizes = given.gather_sizes if spec.exchanges else given.shard_sizes
         shape = _gathered(shape, given.gather_dim, sizes, group)

@@ -45,11 +45,14 @@ def define_local(
     fake: Callable[..., Any],
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    no_gradient: str = "",
     autocast: bool = False,
+    overwrites: bool = False,
 ) -> None:
     """Make ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors, of which
     arguments named ``w``, ``weights`` or ``stack`` may be packed, and its fake kernel. Both get the
-    arguments as the schema has them; `define` says what the others are."""
+    arguments as the schema has them; `define` says what the others are. It ``overwrites`` its first
+    argument, or none."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA", "MkldnnCPU"):  # the last for the refusal to be readable
@@ -65,6 +68,8 @@ def define_local(
     _KERNELS[name] = run
     if save is not None and backward is not None:
         _define_above(name, recorded=_recorded(name, save, backward))
+    elif no_gradient:
+        _define_above(name, instead=no_gradient, overwrites=overwrites)
     if autocast:
         _define_autocast(name)
 
@@ -129,10 +134,15 @@ def define(
 
     kernel = _C.calls.make_kernel(arguments, plan, run_planned, backends.failed, check)
     define_local(
-        schema, run=kernel, fake=fake_kernel, save=save, backward=backward, autocast=autocast
+        schema,
+        run=kernel,
+        fake=fake_kernel,
+        save=save,
+        backward=backward,
+        no_gradient=no_gradient,
+        autocast=autocast,
+        overwrites=bool(written),
     )
-    if no_gradient:
-        _define_above(op, instead=no_gradient, overwrites=bool(written))
     return shortcut(op, kernel, overwrites=bool(written))
 
 

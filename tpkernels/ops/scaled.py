@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 
 from tpkernels import dtypes
+from tpkernels.integers import ceil_div
 from tpkernels.local.scaled import (
+    BLOCK,
     FP4,
     FP8,
     TILE_ROWS,
@@ -65,6 +67,42 @@ def check_scale(
                 f"x has {size * others} rows on rank {rank} and swizzled scales, whose tiles have "
                 f"{TILE_ROWS} rows; give each rank a multiple of {TILE_ROWS}, or pass plain scales"
             )
+
+
+def check_rows(x: torch.Tensor, scale: torch.Tensor) -> None:
+    """Check fp8 rows of experts [R, K] and their scales, which are row-wise or those of blocks."""
+    _among(x.dtype, FP8, "x with scales has dtype")
+    if x.dim() != 2 or x.shape[1] < 1:
+        raise ValueError(f"x has shape {list(x.shape)}; it must be [rows, K], K at least 1")
+    rows, k = x.shape
+    allowed = [[rows, 1], *([[rows, k // BLOCK]] if k % BLOCK == 0 else [])]
+    _float32(scale, "scale_x", allowed)
+
+
+def check_stack(
+    stack: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, scale_x: torch.Tensor
+) -> bool:
+    """Check fp8 weights of experts [E, K, N] and their scales, next to rows that have been checked;
+    return whether the scales are those of blocks."""
+    _among(stack.dtype, FP8, "w has dtype")
+    if stack.dim() != 3 or stack.shape[1] != x.shape[1] or stack.shape[2] < 1:
+        raise ValueError(
+            f"w has shape {list(stack.shape)}, but x of shape {list(x.shape)} needs "
+            f"[E, {x.shape[1]}, N]"
+        )
+    (experts, k, n), per_row = stack.shape, scale_x.shape[1]
+    row_wise, blocks = [experts, 1, n], [experts, k // BLOCK, ceil_div(n, BLOCK)]
+    fits = (row_wise, per_row == 1), (blocks, per_row * BLOCK == k)
+    _float32(scale, "scale_w", [shape for shape, right in fits if right])
+    return list(scale.shape) != row_wise
+
+
+def _float32(scale: torch.Tensor, what: str, allowed: Sequence[list[int]]) -> None:
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{what} is {dtypes.name(scale.dtype)}; it must be float32")
+    if list(scale.shape) not in allowed:
+        shapes = " or ".join(map(str, allowed))
+        raise ValueError(f"{what} has shape {list(scale.shape)}; it must be {shapes}")
 
 
 def check_weight(

@@ -6,6 +6,7 @@ hooks that lead rows to these. `plans` says which module is replaced. transforme
     q_proj, k_proj, v_proj    column-parallel by key-value group, one all-gather
     gate_proj, up_proj    column-parallel, one all-gather
     o_proj, down_proj     row-parallel
+    experts               get this rank's rows, as the router does
     layers[-1]            after it, rows are gathered
 
 All ranks get all rows of the embedding, because the model derives positions and mask from their
@@ -41,6 +42,7 @@ from torch import nn
 from tpkernels.local.packed import check_finite, check_packable
 from tpkernels.nn import (
     ColumnParallelLinear,
+    MoE,
     RMSNorm,
     RowParallelLinear,
     column_parallel,
@@ -72,6 +74,7 @@ class Rows:
     world: int
     fewest: int = 1  #: shorter sequences are not split; all ranks have all their rows
     sizes: list[int] | None = None  #: rows of each rank; None: not split
+    batch: int = 1  #: sequences
     residual: torch.Tensor | None = None  #: which the running block adds to its output, if any
     norm: RMSNorm | None = None  #: of the block after it
     sum: torch.Tensor | None = None  #: the last such sum
@@ -83,9 +86,16 @@ class Rows:
         _, world = position(group)
         return cls(world, PROMPT_ROWS * world if when == "prefill" else 1)
 
-    def split(self, tokens: int) -> None:
-        """Begin a sequence of this many tokens."""
+    def split(self, batch: int, tokens: int) -> None:
+        """Begin a batch of sequences of this many tokens."""
+        self.batch = batch
         self.sizes = shard_sizes(tokens, self.world) if tokens >= self.fewest else None
+
+    def sizes_of(self, x: torch.Tensor) -> list[int] | None:
+        """Return the rows of each rank of activations, which may be flattened to [rows, width]."""
+        if self.sizes is None or x.dim() > 2:
+            return self.sizes
+        return [self.batch * size for size in self.sizes]
 
 
 @dataclass
@@ -126,7 +136,7 @@ class SplitRowsLinear(RowParallelLinear):
         rows = self.rows
         if rows is not None and rows.residual is not None:
             return self._end_block(rows, rows.residual, x)
-        sizes = None if rows is None else rows.sizes
+        sizes = None if rows is None else rows.sizes_of(x)
         return super().forward(x, shard_sizes=sizes, sequence_parallel=sizes is not None)
 
     def _end_block(self, rows: Rows, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -140,6 +150,18 @@ class SplitRowsLinear(RowParallelLinear):
             x, w, weight, self.group, bias=self.bias, residual=residual, eps=eps
         )
         return rows.normed
+
+
+class SplitRowsMoE(MoE):
+    """Experts that know the split of the sequence."""
+
+    rows: Rows | None = None  #: None: no sequence parallelism
+
+    def forward(self, hidden_states: torch.Tensor, *routes: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        sizes = None if self.rows is None else self.rows.sizes_of(hidden_states)
+        return super().forward(
+            hidden_states, *routes, shard_sizes=sizes, sequence_parallel=sizes is not None
+        )
 
 
 class SplitRowsNorm(RMSNorm):
@@ -162,7 +184,7 @@ def project(
     passed = x
     if sizes is not None:
         shape = list(x.shape)
-        shape[SEQUENCE_DIM] = sum(sizes)
+        shape[-2] = sum(sizes)
         passed = x.new_zeros(()).expand(shape)
     for layer, output in zip(layers, outputs, strict=True):
         layer.stored.output, layer.stored.input = output, passed
@@ -179,8 +201,8 @@ def share_input(
         # A checkpointed layer is recomputed alone, perhaps after a forward of another length. Its
         # attention runs first and reads the number of tokens from the rotary embedding.
         if "position_embeddings" in kwargs:
-            rows.split(kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
-        sizes = rows.sizes
+            rows.split(x.shape[0], kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
+        sizes = rows.sizes_of(x)
     placeholder = project(module, names, x, sizes)
     if sizes is None:
         return None
@@ -192,7 +214,7 @@ def share_input(
 def split_rows(group: str, rows: Rows, module: nn.Module, args: Any) -> Any:
     """Forward pre-hook of the first layer: each rank keeps its rows."""
     x, *others = args
-    rows.split(x.shape[SEQUENCE_DIM])
+    rows.split(x.shape[0], x.shape[SEQUENCE_DIM])
     if rows.sizes is None:
         return None
     return (split_over_ranks(x, group, SEQUENCE_DIM, rows.sizes), *others)
@@ -215,8 +237,9 @@ def gather_recorded(
     args: Any,
     output: Any,
 ) -> tuple[Any, ...] | None:
-    """Forward hook of the base model: gather the hidden states and attention weights that it was
-    asked to return, of which each rank has its rows and, where they are split, its heads."""
+    """Forward hook of the base model: gather the hidden states, attention weights and routers'
+    logits that it was asked to return, of which each rank has its rows and, where they are split,
+    its heads."""
     last, sizes = output[0], None if rows is None else rows.sizes
     rank, _ = position(group)
 
@@ -234,11 +257,16 @@ def gather_recorded(
                 return value
             local = value[:, : heads[rank]].contiguous()
             return gather_from_ranks(local, group, 1, heads)
-        return value if sizes is None else gather_from_ranks(value, group, SEQUENCE_DIM, sizes)
+        if sizes is None or rows is None:
+            return value
+        if value.dim() == 2:  # of a router
+            by_sequence = value.view(rows.batch, sizes[rank], -1)
+            return gather_from_ranks(by_sequence, group, SEQUENCE_DIM, sizes).flatten(0, 1)
+        return gather_from_ranks(value, group, SEQUENCE_DIM, sizes)
 
     if isinstance(output, tuple):  # return_dict=False
         return tuple(map(gather, output))
-    for name in ("hidden_states", "attentions"):
+    for name in ("hidden_states", "attentions", "router_logits"):
         if output.get(name) is not None:
             output[name] = gather(output[name])
     return None
@@ -301,7 +329,7 @@ def share_heads(attention: nn.Module, heads: Heads, names: list[str], group: str
     if names:
         hook = partial(_lend_entries, group, names, begin, size)
         attention.register_forward_pre_hook(hook)
-        attention.register_forward_hook(_take_back, always_call=True)
+        attention.register_forward_hook(partial(_take_back, [attention]), always_call=True)
 
 
 def replace_inputs(
@@ -323,7 +351,7 @@ def replace_linear(
     **options: Any,
 ) -> None:
     """Replace a linear layer by a parallel one; without ``rows``, no sequence is split."""
-    options |= {"sequence_parallel": rows is not None, "sequence_dim": SEQUENCE_DIM}
+    options |= {"sequence_parallel": rows is not None, "sequence_dim": -2}
     layer = kind.from_linear(getattr(parent, name), group, **options)
     if isinstance(layer, SplitRowsLinear):
         layer.rows = rows
@@ -335,8 +363,7 @@ def share_norm(model: nn.Module, name: str, group: str, rows: Rows | None) -> No
     input: its rows, while they are split, or without ``rows`` its heads."""
     norm: Any = model.get_submodule(name)
     if not _is_rms_norm(norm):
-        norm.register_forward_pre_hook(partial(_lend_copies, group, rows))
-        norm.register_forward_hook(_take_back, always_call=True)
+        share_weights(norm, [norm], group, rows)
         return
     kind = RMSNorm if rows is None else SplitRowsNorm
     parallel: Any = kind(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")
@@ -344,6 +371,12 @@ def share_norm(model: nn.Module, name: str, group: str, rows: Rows | None) -> No
         parallel.rows = rows
     parallel.weight = norm.weight
     model.set_submodule(name, parallel.train(norm.training))
+
+
+def share_weights(module: nn.Module, parts: list[nn.Module], group: str, rows: Rows | None) -> None:
+    """Sum the gradients of weights that only the ``forward`` of a module uses, as `share_norm`."""
+    module.register_forward_pre_hook(partial(_lend_copies, group, rows, parts))
+    module.register_forward_hook(partial(_take_back, parts), always_call=True)
 
 
 def _is_rms_norm(norm: Any) -> bool:
@@ -357,10 +390,14 @@ def _is_rms_norm(norm: Any) -> bool:
     return torch.allclose(probe.forward(x), F.rms_norm(x, (4,), weight[0], eps))
 
 
-def _lend_copies(group: str, rows: Rows | None, module: nn.Module, args: Any) -> None:
-    parameters: dict[str, Any] = module._parameters
-    if torch.is_grad_enabled() and (rows is None or rows.sizes is not None):
-        module.__dict__["_lent"] = dict(parameters)
+def _lend_copies(
+    group: str, rows: Rows | None, parts: list[nn.Module], module: nn.Module, args: Any
+) -> None:
+    if not torch.is_grad_enabled() or (rows is not None and rows.sizes is None):
+        return
+    for part in parts:
+        parameters: dict[str, Any] = part._parameters
+        part.__dict__["_lent"] = dict(parameters)
         for name, parameter in parameters.items():
             if parameter is not None:
                 parameters[name] = copy_to_ranks(parameter, group)
@@ -375,5 +412,6 @@ def _lend_entries(
         parameters[name] = copy_to_ranks(parameters[name], group).narrow(0, begin, size)
 
 
-def _take_back(module: nn.Module, args: Any, output: Any) -> None:
-    module._parameters.update(module.__dict__.pop("_lent", {}))
+def _take_back(parts: list[nn.Module], module: nn.Module, args: Any, output: Any) -> None:
+    for part in parts:
+        part._parameters.update(part.__dict__.pop("_lent", {}))

@@ -19,7 +19,7 @@ all code. Anything else is refused.
     replicated_with_grad_allreduce the gradient is summed over the ranks' heads
     moe_tp_experts                 each expert's width is split, or experts go to ranks whole
     embedding_rowwise, _colwise    any embedding of tokens is split by vocabulary
-    replicate                      on all ranks
+    replicate, local_params        on all ranks
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from torch import nn
 
 from tpkernels.nn import (
     ColumnParallelLinear,
-    MoE,
     ParallelLMHead,
     VocabParallelEmbedding,
     pack_,
@@ -54,6 +53,7 @@ from tpkernels.parallel.decoder import (
     Rows,
     SequenceParallel,
     SplitRowsLinear,
+    SplitRowsMoE,
 )
 from tpkernels.shards import shard_sizes
 
@@ -62,15 +62,25 @@ SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 COLUMNS = {"colwise", "packed_colwise", *GATHERED}
 ROWS = {"rowwise", *SPLIT_INPUT}
 SHARED = "replicated_with_grad_allreduce"
-UNSPLIT = {"replicate", "embedding_rowwise", "embedding_colwise"}
+UNSPLIT = {"replicate", "embedding_rowwise", "embedding_colwise", "local_params"}
 EXPERTS = "moe_tp_experts"
-#: Of base models that bring none, by model type.
+_ATTENTION = {
+    **{f"layers.*.self_attn.{name}": "colwise" for name in QKV},
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+#: What the plans of base models leave out, by model type.
 PLANS = {
     "gpt_oss": {
-        **{f"layers.*.self_attn.{name}": "colwise" for name in (*QKV, "sinks")},
-        "layers.*.self_attn.o_proj": "rowwise",
+        **_ATTENTION,
+        "layers.*.self_attn.sinks": "colwise",
         "layers.*.mlp.experts": EXPERTS,
-    }
+    },
+    "granitemoe": _ATTENTION,
+    "phimoe": _ATTENTION,
+    "qwen2_moe": {
+        **{f"layers.*.mlp.shared_expert.{name}": "colwise" for name in GATE_UP},
+        "layers.*.mlp.shared_expert.down_proj": "rowwise",
+    },
 }
 OTHER_EXPERTS = re.compile(r"moe_|ep_|grouped_gemm|packed_rowwise")
 
@@ -102,8 +112,10 @@ class Stack:
     base: nn.Module  #: which has them
     layers: list[nn.Module]
     heads: list[list[int] | None] = field(default_factory=list)  #: of each layer's attention
-    #: of the layers; None if a layer may do more with its rows than blocks and norms do
-    norms: list[str] | None = field(default_factory=list)
+    norms: list[str] = field(default_factory=list)  #: of the layers
+    by_row: bool = True  #: no layer may do more with its rows than blocks, norms and mixtures do
+    #: modules with experts, and those of their modules whose weights all ranks have
+    mixtures: list[tuple[nn.Module, list[nn.Module]]] = field(default_factory=list)
 
 
 class SplitInputLinear(SplitRowsLinear):
@@ -175,13 +187,15 @@ def apply(
     dropouts = _dropouts(model, blocks)
     if dropouts:
         model.register_forward_pre_hook(partial(_refuse_training, dropouts[0]))
-    stack = None if ffn_only or not blocks else _stack(model, blocks)
+    stack = None if ffn_only else _stack(model, blocks, experts)
     rows = None
     if stack is not None:
-        if sequence_parallel and stack.norms is not None:
+        if sequence_parallel and stack.by_row:
             rows = Rows.of(group, sequence_parallel)
             for norm in stack.norms:
                 decoder.share_norm(model, norm, group, rows)
+            for mixture, parts in stack.mixtures:
+                decoder.share_weights(mixture, parts, group, rows)
             stack.layers[0].register_forward_pre_hook(partial(decoder.split_rows, group, rows))
             stack.layers[-1].register_forward_hook(partial(decoder.gather_rows, group, rows))
         gather = partial(decoder.gather_recorded, group, rows, stack.heads)
@@ -189,7 +203,8 @@ def apply(
     for block in blocks:
         _replace(model, block, group, rows)
     for name, module in experts.items():
-        layer = MoE.from_experts(module, group, expert_parallel=expert_parallel)
+        layer = SplitRowsMoE.from_experts(module, group, expert_parallel=expert_parallel)
+        layer.rows = rows
         model.set_submodule(name, layer)
     _replace_ends(model, *ends, group)
     if pack:
@@ -197,7 +212,7 @@ def apply(
 
 
 def _own_plan(model: Any) -> dict[str, str]:
-    """Return the plan that a model brings, or that of `PLANS`."""
+    """Return the plan that a model brings, with that of `PLANS`."""
     base = model.base_model_prefix
     prefix = f"{base}." if hasattr(model, base) else ""
     more = PLANS.get(model.config.model_type, {})
@@ -397,33 +412,62 @@ def _split_heads(
         block.shared.append(prefix + child)
 
 
-def _stack(model: nn.Module, blocks: list[Block]) -> Stack | None:
-    """Return the layers whose children the blocks are, if these are of one list."""
-    children: dict[str, dict[str, Block]] = {}
-    for block in blocks:
-        parent, _, child = block.name.rpartition(".")
-        children.setdefault(parent, {})[child] = block
-    [name, *lists] = {name.rpartition(".")[0] for name in children}
+def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) -> Stack | None:
+    """Return the layers that the blocks are in, if these are of one list."""
+    places = [re.fullmatch(r"(.+?)\.(\d+)\..+", block.name) for block in blocks]
+    names = {place[1] if place else "" for place in places}
+    name = names.pop() if len(names) == 1 else ""
     layers = model.get_submodule(name)
-    if lists or not isinstance(layers, nn.ModuleList):
+    if not isinstance(layers, nn.ModuleList):
         return None
     stack = Stack(model.get_submodule(name.rpartition(".")[0]), list(layers))
+    split = [*(block.module for block in blocks), *experts.values()]
+    inside = {part for module in split for part in module.modules()}
+    mixed, width = {*experts.values()}, model.config.get_text_config().hidden_size
     for number, layer in layers.named_children():
-        of_layer = children.get(f"{name}.{number}", {})
-        split = [block.heads.query_heads for block in of_layer.values() if block.heads]
-        stack.heads.append(split[0] if split else None)
-        others = {
-            f"{name}.{number}.{key}": child
-            for key, child in layer.named_children()
-            if key not in of_layer and next(child.parameters(), None) is not None
-        }
-        norms = all("Norm" in type(child).__name__ for child in others.values())
-        by_row = norms and not layer._parameters
-        if not by_row or not all(block.shares_input for block in of_layer.values()):
-            stack.norms = None
-        if stack.norms is not None:
-            stack.norms += others
+        own = [b for b, place in zip(blocks, places, strict=True) if place and place[2] == number]
+        heads = [block.heads.query_heads for block in own if block.heads]
+        stack.heads.append(heads[0] if heads else None)
+        by_row = not layer._parameters and all(block.shares_input for block in own)
+        for key, child in layer.named_children():
+            if child in inside or next(child.parameters(), None) is None:
+                continue
+            if "Norm" in type(child).__name__:
+                stack.norms.append(f"{name}.{number}.{key}")
+            elif by_row and mixed & {*child.modules()} and _is_by_row(child, split, width):
+                parts = [p for p in child.modules() if p._parameters and p not in inside]
+                stack.mixtures.append((child, parts))
+            else:
+                by_row = False
+        stack.by_row = stack.by_row and by_row
     return stack
+
+
+def _is_by_row(module: nn.Module, split: list[nn.Module], width: int) -> bool:
+    """Return whether a module with experts maps each row of its input by itself. Its code is run
+    with random weights, and stand-ins for what is ``split``."""
+    probe: Any = copy.deepcopy(module, {id(part): _RowByRow() for part in split})
+    probe.to_empty(device="cpu").double().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in (*probe.parameters(), *probe.buffers()):
+            value.copy_(torch.randn(value.shape, generator=generator))
+        x = torch.randn((2, 3, width), generator=generator).double()
+        try:
+            results = [probe(part.contiguous()) for part in (x, x[:, :1], x[:, 1:])]
+        except Exception:  # it takes more than one input
+            return False
+    whole, *parts = (y[0] if isinstance(y, tuple) else y for y in results)
+    return whole.shape == x.shape and torch.allclose(torch.cat(parts, 1), whole, 1e-4)
+
+
+class _RowByRow(nn.Module):
+    """A stand-in for experts, whose result tells their arguments apart, or for another module."""
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor | None = None, weights: Any = None
+    ) -> torch.Tensor:
+        return x if ids is None else x * ((1 + ids) * weights).sum(-1, keepdim=True)
 
 
 def _dropouts(model: nn.Module, blocks: list[Block]) -> list[str]:
@@ -434,11 +478,7 @@ def _dropouts(model: nn.Module, blocks: list[Block]) -> list[str]:
         f"{name}.{key}={value}"
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if (
-            "drop" in key
-            or key == "jitter_noise"
-            or (key == "p" and isinstance(module, nn.Dropout))
-        )
+        if ("drop" in key or "jitter" in key or (key == "p" and isinstance(module, nn.Dropout)))
         and isinstance(value, float)
         and value > 0
         and not (key == "attention_dropout" and any(module is each for each in split))

@@ -108,6 +108,7 @@ class Blueprint:
 
     model: Any
     slots: tuple[Slot, ...]
+    buffers: Mapping[str, StoredTensor]  #: those that checkpoints have, by name
     unexpected: tuple[str, ...]  #: tensors of the checkpoint that the model has no use for
 
     def digest(self) -> str:
@@ -142,24 +143,37 @@ def draw(
     dtypes.check_supported(dtype, "the model")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    _keep_wide(model, dtype)
     stored = checkpoint.tensors(model)
     sources = _sources(checkpoint, model, stored)
     names = model.state_dict().keys()
+    buffers = {name: sources[name] for name, _ in model.named_buffers() if name in names}
     generation_config = checkpoint.generation_config()
     if generation_config is not None:
         model.generation_config = generation_config
     slots = tuple(_slots(parallelize(model), sources))
     unexpected = [name for name in stored if name not in names and not _IGNORED.search(name)]
-    return Blueprint(model, slots, tuple(unexpected))
+    return Blueprint(model, slots, buffers, tuple(unexpected))
+
+
+def _keep_wide(model: Any, dtype: torch.dtype) -> None:
+    """Give a model on the meta device the dtypes that transformers loads weights of ``dtype`` in:
+    it keeps some in float32."""
+    if not hasattr(model, "_get_dtype_plan"):  # older transformers
+        return
+    for pattern, wide in model._get_dtype_plan(dtype).items():
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if re.search(pattern.replace("*", ".*"), name):
+                value.data = value.data.to(wide)
 
 
 def _sources(
     checkpoint: Checkpoint, model: nn.Module, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Find what is read for each parameter: the tensor of its name, or of a weight that it is tied
-    to."""
-    tied: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    """Find what is read for each value of the state dict: the tensor of its name, or of a weight
+    that it is tied to."""
+    tied: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in model.state_dict(keep_vars=True).items():
         tied.setdefault(parameter, []).append(name)
     sources: dict[str, StoredTensor] = {}
     missing: list[str] = []
@@ -270,7 +284,7 @@ def from_pretrained(
         )
     with joint_work(group, device, f"reading {path}") as work:
         with torch.device(device):
-            _restore_buffers(blueprint.model)
+            _restore_buffers(blueprint.model, blueprint.buffers)
         for slot in blueprint.slots:
             work.check()
             _fill(slot, device, pack)
@@ -346,10 +360,16 @@ def _read(slot: Slot, device: torch.device) -> None:
         module.register_parameter(attribute, parameter)
 
 
-def _restore_buffers(model: nn.Module) -> None:
-    """Make the rotary embeddings again on the default device: no state dict has their buffers."""
+def _restore_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
+    """Read the buffers that are stored, and make the rotary embeddings again on the default device:
+    no state dict has theirs."""
+    for name, source in stored.items():
+        parent, _, attribute = name.rpartition(".")
+        value = torch.empty(source.shape, dtype=model.get_buffer(name).dtype)
+        source.read(Box.full(source.shape), value)
+        model.get_submodule(parent).register_buffer(attribute, value)
     for name, module in list(model.named_modules()):
-        if not list(module.buffers(recurse=False)):
+        if all(f"{name}.{key}" in stored for key, _ in module.named_buffers(recurse=False)):
             continue
         config = getattr(module, "config", None)
         if not type(module).__name__.endswith("RotaryEmbedding") or config is None:
