@@ -66,7 +66,7 @@ def call_of(op: str, group: dist.ProcessGroup, rows: int = 32) -> Callable[[], A
     return functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
 
 
-@pytest.mark.parametrize("op", sweep(FUSED_OPS))
+@pytest.mark.parametrize("op", sweep(FUSED_OPS, 2))
 @on_ranks(2)
 def test_a_warm_call_only_launches(op: str) -> None:
     """Nothing of what a cold one does, and few functions of Python."""

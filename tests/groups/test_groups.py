@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture, one_of_each
-from tests.support.ranked import check_cases, check_job, fresh_group, on_ranks
+from tests.support.ranked import apart, check_cases, check_job, fresh_group, on_ranks
 from tests.support.tiers import sweep
+from tpkernels import groups
 from tpkernels.groups import GroupLike
 from tpkernels.launch import Ranks
 from tpkernels.planning import store
@@ -126,6 +127,24 @@ def test_threads_make_first_calls(autotune: bool | None) -> list[str]:
             for group in made:
                 dist.destroy_process_group(group)
     return failures
+
+
+@on_ranks(2)
+def test_the_process_that_made_a_group_tells_its_kernels_that_it_ends() -> None:
+    """And no fork of it; without memory there are none."""
+    with apart():
+        away = faults.new_group()
+    here = faults.new_group()
+    with mock.patch.object(host.HostWorkspace, "leave") as told:
+        for group in (away, here):
+            groups.get(group.group_name).leave()
+        assert told.call_count == 1
+
+        def child() -> str:
+            groups.get(here.group_name).leave()
+            return "told" * (told.call_count - 1)
+
+        assert faults.in_child(child) == "fine"
 
 
 # Under ``-W error``, rank 0 raises a warning only when its peers no longer wait for it.

@@ -62,6 +62,7 @@ CALLS: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     },
     "group": ("ncclGroupEnd", lambda c: c.enqueue([*map(operation, PAIR)])),
     "in group": ("ncclRecv", lambda c: c.enqueue([*map(operation, PAIR)])),
+    "first in group": ("ncclSend", lambda c: c.enqueue([*map(operation, PAIR)])),
     "group start": ("ncclGroupStart", lambda c: c.enqueue([*map(operation, PAIR)])),
     "close": ("ncclCommFinalize", lambda c: c.close()),
 }

@@ -91,6 +91,19 @@ def test_results_come_from_the_pool(op: str, algorithm: str, dtype: torch.dtype)
 
 
 @on_ranks(WORLD)
+def test_a_sum_takes_the_place_of_its_partial() -> None:
+    with fresh_group() as group:
+        run = call("matmul_all_reduce", "direct", torch.bfloat16, group)
+        run()
+        for limit in (0, defaults.RESULT_POOL_BYTES):
+            _C.calls.limit_result_pool(limit)
+        result = run()
+        assert _C.calls.result_pool()["idle"] == 0, "there was a second tensor"
+        del result
+        assert _C.calls.result_pool()["idle"] > 0
+
+
+@on_ranks(WORLD)
 def test_gradients_come_from_the_pool() -> None:
     """Large gradients are in the pool too, and what a graph has saved is not handed out."""
     group = dist.group.WORLD

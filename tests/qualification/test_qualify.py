@@ -23,7 +23,7 @@ from tpkernels.backends import TABLES
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
 from tpkernels.qualification import checks, faults, litmus
 from tpkernels.qualification.run import run
-from tpkernels.qualification.schedule import LITMUS, Topology, schedule
+from tpkernels.qualification.schedule import Topology, schedule
 from tpkernels.symm import cuda, gpu_memory
 
 TWO = Topology(("a GPU",) * 2, 90, nvlink=True, multicast=True)
@@ -57,11 +57,13 @@ def qualified(around: Any, *names: str) -> dict[str, Outcome]:
     return {**record.litmus["2"], **record.ways["2"]}
 
 
-@pytest.mark.parametrize("fused", [False, thorough(True)])
-def test_a_clean_pass(cuda_driver: str, fused: bool) -> None:
-    names = [stage.name for stage in schedule(TWO) if stage.name.startswith("fused/") == fused]
-    if fused:
-        names += LITMUS
+@pytest.mark.parametrize("kind", ["direct", thorough("fused"), thorough("others")])
+def test_a_clean_pass(cuda_driver: str, kind: str) -> None:
+    kinds = {name: name.partition("/")[0] for name in RELIES_ON}
+    names = {name for name, of in kinds.items() if of == kind}
+    if kind == "others":
+        names = {name for name, of in kinds.items() if of not in ("direct", "fused")}
+    names |= {test for name in names for test in RELIES_ON[name]}
     outcomes = qualified(functools.partial(rehearsal, cuda_driver), *names)
     assert {outcome.status for outcome in outcomes.values()} == {QUALIFIED}, outcomes
     assert all(outcome.checks >= 18 for outcome in outcomes.values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,23 +185,32 @@ def test_all_ranks_go_by_the_record_of_rank_0(
     assert found == [["two_shot_all_reduce", "ll_all_reduce"]] * 2
 
 
-def qualify_a_group(folder: str, driver: str, why: str) -> tuple[list[str], str]:
-    """On a rank: what `qualify` says, where the command that rank 0 runs fails, or writes a
-    record; and what it raises. The group can go on."""
-    commands = []
+@contextlib.contextmanager
+def qualifying(
+    folder: str, driver: str, here: bool = True, why: str = ""
+) -> Iterator[tuple[pytest.MonkeyPatch, list[str]]]:
+    """On a rank, which sees a GPU if ``here``: the command writes a record, and fails if there is a
+    ``why``. Yields the commands that were run."""
+    commands: list[str] = []
 
     def run_command(world: int, budget: float) -> str:
         commands.append(f"{world} {budget:g}")
         trust.save("cuda", RECORD)
         return why
 
-    said: list[str] = []
-    with over_nccl(driver, None) as patch, ranked.fresh_group() as group:
+    with over_nccl(driver, None) as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setattr(qualification, "_run_command", run_command)
-        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_available", lambda: here)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(streams, "is_captured", lambda _: False)
+        yield patch, commands
+
+
+def qualify_a_group(folder: str, driver: str, why: str) -> tuple[list[str], str]:
+    """On a rank: what `qualify` says or raises, twice, and the commands. The group can go on."""
+    said: list[str] = []
+    with qualifying(folder, driver, why=why) as (patch, commands), ranked.fresh_group() as group:
         for _ in range(2):
             try:
                 said.append(str(sorted(tpkernels.qualify(group, budget=30).ways)))
@@ -225,20 +235,9 @@ def test_a_group_is_qualified_once(
 def init_a_group(folder: str, driver: str, gpus: tuple[bool, bool]) -> tuple[list[str], bool]:
     """On a rank: which ways calls may take after `init(qualify=True)`, twice, and whether this
     rank ran the command."""
-    commands, ways = [], []
-
-    def run_command(world: int, budget: float) -> str:
-        commands.append(world)
-        trust.save("cuda", RECORD)
-        return ""
-
-    with over_nccl(driver, None) as patch:
+    ways = []
+    with qualifying(folder, driver, gpus[dist.get_rank()]) as (_, commands):
         group = dist.new_group()
-        patch.setenv("XDG_CACHE_HOME", folder)
-        patch.setattr(qualification, "_run_command", run_command)
-        patch.setattr(torch.cuda, "is_available", lambda: gpus[dist.get_rank()])
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(streams, "is_captured", lambda _: False)
         for _ in range(2):
             tpkernels.init(group, timeout=20.0, qualify=True)
             ways.append(str(sorted(groups.get(group.group_name).trust().ways)))

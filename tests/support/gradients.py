@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
-from tests.support.ranked import check_job, difference, fresh_group, place
+from tests.support.ranked import check_job, difference, fresh_group, options_of, place
 from tests.support.reference import Expected, draw
 from tpkernels import groups
 
@@ -144,31 +144,17 @@ def call(
         name: place(value, layouts.get(name[0], "plain")).requires_grad_()
         for name, value in named_inputs(case, group.rank(), group.size()).items()
     }
-    options: dict[str, Any] = {"algorithm": case.algorithm}
+    options = options_of(case)
     if "all_gather" in case.op:
-        options["shard_sizes"] = case.sizes
         if not case.n:
-            return named, [tpkernels.all_gather(named["x"], group, case.dim, **options)]
-        outs = tpkernels.all_gather_matmul(
-            named["x"],
-            [named[f"w{i}"] for i in range(len(case.n))],
-            group,
-            case.dim,
-            biases=[named.get(f"b{i}") for i in range(len(case.n))] if case.biases else None,
-            out_dtype=case.out_dtype,
-            return_gathered=case.return_gathered,
-            save_gathered=save_gathered,
-            **options,
-        )
+            return named, [tpkernels.all_gather(named["x"], group, **options)]
+        count = range(len(case.n))
+        if case.biases:
+            options["biases"] = [named.get(f"b{i}") for i in count]
+        weights = [named[f"w{i}"] for i in count]
+        options["save_gathered"] = save_gathered
+        outs = tpkernels.all_gather_matmul(named["x"], weights, group, **options)
         return named, [outs[0], *outs[1]] if case.return_gathered else outs
-    if case.scattered:
-        options |= {"scatter_dim": case.dim, "shard_sizes": case.sizes}
-    if case.normalises:
-        options["eps"] = reference.NORM_EPS
-    else:
-        options["out_dtype"] = case.out_dtype
-    if "w" in named and not case.normalises:
-        options["wire_dtype"] = case.wire_dtype
     options |= {name: named[name] for name in ("bias", "residual") if name in named}
     factors = [named[name] for name in ("x", "w", "norm") if name in named]
     result: Any = getattr(tpkernels, case.op)(*factors, group, **options)

@@ -182,14 +182,31 @@ def _placed_weight(w: Any, layout: str) -> torch.Tensor | LocalProduct:
     return place(w, "transposed" if layout == "linear" else layout)
 
 
+def options_of(case: Case) -> dict[str, Any]:
+    """The options of a case's call that are no tensors."""
+    options: dict[str, Any] = {"algorithm": case.algorithm}
+    if "all_gather" in case.op:
+        options |= {"gather_dim": case.dim, "shard_sizes": case.sizes}
+        if case.n:
+            options |= {"out_dtype": case.out_dtype, "return_gathered": case.return_gathered}
+        return options
+    if case.scattered:
+        options |= {"scatter_dim": case.dim, "shard_sizes": case.sizes}
+    if case.normalises:
+        return options | {"eps": reference.NORM_EPS}
+    if case.op != "all_reduce_":
+        options["out_dtype"] = case.out_dtype
+    return options | ({"wire_dtype": case.wire_dtype} if case.k else {})
+
+
 def _gather(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list[torch.Tensor]:
     rank, world = group.rank(), group.size()
     whole = reference.gathered_x(case)
     shard = case.shard(whole.elements if case.scales else whole, rank, world)
-    options: dict[str, Any] = {"shard_sizes": case.sizes, "algorithm": case.algorithm}
+    options = options_of(case)
     with placed(case, shard, group) as x:
         if not case.n:
-            results = [tpkernels.all_gather(x, group_like, case.dim, **options)]
+            results = [tpkernels.all_gather(x, group_like, **options)]
         else:
             pairs = reference.column_weights(case, rank)
             if case.biases:
@@ -204,9 +221,6 @@ def _gather(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list
                 [_placed_weight(w, case.weight_layout) for w, _ in pairs],
                 *scales,
                 group_like,
-                case.dim,
-                out_dtype=case.out_dtype,
-                return_gathered=case.return_gathered,
                 **options,
             )
             if case.return_gathered:
@@ -224,13 +238,7 @@ def _reduce(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list
     if case.scales:
         scales = [scale_of_x(case, mine.scale), scale_of_w(case, w)]
         mine = mine.elements
-    options: dict[str, Any] = {"algorithm": case.algorithm}
-    if case.scattered:
-        options |= {"scatter_dim": case.dim, "shard_sizes": case.sizes}
-    if case.normalises:
-        options["eps"] = reference.NORM_EPS
-    elif case.op != "all_reduce_":
-        options["out_dtype"] = case.out_dtype
+    options = options_of(case)
     bias, residual = reference.reduction_bias(case), reference.reduction_residual(case)
     if residual is not None and case.scattered:
         residual = case.shard(residual, rank, world)
@@ -238,8 +246,6 @@ def _reduce(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list
         options["bias"] = None if bias is None else place(bias, case.layout)
     if w is not None or case.normalises:
         options["residual"] = None if residual is None else place(residual, case.layout)
-    if w is not None and not case.normalises:
-        options["wire_dtype"] = case.wire_dtype
     with placed(case, mine, group) as x:
         factors = [x] if w is None else [x, _placed_weight(w, case.weight_layout)]
         if case.normalises:
