@@ -230,8 +230,7 @@ class MoE(PackableModule):
     ) -> torch.Tensor:
         gate_up, down = self._operands(x)
         biases = self._biases()
-<<<<<<< HEAD
-        if self.sequence_parallel:
+        if split:
             inner, _, handle = dispatch_grouped_matmul(
                 x,
                 ids,
@@ -264,25 +263,6 @@ class MoE(PackableModule):
             max_rows=None,
         )
         y = grouped_matmul_combine(inner, down, handle, bias=biases[1])
-=======
-        if not split:  # each rank sees to its share of the tokens
-            sizes = balanced_sizes(x.shape[0], self.world)
-            x, ids, weights = (split_over_ranks(t, self.group, 0, sizes) for t in (x, ids, weights))
-        inner, _, handle = dispatch_grouped_matmul(
-            x,
-            ids,
-            weights,
-            gate_up,
-            self.num_experts,
-            self.group,
-            bias=biases[0],
-            shard_sizes=sizes,
-        )
-        y = grouped_matmul_combine(self._gate(inner), down, handle, bias=biases[1])
-        if split:
-            return y
-        assert sizes is not None
->>>>>>> main
         return gather_from_ranks(y, self.group, 0, sizes)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:
