@@ -261,6 +261,7 @@ class MoE(PackableModule):
             group=self.group,
             shard_sizes=sizes,
             max_rows=None,
+            scales=None,
         )
         y = grouped_matmul_combine(inner, down, handle, bias=biases[1])
         return gather_from_ranks(y, self.group, 0, sizes)
