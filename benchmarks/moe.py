@@ -1,12 +1,15 @@
 """The experts of a mixture, whole layer without router: tpkernels on the ranks beside transformers'
-own experts, tensor-parallel over gloo on the same ranks and in one process with as many threads.
+own experts, tensor-parallel over gloo on the same ranks and in one process with as many threads,
+and a loop of whole experts between two ``all_to_all_single`` over gloo.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.moe
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.moe --memory experts
 
 All take turns of some calls, in random order. A time is the slowest rank's median over the turns.
 The weights of several layers, more than the caches hold, are used in turn, as in a model.
 transformers' columns are the faster of its ``grouped_mm``, ``batched_mm`` (few tokens) and eager
-experts. Results are first checked against the eager experts in one process.
+experts. Results are first checked against the eager experts in one process. ``--memory`` prints by
+how much a rank grows at most in its first call with many tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -30,6 +34,7 @@ from tpkernels.nn import MoE, pack_
 SHAPES = ((1, 1024, 8, 2, 1024), (64, 1024, 8, 2, 1024), (2048, 1024, 8, 2, 1024))
 LAYERS = 6
 CALLS, MANY = 10, 1000  # calls of a layer in a turn, with fewer than so many tokens
+OURS = ("width", "experts")
 FEW = 16  # tokens up to which batched_mm is tried: it copies the weights of each route
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -69,6 +74,44 @@ def named(module: Any, implementation: str, reduce: bool) -> Experts:
     return run
 
 
+def by_all_to_all(whole: Any) -> Experts:
+    """Return transformers' experts split whole over the ranks: tokens go to them and come back by
+    ``all_to_all_single``."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    held = whole.num_experts // world
+    mine = range(rank * held, (rank + 1) * held)
+
+    def exchange(rows: torch.Tensor, left: list[int], arrived: list[int]) -> torch.Tensor:
+        out = rows.new_empty(sum(arrived), *rows.shape[1:])
+        dist.all_to_all_single(out, rows, arrived, left)
+        return out
+
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        sizes = tpkernels.shard_sizes(len(x), world)
+        own, k = slice(sum(sizes[:rank]), sum(sizes[: rank + 1])), ids.shape[1]
+        experts = ids[own].flatten()
+        order = experts.argsort()
+        left = torch.bincount(experts // held, minlength=world)
+        arrived = torch.empty_like(left)
+        dist.all_to_all_single(arrived, left)
+        counts = left.tolist(), arrived.tolist()
+        rows = exchange(x[own][order // k], *counts)
+        arrived_experts = exchange(experts[order], *counts)
+        made = torch.empty_like(rows)
+        for expert in mine:
+            here = arrived_experts == expert
+            gate, up = (rows[here] @ whole.gate_up_proj[expert].t()).chunk(2, -1)
+            made[here] = (whole.act_fn(gate) * up) @ whole.down_proj[expert].t()
+        by_route = torch.empty_like(x[:1].expand(len(order), -1).contiguous())
+        by_route[order] = exchange(made, *reversed(counts))
+        sums = (by_route.view(-1, k, x.shape[1]) * weights[own][..., None]).sum(1).to(x.dtype)
+        parts = [x.new_empty(max(sizes), x.shape[1]) for _ in sizes]
+        dist.all_gather(parts, F.pad(sums, (0, 0, 0, max(sizes) - len(sums))))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return run
+
+
 def ways(whole: Any, tokens: int) -> dict[str, Experts]:
     """Return what is timed, by name; "alone" in the name: on rank 0, with all threads."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -81,7 +124,30 @@ def ways(whole: Any, tokens: int) -> dict[str, Experts]:
     for name in implementations:
         layers[f"gloo {name}"] = named(part, name, reduce=True)
         layers[f"alone {name}"] = named(whole, name, reduce=False)
+    layers["all-to-all"] = by_all_to_all(whole)
     return layers
+
+
+def growth(way: str) -> float:
+    """Return the MiB by which a rank grows at most in the first call with many tokens."""
+
+    def resident(what: str) -> int:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith(what))
+
+    tokens, hidden, experts, k, width = SHAPES[-1]
+    torch.manual_seed(0)
+    layer = ways(experts_of(hidden, experts, width), tokens)[way]
+    weights, ids = torch.randn(tokens, experts).softmax(1).topk(k)
+    x = torch.randn(tokens, hidden).bfloat16()
+    layer(x[:1], ids[:1], weights[:1])
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")  # the peak begins anew
+    before = resident("VmRSS")
+    layer(x, ids, weights)
+    grown = torch.tensor((resident("VmHWM") - before) / 1024)
+    dist.all_reduce(grown, dist.ReduceOp.MAX)
+    return grown.item()
 
 
 def timed(functions: Sequence[Callable[[], Any]], alone: bool) -> float:
@@ -128,30 +194,42 @@ def measure(shape: Sequence[int], repeat: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeat", type=int, default=9)
-    repeat = parser.parse_args().repeat
+    parser.add_argument("--memory", choices=("width", "experts", "all-to-all", "gloo eager"))
+    options = parser.parse_args()
     dist.init_process_group("gloo")
     tpkernels.init(dist.group.WORLD)
-    names = ("tensor-parallel", "expert-parallel", "transformers, gloo", "one process", "gain")
-    if dist.get_rank() == 0:
-        print("| tokens, hidden, experts, k, width |", " | ".join(names), "|")
-        print("|---" * (len(names) + 1) + "|")
+    print_once: Callable[..., None] = print if dist.get_rank() == 0 else lambda *_: None
+    with torch.inference_mode():
+        if options.memory:
+            print_once(f"{growth(options.memory):.1f} MiB")
+        else:
+            compare(options.repeat, print_once)
+    dist.destroy_process_group()
+
+
+def compare(repeat: int, print_once: Callable[..., None]) -> None:
+    """Print a row of times for each shape."""
+    peers = {
+        "transformers, gloo": "gloo",
+        "all_to_all_single": "all-to-all",
+        "one process": "alone",
+    }
+    header = ["tokens, hidden, experts, k, width", "tensor-parallel", "expert-parallel", *peers]
+    header += ["gain, tensor-parallel", "expert-parallel"]
+    print_once("|", " | ".join(header), "|\n" + "|---" * len(header) + "|")
     for shape in SHAPES:
-        with torch.inference_mode():
-            found = measure(shape, repeat)
+        found = measure(shape, repeat)
         best = [
             min((t, name) for name, t in found.items() if name.startswith(kind))
-            for kind in ("gloo", "alone")
+            for kind in peers.values()
         ]
-        ours = found["width"]
-        cells = [f"{ours:.0f}", f"{found['experts']:.0f}"]
-        cells += [f"{t:.0f} ({name.partition(' ')[2]})" for t, name in best]
-        if dist.get_rank() == 0:
-            gain = min(best)[0] / min(ours, found["experts"])
-            print(f"| {', '.join(map(str, shape))} |", " | ".join(cells), f"| {gain:.2f} |")
-    dist.destroy_process_group()
+        cells = [", ".join(map(str, shape)), *(f"{found[name]:.0f}" for name in OURS)]
+        cells += [f"{t:.0f} {name.partition(' ')[2]}".strip() for t, name in best]
+        cells += [f"{min(best)[0] / found[name]:.2f}" for name in OURS]
+        print_once("|", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ def dim(value: int, ndim: int, what: str) -> int:
 
 
 def tensors(arguments: Mapping[str, Any]) -> None:
-    """Check all tensors among an op's arguments: dense, and on x's device. The dispatcher does not:
-    with one tensor on the meta device it takes the fake kernel, and it overlooks optional lists."""
-    x = arguments["x"]
+    """Check all tensors among an op's arguments: dense, and on the device of the first, which is x
+    in all ops that communicate. The dispatcher does not: with one tensor on the meta device it
+    takes the fake kernel, and it overlooks optional lists."""
+    x = next(iter(arguments.values()))
     for name, value in arguments.items():
         listed = isinstance(value, (list, tuple))
         for i, tensor in enumerate(value if listed else [value]):

@@ -1,4 +1,5 @@
-// The pool: no block has two owners, and forks can go on. Its limit is in tests/local/test_memory.py.
+// The pool: no block has two owners, and forks can go on. Its limit is in
+// tests/local/test_memory.py.
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -27,7 +27,9 @@ from tpkernels.ops.experts import (
     rows_by_expert,
 )
 from tpkernels.ops.grouped_matmul import grouped_matmul
+from tpkernels.ops.moe_dispatch import Handle
 from tpkernels.shards import shard_sizes as balanced_sizes
+from tpkernels.validation import topk
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -228,23 +230,40 @@ class MoE(PackableModule):
     ) -> torch.Tensor:
         gate_up, down = self._operands(x)
         biases = self._biases()
-        if not split:  # each rank sees to its share of the tokens
-            sizes = balanced_sizes(x.shape[0], self.world)
-            x, ids, weights = (split_over_ranks(t, self.group, 0, sizes) for t in (x, ids, weights))
-        inner, _, handle = dispatch_grouped_matmul(
-            x,
-            ids,
-            weights,
-            gate_up,
-            self.num_experts,
-            self.group,
-            bias=biases[0],
-            shard_sizes=sizes,
-        )
-        y = grouped_matmul_combine(self._gate(inner), down, handle, bias=biases[1])
         if split:
-            return y
-        assert sizes is not None
+            inner, _, handle = dispatch_grouped_matmul(
+                x,
+                ids,
+                weights,
+                gate_up,
+                self.num_experts,
+                self.group,
+                bias=biases[0],
+                shard_sizes=sizes,
+            )
+            return grouped_matmul_combine(self._gate(inner), down, handle, bias=biases[1])
+        # All ranks have all tokens, so that only what the experts make of them travels.
+        topk(ids, weights, x)
+        if torch.is_grad_enabled():
+            x = copy_to_ranks(x, self.group)
+        here = self.splits[PROJECTIONS[0]]
+        order, counts = torch.ops.tpkernels._routes_of_experts.default(
+            ids, self.num_experts, here.offset, here.size
+        )
+        rows = x.index_select(0, order // ids.shape[1])
+        inner = self._gate(grouped_matmul(rows, gate_up, counts, biases[0]))
+        sizes = balanced_sizes(x.shape[0], self.world)
+        handle = Handle(
+            routes=ids,
+            topk_weights=split_over_ranks(weights, self.group, 0, sizes),
+            num_experts=self.num_experts,
+            counts=counts,
+            group=self.group,
+            shard_sizes=sizes,
+            max_rows=None,
+            scales=None,
+        )
+        y = grouped_matmul_combine(inner, down, handle, bias=biases[1])
         return gather_from_ranks(y, self.group, 0, sizes)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:

@@ -87,6 +87,33 @@ def sum_routes(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
     return y
 
 
+def _routes_of_experts(
+    topk_ids: torch.Tensor, num_experts: int, first: int, held: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the routes to ``held`` experts from the ``first`` on, in the order of `route`, and
+    how many each has."""
+    routing = route(topk_ids, topk_ids, num_experts)
+    before, here = routing.counts.split((first, num_experts - first))
+    here = here[:held].clone()
+    begin = int(before.sum())
+    return routing.order[begin : begin + int(here.sum())].clone(), here
+
+
+def _routes_like(
+    topk_ids: torch.Tensor, num_experts: int, first: int, held: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()
+    return topk_ids.new_empty(rows, dtype=torch.int64), topk_ids.new_empty(held, dtype=torch.int64)
+
+
+define_local(
+    "_routes_of_experts(Tensor topk_ids, int num_experts, int first, int held) -> "
+    "(Tensor order, Tensor counts)",
+    run=_routes_of_experts,
+    fake=_routes_like,
+)
+
+
 def _weigh(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     out = empty((len(places), x.shape[1]), x.dtype, x.device)
     weigh_rows(x, places, weights, out)
