@@ -102,8 +102,9 @@ class MoE(PackableModule):
         transposed: weights are [experts, inputs, outputs].
         interleaved: each gate is followed by its up.
         expert_parallel: each rank has ``tpkernels.shard_sizes(num_experts, world)`` whole experts,
-            and tokens travel to them (`tpkernels.moe_dispatch`). By default each rank has a part of
-            every expert's width, which keeps ranks equally busy whatever the router chooses.
+            and tokens travel to them (`tpkernels.moe_dispatch`) unless all ranks have them. By
+            default each rank has a part of every expert's width, which keeps ranks equally busy
+            whatever the router chooses.
         sequence_parallel: a rank passes its own tokens, and gets these. By default all ranks pass
             the same tokens.
 
