@@ -19,6 +19,8 @@ from tpkernels.backends import TABLES
 from tpkernels.call import Call
 from tpkernels.errors import CaptureError
 from tpkernels.local.matmul import local_matmul
+from tpkernels.ops.experts import _routes_of_experts
+from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.problems import problem_of
 from tpkernels.ops.registration import execution_of
 from tpkernels.planning.choose import Means, choose
@@ -42,6 +44,7 @@ DEFAULTS = {
     "gather_dim": 0,
     "scatter_dim": 0,
     "eps": 1e-6,
+    "scale_x": None,
 }
 
 
@@ -278,3 +281,14 @@ def test_no_host_waits_for_routed_rows_of_a_static_number(
         monkeypatch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
         with pytest.raises(error):
             queue_of(op, ORDERED, arguments(**given, max_rows=None), algorithm, world)
+
+
+def test_no_host_waits_for_experts_if_all_ranks_have_all_tokens() -> None:
+    with queued(RANK, WORLD):
+        ids, own = fake(60, 3, dtype=torch.int64), (12, 2, 3)
+        order, counts = _routes_of_experts(ids, *own, static=True)
+        assert order.shape == (180,) and counts.shape == (3,)
+        rows = fake(60, 64).index_select(0, order // 3)
+        grouped_matmul(rows, fake(3, 64, 32), counts, fake(3, 32))
+        with pytest.raises(RuntimeError, match="cuda"):
+            _routes_of_experts(ids, *own, static=False)

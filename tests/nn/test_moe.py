@@ -16,7 +16,7 @@ from tests.support.nn_reference import far
 from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels.nn import MoE
-from tpkernels.ops.experts import route, sum_routes
+from tpkernels.ops.experts import _routes_of_experts, route, sum_routes
 
 F64 = torch.float64
 TOKENS, EXPERTS, HIDDEN, WIDTH, K = 7, 3, 8, 10, 2
@@ -66,6 +66,18 @@ def test_routes_are_summed_in_the_order_of_k(dtype: torch.dtype) -> None:
     assert torch.equal(y, total.to(dtype))
     got, wanted = (torch.autograd.grad(each.sum(), rows)[0] for each in (y, total.to(dtype)))
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("own", [(0, 3), (3, 2), (5, 0)], ids=str)
+def test_routes_of_experts_in_a_static_number(own: tuple[int, int]) -> None:
+    """Those to own experts come first, and to none last: as without."""
+    ids = torch.randint(0, 5, (40, 2), generator=torch.Generator().manual_seed(2))
+    few, counts = _routes_of_experts(ids, 5, *own, static=False)
+    ids[7:9, 1], wrong = torch.tensor([-1, 5]), [15, 17]
+    order, same = _routes_of_experts(ids, 5, *own, static=True)
+    mine = [route for route in few.tolist() if route not in wrong]
+    assert order[: len(mine)].tolist() == mine and order[-2:].tolist() == wrong
+    assert int(counts.sum() - same.sum()) == len(few) - len(mine) and len(same) == own[1]
 
 
 @pytest.mark.parametrize("world", sweep([3, 2, 1, 4], later=2))

@@ -243,13 +243,15 @@ class MoE(PackableModule):
                 shard_sizes=sizes,
             )
             return grouped_matmul_combine(self._gate(inner), down, handle, bias=biases[1])
-        # All ranks have all tokens, so that only what the experts make of them travels.
+        # All ranks have all tokens, so that only what the experts make of them travels. A
+        # GPU has rows for all routes, for which no host waits; those to other ranks are not used.
         topk(ids, weights, x)
         if torch.is_grad_enabled():
             x = copy_to_ranks(x, self.group)
         here = self.splits[PROJECTIONS[0]]
+        static = x.is_cuda and self.num_experts >= self.world and not torch.is_grad_enabled()
         order, counts = torch.ops.tpkernels._routes_of_experts.default(
-            ids, self.num_experts, here.offset, here.size
+            ids, self.num_experts, here.offset, here.size, static
         )
         rows = x.index_select(0, order // ids.shape[1])
         inner = self._gate(grouped_matmul(rows, gate_up, counts, biases[0]))
@@ -261,7 +263,7 @@ class MoE(PackableModule):
             counts=counts,
             group=self.group,
             shard_sizes=sizes,
-            max_rows=None,
+            max_rows=len(order) if static else None,
             scales=None,
         )
         y = grouped_matmul_combine(inner, down, handle, bias=biases[1])

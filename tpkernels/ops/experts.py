@@ -88,10 +88,17 @@ def sum_routes(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _routes_of_experts(
-    topk_ids: torch.Tensor, num_experts: int, first: int, held: int
+    topk_ids: torch.Tensor, num_experts: int, first: int, held: int, static: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the routes to ``held`` experts from the ``first`` on, in the order of `route`, and
-    how many each has."""
+    how many each has. The others follow if their number shall be ``static``: no host waits, or
+    looks for experts that there are not."""
+    if static:
+        there = (topk_ids >= 0) & (topk_ids < num_experts)
+        own_first = (topk_ids - first).remainder(num_experts).where(there, num_experts)
+        experts, order = own_first.flatten().sort(stable=True)
+        edges = torch.arange(held + 1, dtype=experts.dtype, device=experts.device)
+        return order, torch.searchsorted(experts, edges).diff()
     routing = route(topk_ids, topk_ids, num_experts)
     before, here = routing.counts.split((first, num_experts - first))
     here = here[:held].clone()
@@ -100,14 +107,14 @@ def _routes_of_experts(
 
 
 def _routes_like(
-    topk_ids: torch.Tensor, num_experts: int, first: int, held: int
+    topk_ids: torch.Tensor, num_experts: int, first: int, held: int, static: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.library.get_ctx().new_dynamic_size()
+    rows = topk_ids.numel() if static else torch.library.get_ctx().new_dynamic_size()
     return topk_ids.new_empty(rows, dtype=torch.int64), topk_ids.new_empty(held, dtype=torch.int64)
 
 
 define_local(
-    "_routes_of_experts(Tensor topk_ids, int num_experts, int first, int held) -> "
+    "_routes_of_experts(Tensor topk_ids, int num_experts, int first, int held, bool static) -> "
     "(Tensor order, Tensor counts)",
     run=_routes_of_experts,
     fake=_routes_like,

@@ -94,9 +94,10 @@ def check_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
 
 
 def ranges_of(counts: torch.Tensor, x: torch.Tensor) -> list[slice]:
-    """Return the rows of x of each group. ``ValueError`` if it has others."""
+    """Return the rows of x of each group. ``ValueError`` if it has others, but on a GPU at its
+    end."""
     rows: list[int] = counts.tolist()
-    if min(rows, default=0) < 0 or sum(rows) != len(x):
+    if min(rows, default=0) < 0 or sum(rows) > len(x) or (sum(rows) < len(x) and not x.is_cuda):
         raise ValueError(f"counts is {rows}, but x has {len(x)} rows")
     return [slice(begin, end) for begin, end in pairwise(accumulate(rows, initial=0))]
 
@@ -173,9 +174,10 @@ def grouped_matmul(
         x: [R, K], rows sorted by group.
         w: [E, K, N] of x's dtype and any strides, so that ``weight.transpose(1, 2)`` of weights [E,
             N, K] passes without a copy; or on CPUs what `pack` makes of it, which has no gradient.
-        counts: [E] of int64 or int32, the rows of each group, which add up to R; 0 is allowed. Not
-            checked on GPUs, which read them without a synchronisation where x and w are bfloat16
-            with rows or columns of whole 16 bytes, and copy them to the host otherwise.
+        counts: [E] of int64 or int32, the rows of each group, which add up to R; 0 is allowed. On
+            GPUs they may add up to less, and the rest of the result is undefined. GPUs read them
+            without a synchronisation or a check where x and w are bfloat16 with rows or columns of
+            whole 16 bytes, and copy them to the host otherwise.
         bias: [E, N], of which each row of the product gets its group's, in x's dtype.
 
     Returns:
@@ -195,4 +197,6 @@ def grouped_matmul(
     if bias is None:
         return product
     check_bias(bias, w)
-    return product + bias.to(product.dtype).repeat_interleave(counts, 0, output_size=len(product))
+    numbers = torch.arange(len(product), device=product.device)
+    groups = torch.searchsorted(counts.cumsum(0), numbers, right=True).clamp_(max=len(bias) - 1)
+    return product + bias.to(product.dtype).index_select(0, groups)
