@@ -332,7 +332,7 @@ def test_wait_is_bounded(fake: Fake, comm: Communicator) -> None:
 
     assert not wait(0.0).error
     ending = wait(0.2)
-    assert not ending.error and 0.2 <= ending.seconds < NEVER / 2, ending
+    assert not ending.error and 0.19 <= ending.seconds < NEVER / 2, ending
     second = Communicator(dist.group.WORLD, library=fake.path)
     late = wait(NEVER, timeout=0.1)
     assert late.error == "CollectiveTimeoutError" and 0.1 <= late.seconds < NEVER / 2, late
