@@ -56,7 +56,8 @@ def test_the_record_is_kept_and_goes_on(gpus: list[str]) -> None:
     assert "direct/ll on 2 ranks: disqualified: 2 of 4 elements wrong" in first.output
     record, _ = trust.load("cuda")
     assert record is not None and "direct/ll" not in record.trust(2).ways
-    assert record.trust(2).of("direct") == {"ll_two_shot", "ll128", "two_shot", "one_shot"}
+    sums = {"ll_two_shot", "ll128", "two_shot", "one_shot"}
+    assert record.trust(2).of("direct") == {*sums, "routed"}
     gpus.clear()
     invoke("qualify")
     assert "direct/ll" not in gpus and "pipelined/all_gather" in gpus
