@@ -72,7 +72,7 @@ def filled(problem: Problem, x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class RowExchange:
     """Rows in the order in which they travel: by token and slot.
 
     Attributes:
@@ -92,7 +92,7 @@ class Routes:
     nowhere: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, problem: Problem, rank: int, routes: torch.Tensor) -> Routes:
+    def of(cls, problem: Problem, rank: int, routes: torch.Tensor) -> RowExchange:
         """Find them from ``routes`` [tokens of all ranks, k]. Raises `RoutingError`. On CUDA
         tensors the host waits for the counts, unless one rank has ``max_rows``."""
         held = experts_of(problem)

@@ -43,7 +43,7 @@ from torch._C._distributed_c10d import (
 from tpkernels.algorithms.parts import Products, as_rows, new_partial, pieces_of, shard_counts
 from tpkernels.algorithms.rank_order import by_owner, join
 from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.algorithms.routes import Routes, filled, weigh_rows
+from tpkernels.algorithms.routes import RowExchange, filled, weigh_rows
 from tpkernels.call import Call
 from tpkernels.integers import ceil_div, round_up
 from tpkernels.local.matmul import local_matmul
@@ -91,7 +91,7 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of this rank's experts, and how many each has. x [tokens, H], routes [tokens
     of all ranks, k]."""
-    found = Routes.of(call.problem, call.group.rank, routes)
+    found = RowExchange.of(call.problem, call.group.rank, routes)
     enter(call).wait()
     leaving = x.index_select(0, found.leaving // routes.shape[1])
     rows = _exchange_rows(call, leaving, found.left, found.arrived)
@@ -107,7 +107,7 @@ def combine(
     call: Call, x: torch.Tensor, routes: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Fill ``out`` [tokens, H] with the sums of the tokens' rows by ``weights`` [tokens, k]."""
-    found = Routes.of(call.problem, call.group.rank, routes)
+    found = RowExchange.of(call.problem, call.group.rank, routes)
     x = filled(call.problem, x, sum(found.arrived))
     if found.nowhere is not None:
         weights = weights.masked_fill(found.nowhere.view(weights.shape), torch.nan)

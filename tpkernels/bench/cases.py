@@ -21,7 +21,7 @@ from torch.nn.functional import rms_norm
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.algorithms.routes import Routes
+from tpkernels.algorithms.routes import RowExchange
 from tpkernels.bench.specs import EXPERTS, NORM_EPS, OPERANDS, TOP_K, Spec, matrix_of, square_of
 from tpkernels.groups.group import Group
 from tpkernels.local.matmul import local_matmul
@@ -309,7 +309,7 @@ def _all_to_all_of_rows(case: Case) -> torch.Tensor:
     """Exchange routed tokens, or the experts' rows, and sum these; the counts are known."""
     assert case.routes is not None and case.topk_weights is not None  # a routed case has both
     problem = Spec(case.op, (1,), case.x.dtype).problem(len(case.sizes))
-    found = Routes.of(replace(problem, sizes=case.sizes), dist.get_rank(), case.routes)
+    found = RowExchange.of(replace(problem, sizes=case.sizes), dist.get_rank(), case.routes)
     x, tokens = case.x, case.topk_weights.shape[0]
     if case.spec.dispatches:
         sent, counts = x[found.leaving // TOP_K], (found.arrived, found.left)

@@ -41,7 +41,7 @@ from tpkernels.ops.registration import define_local
 from tpkernels.shards import shard_sizes as balanced_sizes
 
 
-class Routing(NamedTuple):
+class SortedRoutes(NamedTuple):
     """The routes of tokens to experts, sorted by expert, and within one by token and place.
 
     Attributes:
@@ -55,7 +55,7 @@ class Routing(NamedTuple):
     topk_weights: torch.Tensor
 
 
-def route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> Routing:
+def route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> SortedRoutes:
     """Sort the routes of tokens, ``topk_ids`` and ``topk_weights`` [tokens, k]. Local. Raise
     ValueError if the shapes differ or, on CPUs outside of compiled graphs, an expert is none of
     ``num_experts``."""
@@ -64,22 +64,22 @@ def route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) 
     order = ids.argsort(stable=True)
     if ids.is_cuda or torch.compiler.is_compiling():  # the size of bincount's result is not known
         counts = ids.new_zeros(num_experts).scatter_add_(0, ids.long(), torch.ones_like(ids))
-        return Routing(order, counts, topk_weights)
+        return SortedRoutes(order, counts, topk_weights)
     with contextlib.suppress(RuntimeError):  # a negative one
         counts = torch.bincount(ids, minlength=num_experts)
         if len(counts) == num_experts:
-            return Routing(order, counts, topk_weights)
+            return SortedRoutes(order, counts, topk_weights)
     first, last = (int(bound) for bound in ids.aminmax())
     wrong = first if first < 0 else last
     raise ValueError(f"topk_ids has {wrong}; experts are 0 to {num_experts - 1}")
 
 
-def rows_by_expert(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+def rows_by_expert(x: torch.Tensor, routing: SortedRoutes) -> torch.Tensor:
     """Return the rows of tokens x [tokens, H], one for each route, in the order of ``routing``."""
     return x.index_select(0, routing.order // routing.topk_weights.shape[1])
 
 
-def sum_routes(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
+def sum_routes(rows: torch.Tensor, routing: SortedRoutes) -> torch.Tensor:
     """Return the sum of each token's rows by weight, in fp32 in the order of k, rounded once."""
     weights = routing.topk_weights.to(dtypes.accumulator(rows.dtype))
     places = routing.order.argsort().view(weights.shape)
@@ -167,7 +167,7 @@ def all_gather_grouped_matmul(
     *,
     bias: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, Routing]:
+) -> tuple[torch.Tensor, SortedRoutes]:
     """Gather the ranks' tokens and multiply them by the experts that a router chose for them.
 
     Args:
@@ -178,7 +178,7 @@ def all_gather_grouped_matmul(
         shard_sizes: tokens of each rank; default: all the same.
 
     Returns:
-        The product [tokens of all ranks * k, N], by expert, and the `Routing` for
+        The product [tokens of all ranks * k, N], by expert, and the `SortedRoutes` for
         `grouped_matmul_reduce_scatter`.
     """
     validation.topk(topk_ids, topk_weights, x)
@@ -193,7 +193,7 @@ def all_gather_grouped_matmul(
 def grouped_matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,
-    routing: Routing,
+    routing: SortedRoutes,
     group: GroupLike,
     *,
     bias: torch.Tensor | None = None,
@@ -219,14 +219,13 @@ def grouped_matmul_reduce_scatter(
 def grouped_matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,
-    routing: Routing,
+    routing: SortedRoutes,
     group: GroupLike,
     *,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do what `grouped_matmul_reduce_scatter` does for tokens that all ranks have, and return them
-    all. Routing and rows are those of ``route`` and ``rows_by_expert`` in `tpkernels.ops.experts`.
-    """
+    all. ``routing`` and rows are those of ``route`` and ``rows_by_expert`` of this module."""
     return all_reduce(sum_routes(grouped_matmul(x, w, routing.counts, bias), routing), group)
 
 
