@@ -319,7 +319,8 @@ def _disturb_at(trial: Trial, group: dist.ProcessGroup) -> None:
 
     if (trial.step, trial.moment) in PLACES:
         place, name = PLACES[trial.step, str(trial.moment)]
-        setattr(place, name, act)
+        step = getattr(place, name)
+        setattr(place, name, lambda *args, **options: (act(), step(*args, **options))[1])
     elif trial.moment == "before":
         act()
     elif trial.moment == "waiting":
@@ -438,14 +439,15 @@ def _judged(trial: Trial, rank: int, report: Report, pid: int) -> list[str]:
         f"not one of {allowed}": first.error in allowed,
         "a fork": report.fork in ("", "fine"),
         "the result": "wrong result" not in first.text,
-        "the next call": not first.error or between_calls or again.error == "GroupBrokenError",
+        "the next call": again.error == "GroupBrokenError"
+        or (between_calls if first.error else not trial.exact or bool(again.error)),
         "another group": not any(other.error for other in report.others),
     }
     if report.at and first.error:
         late = first.error == "CollectiveTimeoutError"
         most = (trial.timeout + (rendezvous._GRACE if trial.step else 1.0)) * late + PROMPT
         right["too late"] = first.at - report.at <= most or (victim and trial.kind == "stop")
-    if trial.exact:
+    if trial.exact and first.error:
         right["the error of the next call"] = (
             again.seconds < PROMPT / 2
             and "make a new group" in again.text
@@ -466,7 +468,7 @@ def _names_the_victim(trial: Trial, rank: int, first: Ending, pid: int) -> bool:
         "interrupt": "it left the call with KeyboardInterrupt",
     }.get(trial.kind, "")
     known = trial.kind == "stop" or trial.memory != "shared" or (named and cause in first.text)
-    texts = (f"rank {rank} ", "The group is broken: make a new one")
+    texts = (f"rank {rank} ", "he group is broken: make a new one")
     return known and first.text.startswith(trial.op) and all(text in first.text for text in texts)
 
 
@@ -479,7 +481,8 @@ def _judged_together(trial: Trial, reports: list[Report], pid: int) -> list[str]
         return [] if soonest < late else [f"nobody noticed for {soonest:.2f} s"]
     # Those that waited for less were notified by one that waited that long.
     late = [first for first in firsts if first.error == "CollectiveTimeoutError"]
-    name = f"rank {trial.victim} (pid {pid})" if trial.memory == "shared" and not trial.step else ""
+    by_pid = trial.memory == "shared" and not trial.step and not trial.fused  # no kernel knows it
+    name = f"rank {trial.victim} (pid {pid})" if by_pid else ""
     blamed = any(name in first.text and trial.text in first.text for first in firsts)
     known = trial.moment not in ("before", "gloo") or any(f.peer == trial.victim for f in firsts)
     waited = max(first.seconds for first in firsts) >= trial.timeout
@@ -498,7 +501,12 @@ def _allowed(trial: Trial, victim: bool) -> set[str]:
         return lost | late if trial.step else lost  # nobody may know its process yet
     if trial.kind == "stop":
         known = trial.exact and (trial.step or trial.memory == "shared")
-        return late if not victim and (known or not (trial.step or trial.exact)) else late | lost
+        done = {""} if victim and trial.step else set[str]()  # then its next call fails
+        return (
+            late
+            if not victim and (known or not (trial.step or trial.exact))
+            else late | lost | done
+        )
     if trial.kind == "mismatch":
         # A rank in the call sees that the numbers of rows differ; a rank that waits for one of
         # these ranks sees it leave.
