@@ -197,7 +197,7 @@ class MoE(PackableModule):
         """
         split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         x, ids, weights = hidden_states, top_k_index, top_k_weights
-        if self.expert_parallel:
+        if self.expert_parallel and self.world > 1:
             return self._by_experts(x, ids, weights, shard_sizes, split)
         gate_up, down = self._operands(x)
         biases = self._biases()
