@@ -43,12 +43,14 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa", **opti
         del sizes["num_key_value_heads"]
     config = transformers.AutoConfig.for_model(model_type, **sizes | options)
     model = transformers.AutoModelForCausalLM.from_config(config)
+    stored = model.state_dict().keys()
+    buffers = [(name, value) for name, value in model.named_buffers() if name in stored]
     with torch.no_grad():  # norms of ones and biases of zeros would hide mix-ups
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or name.endswith("_bias"):
-                parameter.uniform_(0.5, 1.5)
+        for name, value in (*model.named_parameters(), *buffers):
+            if value.dim() == 1 or name.endswith("_bias"):
+                value.uniform_(0.5, 1.5)
             else:
-                parameter.mul_(5)
+                value.mul_(5)
     model.config._experts_implementation = "eager"  # others take no float64
     return model.train()
 
