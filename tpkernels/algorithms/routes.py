@@ -35,6 +35,12 @@ def routing_of(problem: Problem, routes: torch.Tensor) -> _C.calls.Routing:
         raise RoutingError(str(error)) from None
 
 
+def places_of(order: torch.Tensor) -> torch.Tensor:
+    """Return at which place of ``order``, a permutation of int64, each route is."""
+    places = torch.arange(order.numel(), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
 def weigh_rows(
     x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
 ) -> None:
@@ -153,11 +159,6 @@ class Places:
         edges = torch.searchsorted(experts, firsts)
         ends = torch.searchsorted(experts, numbers(first, first + held[rank] + 1))
         return cls(order, edges, ends.diff())
-
-    def of_routes(self) -> torch.Tensor:
-        """Return the place of each route."""
-        places = torch.arange(self.order.numel(), device=self.order.device)
-        return torch.empty_like(self.order).scatter_(0, self.order, places)
 
     def rows(self, problem: Problem, rank: int, routes: torch.Tensor) -> int:
         """Return how many rows this rank has: ``max_rows``; without, the host waits for the number

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from tpkernels import dtypes, groups, validation
-from tpkernels.algorithms.routes import weigh_rows
+from tpkernels.algorithms.routes import places_of, weigh_rows
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.memory import empty
 from tpkernels.ops.all_gather import all_gather
@@ -82,7 +82,7 @@ def rows_by_expert(x: torch.Tensor, routing: SortedRoutes) -> torch.Tensor:
 def sum_routes(rows: torch.Tensor, routing: SortedRoutes) -> torch.Tensor:
     """Return the sum of each token's rows by weight, in fp32 in the order of k, rounded once."""
     weights = routing.topk_weights.to(dtypes.accumulator(rows.dtype))
-    places = routing.order.argsort().view(weights.shape)
+    places = places_of(routing.order).view(weights.shape)
     y: torch.Tensor = torch.ops.tpkernels._weigh_rows.default(rows, places, weights)
     return y
 
@@ -312,7 +312,7 @@ def local_experts(
     rows = x.index_select(0, order[:count] // k)
     gate, up = grouped_matmul(rows, gate_up, counts[:held], gate_up_bias).chunk(2, 1)
     inner = ACTIVATIONS[activation](gate) * up
-    y, places = grouped_matmul(inner, down, counts[:held], down_bias), order.argsort()
+    y, places = grouped_matmul(inner, down, counts[:held], down_bias), places_of(order)
     if count < len(order):  # the other routes get a row of zeros
         y, places = F.pad(y, (0, 0, 0, 1)), places.clamp_(max=count)
     return _weigh(y, places.view(ids.shape), weights)

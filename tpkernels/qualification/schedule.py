@@ -167,9 +167,8 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
         missing = [reasons[one] for one in (name, *tests) if reasons.get(one)]
         stages[name] = replace(stage, why_not=_why_not(topology, stage) or "; ".join(missing))
 
-    for way in dict.fromkeys(
-        (*SUMS[::-1], *SHARDS[::-1], "routed")
-    ):  # two_shot and one_shot before LL
+    # two_shot and one_shot before LL
+    for way in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1], "routed")):
         add(f"direct/{way}")
     for kind in KINDS:
         add(f"pipelined/{kind}")
