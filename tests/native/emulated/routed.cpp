@@ -1,43 +1,24 @@
 // Ranks as threads: routed_dispatch and routed_combine, call after call, with delays.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "../../../csrc/cuda/kernels.cu"
+#include "ranks.h"
+
 namespace {
 constexpr int kWorld = 3, kK = 3, kExperts = 5, kCalls = 24, kBlocks = 3;
 constexpr int kTokens[] = {0, 3, 3, 7}, kFirst[] = {0, 2, 4, 5};
 constexpr u64 kBufferBytes = 1 << 14, kBuffersAt = 1024;
 constexpr int kWords = 16;
-struct Rank {
-  std::vector<u64> region = std::vector<u64>((kBuffersAt + 2 * kBufferBytes) / 8 + 16);
-  std::vector<u64> state = std::vector<u64>(kStateFlags + 1);
-  u64 control[2] = {};
-  int wrong = 0;
-  u64 begin() const { return (reinterpret_cast<u64>(region.data()) + 127) / 128 * 128; }
-};
+using Rank = Memory<kBuffersAt, kBufferBytes>;
 float value(int call, int token, u64 i) {
   return static_cast<float>((call + 5 * token + i) % 11) / 3;
 }
-void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& regions, bool single,
-              bool skip) {
+void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& regions,
+              const Switches& switches) {
   Rank& own = ranks[rank];
-  Space space{regions.data(),
-              own.state.data(),
-              own.control,
-              rank,
-              kWorld,
-              7,
-              kWords,
-              5'000'000'000,
-              kBuffersAt,
-              single ? 0 : kBufferBytes,
-              static_cast<u64>(rank),
-              2 * 200'000ull + skip};
+  Space space = own.space(rank, regions, kWords, switches);
   const int n = kTokens[kWorld] * kK;
   for (int call = 0; call < kCalls; ++call) {
     const u64 row = call % 3 == 0 ? 200 : call % 3 == 1 ? 203 : 5, most = call % 4 == 3 ? 4 : n;
@@ -97,20 +78,6 @@ void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& region
 }
 }  // namespace
 int main(int argc, char** argv) {
-  bool single = false, skip = false;
-  for (int i = 1; i < argc; ++i) {
-    single |= std::string(argv[i]) == "--single-buffer";
-    skip |= std::string(argv[i]) == "--skip-waits";
-  }
   std::vector<Rank> ranks(kWorld);
-  std::vector<u64> regions;
-  for (const Rank& r : ranks) regions.push_back(r.begin());
-  std::vector<std::thread> all;
-  for (int r = 0; r < kWorld; ++r)
-    all.emplace_back(run_rank, r, std::ref(ranks), std::cref(regions), single, skip);
-  for (auto& t : all) t.join();
-  int wrong = 0;
-  for (const Rank& r : ranks) wrong += r.wrong;
-  std::printf("%d calls, %d wrong\n", kCalls, wrong);
-  return wrong != 0;
+  return run_ranks(argc, argv, ranks, kCalls, run_rank);
 }

@@ -2,13 +2,10 @@
 // AddressSanitizer: call after call, with random delays on each rank. The sums are checked. By
 // LL128 eight threads have a line, as on a GPU: they meet, and vote.
 #define EMULATED_LINE_LANES 8
-#include <cstdio>
 #include <cstring>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "../../../csrc/cuda/kernels.cu"
+#include "ranks.h"
 
 namespace {
 
@@ -18,19 +15,8 @@ constexpr u64 kCount = 3 * 64 * 2 + 5, kBufferBytes = 8192;
 constexpr int kWords = (kFirstData + 4 * ((kCount * 4 + 15) / 16) + 15) / 16 * 16;
 constexpr u64 kBuffersAt = (2 * kWorld * kWords * 8 + 255) / 256 * 256;
 
-struct Rank {
-  std::vector<u64> region = std::vector<u64>((kBuffersAt + 2 * kBufferBytes) / 8 + 16);
-  std::vector<u64> state = std::vector<u64>(kStateFlags + 1);
-  u64 control[2] = {};
+struct Rank : Memory<kBuffersAt, kBufferBytes> {
   alignas(16) float symmetric[kAll];
-  int wrong = 0;
-
-  u64 begin() const { return (reinterpret_cast<u64>(region.data()) + 127) / 128 * 128; }
-};
-
-struct Switches {
-  bool single_buffer = false;
-  bool skip_waits = false;
 };
 
 void launch(const Space& space, int blocks, const std::function<void()>& kernel,
@@ -128,18 +114,7 @@ void copies(Rank& own, const Space& space, int call) {
 void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& regions,
               const Switches& switches) {
   Rank& own = ranks[rank];
-  Space space{regions.data(),
-              own.state.data(),
-              own.control,
-              rank,
-              kWorld,
-              7,
-              kWords,
-              5'000'000'000,
-              kBuffersAt,
-              switches.single_buffer ? 0 : kBufferBytes,
-              static_cast<u64>(rank),
-              2 * 200'000ull + (switches.skip_waits ? 1 : 0)};
+  Space space = own.space(rank, regions, kWords, switches);
   for (int call = 0; call < kCalls; ++call) {
     space.signature = 7 + call;
     if (call % 4 == 3) {
@@ -157,26 +132,13 @@ void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& region
 }  // namespace
 
 int main(int argc, char** argv) {
-  Switches switches;
   for (int i = 1; i < argc; ++i) {
-    switches.single_buffer |= std::string(argv[i]) == "--single-buffer";
-    switches.skip_waits |= std::string(argv[i]) == "--skip-waits";
     if (std::string(argv[i]) == "--torn-lines") emulated::tearing = emulated::Tearing::kTornLines;
   }
   std::vector<Rank> ranks(kWorld);
-  std::vector<u64> regions;
   emulated::multicasts.emplace_back();
   for (const Rank& rank : ranks) {
-    regions.push_back(rank.begin());
     emulated::multicasts[0].push_back(reinterpret_cast<u64>(rank.symmetric));
   }
-  std::vector<std::thread> threads;
-  for (int r = 0; r < kWorld; ++r) {
-    threads.emplace_back([&, r] { run_rank(r, ranks, regions, switches); });
-  }
-  for (std::thread& thread : threads) thread.join();
-  int wrong = 0;
-  for (const Rank& rank : ranks) wrong += rank.wrong;
-  std::printf("%d calls, %d wrong\n", kCalls, wrong);
-  return wrong == 0 ? 0 : 1;
+  return run_ranks(argc, argv, ranks, kCalls, run_rank);
 }

@@ -1,0 +1,60 @@
+// Ranks as threads of one process, each with its own memory, for programs that have included the
+// kernels and run under sanitizers.
+#pragma once
+
+#include <cstdio>
+#include <string>
+#include <thread>
+#include <vector>
+
+struct Switches {
+  bool single_buffer = false;
+  bool skip_waits = false;
+};
+
+// A rank's region, with two buffers from `buffers_at` on, and its state.
+template <u64 buffers_at, u64 buffer_bytes>
+struct Memory {
+  std::vector<u64> region = std::vector<u64>((buffers_at + 2 * buffer_bytes) / 8 + 16);
+  std::vector<u64> state = std::vector<u64>(kStateFlags + 1);
+  u64 control[2] = {};
+  int wrong = 0;
+
+  u64 begin() const { return (reinterpret_cast<u64>(region.data()) + 127) / 128 * 128; }
+
+  Space space(int rank, const std::vector<u64>& regions, int words, const Switches& switches) {
+    return {regions.data(),
+            state.data(),
+            control,
+            rank,
+            static_cast<int>(regions.size()),
+            7,
+            words,
+            5'000'000'000,
+            buffers_at,
+            switches.single_buffer ? 0 : buffer_bytes,
+            static_cast<u64>(rank),
+            2 * 200'000ull + (switches.skip_waits ? 1 : 0)};
+  }
+};
+
+// Calls run(rank, ranks, regions, switches) in a thread for each rank; returns the exit code.
+template <class Rank, class Run>
+int run_ranks(int argc, char** argv, std::vector<Rank>& ranks, int calls, const Run& run) {
+  Switches switches;
+  for (int i = 1; i < argc; ++i) {
+    switches.single_buffer |= std::string(argv[i]) == "--single-buffer";
+    switches.skip_waits |= std::string(argv[i]) == "--skip-waits";
+  }
+  std::vector<u64> regions;
+  for (const Rank& rank : ranks) regions.push_back(rank.begin());
+  std::vector<std::thread> threads;
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    threads.emplace_back([&, r] { run(static_cast<int>(r), ranks, regions, switches); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  int wrong = 0;
+  for (const Rank& rank : ranks) wrong += rank.wrong;
+  std::printf("%d calls, %d wrong\n", calls, wrong);
+  return wrong == 0 ? 0 : 1;
+}
