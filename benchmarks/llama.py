@@ -1,10 +1,11 @@
-"""A Llama on tensor-parallel ranks of one thread, beside what one would use instead.
+"""A Llama, or a mixture, on tensor-parallel ranks of one thread, beside what one would use instead.
 
     python -m benchmarks.llama --tokens 24 --repeat 7
     python -m benchmarks.llama --size 1b --tokens 8 --repeat 3
     python -m benchmarks.llama --setups threads ranks packed --batches 1 2 4 8 16
     python -m benchmarks.llama --compile --repeat 7
     python -m benchmarks.llama --setups threads torch transformers both --chart llama.svg
+    python -m benchmarks.llama --size mixtral --setups threads:eager threads both experts
 
     threads        one process with as many threads as there are ranks, the baseline
     thread         one process with one thread
@@ -14,7 +15,10 @@
     packed         the same with packed weights
     prefill        as `ranks`, and rows are split in prompts (``sequence_parallel="prefill"``)
     both           packed weights, and rows split in prompts
+    experts        packed, whole experts on each rank (``expert_parallel=True``)
+    plain_experts  the same without packing
 
+After a colon: which of transformers' implementations computes the experts.
 All stay up, and take turns. Random weights, bf16, greedy. Prints medians: the prefill of 512 tokens
 and, at each batch size, decoding by `generate`, its short prompt included; with --compile, forwards
 of 1, 8 and 512 tokens. --chart draws them as bars.
@@ -47,6 +51,10 @@ from tpkernels.launch import Ranks
 
 PREFILL, PROMPT, FORWARDS = 512, 32, (1, 8, 512)
 SETUPS = ("threads", "thread", "torch", "transformers", "ranks", "packed", "prefill", "both")
+EXPERTS = (
+    *("experts", "plain_experts"),
+    *(f"{how}:{by}" for how in ("threads", "transformers") for by in ("eager", "grouped_mm")),
+)
 _FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size"),
@@ -61,6 +69,13 @@ NAMES = {
 SIZES = {
     "100m": dict(zip(_FIELDS, (1024, 2816, 8, 16, 8, 8192), strict=True)),
     "1b": dict(zip(_FIELDS, (2048, 5632, 22, 32, 4, 32000), strict=True)),  # TinyLlama-1.1B
+    # 440M parameters each: 8 experts, of which a token takes 2; and 8 of 64
+    "mixtral": dict(zip(_FIELDS, (1024, 2048, 8, 16, 8, 8192), strict=True)),
+    "qwen3_moe": {
+        **dict(zip(_FIELDS, (1024, 2816, 8, 16, 8, 8192), strict=True)),
+        **{"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 256},
+        **{"norm_topk_prob": True, "head_dim": 64},
+    },
 }
 _models: dict[str, Any] = {}  # of this process
 
@@ -71,10 +86,11 @@ def save(size: str, folder: str, layers: int | None = None) -> None:
 
     torch.manual_seed(0)
     fields = SIZES[size] if layers is None else {**SIZES[size], "num_hidden_layers": layers}
-    config = transformers.LlamaConfig(**fields, max_position_embeddings=2048)
+    kind = size if size in ("mixtral", "qwen3_moe") else "llama"
+    config = transformers.AutoConfig.for_model(kind, **fields, max_position_embeddings=2048)
     config.dtype = torch.bfloat16
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
+        model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.02) if parameter.dim() > 1 else parameter.data.fill_(1)
@@ -86,6 +102,9 @@ def make(how: str, folder: str, compiled: bool) -> None:
     import transformers
 
     load = transformers.AutoModelForCausalLM.from_pretrained
+    how = how.partition(":")[0]
+    if how in _models:
+        return
     if how in ("threads", "thread"):
         model = load(folder, dtype=torch.bfloat16)
     elif how == "transformers":
@@ -97,7 +116,11 @@ def make(how: str, folder: str, compiled: bool) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         rows = "prefill" if how in ("prefill", "both") else False
         model = tpkernels.from_pretrained(
-            folder, mesh, sequence_parallel=rows, pack=how in ("packed", "both")
+            folder,
+            mesh,
+            sequence_parallel=rows,
+            pack=how in ("packed", "both", "experts"),
+            expert_parallel=how.endswith("experts"),
         )
     _models[how] = torch.compile(model.eval()) if compiled else model.eval()
 
@@ -129,7 +152,10 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 
 def once(how: str, new: int, compiled: bool, batches: list[int]) -> dict[str, float]:
     """Milliseconds of a forward, and tokens per second of `generate`."""
+    how, _, implementation = how.partition(":")
     model, found = _models[how], {}
+    if implementation:
+        model.set_experts_implementation(implementation)
     with torch.inference_mode():
         for length in FORWARDS if compiled else (PREFILL,):
             ids = _tokens(1, length)
@@ -147,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nproc", type=int, default=2, help="ranks, and threads of the process")
     parser.add_argument("--size", choices=SIZES, default="100m")
-    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=SETUPS)
+    parser.add_argument("--setups", nargs="+", choices=[*SETUPS, *EXPERTS], default=SETUPS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of each generate")
     parser.add_argument("--repeat", type=int, default=7)
@@ -163,7 +189,8 @@ def main() -> None:
     ):
         single.run(save, args.size, folder, timeout=600)
         processes = {
-            how: {"threads": whole, "thread": single}.get(how, ranks) for how in args.setups
+            how: {"threads": whole, "thread": single}.get(how.partition(":")[0], ranks)
+            for how in args.setups
         }
         for how, each in processes.items():
             each.run(make, how, folder, args.compile, timeout=600)
