@@ -23,7 +23,8 @@ K, WIDTH, N, TOP = 8, 6, 5, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Experts of two products. ``spare``: how many tokens the last rank has less than 4."""
+    """Experts of two products. ``spare``: how many tokens the last rank has less than 4.
+    ``max_rows``: beyond those of all routes."""
 
     whole: bool
     experts: int = 4
@@ -32,6 +33,9 @@ class Case:
     integers: bool = True
     route: Router = any_experts
     packed: bool = False
+    algorithm: str = "auto"
+    max_rows: int | None = None
+    bias: bool = False
 
     def numbers(self, *shape: int) -> torch.Tensor:
         if self.integers:
@@ -45,11 +49,19 @@ def layer(
     weights, up, down = rest
     sizes = [4] * (group.size() - 1) + [4 - case.spare]
     if case.whole:
+        most = None if case.max_rows is None else sum(sizes) * TOP + case.max_rows
+        options: dict[str, Any] = {"shard_sizes": sizes, "max_rows": most}
+        biases = [w.sum(1) if case.bias else None for w in (up, down)]
         inner, counts, handle = tpkernels.dispatch_grouped_matmul(
-            x, ids, weights, up, case.experts, group, shard_sizes=sizes
+            *(x, ids, weights, up, case.experts, group),
+            bias=biases[0],
+            algorithm=case.algorithm,
+            **options,
         )
-        assert counts.sum() == len(inner)
-        return tpkernels.grouped_matmul_combine(inner, down, handle)
+        assert len(inner) == (counts.sum() if most is None else most)
+        return tpkernels.grouped_matmul_combine(
+            inner, down, handle, bias=biases[1], algorithm=case.algorithm
+        )
     inner, routing = tpkernels.all_gather_grouped_matmul(
         x, ids, weights, up, group, shard_sizes=sizes
     )
