@@ -89,7 +89,7 @@ class MatmulConfig:
             # What a tile reads beyond a weight of a stack is the next one's. Columns are not
             # stored; a row would be multiplied, by the zeros beyond a, which infinities survive.
             alone = stack == 1
-            dense = alone or stack_stride == max(n * n_stride, k * k_stride)
+            dense = alone or (stack > 0 and stack_stride == max(n * n_stride, k * k_stride))
             if dense and k_stride == 1 and _aligned(b, n_stride):
                 b_tma, b_matrix = "k", ((stack * n, k), (n_stride, 1), [block_n, block_k])
             elif dense and n_stride == 1 and _aligned(b, k_stride) and (alone or k % block_k == 0):

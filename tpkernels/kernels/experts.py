@@ -25,7 +25,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -38,6 +37,25 @@ from tpkernels.symm.device import DeviceWorkspace, Prepared
 _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)  # that a fetcher loads at a time
 _MOST_PIECES = 2048  # for each of which there is a word
 _TOKENS, _WEIGHED = 8, 256  # tokens and columns that a program sums at a time
+
+
+@triton.jit
+def tables_kernel(ends, tables, most, BLOCK_M, experts, EXPERTS: tl.constexpr):
+    """Fill the tables of the experts' `Segments`, one behind the other. Expert e has the places
+    [ends[e], ends[e + 1]); rows from ``most`` on are none. One program."""
+    expert, origin = tl.arange(0, EXPERTS), tl.load(ends)
+    inside = expert < experts
+    begin = tl.minimum(tl.load(ends + expert, mask=inside, other=0) - origin, most)
+    end = tl.minimum(tl.load(ends + expert + 1, mask=inside, other=0) - origin, most)
+    count = tl.where(inside, tl.cdiv(end - begin, BLOCK_M), 0)
+    upto = tl.cumsum(count, 0)
+    starts, tiles, owners = tables, tables + experts + 1, tables + 2 * experts + 2
+    tl.store(starts, 0)
+    tl.store(starts + expert + 1, end, mask=inside)
+    tl.store(tiles, 0)
+    tl.store(tiles + expert + 1, upto, mask=inside)
+    for i in range(0, tl.max(count, 0)):
+        tl.store(owners + upto - count + i, expert, mask=i < count)
 
 
 class Fetching(NamedTuple):
@@ -75,16 +93,15 @@ def _rows_here(routes, peers, most):
 @triton.jit
 def _tokens_of(routes, place, inside):
     """Return the routes at some places, the rank of each one's token, and that rank's first."""
-    tokens = routes.tokens
     route = tl.load(routes.order + place, mask=inside, other=0)
     token = (route // routes.top_k).to(tl.int32)
-    if tokens.starts is None:
-        owner = token // tl.maximum(tokens.rows, 1)
-        first = owner * tokens.rows
+    if routes.tokens.starts is None:
+        owner = token // tl.maximum(routes.tokens.rows, 1)
+        first = owner * routes.tokens.rows
     else:
         owner, first = tl.zeros_like(token), tl.zeros_like(token)
-        for rank in tl.static_range(1, tokens.number):
-            start = tl.load(tokens.starts + rank)
+        for rank in tl.static_range(1, routes.tokens.number):
+            start = tl.load(routes.tokens.starts + rank)
             owner = tl.where(token >= start, rank, owner)
             first = tl.where(token >= start, start, first)
     return route, owner, first
@@ -139,7 +156,7 @@ def _await_rows(arrivals, owner, tile_m):
 
 @triton.jit(do_not_specialize=sync.SCALARS)
 def dispatch_matmul_kernel(
-    a, b, bias, out, rows, order, edges, starts, tiles, owners, tokens, top_k, most, experts, N, K,
+    a, b, bias, out, rows, order, edges, tables, tokens, top_k, most, experts, N, K,
     stride_bk, stride_bn, stride_bs, workspace, rank, signature, timeout_ns, seed,
     fetching: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
@@ -153,9 +170,11 @@ def dispatch_matmul_kernel(
     else:
         matmul.matmul_tiles(
             matmul.Product(a, b, N, K, K, stride_bk, stride_bn, stride_bs),
-            matmul.Segments(starts, 0, most, experts, tiles, owners), 0,
+            matmul.Segments(
+                tables, 0, most, experts, tables + experts + 1, tables + 2 * experts + 2
+            ), 0,
             lane - fetching.programs, tl.num_programs(0) - fetching.programs, _await_rows,
-            _Arrivals(peers, starts, tiling.block_m, fetching.piece, tiling.a_tma),
+            _Arrivals(peers, tables, tiling.block_m, fetching.piece, tiling.a_tma),
             matmul.store_result, matmul.Result(out, bias, N, N), tiling,
         )  # fmt: skip
     if sync.finish(peers):
@@ -176,12 +195,12 @@ class _Slots(NamedTuple):
 @triton.jit
 def _push_rows(slots, acc, tile):
     """Store the rows of a tile into their slots, wherever these are: the `after` hook."""
-    peers, routes, N = slots.peers, slots.routes, slots.N
+    peers, N = slots.peers, slots.N
     row = tile.row + tl.arange(0, acc.shape[0])
-    begin = tl.load(routes.edges + peers.rank)
-    route, owner, first = _tokens_of(routes, begin + row, row < tile.end)
+    begin = tl.load(slots.routes.edges + peers.rank)
+    route, owner, first = _tokens_of(slots.routes, begin + row, row < tile.end)
     slot = sync.pointer(sync.buffer_of(peers, owner), slots.dtype)
-    slot += (route - first * routes.top_k) * N
+    slot += (route - first * slots.routes.top_k) * N
     bias = matmul.bias_of(slots.bias, N, tile.owner)
     parts = matmul.column_parts(acc)
     for i in tl.static_range(len(parts)):
@@ -195,7 +214,7 @@ def _push_rows(slots, acc, tile):
 
 @triton.jit(do_not_specialize=sync.SCALARS)
 def matmul_combine_kernel(
-    a, b, bias, order, edges, starts, tiles, owners, tokens, top_k, experts, N, K, stride_bk,
+    a, b, bias, order, edges, tables, tokens, top_k, experts, N, K, stride_bk,
     stride_bn, stride_bs, workspace, rank, signature, timeout_ns, seed, DTYPE: tl.constexpr,
     tiling: tl.constexpr,
 ):  # fmt: skip
@@ -204,8 +223,9 @@ def matmul_combine_kernel(
     sync.enter(peers)
     matmul.matmul_tiles(
         matmul.Product(a, b, N, K, K, stride_bk, stride_bn, stride_bs),
-        matmul.Segments(starts, 0, 0, experts, tiles, owners), 0, tl.program_id(0),
-        tl.num_programs(0), None, None, _push_rows,
+        matmul.Segments(
+            tables, 0, 0, experts, tables + experts + 1, tables + 2 * experts + 2
+        ), 0, tl.program_id(0), tl.num_programs(0), None, None, _push_rows,
         _Slots(peers, Routes(order, edges, tokens, top_k), bias, N, DTYPE), tiling,
     )  # fmt: skip
 
@@ -251,19 +271,22 @@ def weigh_kernel(
         sync.poison(out, tl.cast(count, tl.int64) * N)
 
 
-def tiles_of(
-    ends: torch.Tensor, most: int, block_m: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the tables of `Segments` for experts whose rows end at ``ends`` [experts + 1], the
-    first of which is where they begin: starts, tiles and owners. Rows from ``most`` on are none."""
-    starts = (ends - ends[0]).clamp(max=most).int()
-    tiles = F.pad(((starts.diff() + block_m - 1) // block_m).cumsum(0, dtype=torch.int32), (1, 0))
-    numbers = torch.arange(_most_tiles(most, len(ends) - 1, block_m), device=ends.device)
-    return starts, tiles, torch.searchsorted(tiles[1:], numbers, right=True).int()
-
-
 def _most_tiles(most: int, experts: int, block_m: int) -> int:
     return ceil_div(most, block_m) + experts
+
+
+def _bind_tables(config: MatmulConfig, most: int, experts: int) -> Callable[..., torch.Tensor]:
+    """Return what makes the tables from ``ends`` of `Places`."""
+    length = 2 * experts + 2 + _most_tiles(most, experts, config.block_m)
+    args = most, config.block_m, experts, triton.next_power_of_2(max(1, experts))
+    fill = BoundKernel(tables_kernel, 1, args, {})
+
+    def run(ends: torch.Tensor) -> torch.Tensor:
+        tables = torch.empty(length, dtype=torch.int32, device=ends.device)
+        fill(ends, tables)
+        return tables
+
+    return run
 
 
 def prepare_dispatch(
@@ -283,6 +306,7 @@ def prepare_dispatch(
     (experts, k, n), most = w.shape, len(rows)
     operands = config.operands(rows, w, rows.dtype, waits=True)
     fetching = fetching_of(config, x.itemsize, routes[0])
+    tables = _bind_tables(config, most, experts)
     tiles = _most_tiles(most, experts, config.block_m) * ceil_div(n, config.block_n)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
@@ -301,8 +325,7 @@ def prepare_dispatch(
         ) -> None:  # fmt: skip
             if count:
                 share(x, None)
-            tables = tiles_of(ends, most, config.block_m)
-            multiply(rows, w, bias, out, rows, order, edges, *tables)
+            multiply(rows, w, bias, out, rows, order, edges, tables(ends))
 
         return run
 
@@ -322,6 +345,7 @@ def prepare_combine(
     of each route. ``routes`` as in `prepare_dispatch`."""
     (experts, k, n), dtype = w.shape, x.dtype
     operands = config.operands(x, w, dtype)
+    tables = _bind_tables(config, len(x), experts)
     tiles = _most_tiles(len(x), experts, config.block_m) * ceil_div(n, config.block_n)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
@@ -341,8 +365,7 @@ def prepare_combine(
             out: torch.Tensor, order: torch.Tensor, edges: torch.Tensor, ends: torch.Tensor,
             places: torch.Tensor,
         ) -> None:  # fmt: skip
-            tables = tiles_of(ends, len(x), config.block_m)
-            multiply(x, w, bias, order, edges, *tables)
+            multiply(x, w, bias, order, edges, tables(ends))
             weigh(weights, places, edges, out)
 
         return run
