@@ -175,8 +175,8 @@ def large_job(algorithm: str, missing: bool) -> tuple[torch.Tensor, set[int]]:
     torch.manual_seed(0)
     rank, world = dist.get_rank(), dist.get_world_size()
     held, sizes = shard_sizes(5, world), [60, *shard_sizes(30, world - 1)]
-    x, ids, weights = torch.randn(90, 70), torch.randint(5, (90, 3)), torch.rand(90, 3)
-    up, down = torch.randn(5, 70, 100), torch.randn(5, 300, 100)
+    x, ids, weights = torch.randn(90, 96), torch.randint(5, (90, 3)), torch.rand(90, 3)
+    up, down = torch.randn(5, 96, 100), torch.randn(5, 300, 100)
     if missing:
         ids[0, 1] = 5
     by_rank = (
@@ -225,18 +225,19 @@ def delayed_job(**broken: bool) -> int:
         (_, routes, *_), (x, ids, weights, up, down, _) = inputs_of(case, group)
         y = layer(case, group, x, ids, weights, up, down)
         options: Any = {"algorithm": "fused", "max_rows": routes.numel()}
-        call_of = routes, case.experts
         for call in range(1, 5):
             try:
                 (_, counts, other), (_, _, inner) = (
                     ops.dispatch_grouped_matmul(
-                        factor * x, *call_of, up, None, group.group_name, **options
+                        factor * x, routes, up, None, case.experts, group.group_name, **options
                     )
                     for factor in (call, -call)
                 )
                 wrong += not torch.equal(inner[: counts.sum()], -other[: counts.sum()])
                 result = ops.grouped_matmul_combine(
-                    inner, down, None, counts, weights, *call_of, group.group_name, **options
+                    *(inner, down, None, counts, weights, routes, case.experts),
+                    group.group_name,
+                    **options,
                 )
                 wrong += not torch.equal(result, -call * y)
             except tpkernels.TpkernelsError:

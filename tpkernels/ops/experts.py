@@ -233,7 +233,7 @@ def grouped_matmul_all_reduce(
 
 _NO_GRADIENT = "call the function of this name in tpkernels, which has them"
 _run_dispatch = define(
-    "dispatch_grouped_matmul(Tensor x, Tensor routes, int num_experts, Tensor w, Tensor? bias, "
+    "dispatch_grouped_matmul(Tensor x, Tensor routes, Tensor w, Tensor? bias, int num_experts, "
     "str group, *, SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> "
     "(Tensor rows, Tensor counts, Tensor product)",
     record="moe_dispatch",
@@ -304,7 +304,7 @@ def dispatch_grouped_matmul(
         return F.pad(product, (0, 0, 0, len(rows) - len(used))), counts, handle
     routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
     _, counts, product = _run_dispatch(
-        x, routes, num_experts, w, bias, name, algorithm=algorithm, **options
+        x, routes, w, bias, num_experts, name, algorithm=algorithm, **options
     )
     handle = Handle(routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows, None)
     return product, counts, handle
