@@ -86,9 +86,7 @@ def test_nor_does_one_with_a_large_result(op: str) -> list[str]:
             result = overload(*second, algorithm="direct")
     results = flat(result) if op != "all_reduce_" else []
     failures = [f"{op}: {name}" for name in warm]
-    assert not any(x.nbytes and x.untyped_storage().resizable() for x in results), (
-        f"{op}: a result in torch's memory"
-    )
+    assert not any(x.nbytes and x.untyped_storage().resizable() for x in results), op
     return failures
 
 
@@ -198,13 +196,9 @@ def test_plain_and_packed_are_two_calls() -> None:
             for op in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
                 function: Callable[..., Any] = getattr(tpkernels, op)
                 want, got = function(x, w, group), function(x, factor, group)
-                assert torch.allclose(got, want, atol=1e-5), (
-                    f"{op}, {attempt}: packed, {got} not {want}"
-                )
+                assert torch.allclose(got, want, atol=1e-5), (op, attempt, got, want)
                 pairs = function(x, other, group), function(x, tpkernels.pack(other), group)
-                assert torch.allclose(*pairs, atol=1e-5), (
-                    f"{op}, {attempt}: another weight, {pairs}"
-                )
+                assert torch.allclose(*pairs, atol=1e-5), (op, attempt, pairs)
         tpkernels.matmul_all_reduce(
             x, tpkernels.LocalProduct(lambda x: x @ w, (6, 6), w.dtype), group
         )

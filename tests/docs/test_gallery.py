@@ -22,19 +22,13 @@ FOLDER = ROOT / "examples/parallel_kernel_bench"
 TABLE = ROOT / "benchmarks/results/cpu-2core-gallery.md"
 MOST_LINES = 10
 DEFAULT = {13, 20, 31, 42, 54, 82}
-BOTH = [n if n in DEFAULT else thorough(n) for n in sorted(PROBLEMS)]
+EVERY = [(2, n) if n in DEFAULT else thorough(2, n) for n in sorted(PROBLEMS)]
+EVERY += [thorough(4, n) for n in sorted(PROBLEMS)]
 
 
-@pytest.mark.parametrize("number", BOTH)
-def test_a_problem_on_two_ranks(ranks: RanksFixture, number: int) -> None:
-    errors = [each.error for each in ranks(2).run(examine, number, False, 0)]
-    assert max(errors) <= 1, errors
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", sorted(PROBLEMS))
-def test_a_problem_on_four_ranks(ranks: RanksFixture, number: int) -> None:
-    errors = [each.error for each in ranks(4).run(examine, number, False, 0)]
+@pytest.mark.parametrize(("world", "number"), EVERY)
+def test_a_problem(ranks: RanksFixture, world: int, number: int) -> None:
+    errors = [each.error for each in ranks(world).run(examine, number, False, 0)]
     assert max(errors) <= 1, errors
 
 

@@ -26,13 +26,7 @@ from tests.support.cases import (
     RanksFixture,
     each,
 )
-from tests.support.ranked import (
-    SMALLEST_WORKSPACE,
-    fresh_group,
-    messages_of,
-    on_ranks,
-    run_cases,
-)
+from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, messages_of, on_ranks, run_cases
 from tests.support.tiers import sweep
 from tpkernels import LocalProduct, groups
 from tpkernels.local.matmul import new_product

@@ -153,9 +153,7 @@ def untuned_job() -> list[str]:
         made.clear()
         with tuned():
             got = run(torch.ones(64))
-        assert sum(made.values()) >= 6 and torch.equal(got, torch.full((64,), 4.0 * WORLD)), (
-            f"compiled: {made}, {got}"
-        )
+        assert sum(made.values()) >= 6 and torch.equal(got, torch.full((64,), 4.0 * WORLD)), made
     return failures
 
 
@@ -513,9 +511,7 @@ def hidden_failure_job() -> None:
             warnings.simplefilter("ignore")
             call(OP, group)
             (left,) = own(group).measured.failures.values()
-            assert list(left) == [way] and plan_of(group).algorithm != way, (
-                f"{way}: {left}, {plan_of(group).reason}"
-            )
+            assert list(left) == [way] and plan_of(group).algorithm != way, (way, left)
 
 
 def failing_job(way: str, error: type[BaseException]) -> faults.Report:
