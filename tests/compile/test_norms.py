@@ -178,7 +178,7 @@ def written_job() -> None:
             given = inputs(F32)
             with torch.no_grad():
                 want = function(*given)
-                got, after, told = compiled(function, given, True)
+                got, _, told = compiled(function, given, True)
             assert told.counts == {MATMUL: 1} and all(map(close, got, want)), (what, got, want)
 
 

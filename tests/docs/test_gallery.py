@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -35,7 +36,6 @@ def test_a_problem(ranks: RanksFixture, world: int, number: int) -> None:
 def planted_job(damage: float, depth: int) -> Examined:
     """Examine a product of which rank 1 gets one element wrong."""
 
-    @gallery.problem(0, "a product with a wrong element")
     def planted(at: Setup) -> Case:
         x = at.normal(64, 64, shared=True)
 
@@ -46,22 +46,19 @@ def planted_job(damage: float, depth: int) -> Examined:
 
         return Case(lambda: x @ x, ours, depth)
 
-    try:
+    with mock.patch.dict(PROBLEMS):
+        gallery.problem(0, "a product with a wrong element")(planted)
         return examine(0, False, 1)
-    finally:
-        del PROBLEMS[0]
 
 
 def test_a_wrong_element_is_reported(ranks: RanksFixture, tmp_path: Path) -> None:
     file = tmp_path / "table.md"
-    PROBLEMS[0] = gallery.Problem(0, "planted", "a product with a wrong element", lambda at: Case)
-    try:
+    planted = gallery.Problem(0, "planted", "a product with a wrong element", lambda at: Case)
+    with mock.patch.dict(PROBLEMS, {0: planted}):
         for damage, depth, wrong in ((1e-3, 64, True), (1e-5, 0, True), (1e-5, 64, False)):
             cells = command.row(ranks(2).run(planted_job, damage, depth))
             assert command.report([cells], "One problem.", file) == int(wrong)
             assert ("| WRONG |" in file.read_text()) == wrong
-    finally:
-        del PROBLEMS[0]
 
 
 def test_our_functions_are_short() -> None:

@@ -245,14 +245,7 @@ def test_register_replaces_what_the_mode_says(mode: str, monkeypatch: pytest.Mon
         fused = mode == "fused" or (mode == "auto" and vllm._has_fast_products())
         layers = RowParallelLinear.out_of_tree
         assert list(layers) == (["RowParallelLinear"] if fused else [])
-        assert (
-            experts_taken()
-            == {
-                "off": (False, False, True),
-                "all_reduce": (False, True, False),
-                "fused": (True, True, False),
-            }["fused" if fused else mode if mode == "off" else "all_reduce"]
-        )
+        assert experts_taken() == (fused, mode != "off", mode == "off")
         products = importlib.import_module("vllm.model_executor.layers.utils")
         theirs = products.dispatch_cpu_unquantized_gemm is dispatch_cpu_unquantized_gemm
         assert theirs != fused
@@ -286,8 +279,7 @@ def new_group() -> Iterator[dist.ProcessGroup]:
 
 
 @on_ranks(WORLD)
-def test_all_reduces_of_tensor_parallelism() -> list[str]:
-    failures = []
+def test_all_reduces_of_tensor_parallelism() -> None:
     with installed(), new_group() as group:
         communicator: Any = importlib.import_module(PARTS).Communicator
         own = communicator(group, device_group=group, unique_name="tp:0")
@@ -311,12 +303,9 @@ def test_all_reduces_of_tensor_parallelism() -> list[str]:
             dist.all_gather(everyone, x.contiguous())
             result = of.all_reduce(x)
             want = sum(each.double() for each in everyone).to(x.dtype)  # type: ignore[union-attr]
-            if result is not x or not torch.allclose(result, want):
-                failures.append(f"{name}: {result}, not {want}")
-            if of.own_calls != own_calls:
-                failures.append(f"{name}: vLLM's own ran {of.own_calls} times")
+            assert result is x and torch.allclose(result, want), f"{name}: {result}, not {want}"
+            assert of.own_calls == own_calls, f"{name}: vLLM's own ran {of.own_calls} times"
         dist.destroy_process_group(far)
-    return failures
 
 
 LAYERS: dict[str, dict[str, bool]] = {
@@ -331,9 +320,8 @@ LAYERS: dict[str, dict[str, bool]] = {
 
 
 @on_ranks(WORLD)
-def test_row_parallel_layers() -> list[str]:
+def test_row_parallel_layers() -> None:
     """Fused ones give what vLLM's give; others are vLLM's."""
-    failures = []
     with installed(), new_group(), torch.inference_mode():
         parts: Any = importlib.import_module(PARTS)
         for name, options in LAYERS.items():
@@ -353,17 +341,12 @@ def test_row_parallel_layers() -> list[str]:
                 got, want = (got,), (want,)
             for one, other in zip(got, want, strict=True):
                 same = one is other if other is None else torch.allclose(one, other, atol=1e-5)
-                if not same:
-                    failures.append(f"{name}: {one}, not {other}")
+                assert same, f"{name}: {one}, not {other}"
             is_fused = name not in ("partial", "quantized")
-            if calls != ["matmul_all_reduce"] * is_fused:
-                failures.append(f"{name}: {calls}")
-            if (fused.weight.numel() == 0) != is_fused:
-                failures.append(f"{name}: the plain weight has {fused.weight.numel()} elements")
+            assert calls == ["matmul_all_reduce"] * is_fused, f"{name}: {calls}"
+            assert (fused.weight.numel() == 0) == is_fused, name
             local = fused.quant_method.apply(fused, torch.ones(2, 4))
-            if not torch.allclose(local, stock.weight.sum(1).expand(2, 6), atol=1e-5):
-                failures.append(f"{name}: apply gives {local}")
-    return failures
+            assert torch.allclose(local, stock.weight.sum(1).expand(2, 6), atol=1e-5), name
 
 
 @pytest.mark.parametrize("dtype", PACKABLE, ids=str)
