@@ -50,7 +50,7 @@ def launch(kernel: str, on: torch.device, *arguments: object, **shape: int) -> N
     """Queue a kernel of csrc/cuda/kernels.h on torch's current stream of a GPU. ``shape``: its
     ``blocks`` (1), the blocks of a ``cluster`` (1), whether it starts ``early``."""
     index, stream = device_and_stream(on)
-    getattr(kernels(index), kernel)(stream, *arguments, **shape)
+    kernels(index).launch(kernel, stream, *arguments, **shape)
 
 
 def device_and_stream(device: torch.device) -> tuple[int, int]:
