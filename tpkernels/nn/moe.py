@@ -107,8 +107,8 @@ class MoE(PackableModule):
             whatever the router chooses.
         sequence_parallel: a rank passes its own tokens, and gets these. By default all ranks pass
             the same tokens.
-        max_rows: rows that travelling tokens get at each rank's experts, as `tpkernels.moe_dispatch`
-            takes it, so that a CUDA graph can hold the call.
+        max_rows: rows that each rank's experts get of tokens that travel, as `moe_dispatch` takes
+            it, so that a CUDA graph can hold the call.
 
     ``gate_up_proj`` is [experts, 2 * width, hidden_size], the gates before the ups, and
     ``down_proj`` [experts, hidden_size, width], with this rank's experts or width. Where the width
