@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tpkernels.integers import ceil_div
-
 
 def shard_sizes(total: int, world: int) -> list[int]:
     """Return the balanced split of ``total`` rows over ``world`` ranks.
@@ -29,12 +27,12 @@ def shard_sizes(total: int, world: int) -> list[int]:
 def chunk_sizes(total: int, world: int) -> list[int]:
     """Return the split of ``torch.chunk`` and DTensor: the last ranks may have fewer rows, or
     none."""
-    chunk = ceil_div(total, world)
+    chunk = -(-total // world)
     return [max(0, min(chunk, total - rank * chunk)) for rank in range(world)]
 
 
 def check_sizes(sizes: Sequence[int], world: int) -> tuple[int, ...]:
-    """Return ``sizes`` as a tuple, if it can be a split over ``world`` ranks.
+    """``sizes`` as a tuple, if it can be a split over ``world`` ranks.
 
     Raises:
         ValueError: it has the wrong length or a negative entry.

@@ -164,4 +164,5 @@ def test_times_on_gpus_are_those_of_their_links_and_libraries(
 
 
 def test_a_cpu_has_no_nvlink() -> None:
+    assert nvlink._uuid(torch.device("cpu")) is None
     assert nvlink._why_not([None, None], 0) == "no GPU"

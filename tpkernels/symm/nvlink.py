@@ -20,10 +20,16 @@ from tpkernels.symm.exchange import Participant
 def why_lines_may_tear(participant: Participant, device: torch.device) -> str | None:
     """Return why stores of 128 bytes may not arrive whole at all ranks' GPUs, this rank's being
     ``device``; None: they do. The same on all ranks. Collective."""
-    uuid = nvml.uuid_of(device) if device.type == "cuda" else None
-    reason = _why_not(participant.exchange("GPUs", uuid), participant.rank)
+    reason = _why_not(participant.exchange("GPUs", _uuid(device)), participant.rank)
     reasons = participant.exchange("links between GPUs", reason)
     return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), None)
+
+
+def _uuid(device: torch.device) -> str | None:
+    """Return the name of a GPU, whatever other processes see of it."""
+    if device.type != "cuda":
+        return None
+    return nvml.uuid_of(device)
 
 
 def _why_not(gpus: Sequence[str | None], rank: int) -> str | None:
