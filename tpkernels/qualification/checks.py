@@ -244,8 +244,8 @@ class _Operands:
             self.options["eps"] = _EPS
 
     def _route(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
-        """Rows of tokens or, of a combine, of routes; as many as there may be, or of random data as
-        there are. The last expert gets none."""
+        """Make rows of tokens or, of a combine, of routes; as many as there may be, or of random
+        data as there are. The last expert gets none."""
         (m, n, k), held = self.call.shape, shard_sizes(2 * len(sizes) + 1, len(sizes))
         multiplied, width = self.call.multiplied, k if self.call.multiplied else n
         each = 1 if self.spec.combines else _TOP_K  # routes with the same row
