@@ -10,7 +10,6 @@ import pytest
 from tests.ops import test_all_to_all, test_moe, test_results, test_scaled
 from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS
 from tests.support.paths import ROOT
-from tests.support.tiers import covering, sweep, thorough
 from tpkernels.backends import TABLES
 from tpkernels.op_spec import OPS
 
@@ -89,16 +88,3 @@ def _tests_of(name: str) -> list[FunctionType]:
         return []
     named = [value for key, value in vars(module).items() if key.startswith("test_")]
     return [test for test in named if isinstance(test, FunctionType)]
-
-
-def test_the_first_of_a_sweep_are_in_the_default_tier() -> None:
-    assert [left_out(case) for case in sweep("abc")] == [False, True, True]
-    assert [left_out(case) for case in sweep(iter("abc"), 2)] == [False, False, True]
-    assert sweep([(1, 2), (3, 4)])[1].values == (3, 4)
-    assert thorough("a").values == ("a",)
-
-
-def test_a_cover_has_every_value_in_the_default_tier() -> None:
-    cases = covering((op, way) for op in "abc" for way in "xy")
-    kept = [case for case in cases if not left_out(case)]
-    assert kept == [("a", "x"), ("b", "y"), ("c", "x")] and len(cases) == 6

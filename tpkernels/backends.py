@@ -46,7 +46,7 @@ def _table(**algorithms: Any) -> dict[tuple[str, str], Callable[..., Any]]:
         for name, module in algorithms.items()
         for op, spec in OPS.items()
         if (function := _function(module, spec)) is not None
-        and (spec.has_matmul or not ALGORITHMS[name].overlaps_matmul)
+        and (spec.has_matmul or spec.routed or not ALGORITHMS[name].overlaps_matmul)
         and not (spec.scaled and module is fused)
     }
 

@@ -20,7 +20,7 @@ _LOCK_POLL_SECONDS = 0.01
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/tpkernels``, by default ``~/.cache/tpkernels``. It may not exist yet."""
+    """Return ``$XDG_CACHE_HOME/tpkernels`` (default: ``~/.cache/tpkernels``), perhaps missing."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpkernels"
 
 
@@ -76,7 +76,7 @@ def check_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, seconds: float) -> Iterator[None]:
-    """Holds a lock file, which is created if missing and removed afterwards. One process at a time
+    """Hold a lock file, which is created if missing and removed afterwards. One process at a time
     holds it; the lock of a process that dies is released.
 
     Raises:
@@ -122,14 +122,14 @@ def replace_file(path: Path, content: bytes, *, private: bool = True) -> None:
 
 
 def _open(stack: contextlib.ExitStack, path: Path, flags: int, folder: int | None = None) -> int:
-    """A descriptor that ``stack`` closes. A relative ``path`` is relative to ``folder``."""
+    """Return a descriptor that ``stack`` closes. A relative ``path`` is relative to ``folder``."""
     handle = os.open(path, flags | os.O_CLOEXEC, mode=0o600, dir_fd=folder)
     stack.callback(os.close, handle)
     return handle
 
 
 def _lock(stack: contextlib.ExitStack, path: Path) -> bool:
-    """Tries to take a lock file, which ``stack`` releases."""
+    """Try to take a lock file, which ``stack`` releases."""
     with contextlib.ExitStack() as attempt:
         handle = _open(attempt, path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
@@ -147,7 +147,7 @@ def _lock(stack: contextlib.ExitStack, path: Path) -> bool:
 
 
 def _check_writers(name: str, status: os.stat_result) -> None:
-    """``ValueError`` if anyone but this user or root can have written to a file."""
+    """Raise ``ValueError`` if anyone but this user or root can have written to a file."""
     user = os.geteuid()
     if status.st_uid not in (user, 0):
         raise ValueError(

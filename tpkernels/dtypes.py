@@ -15,7 +15,7 @@ MOVED = (torch.int64, torch.int32)
 
 
 def name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -2,7 +2,7 @@
 
 
 def ceil_div(value: int, unit: int) -> int:
-    """``value / unit``, rounded up."""
+    """Return ``value / unit``, rounded up."""
     return -(-value // unit)
 
 

@@ -94,6 +94,7 @@ class Options:
         scattered: the scattered dim of an exchange, and each rank's rows along it.
         routes: the number of experts, and of those that a token is routed to.
         max_rows: the rows of its experts that each rank has, whatever the routes are.
+        multiplied: whether experts multiply the rows that were brought, or are to be.
     """
 
     k: int | None = None
@@ -108,6 +109,7 @@ class Options:
     scattered: tuple[int, tuple[int, ...]] | None = None
     routes: tuple[int, int] | None = None
     max_rows: int | None = None
+    multiplied: bool = False
 
     def texts(self) -> tuple[str, ...]:
         """Return one text per option that is set."""
@@ -120,7 +122,7 @@ class Options:
             texts.append(f"scale_x {self.scale_x}")
         if self.out_dtype is not None:
             texts.append(f"out {dtypes.name(self.out_dtype)}")
-        for name in ("bias", "residual", "return_gathered", "local_product"):
+        for name in ("bias", "residual", "return_gathered", "local_product", "multiplied"):
             if getattr(self, name):
                 texts.append(name)
         if self.norm is not None:

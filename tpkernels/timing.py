@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from tpkernels import groups
 from tpkernels.groups import GroupLike
@@ -105,8 +106,8 @@ def benchmark(
             the same number of iterations, each after an untimed barrier, and return the same
             result: each sample is the slowest rank's. The process group's timeout bounds the waits.
         device: the device whose clock is used. The default is the device of the first tensor in
-            ``args``, including lists and tuples, else the CPU. Pass it if ``fn`` holds its tensors
-            itself.
+            ``args``, also within lists, tuples and dicts, else the CPU. Pass it if ``fn`` holds
+            its tensors itself.
         flush_l2: overwrite the GPU's L2 cache before each iteration, untimed.
 
     Raises:
@@ -208,14 +209,8 @@ def _check_alike(pg: dist.ProcessGroup, **options: float) -> None:
 
 def _device_of(value: object) -> torch.device:
     """Return the device of the first tensor in ``value``; the CPU if there is none."""
-    values = [value]
-    while values:
-        first = values.pop(0)
-        if isinstance(first, torch.Tensor):
-            return first.device
-        if isinstance(first, (list, tuple)):
-            values = [*first, *values]
-    return torch.device("cpu")
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ using i64 = long long;
 // The codes of host/vector.h.
 constexpr int kF32 = 0, kF16 = 1, kBF16 = 2;
 
-// A group's workspace: DeviceWorkspace.arguments() of tpkernels/symm/device.py.
+// A group's workspace: DeviceWorkspace of tpkernels/symm/device.py.
 struct Space {
   const u64* regions;  // the ranks' regions: a table of addresses
   u64* state;

@@ -4,10 +4,13 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -20,10 +23,7 @@ namespace {
 
 using ReleaseGil = py::call_guard<GilReleased>;
 
-template <class T = void>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
+void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
 std::unique_ptr<Kernels> make_kernels(int device, const std::optional<std::string>& image) {
   if (image) return std::make_unique<Kernels>(device, image->data());
@@ -59,96 +59,75 @@ Results make_results(const std::vector<std::pair<Address, u64>>& outputs) {
   return results;
 }
 
+// What Python gives for a member: an address for a pointer.
+template <class T>
+using Given = std::conditional_t<std::is_pointer_v<T>, Address, T>;
+template <class T>
+T member(const Given<T>& given) {
+  if constexpr (std::is_pointer_v<T>)
+    return reinterpret_cast<T>(given);
+  else
+    return given;
+}
+
+// A struct of cuda/arguments.h, made of these members.
+template <class Struct, class... Members>
+void bind_struct(py::module_& m, const char* name, Members Struct::*... members) {
+  py::class_<Struct>(m, name).def(py::init([members...](const Given<Members>&... given) {
+    Struct made{};
+    ((made.*members = member<Members>(given)), ...);
+    return made;
+  }));
+}
+
 // The arguments of kernels.
 void bind_arguments(py::module_& m) {
-  // The keys are those of DeviceWorkspace.arguments().
-  py::class_<Space>(m, "Space")
-      .def(py::init([](Address regions, Address state, Address control, int rank,
-                       std::int64_t signature, u64 timeout_ns, int words, u64 buffers_at,
-                       u64 buffer_stride, int world, u64 seed, u64 chaos) {
-             return Space{pointer<const u64>(regions),
-                          pointer<u64>(state),
-                          pointer<u64>(control),
-                          rank,
-                          world,
-                          static_cast<unsigned>(signature),
-                          words,
-                          timeout_ns,
-                          buffers_at,
-                          buffer_stride,
-                          seed,
-                          chaos};
-           }),
-           py::arg("regions"), py::arg("state"), py::arg("control"), py::arg("rank"),
-           py::arg("signature"), py::arg("timeout_ns"), py::arg("words"), py::arg("buffers_at"),
-           py::arg("buffer_stride"), py::arg("WORLD"), py::arg("seed"), py::arg("CHAOS"));
-  py::class_<Epilogue>(m, "Epilogue")
-      .def(py::init([](int out_dtype, Address bias, u64 cols, int bias_dtype, Address residual,
-                       int residual_dtype) {
-             return Epilogue{pointer(bias), cols,           pointer(residual),
-                             bias_dtype,    residual_dtype, out_dtype};
-           }),
-           py::arg("out_dtype"), py::arg("bias") = 0, py::arg("cols") = 1,
-           py::arg("bias_dtype") = 0, py::arg("residual") = 0, py::arg("residual_dtype") = 0);
-  py::class_<Multicast>(m, "Multicast")
-      .def(py::init([](Address regions, Address x) { return Multicast{regions, x}; }),
-           py::arg("regions") = 0, py::arg("x") = 0);
-  py::class_<AllReduce>(m, "AllReduce")
-      .def(py::init([](Address x, Address out, u64 count, u64 begin, int wire,
-                       const Epilogue& epilogue, u64 segment, u64 slot_bytes, u64 results_at,
-                       const Multicast& everywhere) {
-        return AllReduce{pointer(x), pointer(out), count,      begin,      wire,
-                         epilogue,   segment,      slot_bytes, results_at, everywhere};
-      }));
-  py::class_<RmsNorm>(m, "RmsNorm")
-      .def(py::init([](Address normed, Address weight, u64 cols, int weight_dtype, float eps) {
-        return RmsNorm{pointer(normed), pointer(weight), cols, weight_dtype, eps};
-      }));
-  py::class_<Rows>(m, "Rows").def(
-      py::init([](Address x, u64 count, int dtype) { return Rows{pointer(x), count, dtype}; }));
-  // `starts` is the address of world + 1 ints in device memory.
-  py::class_<Shards>(m, "Shards")
-      .def(py::init([](Address x, Address out, Address starts, u64 row, int wire, u64 slot_bytes,
-                       const Epilogue& epilogue, const Multicast& everywhere) {
-        return Shards{pointer(x), pointer(out), pointer<const int>(starts), row, wire, slot_bytes,
-                      epilogue,   everywhere};
-      }));
-  // All but k, the numbers and the dtype are addresses.
-  py::class_<Routed>(m, "Routed")
-      .def(py::init([](Address x, Address out, Address order, Address places, Address weights,
-                       Address rows, Address tokens, int k, u64 most, u64 row, int dtype) {
-        return Routed{pointer(x),
-                      pointer(out),
-                      pointer<const i64>(order),
-                      pointer<const i64>(places),
-                      pointer<const float>(weights),
-                      pointer<const i64>(rows),
-                      pointer<const int>(tokens),
-                      k,
-                      most,
-                      row,
-                      dtype};
-      }));
+  bind_struct(m, "Space", &Space::regions, &Space::state, &Space::control, &Space::rank,
+              &Space::world, &Space::signature, &Space::timeout_ns, &Space::words,
+              &Space::buffers_at, &Space::buffer_stride, &Space::seed, &Space::chaos);
+  bind_struct(m, "Epilogue", &Epilogue::out_dtype, &Epilogue::bias, &Epilogue::cols,
+              &Epilogue::bias_dtype, &Epilogue::residual, &Epilogue::residual_dtype);
+  bind_struct(m, "Multicast", &Multicast::regions, &Multicast::x);
+  bind_struct(m, "AllReduce", &AllReduce::x, &AllReduce::out, &AllReduce::count, &AllReduce::begin,
+              &AllReduce::wire, &AllReduce::epilogue, &AllReduce::segment, &AllReduce::slot_bytes,
+              &AllReduce::results_at, &AllReduce::everywhere);
+  bind_struct(m, "RmsNorm", &RmsNorm::normed, &RmsNorm::weight, &RmsNorm::cols,
+              &RmsNorm::weight_dtype, &RmsNorm::eps);
+  bind_struct(m, "Rows", &Rows::x, &Rows::count, &Rows::dtype);
+  bind_struct(m, "Shards", &Shards::x, &Shards::out, &Shards::starts, &Shards::row, &Shards::wire,
+              &Shards::slot_bytes, &Shards::epilogue, &Shards::everywhere);
+  bind_struct(m, "Routed", &Routed::x, &Routed::out, &Routed::order, &Routed::places,
+              &Routed::weights, &Routed::rows, &Routed::tokens, &Routed::k, &Routed::most,
+              &Routed::row, &Routed::dtype);
+  bind_struct(m, "Litmus", &Litmus::found, &Litmus::records, &Litmus::round, &Litmus::bytes,
+              &Litmus::multicast);
+  bind_struct(m, "Signal", &Signal::rank, &Signal::index);
   py::class_<SumPartials>(m, "SumPartials").def(py::init(&make_sum));
-  py::class_<Litmus>(m, "Litmus")
-      .def(py::init([](Address found, int records, unsigned round, u64 bytes, Address multicast) {
-        return Litmus{pointer<u64>(found), records, round, bytes, multicast};
-      }));
-  py::class_<Signal>(m, "Signal").def(py::init([](int rank, int index) {
-    return Signal{rank, index};
-  }));
   py::class_<Results>(m, "Results").def(py::init(&make_results));
 }
 
-// A method that queues one kernel of the table.
+// Queues a kernel of the table with its arguments, given by place.
 template <class... Arguments>
-void bind_kernel(py::class_<Kernels>& kernels, const char* name) {
-  kernels.def(
-      name,
-      [name](Kernels& k, Stream stream, const Arguments&... arguments, int blocks, int cluster,
-             bool early) { k.launch(name, stream, {blocks, cluster, early}, arguments...); },
-      py::arg("stream"), (static_cast<void>(sizeof(Arguments)), py::arg())...,
-      py::arg("blocks") = 1, py::arg("cluster") = 1, py::arg("early") = false, ReleaseGil());
+void launch(Kernels& kernels, const char* name, Stream stream, Shape shape, const py::args& given) {
+  const auto arguments = given.cast<std::tuple<Arguments...>>();
+  const GilReleased released;
+  std::apply([&](const auto&... each) { kernels.launch(name, stream, shape, each...); }, arguments);
+}
+
+struct Entry {
+  const char* name;
+  decltype(&launch<>) launch;
+};
+#define TPK_ENTRY(name, threads, ...) {#name, &launch<__VA_ARGS__>},
+constexpr Entry kEntries[] = {TPK_KERNELS(TPK_ENTRY)};
+#undef TPK_ENTRY
+
+void launch_by_name(Kernels& kernels, const std::string& name, Stream stream, const py::args& given,
+                    int blocks, int cluster, bool early) {
+  const auto* const entry = std::find_if(std::begin(kEntries), std::end(kEntries),
+                                         [&](const Entry& each) { return name == each.name; });
+  if (entry == std::end(kEntries)) throw py::value_error("no kernel '" + name + "'");
+  entry->launch(kernels, entry->name, stream, {blocks, cluster, early}, given);
 }
 
 }  // namespace
@@ -158,16 +137,15 @@ void bind_kernel(py::class_<Kernels>& kernels, const char* name) {
 void tpkernels::bind_cuda(pybind11::module_& m) {
   using namespace cuda;
   bind_arguments(m);
-  py::class_<Kernels> kernels(m, "Kernels");
-  kernels.def(py::init(&make_kernels), py::arg("device"), py::arg("image"))
+  py::class_<Kernels>(m, "Kernels")
+      .def(py::init(&make_kernels), py::arg("device"), py::arg("image"))
+      .def("launch", &launch_by_name, py::arg("name"), py::arg("stream"), py::arg("blocks") = 1,
+           py::arg("cluster") = 1, py::arg("early") = false)
       .def("copy", &Kernels::copy, py::arg("stream"), py::arg("dst"), py::arg("src"),
            py::arg("nbytes"), ReleaseGil())
       .def("raise_flag", &Kernels::raise_flag, py::arg("stream"), py::arg("space"),
            py::arg("index"), py::arg("captured"), ReleaseGil())
       .def("streams_write", &Kernels::streams_write);
-#define TPK_BIND(name, threads, ...) bind_kernel<__VA_ARGS__>(kernels, #name);
-  TPK_KERNELS(TPK_BIND)
-#undef TPK_BIND
   m.attr("MAX_WORLD") = kMaxWorld;
   m.attr("MOST_RESULTS") = kMostResults;
   m.def("architectures", [] { return std::string(embedded_image().architectures); });

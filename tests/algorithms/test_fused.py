@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import Case, RanksFixture, each, uneven_splits
-from tests.support.ranked import check, check_cases, fresh_group, on_ranks, run_cases
+from tests.support.ranked import check_cases, fresh_group, on_ranks, run_cases
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.symm.device import DeviceWorkspace
@@ -103,13 +104,9 @@ def test_what_comes_with_the_product(interpreting: RanksFixture) -> None:
 def shots_job(cases: list[Case], one_shot_bytes: int) -> list[str]:
     from tpkernels.kernels import matmul_all_reduce
 
-    known = matmul_all_reduce.ONE_SHOT_BYTES
-    matmul_all_reduce.ONE_SHOT_BYTES = one_shot_bytes
-    try:
-        with fresh_group() as group:
-            return check_cases(cases, group)
-    finally:
-        matmul_all_reduce.ONE_SHOT_BYTES = known
+    shots = mock.patch.object(matmul_all_reduce, "ONE_SHOT_BYTES", one_shot_bytes)
+    with shots, fresh_group() as group:
+        return check_cases(cases, group)
 
 
 @pytest.mark.thorough
@@ -157,25 +154,18 @@ def _calls(world: int) -> Iterator[Case]:
 def protocol_job(seed: int, calls: int, delay_us: int, poison: bool, **broken: bool) -> list[str]:
     wrong: list[str] = []
     with fresh_group() as group:
-        largest = Case(op="matmul_reduce_scatter", shape=(world_rows(), 20), k=(17,))
-        wrong += check(replace(largest, algorithm="fused", integers=True), group)
+        largest = Case(op="matmul_reduce_scatter", shape=(64 * group.size(), 20), k=(17,))
+        wrong += check_cases([replace(largest, algorithm="fused", integers=True)], group)
         chaos = {"seed": seed * 10 + group.rank(), "max_delay_us": delay_us, **broken}
         workspace = faults.workspace_of(group)
         workspace.set_chaos(**chaos)
         for _, case in zip(range(calls), _calls(group.size()), strict=False):
             if poison and case.op == "all_gather_matmul":  # the peers have read the last but one
                 _poison(_device(group), int(_device(group).state[0]) + 1)
-            try:
-                wrong += check(case, group)
-            except tpkernels.TpkernelsError as error:
-                return [*wrong, f"{case}: {error}"]
+            wrong += check_cases([case], group)
             if poison and case.op != "all_gather_matmul":  # only this rank reads what peers push
                 _poison(_device(group), int(_device(group).state[0]))
     return wrong
-
-
-def world_rows() -> int:
-    return 64 * dist.get_world_size()
 
 
 @pytest.mark.slow

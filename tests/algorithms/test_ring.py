@@ -97,18 +97,14 @@ def test_the_steps_of_the_ring(world: int) -> None:
     steps = [list(ring.hops(rank, world)) for rank in range(world)]
     have = [{(rank, part) for part in (0, 1)} for rank in range(world)]
     for step in zip(*steps, strict=True):
-        halves = {
-            (rank, hop.to, hop.sent, half)
+        every = [
+            (rank, hop, half)
             for rank, hops in enumerate(step)
             for hop in hops
             for half in (range(2) if hop.parts == 1 else [hop.part])
-        }
-        expected = {
-            (hop.source, rank, hop.received, half)
-            for rank, hops in enumerate(step)
-            for hop in hops
-            for half in (range(2) if hop.parts == 1 else [hop.part])
-        }
+        ]
+        halves = {(rank, hop.to, hop.sent, half) for rank, hop, half in every}
+        expected = {(hop.source, rank, hop.received, half) for rank, hop, half in every}
         assert halves == expected
         for sender, receiver, owner, half in halves:
             assert (owner, half) in have[sender]

@@ -212,6 +212,7 @@ def test_scales_are_verified() -> None:
     found = []
     for op in SCALED:
         case = random_case(Spec(op, (24, 32, 64), BF16))
+        assert case.weights[0].shape == ((64, 16) if OPS[op].gathers else (32, 32))
         of_x, of_w = case.scales
         swapped = {
             "right": case,

@@ -21,15 +21,7 @@ from typer.main import get_command
 from typer.testing import Result
 
 from tests.planning.test_store import cache
-from tests.support.damage import (
-    ESCAPES,
-    SEED,
-    faults,
-    good_report,
-    invoke,
-    options,
-    unusable,
-)
+from tests.support.damage import ESCAPES, SEED, faults, good_report, invoke, options, unusable
 from tests.support.processes import interrupted
 from tpkernels.bench import cases, probes
 from tpkernels.bench.results import load, new_report, resumed, save

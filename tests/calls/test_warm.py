@@ -6,7 +6,8 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import PACKABLE
-from tests.support.ranked import fresh_group, functions_called, on_ranks, planned_in_python
+from tests.support.cases import PACKABLE, Case
+from tests.support.ranked import call, fresh_group, functions_called, on_ranks, planned_in_python
 from tests.support.tiers import sweep
 from tpkernels import groups
+from tpkernels.op_spec import OPS as SPECS
 
 WORLD = 3
 OPS = (
@@ -32,12 +34,6 @@ OPS = (
     "matmul_all_reduce_rms_norm",
     "matmul_reduce_scatter",
 )
-DIMS = {
-    "all_gather": "gather_dim",
-    "all_gather_matmul": "gather_dim",
-    "reduce_scatter": "scatter_dim",
-    "matmul_reduce_scatter": "scatter_dim",
-}
 
 
 def arguments(op: str, packed: bool, group: dist.ProcessGroup, rows: int = 2) -> list[Any]:
@@ -86,74 +82,34 @@ def test_nor_does_one_with_a_large_result(op: str) -> list[str]:
             result = overload(*second, algorithm="direct")
     results = flat(result) if op != "all_reduce_" else []
     failures = [f"{op}: {name}" for name in warm]
-    assert not any(x.nbytes and x.untyped_storage().resizable() for x in results), (
-        f"{op}: a result in torch's memory"
-    )
+    assert not any(x.nbytes and x.untyped_storage().resizable() for x in results), op
     return failures
 
 
-def variants(op: str, dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
-    """Arguments of calls, of which some can be run in the extension and some cannot."""
-    own = torch.Generator().manual_seed(group.rank() + 7)
-    common = torch.Generator().manual_seed(7)
-
-    def random(*shape: int, numbers: torch.Generator = own) -> torch.Tensor:
-        return torch.randn(*shape, generator=numbers, dtype=torch.float64).to(dtype)
-
-    world, n = group.size(), 2 * group.size()
+def variants(op: str, dtype: torch.dtype) -> list[Case]:
+    """Calls of which some can be run in the extension and some cannot."""
+    spec, n = SPECS[op.removesuffix("_")], 2 * WORLD
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for shape in ((world, 4), (2 * world, 3, 4), (world * 40, 4)):
-        x = random(*shape)
-        given: dict[str, Any] = {"x": x, "group": group}
-        if op == "all_reduce_rms_norm":
-            weight, residual = random(4, numbers=common), random(*shape, numbers=common)
-            yield given | {"weight": weight}
-            yield given | {"weight": weight.to(wide), "residual": residual, "eps": 1}
-            yield given | {"weight": weight.repeat(2)[::2], "residual": residual}
-            yield given | {"weight": weight, "residual": residual.mT.contiguous().mT, "eps": 0.5}
-            continue
-        if "matmul" not in op:
-            yield given
-            if op in DIMS:  # the last dim
-                sizes = {"shard_sizes": [2, 0, 2]} if op == "reduce_scatter" else {}
-                yield given | {DIMS[op]: x.dim() - 1, **sizes}
-            yield given | {"x": x.transpose(0, -1).contiguous().transpose(0, -1)}
-            continue
-        if op == "all_gather_matmul":
-            w = random(4, n)
-            yield given | {"weights": w}
-            yield given | {"weights": w, "biases": random(n, numbers=common)}
-            yield given | {"weights": [w, random(2, 4).t()]}
-            yield given | {"weights": w, "return_gathered": True}
-            yield given | {"weights": random(4 * world, n), DIMS[op]: x.dim() - 1}
-            yield given | {"weights": w, "out_dtype": wide}
+    factors: dict[str, Any] = {}
+    if spec.has_matmul:
+        factors = {"n": (n, 4)} if spec.gathers else {"k": (4,)}
+    cases = []
+    for lead in ((WORLD,), (2 * WORLD, 3), (40 * WORLD,)):
+        case = Case(op=op, shape=(*lead, n), dtype=dtype, **factors)
+        more = [replace(case, layout=layout) for layout in ("transposed", "sliced")]
+        if not spec.keeps_sum:
+            more.append(replace(case, dim=len(lead), return_gathered=spec.gathers))
+        if spec.has_matmul:
+            more += [replace(case, weight_layout="linear"), replace(case, biases=(dtype,))]
+            more += [replace(case, out_dtype=wide)] if not spec.normed else []
             if dtype in PACKABLE:
-                factor = tpkernels.pack(w)
-                yield given | {"weights": [w, factor]}
-                yield given | {"weights": [factor, w]}
-                yield given | {"weights": factor, "biases": random(n)}
-            continue
-        if op == "matmul_all_reduce_rms_norm":
-            given["norm_weight"] = random(n, numbers=common)
-        rows = shape[0] // world if "scatter" in op else shape[0]
-        residual = random(rows, *shape[1:-1], n, numbers=common)
-        for w in (random(4, n), random(n, 4).t()):
-            yield given | {"w": w}
-            yield given | {"w": w, "bias": random(n, numbers=common)}
-            yield given | {"w": w, "bias": random(n, numbers=common).to(wide), "residual": residual}
-            yield given | {"w": w, "residual": residual.mT.contiguous().mT}
-            if op == "matmul_all_reduce_rms_norm":
-                yield given | {"w": w, "norm_weight": given["norm_weight"].to(wide), "eps": 0.5}
-                continue
-            yield given | {"w": w, "out_dtype": wide, "wire_dtype": wide}
-            if op in DIMS:
-                columns = given | {"w": w, DIMS[op]: x.dim() - 1}
-                yield columns | {"residual": random(*shape[:-1], n // world, numbers=common)}
-                yield columns | {"bias": random(n, numbers=common)}
-        if dtype in PACKABLE:
-            factor, bias = tpkernels.pack(random(4, n)), random(n, numbers=common)
-            yield given | {"w": factor}
-            yield given | {"w": factor, "bias": bias, "residual": residual}
+                even = "packed_on_even_ranks"
+                more += [replace(more[-2], weight_layout=each) for each in ("packed", even)]
+        if spec.reduces and (spec.has_matmul or spec.normed):
+            biases = (wide,) * spec.has_matmul
+            more.append(replace(case, residual=dtype, norm=wide, biases=biases))
+        cases += [case, *more]
+    return cases
 
 
 def flat(results: Any) -> list[torch.Tensor]:
@@ -162,30 +118,36 @@ def flat(results: Any) -> list[torch.Tensor]:
     return [tensor for result in results for tensor in flat(result)]
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(
-        one.dtype == other.dtype and torch.equal(one, other)
-        for one, other in zip(a, b, strict=True)
-    )
-
-
 @pytest.mark.parametrize("op", sweep(OPS, 3, 2))
 @on_ranks(WORLD)
 def test_the_bits_are_those_of_python(op: str) -> None:
-    function: Callable[..., Any] = getattr(tpkernels, op)
-
-    def run(given: dict[str, Any]) -> list[torch.Tensor]:
-        return flat(function(**given))
-
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         with fresh_group() as group:
-            for i, given in enumerate(variants(op, dtype, group)):
-                x = given["x"]
+            for case in variants(op, dtype):
                 with planned_in_python():
-                    expected = run(given | {"x": x.clone()})
+                    expected = call(case, group)
                 for attempt in range(3):  # the first one plans
-                    got = run(given | {"x": x.clone()})
-                    assert same(got, expected), f"{op} {dtype} {i}.{attempt}: {got} not {expected}"
+                    got = call(case, group)
+                    assert all(map(torch.equal, got, expected)), (str(case), attempt)
+
+
+@on_ranks(2)
+def test_operands_with_strides_of_an_x_without() -> None:
+    torch.manual_seed(0)
+    x, w, strided = torch.randn(6, 6), torch.randn(6, 6), torch.randn(6, 12)[:, ::2]
+    normed, reduce = tpkernels.all_reduce_rms_norm, tpkernels.matmul_all_reduce
+    with fresh_group() as group:
+        calls: list[Callable[[], Any]] = [
+            lambda: normed(x, strided[0], group),
+            lambda: normed(x, x[0], group, residual=strided),
+            lambda: reduce(x, w, group, bias=strided[0]),
+            lambda: reduce(x, w, group, residual=strided),
+        ]
+        for run in calls:
+            with planned_in_python():
+                want = flat(run())
+            for _ in range(3):
+                assert all(map(torch.equal, flat(run()), want))
 
 
 @on_ranks(2)
@@ -198,13 +160,9 @@ def test_plain_and_packed_are_two_calls() -> None:
             for op in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
                 function: Callable[..., Any] = getattr(tpkernels, op)
                 want, got = function(x, w, group), function(x, factor, group)
-                assert torch.allclose(got, want, atol=1e-5), (
-                    f"{op}, {attempt}: packed, {got} not {want}"
-                )
+                assert torch.allclose(got, want, atol=1e-5), (op, attempt, got, want)
                 pairs = function(x, other, group), function(x, tpkernels.pack(other), group)
-                assert torch.allclose(*pairs, atol=1e-5), (
-                    f"{op}, {attempt}: another weight, {pairs}"
-                )
+                assert torch.allclose(*pairs, atol=1e-5), (op, attempt, pairs)
         tpkernels.matmul_all_reduce(
             x, tpkernels.LocalProduct(lambda x: x @ w, (6, 6), w.dtype), group
         )

@@ -32,38 +32,6 @@ def folder(tmp_path: Path) -> Path:
     return hf_folders.folder(tmp_path)
 
 
-def test_a_tinyllama_at_four_ranks(tmp_path: Path) -> None:
-    """The sizes of a real model, with weights that are read by nobody."""
-    config = transformers.LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=1,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=32,
-        dtype="bfloat16",
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    weights = {name: torch.zeros(p.shape).bfloat16() for name, p in model.named_parameters()}
-    config.save_pretrained(tmp_path)
-    safetensors.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    shown = lines(invoke("--model", tmp_path, "--tp", 4, "--dry-run"))
-    layer = "model.layers.0"
-    for line in (
-        "model.embed_tokens.weight 32x2048 8x2048 vocabulary",
-        f"{layer}.mlp.gate_proj.weight 2048x5632 2048x1408 output features",
-        f"{layer}.mlp.down_proj.weight 5632x2048 1408x2048 input features",
-        f"{layer}.self_attn.k_proj.weight 2048x256 2048x64 output features",
-        f"{layer}.input_layernorm.weight 2048 2048 whole on all ranks",
-    ):
-        assert line in shown, shown
-    # Embedding and head, q and o, k and v, the three of the MLP, and the norms.
-    values = 2 * 8 * 2048 + 2 * 512 * 2048 + 2 * 64 * 2048 + 3 * 1408 * 2048 + 3 * 2048
-    assert f"Parameters on each rank: {2 * values} bytes (21.07 MiB)" in shown
-    assert not list(tmp_path.glob("model-rank*"))
-
-
 def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
     """Nine heads in three key-value groups: on four ranks, two share a group; on ten, one has no
     head."""
@@ -72,6 +40,11 @@ def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
     assert not any("layers.1." in line for line in shown)
     split = "36x8 on rank 0; 36x4 on rank 1; 36x12 on ranks 2-3"
     assert f"{name} 36x36 {split} output features" in shown
+    rows = "6x36 on ranks 0-1; 5x36 on ranks 2-3"
+    assert f"model.layers.0..1.mlp.down_proj.weight (2) 22x36 {rows} input features" in shown
+    assert "model.embed_tokens.weight 47x36 12x36 on ranks 0-2; 11x36 on rank 3 vocabulary" in shown
+    assert "model.norm.weight 36 36 whole on all ranks" in shown
+    assert "Parameters on each rank: 16272 bytes (15.89 KiB) on rank 0" in shown
     assert not any("Rank 3" in line for line in shown)
     shown = lines(invoke("--model", folder, "--tp", 10, "--dry-run"))
     text = "Rank 3 has no part of k_proj, o_proj, q_proj, v_proj and adds nothing there. "

@@ -21,6 +21,7 @@ from tpkernels.launch import session
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, Means, choose, split_rule
 from tpkernels.planning.machine import cpu_flags, this_machine
+from tpkernels.terminal import milliseconds
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]
@@ -57,6 +58,8 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     left_out = ways - set(written[0]["ms"])  # where 4 rows are rounded differently from 9
     assert left_out <= {"ring", "pipelined"}
     assert set(written[2]["ms"]) == ways - {"pipelined"}
+    shown = {milliseconds(ms) for ms in written[2]["ms"].values()}
+    assert shown <= set(tuned.output.split()), tuned.output
 
     monkeypatch.delattr(session, "Ranks")  # from here on no rank can start
     after = invoke(*EXPLAIN, "--m", "9")

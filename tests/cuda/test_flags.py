@@ -43,7 +43,7 @@ def test_a_call_begins_with_no_flag_raised() -> None:
             look()
             copies.raise_flag(1)
             if gives_up:  # so that the peer goes on
-                copies._kernels.call_end(0, copies._words, _C.cuda.Results([]))
+                copies._kernels.launch("call_end", 0, copies._words, _C.cuda.Results([]))
                 raise KeyError("given up")
             copies.raise_flag(0)
         look()

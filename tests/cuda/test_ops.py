@@ -91,6 +91,7 @@ def test_products() -> None:
     epilogue = {"biases": (F32,), "residual": F32, "out_dtype": F32}
     check_all(
         [
+            Case(op="matmul_all_reduce", shape=(900, 70), k=(9,), algorithm="pipelined"),
             *each(*cases, dtypes=(BF16,), algorithms=WAYS, integers=(False,)),
             *each(
                 Case(op="all_gather_matmul", **shapes, n=(4, 9), biases=(F32,),

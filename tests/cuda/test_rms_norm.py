@@ -213,12 +213,11 @@ def test_the_ops(way: str) -> None:
 def test_what_auto_takes() -> None:
     """In two hops a rank has whole rows: of 2 rows most ranks have none, of 9 one has two."""
     for way, cases in {
-        "ll": [(1, 8192, 8), (1, 65536, 8), (2, 32768, 8), (32, 8192, 2)],
-        "ll_two_shot": [(8, 8192, 8), (4, 32768, 8), (32, 8192, 8)],
+        "ll": [(1, 8192, 8), (1, 65536, 8), (2, 32768, 8), (32, 8192, 2), (9, 1536, 8)],
+        "ll_two_shot": [(8, 8192, 8), (4, 32768, 8), (32, 8192, 8), (5, 3328, 8)],
     }.items():
         for m, n, world in cases:
-            split = world * -(-m // world) * 2 * n
-            assert all_reduce_way(m * 2 * n, world, frozenset(NORMED_SUMS), split) == way
+            assert all_reduce_way(m * 2 * n, world, frozenset(NORMED_SUMS), rows=m) == way
     needs = rows_layout("ll_two_shot", 9, 64, 8, 2, 1)
     assert (needs.segment, needs.words, needs.blocks) == (2 * 64, ll_words(256, 256), 9)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,26 +23,19 @@ FOLDER = ROOT / "examples/parallel_kernel_bench"
 TABLE = ROOT / "benchmarks/results/cpu-2core-gallery.md"
 MOST_LINES = 10
 DEFAULT = {13, 20, 31, 42, 54, 82}
-BOTH = [n if n in DEFAULT else thorough(n) for n in sorted(PROBLEMS)]
+EVERY = [(2, n) if n in DEFAULT else thorough(2, n) for n in sorted(PROBLEMS)]
+EVERY += [thorough(4, n) for n in sorted(PROBLEMS)]
 
 
-@pytest.mark.parametrize("number", BOTH)
-def test_a_problem_on_two_ranks(ranks: RanksFixture, number: int) -> None:
-    errors = [each.error for each in ranks(2).run(examine, number, False, 0)]
-    assert max(errors) <= 1, errors
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", sorted(PROBLEMS))
-def test_a_problem_on_four_ranks(ranks: RanksFixture, number: int) -> None:
-    errors = [each.error for each in ranks(4).run(examine, number, False, 0)]
+@pytest.mark.parametrize(("world", "number"), EVERY)
+def test_a_problem(ranks: RanksFixture, world: int, number: int) -> None:
+    errors = [each.error for each in ranks(world).run(examine, number, False, 0)]
     assert max(errors) <= 1, errors
 
 
 def planted_job(damage: float, depth: int) -> Examined:
     """Examine a product of which rank 1 gets one element wrong."""
 
-    @gallery.problem(0, "a product with a wrong element")
     def planted(at: Setup) -> Case:
         x = at.normal(64, 64, shared=True)
 
@@ -52,22 +46,19 @@ def planted_job(damage: float, depth: int) -> Examined:
 
         return Case(lambda: x @ x, ours, depth)
 
-    try:
+    with mock.patch.dict(PROBLEMS):
+        gallery.problem(0, "a product with a wrong element")(planted)
         return examine(0, False, 1)
-    finally:
-        del PROBLEMS[0]
 
 
 def test_a_wrong_element_is_reported(ranks: RanksFixture, tmp_path: Path) -> None:
     file = tmp_path / "table.md"
-    PROBLEMS[0] = gallery.Problem(0, "planted", "a product with a wrong element", lambda at: Case)
-    try:
+    planted = gallery.Problem(0, "planted", "a product with a wrong element", lambda at: Case)
+    with mock.patch.dict(PROBLEMS, {0: planted}):
         for damage, depth, wrong in ((1e-3, 64, True), (1e-5, 0, True), (1e-5, 64, False)):
             cells = command.row(ranks(2).run(planted_job, damage, depth))
             assert command.report([cells], "One problem.", file) == int(wrong)
             assert ("| WRONG |" in file.read_text()) == wrong
-    finally:
-        del PROBLEMS[0]
 
 
 def test_our_functions_are_short() -> None:

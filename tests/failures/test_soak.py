@@ -6,7 +6,6 @@ The negative controls run the same calls on a broken protocol, and must detect t
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,34 +15,12 @@ import torch.distributed as dist
 import tpkernels
 from tests.support.cases import DTYPES, Case, RanksFixture
 from tests.support.faults import group_of, poison_buffer, workspace_of
-from tests.support.ranked import SMALLEST_WORKSPACE, check
+from tests.support.ranked import SMALLEST_WORKSPACE, check_cases
 from tests.support.tiers import sweep
 from tpkernels import groups
 
 WORLD = 4
 TIMEOUT = 20.0  # of one wait
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank saw."""
-
-    epoch: int
-    wrong: list[str]  #: calls with a wrong result, the first few
-    failed: str  #: the error that ended the sequence early
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A sequence of calls, the same on all ranks."""
-
-    seed: int
-    calls: int
-    max_delay_us: int = 0
-    single_buffer: bool = False
-    skip_waits: bool = False
-    #: Which of the rank's own buffers to fill with NaN after each call: "next", or "last" (wrong).
-    poison: str = ""
 
 
 def drawn_case(draw: random.Random, layouts: list[str]) -> Case:
@@ -72,80 +49,50 @@ def drawn_case(draw: random.Random, layouts: list[str]) -> Case:
     )
 
 
-def _poison(group: dist.ProcessGroup, which: str) -> None:
-    """Fills one of this rank's two buffers with NaN. When a call has returned, nobody reads the
-    "next" one any more, but peers may still be reading the "last" one."""
-    workspace = workspace_of(group)
-    poison_buffer(workspace, workspace.channel.epoch + (which == "next"))
-
-
-def run_task(task: Task) -> Outcome:
-    """Runs the calls on a group of its own; a wrong result does not end them."""
+def run_calls(seed: int, calls: int, poison: str = "", **chaos: Any) -> tuple[int, list[str]]:
+    """Run calls, the same on all ranks, on a group of their own; return its epoch, and what is
+    wrong. ``poison``: which of this rank's two buffers to fill with NaN after each call. When it
+    has returned, nobody reads the "next" one any more, but peers may still read the "last" one."""
     group = group_of(dist.new_group())
     tpkernels.init(group, timeout=TIMEOUT, workspace_bytes=SMALLEST_WORKSPACE, autotune=False)
     groups.get(group.group_name).tuned("cpu")
     dist.barrier()  # so far the protocol is whole
-    draw = random.Random(task.seed)
-    broken = task.single_buffer or task.skip_waits
-    if task.max_delay_us or broken:
-        workspace_of(group).set_chaos(
-            seed=task.seed * 100 + group.rank(),
-            max_delay_us=task.max_delay_us,
-            single_buffer=task.single_buffer,
-            skip_waits=task.skip_waits,
-        )
-    wrong: list[str] = []
-    failed = ""
-    for _ in range(task.calls):
-        case = drawn_case(draw, ["plain"] if broken else ["plain"] * 10 + ["symmetric", "mixed"])
-        try:
-            wrong += check(case, group)
-        except Exception as failure:  # after which no more calls can run
-            failed = f"{case}: {type(failure).__name__}: {failure}"
-            break
-        if task.poison:
-            _poison(group, task.poison)
-    outcome = Outcome(workspace_of(group).epoch, wrong[:5], failed)
+    workspace, draw, wrong = workspace_of(group), random.Random(seed), list[str]()
+    workspace.set_chaos(seed=seed * 100 + group.rank(), **chaos)
+    layouts = ["plain"] if len(chaos) > 1 else ["plain"] * 10 + ["symmetric", "mixed"]
+    for _ in range(calls):
+        wrong += check_cases([drawn_case(draw, layouts)], group)
+        if poison:
+            poison_buffer(workspace, workspace.channel.epoch + (poison == "next"))
+    epoch = workspace.epoch
     dist.destroy_process_group(group)
-    return outcome
-
-
-def _require_exact(outcomes: list[Outcome]) -> None:
-    wrong = [what for outcome in outcomes for what in [*outcome.wrong, outcome.failed] if what]
-    assert not wrong, "\n".join(wrong)
-    assert len({outcome.epoch for outcome in outcomes}) == 1, outcomes
-    assert outcomes[0].epoch > 0
-
-
-def _soak(ranks: RanksFixture, task: Task, timeout: float) -> None:
-    outcomes = ranks(WORLD).run(run_task, task, timeout=timeout)
-    _require_exact(outcomes)
-    assert outcomes[0].epoch >= task.calls  # a call takes at least one
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("max_delay_us", [0, 200])
-def test_more_calls_with_other_seeds(ranks: RanksFixture, max_delay_us: int) -> None:
-    _soak(ranks, Task(seed=11 + max_delay_us, calls=40_000, max_delay_us=max_delay_us), 840)
-
-
-def test_nothing_is_read_that_was_not_written(ranks: RanksFixture) -> None:
-    _soak(ranks, Task(seed=4, calls=100, max_delay_us=200, poison="next"), 100)
+    return epoch, wrong[:5]
 
 
 @pytest.mark.parametrize(
-    "broken",
-    sweep(
-        [
-            Task(seed=7, calls=80, max_delay_us=1_000, single_buffer=True),
-            Task(seed=8, calls=80, max_delay_us=1_000, skip_waits=True),
-            Task(seed=9, calls=80, max_delay_us=1_000, poison="last"),
-        ]
-    ),
-    ids=["single_buffer", "skip_waits", "poison_what_is_read"],
+    ("seed", "calls", "max_delay_us"),
+    [
+        (4, 100, 200),
+        pytest.param(11, 40_000, 0, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(211, 40_000, 200, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
 )
-def test_a_broken_protocol_is_detected(ranks: RanksFixture, broken: Task) -> None:
+def test_nothing_is_read_that_was_not_written(
+    ranks: RanksFixture, seed: int, calls: int, max_delay_us: int
+) -> None:
+    given = {"poison": "next", "max_delay_us": max_delay_us, "timeout": max(100, calls / 48)}
+    epochs, wrong = zip(*ranks(WORLD).run(run_calls, seed, calls, **given), strict=True)
+    assert not any(wrong), wrong
+    assert len({*epochs}) == 1 and epochs[0] >= calls  # a call takes at least one
+
+
+@pytest.mark.parametrize(
+    ("seed", "broken"),
+    sweep([(7, {"single_buffer": True}), (8, {"skip_waits": True}), (9, {"poison": "last"})]),
+)
+def test_a_broken_protocol_is_detected(
+    ranks: RanksFixture, seed: int, broken: dict[str, Any]
+) -> None:
     """So few calls are enough to detect it; the correct protocol passes them."""
-    outcomes = ranks(WORLD).run(run_task, broken, timeout=100)
-    assert any(outcome.wrong for outcome in outcomes), outcomes
+    told = ranks(WORLD).run(run_calls, seed, 80, max_delay_us=1_000, timeout=100, **broken)
+    assert any(wrong for _, wrong in told), told

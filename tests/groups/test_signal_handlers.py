@@ -72,9 +72,7 @@ def test_a_handler_is_refused_wherever_ranks_wait(waits_in: str, uses: str) -> l
         ending = faults.ending_of(calls[waits_in])
     lacks_gpu = waits_in == "communicator" and ending.error == "NotImplementedError"
     assert not ending.error or lacks_gpu, f"what waited: {ending}"
-    assert dist.get_rank() != 0 or [one.error for one in handled] == ["RuntimeError"], (
-        f"the handler: {handled}"
-    )
+    assert dist.get_rank() != 0 or [one.error for one in handled] == ["RuntimeError"], handled
     failures += [str(one) for one in handled if " within a call" not in one.text]
     faults.run_op("matmul_all_reduce", group)
     return failures
@@ -188,15 +186,12 @@ def test_an_interrupt_anywhere_in_an_op_breaks_the_group(kind: str, step: int) -
             made.clear()
             interrupt = _InterruptAt(event)
             sys.settrace(interrupt)
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 if kind == "backward":
                     out.backward()
                 else:
                     tpkernels.matmul_all_reduce(x, w, group, **way)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
+            sys.settrace(None)
         calls = max(calls, len(made))
         state = groups.get(group.group_name)  # in the `finally` that resets `in_call` none can come
         if interrupt.left == 0 and not made and state.open and not state.in_call:

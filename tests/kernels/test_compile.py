@@ -19,7 +19,16 @@ import triton.language as tl
 
 from tests.conftest import RankPools
 from tests.support import kernel_builds
-from tests.support.kernel_builds import COMMUNICATING, KERNELS, UNSPECIALIZED, Build, build
+from tests.support.kernel_builds import (
+    COMMUNICATING,
+    EXPERTS,
+    KERNELS,
+    UNSPECIALIZED,
+    WAITING,
+    WITHOUT_PRODUCT,
+    Build,
+    build,
+)
 from tests.support.tiers import sweep, thorough
 from tpkernels.kernels import all_gather_matmul, configs
 from tpkernels.kernels.all_gather_matmul import BLOCK, RING_BYTES, fetching_of
@@ -52,7 +61,7 @@ TENSOR_CORES = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 ACQUIRE = r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire"
 RELEASE = r"st\.release\.sys\.global\.u64"
 POLL = r"(?m)^\s*ld\.acquire\.sys\.global\.u64"
-GATHERS = ("all_gather_matmul", "multiply_arriving")
+GATHERS = ("all_gather_matmul", "multiply_arriving", "dispatch_matmul")
 PROXY_FENCE = r"fence\.proxy\.async\.global"
 
 
@@ -79,10 +88,11 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
     assert found.shared <= SHARED_BYTES[arch]
     assert found.registers * found.threads <= REGISTERS
     assert 512 * found.scratch <= SCRATCH_BYTES  # more programs than GPUs run at a time
-    assert (found.count(TENSOR_CORES[arch]) > 0) == (dtype is not tl.float32 and name != "shard")
-    communicates = name not in ("matmul", "shard")
-    assert (found.count(ACQUIRE) > 0) == communicates
-    assert (found.count(RELEASE) > 0) == communicates
+    assert (found.count(TENSOR_CORES[arch]) > 0) == (
+        dtype is not tl.float32 and name not in WITHOUT_PRODUCT
+    )
+    assert (found.count(ACQUIRE) > 0) == (name in WAITING)
+    assert (found.count(RELEASE) > 0) == (name in COMMUNICATING)
     assert (found.count(PROXY_FENCE) > 0) == (name in GATHERS and config.tma)
     if arch != 100:
         assert not found.specialized and found.threads == 32 * config.num_warps
@@ -104,7 +114,9 @@ def test_less_shared_memory(name: str, arch: int, dtype: Any, config: MatmulConf
     for changed in ({}, wider) if name == "two_shot" else ({},):
         each = build(name, dtype, arch, config, **changed)
         assert each.stack == 0 and each.shared <= SMALLER[arch], each
-        assert (each.count(TENSOR_CORES[80]) > 0) == (dtype is not tl.float32 and name != "shard")
+        assert (each.count(TENSOR_CORES[80]) > 0) == (
+            dtype is not tl.float32 and name not in WITHOUT_PRODUCT
+        )
     if (name, arch, config) == ("two_shot", 120, TABLE[80, 2, False]):
         config = replace(config, num_stages=7)
         assert build(name, dtype, arch, config).shared > SMALLER[arch]
@@ -121,7 +133,7 @@ def test_the_table_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"shard"}))
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - set(WITHOUT_PRODUCT)))
 @pytest.mark.parametrize(("arch", "few"), [(90, True), (90, False), (100, False)])
 def test_what_tuning_tries_compiles(name: str, arch: int, few: bool) -> None:
     for candidate in CANDIDATES[few]:
@@ -134,7 +146,7 @@ def test_what_tuning_tries_compiles(name: str, arch: int, few: bool) -> None:
         assert found.specialized == parts, candidate
 
 
-@pytest.mark.parametrize("name", COMMUNICATING)
+@pytest.mark.parametrize("name", WAITING)
 @pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_a_word_follows_the_data_and_one_thread_polls_and_tells(name: str, arch: int) -> None:
     """Before each release there is a barrier, and between the two no store of data. A word is
@@ -200,13 +212,15 @@ def test_loads_of_the_next_tile_wait_for_a_hook_only(arch: int) -> None:
     same = plain.count(instructions) == hooked.count(instructions)
     assert plain.count(instructions) > 0 and (same or plain.specialized)
     assert (plain.depth(instructions), hooked.depth(instructions)) == (1, 2)
-    for name in COMMUNICATING:
-        pushes = name in ("matmul_reduce_scatter", "two_shot")
+    for name in {*COMMUNICATING} - {"weigh"}:
+        pushes = name in ("matmul_reduce_scatter", "two_shot", "matmul_combine")
         found = build(name, tl.bfloat16, arch, config)
         assert found.depth(instructions) == (1 if pushes else 2), name
 
 
-@pytest.mark.parametrize("name", sweep(["two_shot", *sorted({*COMMUNICATING} - {"two_shot"})]))
+@pytest.mark.parametrize(
+    "name", sweep(["two_shot", *sorted({*COMMUNICATING} - {"two_shot", *EXPERTS})])
+)
 @pytest.mark.parametrize("arch", sweep([90, 80, 100]))
 def test_even_segments_and_descriptors_are_not_read_by_kernels(name: str, arch: int) -> None:
     """The table of rows is what all threads read as 32-bit numbers. Kernels make the descriptors of
@@ -232,7 +246,10 @@ def test_delays_are_there_only_when_asked_for() -> None:
 
 
 def test_every_kernel_is_compiled_here() -> None:
-    modules = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    modules = (
+        *("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
+        "experts",
+    )
     found = set()
     for module in modules:
         names = vars(importlib.import_module(f"tpkernels.kernels.{module}"))
@@ -351,7 +368,7 @@ def test_partials_of_all_ranks_are_loaded_before_they_are_added(world: int, in_f
 
 CONFIG = TABLE[100, 2, False]
 STORING, WORKING = 256, 128  # threads
-SPECIALIZED = ["matmul_reduce_scatter", "matmul", "two_shot", "one_shot"]
+SPECIALIZED = ["matmul_reduce_scatter", "matmul", "two_shot", "one_shot", "matmul_combine"]
 SIDE_EFFECTS = r"inline_asm|atomic_|tt\.store|gpu\.barrier"
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 import tpkernels
 from tests.support.cases import PACKABLE
 from tests.support.products import product, threads, within_rounding
-from tests.support.ranked import on_ranks, place
+from tests.support.ranked import place
 from tpkernels import _C
 from tpkernels.dtypes import CODES
 from tpkernels.local import matmul
@@ -143,49 +142,6 @@ def test_a_part_is_computed_as_the_whole_is() -> None:
         with mock.patch.object(torch, "mm", wraps=torch.mm) as called:
             matmul.local_matmul(x, w, out, None, rows)
         assert called.called is by_torch
-
-
-@pytest.mark.skipif(not UNITS, reason="needs a vector unit")
-@on_ranks(3)
-def test_all_algorithms_give_the_same_bits() -> None:
-    """Also in fp32, where torch's products of few rows round as their number has it. One product by
-    each algorithm of the ranks of a host. Those that multiply parts of the rows say how many there
-    are."""
-    import torch.distributed as dist
-
-    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert group is not None
-    told: set[int] = set()
-    multiply = _C.calls.multiply
-
-    def told_rows(*args: Any) -> bool:
-        told.add(args[4][0])
-        return bool(multiply(*args))
-
-    for rows, dtype in itertools.product((1, 3, 4), DTYPES):
-        told.clear()
-        numbers = torch.Generator().manual_seed(rank)
-        x = torch.randn(rows, 200, generator=numbers).to(dtype)
-        w = torch.randn(24, 200, generator=numbers).to(dtype).t()
-        sizes = tpkernels.shard_sizes(rows, world)
-        weights = [w, tpkernels.pack(w)]
-        first: dict[object, torch.Tensor] = {}
-        ways = itertools.product(weights, ("unfused", "direct", "pipelined", "ring"))
-        for w, algorithm in ways:
-            with mock.patch.object(_C.calls, "multiply", told_rows):
-                results = (
-                    tpkernels.matmul_all_reduce(x, w, group, algorithm=algorithm),
-                    tpkernels.matmul_reduce_scatter(
-                        x, w, group, shard_sizes=sizes, algorithm=algorithm
-                    ),
-                    tpkernels.all_gather_matmul(
-                        x[: sizes[rank]], w, group, shard_sizes=sizes, algorithm=algorithm
-                    ),
-                )
-            for i, result in enumerate(results):
-                same = torch.equal(first.setdefault((w.dim(), i), result), result)
-                assert same, (dtype, w.layout, algorithm, i)
-        assert told == {rows}
 
 
 # Many rows, for which the extension makes panels of the weight where torch is slower.

@@ -150,6 +150,13 @@ TWO_DIMS = [
 ]
 
 
+# Half of the ranks have none of the rows that the others reduce.
+NO_ROWS = [
+    Product(x=(S0, S1), w=(R, S0), out=out, shape=(1, 5, 6), strategy="M,K")
+    for out in ((S0, R), (S0, S1))
+]
+
+
 def few_rows(shape: tuple[int, int, int]) -> list[Product]:
     """Most ranks have none of the rows, columns or summands."""
     return spread(every(2, shape=shape))[::48]
@@ -170,7 +177,7 @@ def random_numbers(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> list[P
     ("mesh_shape", "products"),
     [
         ((2,), every(1)),
-        ((2, 2), [*TWO_DIMS, *few_rows((0, 5, 6))]),
+        ((2, 2), [*TWO_DIMS, *NO_ROWS, *few_rows((0, 5, 6))]),
         ((2,), algorithms("pipelined", "auto")),
         ((2,), random_numbers(torch.bfloat16, torch.float32)),
         *(

@@ -211,13 +211,9 @@ def test_masks_and_mixed_biases() -> None:
         future = torch.ones(5, 5, dtype=torch.bool).tril()
         rotary = (tables[0], tables[1])  # usually kept in fp32
         causal = attention(x, rotary=rotary)
-        assert torch.equal(attention(x, rotary=rotary, attn_mask=future), causal), (
-            "a causal mask is not causal"
-        )
+        assert torch.equal(attention(x, rotary=rotary, attn_mask=future), causal)
         everything = attention(x, rotary=rotary, attn_mask=torch.ones_like(future))
-        assert torch.equal(everything, attention(x, rotary=rotary, is_causal=False)), (
-            "a mask of all is not what is_causal=False is"
-        )
+        assert torch.equal(everything, attention(x, rotary=rotary, is_causal=False))
         assert not torch.equal(everything, causal), "the future is not seen where it may be"
         linears = [nn.Linear(8, 8, bias=has) for has in (True, False, True)]
         qkv = tnn.QKVParallelLinear.from_linear(*linears, 4, group)

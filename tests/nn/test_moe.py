@@ -100,6 +100,7 @@ def test_as_a_loop_over_tokens(width: int) -> list[str]:
                     group,
                     expert_parallel=expert_parallel,
                     sequence_parallel=sequence_parallel,
+                    max_rows=TOKENS * K if form else None,
                     dtype=F64,
                     **form,
                 )

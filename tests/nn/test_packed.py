@@ -126,14 +126,10 @@ def test_a_layer_that_moves() -> None:
             other = logits(model)
             for layer in layers_of(model):
                 layer.unpack_()
-            assert torch.allclose(logits(model), other, atol=1e-5), (
-                f"{drop=}: reset, but not packed again"
-            )
+            assert torch.allclose(logits(model), other, atol=1e-5), drop
             one, two = (tnn.pack_(copied(plain), drop=drop).mlp.down_proj for _ in range(2))
             for message in messages_of([one.double, lambda layer=two: layer.to("meta")]):
-                assert re.match("NotImplementedError: w is .*; call unpack_.. before$", message), (
-                    f"{drop=}: {message}"
-                )
+                assert re.match("NotImplementedError: w is .*; call unpack_.. before$", message)
 
 
 @on_ranks(2)
@@ -152,18 +148,12 @@ def test_layers_of_8_bits() -> list[str]:
             ways["pickled"].mlp = pickle.loads(pickle.dumps(copied(model).mlp))
             for how, one in ways.items():
                 failures += [f"{drop=}, {how}: {layer}" for layer in other_dtypes(one, F32)]
-                assert torch.allclose(logits(one), want, atol=0.01 * float(want.abs().max())), (
-                    f"{drop=}, {how}: {logits(one)}, not {want}"
-                )
-            assert not torch.equal(logits(model), want), (
-                f"{drop=}: the products are not those of 8 bits"
-            )
+                assert torch.allclose(logits(one), want, atol=0.01 * float(want.abs().max())), drop
+            assert not torch.equal(logits(model), want), drop
             moved = other_dtypes(model.bfloat16(), torch.bfloat16)
             failures += [f"{drop=}, moved: {layer}" for layer in moved]
             for layer in layers_of(model):
-                assert layer.unpack_().weight.dtype == torch.bfloat16, (
-                    f"{drop=}: {layer} is {layer.weight.dtype} when unpacked"
-                )
+                assert layer.unpack_().weight.dtype == torch.bfloat16, (drop, layer)
     return failures
 
 
@@ -192,9 +182,7 @@ def test_compiled(backend: str) -> None:
             want = logits(model)
             compiled = torch.compile(tnn.pack_(model, drop=drop), backend=backend, fullgraph=True)
             for call in range(2):
-                assert torch.allclose(logits(compiled), want, atol=1e-5), (
-                    f"{sequence=} {drop=}, call {call}"
-                )
+                assert torch.allclose(logits(compiled), want, atol=1e-5), (sequence, drop, call)
 
 
 @on_ranks(2)

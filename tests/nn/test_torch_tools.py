@@ -72,9 +72,7 @@ def test_norms_are_of_the_unsharded_gradients() -> None:
                 ("assigned", assigned),
             ):
                 got = get_total_norm([p.grad for p in model.parameters()], order, foreach=foreach)
-                assert abs(got - want) <= 1e-5 * want, (
-                    f"{name}, {order=}, {foreach=}: {got}, not {want}"
-                )
+                assert abs(got - want) <= 1e-5 * want, (name, order, foreach, got, want)
     want = clip_grad_norm_(single.parameters(), 0.5)
     got = clip_grad_norm_(parallel.parameters(), 0.5)
     ours = tnn.clip_grad_norm_(copied, 0.5)
@@ -243,9 +241,7 @@ def test_data_parallelism_on_another_dim() -> list[str]:
         if kind == "ddp":
             norms["torch"] = clip_grad_norm_(wrapped.parameters(), 1e9)
         for name, got in norms.items():
-            assert abs(got - want) <= 1e-5 * want, (
-                f"{kind}: the norm of {name} is {got}, not {want}"
-            )
+            assert abs(got - want) <= 1e-5 * want, (kind, name, got, want)
     return failures
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.ops.test_moe import Router, any_experts, one_expert
-from tests.support.cases import QUICK_WORLDS, RanksFixture
+from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture
+from tests.support.faults import workspace_of
 from tests.support.ranked import fresh_group, messages_of, on_ranks, report_cases
+from tests.support.tiers import thorough
 from tpkernels import shard_sizes
 from tpkernels.dtypes import accumulator
 
@@ -23,7 +27,8 @@ K, WIDTH, N, TOP = 8, 6, 5, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Experts of two products. ``spare``: how many tokens the last rank has less than 4."""
+    """Experts of two products. ``spare``: how many tokens the last rank has less than 4.
+    ``max_rows``: beyond those of all routes."""
 
     whole: bool
     experts: int = 4
@@ -32,6 +37,9 @@ class Case:
     integers: bool = True
     route: Router = any_experts
     packed: bool = False
+    algorithm: str = "auto"
+    max_rows: int | None = None
+    bias: bool = False
 
     def numbers(self, *shape: int) -> torch.Tensor:
         if self.integers:
@@ -45,11 +53,19 @@ def layer(
     weights, up, down = rest
     sizes = [4] * (group.size() - 1) + [4 - case.spare]
     if case.whole:
+        most = None if case.max_rows is None else sum(sizes) * TOP + case.max_rows
+        options: dict[str, Any] = {"shard_sizes": sizes, "max_rows": most}
+        biases = [w.sum(1) if case.bias else None for w in (up, down)]
         inner, counts, handle = tpkernels.dispatch_grouped_matmul(
-            x, ids, weights, up, case.experts, group, shard_sizes=sizes
+            *(x, ids, weights, up, case.experts, group),
+            bias=biases[0],
+            algorithm=case.algorithm,
+            **options,
         )
-        assert counts.sum() == len(inner)
-        return tpkernels.grouped_matmul_combine(inner, down, handle)
+        assert len(inner) == (counts.sum() if most is None else most)
+        return tpkernels.grouped_matmul_combine(
+            inner, down, handle, bias=biases[1], algorithm=case.algorithm
+        )
     inner, routing = tpkernels.all_gather_grouped_matmul(
         x, ids, weights, up, group, shard_sizes=sizes
     )
@@ -96,8 +112,12 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
         return None if torch.equal(y, plain) else f"{case} on rank {rank}: {y} and {plain}"
     leaves = [t.requires_grad_() for t in (x, weights, up, down)]
     rows = []
+    one = float(case.bias)  # a bias is what a token of ones is multiplied to
     for token, chosen, factors in zip(x, ids, weights, strict=True):
-        made = [f * (token @ up[e] @ down[e]) for e, f in zip(chosen, factors, strict=True)]
+        made = [
+            f * (((token + one) @ up[e] + one) @ down[e])
+            for e, f in zip(chosen, factors, strict=True)
+        ]
         rows.append(torch.stack(made).sum(0))
     want = torch.stack(rows)
     wanted = [want.detach(), *torch.autograd.grad(want, leaves, grad)]
@@ -106,10 +126,14 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
     wanted = [t[tokens] for t in wanted[:3]] + [
         t.split(splits, dim)[rank] for t, dim in zip(wanted[3:], dims, strict=True)
     ]
-    mine = [here[i].requires_grad_() for i in (0, 2, 3, 4)]
-    y = layer(case, group, *here[:5])
-    got = [y.detach(), *torch.autograd.grad(y, mine, here[5])]
-    for name, found, exact in zip(("y", "x", "weights", "up", "down"), got, wanted, strict=True):
+    if case.algorithm == "auto":
+        mine = [here[i].requires_grad_() for i in (0, 2, 3, 4)]
+        y = layer(case, group, *here[:5])
+        got = [y.detach(), *torch.autograd.grad(y, mine, here[5])]
+    else:  # one call each, which has no gradient
+        got, wanted = [layer(case, group, *here[:5])], wanted[:1]
+    names = ("y", "x", "weights", "up", "down")[: len(got)]
+    for name, found, exact in zip(names, got, wanted, strict=True):
         bound = 0 if case.integers else 64 * torch.finfo(case.dtype).eps * (1 + exact.abs().max())
         if found.shape != exact.shape or ((found.double() - exact).abs() > bound).any():
             return f"{case} on rank {rank}: {name} is {found.tolist()}, not {exact.tolist()}"
@@ -124,7 +148,110 @@ def test_as_a_loop_over_tokens(ranks: RanksFixture, world: int) -> None:
     kinds = itertools.product((False, True), (torch.bfloat16, torch.float64), (False, True))
     cases += [Case(whole=w, dtype=d, integers=i) for w, d, i in kinds]
     cases += [Case(whole=w, packed=True) for w in (False, True)]
+    named = itertools.product(("auto", "unfused", "direct"), (None, 0, 9), (False, True))
+    cases += [Case(whole=True, algorithm=a, max_rows=m, bias=b) for a, m, b in named]
     report_cases(ranks(world), failure, cases)
+
+
+def fused_cases() -> Iterator[Case]:
+    """Fewer experts than ranks, empty ones, all tokens to one, ranks without tokens."""
+    fused = Case(whole=True, algorithm="fused")
+    for experts, spare, most in ((2, 4, None), (7, 1, 0), (40, 1, 9)):
+        yield replace(fused, experts=experts, spare=spare, max_rows=most, bias=most is not None)
+    yield replace(fused, spare=0, route=one_expert)
+    for dtype, integers in itertools.product(DTYPES, (False, True)):
+        yield replace(fused, dtype=dtype, integers=integers, bias=True, max_rows=0)
+
+
+@pytest.mark.parametrize("world", [2, thorough(3)])
+def test_in_the_kernels_that_move_rows(interpreting: RanksFixture, world: int) -> None:
+    """Under Triton's interpreter; products of 32 x 32 x 32 at a time."""
+    report_cases(interpreting(world), failure, list(fused_cases()))
+
+
+def large_job(algorithm: str, missing: bool) -> tuple[torch.Tensor, set[int]]:
+    """Results of several tiles, for which a fetcher brings several pieces; and which tokens have a
+    route that leads to no expert, or beyond the rows of a rank."""
+    torch.manual_seed(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    held, sizes = shard_sizes(5, world), [60, *shard_sizes(30, world - 1)]
+    x, ids, weights = torch.randn(90, 96), torch.randint(5, (90, 3)), torch.rand(90, 3)
+    up, down = torch.randn(5, 96, 100), torch.randn(5, 300, 100)
+    if missing:
+        ids[0, 1] = 5
+    by_rank = (
+        ids.flatten()
+        .argsort(stable=True)
+        .split(
+            [
+                int(part.sum())
+                for part in ids.flatten().bincount().split([*held, int(missing)])[:world]
+            ]
+            + [1] * missing
+        )
+    )
+    most = max(map(len, by_rank)) - 2 if missing else 270
+    lost = torch.cat([*(places[most:] for places in by_rank[:world]), *by_rank[world:]]) // 3
+    mine = (part.split(sizes)[rank] for part in (x, ids, weights))
+    up, down = (w.split(held)[rank] for w in (up, down))
+    options: dict[str, Any] = {"algorithm": algorithm}
+    with fresh_group() as group:
+        inner, _, handle = tpkernels.dispatch_grouped_matmul(
+            *(*mine, up, 5, group), shard_sizes=sizes, max_rows=most, **options
+        )
+        y = tpkernels.grouped_matmul_combine(inner, down.transpose(1, 2), handle, **options)
+    return y, set(lost.tolist())
+
+
+@pytest.mark.thorough
+def test_many_tiles_and_routes_without_a_row(interpreting: RanksFixture) -> None:
+    """A token with such a route becomes NaN: no host has looked."""
+    for world in (2, 3):
+        plain, whole, some = (
+            interpreting(world).run(large_job, *args)
+            for args in (("unfused", False), ("fused", False), ("fused", True))
+        )
+        y, want, lacking = (torch.cat([r[0] for r in found]) for found in (whole, plain, some))
+        assert torch.allclose(y, want, rtol=1e-5, atol=1e-3)
+        without = lacking.isnan().all(1)
+        assert set(without.nonzero().flatten().tolist()) == some[0][1] and len(some[0][1]) >= 2
+        assert torch.allclose(lacking[~without], y[~without], rtol=1e-5, atol=1e-3)
+
+
+def delayed_job(**broken: bool) -> int:
+    """How many of some calls, with delays before their words and waits, have wrong results."""
+    case, wrong, ops = Case(whole=True, spare=0), 0, torch.ops.tpkernels
+    with fresh_group() as group:
+        (_, routes, *_), (x, ids, weights, up, down, _) = inputs_of(case, group)
+        y = layer(case, group, x, ids, weights, up, down)
+        options: Any = {"algorithm": "fused", "max_rows": routes.numel()}
+        for call in range(1, 5):
+            try:
+                (_, counts, other), (_, _, inner) = (
+                    ops.dispatch_grouped_matmul(
+                        factor * x, routes, up, None, case.experts, group.group_name, **options
+                    )
+                    for factor in (call, -call)
+                )
+                wrong += not torch.equal(inner[: counts.sum()], -other[: counts.sum()])
+                result = ops.grouped_matmul_combine(
+                    *(inner, down, None, counts, weights, routes, case.experts),
+                    group.group_name,
+                    **options,
+                )
+                wrong += not torch.equal(result, -call * y)
+            except tpkernels.TpkernelsError:
+                return wrong + 1
+            if call == 1:  # which has set the group up
+                workspace_of(group).set_chaos(seed=group.rank(), max_delay_us=5000, **broken)
+    return wrong
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("broken", [{}, {"skip_waits": True}], ids=str)
+def test_delays_and_a_negative_control(interpreting: RanksFixture, broken: dict[str, bool]) -> None:
+    wrong = interpreting(3).run(delayed_job, timeout=100, **broken)
+    assert (sum(wrong) > 0) == bool(broken), wrong
 
 
 REFUSED = [

@@ -142,9 +142,7 @@ def test_fake_kernels_foretell_the_results() -> None:
                 if real is None:
                     continue
                 want = (real.shape, real.dtype, real.stride())
-                assert (told.shape, told.dtype, told.stride()) == want, (
-                    f"{op} {options}: {told}, really {want}"
-                )
+                assert (told.shape, told.dtype, told.stride()) == want, (op, options, told, want)
 
 
 # torch.compile, which also must see a collective as one node that it cannot drop or reorder.
@@ -208,13 +206,9 @@ def test_compile(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) 
                 want = step(x, up, down)
                 if dynamic is None:
                     torch._dynamo.mark_dynamic(x, 0)
-                assert torch.equal(compiled(x, up, down), want), (
-                    f"{algorithm}, M={m}, dynamic={dynamic}: other bits"
-                )
+                assert torch.equal(compiled(x, up, down), want), (algorithm, m, dynamic)
             expected = 3 if dynamic is False else 1
-            assert graphs == expected, (
-                f"{algorithm}, dynamic={dynamic}: {graphs} graphs, not {expected}"
-            )
+            assert graphs == expected, (algorithm, dynamic, graphs, expected)
 
 
 @on_ranks(1)

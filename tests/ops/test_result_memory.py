@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,48 +13,35 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS
-from tests.support.ranked import fresh_group, on_ranks, planned_in_python
+from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS, Case
+from tests.support.ranked import call, fresh_group, on_ranks, planned_in_python
 from tests.support.tiers import covering
 from tpkernels import _C, defaults
 
-WORLD, CALLS, COLUMNS, K = 2, 6, 1024, 24
-ROWS = {  # of x, for results of [2048, COLUMNS]: 4 MiB in bf16
-    "all_reduce": 2048,
-    "all_gather": 1024,
-    "reduce_scatter": 4096,
-    "all_gather_matmul": 1024,
-    "matmul_all_reduce": 2048,
-    "matmul_reduce_scatter": 4096,
-}
+WORLD, CALLS, COLUMNS = 2, 6, 1024
+RESULT, PARTS = (2048, COLUMNS), (4096, COLUMNS)  # 4 MiB in bf16, on each rank
+CASES = [
+    Case(op="all_reduce", shape=RESULT),
+    Case(op="all_gather", shape=RESULT),
+    Case(op="reduce_scatter", shape=PARTS),
+    Case(op="all_gather_matmul", shape=(2048, 24), n=(COLUMNS, COLUMNS)),
+    Case(op="matmul_all_reduce", shape=RESULT, k=(24,)),
+    Case(op="matmul_reduce_scatter", shape=PARTS, k=(24,)),
+]
 WAYS = [
-    (op, algorithm, dtype)
-    for op in ROWS
-    for algorithm in (MATMUL_ALGORITHMS if "matmul" in op else COLLECTIVE_ALGORITHMS)
+    (case.op, algorithm, dtype)
+    for case in CASES
+    for algorithm in (MATMUL_ALGORITHMS if "matmul" in case.op else COLLECTIVE_ALGORITHMS)
     for dtype in (torch.bfloat16, torch.float32)
 ]
 
 
-def call(
+def runner(
     op: str, algorithm: str, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Callable[[], list[torch.Tensor]]:
     """Runs the op; its results."""
-    numbers = torch.Generator().manual_seed(group.rank())
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=numbers).to(dtype)
-
-    x = random(ROWS[op], K if "matmul" in op else COLUMNS)
-    weights = [random(K, COLUMNS), random(K, COLUMNS)]
-    function = getattr(tpkernels, op)
-
-    def run() -> list[torch.Tensor]:
-        if op == "all_gather_matmul":
-            return list(function(x, weights, group, algorithm=algorithm))
-        given = (x, weights[0]) if "matmul" in op else (x,)
-        return [function(*given, group, algorithm=algorithm)]
-
-    return run
+    (case,) = (replace(each, dtype=dtype) for each in CASES if each.op == op)
+    return functools.partial(call, replace(case, algorithm=algorithm), group)
 
 
 @pytest.mark.parametrize(("op", "algorithm", "dtype"), covering(WAYS))
@@ -60,7 +49,7 @@ def call(
 def test_results_come_from_the_pool(op: str, algorithm: str, dtype: torch.dtype) -> list[str]:
     failures = []
     with fresh_group() as group:
-        run = call(op, algorithm, dtype, group)
+        run = runner(op, algorithm, dtype, group)
         _C.calls.limit_result_pool(0)
         with planned_in_python():
             expected = run()
@@ -71,14 +60,10 @@ def test_results_come_from_the_pool(op: str, algorithm: str, dtype: torch.dtype)
         for _ in range(CALLS):
             results = run()
             addresses += [result.data_ptr() for result in results]
-            assert not any(result.untyped_storage().resizable() for result in results), (
-                "a result in torch's memory"
-            )
+            assert not any(result.untyped_storage().resizable() for result in results)
             assert all(map(torch.equal, results, expected)), "other bits"
             del results
-        assert not set(addresses) & {result.data_ptr() for result in kept}, (
-            "the memory of a result that is kept"
-        )
+        assert not set(addresses) & {result.data_ptr() for result in kept}
         assert len(set(addresses)) != len(addresses), f"no memory came back: {addresses}"
         assert all(map(torch.equal, kept, expected)), "a result that was kept has changed"
         del kept
@@ -93,7 +78,7 @@ def test_results_come_from_the_pool(op: str, algorithm: str, dtype: torch.dtype)
 @on_ranks(WORLD)
 def test_a_sum_takes_the_place_of_its_partial() -> None:
     with fresh_group() as group:
-        run = call("matmul_all_reduce", "direct", torch.bfloat16, group)
+        run = runner("matmul_all_reduce", "direct", torch.bfloat16, group)
         run()
         for limit in (0, defaults.RESULT_POOL_BYTES):
             _C.calls.limit_result_pool(limit)
@@ -119,6 +104,4 @@ def test_gradients_come_from_the_pool() -> None:
     assert x.grad is not None and w.grad is not None
     for name, grad, value in (("x", x.grad, 1.0 * WORLD), ("w", w.grad, 1024.0)):
         assert (grad == value).all(), f"the gradient of {name} is {grad.unique()}, not {value}"
-        assert not grad.untyped_storage().resizable(), (
-            f"the gradient of {name} is in torch's memory"
-        )
+        assert not grad.untyped_storage().resizable(), name

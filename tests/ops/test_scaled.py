@@ -135,9 +135,7 @@ def test_bytes_that_are_no_numbers_arrive() -> None:
             left, right = ScaledMatrix(factors[0], scale), ScaledMatrix(factors[1], factors[3])
             local = scaled_matmul(left, right, torch.empty(len(DENORMALS), 1))
             want = local.repeat(group.size(), 1)
-            assert torch.equal(y.view(torch.int32), want.view(torch.int32)), (
-                f"{algorithm}: {y.flatten()}, not {want.flatten()}"
-            )
+            assert torch.equal(y.view(torch.int32), want.view(torch.int32)), algorithm
 
 
 @on_ranks()
@@ -167,9 +165,7 @@ def test_rows_that_lie_across_words() -> None:
         for x in (numbers[:1, :64], shifted, numbers[:, :64]):
             y = tpkernels.all_gather_scaled_matmul(x, w, one, one, group, out_dtype=F32)
             mine = y.split(x.shape[0])[group.rank()]
-            assert torch.equal(mine, x.float()), (
-                f"strides {x.stride()}, offset {x.storage_offset()}"
-            )
+            assert torch.equal(mine, x.float()), (x.stride(), x.storage_offset())
 
 
 @pytest.mark.parametrize("hosts", sweep(["012", "001", "0011"]))

@@ -21,6 +21,7 @@ from tpkernels import nn as tnn
 from tpkernels.launch import Ranks
 from tpkernels.nn.linear import ParallelLinear
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel, pretrained
+from tpkernels.parallel.checkpoints import Box
 from tpkernels.parallel.shard_files import plan_shards, write_shards
 
 transformers = pytest.importorskip("transformers")
@@ -88,6 +89,21 @@ def test_shards_of_another_number_of_ranks(
         shards = tmp_path / f"{model_type}-shards"
         assert len(write_shards(plan_shards(path, made_for, **options), shards)) == made_for
         check(ranks, world, shards, path)
+
+
+def test_shards_of_a_model_with_buffers(tmp_path: Path) -> None:
+    """Of routers."""
+    path = hf_folders.folder(tmp_path, "glm4_moe", n_routed_experts=5, num_experts_per_tok=3)
+    write_shards(plan_shards(path, 2), tmp_path / "shards")
+    values = []
+    for folder in (path, tmp_path / "shards"):
+        buffers = plan_shards(folder, 1).blueprint.buffers
+        values.append({name: torch.empty(stored.shape) for name, stored in buffers.items()})
+        for name, stored in buffers.items():
+            stored.read(Box.full(stored.shape), values[-1][name])
+    given, written = values
+    assert given and given.keys() == written.keys()
+    assert all(given[name].any() and torch.equal(given[name], written[name]) for name in given)
 
 
 @pytest.mark.thorough

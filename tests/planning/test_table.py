@@ -125,11 +125,7 @@ def test_kernels_are_cut_as_was_measured_best() -> None:
     on_gpu = replace(spec(64).problem(2), device="cuda")
     tuning_key = on_gpu.tuning_key
     assert tuning_key is not None
-    taken = choose(
-        on_gpu,
-        QUALIFIED_MEANS,
-        tuned=Table((replace(few, series=tuning_key[0]),)),
-    )
+    taken = choose(on_gpu, QUALIFIED_MEANS, tuned=Table((replace(few, series=tuning_key[0]),)))
     assert (taken.algorithm, taken.config) == ("fused", cut)
 
 

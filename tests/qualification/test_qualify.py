@@ -18,7 +18,6 @@ from tests.support import emulated
 from tests.support.cuda_rehearsal import SharedMemory
 from tests.support.nccl_rehearsal import over_nccl
 from tests.support.tiers import sweep, thorough
-from tpkernels.algorithms import fused
 from tpkernels.backends import TABLES
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
 from tpkernels.qualification import checks, faults, litmus
@@ -127,16 +126,14 @@ def test_a_litmus_test_that_fails_disqualifies_what_relies_on_it(
         assert failure.peer == 1 or test == "multimem"  # of a sum no rank is known to be wrong
 
 
-@contextlib.contextmanager
-def rolled_rows() -> Iterator[None]:
+def rolled_rows(op: str) -> Any:
     """The rows of x are off by one."""
-    reduce = fused.reduce
+    run = TABLES["cuda"][op, "fused"]
 
     def off_by_one(call: Any, x: torch.Tensor, *args: Any) -> Any:
-        return reduce(call, x.roll(1, 0), *args)
+        return run(call, x.roll(1, 0), *args)
 
-    with mock.patch.dict(TABLES["cuda"], {("matmul_reduce_scatter", "fused"): off_by_one}):
-        yield
+    return mock.patch.dict(TABLES["cuda"], {(op, "fused"): off_by_one})
 
 
 class Scarce(SharedMemory):
@@ -155,11 +152,19 @@ def no_memory() -> Any:
 
 PATCHES = {
     "out of memory": (no_memory, "direct/two_shot", "direct/one_shot", "memory"),
-    "off-by-one rows": (rolled_rows, "fused/reduce_scatter", "fused/copy_engines", "wrong"),
+    **{
+        f"off-by-one rows, {op}": (
+            functools.partial(rolled_rows, op),
+            f"fused/{way}",
+            "fused/copy_engines",
+            "wrong",
+        )
+        for op, way in {"matmul_reduce_scatter": "reduce_scatter", "moe_combine": "routed"}.items()
+    },
 }
 
 
-@pytest.mark.parametrize("fault", sweep(PATCHES, 1, 1))
+@pytest.mark.parametrize("fault", sweep(PATCHES, 1, 2))
 def test_a_fault_outside_the_kernels_of_cuda(cuda_driver: str, fault: str) -> None:
     patch, spoilt, whole, kind = PATCHES[fault]
     around = functools.partial(rehearsal, cuda_driver, patch=patch)

@@ -95,6 +95,13 @@ def test_routed_rows_of_a_static_number_go_by_kernels(
         assert "direct is not qualified: `tpkernels qualify` has" in other.reason, other
 
 
+def test_products_of_routed_rows_go_by_the_kernels_that_overlap_them() -> None:
+    asked = routed(options=Options(routes=(8, 2), max_rows=128, multiplied=True))
+    for ways, algorithm in (("fused", "direct"), "fused"), (("direct",), "direct"):
+        trusted = Trust(frozenset(f"{way}/routed" for way in ways))
+        assert choose(asked, means(trusted)).algorithm == algorithm
+
+
 def test_auto_takes_nothing_else_whatever_the_times() -> None:
     series, extent = problem().tuning_key or (None, 0)
     assert series is not None

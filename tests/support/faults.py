@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -236,11 +238,6 @@ def _entries(folder: str) -> set[str]:
     return {entry.name for entry in os.scandir(folder)}
 
 
-# Names of files that ranks might make. Other programs use these folders at the same time, torchrun
-# among them.
-_OURS = re.compile(r"tpk|torch_|gloo|c10d|psm_|sem\.|rank")
-
-
 def _mapped() -> str:
     """The mappings of all processes that this one may inspect."""
     texts = []
@@ -250,15 +247,17 @@ def _mapped() -> str:
     return "".join(texts)
 
 
-def _left_files(before: dict[str, set[str]]) -> list[str]:
-    """New entries that stay and that no process uses: other programs make some for a while."""
+def _left_files(before: dict[str, set[str]], pids: list[int]) -> list[str]:
+    """New entries that stay and that no process uses. Other programs use these folders too, so only
+    names with the pid of one of ours count, as torch gives them, or with the package's name."""
+    ours = re.compile(rf"tpk|(?<!\d)({'|'.join(map(str, pids))})(?!\d)")
     deadline = time.monotonic() + PROMPT
     while True:
         new = [
             f"{folder}/{name}"
             for folder, known in before.items()
             for name in _entries(folder) - known
-            if _OURS.search(name)
+            if ours.search(name)
         ]
         used = _mapped() if new else ""
         left = [path for path in new if path not in used]
@@ -283,12 +282,14 @@ def watched_ranks(world: int, **env: str) -> Iterator[Ranks]:
     """Ranks of one test. Nothing may be left of them afterwards, no process and no file, and the
     survivors must have exited by themselves."""
     before = {folder: _entries(folder) for folder in ("/dev/shm", tempfile.gettempdir())}
-    with Ranks(world, env=env) as ranks:
+    # Names of the ranks' semaphores begin with this.
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    with mock.patch.dict(config, semprefix=f"/mp-{os.getpid()}"), Ranks(world, env=env) as ranks:
         pids = ranks.pids
         yield ranks
     for code in ranks.exitcodes:
         assert code in (0, -signal.SIGKILL), ranks.exitcodes
-    processes, files = _left_processes(pids), _left_files(before)
+    processes, files = _left_processes(pids), _left_files(before, [os.getpid(), *pids])
     assert not processes and not files, f"left behind: {processes} {files}"
 
 

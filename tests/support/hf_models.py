@@ -112,12 +112,7 @@ def wrong_logits(got: torch.Tensor, whole: Any, ids: torch.Tensor) -> str | None
 
 
 def differences(
-    model: Any,
-    sequence: bool | str,
-    mesh: DeviceMesh,
-    *,
-    tokens: int = TOKENS,
-    **options: Any,
+    model: Any, sequence: bool | str, mesh: DeviceMesh, *, tokens: int = TOKENS, **options: Any
 ) -> list[str]:
     """What is wrong with a parallel copy of ``model``, by ``options`` of `tpkernels.parallelize`,
     which in float64 must match the unsharded one up to rounding. In float32, `test_loading` bounds

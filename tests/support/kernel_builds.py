@@ -12,7 +12,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from tests.support.cuda_builds import dump, usage
-from tpkernels.kernels import all_gather_matmul, matmul, matmul_all_reduce, matmul_reduce_scatter
+from tpkernels.kernels import (
+    all_gather_matmul,
+    experts,
+    matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from tpkernels.kernels.configs import MatmulConfig, Tiling
 from tpkernels.kernels.sync import SCALARS, Workspace
 
@@ -30,10 +36,20 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "matmul_reduce_scatter": (matmul_reduce_scatter.matmul_reduce_scatter_kernel, {}),
     "one_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": True}),
     "two_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": False}),
+    "tables": (experts.tables_kernel, {"EXPERTS": 64}),
+    "dispatch_matmul": (experts.dispatch_matmul_kernel, {}),
+    "matmul_combine": (experts.matmul_combine_kernel, {}),
+    "weigh": (
+        experts.weigh_kernel,
+        {"TOKENS": experts._TOKENS, "COLUMNS": experts._WEIGHED},
+    ),
 }
-COMMUNICATING = sorted(set(KERNELS) - {"matmul", "shard"})
+WITHOUT_PRODUCT = ("shard", "tables", "weigh")
+EXPERTS = ("dispatch_matmul", "matmul_combine", "weigh")
+COMMUNICATING = sorted(set(KERNELS) - {"matmul", "shard", "tables"})
+WAITING = sorted(set(COMMUNICATING) - {"matmul_combine"})  # `weigh` waits for it
 # They have no product, or tiles that wait for their rows.
-UNSPECIALIZED = ("shard", "all_gather_matmul", "multiply_arriving")
+UNSPECIALIZED = (*WITHOUT_PRODUCT, "all_gather_matmul", "multiply_arriving", "dispatch_matmul")
 
 
 @triton.jit
@@ -41,10 +57,16 @@ def do_nothing(context, owner, tile_m):  # type: ignore[no-untyped-def]
     pass
 
 
-_DATA = {"a", "b", "bias", "residual", "out", "gathered", "x"}
-_WORDS = {"regions", "state", "control"}
-_ALIGNED = _DATA | _WORDS | {"starts", "slot_bytes", "results_at", "buffers_at", "buffer_stride"}
-_TUPLES: dict[str, Any] = {"segments": matmul.Segments, "workspace": Workspace}
+_DATA = {"a", "b", "bias", "residual", "out", "gathered", "x", "rows"}
+_WORDS = {"regions", "state", "control", "order", "edges", "places", "ends"}
+_TABLES = {"starts", "tables"}
+_ALIGNED = _DATA | _WORDS | _TABLES
+_ALIGNED |= {"slot_bytes", "results_at", "buffers_at", "buffer_stride", "weights"}
+_TUPLES: dict[str, Any] = {
+    "segments": matmul.Segments,
+    "tokens": matmul.Segments,
+    "workspace": Workspace,
+}
 
 
 @dataclass(frozen=True)
@@ -115,11 +137,13 @@ def build(
             *(config.block_m, config.block_n, config.block_k, config.group_m, config.sum_m),
             *(config.tma, b_major if config.tma else "no", store_tma, specialized),
         ),
+        "DTYPE": dtype,
         **own,
     } | changed
+    if name == "dispatch_matmul":
+        constants["fetching"] = experts.fetching_of(config, dtype.primitive_bitwidth // 8, 1 << 20)
     constants["number"] = 1 if constants.get("ONE_SHOT") else constants["world"]
-    if even:
-        constants["starts"] = None
+    in_tuples = constants | {"tiles": None, "owners": None} | ({"starts": None} if even else {})
     tiles = _descriptors(config, NAMES[dtype], b_major)
     used: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -131,17 +155,20 @@ def build(
             return _TUPLES[arg](*(type_of(field, *path, at) for at, field in fields))
         if arg in tiles:
             return tiles[arg]
-        if arg in constants:
-            used[path] = constants[arg]
+        known = in_tuples if len(path) > 1 else constants
+        if arg in known:
+            used[path] = known[arg]
             return "constexpr"
         if arg not in SCALARS and (divisible or arg in _ALIGNED):
             attributes[path] = [["tt.divisibility", 16]]
-        if arg in _DATA:
+        if arg in _DATA and not (arg == "rows" and len(path) > 1):
             return f"*{NAMES[dtype]}"
         if arg in _WORDS:
             return "*i64"
-        if arg == "starts":
+        if arg in _TABLES:
             return "*i32"
+        if arg == "weights":
+            return "*fp32"
         return "i64" if arg == "timeout_ns" else "i32"
 
     signature = {arg: type_of(arg, at) for at, arg in enumerate(kernel.arg_names)}

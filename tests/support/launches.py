@@ -136,8 +136,10 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
         queue.kernel("copy_", [to, source])  # torch's asks for the device
         return to
 
-    def sliced(x: torch.Tensor, index: slice | tuple[slice, ...]) -> torch.Tensor:
+    def sliced(x: torch.Tensor, index: int | slice | tuple[slice, ...]) -> torch.Tensor:
         """torch's asks for the device, too."""
+        if isinstance(index, int):
+            return x.select(0, index)
         for dim, each in enumerate(index if isinstance(index, tuple) else (index,)):
             begin, end, step = each.indices(x.shape[dim])
             assert step == 1

@@ -86,13 +86,9 @@ def test_it_grows_up_to_workspace_bytes(nbytes: int) -> list[str]:
         ):
             for way in ("direct", "pipelined")[: 2 if "matmul" in case.op else 1]:
                 failures += check(replace(case, algorithm=way, integers=True), group)
-        assert before <= workspace.channel.capacity <= nbytes, (
-            f"{rows} rows: {workspace.channel.capacity} bytes of {nbytes}"
-        )
+        assert before <= workspace.channel.capacity <= nbytes, (rows, nbytes)
         before = workspace.channel.capacity
-    assert (used := taken(group, others)) <= 2 * nbytes + WORDS + HUGE_PAGES, (
-        f"{used} bytes of {nbytes}"
-    )
+    assert (used := taken(group, others)) <= 2 * nbytes + WORDS + HUGE_PAGES, (used, nbytes)
     assert nbytes <= host._FIRST_BUFFER or before != host._FIRST_BUFFER, "it did not grow"
     dist.destroy_process_group(group)
     return failures
@@ -250,19 +246,13 @@ def test_what_is_too_small_grows() -> None:
             assert after.holds(words, nbytes), f"{case}: too small"
             assert not before.holds(words, nbytes) or after is before, f"{case}: it grew"
             if after is not before:
-                assert before.words < words or after.words == before.words, (
-                    f"{case}: its words grew from {before.words} to {after.words}"
-                )
+                assert before.words < words or after.words == before.words, case
                 assert before.buffer_bytes < nbytes or after.buffer_bytes == before.buffer_bytes, (
                     f"{case}: its buffers grew to {after.buffer_bytes}"
                 )
-                assert after.nbytes >= 2 * before.nbytes, (
-                    f"{case}: {before.nbytes} and {after.nbytes} bytes"
-                )
+                assert after.nbytes >= 2 * before.nbytes, (case, before.nbytes, after.nbytes)
         total = sum(space.nbytes for space in memory.spaces)
-        assert len(memory.spaces) >= 5 and total < 2 * memory.current.nbytes, (
-            f"{len(memory.spaces)} workspaces of {total} bytes"
-        )
+        assert len(memory.spaces) >= 5 and total < 2 * memory.current.nbytes, total
 
 
 def test_calls_by_ll_fit_at_first() -> None:

@@ -1,27 +1,119 @@
-"""Ranks on several hosts: network namespaces with addresses of their own, joined by torchrun."""
+"""Ranks on several hosts: network namespaces with addresses of their own, joined by torchrun. Each
+rank runs ``python -m tests.transport.test_hosts JOB FILE`` and writes its results to FILE followed
+by its rank, as JSON."""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import tpkernels
 from benchmarks.hosts import Hosts
-from tests.support import across_hosts
+from tests.support import faults
+from tests.support.cases import Case, one_of_each
 from tests.support.paths import ROOT
+from tests.support.ranked import call, check_cases
+from tpkernels import groups
 
+TIMEOUT = 3.0
+WAYS = ("auto", "unfused", "ring", "hierarchical")
+F32 = torch.float32
+MODULE = "tests.transport.test_hosts"
 START_SECONDS = 60.0  # torchrun, its rendezvous and the imports of the ranks
 SLACK = 5.0
 
 Started: TypeAlias = list["subprocess.Popen[str]"]
+
+
+# What a rank runs.
+
+
+def _ranks_of_hosts() -> list[list[int]]:
+    """As torchrun has placed them."""
+    hosts = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(hosts, torch.tensor([int(os.environ["GROUP_RANK"])]))
+    host_of = [int(host) for host in hosts]
+    return [[r for r, of in enumerate(host_of) if of == host] for host in sorted(set(host_of))]
+
+
+def works() -> dict[str, Any]:
+    """Every op on the group that spans the hosts, and on the group of this host's ranks."""
+    ranks = _ranks_of_hosts()
+    made = [dist.new_group(some) for some in ranks]
+    inside = next(group for group in made if isinstance(group, dist.ProcessGroup))
+    several = max(map(len, ranks)) > 1
+    ways = {"across": WAYS if several else WAYS[:-1], "inside": WAYS[:-1]}
+    results: dict[str, Any] = {"failures": []}
+    world = faults.group_of(dist.group.WORLD)
+    for name, group in [("across", world), ("inside", inside)]:
+        tpkernels.init(group, TIMEOUT * 5)
+        near = groups.get(group.group_name).shared_memory
+        results[name] = {"shared_memory": near, "ranks": group.size()}
+        cases = {replace(case, algorithm="auto") for case in one_of_each(group.size())}
+        for case in sorted(cases, key=str):
+            for way in ways[name]:
+                results["failures"] += check_cases([replace(case, algorithm=way)], group)
+    results["same_bits"] = []
+    for case in [
+        Case(op="matmul_reduce_scatter", shape=(120, 33), k=(70,), biases=(F32,)),
+        Case(op="all_reduce", shape=(50, 31), dtype=torch.bfloat16),
+    ]:
+        outputs = [call(replace(case, algorithm=way), world)[0] for way in ways["across"]]
+        results["same_bits"].append(all(torch.equal(outputs[0], other) for other in outputs))
+    return results
+
+
+def repeated(
+    group: dist.ProcessGroup,
+    algorithm: str,
+    op: str,
+    timeout: float,
+    after_five: Callable[[], object],
+) -> dict[str, Any]:
+    """Calls an op again and again until it fails: how that call and the next one end."""
+    tpkernels.init(group, timeout)
+    call = functools.partial(faults.run_op, op, group, algorithm, 4096)
+    calls, until = 0, time.monotonic() + 60
+    while not (ending := faults.ending_of(call)).error and time.monotonic() < until:
+        calls += 1
+        if calls == 5:
+            after_five()
+    again = faults.ending_of(call)
+    return {**asdict(ending), "calls": calls, "again": asdict(again)}
+
+
+def main() -> None:
+    job, out, *arguments = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if job == "works":
+        results = works()
+    else:
+        worked = works() if job == "works_and_cut" else {}
+        group = faults.group_of(dist.new_group())
+        begun = Path(f"{out}.{dist.get_rank()}")
+        results = worked | repeated(group, *arguments, TIMEOUT, begun.touch)
+    Path(f"{out}.{os.environ['RANK']}.json").write_text(json.dumps(results))
+    sys.stdout.flush()
+    os._exit(0)  # destroy_process_group may wait for a peer that cannot be reached
+
+
+# The tests.
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +138,11 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def start(hosts: Hosts) -> Callable[..., Started]:
-    """``start(nproc, ...)`` runs support/across_hosts.py on both, with ``nproc[i]`` ranks on host
+    """``start(nproc, ...)`` runs this module on both, with ``nproc[i]`` ranks on host
     i."""
 
     def run(nproc: tuple[int, int], *arguments: str) -> Started:
-        return [
-            hosts.torchrun(i, count, across_hosts.__name__, *arguments)
-            for i, count in enumerate(nproc)
-        ]
+        return [hosts.torchrun(i, count, MODULE, *arguments) for i, count in enumerate(nproc)]
 
     return run
 
@@ -119,18 +208,18 @@ def test_a_link_that_is_cut_is_a_timeout(
         time.sleep(0.02)
     hosts.cut(1)
     errors: list[str] = []
-    for rank, found in enumerate(found_by([*range(world)], out, across_hosts.TIMEOUT + 10)):
+    for rank, found in enumerate(found_by([*range(world)], out, TIMEOUT + 10)):
         if each == 2:
             require_works(found, (2, 2))
         errors.append(found["error"])
         assert found["calls"] >= 5, found
         assert found["text"].startswith(op) and f"rank {rank} waited" in found["text"], found
-        assert re.search(f"timeout {across_hosts.TIMEOUT:g} s|waited 3.* s for", found["text"])
+        assert re.search(f"timeout {TIMEOUT:g} s|waited 3.* s for", found["text"])
         assert "make a new one" in found["text"], found
-        assert 0.9 * across_hosts.TIMEOUT < found["seconds"] < across_hosts.TIMEOUT + SLACK, found
+        assert 0.9 * TIMEOUT < found["seconds"] < TIMEOUT + SLACK, found
         again = found["again"]
         assert again["error"] == "GroupBrokenError" and found["error"] in again["text"], found
-        assert again["seconds"] < across_hosts.TIMEOUT / 2, found
+        assert again["seconds"] < TIMEOUT / 2, found
     # The first of several ranks to give up closes its connections, which the others notice.
     assert "CollectiveTimeoutError" in errors, errors
     assert set(errors) <= {"CollectiveTimeoutError", *["PeerLostError"] * (each > 1)}, errors
@@ -148,10 +237,14 @@ def test_hosts_are_removed_when_a_test_fails() -> None:
     try:
         with pytest.raises(ArithmeticError), Hosts(2) as hosts:
             assert len(names() - before) == 3
-            started = hosts.torchrun(0, 1, across_hosts.__name__)
+            started = hosts.torchrun(0, 1, MODULE)
             raise ArithmeticError
     except OSError as error:
         pytest.skip(f"cannot make network namespaces: {error}")
     assert names() == before
     assert started.wait(timeout=5) == -signal.SIGKILL
     started.communicate()
+
+
+if __name__ == "__main__":
+    main()

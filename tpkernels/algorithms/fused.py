@@ -7,6 +7,8 @@ Tiles in time on rank 0 of 3; `*r` are the tiles of rank r's rows, `->r` stores 
     matmul_all_reduce        each tile to all ranks and summed by all (one-shot), or to its owner,
                              which sums it and stores the sum to all ranks (two-shot)
 
+and of experts' products in kernels/experts.py.
+
 On CPU tensors the kernels run under Triton's interpreter, one process per rank, in the host's
 arena: slow, but the same code that GPUs run.
 
@@ -27,8 +29,10 @@ from tpkernels._C.host import Phase
 from tpkernels.algorithms.parts import Products
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
+from tpkernels.algorithms.routes import Places, filled, places_of
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue_alike, queued
+from tpkernels.local.memory import empty
 from tpkernels.planning.trust import COPY_ENGINES
 from tpkernels.symm.cuda import Watch
 from tpkernels.symm.device import Prepared, kernel_error
@@ -75,10 +79,14 @@ def _run(
 
 
 def _config(call: Call, x: torch.Tensor) -> MatmulConfig:
-    """Return the block sizes, which follow from the rows of all ranks: all choose the same."""
+    """Return the block sizes, which follow from the rows of all ranks, or of an expert: all choose
+    the same."""
     from tpkernels.kernels.configs import choose
 
-    return choose(x.device, x.dtype, call.problem.rows, call.plan.config)
+    rows, routes = call.problem.rows, call.problem.options.routes
+    if routes is not None:
+        rows = sum(call.problem.sizes) * routes[1] // routes[0]
+    return choose(x.device, x.dtype, rows, call.plan.config)
 
 
 def _place(x: torch.Tensor) -> Hashable:
@@ -203,3 +211,58 @@ def reduce(
 
     added = reduction.bias, reduction.residual
     _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, out.flatten(0, -2))
+
+
+def dispatch(
+    call: Call, x: torch.Tensor, routes: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the rows of this rank's experts, how many each has, and their products with w
+    [experts, K, N]. x [tokens, K], routes [tokens of all ranks, k]."""
+    problem, rank = call.problem, call.group.rank
+    found = Places.of(problem, rank, routes)
+    rows = empty((found.rows(problem, rank, routes), x.shape[1]), x.dtype, x.device)
+    out = empty((len(rows), w.shape[2]), x.dtype, x.device)
+
+    def prepare() -> Prepared:
+        from tpkernels.kernels import experts
+
+        config = _config(call, x)
+        return experts.prepare_dispatch(config, x, rows, w, problem.sizes, _most_routes(call))
+
+    where = found.order, found.edges, found.ends
+    _run(call, x.device, (_place(w), len(rows)), prepare, x, rows, w, bias, out, *where)
+    return rows, found.counts, out
+
+
+def combine(
+    call: Call,
+    x: torch.Tensor,
+    routes: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """Fill ``out`` [tokens, N] with the sums, by ``weights`` [tokens, k], of the products of the
+    tokens' rows with w [experts, K, N]. A token that has a route without a row becomes NaN."""
+    problem, rank = call.problem, call.group.rank
+    found = Places.of(problem, rank, routes)
+    x = filled(problem, x, found.rows(problem, rank, routes))
+
+    def prepare() -> Prepared:
+        from tpkernels.kernels import experts
+
+        config = _config(call, x)
+        return experts.prepare_combine(config, x, w, problem.sizes, _most_routes(call))
+
+    where = found.order, found.edges, found.ends, places_of(found.order)
+    key = _place(x), _place(w), len(x)
+    _run(call, x.device, key, prepare, x, w, bias, weights, out, *where)
+
+
+def _most_routes(call: Call) -> tuple[int, int]:
+    """Return how many routes may lead to a rank, and those of a token."""
+    experts_and_k, sizes = call.problem.options.routes, call.problem.sizes
+    assert experts_and_k is not None  # only such problems are asked
+    k = experts_and_k[1]
+    return call.problem.options.max_rows or sum(sizes) * k, k

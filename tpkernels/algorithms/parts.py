@@ -326,7 +326,7 @@ def partials_of(call: Call, x: torch.Tensor, chunk: int | None) -> Partials:
         parts = x.split(list(problem.sizes), problem.dim)
     counts = [part.numel() for part in parts]
     step = max(counts) if chunk is None else min(max(counts), chunk // x.element_size())
-    split = Split(problem, counts, [1] * problem.world, begins, max(1, step))
+    split = Split(problem, counts, [1] * problem.world, begins, step)
 
     @functools.cache
     def flat(owner: int) -> torch.Tensor:

@@ -138,12 +138,17 @@ class Places:
     Attributes:
         order: the route, token * k + slot, of each place.
         edges: the place at which each rank's rows begin, and the end of the last's.
-        counts: rows of each of this rank's experts.
+        ends: the same of each of this rank's experts.
     """
 
     order: torch.Tensor
     edges: torch.Tensor
-    counts: torch.Tensor
+    ends: torch.Tensor
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Return how many rows each of this rank's experts has."""
+        return self.ends.diff()
 
     @classmethod
     def of(cls, problem: Problem, rank: int, routes: torch.Tensor) -> Places:
@@ -158,7 +163,7 @@ class Places:
         firsts = ranks.clamp(max=more).add(ranks, alpha=each)  # experts, as of `shard_sizes`
         edges = torch.searchsorted(experts, firsts)
         ends = torch.searchsorted(experts, numbers(first, first + held[rank] + 1))
-        return cls(order, edges, ends.diff())
+        return cls(order, edges, ends)
 
     def rows(self, problem: Problem, rank: int, routes: torch.Tensor) -> int:
         """Return how many rows this rank has: ``max_rows``; without, the host waits for the number

@@ -337,9 +337,7 @@ def prepare_normed_all_reduce(
     rows, columns = _matrix(x)
     x_bytes = x.element_size()
     if way == "auto":
-        # In two hops a rank has whole rows.
-        row_bytes, split = columns * x_bytes, world * ceil_div(rows, world) * columns * x_bytes
-        way = all_reduce_way(rows * row_bytes, world, usable(ways, NORMED_SUMS), split)
+        way = all_reduce_way(x.numel() * x_bytes, world, usable(ways, NORMED_SUMS), rows)
     by_ll = way in ("ll", "ll_two_shot")
     cluster = _cluster(rows if by_ll else ceil_div(rows, world), columns, x.device)
     needs = layouts.rows_layout(way, rows, columns, world, x_bytes, cluster)

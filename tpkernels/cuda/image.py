@@ -46,11 +46,11 @@ def kernels(device: int) -> _C.cuda.Kernels:
     return _C.cuda.Kernels(device, None if _C.cuda.architectures() else nvrtc_image(capability))
 
 
-def launch(kernel: str, on: torch.device, *arguments: object, **shape: int) -> None:
+def launch(kernel: str, on: torch.device, *arguments: object, **shape: Any) -> None:
     """Queue a kernel of csrc/cuda/kernels.h on torch's current stream of a GPU. ``shape``: its
     ``blocks`` (1), the blocks of a ``cluster`` (1), whether it starts ``early``."""
     index, stream = device_and_stream(on)
-    getattr(kernels(index), kernel)(stream, *arguments, **shape)
+    kernels(index).launch(kernel, stream, *arguments, **shape)
 
 
 def device_and_stream(device: torch.device) -> tuple[int, int]:

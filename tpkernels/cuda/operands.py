@@ -6,7 +6,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels.dtypes import CODES, name
-from tpkernels.symm.device import DeviceWorkspace, signed
+from tpkernels.symm.device import DeviceWorkspace
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -82,16 +82,16 @@ def epilogue(
 def space_of(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
     """Return what every kernel needs of a call, in the extension's form."""
     return _C.cuda.Space(
-        regions=space.regions.data_ptr(),
-        state=space.state.data_ptr(),
-        control=space.control.data_ptr(),
-        rank=space.rank,
-        signature=signed(signature),
-        timeout_ns=space.timeout_ns,
-        words=space.words,
-        buffers_at=space.buffers_at,
-        buffer_stride=space.buffer_stride,
-        WORLD=space.world,
-        seed=space.seed,
-        CHAOS=space.chaos,
+        space.regions.data_ptr(),
+        space.state.data_ptr(),
+        space.control.data_ptr(),
+        space.rank,
+        space.world,
+        signature,
+        space.timeout_ns,
+        space.words,
+        space.buffers_at,
+        space.buffer_stride,
+        space.seed,
+        space.chaos,
     )

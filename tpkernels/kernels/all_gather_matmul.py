@@ -57,13 +57,15 @@ def copy_elements(source, to, count, lane, lanes, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def shard_kernel(x, gathered, count, workspace, rank, BLOCK: tl.constexpr):
-    """Copy this rank's rows to where the peers find them, and to where its own tiles do."""
+    """Copy this rank's rows to where the peers find them, and to ``gathered``, where its own tiles
+    do, unless that is None."""
     own = sync.pointer(sync.next_buffer(workspace, rank), x.dtype.element_ty)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     if sync.failed(workspace.state):
         count = 0
     copy_elements(x, own, count, lane, lanes, BLOCK)
-    copy_elements(x, gathered, count, lane, lanes, BLOCK)
+    if gathered is not None:
+        copy_elements(x, gathered, count, lane, lanes, BLOCK)
 
 
 class Fetching(NamedTuple):
@@ -127,7 +129,7 @@ def fetch_rows(peers, gathered, segments, K, lane, fetching: tl.constexpr):
 
 
 @triton.jit
-def _wait_for_range(peers, source, first, last):
+def wait_for_range(peers, source, first, last):
     """Wait for the words [first, last) from one rank; THREADS at once if these are there."""
     for begin in range(first, last, words.THREADS):
         index, end = begin + tl.arange(0, words.THREADS), tl.minimum(begin + words.THREADS, last)
@@ -143,7 +145,7 @@ def _await_pieces(peers, segments, K, owner, row, rows, fetching: tl.constexpr):
     begin, end = matmul.segment(segments, owner)
     last = _pieces_in(tl.minimum(row + rows, end - begin), K, fetching)
     first = (tl.cast(row, tl.int64) * K // fetching.piece).to(tl.int32)
-    _wait_for_range(peers, owner, first + sync.TILES, last + sync.TILES)
+    wait_for_range(peers, owner, first + sync.TILES, last + sync.TILES)
 
 
 class _Arrivals(NamedTuple):
@@ -195,13 +197,13 @@ def all_gather_matmul_kernel(
         fetch_rows(peers, gathered, segments, K, lane, fetching)
     else:
         matmul.matmul_tiles(
-            matmul.Product(a, b, N, K, K, stride_bk, stride_bn), segments, rank,
+            matmul.Product(a, b, N, K, K, stride_bk, stride_bn, None), segments, rank,
             lane - fetching.programs, tl.num_programs(0) - fetching.programs,
             _await_rows,
             _Arrivals(
                 peers, segments, K, chunk_tiles, chunks, tiling.block_m, fetching, tiling.a_tma
             ),
-            matmul.store_result, matmul.Result(out, bias, N), tiling,
+            matmul.store_result, matmul.Result(out, bias, N, None), tiling,
         )  # fmt: skip
     if not PART:  # noqa: SIM102 - a condition known at compile time and one that is not
         if sync.finish(peers):

@@ -29,10 +29,13 @@ from tpkernels.kernels.configs import MatmulConfig, choose, contiguous_rows
 from tpkernels.kernels.words import INTERPRETED
 from tpkernels.symm.device import DeviceWorkspace
 
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
 
 class Product(NamedTuple):
-    """The operands of ``a @ b``. a [M, K] has contiguous rows; b [K, N] has any strides. What TMA
-    loads is a descriptor (`MatmulConfig.operands`)."""
+    """The operands of ``a @ b``. a [M, K] has contiguous rows; b [K, N] has any strides, and is
+    the same for all segments or one of a stack. What TMA loads is a descriptor
+    (`MatmulConfig.operands`)."""
 
     a: Any
     b: Any
@@ -41,6 +44,7 @@ class Product(NamedTuple):
     stride_am: Any
     stride_bk: Any
     stride_bn: Any
+    stride_bs: Any  # from one segment's b to the next; None: all have the same
 
 
 class Segments(NamedTuple):
@@ -51,7 +55,9 @@ class Segments(NamedTuple):
     starts: Any  # a table: the first row of each segment, and the end of the last; None: all equal
     rows: Any  # of each segment, if all are equal
     M: Any
-    number: Any  # known at compile time
+    number: Any  # known at compile time, unless there are `tiles`
+    tiles: Any  # a table: the rows of tiles before each segment, and of all; None: kernels count
+    owners: Any  # a table: the segment of each row of tiles, with `tiles`
 
 
 def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,7 +68,7 @@ def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
     """Return the launch argument for segments of ``sizes`` rows."""
     starts = space.starts(sizes) if table_of(sizes) else None
-    return Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
+    return Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)), None, None)
 
 
 class Tile(NamedTuple):
@@ -89,7 +95,9 @@ def segment(segments, owner):
 def tiles_before(segments, N, owner, tiling: tl.constexpr):
     """Count the tiles of the segments before that of ``owner``; of all, if that is their number."""
     tiles_n = tl.cdiv(N, tiling.block_n)
-    if segments.starts is None:
+    if segments.tiles is not None:
+        return tl.load(segments.tiles + owner) * tiles_n
+    elif segments.starts is None:
         return owner * (tl.cdiv(segments.rows, tiling.block_m) * tiles_n)
     else:
         count = 0
@@ -102,7 +110,9 @@ def tiles_before(segments, N, owner, tiling: tl.constexpr):
 @triton.jit
 def owner_of(segments, N, tile, tiling: tl.constexpr):
     """Return the segment that a tile is in."""
-    if segments.number == 1:
+    if segments.tiles is not None:
+        return tl.load(segments.owners + tile // tl.cdiv(N, tiling.block_n))
+    elif segments.number == 1:
         return 0
     elif segments.starts is None:
         return tile // tiles_before(segments, N, 1, tiling)
@@ -142,7 +152,7 @@ def matmul_tiles(
     after_context, tiling: tl.constexpr, later: tl.constexpr = None,
 ):  # fmt: skip
     """Run the tile loop."""
-    a, b, N, K, stride_am, stride_bk, stride_bn = product
+    a, b, N, K, stride_am, stride_bk, stride_bn, stride_bs = product
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
     BLOCK_K: tl.constexpr = tiling.block_k
@@ -167,6 +177,14 @@ def matmul_tiles(
         columns = column + tl.arange(0, BLOCK_N)
         if before is not None:
             before(before_context, owner, tile_m)
+        own_b, first_k, first_n = b, 0, 0  # of the segment
+        if stride_bs is not None:
+            if tiling.b_tma == "k":
+                first_n = owner * N
+            elif tiling.b_tma == "n":
+                first_k = owner * K
+            else:
+                own_b += tl.cast(owner, tl.int64) * stride_bs
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
             depth = k + tl.arange(0, BLOCK_K)
@@ -179,12 +197,12 @@ def matmul_tiles(
                     other=0.0,
                 )
             if tiling.b_tma == "k":
-                y = b.load([column, k]).T
+                y = b.load([first_n + column, k]).T
             elif tiling.b_tma == "n":
-                y = b.load([k, column])
+                y = b.load([first_k + k, column])
             else:
                 y = tl.load(
-                    b
+                    own_b
                     + depth.to(tl.int64)[:, None] * stride_bk
                     + columns.to(tl.int64)[None, :] * stride_bn,
                     mask=(depth < K)[:, None] & (columns < N)[None, :],
@@ -240,18 +258,29 @@ def epilogue(acc, bias, residual, column, N, inside):
     return acc
 
 
+@triton.jit
+def bias_of(bias, stride, owner):
+    """Return the bias of a segment."""
+    if bias is None or stride is None:
+        return bias
+    else:
+        return bias + tl.cast(owner, tl.int64) * stride
+
+
 class Result(NamedTuple):
     """The context of `store_result`."""
 
     out: Any
     bias: Any
     N: Any
+    stride_bias: Any  # from one segment's bias to the next; None: all have the same
 
 
 @triton.jit
 def store_result(context, acc, tile):
     """Add the bias and round once: the `after` hook where a tile is the result."""
     N, out = context.N, context.out
+    bias = bias_of(context.bias, context.stride_bias, tile.owner)
     parts = column_parts(acc)
     for i in tl.static_range(len(parts)):
         part = parts[i]
@@ -259,7 +288,7 @@ def store_result(context, acc, tile):
         corner, offsets, inside = tile_at(
             tile.row, column, tile.end, N, N, part.shape[0], part.shape[1]
         )
-        part = epilogue(part, context.bias, None, column, N, inside)
+        part = epilogue(part, bias, None, column, N, inside)
         tl.store(out + corner + offsets, rounded(part, out.dtype.element_ty), mask=inside)
 
 
@@ -270,9 +299,9 @@ def matmul_kernel(
 ):  # fmt: skip
     """Compute ``out = round(a @ b + bias)``."""
     matmul_tiles(
-        Product(a, b, N, K, stride_am, stride_bk, stride_bn), Segments(None, M, M, 1), 0,
-        tl.program_id(0), tl.num_programs(0), before, None, store_result, Result(out, bias, N),
-        tiling,
+        Product(a, b, N, K, stride_am, stride_bk, stride_bn, None),
+        Segments(None, M, M, 1, None, None), 0, tl.program_id(0), tl.num_programs(0), before, None,
+        store_result, Result(out, bias, N, None), tiling,
     )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def matmul_all_reduce_kernel(
     own = 0 if ONE_SHOT else rank
     begin, _ = matmul.segment(segments, own)
     matmul.matmul_tiles(
-        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
+        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn, None), segments,
         (own + 1) % segments.number, lane, lanes, None, None,
         _push_to_all if ONE_SHOT else scatter.push_tile,
         scatter.Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling,
@@ -154,7 +154,7 @@ def prepare(
         programs = min(config.tiles(sizes, n), config.programs)
         args = matmul.segments_of(space, sizes), n, k, *strides, slot, world * slot, results
         call = sync.launch_arguments(space, signature)
-        args = *args, *call, one_shot, scatter.TRITON_DTYPES[wire]
+        args = *args, *call, one_shot, matmul.TRITON_DTYPES[wire]
         scratch = None if one_shot else space.scratch
         return operands.bind(matmul_all_reduce_kernel, programs, args, scratch)
 

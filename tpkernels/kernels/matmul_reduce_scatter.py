@@ -157,7 +157,7 @@ def matmul_reduce_scatter_kernel(
     sync.enter(peers)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     matmul.matmul_tiles(
-        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
+        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn, None), segments,
         (rank + 1) % workspace.world, lane, lanes, None, None, push_tile,
         Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling, publish_tile,
     )  # fmt: skip
@@ -170,7 +170,6 @@ def matmul_reduce_scatter_kernel(
         sync.poison(out, tl.cast(end - begin, tl.int64) * N)
 
 
-TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _ALIGNMENT = 256  # bytes, of a slot
 
 
@@ -195,8 +194,8 @@ def prepare(
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         programs = min(config.tiles(sizes, n), config.programs)
-        call = sync.launch_arguments(space, signature)
-        args = matmul.segments_of(space, sizes), n, k, *strides, slot, *call, TRITON_DTYPES[wire]
+        call, dtype = sync.launch_arguments(space, signature), matmul.TRITON_DTYPES[wire]
+        args = matmul.segments_of(space, sizes), n, k, *strides, slot, *call, dtype
         return operands.bind(matmul_reduce_scatter_kernel, programs, args, space.scratch)
 
     tiles = config.tiles([max(sizes)], n)

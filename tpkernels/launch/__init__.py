@@ -1,5 +1,5 @@
 """Starting ranks on this machine, and calling what they hold: ``Ranks(4).run(function, ...)``,
-``Ranks(4, "module:Class").call("method", ...)``."""
+``Ranks(4, Class).call("method", ...)``."""
 
 from tpkernels.launch.ranks import Outcome, RankError, Ranks, fork_server
 

@@ -51,7 +51,7 @@ _PRELOAD = ["torch", "torch.distributed", "tpkernels.launch.worker"]
 _SLICE_S = 0.1  # between two looks at the ranks
 _MESSAGE_S = 1.0  # for the rest of a reply that has begun to arrive
 _REAP_S = 5.0  # from a rank's death to its exit code, through the fork server
-_RUN = messages.encode(("run",))
+_RUN, _MAKE = messages.encode(("run",)), messages.encode(("make",))
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,8 @@ class Ranks:
 
     Args:
         world: number of ranks, at least 1.
-        factory: makes the object on each rank: a class or function at the top of a module, or its
-            name as "module:Class". With a name, only the ranks import the module.
-        args, kwargs: of the factory; what `call` can send.
+        factory: makes the object on each rank; it and its arguments are pickled, as `run` does.
+        args, kwargs: of the factory.
         backend: for ``init_process_group``. With NCCL, rank r uses device r modulo their count.
         threads: intra-op threads of each rank (torch, OpenMP).
         env: added to the environment of the ranks, which is otherwise a copy of the parent's. It is
@@ -146,13 +145,12 @@ class Ranks:
 
     Raises:
         RankError: a rank did not start, or the factory failed.
-        TypeError, ValueError: the factory or an argument cannot be sent.
     """
 
     def __init__(
         self,
         world: int,
-        factory: str | Callable[..., Any] | None = None,
+        factory: Callable[..., Any] | None = None,
         *args: Any,
         backend: str = "gloo",
         threads: int = 1,
@@ -173,9 +171,7 @@ class Ranks:
         self._pid = os.getpid()
         self._turn = threading.Lock()  # held during a call, and while a stream is open
         self._streaming: int | None = None  # the thread that opened the stream
-        if factory is not None:
-            factory = worker.name_of(factory)
-            making = _request("make", factory, args, kwargs)
+        pickled = b"" if factory is None else _pickled(factory, args, kwargs)
         self.exitcodes: list[int | None] = []  #: of the ranks, once they are closed
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[connection.Connection] = []
@@ -202,8 +198,8 @@ class Ranks:
                 raise
         if factory is not None:
             with self._my_turn(self._timeout):
-                job = Job(factory, world, self._timeout)
-                made = self._run(job, making, close_on_error=True)
+                job = Job(_name_of(factory), world, self._timeout)
+                made = self._run(job, _MAKE, pickled, close_on_error=True)
             self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in made))
 
     def run(
@@ -220,9 +216,10 @@ class Ranks:
         """
         timeout = self._timeout if timeout is None else _checked_timeout(timeout)
         pickled = _pickled(function, args, kwargs)
-        what = getattr(function, "__qualname__", repr(function))
         with self._my_turn(timeout):
-            job = self._job = Job(what, self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS))
+            job = self._job = Job(
+                _name_of(function), self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS)
+            )
             outcomes = self._run(job, _RUN, pickled, close_on_error=True)
         return [outcome.value for outcome in outcomes]
 
@@ -638,6 +635,10 @@ def _request(kind: str, name: str, args: Sequence[Any], kwargs: Any, *rest: Any)
     """Return a message of `tpkernels.launch.worker`."""
     what = ["", "", f"{name}: args", f"{name}: kwargs", *[""] * len(rest)]
     return messages.encode((kind, name, args, kwargs, *rest), what)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
 
 
 def _pickled(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:

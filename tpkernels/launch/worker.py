@@ -4,7 +4,7 @@ Messages, in one order on all ranks:
 
 - ``("join",)`` forms the default process group;
 - ``("run",)`` calls a function that the parent sends, pickled, through the pipe of each rank;
-- ``("make", factory, args, kwargs)`` makes the object;
+- ``("make",)`` does so too, and keeps the object that the function returns;
 - ``("call", method, args, kwargs, rank)`` calls a method, whose result is wanted of ``rank``, or of
   all ranks if that is None;
 - ``("stream", method, args, kwargs, rank, steps)`` calls a generator method and takes ``steps``
@@ -32,7 +32,6 @@ import inspect
 import io
 import os
 import pickle
-import pkgutil
 import shutil
 import signal
 import sys
@@ -117,22 +116,25 @@ class Worker:
         join_group(self._rank, self._setup)
         self._reply("last")
 
-    def _run(self) -> None:
+    def _result(self, **shared: Any) -> Any:
+        """Return what the function returns that the parent sends."""
         job = io.BytesIO(self._pipe.recv_bytes())
         sys.path[:] = pickle.load(job)  # first: importing the function may need it
         function, args, kwargs = pickle.load(job)
-        if self._setup.shared is not None:
-            kwargs["shared"] = self._setup.shared
+        return function(*args, **kwargs, **shared)
+
+    def _run(self) -> None:
+        shared = {} if self._setup.shared is None else {"shared": self._setup.shared}
         try:
-            value = pickle.dumps(function(*args, **kwargs))
+            value = pickle.dumps(self._result(**shared))
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()  # the rank may be killed after a failure elsewhere
         self._reply("pickled")
         self._pipe.send_bytes(value)  # after the reply: the parent reads the pipe only then
 
-    def _make(self, factory: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._object = resolve(factory)(*args, **kwargs)
+    def _make(self) -> None:
+        self._object = self._result()
         self._reply("last", methods_of(self._object))
 
     def _call(
@@ -179,34 +181,6 @@ def describe(error: BaseException) -> str:
     while frames and frames.tb_next and os.path.dirname(frames.tb_frame.f_code.co_filename) == here:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
-
-
-def resolve(factory: str) -> Callable[..., Any]:
-    """Return the callable named "module:qualified.name"."""
-    target: Any = pkgutil.resolve_name(factory)
-    if not callable(target):
-        raise TypeError(f"{factory} is a {type(target).__name__}, not a class or function")
-    return target
-
-
-def name_of(factory: str | Callable[..., Any]) -> str:
-    """Return the name by which ranks find a factory.
-
-    Raises:
-        ValueError: they could not.
-    """
-    if isinstance(factory, str):
-        if not all(factory.partition(":")):
-            raise ValueError(f"factory {factory!r} must be of the form 'module:Class'")
-        return factory
-    name = f"{getattr(factory, '__module__', None)}:{getattr(factory, '__qualname__', None)}"
-    with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
-        if resolve(name) is factory:
-            return name
-    raise ValueError(
-        f"factory {factory!r} must be a class or function that ranks can import: define it at the "
-        "top of a module, or name it as 'module:Class'"
-    )
 
 
 def methods_of(held: Any) -> list[str]:

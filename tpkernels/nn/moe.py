@@ -107,6 +107,8 @@ class MoE(PackableModule):
             whatever the router chooses.
         sequence_parallel: a rank passes its own tokens, and gets these. By default all ranks pass
             the same tokens.
+        max_rows: rows that each rank's experts get of tokens that travel, as `moe_dispatch` takes
+            it, so that a CUDA graph can hold the call.
 
     ``gate_up_proj`` is [experts, 2 * width, hidden_size], the gates before the ups, and
     ``down_proj`` [experts, hidden_size, width], with this rank's experts or width. Where the width
@@ -126,6 +128,7 @@ class MoE(PackableModule):
         transposed: bool = False,
         interleaved: bool = False,
         expert_parallel: bool = False,
+        max_rows: int | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(group, **options)
@@ -135,6 +138,7 @@ class MoE(PackableModule):
         self.intermediate_size, self.activation = intermediate_size, activation
         self.expert_parallel, self.apply_gate = expert_parallel, apply_gate
         self.bias, self.transposed, self.interleaved = bias, transposed, interleaved
+        self.max_rows = max_rows
         outer, inner = (2, 1) if transposed else (1, 2)
         widths = balanced_sizes(intermediate_size, self.world)
         for name, shape in _shapes(
@@ -241,6 +245,7 @@ class MoE(PackableModule):
                 self.group,
                 bias=biases[0],
                 shard_sizes=sizes,
+                max_rows=self.max_rows,
             )
             return grouped_matmul_combine(self._gate(inner), down, handle, bias=biases[1])
         # All ranks have all tokens, so that only what the experts make of them travels. A

@@ -17,7 +17,9 @@ from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
 from tpkernels.local.scaled import Packing
+from tpkernels.ops.grouped_products import multiply_rows
 from tpkernels.ops.scaled import Rows, own_scale
+from tpkernels.planning.algorithms import ALGORITHMS
 
 
 def gather(call: Call, given: Any) -> Any:
@@ -74,19 +76,33 @@ def reduce_in_place(call: Call, given: Any) -> None:
         x.copy_(out)
 
 
-def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run an op that brings tokens to their experts; return their rows, and how many each has."""
-    x, scale = given.x, given.scale_x
-    x = x.contiguous() if scale is None else Packing.of(x, scale).pack(x, scale)
-    return call.function(call, x, given.routes)
+def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, ...]:
+    """Run an op that brings tokens to their experts; return their rows, how many each has, and what
+    they make of them if they multiply."""
+    x = given.x.contiguous()
+    if not call.problem.options.multiplied:
+        if given.scale_x is not None:
+            x = Packing.of(given.x, given.scale_x).pack(given.x, given.scale_x)
+        return call.function(call, x, given.routes)
+    if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
+        return call.function(call, x, given.routes, given.w, given.bias)
+    rows, counts = call.function(call, x, given.routes)
+    return rows, counts, multiply_rows(rows, given.w, counts, given.bias)
 
 
 def combine(call: Call, given: Any) -> torch.Tensor:
-    """Run an op that brings the experts' rows back and sums each token's."""
+    """Run an op that brings back what experts made of rows, or make of them, and sums each
+    token's."""
     x, weights = given.x.contiguous(), given.topk_weights
-    out = empty((weights.shape[0], x.shape[1]), x.dtype, x.device)
+    factors: tuple[Any, ...] = ()
     weights = weights.to(dtypes.accumulator(x.dtype)).contiguous()
-    call.function(call, x, given.routes, weights, out)
+    if call.problem.options.multiplied:
+        if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
+            factors = given.w, given.bias
+        else:
+            x = multiply_rows(x, given.w, given.counts, given.bias)
+    out = empty((weights.shape[0], call.problem.shape[1]), x.dtype, x.device)
+    call.function(call, x, given.routes, weights, out, *factors)
     return out
 
 

@@ -9,118 +9,30 @@ otherwise a loop over a copy of ``counts`` on the host.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tpkernels import _C, validation
 from tpkernels.local.matmul import local_matmul
-from tpkernels.local.memory import empty
-from tpkernels.local.packed import is_packed_stack
-from tpkernels.local.ranges import MATMUL, recorded
+from tpkernels.ops.grouped_products import (
+    add_bias,
+    check_bias,
+    columns_of_stack,
+    multiply_groups,
+    ranges_of,
+    torch_takes,
+)
 from tpkernels.ops.registration import define_local
 from tpkernels.ops.shortcut import is_plain
 
 SCHEMA = "grouped_matmul(Tensor x, Tensor stack, Tensor counts) -> Tensor"
 GRADIENT = "_grouped_outer_product(Tensor x, Tensor y, Tensor counts) -> Tensor"
-_ALIGNMENT = 16  # bytes, of the rows that torch's grouped product takes
-
-
-def _columns(stack: torch.Tensor) -> int:
-    return stack.shape[1] if is_packed_stack(stack) else stack.shape[-1]
-
-
-def _run(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    if x.is_cuda:
-        _check(x, stack, counts)
-        return _run_on_gpu(x, stack, counts)
-    # Checks take as long as a product of one row; only one that fails is looked into.
-    try:
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = empty((x.shape[0], _columns(stack)), x.dtype, x.device)
-        with recorded(MATMUL):
-            left = _C.calls.grouped_multiply(x, stack, counts, out)
-    except Exception:
-        _check(x, stack, counts)
-        raise
-    if left or not x.shape[0]:
-        _check(x, stack, counts)
-        rows = ranges_of(counts, x)
-        for group in left:
-            local_matmul(x[rows[group]], stack[group], out[rows[group]])
-    return out
-
-
-def _check(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> None:
-    """Raise for operands that do not fit. The values of ``counts`` are not looked at."""
-    check_operands(x, stack)
-    check_counts(counts, x, stack)
-
-
-def check_counts(counts: torch.Tensor, x: torch.Tensor, stack: torch.Tensor) -> None:
-    """Raise if ``counts`` are not those of a stack's groups, whatever their values."""
-    validation.tensors({"x": x, "counts": counts})
-    integers = counts.dtype in (torch.int32, torch.int64)
-    if tuple(counts.shape) != (len(stack),) or not integers:
-        raise ValueError(
-            f"counts is {counts.dtype} of shape {list(counts.shape)}; w has {len(stack)} groups, "
-            f"so it must be int32 or int64 of shape [{len(stack)}]"
-        )
-
-
-def check_operands(x: torch.Tensor, stack: torch.Tensor) -> None:
-    """Raise for rows and a stack of weights that do not fit."""
-    validation.tensors({"x": x, "w": stack})
-    validation.matrix_input(x)
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {list(x.shape)}; grouped_matmul takes rows [R, K]")
-    if stack.dim() not in (3, 4) or (is_packed_stack(stack) and not stack.is_contiguous()):
-        raise ValueError(
-            f"w has shape {list(stack.shape)} and strides {list(stack.stride())}; it must be a "
-            "stack [E, K, N], or what tpkernels.pack makes of one"
-        )
-    if len(stack):
-        validation.weight(stack[0], x, x.shape[1], "w[0]")
-
-
-def check_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
-    """Raise for a bias that does not fit a stack of weights."""
-    shape = [len(stack), _columns(stack)]
-    if bias is not None and list(bias.shape) != shape:
-        raise ValueError(f"bias has shape {list(bias.shape)}; it must be {shape}, a row per group")
-
-
-def ranges_of(counts: torch.Tensor, x: torch.Tensor) -> list[slice]:
-    """Return the rows of x of each group. ``ValueError`` if it has others, but on a GPU at its
-    end."""
-    rows: list[int] = counts.tolist()
-    if min(rows, default=0) < 0 or sum(rows) > len(x) or (sum(rows) < len(x) and not x.is_cuda):
-        raise ValueError(f"counts is {rows}, but x has {len(x)} rows")
-    return [slice(begin, end) for begin, end in pairwise(accumulate(rows, initial=0))]
-
-
-def _run_on_gpu(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    if _torch_takes(x) and _torch_takes(stack):
-        return F.grouped_mm(x, stack, offs=counts.cumsum(0, dtype=torch.int32))
-    out = empty((x.shape[0], _columns(stack)), x.dtype, x.device)
-    for w, rows in zip(stack, ranges_of(counts, x), strict=True):
-        local_matmul(x[rows], w, out[rows])
-    return out
-
-
-def _torch_takes(x: torch.Tensor) -> bool:
-    """Return whether torch's grouped product takes an operand on a GPU."""
-    short, pitch = sorted(x.stride()[-2:])
-    aligned = (pitch * x.itemsize) % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
-    return hasattr(F, "grouped_mm") and x.dtype == torch.bfloat16 and short == 1 and aligned
 
 
 def _outer_products(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return ``x_i^T @ y_i`` of the rows of each group, [E, K, N]; x [R, K], y [R, N]."""
-    if x.is_cuda and _torch_takes(x) and _torch_takes(y):
+    if x.is_cuda and torch_takes(x) and torch_takes(y):
         return F.grouped_mm(x.t(), y, offs=counts.cumsum(0, dtype=torch.int32))
     out = x.new_empty(len(counts), x.shape[1], y.shape[1])
     for product, rows in zip(out, ranges_of(counts, x), strict=True):
@@ -152,8 +64,8 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
 
 define_local(
     SCHEMA,
-    run=_run,
-    fake=lambda x, stack, counts: x.new_empty((x.shape[0], _columns(stack))),
+    run=multiply_groups,
+    fake=lambda x, stack, counts: x.new_empty((x.shape[0], columns_of_stack(stack))),
     save=_save,
     backward=_backward,
     autocast=True,
@@ -191,12 +103,8 @@ def grouped_matmul(
     """
     product: torch.Tensor
     if is_plain(x, w, counts):
-        product = _run(x, w, counts)
+        product = multiply_groups(x, w, counts)
     else:
         product = torch.ops.tpkernels.grouped_matmul.default(x, w, counts)
-    if bias is None:
-        return product
     check_bias(bias, w)
-    numbers = torch.arange(len(product), device=product.device)
-    groups = torch.searchsorted(counts.cumsum(0), numbers, right=True).clamp_(max=len(bias) - 1)
-    return product + bias.to(product.dtype).index_select(0, groups)
+    return add_bias(product, bias, counts)

@@ -73,6 +73,19 @@ def _check_scales(x: torch.Tensor, scale: torch.Tensor) -> None:
 run_dispatch = define(SCHEMA, save=_save, backward=_backward)
 
 
+def gather_routes(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    group: str,
+    shard_sizes: Sequence[int] | None,
+) -> torch.Tensor:
+    """Return the ``topk_ids`` of all ranks, once what belongs to a dispatch has been checked."""
+    validation.topk(topk_ids, topk_weights, x)
+    bits = topk_ids.contiguous().view(torch.float32)  # as GPUs move it
+    return all_gather(bits, group, shard_sizes=shard_sizes).view(topk_ids.dtype)
+
+
 def moe_dispatch(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -124,11 +137,10 @@ def moe_dispatch(
     scales as they travel (`local.scaled.Packing`).
     """
     try:
-        validation.topk(topk_ids, topk_weights, x)
+        name = name_of(group)
         if scale_x is not None:
             _check_scales(x, scale_x)
-        name, bits = name_of(group), topk_ids.contiguous().view(torch.float32)  # as GPUs move it
-        routes = all_gather(bits, name, shard_sizes=shard_sizes).view(topk_ids.dtype)
+        routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
         rows, counts = run_dispatch(
             x,
             routes,

@@ -12,10 +12,11 @@ import torch
 
 from tpkernels import dtypes, validation
 from tpkernels.groups.group import Group
-from tpkernels.local.packed import columns_of
+from tpkernels.local.packed import columns_of, is_packed_stack
 from tpkernels.local.scaled import Packing, numbers_in, scaling_of
 from tpkernels.op_spec import OPS, OpSpec, Options
 from tpkernels.ops import scaled
+from tpkernels.ops.grouped_products import check_bias, check_operands, columns_of_stack
 from tpkernels.planning.problem import Problem
 from tpkernels.shards import shard_sizes
 
@@ -121,6 +122,10 @@ def _routed(op: str, group: Group, given: Any) -> Problem:
         )
     options = Options(routes=(given.num_experts, k), max_rows=given.max_rows)
     columns, wire = x.shape[1], x.dtype
+    if (w := getattr(given, "w", None)) is not None:
+        options = replace(options, multiplied=True)
+        _check_experts(given, shard_sizes(given.num_experts, group.world)[group.rank])
+        columns = columns if spec.dispatches else columns_of_stack(w)
     if scale is not None:  # rows travel with their scales
         options = replace(options, k=columns, x_dtype=wire, scale_x=f"{scale.shape[1]} a row")
         columns, wire = Packing.of(x, scale).words, torch.float32
@@ -134,6 +139,21 @@ def _routed(op: str, group: Group, given: Any) -> Problem:
         dtype=wire,
         options=options,
     )
+
+
+def _check_experts(given: Any, held: int) -> None:
+    """Check the weights of a rank's experts, of which it holds so many."""
+    check_operands(given.x, given.w)
+    check_bias(given.bias, given.w)
+    if len(given.w) != held:
+        raise ValueError(
+            f"w has {len(given.w)} experts; this rank holds {held} of {given.num_experts}"
+        )
+    if given.algorithm == "fused" and is_packed_stack(given.w):
+        raise NotImplementedError(
+            "w is packed, and the kernels of 'fused' cannot read it; pass the plain weight, or "
+            "another algorithm"
+        )
 
 
 def _check_input(spec: OpSpec, x: torch.Tensor) -> None:
@@ -247,14 +267,19 @@ def fake_result(op: str, group: Group, given: Any) -> Any:
     if spec.scaled:
         dtype = scaled.out_dtype(dtype)
     shape = list(x.shape)
+    w = getattr(given, "w", None)
     if spec.combines:
-        return x.new_empty(given.topk_weights.shape[0], x.shape[1])
+        columns = x.shape[1] if w is None else columns_of_stack(w)
+        return x.new_empty(given.topk_weights.shape[0], columns)
     if spec.dispatches:
         rows = given.max_rows
         if rows is None:
             rows = torch.library.get_ctx().new_dynamic_size()
         held = shard_sizes(given.num_experts, group.world)[group.rank]
         counts = x.new_empty(held, dtype=torch.int64)
+        if w is not None:
+            columns = columns_of_stack(w)
+            return x.new_empty(rows, x.shape[1]), counts, x.new_empty(rows, columns)
         if given.scale_x is None:
             return x.new_empty(rows, x.shape[1]), counts
         words = Packing.of(x, given.scale_x).words

@@ -40,10 +40,10 @@ if not _C.calls.open_exchange(torch.Tensor, PLAIN_KEYS.raw_repr()):
     )
 
 
-def arguments_of(schema: torch.FunctionSchema) -> _C.calls.Arguments:
+def arguments_of(schema: torch.FunctionSchema, record: str = "") -> _C.calls.Arguments:
     """Make a call's arguments a named tuple with the names and the defaults of an op's schema."""
     described, op = [], schema.name.removeprefix("tpkernels::")
-    combines = op in OPS and OPS[op].combines  # whose number of rows follows from the routes
+    combines = record in OPS and OPS[record].combines  # whose rows follow from the routes
     for argument in schema.arguments:
         has_default = argument.has_default_value()
         default = argument.default_value if has_default else None

@@ -201,7 +201,7 @@ def share_input(
         # A checkpointed layer is recomputed alone, perhaps after a forward of another length. Its
         # attention runs first and reads the number of tokens from the rotary embedding.
         if "position_embeddings" in kwargs:
-            rows.split(x.shape[0], kwargs["position_embeddings"][0].shape[SEQUENCE_DIM])
+            rows.split(x.shape[0], kwargs["position_embeddings"][0].shape[-2])
         sizes = rows.sizes_of(x)
     placeholder = project(module, names, x, sizes)
     if sizes is None:
@@ -332,6 +332,16 @@ def share_heads(attention: nn.Module, heads: Heads, names: list[str], group: str
         attention.register_forward_hook(partial(_take_back, [attention]), always_call=True)
 
 
+def share_rotary_key(attention: nn.Module, group: str) -> None:
+    """Sum the gradient of the rotary key of DeepSeek's attention over the ranks' heads, which all
+    attend to it. The other columns that are projected with it lead to a column-parallel layer,
+    which sums their gradient."""
+    projection = attention._modules.get("kv_a_proj_with_mqa")
+    if projection is not None:
+        width = attention.qk_rope_head_dim
+        projection.register_forward_hook(partial(_copy_last, group, width))
+
+
 def replace_inputs(
     parent: nn.Module, projections: Mapping[str, Any], group: str, rows: Rows | None
 ) -> None:
@@ -410,6 +420,15 @@ def _lend_entries(
     module.__dict__["_lent"] = {name: parameters[name] for name in names}
     for name in names:
         parameters[name] = copy_to_ranks(parameters[name], group).narrow(0, begin, size)
+
+
+def _copy_last(
+    group: str, width: Any, module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return output
+    others, last = output.tensor_split([-width], -1)
+    return torch.cat((others, copy_to_ranks(last, group)), -1)
 
 
 def _take_back(parts: list[nn.Module], module: nn.Module, args: Any, output: Any) -> None:

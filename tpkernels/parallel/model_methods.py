@@ -165,13 +165,19 @@ def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **option
             f"continuous batching of transformers {transformers.__version__} is not known to "
             "tpkernels, which was tested with 5.23; use model.generate"
         )
+    attention, row = _attention(model)
+    head_dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
+    if head_dim is None:
+        raise NotImplementedError(
+            "continuous batching of transformers has no cache for keys and values of other sizes, "
+            f"such as those of {type(attention).__name__}; use model.generate"
+        )
     ranks.tp_plan = {}  # of which it would derive the heads of a rank
 
     def create_with_local_heads() -> Any:
         """Make a batch processor, and its cache, while ``model.config`` has this rank's heads."""
         config, local = model.config, copy.copy(model.config)
-        attention, row = _attention(model)
-        local.head_dim = getattr(attention, "head_dim", None) or attention.head_size
+        local.head_dim = head_dim
         if row is not None:
             heads = config.num_attention_heads
             kv_heads = getattr(config, "num_key_value_heads", None) or heads

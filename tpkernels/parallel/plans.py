@@ -14,6 +14,7 @@ all code. Anything else is refused.
 
     colwise, packed_colwise        column-parallel; each rank uses its heads' entries of a vector
     colwise_gather_output (_rep)   column-parallel; gathered unless the code allows a split
+    mla_kv_a_proj                  the same; the latents of DeepSeek's attention
     rowwise                        row-parallel, split like the block's columns
     rowwise_split_input (_rep)     row-parallel; takes its columns of a whole input
     replicated_with_grad_allreduce the gradient is summed over the ranks' heads
@@ -57,7 +58,7 @@ from tpkernels.parallel.decoder import (
 )
 from tpkernels.shards import shard_sizes
 
-GATHERED = {"colwise_gather_output", "colwise_rep"}
+GATHERED = {"colwise_gather_output", "colwise_rep", "mla_kv_a_proj"}
 SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 COLUMNS = {"colwise", "packed_colwise", *GATHERED}
 ROWS = {"rowwise", *SPLIT_INPUT}
@@ -68,8 +69,19 @@ _ATTENTION = {
     **{f"layers.*.self_attn.{name}": "colwise" for name in QKV},
     "layers.*.self_attn.o_proj": "rowwise",
 }
+#: The projections to the latents of DeepSeek's attention, which all heads share, and from these.
+LATENTS = {"q_a_proj": "q_b_proj", "kv_a_proj_with_mqa": "kv_b_proj"}
+_LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+_LATENT_ATTENTION = _ATTENTION | {
+    **{f"layers.*.self_attn.{name}": "colwise_gather_output" for name in LATENTS},
+    **{f"layers.*.self_attn.{name}": "colwise" for name in LATENTS.values()},
+}
+_SHARED_EXPERT = {**dict.fromkeys(GATE_UP, "colwise"), "down_proj": "rowwise"}
 #: What the plans of base models leave out, by model type.
 PLANS = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT_ATTENTION),
+    "glm4_moe_lite": _LATENT_ATTENTION
+    | {f"layers.*.mlp.shared_experts.{name}": style for name, style in _SHARED_EXPERT.items()},
     "gpt_oss": {
         **_ATTENTION,
         "layers.*.self_attn.sinks": "colwise",
@@ -78,8 +90,7 @@ PLANS = {
     "granitemoe": _ATTENTION,
     "phimoe": _ATTENTION,
     "qwen2_moe": {
-        **{f"layers.*.mlp.shared_expert.{name}": "colwise" for name in GATE_UP},
-        "layers.*.mlp.shared_expert.down_proj": "rowwise",
+        f"layers.*.mlp.shared_expert.{name}": style for name, style in _SHARED_EXPERT.items()
     },
 }
 OTHER_EXPERTS = re.compile(r"moe_|ep_|grouped_gemm|packed_rowwise")
@@ -99,10 +110,13 @@ class Block:
     by_head: list[str] = field(default_factory=list)  #: parameters with an entry per query head
 
     @property
-    def shares_input(self) -> bool:
-        """Return whether all columns are projections of the block's own input."""
-        names = self.columns.keys()
-        return len(names) == 1 or (bool(names) and (names <= {*QKV} or names <= {*GATE_UP}))
+    def inputs(self) -> dict[str, dict[str, Any]]:
+        """Return those of `columns` that are projections of the block's own input, or an empty
+        dict where that is not known."""
+        of_latents = [second for first, second in LATENTS.items() if first in self.columns]
+        names = self.columns.keys() - of_latents
+        known = len(names) == 1 or names <= {*QKV, *LATENTS} or names <= {*GATE_UP}
+        return {name: self.columns[name] for name in self.columns if known and name in names}
 
 
 @dataclass
@@ -330,7 +344,7 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Bloc
             }
             block.row_options = {"in_sizes": sizes}
             return block
-        if not whole:
+        if whole <= LATENTS.keys():
             _split_heads(block, model, columns, row, prefix, styles, group)
             return block
     unpaired = (columns.keys() | rows.keys()) - whole
@@ -384,7 +398,10 @@ def _split_heads(
         heads = row.in_features // head_dim
         kv_heads = columns["k_proj"].out_features // head_dim
     keys = {"k_proj", "v_proj"}
-    widths = {child: linear.out_features for child, linear in columns.items()}
+    block.columns = {child: {"gather_output": True} for child in columns if child in LATENTS}
+    widths = {
+        child: linear.out_features for child, linear in columns.items() if child not in LATENTS
+    }
     for child, width in (widths | {str(block.row): row.in_features}).items():
         count = kv_heads if child in keys else heads
         if width % count or heads % kv_heads:
@@ -402,7 +419,7 @@ def _split_heads(
         if child in block.by_head and len(parameter) != heads:
             reason = f"it has {len(parameter)} entries for {heads} heads"
             raise _refuse(prefix + child, styles[child], reason)
-        if child in styles or prefix + child in block.shared:
+        if child in (*styles, *_LATENT_NORMS) or prefix + child in block.shared:
             continue
         of_head = parameter.dim() == 1 and parameter.shape[0] * heads == row.in_features
         if not of_head or child == name:
@@ -428,7 +445,7 @@ def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) ->
         own = [b for b, place in zip(blocks, places, strict=True) if place and place[2] == number]
         heads = [block.heads.query_heads for block in own if block.heads]
         stack.heads.append(heads[0] if heads else None)
-        by_row = not layer._parameters and all(block.shares_input for block in own)
+        by_row = not layer._parameters and all(block.inputs for block in own)
         for key, child in layer.named_children():
             if child in inside or next(child.parameters(), None) is None:
                 continue
@@ -550,10 +567,11 @@ class _Constant(nn.Module):
 def _replace(model: nn.Module, block: Block, group: str, rows: Rows | None) -> None:
     """Replace the projections of a block."""
     parent = block.module
-    if block.shares_input:
-        decoder.replace_inputs(parent, block.columns, group, rows)
-    else:
-        for name, options in block.columns.items():
+    inputs = block.inputs
+    if inputs:
+        decoder.replace_inputs(parent, inputs, group, rows)
+    for name, options in block.columns.items():
+        if name not in inputs:
             linear = ColumnParallelLinear.from_linear(getattr(parent, name), group, **options)
             setattr(parent, name, linear)
     if block.row is not None:
@@ -563,6 +581,7 @@ def _replace(model: nn.Module, block: Block, group: str, rows: Rows | None) -> N
     if block.heads is not None:
         decoder.set_groups(parent, block.heads, group)
         decoder.share_heads(parent, block.heads, block.by_head, group)
+        decoder.share_rotary_key(parent, group)
     for name in block.shared:
         decoder.share_norm(model, name, group, None)
 

@@ -26,7 +26,7 @@ from torch import nn
 from tpkernels import dtypes
 from tpkernels.nn.sharding import planned
 from tpkernels.parallel import plans
-from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, open_checkpoint, package
+from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, Box, open_checkpoint, package
 from tpkernels.parallel.pretrained import Blueprint, Slot, draw
 
 _COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
@@ -168,7 +168,7 @@ def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], Non
     """Write the shards and the index; return the names of the files with weights."""
     save_file = package("safetensors.torch").save_file
     places: dict[str, list[dict[str, Any]]] = {slot.name: [] for slot in plan.slots}
-    files = []
+    model, buffers, files = plan.blueprint.model, plan.blueprint.buffers, []
     for rank in range(plan.ranks):
         progress(rank)
         file = f"model-rank-{rank:05}-of-{plan.ranks:05}.safetensors"
@@ -180,13 +180,19 @@ def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], Non
             shard[slot.name] = torch.empty(part.shape, dtype=slot.parameter.dtype)
             slot.stored.read(part, shard[slot.name])
             places[slot.name].append({"file": file, "offsets": list(part.offsets)})
+        for name, stored in buffers.items() if rank == 0 else ():
+            shard[name] = torch.empty(stored.shape, dtype=model.get_buffer(name).dtype)
+            stored.read(Box.full(stored.shape), shard[name])
+            places[name] = [{"file": file, "offsets": [0] * len(stored.shape)}]
         save_file(shard, partial / file, metadata={"format": "pt"})
         files.append(file)
+    shapes = {slot.name: slot.shape for slot in plan.slots}
+    shapes |= {name: stored.shape for name, stored in buffers.items()}
     total = sum(prod(slot.shape) * slot.parameter.dtype.itemsize for slot in plan.slots)
     index = {
         "metadata": {"format": FORMAT, "ranks": plan.ranks, "total_size": total},
         "weight_map": places,
-        "shapes": {slot.name: list(slot.shape) for slot in plan.slots},
+        "shapes": {each: list(shape) for each, shape in shapes.items()},
     }
     (partial / INDEX).write_text(json.dumps(index, indent=1))
     return files

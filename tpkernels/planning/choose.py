@@ -174,11 +174,13 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
         if not means.trust.ways:
             return "unfused", f"nothing else is qualified here: {means.trust.record}"
         if problem.options.max_rows is not None:
-            reason = why_unqualified(problem, "direct", means)
-            reason = reason or _unsupported(problem, "direct", means)
-            if reason is not None:
-                return "unfused", f"direct {reason}"
-            return "direct", "with max_rows the host waits for no counts"
+            ways = ("fused", "direct") if problem.options.multiplied else ("direct",)
+            for name in ways:
+                reason = why_unqualified(problem, name, means)
+                reason = reason or _unsupported(problem, name, means)
+                if reason is None:
+                    return name, "with max_rows the host waits for no counts"
+            return "unfused", f"{name} {reason}"
         return "unfused", "on this GPU nothing is known to be faster"
     if not problem.spec.has_matmul:
         reason = _unsupported(problem, "direct", means)
@@ -285,7 +287,7 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         return "is for groups that span hosts, and all ranks of this one share memory"
     if algorithm.spans_hosts and means.why_no_node is not None:
         return means.why_no_node
-    if algorithm.overlaps_matmul and not problem.spec.has_matmul:
+    if algorithm.overlaps_matmul and not (problem.spec.has_matmul or problem.options.multiplied):
         return "overlaps a matmul, and this op has none"
     if problem.device in algorithm.whole_rows:
         vector = problem.dim == 0 and not problem.spec.has_matmul

@@ -280,13 +280,14 @@ def hop_seconds(way: str, nbytes: int, world: int) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def all_reduce_way(nbytes: int, world: int, ways: frozenset[str], split: int = 0) -> str:
+def all_reduce_way(nbytes: int, world: int, ways: frozenset[str], rows: int = 0) -> str:
     """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`), out of
-    ``ways``: the fastest of those without fences, by the model, for few bytes. ``split``: bytes of
-    all ranks' parts in two hops if that is more, as where parts are whole rows."""
+    ``ways``: the fastest of those without fences, by the model, for few bytes. ``rows``: of x, if
+    the ranks' parts in two hops are whole rows."""
+    split = world * ceil_div(rows, world) * nbytes // rows if rows else nbytes
 
     def seconds(way: str) -> float:
-        return hop_seconds(way, nbytes if way == "ll" else max(nbytes, split), world)
+        return hop_seconds(way, nbytes if way == "ll" else split, world)
 
     fast = [way for way, most in WITHOUT_FENCES.items() if way in ways and nbytes <= most]
     if fast or "two_shot" not in ways:

@@ -51,17 +51,15 @@ def kind_of(spec: OpSpec) -> str:
         return "all_gather"
     if spec.exchanges:
         return "all_to_all"
-    if spec.routed:
-        return spec.name
     return "reduce_scatter" if spec.scatters else "all_reduce"
 
 
 def ways_of(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
     """Return the ways of an algorithm for an op, of which one suffices."""
+    if spec.routed:
+        return (f"{algorithm}/routed",)
     if algorithm != "direct":
         return (f"{algorithm}/{kind_of(spec)}",)
-    if spec.routed:
-        return ("direct/routed",)
     names = SHARDS if spec.gathers or spec.scatters else NORMED_SUMS if spec.normed else SUMS
     return tuple(f"direct/{name}" for name in names)
 

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,9 +59,11 @@ class Call:
     delayed: bool
     seed: int
     replayed: bool = False
+    multiplied: bool = False  #: by experts
 
     def __str__(self) -> str:
         data = "integers" if self.exact else "random data"
+        data += ", times experts" if self.multiplied else ""
         how = ", delayed" if self.delayed else ", replayed" if self.replayed else ""
         shape = "x".join(map(str, self.shape))
         return f"{self.op} {shape} {dtypes.name(self.dtype)}, {data}{how}"
@@ -70,7 +72,7 @@ class Call:
 def ops_of(way: str) -> list[str]:
     """Return the ops by which a way is checked."""
     algorithm, _, name = way.partition("/")
-    if way == "direct/routed":
+    if name == "routed":
         return ["moe_dispatch", "moe_combine"]
     if algorithm == "direct":
         found = ["all_reduce", "matmul_all_reduce"] if name in SUMS else []
@@ -94,13 +96,13 @@ def calls_of(way: str, device: str, repeats: int) -> Iterator[Call]:
     """Return the calls by which a way is checked: on integers, then random data, without delays
     and with them, then replays of graphs."""
     shapes = _SMALL if device == "cpu" else _LARGE
-    seed = itertools.count(1)
+    seed, experts = itertools.count(1), way == "fused/routed"
     for _ in range(repeats):
         for delayed, exact in ((False, True), (True, True), (False, False)):
             for shape, dtype, op in itertools.product(shapes, _DTYPES, ops_of(way)):
-                yield Call(op, shape, dtype, exact, delayed, next(seed))
+                yield Call(op, shape, dtype, exact, delayed, next(seed), multiplied=experts)
     for op in ops_of(way) if device == "cuda" else ():
-        yield Call(op, shapes[1], torch.bfloat16, True, False, next(seed), replayed=True)
+        yield Call(op, shapes[1], torch.bfloat16, True, False, next(seed), True, experts)
 
 
 def check_way(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
@@ -181,8 +183,9 @@ class _Operands:
         (m, n, k), spec, generator = call.shape, OPS[call.op], torch.Generator(device)
         generator.manual_seed(call.seed)
         # A factor is -1 or 1 with probability 2 / (2 * most + 1), else 0.
-        most = math.ceil((2 * math.sqrt(world * k) / _LARGEST_DEVIATION - 1) / 2)
-        most = max(1, most) if spec.has_matmul else 1
+        added = max(world, _TOP_K) * k
+        most = math.ceil((2 * math.sqrt(added) / _LARGEST_DEVIATION - 1) / 2)
+        most = max(1, most) if spec.has_matmul or call.multiplied else 1
 
         def make(*shape: int) -> torch.Tensor:
             if not call.exact:
@@ -241,11 +244,12 @@ class _Operands:
             self.options["eps"] = _EPS
 
     def _route(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
-        """Rows of tokens or, of a combine, of routes; as many as there may be, or of random data as
-        there are. The last expert gets none."""
-        (m, n, _), held = self.call.shape, shard_sizes(2 * len(sizes) + 1, len(sizes))
+        """Make rows of tokens or, of a combine, of routes; as many as there may be, or of random
+        data as there are. The last expert gets none."""
+        (m, n, k), held = self.call.shape, shard_sizes(2 * len(sizes) + 1, len(sizes))
+        multiplied, width = self.call.multiplied, k if self.call.multiplied else n
         each = 1 if self.spec.combines else _TOP_K  # routes with the same row
-        of_routes = make(m * _TOP_K // each, n).repeat_interleave(each, 0)
+        of_routes = make(m * _TOP_K // each, width).repeat_interleave(each, 0)
         shape, device = (m, _TOP_K), of_routes.device
         routes = torch.randint(sum(held) - 1, shape, generator=generator, device=device)
         counts = routes.flatten().bincount(minlength=sum(held)).split(held)
@@ -254,24 +258,46 @@ class _Operands:
         self.options = {"num_experts": sum(held), "shard_sizes": sizes}
         if self.call.exact:
             self.options["max_rows"] = m * _TOP_K
-            rows = torch.cat([rows, rows.new_zeros(m * _TOP_K - len(rows), n)])
+            rows = torch.cat([rows, rows.new_zeros(m * _TOP_K - len(rows), width)])
+        experts: list[torch.Tensor] = []
+        made, size = of_routes.double(), of_routes.new_zeros(()).double()
+        if multiplied:
+            w, bias = make(sum(held), k, n), make(sum(held), n)
+            experts = [part.split(held)[rank].contiguous() for part in (w, bias)]
+            made, size = made.new_empty(len(made), n), made.new_empty(len(made), n)
+            for expert, (weight, row) in enumerate(zip(w, bias, strict=True)):
+                here = (routes.flatten() == expert).nonzero().flatten()
+                product, magnitude = _product(of_routes[here], weight, self.call.exact)
+                made[here], size[here] = product + row.double(), magnitude + row.double().abs()
+        eps, zero = torch.finfo(self.call.dtype).eps, torch.zeros(())
+        rounding = eps * made.abs() + math.sqrt(k) * _FLOAT32_EPS * size if multiplied else zero
         if self.spec.dispatches:
-            self.factors = [of_routes[::_TOP_K][own].contiguous(), routes]
-            self.wanted, self.bound = [counts[rank].double(), rows.double()], [torch.zeros(())] * 2
+            self.factors = [of_routes[::_TOP_K][own].contiguous(), routes, *experts]
+            self.wanted, self.bound = [counts[rank].double(), rows.double()], [zero, zero]
+            if multiplied:
+                self.wanted.append(made[order[rank]])
+                self.bound.append(zero if self.call.exact else rounding[order[rank]])
             return
         weights = make(*shape).float()
-        self.factors = [rows, weights[own], routes]
-        terms = (weights[..., None].double() * of_routes.view(*shape, n).double())[own]
+        self.factors = [rows, *experts, *([counts[rank]] if multiplied else [])]
+        self.factors += [weights[own], routes]
+        terms = (weights[..., None].double() * made.view(*shape, n))[own]
         exact, magnitude = terms.sum(1), terms.abs().sum(1)
-        bound = torch.finfo(self.call.dtype).eps * exact.abs() + _TOP_K * _FLOAT32_EPS * magnitude
-        self.wanted, self.bound = [exact], [torch.zeros(()) if self.call.exact else bound]
+        bound = eps * exact.abs() + _TOP_K * _FLOAT32_EPS * magnitude
+        if multiplied:
+            bound += (weights[..., None].abs() * rounding.view(*shape, n))[own].sum(1)
+        self.wanted, self.bound = [exact], [zero if self.call.exact else bound]
 
     def run(self, algorithm: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Make the call; return its results, the sum first."""
-        function = getattr(torch.ops.tpkernels if self.spec.routed else tpkernels, self.call.op)
+        names = {"moe_dispatch": "dispatch_grouped_matmul", "moe_combine": "grouped_matmul_combine"}
+        name = names[self.call.op] if self.call.multiplied else self.call.op
+        function = getattr(torch.ops.tpkernels if self.spec.routed else tpkernels, name)
         options = {"group": group.group_name, "algorithm": algorithm, **self.options}
         results = function(*self.factors, **options)
-        return [results] if isinstance(results, torch.Tensor) else [results[1], results[0]]
+        if isinstance(results, torch.Tensor):
+            return [results]
+        return [results[1], results[0], *results[2:]]
 
     def expected(self, results: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return what each result is to be, and how far it may be from it. Rows are normalised
@@ -285,7 +311,7 @@ class _Operands:
 
     def refill(self, seed: int) -> _Operands:
         """Put other values where the operands are, as a replay reads them there."""
-        call = Call(self.call.op, self.call.shape, self.call.dtype, True, False, seed, True)
+        call = replace(self.call, seed=seed)
         made = _Operands(call, dist.get_rank(), dist.get_world_size(), self.factors[0].device)
         for old, new in zip(self.factors, made.factors, strict=True):
             old.copy_(new)
@@ -326,7 +352,8 @@ def _compared(
     """Return what is wrong with the results of a call; None: nothing. ``previous`` holds those that
     were expected of the last one."""
     for got, (want, bound) in zip(results, operands.expected(results), strict=True):
-        failure = difference(got, want, bound, str(operands.call), previous)
+        # Products beyond the counted rows are undefined.
+        failure = difference(got[: len(want)], want, bound, str(operands.call), previous)
         if failure is not None:
             return failure
     previous[:] = operands.wanted

@@ -24,7 +24,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
 # sm_90 in the median of 15, and 8.1 s the first one. AMD EPYC Zen 5, 2026-11-25,
 # tests/support/kernel_builds.py.
 START_S, CALLS_S, COMPILE_S = 4.0, 2.0, 2.0
-_KERNELS = {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 18, COPY_ENGINES: 6}
+_KERNELS = {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 18, COPY_ENGINES: 6, "routed": 24}
 _THOROUGH = 4.0  # as many calls
 _FAULT_S = 15.0
 AUTOMATIC_S, ONE_GPU_S, MOST_S = 60.0, 1800.0, 3600.0  #: budgets
@@ -37,7 +37,7 @@ _RELY_ON = {
     "lines": ("direct/ll128",),
     "messages": (
         *("direct/two_shot", "direct/one_shot", "direct/routed"),
-        *(f"fused/{kind}" for kind in KINDS),
+        *(f"fused/{kind}" for kind in (*KINDS, "routed")),
     ),
     "copies": (*(f"pipelined/{kind}" for kind in KINDS), f"fused/{COPY_ENGINES}"),
     "bulk": ("fused/reduce_scatter", "fused/all_reduce"),
@@ -172,8 +172,8 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
         add(f"direct/{way}")
     for kind in KINDS:
         add(f"pipelined/{kind}")
-    for kind in (*KINDS, COPY_ENGINES):
-        add(f"fused/{kind}", START_S + calls + COMPILE_S * _KERNELS[kind])
+    for kind, kernels in _KERNELS.items():
+        add(f"fused/{kind}", START_S + calls + COMPILE_S * kernels)
     for kind in KINDS:
         add(f"multimem/{kind}", backend="nccl")  # gloo's groups sum in order
     for kind in (*KINDS, "all_to_all"):

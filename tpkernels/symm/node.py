@@ -34,12 +34,13 @@ class Node:
 
     @property
     def channel(self) -> _C.host.Channel:
-        """Numbers ranks by their place in ``ranks``; its errors give their numbers in the group."""
+        """Return the channel. It numbers ranks by their place in ``ranks``; its errors give their
+        numbers in the group."""
         return self.workspace.channel
 
     @property
     def ranks(self) -> range:
-        """Those of this host."""
+        """Return those of this host."""
         return self.hosts[self.host]
 
     @property
@@ -53,7 +54,7 @@ class Node:
         return self.workspace.workspace_bytes if self.limit is None else self.limit
 
     def set_timeout(self, seconds: float) -> None:
-        """Of waits for the other hosts."""
+        """Bound waits for the other hosts."""
         self.participant = replace(self.participant, timeout=seconds)
 
     def wants(self, nbytes: int) -> bool:
@@ -62,7 +63,7 @@ class Node:
         return min(nbytes, self.usable_bytes) > self.channel.capacity
 
     def grow(self, nbytes: int, text: str) -> str | None:
-        """Grows the data buffers on all hosts; see `HostWorkspace.grow`. Collective. If one host
+        """Grow the data buffers on all hosts; see `HostWorkspace.grow`. Collective. If one host
         lacks the memory, all take the steps that fit there."""
         if not self.wants(nbytes):  # another thread was first
             return None

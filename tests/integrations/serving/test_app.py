@@ -75,10 +75,7 @@ def test_a_completion() -> None:
 
 def test_a_chat_gets_the_models_template() -> None:
     with served() as (http, manager):
-        messages = [
-            {"role": "system", "content": [{"type": "text", "text": "be "}] * 2},
-            *CHAT,
-        ]
+        messages = [{"role": "system", "content": [{"type": "text", "text": "be "}] * 2}, *CHAT]
         reply = chat(http, messages=messages, max_completion_tokens=3).json()
         assert reply["object"] == "chat.completion"
         (choice,) = reply["choices"]

@@ -1,0 +1,374 @@
+"""Products of a mixture's experts, in the kernels that bring their rows or take the results away.
+
+Problem: that of csrc/cuda/routed.cuh. The routes of all tokens, sorted by expert, are in device
+memory (`algorithms.routes.Places`), and the host knows no counts. A rank's rows belong to its
+experts: segment e of the tile loop is the rows of expert e, with its own weight.
+
+Algorithm: dispatch: a first kernel copies this rank's tokens into symmetric memory. In the second,
+the first programs are fetchers. They bring the rows from the tokens' ranks, piece by piece in the
+order of the experts, and the product of an expert starts when its rows are there. Combine: every
+route has a slot in the buffer of its token's rank. The tile loop's epilogue stores rows there while
+the next tile is multiplied. A second kernel sums a token's slots by weight, as routed.cuh does: the
+same bits. A token that has a route without a row becomes NaN.
+
+    dispatch   fetch rows of expert 0, 1, 2, ...   combine   *0 -> tokens' ranks   *1 ->   *2 ->
+               wait for 0, *0   wait for 1, *1 ...           wait for all, sum
+
+Sync: dispatch: as in all_gather_matmul.py, with the words TILES + piece from this rank to itself.
+Combine: the word TILES of a rank says that its first kernel has ended; the second one's first
+program pushes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tpkernels.integers import ceil_div
+from tpkernels.kernels import all_gather_matmul, matmul, sync, words
+from tpkernels.kernels.bound import BoundKernel
+from tpkernels.kernels.configs import MatmulConfig
+from tpkernels.symm.device import DeviceWorkspace, Prepared
+
+_ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)  # that a fetcher loads at a time
+_MOST_PIECES = 2048  # for each of which there is a word
+_TOKENS, _WEIGHED = 8, 256  # tokens and columns that a program sums at a time
+
+
+@triton.jit
+def tables_kernel(ends, tables, most, BLOCK_M, experts, EXPERTS: tl.constexpr):
+    """Fill the tables of the experts' `Segments`, one behind the other. Expert e has the places
+    [ends[e], ends[e + 1]); rows from ``most`` on are none. One program."""
+    expert, origin = tl.arange(0, EXPERTS), tl.load(ends)
+    inside = expert < experts
+    begin = tl.minimum(tl.load(ends + expert, mask=inside, other=0) - origin, most)
+    end = tl.minimum(tl.load(ends + expert + 1, mask=inside, other=0) - origin, most)
+    count = tl.where(inside, tl.cdiv(end - begin, BLOCK_M), 0)
+    upto = tl.cumsum(count, 0)
+    starts, tiles, owners = tables, tables + experts + 1, tables + 2 * experts + 2
+    tl.store(starts, 0)
+    tl.store(starts + expert + 1, end, mask=inside)
+    tl.store(tiles, 0)
+    tl.store(tiles + expert + 1, upto, mask=inside)
+    for i in range(0, tl.max(count, 0)):
+        tl.store(owners + upto - count + i, expert, mask=i < count)
+
+
+class Fetching(NamedTuple):
+    """How programs bring the rows; known at compile time."""
+
+    programs: int
+    piece: int  # rows for which there is a word
+    blocks: int  # that a program has in flight
+
+
+def fetching_of(config: MatmulConfig, itemsize: int, most: int) -> Fetching:
+    """Choose for ``most`` rows; the same on all ranks."""
+    piece = _ROWS.value * max(1, ceil_div(most, _ROWS.value * _MOST_PIECES))
+    block = _ROWS.value * _COLUMNS.value * itemsize
+    programs = max(1, min(config.fetchers, ceil_div(most, piece)))
+    return Fetching(programs, piece, all_gather_matmul.RING_BYTES // block)
+
+
+class Routes(NamedTuple):
+    """Where rows come from and go to."""
+
+    order: Any  # the route, token * top_k + slot, of each place
+    edges: Any  # the place of each rank's first row, and the end of the last's
+    tokens: Any  # of the ranks, as `Segments`
+    top_k: Any
+
+
+@triton.jit
+def _rows_here(routes, peers, most):
+    """Return the place of this rank's first row, and how many rows it has, ``most`` at most."""
+    first = tl.load(routes.edges + peers.rank)
+    return first, tl.minimum(tl.load(routes.edges + peers.rank + 1) - first, most)
+
+
+@triton.jit
+def _tokens_of(routes, place, inside):
+    """Return the routes at some places, the rank of each one's token, and that rank's first."""
+    route = tl.load(routes.order + place, mask=inside, other=0)
+    token = (route // routes.top_k).to(tl.int32)
+    if routes.tokens.starts is None:
+        owner = token // tl.maximum(routes.tokens.rows, 1)
+        first = owner * routes.tokens.rows
+    else:
+        owner, first = tl.zeros_like(token), tl.zeros_like(token)
+        for rank in tl.static_range(1, routes.tokens.number):
+            start = tl.load(routes.tokens.starts + rank)
+            owner = tl.where(token >= start, rank, owner)
+            first = tl.where(token >= start, start, first)
+    return route, owner, first
+
+
+@triton.jit
+def _fetch_rows(peers, rows, routes, K, most, lane, fetching: tl.constexpr):
+    """Bring the rows; the fetchers take the pieces in turn. Rows without a route become zeros."""
+    sync.wait_for_all(peers, sync.ENTERED)
+    begin, count = _rows_here(routes, peers, most)
+    for piece in range(lane, tl.cdiv(most, fetching.piece), fetching.programs):
+        for top in range(piece * fetching.piece, (piece + 1) * fetching.piece, _ROWS):
+            row = top + tl.arange(0, _ROWS)
+            there = row < count
+            route, owner, first = _tokens_of(routes, begin + row, there)
+            theirs = sync.pointer(sync.buffer_of(peers, owner), rows.dtype.element_ty)
+            theirs += (route // routes.top_k - first) * K
+            ours = rows + row.to(tl.int64) * K
+            for left in tl.range(0, K, _COLUMNS, num_stages=fetching.blocks + 1):
+                column = left + tl.arange(0, _COLUMNS)
+                inside = (column < K)[None, :]
+                values = tl.load(
+                    theirs[:, None] + column[None, :], mask=there[:, None] & inside, other=0.0
+                )
+                to = ours[:, None] + column[None, :]
+                tl.store(to, values, mask=(row < most)[:, None] & inside)
+        sync.publish_from(peers, peers.rank, peers.rank, piece + sync.TILES)
+
+
+class _Arrivals(NamedTuple):
+    """The context of `_await_rows`."""
+
+    peers: Any
+    starts: Any
+    block_m: Any  # from here on known at compile time
+    piece: Any
+    tma: Any  # whether TMA reads the rows
+
+
+@triton.jit
+def _await_rows(arrivals, owner, tile_m):
+    """Wait for the pieces that a tile's rows are in: the `before` hook."""
+    peers, PIECE = arrivals.peers, arrivals.piece
+    first = tl.load(arrivals.starts + owner) + tile_m * arrivals.block_m
+    end = tl.minimum(first + arrivals.block_m, tl.load(arrivals.starts + owner + 1))
+    all_gather_matmul.wait_for_range(
+        peers, peers.rank, first // PIECE + sync.TILES, tl.cdiv(end, PIECE) + sync.TILES
+    )
+    if arrivals.tma:
+        words.fence_async_proxy()
+
+
+@triton.jit(do_not_specialize=sync.SCALARS)
+def dispatch_matmul_kernel(
+    a, b, bias, out, rows, order, edges, tables, tokens, top_k, most, experts, N, K,
+    stride_bk, stride_bn, stride_bs, workspace, rank, signature, timeout_ns, seed,
+    fetching: tl.constexpr, tiling: tl.constexpr,
+):  # fmt: skip
+    """Bring ``rows`` [most, K] and compute ``out = round(rows @ b[expert] + bias[expert])``. ``a``
+    is ``rows`` as the tile loop takes it."""
+    peers = sync.join(workspace, rank, signature, timeout_ns, seed)
+    sync.enter(peers)
+    lane = tl.program_id(0)
+    if lane < fetching.programs:
+        _fetch_rows(peers, rows, Routes(order, edges, tokens, top_k), K, most, lane, fetching)
+    else:
+        matmul.matmul_tiles(
+            matmul.Product(a, b, N, K, K, stride_bk, stride_bn, stride_bs),
+            matmul.Segments(
+                tables, 0, most, experts, tables + experts + 1, tables + 2 * experts + 2
+            ), 0,
+            lane - fetching.programs, tl.num_programs(0) - fetching.programs, _await_rows,
+            _Arrivals(peers, tables, tiling.block_m, fetching.piece, tiling.a_tma),
+            matmul.store_result, matmul.Result(out, bias, N, N), tiling,
+        )  # fmt: skip
+    if sync.finish(peers):
+        sync.poison(out, tl.cast(most, tl.int64) * N)
+        sync.poison(rows, tl.cast(most, tl.int64) * K)
+
+
+class _Slots(NamedTuple):
+    """The context of `_push_rows`."""
+
+    peers: Any
+    routes: Any
+    bias: Any
+    N: Any
+    dtype: Any  # known at compile time
+
+
+@triton.jit
+def _push_rows(slots, acc, tile):
+    """Store the rows of a tile into their slots, wherever these are: the `after` hook."""
+    peers, N = slots.peers, slots.N
+    row = tile.row + tl.arange(0, acc.shape[0])
+    begin = tl.load(slots.routes.edges + peers.rank)
+    route, owner, first = _tokens_of(slots.routes, begin + row, row < tile.end)
+    slot = sync.pointer(sync.buffer_of(peers, owner), slots.dtype)
+    slot += (route - first * slots.routes.top_k) * N
+    bias = matmul.bias_of(slots.bias, N, tile.owner)
+    parts = matmul.column_parts(acc)
+    for i in tl.static_range(len(parts)):
+        part = parts[i]
+        column = tile.column + i * part.shape[1]
+        columns = column + tl.arange(0, part.shape[1])
+        inside = (row < tile.end)[:, None] & (columns < N)[None, :]
+        part = matmul.rounded(matmul.epilogue(part, bias, None, column, N, inside), slots.dtype)
+        tl.store(slot[:, None] + columns[None, :], part, mask=inside & peers.usable)
+
+
+@triton.jit(do_not_specialize=sync.SCALARS)
+def matmul_combine_kernel(
+    a, b, bias, order, edges, tables, tokens, top_k, experts, N, K, stride_bk,
+    stride_bn, stride_bs, workspace, rank, signature, timeout_ns, seed, DTYPE: tl.constexpr,
+    tiling: tl.constexpr,
+):  # fmt: skip
+    """Begin a call, and push ``round(a @ b[expert] + bias[expert])`` to the tokens' ranks."""
+    peers = sync.join(workspace, rank, signature, timeout_ns, seed)
+    sync.enter(peers)
+    matmul.matmul_tiles(
+        matmul.Product(a, b, N, K, K, stride_bk, stride_bn, stride_bs),
+        matmul.Segments(
+            tables, 0, 0, experts, tables + experts + 1, tables + 2 * experts + 2
+        ), 0, tl.program_id(0), tl.num_programs(0), None, None, _push_rows,
+        _Slots(peers, Routes(order, edges, tokens, top_k), bias, N, DTYPE), tiling,
+    )  # fmt: skip
+
+
+@triton.jit
+def _has_row(edges, place, most, world):
+    """Return whether the routes at some places lead to a row of any rank."""
+    found = place < 0
+    for rank in range(world):
+        begin, end = tl.load(edges + rank), tl.load(edges + rank + 1)
+        found |= (place >= begin) & (place < tl.minimum(end, begin + most))
+    return found
+
+
+@triton.jit(do_not_specialize=[*sync.SCALARS, "first_route"])
+def weigh_kernel(
+    weights, places, edges, out, N, count, top_k, most, first_route, workspace, rank, signature,
+    timeout_ns, seed, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum this rank's ``count`` tokens over their slots, once all ranks have filled these, and end
+    the call."""
+    peers = sync.join(workspace, rank, signature, timeout_ns, seed)
+    if tl.program_id(0) == 0:
+        sync.publish_to_all(peers, sync.TILES)
+    sync.wait_for_all(peers, sync.TILES)
+    slots = sync.pointer(sync.buffer_of(peers, rank), out.dtype.element_ty)
+    parts = tl.cdiv(N, COLUMNS)
+    for part in range(tl.program_id(0), tl.cdiv(count, TOKENS) * parts, tl.num_programs(0)):
+        token = part // parts * TOKENS + tl.arange(0, TOKENS)
+        column = part % parts * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (token < count)[:, None] & (column < N)[None, :]
+        acc = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
+        for slot in range(top_k):
+            route = token.to(tl.int64) * top_k + slot
+            weight = tl.load(weights + route, mask=token < count, other=0.0)
+            place = tl.load(places + first_route + route, mask=token < count, other=0)
+            weight = tl.where(_has_row(edges, place, most, workspace.world), weight, float("nan"))
+            row = tl.load(slots + route[:, None] * N + column[None, :], mask=inside, other=0.0)
+            acc += weight[:, None] * row.to(tl.float32)
+        to = out + token.to(tl.int64)[:, None] * N + column[None, :]
+        tl.store(to, matmul.rounded(acc, out.dtype.element_ty), mask=inside)
+    if sync.finish(peers):
+        sync.poison(out, tl.cast(count, tl.int64) * N)
+
+
+def _most_tiles(most: int, experts: int, block_m: int) -> int:
+    return ceil_div(most, block_m) + experts
+
+
+def _bind_tables(config: MatmulConfig, most: int, experts: int) -> Callable[..., torch.Tensor]:
+    """Return what makes the tables from ``ends`` of `Places`."""
+    length = 2 * experts + 2 + _most_tiles(most, experts, config.block_m)
+    args = most, config.block_m, experts, triton.next_power_of_2(max(1, experts))
+    fill = BoundKernel(tables_kernel, 1, args, {})
+
+    def run(ends: torch.Tensor) -> torch.Tensor:
+        tables = torch.empty(length, dtype=torch.int32, device=ends.device)
+        fill(ends, tables)
+        return tables
+
+    return run
+
+
+def prepare_dispatch(
+    config: MatmulConfig,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    w: torch.Tensor,
+    sizes: tuple[int, ...],
+    routes: tuple[int, int],
+) -> Prepared:
+    """Prepare x [sizes[rank], K], w [experts, K, N] -> rows [R, K] and out [R, N]. The launch takes
+    x, rows, w, bias, out, and the order, edges and ends of `Places`.
+
+    Args:
+        routes: how many lead to a rank at most, and those of a token; the same on all ranks.
+    """
+    (experts, k, n), most = w.shape, len(rows)
+    operands = config.operands(rows, w, rows.dtype, waits=True)
+    fetching = fetching_of(config, x.itemsize, routes[0])
+    tables = _bind_tables(config, most, experts)
+    tiles = _most_tiles(most, experts, config.block_m) * ceil_div(n, config.block_n)
+
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        call, count = sync.launch_arguments(space, signature), x.numel()
+        block = all_gather_matmul._COPY_BLOCK
+        copies = min(config.programs, ceil_div(count, block))
+        share = BoundKernel(all_gather_matmul.shard_kernel, copies, (count, *call[:2], block), {})
+        lanes = max(1, min(config.programs - fetching.programs, tiles))
+        args = matmul.segments_of(space, sizes), routes[1], most, experts, n, k
+        args = *args, w.stride(1), w.stride(2), w.stride(0), *call, fetching
+        multiply = operands.bind(dispatch_matmul_kernel, fetching.programs + lanes, args)
+
+        def run(
+            x: torch.Tensor, rows: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
+            out: torch.Tensor, order: torch.Tensor, edges: torch.Tensor, ends: torch.Tensor,
+        ) -> None:  # fmt: skip
+            if count:
+                share(x, None)
+            multiply(rows, w, bias, out, rows, order, edges, tables(ends))
+
+        return run
+
+    pieces, nbytes = ceil_div(routes[0], fetching.piece), max(sizes) * k * x.itemsize
+    return Prepared(1 + pieces, nbytes, matmul.table_of(sizes), bind)
+
+
+def prepare_combine(
+    config: MatmulConfig,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    sizes: tuple[int, ...],
+    routes: tuple[int, int],
+) -> Prepared:
+    """Prepare x [R, K], w [experts, K, N], weights [sizes[rank], top_k] -> out [sizes[rank], N].
+    The launch takes x, w, bias, weights, out, the order, edges and ends of `Places`, and the place
+    of each route. ``routes`` as in `prepare_dispatch`."""
+    (experts, k, n), dtype = w.shape, x.dtype
+    operands = config.operands(x, w, dtype)
+    tables = _bind_tables(config, len(x), experts)
+    tiles = _most_tiles(len(x), experts, config.block_m) * ceil_div(n, config.block_n)
+
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        call, tokens = sync.launch_arguments(space, signature), matmul.segments_of(space, sizes)
+        args = tokens, routes[1], experts, n, k, w.stride(1), w.stride(2), w.stride(0)
+        args = *args, *call, matmul.TRITON_DTYPES[dtype]
+        multiply = operands.bind(matmul_combine_kernel, min(tiles, config.programs), args)
+        count, first = sizes[space.rank], sum(sizes[: space.rank]) * routes[1]
+        parts = ceil_div(count, _TOKENS) * ceil_div(n, _WEIGHED)
+        args = n, count, routes[1], routes[0], first, *call, _TOKENS, _WEIGHED
+        # Products and sums are rounded each.
+        programs = max(1, min(parts, config.programs))
+        weigh = BoundKernel(weigh_kernel, programs, args, {"enable_fp_fusion": False})
+
+        def run(
+            x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor,
+            out: torch.Tensor, order: torch.Tensor, edges: torch.Tensor, ends: torch.Tensor,
+            places: torch.Tensor,
+        ) -> None:  # fmt: skip
+            multiply(x, w, bias, order, edges, tables(ends))
+            weigh(weights, places, edges, out)
+
+        return run
+
+    nbytes = max(sizes) * routes[1] * n * x.itemsize
+    return Prepared(2, nbytes, matmul.table_of(sizes), bind)
