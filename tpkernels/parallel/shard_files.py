@@ -168,7 +168,8 @@ def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], Non
     """Write the shards and the index; return the names of the files with weights."""
     save_file = package("safetensors.torch").save_file
     places: dict[str, list[dict[str, Any]]] = {slot.name: [] for slot in plan.slots}
-    model, buffers, files = plan.blueprint.model, plan.blueprint.buffers, []
+    model, buffers = plan.blueprint.model, plan.blueprint.buffers
+    files, total = [], 0
     for rank in range(plan.ranks):
         progress(rank)
         file = f"model-rank-{rank:05}-of-{plan.ranks:05}.safetensors"
@@ -185,10 +186,10 @@ def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], Non
             stored.read(Box.full(stored.shape), shard[name])
             places[name] = [{"file": file, "offsets": [0] * len(stored.shape)}]
         save_file(shard, partial / file, metadata={"format": "pt"})
+        total += sum(tensor.nbytes for tensor in shard.values())
         files.append(file)
     shapes = {slot.name: slot.shape for slot in plan.slots}
     shapes |= {name: stored.shape for name, stored in buffers.items()}
-    total = sum(prod(slot.shape) * slot.parameter.dtype.itemsize for slot in plan.slots)
     index = {
         "metadata": {"format": FORMAT, "ranks": plan.ranks, "total_size": total},
         "weight_map": places,
