@@ -7,7 +7,7 @@ Tiles in time on rank 0 of 3; `*r` are the tiles of rank r's rows, `->r` stores 
     matmul_all_reduce        each tile to all ranks and summed by all (one-shot), or to its owner,
                              which sums it and stores the sum to all ranks (two-shot)
 
-and of experts' products in kernels/experts.py.
+Those of a mixture's experts are in kernels/experts.py.
 
 On CPU tensors the kernels run under Triton's interpreter, one process per rank, in the host's
 arena: slow, but the same code that GPUs run.
@@ -230,6 +230,7 @@ def dispatch(
         return experts.prepare_dispatch(config, x, rows, w, problem.sizes, _most_routes(call))
 
     where = found.order, found.edges, found.ends
+    bias = None if bias is None else bias.contiguous()
     _run(call, x.device, (_place(w), len(rows)), prepare, x, rows, w, bias, out, *where)
     return rows, found.counts, out
 
@@ -256,7 +257,7 @@ def combine(
         return experts.prepare_combine(config, x, w, problem.sizes, _most_routes(call))
 
     where = found.order, found.edges, found.ends, places_of(found.order)
-    key = _place(x), _place(w), len(x)
+    key, bias = (_place(x), _place(w), len(x)), None if bias is None else bias.contiguous()
     _run(call, x.device, key, prepare, x, w, bias, weights, out, *where)
 
 

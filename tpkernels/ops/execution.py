@@ -77,12 +77,13 @@ def reduce_in_place(call: Call, given: Any) -> None:
 
 
 def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, ...]:
-    """Run an op that brings tokens to their experts; return their rows, how many each has, and what
-    they make of them if they multiply."""
+    """Run an op that brings tokens to their experts; return their rows, how many each expert has,
+    and their products if it multiplies."""
+    if not call.problem.options.multiplied and given.scale_x is not None:
+        rows = Packing.of(given.x, given.scale_x).pack(given.x, given.scale_x)
+        return call.function(call, rows, given.routes)
     x = given.x.contiguous()
     if not call.problem.options.multiplied:
-        if given.scale_x is not None:
-            x = Packing.of(given.x, given.scale_x).pack(given.x, given.scale_x)
         return call.function(call, x, given.routes)
     if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
         return call.function(call, x, given.routes, given.w, given.bias)
@@ -91,8 +92,7 @@ def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, ...]:
 
 
 def combine(call: Call, given: Any) -> torch.Tensor:
-    """Run an op that brings back what experts made of rows, or make of them, and sums each
-    token's."""
+    """Run an op that brings the experts' rows back, or their products, and sums each token's."""
     x, weights = given.x.contiguous(), given.topk_weights
     factors: tuple[Any, ...] = ()
     weights = weights.to(dtypes.accumulator(x.dtype)).contiguous()

@@ -11,11 +11,12 @@ Expert-parallel: each rank has some of the experts, and the tokens that are rout
     dispatch_grouped_matmul         tokens of all ranks for own experts, times w[expert]
     grouped_matmul_combine          rows times w[expert], back at the tokens' ranks and summed
 
-They compose the ops of these names. On GPUs the two of experts are one call without gradients, in
-which "fused" multiplies while rows travel. On CPUs that would not pay: AMD EPYC Zen 5, torch 2.13,
-2026-11-26, 2 ranks, 64 and 2048 tokens of benchmarks/moe.py, in turns: a first product that gathers
-each expert's rows just before it multiplies them takes 1.07 and 1.00 of the time, and a layer whose
-second writes into a symmetric tensor, of which the combine copies nothing, 1.00 and 1.00.
+They compose the ops of these names. On GPUs the last two are one call each where no gradient is
+recorded, in which "fused" multiplies while rows travel. On CPUs that would not pay: AMD EPYC Zen 5,
+torch 2.13, 2026-11-26, 2 ranks, 64 and 2048 tokens of benchmarks/moe.py, in turns: a first product
+that gathers each expert's rows just before it multiplies them takes 1.07 and 1.00 of the time, and
+a layer whose second writes into a symmetric tensor, of which the combine copies nothing, 1.00 and
+1.00.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ from tpkernels.local.memory import empty
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.grouped_matmul import grouped_matmul
-from tpkernels.ops.grouped_products import check_bias, check_operands
+from tpkernels.ops.grouped_products import (
+    as_many_rows,
+    check_bias,
+    check_held,
+    check_operands,
+)
 from tpkernels.ops.moe_combine import moe_combine
 from tpkernels.ops.moe_dispatch import Handle, gather_routes, moe_dispatch
 from tpkernels.ops.reduce_scatter import reduce_scatter
@@ -248,12 +254,16 @@ _run_combine = define(
 )
 
 
-def _in_one_call(algorithm: str, x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Return whether a product and what moves its rows are one call; see the head of this file."""
-    if torch.is_autocast_enabled(x.device.type) or not (x.is_cuda or algorithm != "auto"):
-        return False
-    tensors = (x, *others)
-    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+def _in_one_call(algorithm: str, x: torch.Tensor) -> bool:
+    """Return whether a product and what moves its rows are one call, the same on all ranks; see the
+    head of this file."""
+    plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type))
+    if algorithm == "fused" and not plain:
+        raise NotImplementedError(
+            "algorithm 'fused' of experts has no gradient, and casts nothing: call it under "
+            "torch.no_grad() and without autocast, or pass another algorithm"
+        )
+    return plain and (x.is_cuda or algorithm != "auto")
 
 
 def dispatch_grouped_matmul(
@@ -289,23 +299,22 @@ def dispatch_grouped_matmul(
     if not torch.compiler.is_compiling():
         members = groups.get(name)
         held = balanced_sizes(num_experts, members.world)[members.rank]
-        if len(w) != held:
-            raise ValueError(
-                f"w has {len(w)} experts; rank {members.rank} of {members.world} holds {held} of "
-                f"{num_experts}"
-            )
+        check_held(w, num_experts, held, members.rank, members.world)
     options: dict[str, Any] = {"shard_sizes": shard_sizes, "max_rows": max_rows}
-    if not _in_one_call(algorithm, x, w, bias):
+    if not _in_one_call(algorithm, x):
         rows, counts, handle = moe_dispatch(
             x, topk_ids, topk_weights, num_experts, group, algorithm=algorithm, **options
         )
         used = rows if x.is_cuda or max_rows is None else rows[: int(counts.sum())]
-        product = grouped_matmul(used, w, counts, bias)
-        return F.pad(product, (0, 0, 0, len(rows) - len(used))), counts, handle
-    routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
-    _, counts, product = _run_dispatch(
-        x, routes, w, bias, num_experts, name, algorithm=algorithm, **options
-    )
+        return as_many_rows(grouped_matmul(used, w, counts, bias), rows), counts, handle
+    try:
+        routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
+        _, counts, product = _run_dispatch(
+            x, routes, w, bias, num_experts, name, algorithm=algorithm, **options
+        )
+    except BaseException as error:
+        groups.break_if_interrupted(group, error)
+        raise
     handle = Handle(routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows, None)
     return product, counts, handle
 
@@ -326,27 +335,25 @@ def grouped_matmul_combine(
         handle: of that dispatch.
 
     Returns:
-        [tokens, N] of this rank's tokens, in x's dtype.
+        [tokens, N] of this rank's tokens, in x's dtype. Products are rounded to it, by "fused" with
+        their bias, otherwise before and after it.
     """
-    if not _in_one_call(algorithm, x, w, bias, handle.topk_weights):
+    if not _in_one_call(algorithm, x):
         used = x if x.is_cuda or handle.max_rows is None else x[: int(handle.counts.sum())]
-        product = grouped_matmul(used, w, handle.counts, bias)
-        product = F.pad(product, (0, 0, 0, len(x) - len(used)))
+        product = as_many_rows(grouped_matmul(used, w, handle.counts, bias), x)
         return moe_combine(product, handle, algorithm=algorithm)
-    y: torch.Tensor = _run_combine(
-        x,
-        w,
-        bias,
-        handle.counts,
-        handle.topk_weights,
-        handle.routes,
-        handle.num_experts,
-        handle.group,
-        shard_sizes=handle.shard_sizes,
-        max_rows=handle.max_rows,
-        algorithm=algorithm,
-    )
-    return y
+    try:
+        y: torch.Tensor = _run_combine(
+            *(x, w, bias, handle.counts, handle.topk_weights, handle.routes),
+            *(handle.num_experts, handle.group),
+            shard_sizes=handle.shard_sizes,
+            max_rows=handle.max_rows,
+            algorithm=algorithm,
+        )
+        return y
+    except BaseException as error:
+        groups.break_if_interrupted(handle.group, error)
+        raise
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

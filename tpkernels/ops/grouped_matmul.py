@@ -19,6 +19,7 @@ from tpkernels.ops.grouped_products import (
     add_bias,
     check_bias,
     columns_of_stack,
+    ends_of,
     multiply_groups,
     ranges_of,
     torch_takes,
@@ -33,7 +34,7 @@ GRADIENT = "_grouped_outer_product(Tensor x, Tensor y, Tensor counts) -> Tensor"
 def _outer_products(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return ``x_i^T @ y_i`` of the rows of each group, [E, K, N]; x [R, K], y [R, N]."""
     if x.is_cuda and torch_takes(x) and torch_takes(y):
-        return F.grouped_mm(x.t(), y, offs=counts.cumsum(0, dtype=torch.int32))
+        return F.grouped_mm(x.t(), y, offs=ends_of(counts, x))
     out = x.new_empty(len(counts), x.shape[1], y.shape[1])
     for product, rows in zip(out, ranges_of(counts, x), strict=True):
         if rows.start == rows.stop:

@@ -84,17 +84,31 @@ def check_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
 
 
 def ranges_of(counts: torch.Tensor, x: torch.Tensor) -> list[slice]:
-    """Return the rows of x of each group. ``ValueError`` if it has others, but on a GPU at its
-    end."""
+    """Return the rows of x of each group. ``ValueError`` if it has others; on a GPU the counted
+    rows may end before x, and those beyond it are none."""
     rows: list[int] = counts.tolist()
-    if min(rows, default=0) < 0 or sum(rows) > len(x) or (sum(rows) < len(x) and not x.is_cuda):
+    if min(rows, default=0) < 0 or (sum(rows) != len(x) and not x.is_cuda):
         raise ValueError(f"counts is {rows}, but x has {len(x)} rows")
-    return [slice(begin, end) for begin, end in pairwise(accumulate(rows, initial=0))]
+    edges = (min(edge, len(x)) for edge in accumulate(rows, initial=0))
+    return [slice(begin, end) for begin, end in pairwise(edges)]
+
+
+def ends_of(counts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return where the rows of each group end in x, as torch's grouped product takes it."""
+    return counts.cumsum(0, dtype=torch.int32).clamp_(max=len(x))
+
+
+def check_held(stack: torch.Tensor, num_experts: int, held: int, rank: int, world: int) -> None:
+    """Raise if a stack of weights is not that of the experts that a rank holds."""
+    if len(stack) != held:
+        raise ValueError(
+            f"w has {len(stack)} experts; rank {rank} of {world} holds {held} of {num_experts}"
+        )
 
 
 def _run_on_gpu(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     if torch_takes(x) and torch_takes(stack):
-        return F.grouped_mm(x, stack, offs=counts.cumsum(0, dtype=torch.int32))
+        return F.grouped_mm(x, stack, offs=ends_of(counts, x))
     out = empty((x.shape[0], columns_of_stack(stack)), x.dtype, x.device)
     for w, rows in zip(stack, ranges_of(counts, x), strict=True):
         local_matmul(x[rows], w, out[rows])
@@ -122,8 +136,14 @@ def add_bias(
 def multiply_rows(
     x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the products of the rows that are counted, with their bias. There may be more rows,
-    whose results are undefined."""
+    """Return the products of the rows that are counted, with their bias, in contiguous memory.
+    There may be more rows, whose results are undefined."""
     used = x if x.is_cuda else x[: int(counts.sum())]
     product = add_bias(multiply_groups(used, stack, counts), bias, counts)
-    return F.pad(product, (0, 0, 0, len(x) - len(used))) if len(used) < len(x) else product
+    return as_many_rows(product, x).contiguous()
+
+
+def as_many_rows(product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the product of the first rows of x, with a row of zeros for each of the others."""
+    missing = len(x) - len(product)
+    return F.pad(product, (0, 0, 0, missing)) if missing else product

@@ -16,7 +16,12 @@ from tpkernels.local.packed import columns_of, is_packed_stack
 from tpkernels.local.scaled import Packing, numbers_in, scaling_of
 from tpkernels.op_spec import OPS, OpSpec, Options
 from tpkernels.ops import scaled
-from tpkernels.ops.grouped_products import check_bias, check_operands, columns_of_stack
+from tpkernels.ops.grouped_products import (
+    check_bias,
+    check_held,
+    check_operands,
+    columns_of_stack,
+)
 from tpkernels.planning.problem import Problem
 from tpkernels.shards import shard_sizes
 
@@ -124,7 +129,7 @@ def _routed(op: str, group: Group, given: Any) -> Problem:
     columns, wire = x.shape[1], x.dtype
     if (w := getattr(given, "w", None)) is not None:
         options = replace(options, multiplied=True)
-        _check_experts(given, shard_sizes(given.num_experts, group.world)[group.rank])
+        _check_experts(given, group)
         columns = columns if spec.dispatches else columns_of_stack(w)
     if scale is not None:  # rows travel with their scales
         options = replace(options, k=columns, x_dtype=wire, scale_x=f"{scale.shape[1]} a row")
@@ -141,18 +146,16 @@ def _routed(op: str, group: Group, given: Any) -> Problem:
     )
 
 
-def _check_experts(given: Any, held: int) -> None:
-    """Check the weights of a rank's experts, of which it holds so many."""
+def _check_experts(given: Any, group: Group) -> None:
+    """Check the weights of a rank's experts."""
     check_operands(given.x, given.w)
     check_bias(given.bias, given.w)
-    if len(given.w) != held:
-        raise ValueError(
-            f"w has {len(given.w)} experts; this rank holds {held} of {given.num_experts}"
-        )
+    held = shard_sizes(given.num_experts, group.world)[group.rank]
+    check_held(given.w, given.num_experts, held, group.rank, group.world)
     if given.algorithm == "fused" and is_packed_stack(given.w):
         raise NotImplementedError(
-            "w is packed, and the kernels of 'fused' cannot read it; pass the plain weight, or "
-            "another algorithm"
+            f"w of shape {list(given.w.shape)} is packed, and the kernels of 'fused' cannot read "
+            "it; pass the plain weight, or another algorithm"
         )
 
 
