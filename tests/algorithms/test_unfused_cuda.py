@@ -20,7 +20,7 @@ from tpkernels.algorithms.direct import cuda
 from tpkernels.backends import TABLES
 from tpkernels.call import Call
 from tpkernels.errors import CaptureError
-from tpkernels.kernels import configs, experts, matmul, sync
+from tpkernels.kernels import all_gather_matmul, configs, experts, matmul, sync
 from tpkernels.local.matmul import local_matmul
 from tpkernels.ops.experts import _routes_of_experts
 from tpkernels.ops.grouped_matmul import grouped_matmul
@@ -314,7 +314,7 @@ def test_no_host_waits_for_products_of_routed_rows(
     config = replace(configs.TABLE[90, 2, False], programs=132)
     monkeypatch.setattr(fused, "_config", lambda *_: config)
     monkeypatch.setattr(configs, "_aligned", lambda *_: True)
-    for module in (configs, experts):
+    for module in (all_gather_matmul, configs, experts):
         monkeypatch.setattr(module, "BoundKernel", Kernel)
     monkeypatch.setattr(matmul, "segments_of", lambda *_: None)
     monkeypatch.setattr(sync, "launch_arguments", lambda *_: (None,) * 5)

@@ -29,7 +29,7 @@ from tpkernels._C.host import Phase
 from tpkernels.algorithms.parts import Products
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.routes import Places, filled, places_of
+from tpkernels.algorithms.routes import Places, filled, most_rows, places_of
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue_alike, queued
 from tpkernels.local.memory import empty
@@ -221,13 +221,16 @@ def dispatch(
     problem, rank = call.problem, call.group.rank
     found = Places.of(problem, rank, routes)
     rows = empty((found.rows(problem, rank, routes), x.shape[1]), x.dtype, x.device)
-    out = empty((len(rows), w.shape[2]), x.dtype, x.device)
+    out, room = (
+        empty((len(rows), w.shape[2]), x.dtype, x.device),
+        (most_rows(problem), routes.shape[1]),
+    )
 
     def prepare() -> Prepared:
         from tpkernels.kernels import experts
 
         config = _config(call, x)
-        return experts.prepare_dispatch(config, x, rows, w, problem.sizes, _most_routes(call))
+        return experts.prepare_dispatch(config, x, rows, w, problem.sizes, *room)
 
     where = found.order, found.edges, found.ends
     bias = None if bias is None else bias.contiguous()
@@ -249,21 +252,14 @@ def combine(
     problem, rank = call.problem, call.group.rank
     found = Places.of(problem, rank, routes)
     x = filled(problem, x, found.rows(problem, rank, routes))
+    room = most_rows(problem), routes.shape[1]
 
     def prepare() -> Prepared:
         from tpkernels.kernels import experts
 
         config = _config(call, x)
-        return experts.prepare_combine(config, x, w, problem.sizes, _most_routes(call))
+        return experts.prepare_combine(config, x, w, problem.sizes, *room)
 
     where = found.order, found.edges, found.ends, places_of(found.order)
     key, bias = (_place(x), _place(w), len(x)), None if bias is None else bias.contiguous()
     _run(call, x.device, key, prepare, x, w, bias, weights, out, *where)
-
-
-def _most_routes(call: Call) -> tuple[int, int]:
-    """Return how many routes may lead to a rank, and those of a token."""
-    experts_and_k, sizes = call.problem.options.routes, call.problem.sizes
-    assert experts_and_k is not None  # only such problems are asked
-    k = experts_and_k[1]
-    return call.problem.options.max_rows or sum(sizes) * k, k

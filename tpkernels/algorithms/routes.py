@@ -26,6 +26,12 @@ def experts_of(problem: Problem) -> list[int]:
     return shard_sizes(problem.options.routes[0], problem.world)
 
 
+def most_rows(problem: Problem) -> int:
+    """Return how many rows a rank may have; the same on all ranks."""
+    assert problem.options.routes is not None  # only such problems are asked
+    return problem.options.max_rows or sum(problem.sizes) * problem.options.routes[1]
+
+
 def routing_of(problem: Problem, routes: torch.Tensor) -> _C.calls.Routing:
     """Return the extension's form of ``routes`` [tokens of all ranks, k]; `RoutingError` if one
     leads to an expert that there is not."""

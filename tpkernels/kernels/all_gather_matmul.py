@@ -129,23 +129,12 @@ def fetch_rows(peers, gathered, segments, K, lane, fetching: tl.constexpr):
 
 
 @triton.jit
-def wait_for_range(peers, source, first, last):
-    """Wait for the words [first, last) from one rank; THREADS at once if these are there."""
-    for begin in range(first, last, words.THREADS):
-        index, end = begin + tl.arange(0, words.THREADS), tl.minimum(begin + words.THREADS, last)
-        awaited = sync.word_of(peers, peers.rank, source, index)
-        if words.any_lacks(awaited, index < end, peers.word) | (peers.space.chaos != 0):
-            for word in range(begin, end):
-                sync.wait_for(peers, source, word)
-
-
-@triton.jit
 def _await_pieces(peers, segments, K, owner, row, rows, fetching: tl.constexpr):
     """Return when ``rows`` rows of ``owner``, from its row ``row`` on, are there."""
     begin, end = matmul.segment(segments, owner)
     last = _pieces_in(tl.minimum(row + rows, end - begin), K, fetching)
     first = (tl.cast(row, tl.int64) * K // fetching.piece).to(tl.int32)
-    wait_for_range(peers, owner, first + sync.TILES, last + sync.TILES)
+    sync.wait_for_range(peers, owner, first + sync.TILES, last + sync.TILES)
 
 
 class _Arrivals(NamedTuple):
@@ -211,6 +200,13 @@ def all_gather_matmul_kernel(
             sync.poison(gathered, tl.cast(segments.M, tl.int64) * K)  # later products read it
 
 
+def bind_share(config: MatmulConfig, count: int, arguments: tuple[Any, ...]) -> BoundKernel:
+    """Return the launch that shares ``count`` elements of x, which is not empty; it takes x, and
+    where else to copy them or None. ``arguments``: `sync.launch_arguments`."""
+    programs = min(config.programs, ceil_div(count, _COPY_BLOCK))
+    return BoundKernel(shard_kernel, programs, (count, *arguments[:2], _COPY_BLOCK), {})
+
+
 def prepare(
     config: MatmulConfig,
     x: torch.Tensor,
@@ -229,12 +225,7 @@ def prepare(
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         begin, arguments = sum(sizes[: space.rank]), sync.launch_arguments(space, signature)
-        share = BoundKernel(
-            shard_kernel,
-            min(config.programs, ceil_div(rows * k, _COPY_BLOCK)),
-            (rows * k, *arguments[:2], _COPY_BLOCK),
-            {},
-        )
+        share = bind_share(config, rows * k, arguments)
         lanes = min(config.programs - fetching.programs, config.tiles(sizes, w.shape[1]))
         programs, segments = fetching.programs + max(lanes, 1), matmul.segments_of(space, sizes)
         args = segments, w.shape[1], k, *w.stride(), *arguments, 1, 1, False, fetching

@@ -74,9 +74,8 @@ class MatmulConfig:
     ) -> Operands:
         """Return how the kernels take a [M, K] and b [K, N] or a stack of these [E, K, N], and any
         others of their shapes, strides and alignments: as descriptors where TMA can load them, a
-        stack as one matrix. Tiles of the dtype
-        ``stored`` go to matrices with aligned rows of n elements. ``waits``: a tile waits for its
-        rows."""
+        stack as one matrix. Tiles of the dtype ``stored`` go to matrices with aligned rows of n
+        elements. ``waits``: a tile waits for its rows."""
         block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
         a_matrix = b_matrix = None
         b_tma, n = "no", b.shape[-1]

@@ -147,7 +147,7 @@ def _await_rows(arrivals, owner, tile_m):
     peers, PIECE = arrivals.peers, arrivals.piece
     first = tl.load(arrivals.starts + owner) + tile_m * arrivals.block_m
     end = tl.minimum(first + arrivals.block_m, tl.load(arrivals.starts + owner + 1))
-    all_gather_matmul.wait_for_range(
+    sync.wait_for_range(
         peers, peers.rank, first // PIECE + sync.TILES, tl.cdiv(end, PIECE) + sync.TILES
     )
     if arrivals.tma:
@@ -295,27 +295,26 @@ def prepare_dispatch(
     rows: torch.Tensor,
     w: torch.Tensor,
     sizes: tuple[int, ...],
-    routes: tuple[int, int],
+    room: int,
+    top_k: int,
 ) -> Prepared:
     """Prepare x [sizes[rank], K], w [experts, K, N] -> rows [R, K] and out [R, N]. The launch takes
     x, rows, w, bias, out, and the order, edges and ends of `Places`.
 
     Args:
-        routes: how many lead to a rank at most, and those of a token; the same on all ranks.
+        room: rows that a rank has at most; the same on all ranks, as ``top_k``, routes of a token.
     """
     (experts, k, n), most = w.shape, len(rows)
     operands = config.operands(rows, w, rows.dtype, waits=True)
-    fetching = fetching_of(config, x.itemsize, routes[0])
+    fetching = fetching_of(config, x.itemsize, room)
     tables = _bind_tables(config, most, experts)
     tiles = _most_tiles(most, experts, config.block_m) * ceil_div(n, config.block_n)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         call, count = sync.launch_arguments(space, signature), x.numel()
-        block = all_gather_matmul._COPY_BLOCK
-        copies = min(config.programs, ceil_div(count, block))
-        share = BoundKernel(all_gather_matmul.shard_kernel, copies, (count, *call[:2], block), {})
+        share = all_gather_matmul.bind_share(config, count, call)
         lanes = max(1, min(config.programs - fetching.programs, tiles))
-        args = matmul.segments_of(space, sizes), routes[1], most, experts, n, k
+        args = matmul.segments_of(space, sizes), top_k, most, experts, n, k
         args = *args, w.stride(1), w.stride(2), w.stride(0), *call, fetching
         multiply = operands.bind(dispatch_matmul_kernel, fetching.programs + lanes, args)
 
@@ -329,7 +328,7 @@ def prepare_dispatch(
 
         return run
 
-    pieces, nbytes = ceil_div(routes[0], fetching.piece), max(sizes) * k * x.itemsize
+    pieces, nbytes = ceil_div(room, fetching.piece), max(sizes) * k * x.itemsize
     return Prepared(1 + pieces, nbytes, matmul.table_of(sizes), bind)
 
 
@@ -338,11 +337,12 @@ def prepare_combine(
     x: torch.Tensor,
     w: torch.Tensor,
     sizes: tuple[int, ...],
-    routes: tuple[int, int],
+    room: int,
+    top_k: int,
 ) -> Prepared:
     """Prepare x [R, K], w [experts, K, N], weights [sizes[rank], top_k] -> out [sizes[rank], N].
     The launch takes x, w, bias, weights, out, the order, edges and ends of `Places`, and the place
-    of each route. ``routes`` as in `prepare_dispatch`."""
+    of each route. ``room`` and ``top_k`` as in `prepare_dispatch`."""
     (experts, k, n), dtype = w.shape, x.dtype
     operands = config.operands(x, w, dtype)
     tables = _bind_tables(config, len(x), experts)
@@ -350,12 +350,12 @@ def prepare_combine(
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         call, tokens = sync.launch_arguments(space, signature), matmul.segments_of(space, sizes)
-        args = tokens, routes[1], experts, n, k, w.stride(1), w.stride(2), w.stride(0)
+        args = tokens, top_k, experts, n, k, w.stride(1), w.stride(2), w.stride(0)
         args = *args, *call, matmul.TRITON_DTYPES[dtype]
         multiply = operands.bind(matmul_combine_kernel, min(tiles, config.programs), args)
-        count, first = sizes[space.rank], sum(sizes[: space.rank]) * routes[1]
+        count, first = sizes[space.rank], sum(sizes[: space.rank]) * top_k
         parts = ceil_div(count, _TOKENS) * ceil_div(n, _WEIGHED)
-        args = n, count, routes[1], routes[0], first, *call, _TOKENS, _WEIGHED
+        args = n, count, top_k, room, first, *call, _TOKENS, _WEIGHED
         # Products and sums are rounded each.
         programs = max(1, min(parts, config.programs))
         weigh = BoundKernel(weigh_kernel, programs, args, {"enable_fp_fusion": False})
@@ -370,5 +370,5 @@ def prepare_combine(
 
         return run
 
-    nbytes = max(sizes) * routes[1] * n * x.itemsize
+    nbytes = max(sizes) * top_k * n * x.itemsize
     return Prepared(2, nbytes, matmul.table_of(sizes), bind)

@@ -277,6 +277,17 @@ def wait_for_all(peers, index):
             wait_for(peers, rank, index)
 
 
+@triton.jit
+def wait_for_range(peers, source, first, last):
+    """Wait for the words [first, last) from one rank; THREADS at once if these are there."""
+    for begin in range(first, last, THREADS):
+        index, end = begin + tl.arange(0, THREADS), tl.minimum(begin + THREADS, last)
+        awaited = word_of(peers, peers.rank, source, index)
+        if any_lacks(awaited, index < end, peers.word) | (peers.space.chaos != 0):
+            for word in range(begin, end):
+                wait_for(peers, source, word)
+
+
 # Threads read a clock or memory at different times, but all threads of a program must take the same
 # branch. An atomic is done by one thread, which shares the result with the others.
 

@@ -130,11 +130,12 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
 
 
 def unscaled(x: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a matrix [M, K] without their scales, in float32."""
+    """Return the numbers of a matrix [M, K] without their scales, in contiguous float32."""
     # GPUs have no table: the first use may be in a capture, which can neither copy one from the
     # host nor make one that is valid before the graph runs.
     if x.is_cuda:
-        return _fp4_numbers(x.view(torch.uint8)).flatten(1) if x.dtype == FP4 else x.float()
+        numbers = _fp4_numbers(x.view(torch.uint8)).flatten(1) if x.dtype == FP4 else x.float()
+        return numbers.contiguous()
     codes = x.view(torch.uint8)
     numbers = _table(x.dtype).index_select(0, codes.reshape(-1).int())
     return numbers.view(x.shape[0], numbers_in(x.dtype, x.shape[1]))
@@ -318,8 +319,7 @@ def by_panels(
     product = empty((rows, step), torch.float32, out.device)
     for begin in range(0, columns, step):
         some = slice(begin, begin + step)
-        panel = w.elements[:, some].t()
-        panel = unscaled(panel)
+        panel = unscaled(w.elements[:, some].t())
         if blocks:
             scaled_by_blocks(panel, scale_w[some])
         part = product[:, : panel.shape[0]]

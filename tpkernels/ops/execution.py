@@ -88,7 +88,7 @@ def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, ...]:
     if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
         return call.function(call, x, given.routes, given.w, given.bias)
     rows, counts = call.function(call, x, given.routes)
-    return rows, counts, multiply_rows(rows, given.w, counts, given.bias)
+    return rows, counts, multiply_rows(rows, given.w, counts, given.bias, given.max_rows)
 
 
 def combine(call: Call, given: Any) -> torch.Tensor:
@@ -100,7 +100,7 @@ def combine(call: Call, given: Any) -> torch.Tensor:
         if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
             factors = given.w, given.bias
         else:
-            x = multiply_rows(x, given.w, given.counts, given.bias)
+            x = multiply_rows(x, given.w, given.counts, given.bias, given.max_rows)
     out = empty((weights.shape[0], call.problem.shape[1]), x.dtype, x.device)
     call.function(call, x, given.routes, weights, out, *factors)
     return out

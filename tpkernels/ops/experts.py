@@ -41,6 +41,7 @@ from tpkernels.ops.grouped_products import (
     check_bias,
     check_held,
     check_operands,
+    counted_rows,
 )
 from tpkernels.ops.moe_combine import moe_combine
 from tpkernels.ops.moe_dispatch import Handle, gather_routes, moe_dispatch
@@ -305,7 +306,7 @@ def dispatch_grouped_matmul(
         rows, counts, handle = moe_dispatch(
             x, topk_ids, topk_weights, num_experts, group, algorithm=algorithm, **options
         )
-        used = rows if x.is_cuda or max_rows is None else rows[: int(counts.sum())]
+        used = counted_rows(rows, counts, max_rows)
         return as_many_rows(grouped_matmul(used, w, counts, bias), rows), counts, handle
     try:
         routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
@@ -339,7 +340,7 @@ def grouped_matmul_combine(
         their bias, otherwise before and after it.
     """
     if not _in_one_call(algorithm, x):
-        used = x if x.is_cuda or handle.max_rows is None else x[: int(handle.counts.sum())]
+        used = counted_rows(x, handle.counts, handle.max_rows)
         product = as_many_rows(grouped_matmul(used, w, handle.counts, bias), x)
         return moe_combine(product, handle, algorithm=algorithm)
     try:

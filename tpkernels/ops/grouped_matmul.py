@@ -1,10 +1,7 @@
 """``y = x @ w[group of the row]`` for rows that are sorted by group: the products of a mixture's
 experts on one rank.
 
-On CPUs the extension goes through the groups and computes each as the product of that group alone
-(csrc/calls/product.h). What it leaves to torch, such as plain weights with many rows, is one
-``torch.mm`` per group. On GPUs it is torch's grouped product where that takes the operands,
-otherwise a loop over a copy of ``counts`` on the host.
+How they are computed: grouped_products.py.
 """
 
 from __future__ import annotations

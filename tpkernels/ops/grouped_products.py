@@ -1,4 +1,10 @@
-"""Products of rows that are sorted by group, each group with a weight of its own."""
+"""Products of rows that are sorted by group, each group with a weight of its own.
+
+On CPUs the extension goes through the groups and computes each as the product of that group alone
+(csrc/calls/product.h). What it leaves to torch, such as plain weights with many rows, is one
+``torch.mm`` per group. On GPUs it is torch's grouped product where that takes the operands,
+otherwise a loop over a copy of ``counts`` on the host.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +84,10 @@ def check_operands(x: torch.Tensor, stack: torch.Tensor) -> None:
 
 def check_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
     """Raise for a bias that does not fit a stack of weights."""
+    if bias is None:
+        return
     shape = [len(stack), columns_of_stack(stack)]
-    if bias is not None and list(bias.shape) != shape:
+    if list(bias.shape) != shape:
         raise ValueError(f"bias has shape {list(bias.shape)}; it must be {shape}, a row per group")
 
 
@@ -134,13 +142,23 @@ def add_bias(
 
 
 def multiply_rows(
-    x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    stack: torch.Tensor,
+    counts: torch.Tensor,
+    bias: torch.Tensor | None,
+    max_rows: int | None,
 ) -> torch.Tensor:
-    """Return the products of the rows that are counted, with their bias, in contiguous memory.
-    There may be more rows, whose results are undefined."""
-    used = x if x.is_cuda else x[: int(counts.sum())]
+    """Return the products of rows, ``max_rows`` or those that are counted, with their bias, in
+    contiguous memory. Those of rows that are not counted are undefined."""
+    used = counted_rows(x, counts, max_rows)
     product = add_bias(multiply_groups(used, stack, counts), bias, counts)
     return as_many_rows(product, x).contiguous()
+
+
+def counted_rows(x: torch.Tensor, counts: torch.Tensor, max_rows: int | None) -> torch.Tensor:
+    """Return what is multiplied of ``max_rows`` rows: on CPUs those that are counted, on GPUs all,
+    so that no host waits. Without ``max_rows`` all are counted."""
+    return x if x.is_cuda or max_rows is None else x[: int(counts.sum())]
 
 
 def as_many_rows(product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tpkernels import cuda
 from tpkernels.algorithms.parts import Products, as_rows, new_partial, partial_of
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction, RmsNorm, normalising
-from tpkernels.algorithms.routes import Places, filled, places_of
+from tpkernels.algorithms.routes import Places, filled, most_rows, places_of
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queued
 from tpkernels.errors import WorkspaceMemoryError
@@ -72,8 +72,7 @@ def combine(
     problem, rank = call.problem, call.group.rank
     found = Places.of(problem, rank, routes)
     x = filled(problem, x, found.rows(problem, rank, routes))
-    most = problem.options.max_rows or found.order.numel()
-    where = found.order, found.edges, problem.sizes, most, places_of(found.order)
+    where = found.order, found.edges, problem.sizes, most_rows(problem), places_of(found.order)
     launch = cuda.prepare_routed(x, out, *where, weights)
     _queue(call, x, None, x, launch)
 
