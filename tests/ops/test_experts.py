@@ -52,11 +52,11 @@ def layer(
 ) -> torch.Tensor:
     weights, up, down = rest
     sizes = [4] * (group.size() - 1) + [4 - case.spare]
+    strided = (torch.stack([w.sum(1)] * 2, 2)[..., 0] for w in (up, down))
+    biases = list(strided) if case.bias else [None, None]
     if case.whole:
         most = None if case.max_rows is None else sum(sizes) * TOP + case.max_rows
         options: dict[str, Any] = {"shard_sizes": sizes, "max_rows": most}
-        strided = (torch.stack([w.sum(1)] * 2, 2)[..., 0] for w in (up, down))
-        biases = list(strided) if case.bias else [None, None]
         inner, counts, handle = tpkernels.dispatch_grouped_matmul(
             *(x, ids, weights, up, case.experts, group),
             bias=biases[0],
@@ -67,10 +67,13 @@ def layer(
         return tpkernels.grouped_matmul_combine(
             inner, down, handle, bias=biases[1], algorithm=case.algorithm
         )
+    options = {"shard_sizes": sizes, "algorithm": case.algorithm}
     inner, routing = tpkernels.all_gather_grouped_matmul(
-        x, ids, weights, up, group, shard_sizes=sizes
+        x, ids, weights, up, group, bias=biases[0], **options
     )
-    return tpkernels.grouped_matmul_reduce_scatter(inner, down, routing, group, shard_sizes=sizes)
+    return tpkernels.grouped_matmul_reduce_scatter(
+        inner, down, routing, group, bias=biases[1], shard_sizes=sizes
+    )
 
 
 def inputs_of(
@@ -157,12 +160,13 @@ def test_as_a_loop_over_tokens(ranks: RanksFixture, world: int) -> None:
 
 def fused_cases() -> Iterator[Case]:
     """Fewer experts than ranks, empty ones, all tokens to one, ranks without tokens."""
-    fused = Case(whole=True, algorithm="fused")
-    for experts, spare, most in ((2, 4, None), (7, 1, 0), (40, 1, 9)):
-        yield replace(fused, experts=experts, spare=spare, max_rows=most, bias=most is not None)
-    yield replace(fused, spare=0, route=one_expert)
-    for dtype, integers in itertools.product(DTYPES, (False, True)):
-        yield replace(fused, dtype=dtype, integers=integers, bias=True, max_rows=0)
+    for whole in (False, True):
+        fused = Case(whole=whole, algorithm="fused")
+        for experts, spare, most in ((2, 4, None), (7, 1, 0), (40, 1, 9)):
+            yield replace(fused, experts=experts, spare=spare, max_rows=most, bias=most is not None)
+        yield replace(fused, spare=0, route=one_expert)
+        for dtype, integers in itertools.product(DTYPES, (False, True)):
+            yield replace(fused, dtype=dtype, integers=integers, bias=True, max_rows=0)
 
 
 @pytest.mark.parametrize("world", [2, thorough(3)])
