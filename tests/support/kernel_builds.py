@@ -140,7 +140,12 @@ def build(
         ),
         "tiling": Tiling(
             *(config.block_m, config.block_n, config.block_k, config.group_m, config.sum_m),
-            *(config.tma and name not in BY_ROW, b_major if config.tma else "no", store_tma, specialized),
+            *(
+                config.tma and name not in BY_ROW,
+                b_major if config.tma else "no",
+                store_tma,
+                specialized,
+            ),
         ),
         "DTYPE": dtype,
         **own,
@@ -148,7 +153,11 @@ def build(
     if name == "dispatch_matmul":
         constants["fetching"] = experts.fetching_of(config, dtype.primitive_bitwidth // 8, 1 << 20)
     constants["number"] = 1 if constants.get("ONE_SHOT") else constants["world"]
-    in_tuples = constants | {"tiles": None, "owners": None, "turns": None} | ({"starts": None} if even else {})
+    in_tuples = (
+        constants
+        | {"tiles": None, "owners": None, "turns": None}
+        | ({"starts": None} if even else {})
+    )
     tiles = _descriptors(config, NAMES[dtype], b_major)
     if name in BY_ROW:
         tiles.pop("a", None)
