@@ -6,17 +6,20 @@ experts: segment e of the tile loop is the rows of expert e, with its own weight
 
 Algorithm: dispatch: a first kernel copies this rank's tokens into symmetric memory. In the second,
 the first programs are fetchers. They bring the rows from the tokens' ranks, piece by piece in the
-order of the experts, and the product of an expert starts when its rows are there. Combine: every
-route has a slot in the buffer of its token's rank. The tile loop's epilogue stores rows there while
-the next tile is multiplied. A second kernel sums a token's slots by weight, as routed.cuh does: the
+order of the experts, and the product of an expert starts when its rows are there. Gather, where
+each rank has a part of all experts: tokens travel as in all_gather_matmul.py, once each, and a tile
+reads its rows where they are. They are sorted by token, so it waits for the tokens from its first
+to its last; rows of tiles are in the order of the rank of their last token. Combine: every route
+has a slot in the buffer of its token's rank. The tile loop's epilogue stores rows there while the
+next tile is multiplied. A second kernel sums a token's slots by weight, as routed.cuh does: the
 same bits. A token that has a route without a row becomes NaN.
 
     dispatch   fetch rows of expert 0, 1, 2, ...   combine   *0 -> tokens' ranks   *1 ->   *2 ->
                wait for 0, *0   wait for 1, *1 ...           wait for all, sum
 
-Sync: dispatch: as in all_gather_matmul.py, with the words TILES + piece from this rank to itself.
-Combine: the word TILES of a rank says that its first kernel has ended; the second one's first
-program pushes it.
+Sync: gather: as in all_gather_matmul.py. Dispatch: likewise, with the words TILES + piece from this
+rank to itself. Combine: the word TILES of a rank says that its first kernel has ended; the second
+one's first program pushes it.
 """
 
 from __future__ import annotations

@@ -318,7 +318,7 @@ def fake_result(op: str, group: Group, given: Any) -> Any:
         words = Packing.of(x, given.scale_x).words
         return x.new_empty(rows, words, dtype=torch.float32), counts
     if hasattr(given, "order"):
-        return x.new_empty(given.order.shape[0], columns_of_stack(w))
+        return x.new_empty(given.order.shape[0], columns_of_stack(given.w))
     if spec.gathers or spec.exchanges:
         sizes = given.gather_sizes if spec.exchanges else given.shard_sizes
         shape = _gathered(shape, given.gather_dim, sizes, group)
