@@ -32,6 +32,8 @@ def _function(module: Any, spec: OpSpec) -> Callable[..., Any] | None:
     if spec.routed:
         return getattr(module, "dispatch" if spec.dispatches else "combine", None)
     if module is fused and not spec.has_matmul:  # but experts have one
+        if spec.reduces and spec.scatters:
+            return module.reduce_from_experts
         return module.gather_for_experts if spec.gathers else None
     if spec.gathers:
         return module.gather

@@ -76,7 +76,7 @@ def layer(
         x, ids, weights, up, group, bias=biases[0], **options
     )
     return tpkernels.grouped_matmul_reduce_scatter(
-        inner, down, routing, group, bias=biases[1], shard_sizes=sizes
+        inner, down, routing, group, bias=biases[1], **options
     )
 
 

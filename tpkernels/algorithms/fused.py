@@ -238,6 +238,31 @@ def gather_for_experts(
     return out
 
 
+def reduce_from_experts(
+    call: Call,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    places: torch.Tensor,
+    counts: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Fill ``out`` [tokens, N] with the sums over the ranks of the products of x [R, K], of which
+    each expert has ``counts``, with w [experts, K, N]; of each token, by ``weights`` [tokens of all
+    ranks, k], of the products at its ``places``."""
+    product, sizes = empty((len(x), w.shape[2]), x.dtype, x.device), call.problem.sizes
+
+    def prepare() -> Prepared:
+        from tpkernels.kernels import experts
+
+        return experts.prepare_scatter(_config(call, x), x, w, sizes, weights.shape[1])
+
+    ends = F.pad(counts.cumsum(0), (1, 0))
+    key, bias = (_place(x), _place(w)), None if bias is None else bias.contiguous()
+    _run(call, x.device, key, prepare, x, w, bias, product, out, weights, places, ends)
+
+
 def dispatch(
     call: Call, x: torch.Tensor, routes: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

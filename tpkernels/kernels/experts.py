@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels import all_gather_matmul, matmul, sync, words
+from tpkernels.kernels import all_gather_matmul, matmul, matmul_reduce_scatter, sync, words
 from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.symm.device import DeviceWorkspace, Prepared
@@ -40,6 +40,7 @@ from tpkernels.symm.device import DeviceWorkspace, Prepared
 _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)  # that a fetcher loads at a time
 _MOST_PIECES = 2048  # for each of which there is a word
 _LAST = (1 << 31) - 1  # sorts rows of tiles that there are not behind the others
+_BLOCKS = 8  # of columns, at most, that are summed while others are multiplied. Not measured
 _TOKENS, _WEIGHED = 8, 256  # tokens and columns that a program sums at a time
 
 
@@ -256,6 +257,141 @@ def gather_matmul_kernel(
         sync.poison(out, tl.cast(count, tl.int64) * N)
 
 
+class Reducing(NamedTuple):
+    """How programs sum what the others multiply; known at compile time."""
+
+    programs: int
+    tokens: int  # that a program sums at a time
+    columns: int
+    top_k: int
+
+
+class _Products(NamedTuple):
+    """The context of `store_result`, and of `_publish_tile`."""
+
+    out: Any
+    bias: Any
+    N: Any
+    stride_bias: Any
+    peers: Any
+    tiles: Any  # as in `Segments`
+    experts: Any
+    block_n: Any  # known at compile time
+
+
+@triton.jit
+def _publish_tile(products, owner, index):
+    """Tell this rank's programs that sum: the `later` hook. Words are in the order of columns."""
+    tiles_n = tl.cdiv(products.N, products.block_n)
+    row = tl.load(products.tiles + owner) + index // tiles_n
+    word = index % tiles_n * tl.load(products.tiles + products.experts) + row
+    sync.publish(products.peers, products.peers.rank, sync.TILES + word)
+
+
+@triton.jit
+def _tokens_at(part, left, right, count, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the tokens, of ``count``, and columns, of [left, right), of a part of the sums, and
+    what is inside."""
+    parts = tl.cdiv(right - left, COLUMNS)
+    token = part // parts * TOKENS + tl.arange(0, TOKENS)
+    column = left + part % parts * COLUMNS + tl.arange(0, COLUMNS)
+    return token, column, (token < count)[:, None] & (column < right)[None, :]
+
+
+@triton.jit
+def _push_sums(
+    slots, product, weights, places, tokens, left, right, lane, reducing: tl.constexpr
+):  # fmt: skip
+    """Sum the products of all tokens, in the columns [left, right), and push them to the tokens'
+    ranks."""
+    TOKENS: tl.constexpr = reducing.tokens
+    COLUMNS: tl.constexpr = reducing.columns
+    TOP_K: tl.constexpr = reducing.top_k
+    peers, N = slots.peers, slots.N
+    world = peers.space.world
+    for i in range(1, world + 1):
+        owner = (peers.rank + i) % world
+        begin, end = matmul.segment(tokens, owner)
+        slot = matmul_reduce_scatter.slot_of(slots, owner, peers.rank)
+        parts = tl.cdiv(end - begin, TOKENS) * tl.cdiv(right - left, COLUMNS)
+        for part in range(lane, parts, reducing.programs):
+            token, column, inside = _tokens_at(part, left, right, end - begin, TOKENS, COLUMNS)
+            acc = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
+            for j in tl.static_range(TOP_K):
+                route, there = (
+                    (begin + token).to(tl.int64) * TOP_K + j,
+                    begin + token < end,
+                )
+                weight = tl.load(weights + route, mask=there, other=0.0)
+                row = product + tl.load(places + route, mask=there, other=0) * N
+                values = tl.load(row[:, None] + column[None, :], mask=inside, other=0.0)
+                acc += weight[:, None] * values.to(tl.float32)
+            to = slot + token.to(tl.int64)[:, None] * N + column[None, :]
+            tl.store(to, matmul.rounded(acc, slots.wire), mask=inside & peers.usable)
+
+
+@triton.jit
+def _sum_slots(slots, out, count, left, right, lane, WORLD: tl.constexpr, reducing: tl.constexpr):
+    """Sum what the ranks have pushed of this rank's ``count`` tokens, in rank order."""
+    N, buffer = slots.N, sync.buffer_of(slots.peers, slots.peers.rank)
+    parts = tl.cdiv(count, reducing.tokens) * tl.cdiv(right - left, reducing.columns)
+    for part in range(lane, parts, reducing.programs):
+        token, column, inside = _tokens_at(
+            part, left, right, count, reducing.tokens, reducing.columns
+        )
+        at = token.to(tl.int64)[:, None] * N + column[None, :]
+        acc = matmul_reduce_scatter.sum_partials(slots, buffer, at, inside, WORLD)
+        tl.store(out + at, matmul.rounded(acc, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=sync.SCALARS)
+def matmul_scatter_kernel(
+    a, b, bias, product, out, weights, places, tables, tokens, experts, N, K, stride_bk, stride_bn,
+    stride_bs, wide, pushed, slot_bytes, workspace, rank, signature, timeout_ns, seed,
+    DTYPE: tl.constexpr, reducing: tl.constexpr, tiling: tl.constexpr,
+):  # fmt: skip
+    """Compute ``product = round(a @ b[expert] + bias[expert])``, and ``out``, the sums over the
+    ranks of those of its rows by ``weights``. ``pushed``: the first word of what is pushed."""
+    peers = sync.join(workspace, rank, signature, timeout_ns, seed)
+    sync.enter(peers)
+    lanes, tiles = tl.num_programs(0) - reducing.programs, tables + experts + 1
+    begin, end = matmul.segment(tokens, rank)
+    if tl.program_id(0) < lanes:
+        matmul.matmul_tiles(
+            matmul.Product(a, b, N, K, K, stride_bk, stride_bn, stride_bs),
+            matmul.Segments(
+                tables, 0, 0, experts, tiles, tables + 2 * experts + 2, None, wide
+            ), 0, tl.program_id(0), lanes, None, None, matmul.store_result,
+            _Products(product, bias, N, N, peers, tiles, experts, tiling.block_n), tiling,
+            _publish_tile,
+        )  # fmt: skip
+    else:
+        lane, rows = tl.program_id(0) - lanes, tl.load(tiles + experts)
+        tiles_n = tl.cdiv(N, tiling.block_n)
+        blocks = tl.cdiv(tiles_n, wide)
+        for block in range(0, blocks + 1):
+            if block < blocks:
+                first, last = block * wide, tl.minimum((block + 1) * wide, tiles_n)
+                sync.wait_for_range(
+                    peers, rank, first * rows + sync.TILES, last * rows + sync.TILES
+                )
+                _push_sums(
+                    matmul_reduce_scatter.Slots(peers, N, slot_bytes, DTYPE, False), product,
+                    weights, places, tokens, first * tiling.block_n,
+                    tl.minimum(last * tiling.block_n, N), lane, reducing,
+                )  # fmt: skip
+                sync.publish_to_all(peers, pushed + block * reducing.programs + lane)
+            if block > 0:
+                sync.wait_for_all(peers, pushed + (block - 1) * reducing.programs + lane)
+                _sum_slots(
+                    matmul_reduce_scatter.Slots(peers, N, slot_bytes, DTYPE, False), out,
+                    end - begin, (block - 1) * wide * tiling.block_n,
+                    tl.minimum(block * wide * tiling.block_n, N), lane, workspace.world, reducing,
+                )  # fmt: skip
+    if sync.finish(peers):
+        sync.poison(out, tl.cast(end - begin, tl.int64) * N)
+
+
 class _Slots(NamedTuple):
     """The context of `_push_rows`."""
 
@@ -326,11 +462,9 @@ def weigh_kernel(
         sync.publish_to_all(peers, sync.TILES)
     sync.wait_for_all(peers, sync.TILES)
     slots = sync.pointer(sync.buffer_of(peers, rank), out.dtype.element_ty)
-    parts = tl.cdiv(N, COLUMNS)
-    for part in range(tl.program_id(0), tl.cdiv(count, TOKENS) * parts, tl.num_programs(0)):
-        token = part // parts * TOKENS + tl.arange(0, TOKENS)
-        column = part % parts * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (token < count)[:, None] & (column < N)[None, :]
+    parts = tl.cdiv(count, TOKENS) * tl.cdiv(N, COLUMNS)
+    for part in range(tl.program_id(0), parts, tl.num_programs(0)):
+        token, column, inside = _tokens_at(part, 0, N, count, TOKENS, COLUMNS)
         acc = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
         for slot in range(top_k):
             route = token.to(tl.int64) * top_k + slot
@@ -456,6 +590,48 @@ def prepare_gather(
     nbytes = max(sizes) * k * x.itemsize
     pieces = ceil_div(max(sizes) * k, fetching.piece)
     return Prepared(1 + pieces, nbytes, matmul.table_of(sizes), bind)
+
+
+def reducing_of(config: MatmulConfig, top_k: int) -> Reducing:
+    """Choose for the sums of ``top_k`` products; the same on all ranks. A thread loads up to 128
+    elements before it adds any."""
+    programs = max(1, min(2 * config.fetchers, config.programs // 2))
+    tokens = min(4, max(1, 16 // triton.next_power_of_2(max(1, top_k)))) * config.num_warps
+    return Reducing(programs, tokens, _WEIGHED, top_k)
+
+
+def prepare_scatter(
+    config: MatmulConfig, x: torch.Tensor, w: torch.Tensor, sizes: tuple[int, ...], top_k: int
+) -> Prepared:
+    """Prepare x [R, K], w [experts, K, N], weights [tokens, top_k] -> product [R, N] and out
+    [sizes[rank], N]. The launch takes x, w, bias, product, out, weights, the place of each route,
+    and where each expert's rows begin, and the last's end."""
+    (experts, k, n), dtype = w.shape, x.dtype
+    operands = config.operands(x, w, dtype, waits=True)
+    options = operands.launch | {"enable_fp_fusion": False}  # products and sums are rounded each
+    operands, reducing = operands._replace(launch=options), reducing_of(config, top_k)
+    tables, columns = _bind_tables(config, len(x), experts), ceil_div(n, config.block_n)
+    tiles = _most_tiles(len(x), experts, config.block_m) * columns
+    wide, slot = ceil_div(columns, _BLOCKS), matmul_reduce_scatter.slot_bytes(max(sizes), n, dtype)
+    pushed = 1 + tiles
+
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        call, tokens = sync.launch_arguments(space, signature), matmul.segments_of(space, sizes)
+        args = tokens, experts, n, k, w.stride(1), w.stride(2), w.stride(0), wide, pushed, slot
+        args = *args, *call, matmul.TRITON_DTYPES[dtype], reducing
+        lanes = max(1, min(tiles, config.programs - reducing.programs))
+        multiply = operands.bind(matmul_scatter_kernel, lanes + reducing.programs, args)
+
+        def run(
+            x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, product: torch.Tensor,
+            out: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, ends: torch.Tensor,
+        ) -> None:  # fmt: skip
+            multiply(x, w, bias, product, out, weights, places, tables(ends))
+
+        return run
+
+    count = pushed + ceil_div(columns, wide) * reducing.programs
+    return Prepared(count, len(sizes) * slot, matmul.table_of(sizes), bind)
 
 
 def prepare_combine(

@@ -59,7 +59,9 @@ class Segments(NamedTuple):
     number: Any  # known at compile time, unless there are `tiles`
     tiles: Any  # a table: the rows of tiles before each segment, and of all; None: kernels count
     owners: Any  # a table: the segment of each row of tiles, with `tiles`
-    turns: Any = None  # a table: the order of the rows of tiles; None: as they lie
+    # The order of the tiles, with `tiles`; without, segment by segment.
+    turns: Any = None  # a table: that of the rows of tiles
+    wide: Any = None  # so many columns of tiles, of all segments, then as many more
 
 
 def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,9 +145,15 @@ def position(tile, rows, N, tiling: tl.constexpr):
 def tile_in_turn(segments, N, turn, tiling: tl.constexpr):
     """Return the tile that is multiplied as number ``turn``: (segment, number in the segment, tile
     row, tile column)."""
-    if segments.turns is not None:
-        tiles_n = tl.cdiv(N, tiling.block_n)
-        row, tile_n = tl.load(segments.turns + turn // tiles_n).to(tl.int32), turn % tiles_n
+    tiles_n = tl.cdiv(N, tiling.block_n)
+    if segments.turns is not None or segments.wide is not None:
+        if segments.turns is not None:
+            row, tile_n = tl.load(segments.turns + turn // tiles_n).to(tl.int32), turn % tiles_n
+        else:
+            each = tl.load(segments.tiles + segments.number) * segments.wide
+            first = turn // each * segments.wide
+            width = tl.minimum(tiles_n - first, segments.wide)
+            row, tile_n = turn % each // width, first + turn % each % width
         owner = tl.load(segments.owners + row)
         tile_m = row - tl.load(segments.tiles + owner)
         return owner, tile_m * tiles_n + tile_n, tile_m, tile_n

@@ -215,6 +215,7 @@ def grouped_matmul_reduce_scatter(
     *,
     bias: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> torch.Tensor:
     """Multiply rows by their expert, sum each token's by weight and over the ranks, and return this
     rank's tokens.
@@ -224,13 +225,20 @@ def grouped_matmul_reduce_scatter(
         w: [experts, K, N]: this rank's rows of all experts.
         bias: [experts, N], zero where another rank adds it.
         shard_sizes: tokens of each rank; default: all the same.
+        algorithm: of the sum over the ranks; "fused" multiplies meanwhile.
 
     Returns:
         [tokens, N] in x's dtype. A rank sums a token's products in fp32 in the order of k and
         rounds once; the ranks' sums are those of `reduce_scatter`.
     """
+    options: dict[str, Any] = {"shard_sizes": shard_sizes, "algorithm": algorithm}
+    if _in_one_call(algorithm, x):
+        y: torch.Tensor = _interruptible(
+            group, _run_scatter, x, w, bias, *routing, name_of(group), **options
+        )
+        return y
     partial = sum_routes(grouped_matmul(x, w, routing.counts, bias), routing)
-    return reduce_scatter(partial, group, shard_sizes=shard_sizes)
+    return reduce_scatter(partial, group, **options)
 
 
 def grouped_matmul_all_reduce(
@@ -251,6 +259,13 @@ _run_gather = define(
     "all_gather_grouped_matmul(Tensor x, Tensor w, Tensor? bias, Tensor order, Tensor counts, "
     "str group, *, SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor",
     record="all_gather",
+    no_gradient=_NO_GRADIENT,
+)
+_run_scatter = define(
+    "grouped_matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, Tensor order, Tensor counts, "
+    "Tensor topk_weights, str group, *, SymInt[]? shard_sizes=None, str algorithm='auto') -> "
+    "Tensor",
+    record="reduce_scatter",
     no_gradient=_NO_GRADIENT,
 )
 _run_dispatch = define(

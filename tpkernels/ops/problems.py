@@ -156,11 +156,23 @@ def _of_all_experts(op: str, group: Group, given: Any) -> Problem:
     x, order = given.x, given.order
     _check_experts(given)
     check_counts(given.counts, x, given.w)
-    sizes = validation.gather_sizes(
-        given.shard_sizes, x.shape[0], group.rank, group.world, "shard_sizes"
-    )
+    spec, columns, options = OPS[op], x.shape[1], Options(multiplied=True)
+    if spec.gathers:
+        sizes = validation.gather_sizes(
+            given.shard_sizes, x.shape[0], group.rank, group.world, "shard_sizes"
+        )
+    else:
+        weights, columns = given.topk_weights, columns_of_stack(given.w)
+        if not weights.is_floating_point() or weights.numel() != len(x) or weights.dim() != 2:
+            raise ValueError(
+                f"topk_weights is {dtypes.name(weights.dtype)} of shape {list(weights.shape)}; it "
+                f"must be floating-point, [tokens, k], and x has {len(x)} rows"
+            )
+        sizes = validation.scatter_sizes(given.shard_sizes, len(weights), group.world)
+        options = replace(options, x_dtype=x.dtype, out_dtype=x.dtype)
     tokens = sum(sizes)
     k, rest = divmod(order.numel(), max(tokens, 1))
+    rest += not spec.gathers and order.numel() != len(x)
     if order.dtype != torch.int64 or order.dim() != 1 or rest or (tokens and not k):
         raise ValueError(
             f"order is {dtypes.name(order.dtype)} of shape {list(order.shape)}; it must be int64, "
@@ -170,11 +182,11 @@ def _of_all_experts(op: str, group: Group, given: Any) -> Problem:
         op=op,
         device=validation.device(x),
         world=group.world,
-        shape=(tokens, x.shape[1]),
+        shape=(tokens, columns),
         dim=0,
         sizes=sizes,
         dtype=x.dtype,
-        options=Options(routes=(len(given.w), k), multiplied=True),
+        options=replace(options, routes=(len(given.w), k)),
     )
 
 
@@ -318,7 +330,10 @@ def fake_result(op: str, group: Group, given: Any) -> Any:
         words = Packing.of(x, given.scale_x).words
         return x.new_empty(rows, words, dtype=torch.float32), counts
     if hasattr(given, "order"):
-        return x.new_empty(given.order.shape[0], columns_of_stack(given.w))
+        rows, columns = given.order.shape[0], columns_of_stack(given.w)
+        if spec.scatters:
+            rows, _ = _shard([len(given.topk_weights), columns], 0, given.shard_sizes, group)
+        return x.new_empty(rows, columns)
     if spec.gathers or spec.exchanges:
         sizes = given.gather_sizes if spec.exchanges else given.shard_sizes
         shape = _gathered(shape, given.gather_dim, sizes, group)
