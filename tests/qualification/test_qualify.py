@@ -163,6 +163,7 @@ PATCHES = {
             "matmul_reduce_scatter": "reduce_scatter",
             "moe_combine": "routed",
             "all_gather": "routed",
+            "reduce_scatter": "routed",
         }.items()
     },
 }

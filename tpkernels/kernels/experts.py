@@ -9,17 +9,22 @@ the first programs are fetchers. They bring the rows from the tokens' ranks, pie
 order of the experts, and the product of an expert starts when its rows are there. Gather, where
 each rank has a part of all experts: tokens travel as in all_gather_matmul.py, once each, and a tile
 reads its rows where they are. They are sorted by token, so it waits for the tokens from its first
-to its last; rows of tiles are in the order of the rank of their last token. Combine: every route
-has a slot in the buffer of its token's rank. The tile loop's epilogue stores rows there while the
-next tile is multiplied. A second kernel sums a token's slots by weight, as routed.cuh does: the
-same bits. A token that has a route without a row becomes NaN.
+to its last; rows of tiles are in the order of the rank of their last token. Scatter, likewise:
+tiles are multiplied by blocks of columns, of all experts. The last programs wait for a block, sum
+each token's products by weight, push the sums into this rank's slot at the token's rank, and sum
+what the ranks have pushed there of the block before. Combine: every route has a slot in the buffer
+of its token's rank. The tile loop's epilogue stores rows there while the next tile is multiplied. A
+second kernel sums a token's slots by weight, as routed.cuh does: the same bits. A token that has a
+route without a row becomes NaN.
 
     dispatch   fetch rows of expert 0, 1, 2, ...   combine   *0 -> tokens' ranks   *1 ->   *2 ->
                wait for 0, *0   wait for 1, *1 ...           wait for all, sum
 
 Sync: gather: as in all_gather_matmul.py. Dispatch: likewise, with the words TILES + piece from this
-rank to itself. Combine: the word TILES of a rank says that its first kernel has ended; the second
-one's first program pushes it.
+rank to itself. Scatter: the word TILES + tile, column by column, from this rank to itself; behind
+them a word of each block and program that sums says to all that its part of the sums is there. It
+waits for programs of lower numbers, and then for those of its own number. Combine: the word TILES
+of a rank says that its first kernel has ended; the second one's first program pushes it.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ Expert-parallel: each rank has some of the experts, and the tokens that are rout
     dispatch_grouped_matmul         tokens of all ranks for own experts, times w[expert]
     grouped_matmul_combine          rows times w[expert], back at the tokens' ranks and summed
 
-They compose the ops of these names. On GPUs the first and the last two are one call each where no
-gradient is recorded, in which "fused" multiplies while rows travel. On CPUs the last two would not
-pay: AMD EPYC Zen 5, torch 2.13, 2026-11-26, 2 ranks, 64 and 2048 tokens of benchmarks/moe.py, in
-turns: a first product that gathers each expert's rows just before it multiplies them takes 1.07 and
-1.00 of the time, and a layer whose second writes into a symmetric tensor, of which the combine
-copies nothing, 1.00 and 1.00.
+They compose the ops of these names. On GPUs all but `grouped_matmul_all_reduce` are one call each
+where no gradient is recorded, in which "fused" multiplies while rows travel. On CPUs the last two
+would not pay: AMD EPYC Zen 5, torch 2.13, 2026-11-26, 2 ranks, 64 and 2048 tokens of
+benchmarks/moe.py, in turns: a first product that gathers each expert's rows just before it
+multiplies them takes 1.07 and 1.00 of the time, and a layer whose second writes into a symmetric
+tensor, of which the combine copies nothing, 1.00 and 1.00.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ _WITH_EXPERTS = {
     "moe_dispatch": "dispatch_grouped_matmul",
     "moe_combine": "grouped_matmul_combine",
     "all_gather": "all_gather_grouped_matmul",
+    "reduce_scatter": "grouped_matmul_reduce_scatter",
 }
 
 
@@ -79,7 +80,7 @@ def ops_of(way: str) -> list[str]:
     algorithm, _, name = way.partition("/")
     if name == "routed":
         whole = ["moe_dispatch", "moe_combine"]
-        return [*whole, "all_gather"] if algorithm == "fused" else whole
+        return [*whole, "all_gather", "reduce_scatter"] if algorithm == "fused" else whole
     if algorithm == "direct":
         found = ["all_reduce", "matmul_all_reduce"] if name in SUMS else []
         found += ["all_reduce_rms_norm"] if name in NORMED_SUMS else []
@@ -211,6 +212,9 @@ class _Operands:
             self.wanted, self.bound = [whole.double()], [torch.zeros(())]
             self.options = {"gather_dim": 1, "scatter_dim": 0}
             return
+        if call.multiplied and spec.reduces:
+            self._sum_experts(make, generator, rank, sizes, own)
+            return
         if spec.routed or call.multiplied:
             self._route(make, generator, rank, sizes, own)
             return
@@ -304,6 +308,33 @@ class _Operands:
         if multiplied:
             bound += (weights[..., None].abs() * rounding.view(*shape, n))[own].sum(1)
         self.wanted, self.bound = [exact], [zero if self.call.exact else bound]
+
+    def _sum_experts(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
+        """Make rows by expert on each rank, of which each has a part of all experts. The last
+        expert gets none."""
+        (m, n, k), experts = self.call.shape, 2 * len(sizes) + 1
+        shape, device = (m, _TOP_K), generator.device
+        routes = torch.randint(experts - 1, shape, generator=generator, device=device).flatten()
+        order, counts = routes.argsort(stable=True), routes.bincount(minlength=experts)
+        weights, places = make(*shape).float(), order.argsort()
+        exact, bound = (torch.zeros(m, n, dtype=torch.float64, device=device) for _ in range(2))
+        eps = torch.finfo(self.call.dtype).eps
+        for source in range(len(sizes)):
+            rows, w, bias = make(m * _TOP_K, k), make(experts, k, n), make(experts, n)
+            if source == rank:
+                self.factors = [rows, w, bias, order, counts, weights]
+            parts = zip(rows.split(counts.tolist()), w, bias.double(), strict=True)
+            pairs = [(_product(part, own_w, self.call.exact), b) for part, own_w, b in parts]
+            made = torch.cat([product + b for (product, _), b in pairs])[places].view(*shape, n)
+            size = torch.cat([size + b.abs() for (_, size), b in pairs])[places].view(*shape, n)
+            error = eps * made.abs() + math.sqrt(k) * _FLOAT32_EPS * size
+            terms, scale = weights[..., None].double() * made, weights[..., None].abs()
+            exact += terms.sum(1)
+            bound += eps * terms.sum(1).abs() + (scale * error).sum(1)
+            bound += _TOP_K * _FLOAT32_EPS * terms.abs().sum(1)
+        bound += eps * exact.abs()
+        self.options = {"shard_sizes": sizes}
+        self.wanted, self.bound = [exact[own]], [bound[own] * (not self.call.exact)]
 
     def run(self, algorithm: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Make the call; return its results, the sum first."""
