@@ -228,7 +228,7 @@ def test_epochs_begin_anew() -> None:
 @on_ranks(4)
 def test_a_broken_protocol_is_seen(breakage: str) -> None:
     """Negative control of the tests above."""
-    assert wrong_calls(1000, **{breakage: True})[0] > 0
+    assert any(wrong_calls(1000, **{breakage: True})[0] for _ in range(10))
 
 
 @pytest.mark.parametrize("how", TEARINGS[3:])
@@ -236,7 +236,7 @@ def test_a_broken_protocol_is_seen(breakage: str) -> None:
 def test_what_ll128_relies_on_is_needed(how: str) -> None:
     """Negative controls: a flag that comes before the rest of its line, as where lines are not
     whole; and data that stay where a later call looks for its words."""
-    assert wrong_calls(2000, how)[0] > 0
+    assert any(wrong_calls(2000, how)[0] for _ in range(10))
 
 
 @pytest.mark.parametrize("how", TEARINGS[:3])

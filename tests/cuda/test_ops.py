@@ -169,9 +169,11 @@ def test_routed_rows() -> None:
 @pytest.mark.parametrize("broken", [{}, thorough({"single_buffer": True}), {"skip_waits": True}])
 @on_ranks(3)
 def test_delays_of_routed_rows_and_negative_controls(broken: dict[str, bool]) -> None:
+    """What a broken protocol spoils depends on who runs when: it is tried again."""
     with pretending():
-        wrong = test_moe.delayed_job(algorithm="direct", **broken)
-    assert (emulated.anywhere(wrong) > 0) == bool(broken), wrong
+        tries = range(10 if broken else 1)
+        wrong = (test_moe.delayed_job(algorithm="direct", **broken) for _ in tries)
+        assert any(map(emulated.anywhere, wrong)) == bool(broken)
 
 
 @on_ranks(3)

@@ -93,6 +93,7 @@ def test_nothing_is_read_that_was_not_written(
 def test_a_broken_protocol_is_detected(
     ranks: RanksFixture, seed: int, broken: dict[str, Any]
 ) -> None:
-    """So few calls are enough to detect it; the correct protocol passes them."""
-    told = ranks(WORLD).run(run_calls, seed, 80, max_delay_us=1_000, timeout=100, **broken)
-    assert any(wrong for _, wrong in told), told
+    """So few calls are mostly enough to detect it; the correct protocol passes them."""
+    options = {"max_delay_us": 1_000, "timeout": 100, **broken}
+    tries = (ranks(WORLD).run(run_calls, seed + i, 80, **options) for i in range(10))
+    assert any(wrong for results in tries for _, wrong in results)

@@ -3,11 +3,14 @@ float64."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from tests.support.ranked import fresh_group, messages_of, on_ranks, report_case
 from tests.support.tiers import thorough
 from tpkernels import shard_sizes
 from tpkernels.dtypes import accumulator
+from tpkernels.ops.experts import route
 
 K, WIDTH, N, TOP = 8, 6, 5, 2
 
@@ -52,11 +56,11 @@ def layer(
 ) -> torch.Tensor:
     weights, up, down = rest
     sizes = [4] * (group.size() - 1) + [4 - case.spare]
+    strided = (torch.stack([w.sum(1)] * 2, 2)[..., 0] for w in (up, down))
+    biases = list(strided) if case.bias else [None, None]
     if case.whole:
         most = None if case.max_rows is None else sum(sizes) * TOP + case.max_rows
         options: dict[str, Any] = {"shard_sizes": sizes, "max_rows": most}
-        strided = (torch.stack([w.sum(1)] * 2, 2)[..., 0] for w in (up, down))
-        biases = list(strided) if case.bias else [None, None]
         inner, counts, handle = tpkernels.dispatch_grouped_matmul(
             *(x, ids, weights, up, case.experts, group),
             bias=biases[0],
@@ -67,10 +71,13 @@ def layer(
         return tpkernels.grouped_matmul_combine(
             inner, down, handle, bias=biases[1], algorithm=case.algorithm
         )
+    options = {"shard_sizes": sizes, "algorithm": case.algorithm}
     inner, routing = tpkernels.all_gather_grouped_matmul(
-        x, ids, weights, up, group, shard_sizes=sizes
+        x, ids, weights, up, group, bias=biases[0], **options
     )
-    return tpkernels.grouped_matmul_reduce_scatter(inner, down, routing, group, shard_sizes=sizes)
+    return tpkernels.grouped_matmul_reduce_scatter(
+        inner, down, routing, group, bias=biases[1], shard_sizes=sizes
+    )
 
 
 def inputs_of(
@@ -157,12 +164,13 @@ def test_as_a_loop_over_tokens(ranks: RanksFixture, world: int) -> None:
 
 def fused_cases() -> Iterator[Case]:
     """Fewer experts than ranks, empty ones, all tokens to one, ranks without tokens."""
-    fused = Case(whole=True, algorithm="fused")
-    for experts, spare, most in ((2, 4, None), (7, 1, 0), (40, 1, 9)):
-        yield replace(fused, experts=experts, spare=spare, max_rows=most, bias=most is not None)
-    yield replace(fused, spare=0, route=one_expert)
-    for dtype, integers in itertools.product(DTYPES, (False, True)):
-        yield replace(fused, dtype=dtype, integers=integers, bias=True, max_rows=0)
+    for whole in (False, True):
+        fused = Case(whole=whole, algorithm="fused")
+        for experts, spare, most in ((2, 4, None), (7, 1, 0), (40, 1, 9)):
+            yield replace(fused, experts=experts, spare=spare, max_rows=most, bias=most is not None)
+        yield replace(fused, spare=0, route=one_expert)
+        for dtype, integers in itertools.product(DTYPES, (False, True)):
+            yield replace(fused, dtype=dtype, integers=integers, bias=True, max_rows=0)
 
 
 @pytest.mark.parametrize("world", [2, thorough(3)])
@@ -220,28 +228,93 @@ def test_many_tiles_and_routes_without_a_row(interpreting: RanksFixture) -> None
         assert torch.allclose(lacking[~without], y[~without], rtol=1e-5, atol=1e-3)
 
 
-def delayed_job(**broken: bool) -> int:
+def awaited_job() -> tuple[bool, list[tuple[int, int]]]:
+    """Whether tiles read no token that they have not waited for: it is brought then. Of each tile,
+    the program, and how many ranks after this one the last token is that it waits for."""
+    import triton.language as tl
+
+    from tpkernels.kernels import all_gather_matmul, experts
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    sizes, k = [150, *shard_sizes(90, world - 1)], 9
+    x, ids = torch.randint(-4, 5, (240, k)).float(), torch.randint(3, (240, 2))
+    up = torch.randint(-2, 3, (3, k, 8)).float()
+    rows = torch.arange(240).split(sizes)
+    fetch, wait = all_gather_matmul.fetch_rows, experts._await_tokens
+    memory: list[torch.Tensor] = []
+    reached: list[tuple[int, int]] = []
+
+    def take(peers: Any, gathered: Any, *others: Any) -> None:
+        fetch(peers, gathered, *others)
+        there = (ctypes.c_float * x.numel()).from_address(int(gathered.handle.data[0]))
+        memory[:] = [torch.frombuffer(there, dtype=torch.float32).view(x.shape)]
+        memory[0][torch.cat([own for i, own in enumerate(rows) if i != rank])] = math.nan
+
+    def bring(peers: Any, tokens: Any, k: Any, owner: Any, row: Any, count: Any, *_: Any) -> None:
+        first = int(rows[int(owner)][0]) + int(row)
+        memory[0][first : first + int(count)] = x[first : first + int(count)]
+        program, after = reached[-1]
+        reached[-1] = program, max(after, (int(owner) - rank) % world)
+
+    def wait_for_one(arrivals: Any, *tile: Any) -> None:
+        reached.append((int(tl.program_id(0)), 0))
+        wait(arrivals, *tile)
+
+    with (
+        mock.patch.multiple(all_gather_matmul, fetch_rows=take, await_pieces=bring),
+        mock.patch.object(experts, "_await_tokens", wait_for_one),
+        fresh_group() as group,
+        torch.no_grad(),
+    ):
+        y, routing = tpkernels.all_gather_grouped_matmul(
+            *(part.split(sizes)[rank] for part in (x, ids, torch.ones(240, 2))),
+            *(up, group),
+            shard_sizes=sizes,
+            algorithm="fused",
+        )
+    tokens = (routing.order // 2).split(routing.counts.tolist())
+    want = torch.cat([x[here] @ w for here, w in zip(tokens, up, strict=True)])
+    return torch.equal(y, want), reached
+
+
+@pytest.mark.parametrize("world", [2, thorough(3)])
+def test_tiles_wait_for_their_tokens_and_begin_with_those_of_this_rank(
+    interpreting: RanksFixture, world: int
+) -> None:
+    for rank, (right, reached) in enumerate(interpreting(world).run(awaited_job)):
+        assert right
+        for program in {program for program, _ in reached}:
+            ranks = [after for here, after in reached if here == program]
+            assert ranks == sorted(ranks) and (rank or ranks[0] < ranks[-1]), reached
+
+
+def delayed_job(whole: bool, **broken: bool) -> int:
     """How many of some calls, with delays before their words and waits, have wrong results."""
-    case, wrong, ops = Case(whole=True, spare=0), 0, torch.ops.tpkernels
+    case, wrong, ops = Case(whole=whole, spare=0), 0, torch.ops.tpkernels
     with fresh_group() as group:
         (_, routes, *_), (x, ids, weights, up, down, _) = inputs_of(case, group)
         y = layer(case, group, x, ids, weights, up, down)
-        options: Any = {"algorithm": "fused", "max_rows": routes.numel()}
+        name, options = group.group_name, {"algorithm": "fused"}
+        most: Any = options | {"max_rows": routes.numel()}
+        order, counts, _ = route(routes, routes, case.experts)
         for call in range(1, 5):
             try:
-                (_, counts, other), (_, _, inner) = (
-                    ops.dispatch_grouped_matmul(
-                        factor * x, routes, up, None, case.experts, group.group_name, **options
-                    )
-                    for factor in (call, -call)
-                )
+                pair = []
+                for factor in (call, -call):
+                    if whole:
+                        given = factor * x, routes, up, None, case.experts, name
+                        _, counts, product = ops.dispatch_grouped_matmul(*given, **most)
+                    else:
+                        given = factor * x, up, None, order, counts, name
+                        product = ops.all_gather_grouped_matmul(*given, **options)
+                    pair.append(product)
+                other, inner = pair
                 wrong += not torch.equal(inner[: counts.sum()], -other[: counts.sum()])
-                result = ops.grouped_matmul_combine(
-                    *(inner, down, None, counts, weights, routes, case.experts),
-                    group.group_name,
-                    **options,
-                )
-                wrong += not torch.equal(result, -call * y)
+                if whole:
+                    given = inner, down, None, counts, weights, routes, case.experts, name
+                    result = ops.grouped_matmul_combine(*given, **most)
+                    wrong += not torch.equal(result, -call * y)
             except tpkernels.TpkernelsError:
                 return wrong + 1
             if call == 1:  # which has set the group up
@@ -250,9 +323,12 @@ def delayed_job(**broken: bool) -> int:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("broken", [{}, {"skip_waits": True}], ids=str)
-def test_delays_and_a_negative_control(interpreting: RanksFixture, broken: dict[str, bool]) -> None:
-    wrong = interpreting(3).run(delayed_job, timeout=100, **broken)
+def test_delays_and_a_negative_control(
+    interpreting: RanksFixture, whole: bool, broken: dict[str, bool]
+) -> None:
+    wrong = interpreting(3).run(delayed_job, whole, timeout=100, **broken)
     assert (sum(wrong) > 0) == bool(broken), wrong
 
 

@@ -229,13 +229,15 @@ def delayed_job(algorithm: str = "auto", **broken: bool) -> int:
             wrong += not (torch.equal(rows[:, 0], call * source) and torch.equal(y, 2 * x + 2))
             if call == 0:  # which has set the group up
                 workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=1000, **broken)
+        dist.barrier()  # who skips waits may be ahead, and would end the group for the others
     return wrong
 
 
 @pytest.mark.parametrize("broken", [{}, {"single_buffer": True}], ids=str)
 def test_delays_and_a_negative_control(ranks: RanksFixture, broken: dict[str, bool]) -> None:
-    wrong = ranks(3).run(delayed_job, timeout=60, **broken)
-    assert (sum(wrong) > 0) == bool(broken), wrong
+    tries = range(10 if broken else 1)  # what is spoilt depends on who runs when
+    wrong = (sum(ranks(3).run(delayed_job, timeout=60, **broken)) for _ in tries)
+    assert any(wrong) == bool(broken)
 
 
 @on_ranks(3)

@@ -36,7 +36,9 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "matmul_reduce_scatter": (matmul_reduce_scatter.matmul_reduce_scatter_kernel, {}),
     "one_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": True}),
     "two_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": False}),
-    "tables": (experts.tables_kernel, {"EXPERTS": 64}),
+    "tables": (experts.tables_kernel, {"EXPERTS": 64, "token_of": None}),
+    "tables_and_turns": (experts.tables_kernel, {"EXPERTS": 64}),
+    "gather_matmul": (experts.gather_matmul_kernel, {}),
     "dispatch_matmul": (experts.dispatch_matmul_kernel, {}),
     "matmul_combine": (experts.matmul_combine_kernel, {}),
     "weigh": (
@@ -44,12 +46,15 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"TOKENS": experts._TOKENS, "COLUMNS": experts._WEIGHED},
     ),
 }
-WITHOUT_PRODUCT = ("shard", "tables", "weigh")
-EXPERTS = ("dispatch_matmul", "matmul_combine", "weigh")
-COMMUNICATING = sorted(set(KERNELS) - {"matmul", "shard", "tables"})
+WITHOUT_PRODUCT = ("shard", "tables", "tables_and_turns", "weigh")
+EXPERTS = ("gather_matmul", "dispatch_matmul", "matmul_combine", "weigh")
+BY_ROW = ("gather_matmul",)  # of x, which TMA then does not load
+COMMUNICATING = sorted(set(KERNELS) - {"matmul", "shard", "tables", "tables_and_turns"})
 WAITING = sorted(set(COMMUNICATING) - {"matmul_combine"})  # `weigh` waits for it
 # They have no product, or tiles that wait for their rows.
-UNSPECIALIZED = (*WITHOUT_PRODUCT, "all_gather_matmul", "multiply_arriving", "dispatch_matmul")
+UNSPECIALIZED = (
+    *(*WITHOUT_PRODUCT, *BY_ROW, "all_gather_matmul", "multiply_arriving", "dispatch_matmul"),
+)
 
 
 @triton.jit
@@ -58,7 +63,7 @@ def do_nothing(context, owner, tile_m):  # type: ignore[no-untyped-def]
 
 
 _DATA = {"a", "b", "bias", "residual", "out", "gathered", "x", "rows"}
-_WORDS = {"regions", "state", "control", "order", "edges", "places", "ends"}
+_WORDS = {"regions", "state", "control", "order", "edges", "places", "ends", "token_of", "turns"}
 _TABLES = {"starts", "tables"}
 _ALIGNED = _DATA | _WORDS | _TABLES
 _ALIGNED |= {"slot_bytes", "results_at", "buffers_at", "buffer_stride", "weights"}
@@ -135,7 +140,12 @@ def build(
         ),
         "tiling": Tiling(
             *(config.block_m, config.block_n, config.block_k, config.group_m, config.sum_m),
-            *(config.tma, b_major if config.tma else "no", store_tma, specialized),
+            *(
+                config.tma and name not in BY_ROW,
+                b_major if config.tma else "no",
+                store_tma,
+                specialized,
+            ),
         ),
         "DTYPE": dtype,
         **own,
@@ -143,8 +153,14 @@ def build(
     if name == "dispatch_matmul":
         constants["fetching"] = experts.fetching_of(config, dtype.primitive_bitwidth // 8, 1 << 20)
     constants["number"] = 1 if constants.get("ONE_SHOT") else constants["world"]
-    in_tuples = constants | {"tiles": None, "owners": None} | ({"starts": None} if even else {})
+    in_tuples = (
+        constants
+        | {"tiles": None, "owners": None, "turns": None}
+        | ({"starts": None} if even else {})
+    )
     tiles = _descriptors(config, NAMES[dtype], b_major)
+    if name in BY_ROW:
+        tiles.pop("a", None)
     used: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
 

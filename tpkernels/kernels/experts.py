@@ -6,17 +6,20 @@ experts: segment e of the tile loop is the rows of expert e, with its own weight
 
 Algorithm: dispatch: a first kernel copies this rank's tokens into symmetric memory. In the second,
 the first programs are fetchers. They bring the rows from the tokens' ranks, piece by piece in the
-order of the experts, and the product of an expert starts when its rows are there. Combine: every
-route has a slot in the buffer of its token's rank. The tile loop's epilogue stores rows there while
-the next tile is multiplied. A second kernel sums a token's slots by weight, as routed.cuh does: the
+order of the experts, and the product of an expert starts when its rows are there. Gather, where
+each rank has a part of all experts: tokens travel as in all_gather_matmul.py, once each, and a tile
+reads its rows where they are. They are sorted by token, so it waits for the tokens from its first
+to its last; rows of tiles are in the order of the rank of their last token. Combine: every route
+has a slot in the buffer of its token's rank. The tile loop's epilogue stores rows there while the
+next tile is multiplied. A second kernel sums a token's slots by weight, as routed.cuh does: the
 same bits. A token that has a route without a row becomes NaN.
 
     dispatch   fetch rows of expert 0, 1, 2, ...   combine   *0 -> tokens' ranks   *1 ->   *2 ->
                wait for 0, *0   wait for 1, *1 ...           wait for all, sum
 
-Sync: dispatch: as in all_gather_matmul.py, with the words TILES + piece from this rank to itself.
-Combine: the word TILES of a rank says that its first kernel has ended; the second one's first
-program pushes it.
+Sync: gather: as in all_gather_matmul.py. Dispatch: likewise, with the words TILES + piece from this
+rank to itself. Combine: the word TILES of a rank says that its first kernel has ended; the second
+one's first program pushes it.
 """
 
 from __future__ import annotations
@@ -36,13 +39,18 @@ from tpkernels.symm.device import DeviceWorkspace, Prepared
 
 _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)  # that a fetcher loads at a time
 _MOST_PIECES = 2048  # for each of which there is a word
+_LAST = (1 << 31) - 1  # sorts rows of tiles that there are not behind the others
 _TOKENS, _WEIGHED = 8, 256  # tokens and columns that a program sums at a time
 
 
-@triton.jit
-def tables_kernel(ends, tables, most, BLOCK_M, experts, EXPERTS: tl.constexpr):
+@triton.jit(do_not_specialize=["rank"])
+def tables_kernel(
+    ends, tables, token_of, tokens, rank, most, most_tiles, BLOCK_M, experts, EXPERTS: tl.constexpr
+):  # fmt: skip
     """Fill the tables of the experts' `Segments`, one behind the other. Expert e has the places
-    [ends[e], ends[e + 1]); rows from ``most`` on are none. One program."""
+    [ends[e], ends[e + 1]); rows from ``most`` on are none. Behind them, for each row of tiles, how
+    many ranks after ``rank`` its last token is, by which it may be sorted, if there are a token for
+    each row, ``token_of``, and the ranks' ``tokens``. One program."""
     expert, origin = tl.arange(0, EXPERTS), tl.load(ends)
     inside = expert < experts
     begin = tl.minimum(tl.load(ends + expert, mask=inside, other=0) - origin, most)
@@ -56,6 +64,16 @@ def tables_kernel(ends, tables, most, BLOCK_M, experts, EXPERTS: tl.constexpr):
     tl.store(tiles + expert + 1, upto, mask=inside)
     for i in range(0, tl.max(count, 0)):
         tl.store(owners + upto - count + i, expert, mask=i < count)
+        if token_of is not None:
+            first = begin + i * BLOCK_M
+            last = tl.minimum(first + BLOCK_M, end) - 1
+            _, low, _ = _tokens_of(Routes(token_of, None, tokens, 1), first, i < count)
+            _, high, _ = _tokens_of(Routes(token_of, None, tokens, 1), last, i < count)
+            world: tl.constexpr = tokens.number
+            after = tl.where(
+                (low < rank) & (high >= rank), world - 1, (high - rank + world) % world
+            )
+            tl.store(owners + most_tiles + upto - count + i, after, mask=i < count)
 
 
 class Fetching(NamedTuple):
@@ -182,6 +200,62 @@ def dispatch_matmul_kernel(
         sync.poison(rows, tl.cast(most, tl.int64) * K)
 
 
+class _TokenArrivals(NamedTuple):
+    """The context of `_await_tokens`."""
+
+    peers: Any
+    token_of: Any
+    tokens: Any  # of the ranks, as `Segments`
+    starts: Any
+    K: Any
+    block_m: Any  # from here on known at compile time
+    fetching: Any
+
+
+@triton.jit
+def _await_tokens(arrivals, owner, tile_m):
+    """Wait for the pieces from a tile's first token to its last: the `before` hook."""
+    peers, BLOCK_M = arrivals.peers, arrivals.block_m
+    first = tl.load(arrivals.starts + owner) + tile_m * BLOCK_M
+    last = tl.minimum(first + BLOCK_M, tl.load(arrivals.starts + owner + 1)) - 1
+    low, high = tl.load(arrivals.token_of + first), tl.load(arrivals.token_of + last)
+    for rank in range(peers.space.world):
+        begin, end = matmul.segment(arrivals.tokens, rank)
+        top, bottom = tl.maximum(begin, low.to(tl.int32)), tl.minimum(end, high.to(tl.int32) + 1)
+        if (rank != peers.rank) & (top < bottom):
+            all_gather_matmul.await_pieces(
+                peers, arrivals.tokens, arrivals.K, rank, top - begin, bottom - top,
+                arrivals.fetching,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=sync.SCALARS)
+def gather_matmul_kernel(
+    a, b, bias, out, gathered, token_of, tables, turns, tokens, count, experts, N, K, stride_bk,
+    stride_bn, stride_bs, workspace, rank, signature, timeout_ns, seed, fetching: tl.constexpr,
+    tiling: tl.constexpr,
+):  # fmt: skip
+    """Gather the ranks' ``tokens`` into ``gathered``, and compute ``count`` rows of ``out =
+    round(gathered[token_of] @ b[expert] + bias[expert])``. ``a`` is ``gathered``."""
+    peers = sync.join(workspace, rank, signature, timeout_ns, seed)
+    sync.enter(peers)
+    lane = tl.program_id(0)
+    if lane < fetching.programs:
+        all_gather_matmul.fetch_rows(peers, gathered, tokens, K, lane, fetching)
+    else:
+        matmul.matmul_tiles(
+            matmul.Product(a, b, N, K, K, stride_bk, stride_bn, stride_bs, token_of),
+            matmul.Segments(
+                tables, 0, 0, experts, tables + experts + 1, tables + 2 * experts + 2, turns
+            ), 0,
+            lane - fetching.programs, tl.num_programs(0) - fetching.programs, _await_tokens,
+            _TokenArrivals(peers, token_of, tokens, tables, K, tiling.block_m, fetching),
+            matmul.store_result, matmul.Result(out, bias, N, N), tiling,
+        )  # fmt: skip
+    if sync.finish(peers):
+        sync.poison(out, tl.cast(count, tl.int64) * N)
+
+
 class _Slots(NamedTuple):
     """The context of `_push_rows`."""
 
@@ -275,15 +349,23 @@ def _most_tiles(most: int, experts: int, block_m: int) -> int:
     return ceil_div(most, block_m) + experts
 
 
-def _bind_tables(config: MatmulConfig, most: int, experts: int) -> Callable[..., torch.Tensor]:
-    """Return what makes the tables from ``ends`` of `Places`."""
-    length = 2 * experts + 2 + _most_tiles(most, experts, config.block_m)
-    args = most, config.block_m, experts, triton.next_power_of_2(max(1, experts))
-    fill = BoundKernel(tables_kernel, 1, args, {})
+def _bind_tables(
+    config: MatmulConfig,
+    most: int,
+    experts: int,
+    tokens: matmul.Segments | None = None,
+    rank: int = 0,
+) -> Callable[..., torch.Tensor]:
+    """Return what makes the tables from ``ends`` of `Places`; with ``tokens`` of the ranks also
+    from the token of each row, and then the last table sorts the rows of tiles."""
+    tiles = _most_tiles(most, experts, config.block_m)
+    args = tokens, rank, most, tiles, config.block_m, experts
+    fill = BoundKernel(tables_kernel, 1, (*args, triton.next_power_of_2(max(1, experts))), {})
+    length = 2 * experts + 2 + (1 if tokens is None else 2) * tiles
 
-    def run(ends: torch.Tensor) -> torch.Tensor:
-        tables = torch.empty(length, dtype=torch.int32, device=ends.device)
-        fill(ends, tables)
+    def run(ends: torch.Tensor, token_of: torch.Tensor | None = None) -> torch.Tensor:
+        tables = torch.full((length,), _LAST, dtype=torch.int32, device=ends.device)
+        fill(ends, tables, token_of)
         return tables
 
     return run
@@ -329,6 +411,50 @@ def prepare_dispatch(
         return run
 
     pieces, nbytes = ceil_div(room, fetching.piece), max(sizes) * k * x.itemsize
+    return Prepared(1 + pieces, nbytes, matmul.table_of(sizes), bind)
+
+
+def prepare_gather(
+    config: MatmulConfig,
+    x: torch.Tensor,
+    gathered: torch.Tensor,
+    w: torch.Tensor,
+    sizes: tuple[int, ...],
+    count: int,
+) -> Prepared:
+    """Prepare x [sizes[rank], K], w [experts, K, N] -> gathered [tokens, K] and out [count, N]. The
+    launch takes x, gathered, w, bias, out, the token of each row of out, and where each expert's
+    rows begin, and the last's end."""
+    experts, k, n = w.shape
+    operands = config.operands(gathered, w, x.dtype, waits=True, by_row=True)
+    fetching = all_gather_matmul.fetching_of(config, x.itemsize, max(sizes) * k, len(sizes))
+    tiles = _most_tiles(count, experts, config.block_m)
+
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        call, tokens = sync.launch_arguments(space, signature), matmul.segments_of(space, sizes)
+        share, begin = (
+            all_gather_matmul.bind_share(config, x.numel(), call),
+            sum(sizes[: space.rank]),
+        )
+        tables = _bind_tables(config, count, experts, tokens, space.rank)
+        lanes = min(config.programs - fetching.programs, tiles * ceil_div(n, config.block_n))
+        args = tokens, count, experts, n, k, w.stride(1), w.stride(2), w.stride(0), *call, fetching
+        multiply = operands.bind(gather_matmul_kernel, fetching.programs + max(1, lanes), args)
+
+        def run(
+            x: torch.Tensor, gathered: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
+            out: torch.Tensor, token_of: torch.Tensor, ends: torch.Tensor,
+        ) -> None:  # fmt: skip
+            if len(x):
+                share(x, gathered.narrow(0, begin, len(x)))
+            made = tables(ends, token_of)
+            turns = made[-tiles:].argsort(stable=True)
+            multiply(gathered, w, bias, out, gathered, token_of, made, turns)
+
+        return run
+
+    nbytes = max(sizes) * k * x.itemsize
+    pieces = ceil_div(max(sizes) * k, fetching.piece)
     return Prepared(1 + pieces, nbytes, matmul.table_of(sizes), bind)
 
 

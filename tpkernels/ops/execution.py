@@ -27,6 +27,8 @@ def gather(call: Call, given: Any) -> Any:
     multiplied."""
     problem, spec, x, rows = call.problem, call.problem.spec, given.x, None
     gathered = None
+    if problem.options.multiplied:
+        return _gather_for_experts(call, given)
     if not spec.has_matmul or given.return_gathered:
         gathered = empty(problem.shape, problem.dtype, x.device)
     if not spec.has_matmul:
@@ -44,6 +46,18 @@ def gather(call: Call, given: Any) -> Any:
     if gathered is None:
         return given.x.new_empty(0), outs
     return gathered if rows is None else rows.packing.data(gathered).contiguous(), outs
+
+
+def _gather_for_experts(call: Call, given: Any) -> torch.Tensor:
+    """Gather tokens, and return the products of their routes with all experts."""
+    x, order, tokens = given.x.contiguous(), given.order, call.problem.shape[0]
+    gathered = empty(call.problem.shape, x.dtype, x.device)
+    token_of = order // max(len(order) // max(tokens, 1), 1)
+    if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
+        return call.function(call, x, gathered, given.w, given.bias, token_of, given.counts)
+    call.function(call, x, Products([], [], [], gathered))
+    rows = gathered.index_select(0, token_of)
+    return multiply_rows(rows, given.w, given.counts, given.bias, None)
 
 
 def reduce(call: Call, given: Any) -> Any:

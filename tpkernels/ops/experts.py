@@ -11,12 +11,12 @@ Expert-parallel: each rank has some of the experts, and the tokens that are rout
     dispatch_grouped_matmul         tokens of all ranks for own experts, times w[expert]
     grouped_matmul_combine          rows times w[expert], back at the tokens' ranks and summed
 
-They compose the ops of these names. On GPUs the last two are one call each where no gradient is
-recorded, in which "fused" multiplies while rows travel. On CPUs that would not pay: AMD EPYC Zen 5,
-torch 2.13, 2026-11-26, 2 ranks, 64 and 2048 tokens of benchmarks/moe.py, in turns: a first product
-that gathers each expert's rows just before it multiplies them takes 1.07 and 1.00 of the time, and
-a layer whose second writes into a symmetric tensor, of which the combine copies nothing, 1.00 and
-1.00.
+They compose the ops of these names. On GPUs the first and the last two are one call each where no
+gradient is recorded, in which "fused" multiplies while rows travel. On CPUs the last two would not
+pay: AMD EPYC Zen 5, torch 2.13, 2026-11-26, 2 ranks, 64 and 2048 tokens of benchmarks/moe.py, in
+turns: a first product that gathers each expert's rows just before it multiplies them takes 1.07 and
+1.00 of the time, and a layer whose second writes into a symmetric tensor, of which the combine
+copies nothing, 1.00 and 1.00.
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ def all_gather_grouped_matmul(
     *,
     bias: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> tuple[torch.Tensor, SortedRoutes]:
     """Gather the ranks' tokens and multiply them by the experts that a router chose for them.
 
@@ -193,18 +194,25 @@ def all_gather_grouped_matmul(
         w, bias: [experts, K, N] and [experts, N], as `grouped_matmul` takes them: this rank's
             columns of all experts.
         shard_sizes: tokens of each rank; default: all the same.
+        algorithm: of the gather; "fused" multiplies meanwhile.
 
     Returns:
         The product [tokens of all ranks * k, N], by expert, and the `SortedRoutes` for
         `grouped_matmul_reduce_scatter`.
     """
-    validation.topk(topk_ids, topk_weights, x)
     _check_weight(x, w, bias)
-    x, ids, weights = (
-        all_gather(part, group, shard_sizes=shard_sizes) for part in (x, topk_ids, topk_weights)
-    )
+    options: dict[str, Any] = {"shard_sizes": shard_sizes, "algorithm": algorithm}
+    in_one_call = _in_one_call(algorithm, x)
+    ids = gather_routes(x, topk_ids, topk_weights, name_of(group), shard_sizes)
+    weights = all_gather(topk_weights, group, shard_sizes=shard_sizes)
     routing = route(ids, weights, len(w))
-    return grouped_matmul(rows_by_expert(x, routing), w, routing.counts, bias), routing
+    if in_one_call:
+        product: torch.Tensor = _interruptible(
+            group, _run_gather, x, w, bias, *routing[:2], name_of(group), **options
+        )
+        return product, routing
+    rows = rows_by_expert(all_gather(x, group, **options), routing)
+    return grouped_matmul(rows, w, routing.counts, bias), routing
 
 
 def grouped_matmul_reduce_scatter(
@@ -247,6 +255,12 @@ def grouped_matmul_all_reduce(
 
 
 _NO_GRADIENT = "call the function of this name in tpkernels, which has them"
+_run_gather = define(
+    "all_gather_grouped_matmul(Tensor x, Tensor w, Tensor? bias, Tensor order, Tensor counts, "
+    "str group, *, SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor",
+    record="all_gather",
+    no_gradient=_NO_GRADIENT,
+)
 _run_dispatch = define(
     "dispatch_grouped_matmul(Tensor x, Tensor routes, Tensor w, Tensor? bias, int num_experts, "
     "str group, *, SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> "
@@ -273,6 +287,15 @@ def _in_one_call(algorithm: str, x: torch.Tensor) -> bool:
             "torch.no_grad() and without autocast, or pass another algorithm"
         )
     return plain and (x.is_cuda or algorithm != "auto")
+
+
+def _interruptible(group: GroupLike, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run an op; break the group if that is interrupted."""
+    try:
+        return run(*args, **options)
+    except BaseException as error:
+        groups.break_if_interrupted(group, error)
+        raise
 
 
 def dispatch_grouped_matmul(
@@ -316,14 +339,10 @@ def dispatch_grouped_matmul(
         )
         used = counted_rows(rows, counts, max_rows)
         return as_many_rows(grouped_matmul(used, w, counts, bias), rows), counts, handle
-    try:
-        routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
-        _, counts, product = _run_dispatch(
-            x, routes, w, bias, num_experts, name, algorithm=algorithm, **options
-        )
-    except BaseException as error:
-        groups.break_if_interrupted(group, error)
-        raise
+    routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
+    _, counts, product = _interruptible(
+        name, _run_dispatch, x, routes, w, bias, num_experts, name, algorithm=algorithm, **options
+    )
     handle = Handle(routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows, None)
     return product, counts, handle
 
@@ -351,18 +370,14 @@ def grouped_matmul_combine(
         used = counted_rows(x, handle.counts, handle.max_rows)
         product = as_many_rows(grouped_matmul(used, w, handle.counts, bias), x)
         return moe_combine(product, handle, algorithm=algorithm)
-    try:
-        y: torch.Tensor = _run_combine(
-            *(x, w, bias, handle.counts, handle.topk_weights, handle.routes),
-            *(handle.num_experts, handle.group),
-            shard_sizes=handle.shard_sizes,
-            max_rows=handle.max_rows,
-            algorithm=algorithm,
-        )
-        return y
-    except BaseException as error:
-        groups.break_if_interrupted(handle.group, error)
-        raise
+    y: torch.Tensor = _interruptible(
+        *(handle.group, _run_combine, x, w, bias, handle.counts, handle.topk_weights),
+        *(handle.routes, handle.num_experts, handle.group),
+        shard_sizes=handle.shard_sizes,
+        max_rows=handle.max_rows,
+        algorithm=algorithm,
+    )
+    return y
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

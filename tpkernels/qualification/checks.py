@@ -46,6 +46,11 @@ _LARGE = ((2, 64, 128), (1021, 1032, 2056), (2048, 1536, 4096))
 _LARGEST_DEVIATION = 32  # of sums of integers: 8 of it is 256, from where on bfloat16 has gaps
 _REPLAYS = 10
 _TOP_K = 3  # experts of a token
+_WITH_EXPERTS = {
+    "moe_dispatch": "dispatch_grouped_matmul",
+    "moe_combine": "grouped_matmul_combine",
+    "all_gather": "all_gather_grouped_matmul",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ def ops_of(way: str) -> list[str]:
     """Return the ops by which a way is checked."""
     algorithm, _, name = way.partition("/")
     if name == "routed":
-        return ["moe_dispatch", "moe_combine"]
+        whole = ["moe_dispatch", "moe_combine"]
+        return [*whole, "all_gather"] if algorithm == "fused" else whole
     if algorithm == "direct":
         found = ["all_reduce", "matmul_all_reduce"] if name in SUMS else []
         found += ["all_reduce_rms_norm"] if name in NORMED_SUMS else []
@@ -205,7 +211,7 @@ class _Operands:
             self.wanted, self.bound = [whole.double()], [torch.zeros(())]
             self.options = {"gather_dim": 1, "scatter_dim": 0}
             return
-        if spec.routed:
+        if spec.routed or call.multiplied:
             self._route(make, generator, rank, sizes, own)
             return
         width = k if spec.has_matmul else n
@@ -245,8 +251,11 @@ class _Operands:
 
     def _route(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
         """Make rows of tokens or, of a combine, of routes; as many as there may be, or of random
-        data as there are. The last expert gets none."""
+        data as there are. The last expert gets none. Unless tokens travel to ranks, each has all
+        experts."""
         (m, n, k), held = self.call.shape, shard_sizes(2 * len(sizes) + 1, len(sizes))
+        if not self.spec.routed:
+            rank, held = 0, [sum(held)]
         multiplied, width = self.call.multiplied, k if self.call.multiplied else n
         each = 1 if self.spec.combines else _TOP_K  # routes with the same row
         of_routes = make(m * _TOP_K // each, width).repeat_interleave(each, 0)
@@ -255,8 +264,10 @@ class _Operands:
         counts = routes.flatten().bincount(minlength=sum(held)).split(held)
         order = routes.flatten().argsort(stable=True).split([int(part.sum()) for part in counts])
         rows = of_routes[order[rank]]
-        self.options = {"num_experts": sum(held), "shard_sizes": sizes}
-        if self.call.exact:
+        self.options = {"shard_sizes": sizes}
+        if self.spec.routed:
+            self.options["num_experts"] = sum(held)
+        if self.call.exact and self.spec.routed:
             self.options["max_rows"] = m * _TOP_K
             rows = torch.cat([rows, rows.new_zeros(m * _TOP_K - len(rows), width)])
         experts: list[torch.Tensor] = []
@@ -271,6 +282,12 @@ class _Operands:
                 made[here], size[here] = product + row.double(), magnitude + row.double().abs()
         eps, zero = torch.finfo(self.call.dtype).eps, torch.zeros(())
         rounding = eps * made.abs() + math.sqrt(k) * _FLOAT32_EPS * size if multiplied else zero
+        if self.spec.gathers:
+            tokens = of_routes[::_TOP_K][own].contiguous()
+            self.factors = [tokens, *experts, order[rank], counts[rank]]
+            bound = zero if self.call.exact else rounding[order[rank]]
+            self.wanted, self.bound = [made[order[rank]]], [bound]
+            return
         if self.spec.dispatches:
             self.factors = [of_routes[::_TOP_K][own].contiguous(), routes, *experts]
             self.wanted, self.bound = [counts[rank].double(), rows.double()], [zero, zero]
@@ -290,9 +307,9 @@ class _Operands:
 
     def run(self, algorithm: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Make the call; return its results, the sum first."""
-        names = {"moe_dispatch": "dispatch_grouped_matmul", "moe_combine": "grouped_matmul_combine"}
-        name = names[self.call.op] if self.call.multiplied else self.call.op
-        function = getattr(torch.ops.tpkernels if self.spec.routed else tpkernels, name)
+        name = _WITH_EXPERTS[self.call.op] if self.call.multiplied else self.call.op
+        raw = self.spec.routed or self.call.multiplied
+        function = getattr(torch.ops.tpkernels if raw else tpkernels, name)
         options = {"group": group.group_name, "algorithm": algorithm, **self.options}
         results = function(*self.factors, **options)
         if isinstance(results, torch.Tensor):
