@@ -315,7 +315,7 @@ std::vector<std::size_t> grouped_multiply(const py::handle& x, const py::handle&
   const bool integers =
       groups.dtype.code == dlpack::kInt && (groups.dtype.bits == 32 || groups.dtype.bits == 64);
   const auto takes_rows = [](const Tensor& t) {
-    return t.ndim == 2 && (t.strides[1] == 1 || t.shape[1] == 1);
+    return t.ndim == 2 && (t.strides[1] == 1 || t.shape[1] == 1 || t.shape[0] == 0);
   };
   const bool fits = takes_rows(a) && takes_rows(to) && to.shape[0] == a.shape[0] &&
                     groups.ndim == 1 && matrices.ndim > 2 && matrices.shape[0] == groups.shape[0] &&
