@@ -300,6 +300,8 @@ def test_register_replaces_what_the_mode_says(mode: str, monkeypatch: pytest.Mon
         layers = RowParallelLinear.out_of_tree
         assert list(layers) == (["RowParallelLinear"] if fused else [])
         assert experts_taken() == (fused, mode != "off", mode == "off")
+        make = sys.modules[f"{MOE}.all2all_utils"].make_moe_prepare_and_finalize_naive_dp_ep
+        assert (make is make_moe_prepare_and_finalize_naive_dp_ep) == (mode == "off")
         products = importlib.import_module("vllm.model_executor.layers.utils")
         theirs = products.dispatch_cpu_unquantized_gemm is dispatch_cpu_unquantized_gemm
         assert theirs != fused

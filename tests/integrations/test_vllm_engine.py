@@ -24,7 +24,7 @@ import os
 import socket
 import sys
 
-def main(rank=0, port=0):
+def main(rank=0, port=0, barrier=None):
     if port:
         os.environ.update(VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank), VLLM_DP_SIZE="2")
         os.environ.update(VLLM_DP_MASTER_IP="127.0.0.1", VLLM_DP_MASTER_PORT=str(port))
@@ -41,6 +41,9 @@ def main(rank=0, port=0):
         (request,) = model.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
         line = " ".join(["TOKENS", *map(str, request.outputs[0].token_ids)])
         print(f"\\n{line}\\n", end="", flush=True)
+    if barrier is not None:
+        barrier.wait(300)  # the engines take each step together
+        model.llm_engine.engine_core.shutdown()
 
 if __name__ == "__main__":
     if "data" not in sys.argv:
@@ -49,11 +52,13 @@ if __name__ == "__main__":
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=main, args=(rank, port)) for rank in range(2)]
+    barrier = spawn.Barrier(2)
+    ranks = [spawn.Process(target=main, args=(rank, port, barrier)) for rank in range(2)]
     for each in ranks:
         each.start()
     for each in ranks:
-        each.join()
+        each.join(500)
+        each.kill()
     sys.exit(any(each.exitcode for each in ranks))
 """
 KERNEL = """
