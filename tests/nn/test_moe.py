@@ -54,7 +54,7 @@ def routes(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_routes_are_summed_in_the_order_of_k(dtype: torch.dtype) -> None:
-    """To the bit, whatever the columns; torch.sum does not."""
+    """To the bit, whatever the columns and threads; torch.sum does not."""
     ids = torch.randint(0, EXPERTS, (64, 8), generator=torch.Generator().manual_seed(1))
     weights = torch.rand(64, 8, dtype=F64 if dtype == F64 else torch.float32)
     routing = route(ids, weights, EXPERTS)
@@ -64,7 +64,9 @@ def test_routes_are_summed_in_the_order_of_k(dtype: torch.dtype) -> None:
     for j in range(8):
         total = total + by_route[:, j] * weights[:, j, None]
     y = sum_routes(rows, routing)
-    assert torch.equal(y, total.to(dtype))
+    for threads in (3, torch.get_num_threads()):
+        torch.set_num_threads(threads)
+        assert torch.equal(sum_routes(rows, routing), total.to(dtype))
     got, wanted = (torch.autograd.grad(each.sum(), rows)[0] for each in (y, total.to(dtype)))
     assert torch.equal(got, wanted)
 
