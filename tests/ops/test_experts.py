@@ -401,14 +401,16 @@ def test_delays_and_a_negative_control(
 
 REFUSED = [
     r"RoutingError: topk_ids of rank 1 has expert 4 at \[3, 1\]; there are experts 0 to 3",
-    r"ValueError: topk_ids has 4; experts are 0 to 3",
+    r"ValueError: topk_ids has 2000000000; experts are 0 to 3",
     r"ValueError: w has 4 experts; rank \d of 2 holds [23] of 5",
     r"ValueError: w\[0\] has shape \[8, 6\], but x of shape \[4, 7\] needs \[7, N\]",
     r"ValueError: w\[0\] has shape \[8, 3\], but x of shape \[4, 7\] needs \[7, N\]",
     r"TypeError: w\[0\] is float64 but x is float32; they must be equal",
-    r"ValueError: x has 4 tokens and topk_ids 3",
-    r"ValueError: x has 4 tokens and topk_ids 3",
+    r"ValueError: x has shape \[4, 8\]; topk_ids have 3 tokens",
+    r"ValueError: x has shape \[4, 8\]; topk_ids have 3 tokens",
     r"ValueError: bias has shape \[6\]; it must be \[2, 6\], a row per group",
+    r"TypeError: bias is int64; it must be floating-point",
+    r"ValueError: bias is on meta but w is on cpu",
     r"ValueError: w\[0\] has shape \[6, 5\], but x of shape \[\d+, 5\] needs \[5, N\]",
     r"NotImplementedError: algorithm 'fused' of experts has no gradient",
 ]
@@ -427,7 +429,7 @@ def test_refusals_on_all_ranks() -> None:
         inner, _, handle = first(x, ids, weights, up, 4, group)
         calls = [
             lambda: first(x, bad, weights, up, 4, group),
-            lambda: second(x, bad, weights, part, group),
+            lambda: second(x, bad.where(bad < 4, 2_000_000_000), weights, part, group),
             lambda: first(x, ids, weights, part.new_ones(4, 8, 6), 5, group),
             lambda: first(x[:, 1:], ids, weights, up, 4, group),
             lambda: second(x[:, 1:], ids, weights, part, group),
@@ -435,6 +437,8 @@ def test_refusals_on_all_ranks() -> None:
             lambda: first(x, ids[1:], weights[1:], up, 4, group),
             lambda: second(x, ids[1:], weights[1:], part, group),
             lambda: first(x, ids, weights, up, 4, group, bias=torch.ones(6)),
+            lambda: first(x, ids, weights, up, 4, group, bias=torch.ones(2, 6, dtype=torch.int64)),
+            lambda: first(x, ids, weights, up, 4, group, bias=torch.ones(2, 6, device="meta")),
             lambda: tpkernels.grouped_matmul_combine(inner[:, 1:], down, handle),
             lambda: first(x, ids, weights, up, 4, group, algorithm="fused"),
         ]

@@ -503,7 +503,9 @@ def _bind_tables(
     length = 2 * experts + 2 + (1 if tokens is None else 2) * tiles
 
     def run(ends: torch.Tensor, token_of: torch.Tensor | None = None) -> torch.Tensor:
-        tables = torch.full((length,), _LAST, dtype=torch.int32, device=ends.device)
+        tables = torch.empty(length, dtype=torch.int32, device=ends.device)
+        if token_of is not None:
+            tables.fill_(_LAST)
         fill(ends, tables, token_of)
         return tables
 

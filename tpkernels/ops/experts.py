@@ -21,7 +21,6 @@ tensor, of which the combine copies nothing, 1.00 and 1.00.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,25 +65,38 @@ class SortedRoutes(NamedTuple):
 
 def route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> SortedRoutes:
     """Sort the routes of tokens, ``topk_ids`` and ``topk_weights`` [tokens, k]. Local. Raise
-    ValueError if the shapes differ or, on CPUs outside of compiled graphs, an expert is none of
-    ``num_experts``."""
+    ValueError if the shapes differ or an expert is none of ``num_experts``; on GPUs and in compiled
+    graphs, where no host looks, the token's sum becomes NaN."""
     validation.topk(topk_ids, topk_weights, topk_ids)
-    ids = topk_ids.flatten()
-    order = ids.argsort(stable=True)
-    if ids.is_cuda or torch.compiler.is_compiling():  # the size of bincount's result is not known
-        counts = ids.new_zeros(num_experts).scatter_add_(0, ids.long(), torch.ones_like(ids))
-        return SortedRoutes(order, counts, topk_weights)
-    with contextlib.suppress(RuntimeError):  # a negative one
-        counts = torch.bincount(ids, minlength=num_experts)
-        if len(counts) == num_experts:
-            return SortedRoutes(order, counts, topk_weights)
-    first, last = (int(bound) for bound in ids.aminmax())
-    wrong = first if first < 0 else last
-    raise ValueError(f"topk_ids has {wrong}; experts are 0 to {num_experts - 1}")
+    ids = topk_ids
+    if ids.is_cuda or torch.compiler.is_compiling():
+        ids = topk_ids.clamp(0, num_experts - 1)
+        topk_weights = topk_weights.masked_fill(ids != topk_ids, torch.nan)
+    experts, order = ids.flatten().sort(stable=True)
+    if ids is not topk_ids:
+        return SortedRoutes(order, _edges(experts, 0, num_experts).diff(), topk_weights)
+    _check_experts(experts, num_experts)
+    return SortedRoutes(order, torch.bincount(experts, minlength=num_experts), topk_weights)
+
+
+def _edges(experts: torch.Tensor, first: int, held: int) -> torch.Tensor:
+    """Return where each of ``held`` experts from the ``first`` on begins among ascending ones, and
+    the last's end."""
+    numbers = torch.arange(first, first + held + 1, dtype=experts.dtype, device=experts.device)
+    return torch.searchsorted(experts, numbers)
+
+
+def _check_experts(experts: torch.Tensor, num_experts: int) -> None:
+    for expert in experts[:: max(1, len(experts) - 1)].tolist():  # the first and the last
+        if not 0 <= expert < num_experts:
+            raise ValueError(f"topk_ids has {expert}; experts are 0 to {num_experts - 1}")
 
 
 def rows_by_expert(x: torch.Tensor, routing: SortedRoutes) -> torch.Tensor:
-    """Return the rows of tokens x [tokens, H], one for each route, in the order of ``routing``."""
+    """Return the rows of tokens x [tokens, H], one for each route, in the order of ``routing``.
+    Raise ValueError if x has another number of tokens."""
+    if len(x) != len(routing.topk_weights):
+        raise ValueError(f"x has {len(x)} tokens and topk_ids {len(routing.topk_weights)}")
     return x.index_select(0, routing.order // routing.topk_weights.shape[1])
 
 
@@ -102,17 +114,13 @@ def _routes_of_experts(
     """Return the routes to ``held`` experts from the ``first`` on, in the order of `route`, and
     how many each has. The others follow if their number shall be ``static``: no host waits, or
     looks for experts that there are not."""
+    experts, order = topk_ids.flatten().sort(stable=True)
+    edges = _edges(experts, first, held)
     if static:
-        there = (topk_ids >= 0) & (topk_ids < num_experts)
-        own_first = (topk_ids - first).remainder(num_experts).where(there, num_experts)
-        experts, order = own_first.flatten().sort(stable=True)
-        edges = torch.arange(held + 1, dtype=experts.dtype, device=experts.device)
-        return order, torch.searchsorted(experts, edges).diff()
-    routing = route(topk_ids, topk_ids, num_experts)
-    before, here = routing.counts.split((first, num_experts - first))
-    here = here[:held].clone()
-    begin = int(before.sum())
-    return routing.order[begin : begin + int(here.sum())].clone(), here
+        own_first = torch.arange(len(order), device=order.device) + edges[0]
+        return order.index_select(0, own_first % max(1, len(order))), edges.diff()
+    _check_experts(experts, num_experts)
+    return order[int(edges[0]) : int(edges[-1])], edges.diff()
 
 
 def _routes_like(
@@ -407,17 +415,21 @@ def local_experts(
     """Return what the experts of this rank add to tokens x [tokens, H]: ``down(activation(gate(x))
     * up(x))``, summed by weight. A negative id is of another rank's expert, and adds nothing. Also
     ``torch.ops.tpkernels._local_experts``, of which no compiled graph sees the number of rows."""
-    held, k = len(gate_up), topk_ids.shape[1]
-    ids = topk_ids.where(topk_ids >= 0, held)  # sorted to the end
-    order, counts, weights = route(ids, topk_weights.to(dtypes.accumulator(x.dtype)), held + 1)
-    count = len(order) - int(counts[held])
-    rows = x.index_select(0, order[:count] // k)
-    gate, up = grouped_matmul(rows, gate_up, counts[:held], gate_up_bias).chunk(2, 1)
+    validation.topk(topk_ids, topk_weights, x)
+    experts, order = topk_ids.flatten().sort(stable=True)
+    edges = _edges(experts, 0, len(gate_up))
+    _check_experts(experts[-1:].clamp(min=0), len(gate_up))
+    counts, routes = edges.diff(), order[int(edges[0]) :]
+    rows = x.index_select(0, routes // topk_ids.shape[1])
+    gate, up = grouped_matmul(rows, gate_up, counts, gate_up_bias).chunk(2, 1)
     inner = ACTIVATIONS[activation](gate) * up
-    y, places = grouped_matmul(inner, down, counts[:held], down_bias), places_of(order)
-    if count < len(order):  # the other routes get a row of zeros
-        y, places = F.pad(y, (0, 0, 0, 1)), places.clamp_(max=count)
-    return _weigh(y, places.view(ids.shape), weights)
+    y = grouped_matmul(inner, down, counts, down_bias)
+    if len(y) < len(order):
+        y = F.pad(y, (0, 0, 0, 1))
+    places = torch.full_like(order, len(rows))  # the row of zeros, of other ranks' experts
+    places.scatter_(0, routes, torch.arange(len(rows)))
+    weights = topk_weights.to(dtypes.accumulator(x.dtype))
+    return _weigh(y, places.view(topk_ids.shape), weights)
 
 
 define_local(
