@@ -94,7 +94,7 @@ class Options:
         scattered: the scattered dim of an exchange, and each rank's rows along it.
         routes: the number of experts, and of those that a token is routed to.
         max_rows: the rows of its experts that each rank has, whatever the routes are.
-        multiplied: whether experts multiply the rows that were brought, or are to be.
+        multiplied: whether experts multiply what is brought, or is to be brought or summed.
     """
 
     k: int | None = None

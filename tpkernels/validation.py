@@ -26,7 +26,7 @@ def tensors(arguments: Mapping[str, Any]) -> None:
     """Check all tensors among an op's arguments: dense, and on the device of the first, which is x
     in all ops that communicate. The dispatcher does not: with one tensor on the meta device it
     takes the fake kernel, and it overlooks optional lists."""
-    x = next(iter(arguments.values()))
+    first, x = next(iter(arguments.items()))
     for name, value in arguments.items():
         listed = isinstance(value, (list, tuple))
         for i, tensor in enumerate(value if listed else [value]):
@@ -37,7 +37,7 @@ def tensors(arguments: Mapping[str, Any]) -> None:
                 kind = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
                 raise NotImplementedError(f"{what} {kind}; the ops take dense tensors")
             if tensor.device != x.device:
-                raise ValueError(f"{what} is on {tensor.device} but x is on {x.device}")
+                raise ValueError(f"{what} is on {tensor.device} but {first} is on {x.device}")
 
 
 def device(x: torch.Tensor) -> str:
@@ -65,15 +65,18 @@ def matrix_input(x: torch.Tensor) -> None:
 
 def topk(ids: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> None:
     """Check the experts of each token of x [tokens, H], and their weights."""
-    if ids.dim() != 2 or ids.shape != weights.shape:
+    tensors({"x": x, "topk_ids": ids, "topk_weights": weights})
+    if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[1] < 1:
         raise ValueError(
             f"topk_ids has shape {list(ids.shape)} and topk_weights {list(weights.shape)}; both "
-            "must be [tokens, k]"
+            "must be [tokens, k], k at least 1"
         )
-    if ids.shape[0] != x.shape[0]:
-        raise ValueError(f"x has {x.shape[0]} tokens and topk_ids {ids.shape[0]}")
+    if ids.shape[:1] != x.shape[:1]:
+        raise ValueError(f"x has shape {list(x.shape)}; topk_ids have {ids.shape[0]} tokens")
     if ids.dtype not in dtypes.MOVED:
         raise TypeError(f"topk_ids is {dtypes.name(ids.dtype)}; it must be int32 or int64")
+    if not weights.is_floating_point():
+        raise TypeError(f"topk_weights is {dtypes.name(weights.dtype)}; it must be floating-point")
 
 
 def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:

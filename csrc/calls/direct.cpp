@@ -104,11 +104,21 @@ void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights,
     }
     sources[i] = data_of(rows) + static_cast<std::size_t>(place[i]) * width;
   }
+  auto sum = [&](std::size_t token, std::size_t end) {
+    for (; token < end; ++token) {
+      host::weigh(data_of(out) + token * width, &sources[token * k],
+                  data_of(weights) + token * k * size_of(wide), k, dtype, columns);
+    }
+  };
+  constexpr std::size_t kGrainBytes = 128 << 10;  // that are worth a thread's while
   const GilReleased released;
-  for (std::size_t at = 0; at < count; at += k) {
-    host::weigh(data_of(out) + at / k * width, &sources[at], data_of(weights) + at * size_of(wide),
-                k, dtype, columns);
-  }
+  in_threads(
+      places.shape[0], static_cast<std::int64_t>(kGrainBytes / (k * width + 1) + 1),
+      [](std::int64_t begin, std::int64_t end, void* context) {
+        (*static_cast<decltype(sum)*>(context))(static_cast<std::size_t>(begin),
+                                                static_cast<std::size_t>(end));
+      },
+      &sum);
 }
 
 Direct::Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments,

@@ -19,7 +19,6 @@ using host::Way;
 
 // at::parallel_for and at::get_num_threads of libtorch's stable C interface:
 // torch/csrc/stable/c/shim.h, torch 2.10.
-using Part = void (*)(std::int64_t begin, std::int64_t end, void* context);
 using ParallelFor = std::int32_t (*)(std::int64_t begin, std::int64_t end, std::int64_t grain,
                                      Part part, void* context);
 using GetNumThreads = std::int32_t (*)(std::uint32_t* threads);
@@ -243,16 +242,19 @@ void run(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias
       w.packed() ? w.pitch : work.way.columns * product.k * size_of(w.dtype);
   const std::size_t grain =
       product.rows > Product::kFewRows ? 1 : std::max<std::size_t>(kGrainBytes / block_bytes, 1);
-  std::int32_t failed = 0;
-  {
-    const GilReleased released;
-    failed = torch_threads().parallel_for(0, static_cast<std::int64_t>(blocks * work.parts),
-                                          static_cast<std::int64_t>(grain), multiply_items, &work);
-  }
-  if (failed) throw std::runtime_error("a product failed in torch_parallel_for, or has no memory");
+  const GilReleased released;
+  in_threads(static_cast<std::int64_t>(blocks * work.parts), static_cast<std::int64_t>(grain),
+             multiply_items, &work);
 }
 
 }  // namespace
+
+void in_threads(std::int64_t count, std::int64_t grain, Part part, void* context) {
+  if (!has_threads()) return part(0, count, context);
+  if (torch_threads().parallel_for(0, count, grain, part, context) != 0) {
+    throw std::runtime_error("work failed in torch_parallel_for, or has no memory");
+  }
+}
 
 bool multiplies(DType dtype, Form form, std::size_t rows) {
   constexpr std::size_t kLarge = 4096;
@@ -315,7 +317,7 @@ std::vector<std::size_t> grouped_multiply(const py::handle& x, const py::handle&
   const bool integers =
       groups.dtype.code == dlpack::kInt && (groups.dtype.bits == 32 || groups.dtype.bits == 64);
   const auto takes_rows = [](const Tensor& t) {
-    return t.ndim == 2 && (t.strides[1] == 1 || t.shape[1] == 1);
+    return t.ndim == 2 && (t.strides[1] == 1 || t.shape[1] == 1 || t.shape[0] == 0);
   };
   const bool fits = takes_rows(a) && takes_rows(to) && to.shape[0] == a.shape[0] &&
                     groups.ndim == 1 && matrices.ndim > 2 && matrices.shape[0] == groups.shape[0] &&

@@ -26,6 +26,10 @@ struct Weight {
   bool packed() const { return form == host::Form::kPanels || form == host::Form::kInt8Panels; }
 };
 
+// Does `part` on ranges of [0, count) of `grain` or more, by torch's threads. The GIL is not held.
+using Part = void (*)(std::int64_t begin, std::int64_t end, void* context);
+void in_threads(std::int64_t count, std::int64_t grain, Part part, void* context);
+
 // The dims of a packed weight: tpkernels/local/packed.py. A plain one has two.
 constexpr std::int32_t kPackedDims = 3;
 

@@ -344,5 +344,5 @@ def test_no_host_waits_for_experts_if_all_ranks_have_all_tokens() -> None:
         assert order.shape == (180,) and counts.shape == (3,)
         rows = fake(60, 64).index_select(0, order // 3)
         grouped_matmul(rows, fake(3, 64, 32), counts, fake(3, 32))
-        with pytest.raises(RuntimeError, match="cuda"):
+        with pytest.raises(DataDependentOutputException):
             _routes_of_experts(ids, *own, static=False)

@@ -9,7 +9,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -29,6 +29,11 @@ WORLD = 2
 PARTS = "tpkernels.integrations.vllm_parts"
 MOE = "vllm.model_executor.layers.fused_moe"
 tensor_parallel = SimpleNamespace(device_group=None)  # what get_tp_group() returns
+tokens = SimpleNamespace(sizes=[0])  # of each rank
+config = SimpleNamespace(  # what get_current_vllm_config() returns
+    parallel_config=SimpleNamespace(enable_elastic_ep=False),
+    compilation_config=SimpleNamespace(mode=0, cudagraph_mode=0),
+)
 
 
 class CpuCommunicator:
@@ -69,6 +74,34 @@ class CPUUnquantizedExperts:
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         return True
+
+
+class MoEPrepareAndFinalizeNaiveDPEPModular:
+    def __init__(self, is_sequence_parallel: bool = False, num_dispatchers: int = 1) -> None:
+        self.is_sequence_parallel = is_sequence_parallel
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        pass
+
+    def prepare(self, *arguments: Any) -> None:
+        raise NotImplementedError("all_gatherv")
+
+    def finalize(self, *arguments: Any) -> None:
+        raise NotImplementedError("reduce_scatterv")
+
+
+def make_moe_prepare_and_finalize_naive_dp_ep(
+    use_monolithic: bool, is_sequence_parallel: bool = False, num_dispatchers: int = 1
+) -> Any:
+    return None if use_monolithic else MoEPrepareAndFinalizeNaiveDPEPModular()
+
+
+def moe_kernel_quantize_input(
+    x: torch.Tensor, scale: None, dtype: torch.dtype, per_row: bool, block: list[int] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = x.float().unflatten(1, (-1, x.shape[1] if block is None else block[1]))
+    scales = blocks.abs().amax(2).clamp(min=1e-12) / 448
+    return (blocks / scales.unsqueeze(2)).flatten(1).to(dtype), scales
 
 
 def replace_parameter(layer: nn.Module, name: str, new: torch.Tensor) -> None:
@@ -152,7 +185,20 @@ def installed(version: str = "0.32.0") -> Iterator[type[CpuPlatform]]:
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version},
         "vllm.platforms": {"current_platform": Platform()},
-        "vllm.distributed": {"get_tp_group": lambda: tensor_parallel},
+        "vllm.config": {
+            "CompilationMode": SimpleNamespace(NONE=0),
+            "CUDAGraphMode": SimpleNamespace(NONE=0),
+            "get_current_vllm_config": lambda: config,
+        },
+        "vllm.distributed": {
+            "get_tp_group": lambda: tensor_parallel,
+            "get_ep_group": lambda: tensor_parallel,
+        },
+        "vllm.forward_context": {
+            "get_forward_context": lambda: SimpleNamespace(
+                dp_metadata=SimpleNamespace(local_sizes=tokens.sizes)
+            )
+        },
         "vllm.distributed.device_communicators": {},
         "vllm.distributed.device_communicators.cpu_communicator": {
             "CpuCommunicator": CpuCommunicator
@@ -165,6 +211,14 @@ def installed(version: str = "0.32.0") -> Iterator[type[CpuPlatform]]:
         },
         "vllm.model_executor.utils": {"replace_parameter": replace_parameter},
         MOE: {},
+        f"{MOE}.all2all_utils": {
+            "make_moe_prepare_and_finalize_naive_dp_ep": make_moe_prepare_and_finalize_naive_dp_ep
+        },
+        f"{MOE}.prepare_finalize": {},
+        f"{MOE}.prepare_finalize.naive_dp_ep": {
+            "MoEPrepareAndFinalizeNaiveDPEPModular": MoEPrepareAndFinalizeNaiveDPEPModular
+        },
+        f"{MOE}.utils": {"moe_kernel_quantize_input": moe_kernel_quantize_input},
         f"{MOE}.experts": {},
         f"{MOE}.experts.cpu_moe": {"CPUUnquantizedExperts": Experts},
         f"{MOE}.oracle": {},
@@ -246,6 +300,8 @@ def test_register_replaces_what_the_mode_says(mode: str, monkeypatch: pytest.Mon
         layers = RowParallelLinear.out_of_tree
         assert list(layers) == (["RowParallelLinear"] if fused else [])
         assert experts_taken() == (fused, mode != "off", mode == "off")
+        make = sys.modules[f"{MOE}.all2all_utils"].make_moe_prepare_and_finalize_naive_dp_ep
+        assert (make is make_moe_prepare_and_finalize_naive_dp_ep) == (mode == "off")
         products = importlib.import_module("vllm.model_executor.layers.utils")
         theirs = products.dispatch_cpu_unquantized_gemm is dispatch_cpu_unquantized_gemm
         assert theirs != fused
@@ -424,9 +480,114 @@ def test_experts_of_this_rank(dtype: torch.dtype, activation: str, bias: bool) -
     torch.testing.assert_close(total[finite], want[finite], rtol=tolerance, atol=tolerance)
 
 
+def unquantised(**changes: Any) -> SimpleNamespace:
+    """The experts of a kernel: what the plugin asks of them."""
+    ranks = SimpleNamespace(use_ep=True, ep_size=WORLD, dp_size=WORLD, sp_size=1)
+    quant = SimpleNamespace(quant_dtype=None, per_act_token_quant=False, block_shape=None)
+    moe = SimpleNamespace(moe_parallel_config=ranks, is_lora_enabled=False, device="cpu")
+    experts = SimpleNamespace(moe_config=moe, quant_config=quant, expects_unquantized_inputs=False)
+    for place in (ranks, quant, moe, experts):
+        vars(place).update({name: changes[name] for name in vars(place).keys() & changes.keys()})
+    return experts
+
+
+FP8 = torch.float8_e4m3fn
+EXCHANGES: dict[str, tuple[list[int], int, dict[str, Any]]] = {  # tokens, experts, experts' options
+    "uneven": ([1, 4], 5, {}),
+    "a rank without tokens": ([0, 3], 4, {}),
+    "one expert": ([2, 3], 1, {"padding": 2}),
+    "padding": ([3, 4], 5, {"padding": 2}),
+    "weights of the input": ([3, 2], 3, {"k": 1}),
+    "rows of fp8": ([3, 2], 3, {"quant_dtype": FP8, "per_act_token_quant": True}),
+    "blocks of fp8": ([3, 2], 3, {"quant_dtype": FP8, "block_shape": [128, 128]}),
+    "experts quantise": ([3, 2], 3, {"quant_dtype": "nvfp4", "expects_unquantized_inputs": True}),
+}
+
+
+@on_ranks(WORLD)
+def test_tokens_of_data_parallel_ranks() -> None:
+    """Expert e gives (e + 1) * min(x, 4), and it does not matter whether experts sum a token's one
+    row. Rows that no token has are garbage."""
+    rank = dist.get_rank()
+    with installed(), new_group():
+        parts: Any = importlib.import_module(PARTS)
+        parts.replace_exchange()
+        make = parts.all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep
+        for name, (sizes, num_experts, options) in EXCHANGES.items():
+            experts, k, on_input = unquantised(**options), options.get("k", 3), "k" in options
+            exchange = make(use_monolithic=False, num_dispatchers=WORLD)
+            exchange.post_init_setup(experts)
+            draw = torch.Generator().manual_seed(rank)
+            x = torch.randint(-4, 5, (sizes[rank], 256), generator=draw).bfloat16()
+            ids = torch.randint(0, num_experts, (sizes[rank], k), generator=draw).int()
+            weights = torch.randint(1, 4, ids.shape, generator=draw).float()
+            ids[len(ids) - options.get("padding", 0) :] = -1
+            tokens.sizes = sizes
+            held = tpkernels.shard_sizes(num_experts, WORLD)
+            expert_map = torch.full((num_experts,), -1)
+            expert_map[sum(held[:rank]) :][: held[rank]] = torch.arange(held[rank])
+            how = num_experts, expert_map, on_input, experts.quant_config
+            defer = experts.expects_unquantized_inputs
+            rows, scales, _, row_ids, row_weights = exchange.prepare(x, weights, ids, *how, defer)
+            assert (scales is None) == (rows.dtype == torch.bfloat16) != ("fp8" in name), name
+            if scales is not None:
+                blocks = rows.float().unflatten(1, (scales.shape[1], -1))
+                rows = (blocks * scales.unsqueeze(2)).flatten(1)
+            here = expert_map[row_ids.long()] >= 0
+            assert held[rank] == num_experts or here.sum() == exchange._handle.counts.sum(), name
+            factor = row_ids.where(here, torch.nan) + 1
+            product = (rows.float().clamp(max=4) * factor * row_weights).bfloat16()
+            on_x, on_y = (weights, 1.0) if on_input else (1.0, weights)
+            factors = (ids + 1) * on_y  # of padding 0
+            want = (x * on_x).clamp(max=4) * factors.sum(1, keepdim=True)
+            tolerance = 0.0 if scales is None else 0.07
+            for result in (product, product.unsqueeze(1)):
+                output = torch.full_like(x, torch.nan)
+                exchange.finalize(output, result, row_weights, row_ids, on_input, None)
+                torch.testing.assert_close(output, want.bfloat16(), rtol=tolerance, atol=tolerance)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "each rank has a part of every expert": {"use_ep": False},
+    "ranks of an engine have the same tokens": {"ep_size": 2 * WORLD},
+    "LoRA and elastic": {"is_lora_enabled": True},
+    "activations of nvfp4 travel only as fp8": {"quant_dtype": "nvfp4"},
+    f"activations of {FP8} travel only as fp8 by row": {"quant_dtype": FP8},
+    "pass --enforce-eager": {"mode": 3},
+    "CUDA graphs need 'direct', which is not qualified": {"cudagraph_mode": 1},
+    "share no memory": {},
+    "its experts route for themselves": {"monolithic": True},
+}
+
+
+@on_ranks(WORLD)
+def test_tokens_left_to_vllm() -> None:
+    """With the reason in the log."""
+    usual = dict(vars(config.compilation_config))
+    for reason, changes in REFUSED.items():
+        settings = {name: changes.get(name, usual[name]) for name in usual}
+        vars(config.compilation_config).update(settings)
+        log: list[str] = []
+        with installed(), new_group(), nullcontext() if changes else apart():
+            parts: Any = importlib.import_module(PARTS)
+            parts.report = log.append
+            parts.replace_exchange()
+            make = parts.all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep
+            exchange = make("monolithic" in changes)
+            if exchange is not None:
+                exchange.post_init_setup(unquantised(**changes))
+                for method, what in (("prepare", "all_gatherv"), ("finalize", "reduce_scatterv")):
+                    with pytest.raises(NotImplementedError, match=what):
+                        getattr(exchange, method)(*[None] * 6, None, None)
+        assert len(log) == 1 and reason in log[0], (reason, log)
+    vars(config.compilation_config).update(usual)
+
+
 def test_the_op_of_experts_in_a_graph() -> None:
     stacks = [tpkernels.pack(torch.randn(shape)) for shape in ((2, 8, 12), (2, 6, 8))]
     ids = torch.tensor([[0, -1], [1, 0]])
     arguments = (torch.randn(2, 8), ids, torch.rand(2, 2), *stacks, None, None, "silu")
     op = torch.ops.tpkernels._local_experts.default
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    with pytest.raises(ValueError, match="topk_ids has 2; experts are 0 to 1"):
+        op(arguments[0], ids.where(ids != 1, 2), *arguments[2:])

@@ -61,9 +61,12 @@ def test_exact_for_integers_and_with_the_bits_of_a_group_alone(
 
 
 def test_nothing_to_multiply() -> None:
-    w = torch.ones(2, 3, 4)
-    assert tpkernels.grouped_matmul(torch.ones(0, 3), w, torch.zeros(2).long()).shape == (0, 4)
-    assert tpkernels.grouped_matmul(torch.ones(0, 3), w[:0], torch.zeros(0).long()).shape == (0, 4)
+    """Nor for the gradient, which has no strides of its own."""
+    for experts in (0, 2):
+        x, w = (t.requires_grad_() for t in (torch.ones(0, 3), torch.ones(experts, 3, 4)))
+        y = tpkernels.grouped_matmul(x, w, torch.zeros(experts).long())
+        y.sum().backward()
+        assert y.shape == (0, 4) and w.grad is not None and not w.grad.any()
 
 
 @pytest.mark.parametrize("transposed", [True, False])

@@ -73,9 +73,11 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
     rank, world = group.rank(), group.size()
     everyone = [of_rank(case, other, world) for other in range(world)]
     x, ids, weights, grad = everyone[rank]
+    weights = weights.to(accumulator(case.dtype))
     if case.strided:
-        x, ids = x.t().contiguous().t(), ids.t().contiguous().t()
-    x, weights = x.detach().requires_grad_(), weights.to(accumulator(case.dtype)).requires_grad_()
+        dense = torch.contiguous_format  # also where all strides of a tensor's shape are
+        x, ids, weights = (t.t().clone(memory_format=dense).t() for t in (x, ids, weights))
+    x, weights = x.detach().requires_grad_(), weights.requires_grad_()
 
     def layer() -> tuple[torch.Tensor, ...]:
         rows, counts, handle = tpkernels.moe_dispatch(
@@ -148,7 +150,7 @@ def shapes(world: int) -> Iterator[Case]:
         yield from (one, replace(one, max_rows=most))
     for sizes in [*uneven_splits(7, world), (0,) * world]:
         yield Case(sizes=tuple(sizes), strided=True)
-        yield Case(sizes=tuple(sizes), width=1, experts=2, k=1)
+        yield Case(sizes=tuple(sizes), width=1, experts=2, k=1, strided=True)
 
 
 def test_experts_and_tokens_of_any_number(ranks: RanksFixture, world: int) -> None:
@@ -386,7 +388,11 @@ REFUSED = [
     r"RoutingError: topk_ids of rank 1 has expert 8 at \[2, 1\]; there are experts 0 to 7",
     r"RoutingError: topk_ids of rank 1 has expert -1 at \[2, 1\]; there are experts 0 to 7",
     r"ValueError: topk_ids has shape \[3, 2\] and topk_weights \[3, 1\]; both must be",
-    r"ValueError: x has 2 tokens and topk_ids 3",
+    r"ValueError: x has shape \[2, 4\]; topk_ids have 3 tokens",
+    r"ValueError: x has shape \[\]; topk_ids have 3 tokens",
+    r"ValueError: topk_ids has shape \[3, 0\] .*; both must be \[tokens, k\], k at least 1",
+    r"TypeError: topk_weights is int64; it must be floating-point",
+    r"ValueError: topk_weights is on meta but x is on cpu",
     r"TypeError: topk_ids is int16; it must be int32 or int64",
     r"NotImplementedError: x has dtype int64; supported",
     r"ValueError: num_experts is 0; it must be at least 1",
@@ -418,6 +424,10 @@ def test_refusals() -> None:
             lambda: dispatch(x, below, weights, 8, group, algorithm="unfused"),
             lambda: dispatch(x, ids, weights[:, :1], 8, group),
             lambda: dispatch(x[:2], ids, weights, 8, group),
+            lambda: dispatch(x[0, 0], ids, weights, 8, group),
+            lambda: dispatch(x, ids[:, :0], weights[:, :0], 8, group),
+            lambda: dispatch(x, ids, ids, 8, group),
+            lambda: dispatch(x, ids, weights.to("meta"), 8, group),
             lambda: dispatch(x, ids.short(), weights, 8, group),
             lambda: dispatch(x.long(), ids, weights, 8, group),
             lambda: dispatch(x, ids, weights, 0, group),

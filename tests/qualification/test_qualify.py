@@ -159,7 +159,12 @@ PATCHES = {
             "fused/copy_engines",
             "wrong",
         )
-        for op, way in {"matmul_reduce_scatter": "reduce_scatter", "moe_combine": "routed"}.items()
+        for op, way in {
+            "matmul_reduce_scatter": "reduce_scatter",
+            "moe_combine": "routed",
+            "all_gather": "routed",
+            "reduce_scatter": "routed",
+        }.items()
     },
 }
 

@@ -141,9 +141,7 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
         if isinstance(index, int):
             return x.select(0, index)
         for dim, each in enumerate(index if isinstance(index, tuple) else (index,)):
-            begin, end, step = each.indices(x.shape[dim])
-            assert step == 1
-            x = x.narrow(dim, begin, max(end - begin, 0))
+            x = torch.ops.aten.slice(x, dim, *each.indices(x.shape[dim]))
         return x
 
     group = SimpleNamespace(

@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from tpkernels import cuda
 from tpkernels._C.host import Phase
@@ -211,6 +212,55 @@ def reduce(
 
     added = reduction.bias, reduction.residual
     _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, out.flatten(0, -2))
+
+
+def gather_for_experts(
+    call: Call,
+    x: torch.Tensor,
+    gathered: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    token_of: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """Fill ``gathered`` [tokens, K] with the ranks' x [tokens, K]; return the products of its rows
+    ``token_of``, of which each expert has ``counts``, with w [experts, K, N]."""
+    out, sizes = empty((len(token_of), w.shape[2]), x.dtype, x.device), call.problem.sizes
+
+    def prepare() -> Prepared:
+        from tpkernels.kernels import experts
+
+        return experts.prepare_gather(_config(call, x), x, gathered, w, sizes, len(out))
+
+    ends = F.pad(counts.cumsum(0), (1, 0))
+    bias = None if bias is None else bias.contiguous()
+    _run(call, x.device, _place(w), prepare, x, gathered, w, bias, out, token_of, ends)
+    return out
+
+
+def reduce_from_experts(
+    call: Call,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    places: torch.Tensor,
+    counts: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Fill ``out`` [tokens, N] with the sums over the ranks of the products of x [R, K], of which
+    each expert has ``counts``, with w [experts, K, N]; of each token, by ``weights`` [tokens of all
+    ranks, k], of the products at its ``places``."""
+    product, sizes = empty((len(x), w.shape[2]), x.dtype, x.device), call.problem.sizes
+
+    def prepare() -> Prepared:
+        from tpkernels.kernels import experts
+
+        return experts.prepare_scatter(_config(call, x), x, w, sizes, weights.shape[1])
+
+    ends = F.pad(counts.cumsum(0), (1, 0))
+    key, bias = (_place(x), _place(w)), None if bias is None else bias.contiguous()
+    _run(call, x.device, key, prepare, x, w, bias, product, out, weights, places, ends)
 
 
 def dispatch(

@@ -4,9 +4,11 @@ vLLM calls `register` in each of its processes, as the entry point ``tpkernels``
 ``vllm.general_plugins``. ``TPKERNELS_VLLM`` says what is replaced:
 
     off          nothing
-    all_reduce   on CPUs, the all-reduces of tensor parallelism, and whole experts on each rank
+    all_reduce   on CPUs, the all-reduces of tensor parallelism, whole experts on each rank, and
+                 how these exchange the tokens of data-parallel ranks
     fused        also each row-parallel layer: product and all-reduce as one op; and on CPUs the
-                 products of other layers and of experts, by packed weights
+                 products of other layers and of experts, by packed weights. On GPUs, where none of
+                 it is confirmed, these layers and that exchange
     auto         what has been measured not to be slower than vLLM, the default
 
 Each choice is reported once, with its reason. vLLM traces a compiled graph once, so the variable is
@@ -89,6 +91,7 @@ def register() -> None:
     if platform == "cpu":
         parts.replace_communicator(type(current_platform))
         parts.replace_experts(choice.mode != "fused")
+    parts.replace_exchange()
     if choice.mode == "fused":
         parts.replace_row_parallel()
     if choice.mode == "fused" and platform == "cpu":

@@ -8,12 +8,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.distributed import get_tp_group
+from vllm.config import CompilationMode, CUDAGraphMode, get_current_vllm_config
+from vllm.distributed import get_ep_group, get_tp_group
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.utils import split_tensor_along_last_dim
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe import all2all_utils
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
+from vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep import (
+    MoEPrepareAndFinalizeNaiveDPEPModular,
+)
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.utils import replace_parameter
 
@@ -34,14 +41,14 @@ def report(text: str) -> None:
     logger.info("tpkernels: %s", text)
 
 
-def group_for(group: torch.distributed.ProcessGroup) -> str | None:
-    """Return the name of a group that is set up for the ops; None: its ranks share no memory. The
-    first call is collective."""
+def group_for(group: torch.distributed.ProcessGroup, what: str = "all-reduces") -> str | None:
+    """Return the name of a group that is set up for the ops; None: its ranks share no memory, and
+    ``what`` is left to vLLM. The first call is collective."""
     name = groups.name_of(group)
     tpkernels.init(name, timeout=TIMEOUT)
     if groups.get(name).shared_memory:
         return name
-    report("all-reduces are left to vLLM, because the ranks share no memory")
+    report(f"{what} are left to vLLM, because the ranks share no memory")
     return None
 
 
@@ -214,3 +221,118 @@ def replace_experts(only_whole: bool) -> None:
         return [*ours, *classes_of_vllm(backend)]
 
     unquantized.backend_to_kernel_cls = classes
+
+
+class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
+    """Moves tokens of data-parallel ranks to their experts by `moe_dispatch` and back by
+    `moe_combine`, where vLLM gathers all tokens on all ranks and sums over the ranks.
+
+    To vLLM's experts a row is a token with one expert, of weight 1, so that it does not matter
+    which of them weigh and sum: `moe_combine` does, by the router's weights. There is room for all
+    routes on each rank: no host waits for counts, and shapes depend on no route. No GPU has run it.
+    """
+
+    _group: str | None = None  # None: as vLLM does it
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        super().post_init_setup(fused_experts)
+        what, reason = "tokens of experts", self._reason_to_gather(fused_experts)
+        if reason is None:
+            self._group = group_for(get_ep_group().device_group, what)
+            reason = self._reason_not_to_capture()
+        if reason is not None:
+            report(f"{what} are left to vLLM: {reason}")
+            self._group = None
+        if self._group is not None:
+            report(f"{what} travel by moe_dispatch and moe_combine")
+
+    @staticmethod
+    def _reason_to_gather(experts: Any) -> str | None:
+        """Return why vLLM's way stays; the same on all ranks."""
+        config, quant, vllm = experts.moe_config, experts.quant_config, get_current_vllm_config()
+        parallel = config.moe_parallel_config
+        scaled = quant.per_act_token_quant or quant.block_shape == [128, 128]
+        fp8 = quant.quant_dtype == torch.float8_e4m3fn and scaled
+        if not parallel.use_ep:
+            return "each rank has a part of every expert"
+        if parallel.ep_size != parallel.dp_size * parallel.sp_size:
+            return "ranks of an engine have the same tokens"
+        if config.is_lora_enabled or vllm.parallel_config.enable_elastic_ep:
+            return "LoRA and elastic expert parallelism need it"
+        if not (quant.quant_dtype is None or fp8 or experts.expects_unquantized_inputs):
+            return f"activations of {quant.quant_dtype} travel only as fp8 by row or block of 128"
+        compiled = vllm.compilation_config.mode != CompilationMode.NONE
+        if compiled and torch.device(config.device).type == "cpu":
+            return "compiled on CPUs, they would keep the ranks' counts; pass --enforce-eager"
+        return None
+
+    def _reason_not_to_capture(self) -> str | None:
+        """Return why CUDA graphs, if vLLM captures any, could not hold the ops."""
+        graphs = get_current_vllm_config().compilation_config.cudagraph_mode
+        if self._group is None or graphs == CUDAGraphMode.NONE:
+            return None
+        reason = groups.get(self._group).trust().why_not("moe_dispatch", "direct")
+        return reason and f"CUDA graphs need 'direct', which {reason}; or pass --enforce-eager"
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Any:
+        how = apply_router_weight_on_input, quant_config, defer_input_quant
+        if self._group is None:
+            return super().prepare(a1, topk_weights, topk_ids, num_experts, expert_map, *how)
+        if apply_router_weight_on_input:  # and not to the result
+            a1, topk_weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
+        scale = None
+        if quant_config.quant_dtype is not None and not defer_input_quant:
+            kind = quant_config.per_act_token_quant, quant_config.block_shape
+            a1, scale = moe_kernel_quantize_input(a1, None, quant_config.quant_dtype, *kind)
+        group, sizes = groups.get(self._group), get_forward_context().dp_metadata.local_sizes
+        first = sum(tpkernels.shard_sizes(num_experts, group.world)[: group.rank])
+        padding = topk_ids < 0  # of a batch; it stays here, with weight 0
+        room = sum(sizes) * topk_ids.shape[1]
+        rows, counts, self._handle = tpkernels.moe_dispatch(
+            a1,
+            topk_ids.masked_fill(padding, min(first, num_experts - 1)),
+            topk_weights.masked_fill(padding, 0),
+            num_experts,
+            self._group,
+            scale_x=scale,
+            shard_sizes=sizes,
+            max_rows=room,
+        )
+        # By expert, from this rank's first; rows beyond the counts get another rank's.
+        numbers = torch.arange(room, device=rows.device)
+        ids = torch.searchsorted(counts.cumsum(0), numbers, right=True).add_(first)
+        ids = ids.remainder_(num_experts).to(topk_ids.dtype).unsqueeze(1)
+        return rows, self._handle.scales, None, ids, topk_weights.new_ones(room, 1)
+
+    def finalize(
+        self, output: torch.Tensor, fused_expert_output: torch.Tensor, *options: Any
+    ) -> None:
+        if self._group is None:
+            super().finalize(output, fused_expert_output, *options)
+            return
+        rows = fused_expert_output.reshape(-1, output.shape[1])
+        output.copy_(tpkernels.moe_combine(rows, self._handle))
+
+
+@functools.cache
+def replace_exchange() -> None:
+    """Make vLLM use `ExpertParallel` for ``--all2all-backend allgather_reducescatter``."""
+    make_of_vllm = all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep
+
+    def make(use_monolithic: bool, *arguments: Any, **options: Any) -> Any:
+        if not use_monolithic:
+            return ExpertParallel(*arguments, **options)
+        report("tokens of experts are left to vLLM: its experts route for themselves")
+        return make_of_vllm(use_monolithic, *arguments, **options)
+
+    all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep = make

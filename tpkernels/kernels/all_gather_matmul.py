@@ -129,7 +129,7 @@ def fetch_rows(peers, gathered, segments, K, lane, fetching: tl.constexpr):
 
 
 @triton.jit
-def _await_pieces(peers, segments, K, owner, row, rows, fetching: tl.constexpr):
+def await_pieces(peers, segments, K, owner, row, rows, fetching: tl.constexpr):
     """Return when ``rows`` rows of ``owner``, from its row ``row`` on, are there."""
     begin, end = matmul.segment(segments, owner)
     last = _pieces_in(tl.minimum(row + rows, end - begin), K, fetching)
@@ -161,7 +161,7 @@ def _await_rows(arrivals, owner, tile_m):
                 arrivals.peers, owner, arrivals.peers.space.state + _FLAGS_AT + flag, raised, flag
             )
         else:
-            _await_pieces(
+            await_pieces(
                 arrivals.peers, arrivals.segments, arrivals.K, owner, tile_m * arrivals.block_m,
                 arrivals.block_m, arrivals.fetching,
             )  # fmt: skip

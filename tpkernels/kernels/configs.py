@@ -70,12 +70,19 @@ class MatmulConfig:
         return max(1, min(self.block_m, 32 * _SUM_ELEMENTS * self.num_warps // self.block_n))
 
     def operands(
-        self, a: torch.Tensor, b: torch.Tensor, stored: torch.dtype, *, waits: bool = False
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        stored: torch.dtype,
+        *,
+        waits: bool = False,
+        by_row: bool = False,
     ) -> Operands:
         """Return how the kernels take a [M, K] and b [K, N] or a stack of these [E, K, N], and any
         others of their shapes, strides and alignments: as descriptors where TMA can load them, a
         stack as one matrix. Tiles of the dtype ``stored`` go to matrices with aligned rows of n
-        elements. ``waits``: a tile waits for its rows."""
+        elements. ``waits``: a tile waits for its rows. ``by_row``: the rows of a tile lie anywhere
+        in a."""
         block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
         a_matrix = b_matrix = None
         b_tma, n = "no", b.shape[-1]
@@ -83,7 +90,7 @@ class MatmulConfig:
             (rows, k), (k_stride, n_stride) = a.shape, b.stride()[-2:]
             stride, unit = a.stride()
             stack, stack_stride = (len(b), b.stride(0)) if b.dim() == 3 else (1, 0)
-            if unit == 1 and rows > 0 and _aligned(a, stride):
+            if not by_row and unit == 1 and rows > 0 and _aligned(a, stride):
                 a_matrix = (rows, k), (stride, 1), [block_m, block_k]
             # What a tile reads beyond a weight of a stack is the next one's. Columns are not
             # stored; a row would be multiplied, by the zeros beyond a, which infinities survive.

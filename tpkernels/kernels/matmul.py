@@ -45,6 +45,7 @@ class Product(NamedTuple):
     stride_bk: Any
     stride_bn: Any
     stride_bs: Any  # from one segment's b to the next; None: all have the same
+    rows: Any = None  # a table: the row of a that each row is; None: they are the same
 
 
 class Segments(NamedTuple):
@@ -58,6 +59,9 @@ class Segments(NamedTuple):
     number: Any  # known at compile time, unless there are `tiles`
     tiles: Any  # a table: the rows of tiles before each segment, and of all; None: kernels count
     owners: Any  # a table: the segment of each row of tiles, with `tiles`
+    # The order of the tiles, with `tiles`; without, segment by segment.
+    turns: Any = None  # a table: that of the rows of tiles
+    wide: Any = None  # so many columns of tiles, of all segments, then as many more
 
 
 def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -138,6 +142,30 @@ def position(tile, rows, N, tiling: tl.constexpr):
 
 
 @triton.jit
+def tile_in_turn(segments, N, turn, tiling: tl.constexpr):
+    """Return the tile that is multiplied as number ``turn``: (segment, number in the segment, tile
+    row, tile column)."""
+    tiles_n = tl.cdiv(N, tiling.block_n)
+    if segments.turns is not None or segments.wide is not None:
+        if segments.turns is not None:
+            row, tile_n = tl.load(segments.turns + turn // tiles_n).to(tl.int32), turn % tiles_n
+        else:
+            each = tl.load(segments.tiles + segments.number) * segments.wide
+            first = turn // each * segments.wide
+            width = tl.minimum(tiles_n - first, segments.wide)
+            row, tile_n = turn % each // width, first + turn % each % width
+        owner = tl.load(segments.owners + row)
+        tile_m = row - tl.load(segments.tiles + owner)
+        return owner, tile_m * tiles_n + tile_n, tile_m, tile_n
+    else:
+        owner = owner_of(segments, N, turn, tiling)
+        index = turn - tiles_before(segments, N, owner, tiling)
+        begin, end = segment(segments, owner)
+        tile_m, tile_n = position(index, end - begin, N, tiling)
+        return owner, index, tile_m, tile_n
+
+
+@triton.jit
 def tile_at(row, column, row_end, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return a tile of a matrix of N columns: (offset of its corner, offsets within it, mask of
     what is inside the matrix). Only the corner needs 64 bits."""
@@ -152,7 +180,7 @@ def matmul_tiles(
     after_context, tiling: tl.constexpr, later: tl.constexpr = None,
 ):  # fmt: skip
     """Run the tile loop."""
-    a, b, N, K, stride_am, stride_bk, stride_bn, stride_bs = product
+    a, b, N, K, stride_am, stride_bk, stride_bn, stride_bs, rows = product
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
     BLOCK_K: tl.constexpr = tiling.block_k
@@ -167,14 +195,16 @@ def matmul_tiles(
     # next tile are in flight during `after`, or other warps multiply it. Hooks run in the first
     # num_warps warps.
     for i in tl.range(0, count, flatten=before is None, warp_specialize=tiling.specialized):
-        tile = lane + (skipped + i) % count * lanes
-        owner = owner_of(segments, N, tile, tiling)
-        local = tile - tiles_before(segments, N, owner, tiling)
+        turn = lane + (skipped + i) % count * lanes
+        owner, local, tile_m, tile_n = tile_in_turn(segments, N, turn, tiling)
         begin, end = segment(segments, owner)
-        tile_m, tile_n = position(local, end - begin, N, tiling)
         row, column = begin + tile_m * BLOCK_M, tile_n * BLOCK_N
         corner, x_offsets, x_rows = tile_at(row, 0, end, 1, stride_am, BLOCK_M, 1)
         columns = column + tl.arange(0, BLOCK_N)
+        if rows is not None:
+            at = row + tl.arange(0, BLOCK_M)
+            x_offsets = tl.load(rows + at, mask=at < end, other=0).to(tl.int64)[:, None] * stride_am
+            corner = 0
         if before is not None:
             before(before_context, owner, tile_m)
         own_b, first_k, first_n = b, 0, 0  # of the segment

@@ -13,6 +13,7 @@ import torch
 from tpkernels import dtypes
 from tpkernels.algorithms.parts import Products, result_shape, splits_columns
 from tpkernels.algorithms.reduction import Reduction, RmsNorm
+from tpkernels.algorithms.routes import places_of, weigh_rows
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
@@ -27,6 +28,8 @@ def gather(call: Call, given: Any) -> Any:
     multiplied."""
     problem, spec, x, rows = call.problem, call.problem.spec, given.x, None
     gathered = None
+    if problem.options.multiplied:
+        return _gather_for_experts(call, given)
     if not spec.has_matmul or given.return_gathered:
         gathered = empty(problem.shape, problem.dtype, x.device)
     if not spec.has_matmul:
@@ -46,9 +49,23 @@ def gather(call: Call, given: Any) -> Any:
     return gathered if rows is None else rows.packing.data(gathered).contiguous(), outs
 
 
+def _gather_for_experts(call: Call, given: Any) -> torch.Tensor:
+    """Gather tokens, and return the products of their routes with all experts."""
+    x, order, tokens = given.x.contiguous(), given.order, call.problem.shape[0]
+    gathered = empty(call.problem.shape, x.dtype, x.device)
+    token_of = order // max(len(order) // max(tokens, 1), 1)
+    if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
+        return call.function(call, x, gathered, given.w, given.bias, token_of, given.counts)
+    call.function(call, x, Products([], [], [], gathered))
+    rows = gathered.index_select(0, token_of)
+    return multiply_rows(rows, given.w, given.counts, given.bias, None)
+
+
 def reduce(call: Call, given: Any) -> Any:
     """Run an op that reduces; return the sum, after the normalised rows if it normalises."""
     problem, spec, x = call.problem, call.problem.spec, given.x
+    if problem.options.multiplied:
+        return _reduce_from_experts(call, given)
     w, bias = given.w if spec.has_matmul else None, getattr(given, "bias", None)
     if spec.scaled:
         rows = Rows.of(x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
@@ -65,6 +82,21 @@ def reduce(call: Call, given: Any) -> Any:
     weight = given.norm_weight if spec.has_matmul else given.weight
     norm = RmsNorm(weight.contiguous(), given.eps)
     return call.function(call, x, w, out, reduction, norm), out
+
+
+def _reduce_from_experts(call: Call, given: Any) -> torch.Tensor:
+    """Return the sums over the ranks of the products of all experts, of each token by weight."""
+    x, w, weights, places = given.x, given.w, given.topk_weights, places_of(given.order)
+    weights = weights.to(dtypes.accumulator(x.dtype)).contiguous()
+    out = empty(result_shape(call.problem, call.group.rank), x.dtype, x.device)
+    if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
+        call.function(call, x.contiguous(), w, given.bias, places, given.counts, weights, out)
+        return out
+    partial = empty(call.problem.shape, x.dtype, x.device)
+    rows = multiply_rows(x, w, given.counts, given.bias, None)
+    weigh_rows(rows, places.view(weights.shape), weights, partial)
+    call.function(call, partial, None, out, Reduction.of(partial))
+    return out
 
 
 def reduce_in_place(call: Call, given: Any) -> None:

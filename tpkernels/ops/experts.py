@@ -11,17 +11,16 @@ Expert-parallel: each rank has some of the experts, and the tokens that are rout
     dispatch_grouped_matmul         tokens of all ranks for own experts, times w[expert]
     grouped_matmul_combine          rows times w[expert], back at the tokens' ranks and summed
 
-They compose the ops of these names. On GPUs the last two are one call each where no gradient is
-recorded, in which "fused" multiplies while rows travel. On CPUs that would not pay: AMD EPYC Zen 5,
-torch 2.13, 2026-11-26, 2 ranks, 64 and 2048 tokens of benchmarks/moe.py, in turns: a first product
-that gathers each expert's rows just before it multiplies them takes 1.07 and 1.00 of the time, and
-a layer whose second writes into a symmetric tensor, of which the combine copies nothing, 1.00 and
-1.00.
+They compose the ops of these names. On GPUs all but `grouped_matmul_all_reduce` are one call each
+where no gradient is recorded, in which "fused" multiplies while rows travel. On CPUs the last two
+would not pay: AMD EPYC Zen 5, torch 2.13, 2026-11-26, 2 ranks, 64 and 2048 tokens of
+benchmarks/moe.py, in turns: a first product that gathers each expert's rows just before it
+multiplies them takes 1.07 and 1.00 of the time, and a layer whose second writes into a symmetric
+tensor, of which the combine copies nothing, 1.00 and 1.00.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,25 +65,38 @@ class SortedRoutes(NamedTuple):
 
 def route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> SortedRoutes:
     """Sort the routes of tokens, ``topk_ids`` and ``topk_weights`` [tokens, k]. Local. Raise
-    ValueError if the shapes differ or, on CPUs outside of compiled graphs, an expert is none of
-    ``num_experts``."""
+    ValueError if the shapes differ or an expert is none of ``num_experts``; on GPUs and in compiled
+    graphs, where no host looks, the token's sum becomes NaN."""
     validation.topk(topk_ids, topk_weights, topk_ids)
-    ids = topk_ids.flatten()
-    order = ids.argsort(stable=True)
-    if ids.is_cuda or torch.compiler.is_compiling():  # the size of bincount's result is not known
-        counts = ids.new_zeros(num_experts).scatter_add_(0, ids.long(), torch.ones_like(ids))
-        return SortedRoutes(order, counts, topk_weights)
-    with contextlib.suppress(RuntimeError):  # a negative one
-        counts = torch.bincount(ids, minlength=num_experts)
-        if len(counts) == num_experts:
-            return SortedRoutes(order, counts, topk_weights)
-    first, last = (int(bound) for bound in ids.aminmax())
-    wrong = first if first < 0 else last
-    raise ValueError(f"topk_ids has {wrong}; experts are 0 to {num_experts - 1}")
+    ids = topk_ids
+    if ids.is_cuda or torch.compiler.is_compiling():
+        ids = topk_ids.clamp(0, num_experts - 1)
+        topk_weights = topk_weights.masked_fill(ids != topk_ids, torch.nan)
+    experts, order = ids.flatten().sort(stable=True)
+    if ids is not topk_ids:
+        return SortedRoutes(order, _edges(experts, 0, num_experts).diff(), topk_weights)
+    _check_experts(experts, num_experts)
+    return SortedRoutes(order, torch.bincount(experts, minlength=num_experts), topk_weights)
+
+
+def _edges(experts: torch.Tensor, first: int, held: int) -> torch.Tensor:
+    """Return where each of ``held`` experts from the ``first`` on begins among ascending ones, and
+    the last's end."""
+    numbers = torch.arange(first, first + held + 1, dtype=experts.dtype, device=experts.device)
+    return torch.searchsorted(experts, numbers)
+
+
+def _check_experts(experts: torch.Tensor, num_experts: int) -> None:
+    for expert in experts[:: max(1, len(experts) - 1)].tolist():  # the first and the last
+        if not 0 <= expert < num_experts:
+            raise ValueError(f"topk_ids has {expert}; experts are 0 to {num_experts - 1}")
 
 
 def rows_by_expert(x: torch.Tensor, routing: SortedRoutes) -> torch.Tensor:
-    """Return the rows of tokens x [tokens, H], one for each route, in the order of ``routing``."""
+    """Return the rows of tokens x [tokens, H], one for each route, in the order of ``routing``.
+    Raise ValueError if x has another number of tokens."""
+    if len(x) != len(routing.topk_weights):
+        raise ValueError(f"x has {len(x)} tokens and topk_ids {len(routing.topk_weights)}")
     return x.index_select(0, routing.order // routing.topk_weights.shape[1])
 
 
@@ -102,17 +114,13 @@ def _routes_of_experts(
     """Return the routes to ``held`` experts from the ``first`` on, in the order of `route`, and
     how many each has. The others follow if their number shall be ``static``: no host waits, or
     looks for experts that there are not."""
+    experts, order = topk_ids.flatten().sort(stable=True)
+    edges = _edges(experts, first, held)
     if static:
-        there = (topk_ids >= 0) & (topk_ids < num_experts)
-        own_first = (topk_ids - first).remainder(num_experts).where(there, num_experts)
-        experts, order = own_first.flatten().sort(stable=True)
-        edges = torch.arange(held + 1, dtype=experts.dtype, device=experts.device)
-        return order, torch.searchsorted(experts, edges).diff()
-    routing = route(topk_ids, topk_ids, num_experts)
-    before, here = routing.counts.split((first, num_experts - first))
-    here = here[:held].clone()
-    begin = int(before.sum())
-    return routing.order[begin : begin + int(here.sum())].clone(), here
+        own_first = torch.arange(len(order), device=order.device) + edges[0]
+        return order.index_select(0, own_first % max(1, len(order))), edges.diff()
+    _check_experts(experts, num_experts)
+    return order[int(edges[0]) : int(edges[-1])], edges.diff()
 
 
 def _routes_like(
@@ -176,6 +184,7 @@ def all_gather_grouped_matmul(
     *,
     bias: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> tuple[torch.Tensor, SortedRoutes]:
     """Gather the ranks' tokens and multiply them by the experts that a router chose for them.
 
@@ -185,18 +194,25 @@ def all_gather_grouped_matmul(
         w, bias: [experts, K, N] and [experts, N], as `grouped_matmul` takes them: this rank's
             columns of all experts.
         shard_sizes: tokens of each rank; default: all the same.
+        algorithm: of the gather; "fused" multiplies meanwhile.
 
     Returns:
         The product [tokens of all ranks * k, N], by expert, and the `SortedRoutes` for
         `grouped_matmul_reduce_scatter`.
     """
-    validation.topk(topk_ids, topk_weights, x)
     _check_weight(x, w, bias)
-    x, ids, weights = (
-        all_gather(part, group, shard_sizes=shard_sizes) for part in (x, topk_ids, topk_weights)
-    )
+    options: dict[str, Any] = {"shard_sizes": shard_sizes, "algorithm": algorithm}
+    in_one_call = _in_one_call(algorithm, x)
+    ids = gather_routes(x, topk_ids, topk_weights, name_of(group), shard_sizes)
+    weights = all_gather(topk_weights, group, shard_sizes=shard_sizes)
     routing = route(ids, weights, len(w))
-    return grouped_matmul(rows_by_expert(x, routing), w, routing.counts, bias), routing
+    if in_one_call:
+        product: torch.Tensor = _interruptible(
+            group, _run_gather, x, w, bias, *routing[:2], name_of(group), **options
+        )
+        return product, routing
+    rows = rows_by_expert(all_gather(x, group, **options), routing)
+    return grouped_matmul(rows, w, routing.counts, bias), routing
 
 
 def grouped_matmul_reduce_scatter(
@@ -207,6 +223,7 @@ def grouped_matmul_reduce_scatter(
     *,
     bias: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> torch.Tensor:
     """Multiply rows by their expert, sum each token's by weight and over the ranks, and return this
     rank's tokens.
@@ -216,13 +233,20 @@ def grouped_matmul_reduce_scatter(
         w: [experts, K, N]: this rank's rows of all experts.
         bias: [experts, N], zero where another rank adds it.
         shard_sizes: tokens of each rank; default: all the same.
+        algorithm: of the sum over the ranks; "fused" multiplies meanwhile.
 
     Returns:
         [tokens, N] in x's dtype. A rank sums a token's products in fp32 in the order of k and
         rounds once; the ranks' sums are those of `reduce_scatter`.
     """
+    options: dict[str, Any] = {"shard_sizes": shard_sizes, "algorithm": algorithm}
+    if _in_one_call(algorithm, x):
+        y: torch.Tensor = _interruptible(
+            group, _run_scatter, x, w, bias, *routing, name_of(group), **options
+        )
+        return y
     partial = sum_routes(grouped_matmul(x, w, routing.counts, bias), routing)
-    return reduce_scatter(partial, group, shard_sizes=shard_sizes)
+    return reduce_scatter(partial, group, **options)
 
 
 def grouped_matmul_all_reduce(
@@ -239,6 +263,19 @@ def grouped_matmul_all_reduce(
 
 
 _NO_GRADIENT = "call the function of this name in tpkernels, which has them"
+_run_gather = define(
+    "all_gather_grouped_matmul(Tensor x, Tensor w, Tensor? bias, Tensor order, Tensor counts, "
+    "str group, *, SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor",
+    record="all_gather",
+    no_gradient=_NO_GRADIENT,
+)
+_run_scatter = define(
+    "grouped_matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, Tensor order, Tensor counts, "
+    "Tensor topk_weights, str group, *, SymInt[]? shard_sizes=None, str algorithm='auto') -> "
+    "Tensor",
+    record="reduce_scatter",
+    no_gradient=_NO_GRADIENT,
+)
 _run_dispatch = define(
     "dispatch_grouped_matmul(Tensor x, Tensor routes, Tensor w, Tensor? bias, int num_experts, "
     "str group, *, SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> "
@@ -265,6 +302,15 @@ def _in_one_call(algorithm: str, x: torch.Tensor) -> bool:
             "torch.no_grad() and without autocast, or pass another algorithm"
         )
     return plain and (x.is_cuda or algorithm != "auto")
+
+
+def _interruptible(group: GroupLike, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run an op; break the group if that is interrupted."""
+    try:
+        return run(*args, **options)
+    except BaseException as error:
+        groups.break_if_interrupted(group, error)
+        raise
 
 
 def dispatch_grouped_matmul(
@@ -308,14 +354,10 @@ def dispatch_grouped_matmul(
         )
         used = counted_rows(rows, counts, max_rows)
         return as_many_rows(grouped_matmul(used, w, counts, bias), rows), counts, handle
-    try:
-        routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
-        _, counts, product = _run_dispatch(
-            x, routes, w, bias, num_experts, name, algorithm=algorithm, **options
-        )
-    except BaseException as error:
-        groups.break_if_interrupted(group, error)
-        raise
+    routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
+    _, counts, product = _interruptible(
+        name, _run_dispatch, x, routes, w, bias, num_experts, name, algorithm=algorithm, **options
+    )
     handle = Handle(routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows, None)
     return product, counts, handle
 
@@ -343,18 +385,14 @@ def grouped_matmul_combine(
         used = counted_rows(x, handle.counts, handle.max_rows)
         product = as_many_rows(grouped_matmul(used, w, handle.counts, bias), x)
         return moe_combine(product, handle, algorithm=algorithm)
-    try:
-        y: torch.Tensor = _run_combine(
-            *(x, w, bias, handle.counts, handle.topk_weights, handle.routes),
-            *(handle.num_experts, handle.group),
-            shard_sizes=handle.shard_sizes,
-            max_rows=handle.max_rows,
-            algorithm=algorithm,
-        )
-        return y
-    except BaseException as error:
-        groups.break_if_interrupted(handle.group, error)
-        raise
+    y: torch.Tensor = _interruptible(
+        *(handle.group, _run_combine, x, w, bias, handle.counts, handle.topk_weights),
+        *(handle.routes, handle.num_experts, handle.group),
+        shard_sizes=handle.shard_sizes,
+        max_rows=handle.max_rows,
+        algorithm=algorithm,
+    )
+    return y
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -377,17 +415,21 @@ def local_experts(
     """Return what the experts of this rank add to tokens x [tokens, H]: ``down(activation(gate(x))
     * up(x))``, summed by weight. A negative id is of another rank's expert, and adds nothing. Also
     ``torch.ops.tpkernels._local_experts``, of which no compiled graph sees the number of rows."""
-    held, k = len(gate_up), topk_ids.shape[1]
-    ids = topk_ids.where(topk_ids >= 0, held)  # sorted to the end
-    order, counts, weights = route(ids, topk_weights.to(dtypes.accumulator(x.dtype)), held + 1)
-    count = len(order) - int(counts[held])
-    rows = x.index_select(0, order[:count] // k)
-    gate, up = grouped_matmul(rows, gate_up, counts[:held], gate_up_bias).chunk(2, 1)
+    validation.topk(topk_ids, topk_weights, x)
+    experts, order = topk_ids.flatten().sort(stable=True)
+    edges = _edges(experts, 0, len(gate_up))
+    _check_experts(experts[-1:].clamp(min=0), len(gate_up))
+    counts, routes = edges.diff(), order[int(edges[0]) :]
+    rows = x.index_select(0, routes // topk_ids.shape[1])
+    gate, up = grouped_matmul(rows, gate_up, counts, gate_up_bias).chunk(2, 1)
     inner = ACTIVATIONS[activation](gate) * up
-    y, places = grouped_matmul(inner, down, counts[:held], down_bias), places_of(order)
-    if count < len(order):  # the other routes get a row of zeros
-        y, places = F.pad(y, (0, 0, 0, 1)), places.clamp_(max=count)
-    return _weigh(y, places.view(ids.shape), weights)
+    y = grouped_matmul(inner, down, counts, down_bias)
+    if len(y) < len(order):
+        y = F.pad(y, (0, 0, 0, 1))
+    places = torch.full_like(order, len(rows))  # the row of zeros, of other ranks' experts
+    places.scatter_(0, routes, torch.arange(len(rows)))
+    weights = topk_weights.to(dtypes.accumulator(x.dtype))
+    return _weigh(y, places.view(topk_ids.shape), weights)
 
 
 define_local(

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 
-from tpkernels import _C, validation
+from tpkernels import _C, dtypes, validation
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import is_packed_stack
@@ -89,6 +89,9 @@ def check_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
     shape = [len(stack), columns_of_stack(stack)]
     if list(bias.shape) != shape:
         raise ValueError(f"bias has shape {list(bias.shape)}; it must be {shape}, a row per group")
+    validation.tensors({"w": stack, "bias": bias})
+    if not bias.is_floating_point():
+        raise TypeError(f"bias is {dtypes.name(bias.dtype)}; it must be floating-point")
 
 
 def ranges_of(counts: torch.Tensor, x: torch.Tensor) -> list[slice]:

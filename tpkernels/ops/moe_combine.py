@@ -30,7 +30,7 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     x, weights, routes = ctx.saved_tensors
     ops, wide, (tokens, k) = torch.ops.tpkernels, dtypes.accumulator(x.dtype), weights.shape
     sizes, options = ctx.sizes, ctx.options
-    single = routes.view(-1, 1), ctx.num_experts, ctx.group
+    single = routes.reshape(-1, 1), ctx.num_experts, ctx.group
     one_by_one = options | {"shard_sizes": sizes and [size * k for size in sizes]}
     of_tokens, _ = ops.moe_dispatch.default(
         grad, routes, ctx.num_experts, ctx.group, shard_sizes=sizes, **options
@@ -38,7 +38,8 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     of_tokens, found = of_tokens.to(wide), {}
     torch._check(of_tokens.shape[0] == x.shape[0])
     if needs.x:
-        of_rows, _ = ops.moe_dispatch.default(weights.to(wide).view(-1, 1), *single, **one_by_one)
+        factors = weights.to(wide).reshape(-1, 1)
+        of_rows, _ = ops.moe_dispatch.default(factors, *single, **one_by_one)
         torch._check(of_rows.shape[0] == x.shape[0])
         found["x"] = (of_tokens * of_rows).to(x.dtype)
     if needs.topk_weights:

@@ -82,7 +82,8 @@ def gather_routes(
 ) -> torch.Tensor:
     """Return the ``topk_ids`` of all ranks, once what belongs to a dispatch has been checked."""
     validation.topk(topk_ids, topk_weights, x)
-    bits = topk_ids.contiguous().view(torch.float32)  # as GPUs move it
+    # As GPUs move it. A tensor of one column or no rows is contiguous whatever its strides.
+    bits = topk_ids.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return all_gather(bits, group, shard_sizes=shard_sizes).view(topk_ids.dtype)
 
 

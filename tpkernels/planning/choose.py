@@ -135,6 +135,11 @@ def choose(
         NotImplementedError: the requested algorithm cannot run this problem; the message says
             what it needs.
     """
+    if requested == "auto" and problem.options.multiplied and not problem.spec.routed:
+        reason = why_unqualified(problem, "fused", means) or _unsupported(problem, "fused", means)
+        if reason is None and problem.world > 1 and problem.device == "cuda":
+            return _plan(problem, "fused", "experts multiply while tokens travel")
+        problem = problem.without_experts
     tuning_key = problem.tuning_key if tuned.measurements and problem.world > 1 else None
     if tuning_key is not None and captured:
         tuning_key = tuning_key[0].captured, tuning_key[1]
@@ -287,7 +292,8 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         return "is for groups that span hosts, and all ranks of this one share memory"
     if algorithm.spans_hosts and means.why_no_node is not None:
         return means.why_no_node
-    if algorithm.overlaps_matmul and not (problem.spec.has_matmul or problem.options.multiplied):
+    multiplied = problem.options.multiplied and "Triton" in algorithm.kernels.values()
+    if algorithm.overlaps_matmul and not (problem.spec.has_matmul or multiplied):
         return "overlaps a matmul, and this op has none"
     if problem.device in algorithm.whole_rows:
         vector = problem.dim == 0 and not problem.spec.has_matmul

@@ -56,7 +56,8 @@ def kind_of(spec: OpSpec) -> str:
 
 def ways_of(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
     """Return the ways of an algorithm for an op, of which one suffices."""
-    if spec.routed:
+    # Without a matmul of its own, what `fused` overlaps are the products of experts.
+    if spec.routed or (algorithm == "fused" and not spec.has_matmul):
         return (f"{algorithm}/routed",)
     if algorithm != "direct":
         return (f"{algorithm}/{kind_of(spec)}",)

@@ -46,6 +46,12 @@ _LARGE = ((2, 64, 128), (1021, 1032, 2056), (2048, 1536, 4096))
 _LARGEST_DEVIATION = 32  # of sums of integers: 8 of it is 256, from where on bfloat16 has gaps
 _REPLAYS = 10
 _TOP_K = 3  # experts of a token
+_WITH_EXPERTS = {
+    "moe_dispatch": "dispatch_grouped_matmul",
+    "moe_combine": "grouped_matmul_combine",
+    "all_gather": "all_gather_grouped_matmul",
+    "reduce_scatter": "grouped_matmul_reduce_scatter",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ def ops_of(way: str) -> list[str]:
     """Return the ops by which a way is checked."""
     algorithm, _, name = way.partition("/")
     if name == "routed":
-        return ["moe_dispatch", "moe_combine"]
+        whole = ["moe_dispatch", "moe_combine"]
+        return [*whole, "all_gather", "reduce_scatter"] if algorithm == "fused" else whole
     if algorithm == "direct":
         found = ["all_reduce", "matmul_all_reduce"] if name in SUMS else []
         found += ["all_reduce_rms_norm"] if name in NORMED_SUMS else []
@@ -205,7 +212,10 @@ class _Operands:
             self.wanted, self.bound = [whole.double()], [torch.zeros(())]
             self.options = {"gather_dim": 1, "scatter_dim": 0}
             return
-        if spec.routed:
+        if call.multiplied and spec.reduces:
+            self._sum_experts(make, generator, rank, sizes, own)
+            return
+        if spec.routed or call.multiplied:
             self._route(make, generator, rank, sizes, own)
             return
         width = k if spec.has_matmul else n
@@ -245,8 +255,11 @@ class _Operands:
 
     def _route(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
         """Make rows of tokens or, of a combine, of routes; as many as there may be, or of random
-        data as there are. The last expert gets none."""
+        data as there are. The last expert gets none. Unless tokens travel to ranks, each has all
+        experts."""
         (m, n, k), held = self.call.shape, shard_sizes(2 * len(sizes) + 1, len(sizes))
+        if not self.spec.routed:
+            rank, held = 0, [sum(held)]
         multiplied, width = self.call.multiplied, k if self.call.multiplied else n
         each = 1 if self.spec.combines else _TOP_K  # routes with the same row
         of_routes = make(m * _TOP_K // each, width).repeat_interleave(each, 0)
@@ -255,8 +268,10 @@ class _Operands:
         counts = routes.flatten().bincount(minlength=sum(held)).split(held)
         order = routes.flatten().argsort(stable=True).split([int(part.sum()) for part in counts])
         rows = of_routes[order[rank]]
-        self.options = {"num_experts": sum(held), "shard_sizes": sizes}
-        if self.call.exact:
+        self.options = {"shard_sizes": sizes}
+        if self.spec.routed:
+            self.options["num_experts"] = sum(held)
+        if self.call.exact and self.spec.routed:
             self.options["max_rows"] = m * _TOP_K
             rows = torch.cat([rows, rows.new_zeros(m * _TOP_K - len(rows), width)])
         experts: list[torch.Tensor] = []
@@ -271,6 +286,12 @@ class _Operands:
                 made[here], size[here] = product + row.double(), magnitude + row.double().abs()
         eps, zero = torch.finfo(self.call.dtype).eps, torch.zeros(())
         rounding = eps * made.abs() + math.sqrt(k) * _FLOAT32_EPS * size if multiplied else zero
+        if self.spec.gathers:
+            tokens = of_routes[::_TOP_K][own].contiguous()
+            self.factors = [tokens, *experts, order[rank], counts[rank]]
+            bound = zero if self.call.exact else rounding[order[rank]]
+            self.wanted, self.bound = [made[order[rank]]], [bound]
+            return
         if self.spec.dispatches:
             self.factors = [of_routes[::_TOP_K][own].contiguous(), routes, *experts]
             self.wanted, self.bound = [counts[rank].double(), rows.double()], [zero, zero]
@@ -288,11 +309,38 @@ class _Operands:
             bound += (weights[..., None].abs() * rounding.view(*shape, n))[own].sum(1)
         self.wanted, self.bound = [exact], [zero if self.call.exact else bound]
 
+    def _sum_experts(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
+        """Make rows by expert on each rank, of which each has a part of all experts. The last
+        expert gets none."""
+        (m, n, k), experts = self.call.shape, 2 * len(sizes) + 1
+        shape, device = (m, _TOP_K), generator.device
+        routes = torch.randint(experts - 1, shape, generator=generator, device=device).flatten()
+        order, counts = routes.argsort(stable=True), routes.bincount(minlength=experts)
+        weights, places = make(*shape).float(), order.argsort()
+        exact, bound = (torch.zeros(m, n, dtype=torch.float64, device=device) for _ in range(2))
+        eps = torch.finfo(self.call.dtype).eps
+        for source in range(len(sizes)):
+            rows, w, bias = make(m * _TOP_K, k), make(experts, k, n), make(experts, n)
+            if source == rank:
+                self.factors = [rows, w, bias, order, counts, weights]
+            parts = zip(rows.split(counts.tolist()), w, bias.double(), strict=True)
+            pairs = [(_product(part, own_w, self.call.exact), b) for part, own_w, b in parts]
+            made = torch.cat([product + b for (product, _), b in pairs])[places].view(*shape, n)
+            size = torch.cat([size + b.abs() for (_, size), b in pairs])[places].view(*shape, n)
+            error = eps * made.abs() + math.sqrt(k) * _FLOAT32_EPS * size
+            terms, scale = weights[..., None].double() * made, weights[..., None].abs()
+            exact += terms.sum(1)
+            bound += eps * terms.sum(1).abs() + (scale * error).sum(1)
+            bound += _TOP_K * _FLOAT32_EPS * terms.abs().sum(1)
+        bound += eps * exact.abs()
+        self.options = {"shard_sizes": sizes}
+        self.wanted, self.bound = [exact[own]], [bound[own] * (not self.call.exact)]
+
     def run(self, algorithm: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Make the call; return its results, the sum first."""
-        names = {"moe_dispatch": "dispatch_grouped_matmul", "moe_combine": "grouped_matmul_combine"}
-        name = names[self.call.op] if self.call.multiplied else self.call.op
-        function = getattr(torch.ops.tpkernels if self.spec.routed else tpkernels, name)
+        name = _WITH_EXPERTS[self.call.op] if self.call.multiplied else self.call.op
+        raw = self.spec.routed or self.call.multiplied
+        function = getattr(torch.ops.tpkernels if raw else tpkernels, name)
         options = {"group": group.group_name, "algorithm": algorithm, **self.options}
         results = function(*self.factors, **options)
         if isinstance(results, torch.Tensor):
