@@ -5,7 +5,6 @@ kernels: the environment of a rank says that."""
 import sys
 
 sys.modules["triton"] = None  # type: ignore[assignment]
-import torch._dynamo  # noqa: E402
 from torch.utils import _triton  # noqa: E402
 
 del sys.modules["triton"]
