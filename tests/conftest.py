@@ -79,8 +79,9 @@ def _fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Imports what test modules import once, instead of in every rank's first job. What somebody
     has tuned on this machine decides nothing in tests."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    modules = ["pytest", "hypothesis", "torch.distributed.tensor.parallel"]
-    fork_server(preload=[*modules, "tests.support.preloaded"])
+    modules = ["pytest", "hypothesis", "torch.distributed.tensor.parallel", "networkx"]
+    modules += ["transformers.models.llama.modeling_llama"]
+    fork_server(preload=["tests.support.preloaded", *modules])
 
 
 @pytest.fixture(scope="session")

@@ -360,7 +360,7 @@ def delayed_job(whole: bool, **broken: bool) -> int:
         y = layer(case, group, x, ids, weights, up, down)
         name, options = group.group_name, {"algorithm": "fused"}
         most: Any = options | {"max_rows": routes.numel()}
-        order, counts, _ = route(routes, routes, case.experts)
+        order, counts, _ = route(routes, routes.float(), case.experts)
         scale = tpkernels.all_gather(weights, group)
         for call in range(1, 5):
             try:

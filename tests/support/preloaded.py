@@ -5,6 +5,7 @@ kernels: the environment of a rank says that."""
 import sys
 
 sys.modules["triton"] = None  # type: ignore[assignment]
+import torch._dynamo  # noqa: E402, F401
 from torch.utils import _triton  # noqa: E402
 
 del sys.modules["triton"]
