@@ -69,6 +69,11 @@ class Tuning:
 _ON_QUALIFIED_GPUS = Tuning(limit=2.0)  # of the seconds of a model's first step, for each problem
 
 
+def _failure_key(problem: Problem) -> tuple[Series | Problem, int]:
+    """Return what identifies a problem among those of which algorithms have failed."""
+    return problem.tuning_key or (problem, 0)
+
+
 @dataclass
 class Measured:
     """The measurements and settings that calls are planned from, the same on all ranks."""
@@ -78,14 +83,12 @@ class Measured:
     trials: dict[Hashable, Any] = field(default_factory=dict)
     tuning: Tuning | None = None  #: on the spot
     #: The algorithms that failed when a problem was tuned, and why; empty if none did.
-    failures: dict[tuple[Series, int], dict[str, str]] = field(default_factory=dict)
+    failures: dict[tuple[Series | Problem, int], dict[str, str]] = field(default_factory=dict)
 
     def failures_of(self, problem: Problem) -> dict[str, str] | None:
         """Return why each algorithm failed when this problem, or one of nearly the same extent, was
-        tuned; None if neither has been tuned."""
-        key = problem.tuning_key if self.failures else None
-        if key is None:
-            return None
+        tuned, or when this one, which is never tuned, was called; None if none was."""
+        key = _failure_key(problem)
         found = [
             names
             for (series, extent), names in self.failures.items()
@@ -608,9 +611,7 @@ class Group(_C.calls.Turns):
         """Plan ``auto``'s calls of a problem without an algorithm from now on. All ranks do so from
         the same call on."""
         with self.lock:
-            key = problem.tuning_key
-            assert key is not None  # else no measured time has led to the algorithm
-            self.measured.failures.setdefault(key, {})[algorithm] = why
+            self.measured.failures.setdefault(_failure_key(problem), {})[algorithm] = why
             if self.rank == 0:
                 self.notices.append(f"{problem}: algorithm '{algorithm}' {why}")
             self.forget_calls()

@@ -51,9 +51,10 @@ def gather(call: Call, given: Any) -> Any:
 
 def _gather_for_experts(call: Call, given: Any) -> torch.Tensor:
     """Gather tokens, and return the products of their routes with all experts."""
-    x, order, tokens = given.x.contiguous(), given.order, call.problem.shape[0]
+    x, routes = given.x.contiguous(), call.problem.options.routes
+    assert routes is not None  # only such problems are multiplied
     gathered = empty(call.problem.shape, x.dtype, x.device)
-    token_of = order // max(len(order) // max(tokens, 1), 1)
+    token_of = given.order // max(1, routes[1])
     if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
         return call.function(call, x, gathered, given.w, given.bias, token_of, given.counts)
     call.function(call, x, Products([], [], [], gathered))

@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
 from tpkernels import _C, backends, groups, validation
-from tpkernels.call import Call
+from tpkernels.call import Call, Replaced
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import LocalProduct
 from tpkernels.op_spec import OPS, OpSpec
@@ -104,7 +104,13 @@ def define(
     written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
     record = record or (op.removesuffix("_") if written else op)
     arguments = arguments_of(parsed, record)
-    execute = execution_of(OPS[record], in_place=bool(written))
+    execute_once = execution_of(OPS[record], in_place=bool(written))
+
+    def execute(call: Call, given: Any) -> Any:
+        try:
+            return execute_once(call, given)
+        except Replaced as replaced:
+            return execute_once(replaced.call, given)
 
     def on_trial(given: Any) -> Callable[[Call], Any]:
         """Return what runs a planned call and overwrites none of the caller's arguments."""

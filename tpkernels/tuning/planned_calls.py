@@ -12,7 +12,7 @@ import torch
 
 from tpkernels import cuda
 from tpkernels.backends import implementation, unsupported
-from tpkernels.call import Call
+from tpkernels.call import Call, Replaced
 from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.groups.group import Group
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
@@ -115,16 +115,15 @@ def _unless_captured(
 def _or_unfused(
     function: Callable[..., Any], group: Group, problem: Problem, device: torch.device
 ) -> Callable[..., Any]:
-    """Return a call's function that leaves the call, and those that follow, to `unfused` where
-    there is no memory for its workspace."""
+    """Return a call's function that raises `Replaced`, with `unfused` for this call and those that
+    follow, where there is no memory for its workspace."""
 
     def run(call: Call, *operands: Any) -> Any:
         try:
             return function(call, *operands)
         except WorkspaceMemoryError as error:
             group.leave_out(problem, call.plan.algorithm, f"has no memory: {error}")
-        instead = _plan_call(group, "unfused", problem, device)
-        return instead.function(instead, *operands)
+        raise Replaced(_plan_call(group, "unfused", problem, device))
 
     return run
 
