@@ -213,7 +213,7 @@ def test_loads_of_the_next_tile_wait_for_a_hook_only(arch: int) -> None:
     assert plain.count(instructions) > 0 and (same or plain.specialized)
     assert (plain.depth(instructions), hooked.depth(instructions)) == (1, 2)
     for name in {*COMMUNICATING} - {"weigh"}:
-        pushes = name in ("matmul_reduce_scatter", "two_shot", "matmul_combine")
+        pushes = name in ("matmul_reduce_scatter", "two_shot", "matmul_combine", "matmul_scatter")
         found = build(name, tl.bfloat16, arch, config)
         assert found.depth(instructions) == (1 if pushes else 2), name
 

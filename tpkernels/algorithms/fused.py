@@ -271,10 +271,8 @@ def dispatch(
     problem, rank = call.problem, call.group.rank
     found = Places.of(problem, rank, routes)
     rows = empty((found.rows(problem, rank, routes), x.shape[1]), x.dtype, x.device)
-    out, room = (
-        empty((len(rows), w.shape[2]), x.dtype, x.device),
-        (most_rows(problem), routes.shape[1]),
-    )
+    out = empty((len(rows), w.shape[2]), x.dtype, x.device)
+    room = most_rows(problem), routes.shape[1]
 
     def prepare() -> Prepared:
         from tpkernels.kernels import experts

@@ -304,9 +304,7 @@ def _tokens_at(part, left, right, count, TOKENS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def _push_sums(
-    slots, product, weights, places, tokens, left, right, lane, reducing: tl.constexpr
-):  # fmt: skip
+def _push_sums(slots, product, weights, places, tokens, left, right, lane, reducing: tl.constexpr):
     """Sum the products of all tokens, in the columns [left, right), and push them to the tokens'
     ranks."""
     TOKENS: tl.constexpr = reducing.tokens
@@ -323,10 +321,7 @@ def _push_sums(
             token, column, inside = _tokens_at(part, left, right, end - begin, TOKENS, COLUMNS)
             acc = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
             for j in tl.static_range(TOP_K):
-                route, there = (
-                    (begin + token).to(tl.int64) * TOP_K + j,
-                    begin + token < end,
-                )
+                route, there = (begin + token).to(tl.int64) * TOP_K + j, begin + token < end
                 weight = tl.load(weights + route, mask=there, other=0.0)
                 row = product + tl.load(places + route, mask=there, other=0) * N
                 values = tl.load(row[:, None] + column[None, :], mask=inside, other=0.0)
@@ -573,10 +568,8 @@ def prepare_gather(
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         call, tokens = sync.launch_arguments(space, signature), matmul.segments_of(space, sizes)
-        share, begin = (
-            all_gather_matmul.bind_share(config, x.numel(), call),
-            sum(sizes[: space.rank]),
-        )
+        share = all_gather_matmul.bind_share(config, x.numel(), call)
+        begin = sum(sizes[: space.rank])
         tables = _bind_tables(config, count, experts, tokens, space.rank)
         lanes = min(config.programs - fetching.programs, tiles * ceil_div(n, config.block_n))
         args = tokens, count, experts, n, k, w.stride(1), w.stride(2), w.stride(0), *call, fetching
