@@ -273,6 +273,21 @@ def test_a_fork_is_not_a_rank(used_before: bool, ends: bool) -> None:
 
 
 @on_ranks(WORLD)
+def test_a_fork_frees_no_destroyed_process_group() -> None:
+    """Gloo's destructor waits for threads that a fork has not."""
+    kept = [faults.new_group()]
+    faults.run_op("all_reduce", kept[0])
+    dist.destroy_process_group(kept[0])
+
+    def free() -> str:
+        kept.clear()
+        gc.collect()
+        return ""
+
+    assert (outcome := faults.in_child(free)) == "fine", outcome
+
+
+@on_ranks(WORLD)
 def test_a_fork_during_a_call_of_another_thread() -> list[str]:
     """A thread of rank 0 waits in a call, so the fork inherits the lock in its locked state."""
     group, rank = faults.new_group(), dist.get_rank()
