@@ -14,6 +14,7 @@ from tests.support.cases import PACKABLE
 from tests.support.products import within_rounding
 from tpkernels.local.matmul import new_product
 from tpkernels.local.scaled import Packing
+from tpkernels.ops.grouped_products import add_bias
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -90,6 +91,14 @@ def test_gradients(transposed: bool) -> None:
     assert weight.grad is not None and weight.grad.is_contiguous() and not weight.grad[1].any()
     ones = x.detach()[:3].sum(0).expand(5, 4)
     assert torch.equal(weight.grad[0], ones if transposed else ones.t())
+
+
+def test_rows_that_are_not_counted_have_no_part_in_the_gradient_of_a_bias() -> None:
+    """On GPUs there may be some, whose values are undefined."""
+    bias = torch.ones(2, 3, requires_grad=True)
+    y = add_bias(torch.zeros(5, 3), bias, torch.tensor([2, 1]))
+    y.backward(torch.tensor([1.0, 1, 1, torch.nan, torch.nan])[:, None].expand(5, 3))
+    assert bias.grad is not None and bias.grad[:, 0].tolist() == [2.0, 1.0]
 
 
 @pytest.mark.thorough

@@ -136,9 +136,12 @@ def torch_takes(x: torch.Tensor) -> bool:
 def add_bias(
     product: torch.Tensor, bias: torch.Tensor | None, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Return the rows of each group plus the group's row of ``bias``, in their dtype."""
+    """Return the rows of each group plus the group's row of ``bias``, in their dtype. Rows that are
+    not counted have no part in its gradient."""
     if bias is None:
         return product
+    if bias.requires_grad:
+        bias = F.pad(bias, (0, 0, 0, 1))
     numbers = torch.arange(len(product), device=product.device)
     groups = torch.searchsorted(counts.cumsum(0), numbers, right=True).clamp_(max=len(bias) - 1)
     return product + bias.to(product.dtype).index_select(0, groups)
