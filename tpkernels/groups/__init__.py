@@ -47,8 +47,8 @@ def _after_fork() -> None:
     """Disown the parent's groups, in the child of a fork."""
     # As the standard library's modules do: a thread that was not copied may hold it.
     _registry_lock._at_fork_reinit()  # type: ignore[attr-defined]
-    destroyed = [group._pg() for group in _groups.values()]  # but somebody still has it
-    for pg in [*distributed_c10d._world.pg_map, *destroyed]:
+    registered = [group._pg() for group in _groups.values()]  # also where torch has destroyed it
+    for pg in [*distributed_c10d._world.pg_map, *registered]:
         if pg is not None and pg not in _inherited:
             _inherited[pg] = os.getppid()
             # Never freed: gloo's destructor would wait for the parent's threads, for ever.

@@ -75,7 +75,7 @@ def route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) 
     experts, order = ids.flatten().sort(stable=True)
     if ids is not topk_ids:
         return SortedRoutes(order, _edges(experts, 0, num_experts).diff(), topk_weights)
-    _check_experts(experts, num_experts)
+    _check_ids(experts, num_experts)
     return SortedRoutes(order, torch.bincount(experts, minlength=num_experts), topk_weights)
 
 
@@ -86,7 +86,8 @@ def _edges(experts: torch.Tensor, first: int, held: int) -> torch.Tensor:
     return torch.searchsorted(experts, numbers)
 
 
-def _check_experts(experts: torch.Tensor, num_experts: int) -> None:
+def _check_ids(experts: torch.Tensor, num_experts: int) -> None:
+    """Raise ValueError if one of ascending ids is none of ``num_experts``. The host waits."""
     for expert in experts[:: max(1, len(experts) - 1)].tolist():  # the first and the last
         if not 0 <= expert < num_experts:
             raise ValueError(f"topk_ids has {expert}; experts are 0 to {num_experts - 1}")
@@ -119,7 +120,7 @@ def _routes_of_experts(
     if static:
         own_first = torch.arange(len(order), device=order.device) + edges[0]
         return order.index_select(0, own_first % max(1, len(order))), edges.diff()
-    _check_experts(experts, num_experts)
+    _check_ids(experts, num_experts)
     return order[int(edges[0]) : int(edges[-1])], edges.diff()
 
 
@@ -418,7 +419,7 @@ def local_experts(
     validation.topk(topk_ids, topk_weights, x)
     experts, order = topk_ids.flatten().sort(stable=True)
     edges = _edges(experts, 0, len(gate_up))
-    _check_experts(experts[-1:].clamp(min=0), len(gate_up))
+    _check_ids(experts[-1:].clamp(min=0), len(gate_up))
     counts, routes = edges.diff(), order[int(edges[0]) :]
     rows = x.index_select(0, routes // topk_ids.shape[1])
     gate, up = grouped_matmul(rows, gate_up, counts, gate_up_bias).chunk(2, 1)
