@@ -7,7 +7,9 @@ tensor core instructions and allow no spills.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -236,7 +238,7 @@ def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = 
 def _chosen(device: torch.device, dtype: torch.dtype, few: bool, tuned: Config) -> MatmulConfig:
     if INTERPRETED:
         return replace(INTERPRETER, **dict[str, Any](tuned))
-    capability, programs = _properties(device)
+    capability, programs = properties_of(device)
     if capability < 80:
         raise NotImplementedError(
             f"the Triton kernels need compute capability 8.0; {device} has {capability / 10:.1f}"
@@ -258,3 +260,23 @@ def _properties(device: torch.device) -> tuple[int, int]:
     """Return (compute capability, multiprocessors)."""
     properties = torch.cuda.get_device_properties(device)
     return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+_assumed = ContextVar[tuple[int, int] | None]("assumed", default=None)
+
+
+def properties_of(device: torch.device) -> tuple[int, int]:
+    """Return the (compute capability, multiprocessors) that configs are chosen for."""
+    return _assumed.get() or _properties(device)
+
+
+@contextmanager
+def assuming(capability: int, multiprocessors: int) -> Iterator[None]:
+    """Choose configs as for a GPU with these: for ranks that share one, or where there is none."""
+    token = _assumed.set((capability, multiprocessors))
+    _chosen.cache_clear()
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+        _chosen.cache_clear()

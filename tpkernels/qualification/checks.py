@@ -38,14 +38,14 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
 _EPS = 1e-5  # of the norm
 _FIRST, _TEXT = 16, 2000  # wrong elements, and characters of an error, that are kept
-_DELAY_US = 200
+DELAY_US = 200
 # Rows, columns and sums of products: few, then more than a tile, none a multiple of another. LL in
 # one hop takes 0.4 GB for the largest of 8 ranks, in float32.
 _SMALL = ((2, 24, 40), (61, 72, 136))
 _LARGE = ((2, 64, 128), (1021, 1032, 2056), (2048, 1536, 4096))
 _LARGEST_DEVIATION = 32  # of sums of integers: 8 of it is 256, from where on bfloat16 has gaps
 _REPLAYS = 10
-_TOP_K = 3  # experts of a token
+TOP_K = 3  # experts of a token
 _WITH_EXPERTS = {
     "moe_dispatch": "dispatch_grouped_matmul",
     "moe_combine": "grouped_matmul_combine",
@@ -99,11 +99,15 @@ def ops_of(way: str) -> list[str]:
     return [kinds[name], *collectives]
 
 
+def shapes_on(device: str) -> tuple[tuple[int, int, int], ...]:
+    """Return the rows, columns and sums of the calls; on CPUs, a rehearsal, few."""
+    return _SMALL if device == "cpu" else _LARGE
+
+
 def calls_of(way: str, device: str, repeats: int) -> Iterator[Call]:
     """Return the calls by which a way is checked: on integers, then random data, without delays
     and with them, then replays of graphs."""
-    # On CPUs it is a rehearsal.
-    shapes, kinds = (_SMALL, _DTYPES[:2]) if device == "cpu" else (_LARGE, _DTYPES)
+    shapes, kinds = shapes_on(device), _DTYPES[:2] if device == "cpu" else _DTYPES
     seed, experts = itertools.count(1), way == "fused/routed"
     for _ in range(repeats):
         for delayed, exact in ((False, True), (True, True), (False, False)):
@@ -124,9 +128,9 @@ def check_way(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
             for call in calls_of(way, device, repeats):
                 workspace = groups.get(group.group_name).workspace
                 if workspace is not None:
-                    delay = _DELAY_US if call.delayed else 0
+                    delay = DELAY_US if call.delayed else 0
                     workspace.set_chaos(seed=group.rank(), max_delay_us=delay)
-                operands = _Operands(call, group.rank(), group.size(), where)
+                operands = Operands(call, group.rank(), group.size(), where)
                 run = functools.partial(operands.run, way.partition("/")[0], group)
                 if call.replayed:
                     failure = _replay(operands, run, previous)
@@ -135,7 +139,7 @@ def check_way(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
                     if (wait := synchronizer(device)) is not None:
                         wait()
                     tpkernels.check(group)  # a failed wait says more than the NaN that it leaves
-                    failure = _compared(operands, results, previous)
+                    failure = compared(operands, results, previous)
                 if failure is not None:
                     return {"checks": checks, "failure": failure}
                 checks += 1
@@ -143,18 +147,20 @@ def check_way(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
             # Nobody leaves before all have looked.
             groups.get(group.group_name).exchange_in_turn("the end", checks, "cpu")
     except Exception as error:  # whatever it is, it disqualifies the way
-        return {"checks": checks, "failure": failure_of(error, str(call))}
+        return {"checks": checks, "failure": failure_of(error, str(call), dist.get_rank())}
     return {"checks": checks, "failure": None}
 
 
-def failure_of(error: Exception, call: str) -> Failure:
-    """Return the failure of a call that raised ``error`` on this rank."""
+def failure_of(error: Exception, call: str, rank: int) -> Failure:
+    """Return the failure of a call that raised ``error`` on ``rank``."""
     kind, peer = "error", error.peer if isinstance(error, TpkernelsError) else None
     if isinstance(error, MemoryError | torch.OutOfMemoryError | WorkspaceMemoryError):
         kind = "memory"
     elif isinstance(error, PeerLostError):
         kind = "lost"
-    return Failure(kind, call, dist.get_rank(), peer, short(of_error(error), _TEXT))
+    elif isinstance(error, NotImplementedError):
+        kind = "unsupported"
+    return Failure(kind, call, rank, peer, short(of_error(error), _TEXT))
 
 
 @contextlib.contextmanager
@@ -183,7 +189,7 @@ def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
-class _Operands:
+class Operands:
     """The inputs of all ranks, and what is expected of this one. ``factors``: what the op is called
     with."""
 
@@ -191,7 +197,7 @@ class _Operands:
         (m, n, k), spec, generator = call.shape, OPS[call.op], torch.Generator(device)
         generator.manual_seed(call.seed)
         # A factor is -1 or 1 with probability 2 / (2 * most + 1), else 0.
-        added = max(world, _TOP_K) * k
+        added = max(world, TOP_K) * k
         most = math.ceil((2 * math.sqrt(added) / _LARGEST_DEVIATION - 1) / 2)
         most = max(1, most) if spec.has_matmul or call.multiplied else 1
 
@@ -203,6 +209,7 @@ class _Operands:
             return (drawn * (drawn.abs() <= 1)).to(call.dtype)
 
         self.call, self.spec, self.options = call, spec, dict[str, Any]()
+        self.rank, self.world, self.device = rank, world, device
         sizes = tuple(shard_sizes(m, world))
         own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         if spec.exchanges:  # rows of x to all ranks, columns from all: sizes of a rank are alike
@@ -262,9 +269,9 @@ class _Operands:
         if not self.spec.routed:
             rank, held = 0, [sum(held)]
         multiplied, width = self.call.multiplied, k if self.call.multiplied else n
-        each = 1 if self.spec.combines else _TOP_K  # routes with the same row
-        of_routes = make(m * _TOP_K // each, width).repeat_interleave(each, 0)
-        shape, device = (m, _TOP_K), of_routes.device
+        each = 1 if self.spec.combines else TOP_K  # routes with the same row
+        of_routes = make(m * TOP_K // each, width).repeat_interleave(each, 0)
+        shape, device = (m, TOP_K), of_routes.device
         routes = torch.randint(sum(held) - 1, shape, generator=generator, device=device)
         counts = routes.flatten().bincount(minlength=sum(held)).split(held)
         order = routes.flatten().argsort(stable=True).split([int(part.sum()) for part in counts])
@@ -273,8 +280,8 @@ class _Operands:
         if self.spec.routed:
             self.options["num_experts"] = sum(held)
         if self.call.exact and self.spec.routed:
-            self.options["max_rows"] = m * _TOP_K
-            rows = torch.cat([rows, rows.new_zeros(m * _TOP_K - len(rows), width)])
+            self.options["max_rows"] = m * TOP_K
+            rows = torch.cat([rows, rows.new_zeros(m * TOP_K - len(rows), width)])
         experts: list[torch.Tensor] = []
         made, size = of_routes.double(), of_routes.new_zeros(()).double()
         if multiplied:
@@ -288,13 +295,13 @@ class _Operands:
         eps, zero = torch.finfo(self.call.dtype).eps, torch.zeros(())
         rounding = eps * made.abs() + math.sqrt(k) * _FLOAT32_EPS * size if multiplied else zero
         if self.spec.gathers:
-            tokens = of_routes[::_TOP_K][own].contiguous()
+            tokens = of_routes[::TOP_K][own].contiguous()
             self.factors = [tokens, *experts, order[rank], counts[rank]]
             bound = zero if self.call.exact else rounding[order[rank]]
             self.wanted, self.bound = [made[order[rank]]], [bound]
             return
         if self.spec.dispatches:
-            self.factors = [of_routes[::_TOP_K][own].contiguous(), routes, *experts]
+            self.factors = [of_routes[::TOP_K][own].contiguous(), routes, *experts]
             self.wanted, self.bound = [counts[rank].double(), rows.double()], [zero, zero]
             if multiplied:
                 self.wanted.append(made[order[rank]])
@@ -305,7 +312,7 @@ class _Operands:
         self.factors += [weights[own], routes]
         terms = (weights[..., None].double() * made.view(*shape, n))[own]
         exact, magnitude = terms.sum(1), terms.abs().sum(1)
-        bound = eps * exact.abs() + _TOP_K * _FLOAT32_EPS * magnitude
+        bound = eps * exact.abs() + TOP_K * _FLOAT32_EPS * magnitude
         if multiplied:
             bound += (weights[..., None].abs() * rounding.view(*shape, n))[own].sum(1)
         self.wanted, self.bound = [exact], [zero if self.call.exact else bound]
@@ -314,14 +321,14 @@ class _Operands:
         """Make rows by expert on each rank, of which each has a part of all experts. The last
         expert gets none."""
         (m, n, k), experts = self.call.shape, 2 * len(sizes) + 1
-        shape, device = (m, _TOP_K), generator.device
+        shape, device = (m, TOP_K), generator.device
         routes = torch.randint(experts - 1, shape, generator=generator, device=device).flatten()
         order, counts = routes.argsort(stable=True), routes.bincount(minlength=experts)
         weights, places = make(*shape).float(), order.argsort()
         exact, bound = (torch.zeros(m, n, dtype=torch.float64, device=device) for _ in range(2))
         eps = torch.finfo(self.call.dtype).eps
         for source in range(len(sizes)):
-            rows, w, bias = make(m * _TOP_K, k), make(experts, k, n), make(experts, n)
+            rows, w, bias = make(m * TOP_K, k), make(experts, k, n), make(experts, n)
             if source == rank:
                 self.factors = [rows, w, bias, order, counts, weights]
             parts = zip(rows.split(counts.tolist()), w, bias.double(), strict=True)
@@ -332,16 +339,20 @@ class _Operands:
             terms, scale = weights[..., None].double() * made, weights[..., None].abs()
             exact += terms.sum(1)
             bound += eps * terms.sum(1).abs() + (scale * error).sum(1)
-            bound += _TOP_K * _FLOAT32_EPS * terms.abs().sum(1)
+            bound += TOP_K * _FLOAT32_EPS * terms.abs().sum(1)
         bound += eps * exact.abs()
         self.options = {"shard_sizes": sizes}
         self.wanted, self.bound = [exact[own]], [bound[own] * (not self.call.exact)]
 
+    @property
+    def op(self) -> str:
+        """Return the name of the op in ``torch.ops.tpkernels``."""
+        return _WITH_EXPERTS[self.call.op] if self.call.multiplied else self.call.op
+
     def run(self, algorithm: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Make the call; return its results, the sum first."""
-        name = _WITH_EXPERTS[self.call.op] if self.call.multiplied else self.call.op
         raw = self.spec.routed or self.call.multiplied
-        function = getattr(torch.ops.tpkernels if raw else tpkernels, name)
+        function = getattr(torch.ops.tpkernels if raw else tpkernels, self.op)
         options = {"group": group.group_name, "algorithm": algorithm, **self.options}
         results = function(*self.factors, **options)
         if isinstance(results, torch.Tensor):
@@ -363,10 +374,10 @@ class _Operands:
         most = self.options.get("max_rows") if self.call.multiplied else None
         return got[: len(want)] if len(got) == most else got
 
-    def refill(self, seed: int) -> _Operands:
+    def refill(self, seed: int) -> Operands:
         """Put other values where the operands are, as a replay reads them there."""
         call = replace(self.call, seed=seed)
-        made = _Operands(call, dist.get_rank(), dist.get_world_size(), self.factors[0].device)
+        made = Operands(call, self.rank, self.world, self.device)
         for old, new in zip(self.factors, made.factors, strict=True):
             old.copy_(new)
         if "residual" in self.options:
@@ -386,7 +397,7 @@ def _product(
     return exact, magnitude
 
 
-def _replay(operands: _Operands, run: Run, previous: list[torch.Tensor]) -> Failure | None:
+def _replay(operands: Operands, run: Run, previous: list[torch.Tensor]) -> Failure | None:
     """Capture a call in a graph, and replay it with new values each time."""
     made: list[list[torch.Tensor]] = []
     replay = graph_of(lambda: made.append(run()), calls=1)
@@ -394,20 +405,20 @@ def _replay(operands: _Operands, run: Run, previous: list[torch.Tensor]) -> Fail
         renewed = operands.refill(operands.call.seed + 1000 * (i + 1))
         replay()
         torch.cuda.synchronize()
-        failure = _compared(renewed, made[-1], previous)
+        failure = compared(renewed, made[-1], previous)
         if failure is not None:
             return failure
     return None
 
 
-def _compared(
-    operands: _Operands, results: list[torch.Tensor], previous: list[torch.Tensor]
+def compared(
+    operands: Operands, results: list[torch.Tensor], previous: list[torch.Tensor]
 ) -> Failure | None:
     """Return what is wrong with the results of a call; None: nothing. ``previous`` holds those that
     were expected of the last one."""
-    text = str(operands.call)
+    where = str(operands.call), operands.rank
     for got, (want, bound) in zip(results, operands.expected(results), strict=True):
-        failure = difference(operands.counted(got, want), want, bound, text, previous)
+        failure = difference(operands.counted(got, want), want, bound, previous, *where)
         if failure is not None:
             return failure
     previous[:] = operands.wanted
@@ -418,8 +429,9 @@ def difference(
     got: torch.Tensor,
     want: torch.Tensor,
     bound: torch.Tensor,
-    call: str,
     previous: list[torch.Tensor],
+    call: str,
+    rank: int,
 ) -> Failure | None:
     """Return what is wrong with a result; None: nothing. NaN always is."""
     distance = (got.double() - want).abs()
@@ -439,4 +451,4 @@ def difference(
     triples = zip(at.tolist(), values.tolist(), wanted.tolist(), strict=True)
     first = tuple((i, f"{a:.6g}", f"{b:.6g}") for i, a, b in itertools.islice(triples, _FIRST))
     counts = want.numel(), len(at)
-    return Failure("wrong", call, dist.get_rank(), None, "", *counts, first, looks)
+    return Failure("wrong", call, rank, None, "", *counts, first, looks)

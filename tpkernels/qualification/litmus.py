@@ -47,7 +47,7 @@ def check(name: str, device: str, repeats: int = 1) -> dict[str, Any]:
                     return {"checks": checks, "failure": failure}
                 checks += count
     except Exception as error:  # whatever it is, it fails the test
-        return {"checks": checks, "failure": failure_of(error, name)}
+        return {"checks": checks, "failure": failure_of(error, name, dist.get_rank())}
     return {"checks": checks, "failure": None}
 
 

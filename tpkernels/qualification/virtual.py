@@ -1,0 +1,391 @@
+"""Virtual ranks: all ranks of a group in one process, on one GPU.
+
+Problem: the processes of two ranks that share a GPU run in time slices of about 2 ms, so their
+kernels never run at the same time, and each wait lasts a slice.
+
+Algorithm: each rank has a region, a workspace and a stream of its own, in one address space. Each
+kernel gets at most 1/world of the multiprocessors, so the kernels of all ranks are resident
+together and wait for one another as on several GPUs. The ops' own code runs: a `VirtualRank` is
+what an algorithm reads of its group and of that group's memory.
+
+Loading: CUDA may load a kernel, and the allocator may map memory, only when the device is idle. So
+`load` first runs every call with all waits aborted, one rank after the other.
+
+This proves what the ranks' kernels do to each other's memory on real hardware: signals, epochs,
+parity, acquire and release. It proves neither the order nor the latency of a link, nor multicast.
+On CPU tensors, a rehearsal, each rank is a fork of this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from tpkernels import backends
+from tpkernels.algorithms import fused
+from tpkernels.call import Call as PlannedCall
+from tpkernels.cuda import layouts
+from tpkernels.errors import TpkernelsError
+from tpkernels.launch.session import rank_device
+from tpkernels.op_spec import OPS
+from tpkernels.ops.problems import problem_of
+from tpkernels.ops.registration import execution_of
+from tpkernels.planning.choose import Means, choose
+from tpkernels.planning.trust import COPY_ENGINES, Failure
+from tpkernels.qualification.checks import (
+    DELAY_US,
+    TOP_K,
+    Call,
+    Operands,
+    calls_of,
+    compared,
+    failure_of,
+    shapes_on,
+)
+from tpkernels.symm.device import FAILED, DeviceWorkspace, kernel_error, region_bytes
+from tpkernels.symm.gpu_memory import GpuSegments
+from tpkernels.symm.streams import SideStream
+from tpkernels.tuning.tuner import graph_of
+
+Results = list[torch.Tensor]
+Launch = Callable[[], Results]
+
+WORLDS = (2, 4, 8)
+# Copies of 4 streams a rank: with more, ranks would share hardware queues (at most 32), where one
+# that waits holds up the one it waits for.
+_MAX_COPYING_RANKS = 4
+TIMEOUT_S = 4.0  # of a wait on a GPU
+_CPU_TIMEOUT_S = 60.0
+_EPOCHS = {"cpu": 2, "cuda": 10}  # of each call, with new values
+_CONTROLS = 3  # attempts to see skipped waits
+_GATE_CYCLES = 1_000_000  # about 0.5 ms, in which the launches of all ranks are queued
+_LATE_CYCLES, _LATE_S = 10_000_000, 3.0  # from a rank's start to the next one's, where it is late
+_SLACK_BYTES = 1 << 20
+
+
+class VirtualRank:
+    """A rank as algorithms see it: its group, the group's workspace, and the memory on the GPU."""
+
+    node = None
+    name = "virtual"
+
+    def __init__(self, space: DeviceWorkspace, device: torch.device) -> None:
+        self.rank, self.world, self.workspace = space.rank, space.world, self
+        self.current, self.on_gpus = space, {device: self}
+        self.segments, self.side = GpuSegments(), SideStream(device)
+
+    def cuda(self, device: torch.device, words: int, nbytes: int, text: str) -> VirtualRank:
+        """Return the memory for a call."""
+        if not self.current.holds(words, nbytes):
+            space = self.current
+            raise RuntimeError(
+                f"{text} needs {words} words and buffers of {nbytes} bytes; virtual ranks have "
+                f"{space.words} and {space.buffer_bytes}"
+            )
+        return self
+
+    def unsupported_kernels(self, *_: object) -> None:
+        """Return None: all ranks are here, and can do what this one can."""
+
+    def __enter__(self) -> VirtualRank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class VirtualRanks:
+    """The ranks of a group in this process.
+
+    Args:
+        device: the GPU, or "cpu" for a rehearsal.
+        nbytes: of the largest tensor that a call communicates.
+        ways: the variants of `direct` and `fused` to choose from.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        device: torch.device,
+        nbytes: int,
+        ways: frozenset[str] = frozenset(),
+        timeout: float = TIMEOUT_S,
+    ) -> None:
+        self.world, self.device, self._forked = world, device, device.type == "cpu"
+        words, buffer_bytes = layouts.ll_words(nbytes, nbytes), 4 * nbytes + _SLACK_BYTES
+        size = region_bytes(world, words, buffer_bytes)
+        regions = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
+        if self._forked:
+            timeout, regions = _CPU_TIMEOUT_S, [region.share_memory_() for region in regions]
+        self._regions, addresses = regions, [region.data_ptr() for region in regions]
+        limits = words, buffer_bytes, timeout
+        self.spaces = [
+            DeviceWorkspace(addresses, region, rank, *limits) for rank, region in enumerate(regions)
+        ]
+        for space in self.spaces:
+            space.ways = ways
+            if self._forked:  # the parent reads what its children write
+                space.state.share_memory_()
+                space.control.share_memory_()
+                word = space.control.data_ptr() + FAILED * space.control.itemsize
+                space._failed = ctypes.c_int64.from_address(word)
+        self.ranks = [VirtualRank(space, device) for space in self.spaces]
+        self._streams = [torch.cuda.Stream(device) for _ in range(world) if not self._forked]
+        self._synchronize()
+
+    def bind(self, operands: Operands, algorithm: str) -> Launch:
+        """Return what makes a call on the rank of its operands: the sum comes first."""
+        op, rank = operands.op, self.ranks[operands.rank]
+        schema = getattr(torch.ops.tpkernels, op).default._schema
+        values = {one.name: one.default_value for one in schema.arguments}
+        values |= dict(zip(values, operands.factors, strict=False))
+        if "weights" in values:
+            values["weights"] = [values["weights"]]
+        given = SimpleNamespace(**values | operands.options | {"algorithm": algorithm})
+        problem = problem_of(operands.call.op, cast(Any, rank), given)
+        problem = replace(problem, device="cuda")  # also of CPU tensors, in a rehearsal
+        plan = choose(problem, Means(shared_memory=True), requested=algorithm)
+        function = backends.implementation(problem, plan)
+        call = PlannedCall(cast(Any, rank), problem, plan, function, 0)
+        execute = execution_of(OPS[operands.call.op])
+
+        def launch() -> Results:
+            results = execute(call, given)
+            if isinstance(results, torch.Tensor):
+                return [results]
+            first, second, *more = results
+            if isinstance(second, list):  # an all-gather's: its products
+                return second
+            return [second, first, *more]
+
+        return launch
+
+    def load(self, launches: Sequence[Launch]) -> None:
+        """Run every launch by itself, with its waits aborted, so that the kernels are compiled and
+        loaded and the memory is allocated before launches wait for one another."""
+        if self._forked:
+            return
+        for space, launch in zip(self.spaces, launches, strict=True):
+            space.abort(0)
+            launch()
+            self._synchronize()
+        for space, region in zip(self.spaces, self._regions, strict=True):
+            for memory in (region, space.state, space.control):
+                memory.zero_()
+        self._synchronize()
+
+    def queue(self, launches: Sequence[Launch], late: bool = False) -> list[Results]:
+        """Queue the launches of all ranks on a GPU, to start together, or each ``late`` after the
+        last one; also in a capture."""
+        main, results = torch.cuda.current_stream(self.device), []
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda._sleep(_GATE_CYCLES)
+        begin = main.record_event()
+        for rank, (stream, launch) in enumerate(zip(self._streams, launches, strict=True)):
+            stream.wait_event(begin)
+            with torch.cuda.stream(stream):
+                if late:
+                    torch.cuda._sleep(rank * _LATE_CYCLES)
+                results.append(launch())
+        for stream in self._streams:
+            main.wait_stream(stream)
+        return results
+
+    def run(
+        self,
+        launches: Sequence[Launch],
+        check: Callable[[int, Results], Failure | None],
+        *,
+        replay: Callable[[], list[Results]] | None = None,
+        late: bool = False,
+    ) -> Failure | None:
+        """Run the launches of all ranks, or ``replay`` their graph, then ``check(rank, results)``
+        for each; return the first failure. ``late``: each rank starts after the last one."""
+
+        def run_and_check(rank: int) -> Failure | None:
+            time.sleep(rank * _LATE_S if late else 0)
+            return check(rank, launches[rank]())
+
+        if self._forked:
+            return _in_forks([partial(run_and_check, rank) for rank in range(self.world)])
+        results = self.queue(launches, late) if replay is None else replay()
+        self._synchronize()
+        return next(filter(None, map(check, range(self.world), results)), None)
+
+    def capture(self, launches: Sequence[Launch], calls: int = 1) -> Callable[[], list[Results]]:
+        """Return what replays a graph of ``calls`` calls on all ranks, and returns the last
+        results. Not on CPUs."""
+        made: list[list[Results]] = []
+        replay = graph_of(lambda: made.append(self.queue(launches)), calls)
+
+        def run() -> list[Results]:
+            replay()
+            return made[-1]
+
+        return run
+
+    def set_chaos(self, max_delay_us: int, **broken: bool) -> None:
+        """See `DeviceWorkspace.set_chaos`."""
+        for space in self.spaces:
+            space.set_chaos(space.rank, max_delay_us, **broken)
+
+    def failed_wait(self) -> tuple[int, TpkernelsError] | None:
+        """Return the first rank of which a wait has failed so far, and the error."""
+        for space in self.spaces:
+            if (found := space.failure()) is not None:
+                timeout = space.timeout_ns / 1e9
+                where = f"virtual ranks, {space.world}"
+                return space.rank, kernel_error(
+                    found, where=where, rank=space.rank, timeout=timeout
+                )
+        return None
+
+    def _synchronize(self) -> None:
+        if not self._forked:
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def sharing(device: torch.device, world: int) -> Iterator[None]:
+    """Give the kernels of each of ``world`` ranks its share of the device's multiprocessors."""
+    if device.type == "cpu":  # interpreted kernels have a few programs
+        yield
+        return
+    from tpkernels.kernels import configs
+
+    capability, count = configs.properties_of(device)
+    blocks = layouts.MOST_BLOCKS
+    layouts.MOST_BLOCKS = max(1, min(blocks, count // world))
+    try:
+        with configs.assuming(capability, count // world):
+            yield
+    finally:
+        layouts.MOST_BLOCKS = blocks
+
+
+def _in_forks(jobs: Sequence[Callable[[], Failure | None]]) -> Failure | None:
+    """Run each job in a fork of this process; return the first failure."""
+    children = []
+    for rank, job in enumerate(jobs):
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                torch.set_num_threads(1)
+                failure = job()
+            except Exception as error:
+                failure = failure_of(error, "a rehearsal", rank)
+            with open(writer, "wb") as pipe:
+                pickle.dump(failure, pipe)
+            os._exit(0)
+        os.close(writer)
+        children.append((pid, reader))
+    failures = []
+    for rank, (pid, reader) in enumerate(children):
+        with open(reader, "rb") as pipe:
+            told = pipe.read()
+        status = os.waitpid(pid, 0)[1]
+        crash = Failure("crash", "a rehearsal", rank, text=f"its process ended: status {status}")
+        failures.append(pickle.loads(told) if told else crash)
+    return next(filter(None, failures), None)
+
+
+def check(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
+    """Check a variant on 2, 4 and 8 virtual ranks: exact integers over several epochs, without and
+    with random delays, and in replayed graphs. Then skip all waits, which must give wrong results.
+    Return how many calls were right, and the first `Failure`, or None."""
+    where, algorithm, checks = rank_device(device), way.partition("/")[0], 0
+    call: Call | str = "the set-up"
+    try:
+        for world in worlds_of(way, device):
+            with sharing(where, world):
+                ranks = _ranks_for(way, where, world)
+                for call in _calls(way, device, world, repeats):
+                    failure = _check_call(ranks, call, algorithm)
+                    if failure is not None:
+                        return {"checks": checks, "failure": failure}
+                    checks += 1
+        call = f"{way} without waits"
+        with sharing(where, WORLDS[0]):
+            failure = _check_control(way, where)
+    except Exception as error:  # whatever it is, it fails the check
+        failure = failure_of(error, str(call), 0)
+    return {"checks": checks, "failure": failure}
+
+
+def worlds_of(way: str, device: str) -> tuple[int, ...]:
+    """Return the numbers of virtual ranks on which a variant is checked."""
+    if device == "cpu":
+        return WORLDS[:1]
+    copies = way.startswith("pipelined/") or way == f"fused/{COPY_ENGINES}"
+    return tuple(world for world in WORLDS if not copies or world <= _MAX_COPYING_RANKS)
+
+
+def _calls(way: str, device: str, world: int, repeats: int) -> Iterator[Call]:
+    """Return the calls on integers; of more than two ranks, those of one shape and dtype."""
+    for call in calls_of(way, device, repeats):
+        typical = call.shape == shapes_on(device)[1] and call.dtype == torch.bfloat16
+        if call.exact and (world == WORLDS[0] or typical):
+            yield call
+
+
+def _ranks_for(way: str, device: torch.device, world: int) -> VirtualRanks:
+    algorithm, _, name = way.partition("/")
+    if name == COPY_ENGINES:
+        fused.COPY_ENGINE_BYTES = 0
+    calls = list(_calls(way, device.type, world, 1))
+    sizes = (m * max(n, k) * call.dtype.itemsize for call in calls for m, n, k in [call.shape])
+    rows = TOP_K if name == "routed" else 1
+    ways = frozenset({name} if algorithm in ("direct", "fused") else ())
+    return VirtualRanks(world, device, rows * max(sizes), ways)
+
+
+def _check_call(ranks: VirtualRanks, call: Call, algorithm: str) -> Failure | None:
+    """Make a call over several epochs, with new values in each."""
+    operands = [Operands(call, rank, ranks.world, ranks.device) for rank in range(ranks.world)]
+    launches = [ranks.bind(one, algorithm) for one in operands]
+    ranks.set_chaos(DELAY_US if call.delayed else 0)
+    ranks.load(launches)
+    replay = ranks.capture(launches) if call.replayed else None
+    previous: list[Results] = [[] for _ in operands]
+    for epoch in range(_EPOCHS[ranks.device.type]):
+        renewed = [one.refill(call.seed + 1000 * epoch) for one in operands]
+        failure = ranks.run(launches, partial(_compare, renewed, previous), replay=replay)
+        if (failed := ranks.failed_wait()) is not None:
+            rank, error = failed
+            return failure_of(error, str(call), rank)
+        if failure is not None:
+            return failure
+    return None
+
+
+def _compare(
+    operands: Sequence[Operands], previous: list[Results], rank: int, results: Results
+) -> Failure | None:
+    return compared(operands[rank], results, previous[rank])
+
+
+def _check_control(way: str, device: torch.device) -> Failure | None:
+    """Skip the waits of a call whose ranks start late, until its results are wrong."""
+    algorithm, world = way.partition("/")[0], WORLDS[0]
+    call = next(one for one in _calls(way, device.type, 4, 1) if one.delayed)
+    for _ in range(_CONTROLS):
+        ranks = _ranks_for(way, device, world)
+        operands = [Operands(call, rank, world, device) for rank in range(world)]
+        launches = [ranks.bind(one, algorithm) for one in operands]
+        ranks.set_chaos(DELAY_US, skip_waits=True)
+        ranks.load(launches)
+        check = partial(_compare, operands, [[] for _ in operands])
+        if ranks.run(launches, check, late=True) is not None:
+            return None
+    text = f"right results in {_CONTROLS} runs without waits: these checks would miss a lost wait"
+    return Failure("error", f"{call}, without waits", 0, text=text)
