@@ -111,6 +111,7 @@ class VirtualRanks:
         device: the GPU, or "cpu" for a rehearsal.
         nbytes: of the largest tensor that a call communicates.
         ways: the variants of `direct` and `fused` to choose from.
+        forked: whether each rank is a fork of this process; by default on CPU tensors.
     """
 
     def __init__(
@@ -120,8 +121,11 @@ class VirtualRanks:
         nbytes: int,
         ways: frozenset[str] = frozenset(),
         timeout: float = TIMEOUT_S,
+        forked: bool | None = None,
     ) -> None:
-        self.world, self.device, self._forked = world, device, device.type == "cpu"
+        self.world, self.device = world, device
+        self._on_gpu = device.type == "cuda"
+        self._forked = not self._on_gpu if forked is None else forked
         words, buffer_bytes = layouts.ll_words(nbytes, nbytes), 4 * nbytes + _SLACK_BYTES
         size = region_bytes(world, words, buffer_bytes)
         regions = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
@@ -140,7 +144,7 @@ class VirtualRanks:
                 word = space.control.data_ptr() + FAILED * space.control.itemsize
                 space._failed = ctypes.c_int64.from_address(word)
         self.ranks = [VirtualRank(space, device) for space in self.spaces]
-        self._streams = [torch.cuda.Stream(device) for _ in range(world) if not self._forked]
+        self._streams = [torch.cuda.Stream(device) for _ in range(world) if self._on_gpu]
         self._synchronize()
 
     def bind(self, operands: Operands, algorithm: str) -> Launch:
@@ -251,7 +255,7 @@ class VirtualRanks:
         return None
 
     def _synchronize(self) -> None:
-        if not self._forked:
+        if self._on_gpu:
             torch.cuda.synchronize(self.device)
 
 
@@ -308,15 +312,17 @@ def check(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
     try:
         for world in worlds_of(way, device):
             with sharing(where, world):
-                ranks = _ranks_for(way, where, world)
-                for call in _calls(way, device, world, repeats):
-                    failure = _check_call(ranks, call, algorithm)
+                calls = list(_calls(way, device, world, repeats))
+                ranks = ranks_for(way, where, world, calls)
+                for call in calls:
+                    failure = check_call(ranks, call, algorithm)
                     if failure is not None:
                         return {"checks": checks, "failure": failure}
                     checks += 1
         call = f"{way} without waits"
         with sharing(where, WORLDS[0]):
-            failure = _check_control(way, where)
+            late = next(one for one in _calls(way, device, WORLDS[1], 1) if one.delayed)
+            failure = _check_control(way, where, late)
     except Exception as error:  # whatever it is, it fails the check
         failure = failure_of(error, str(call), 0)
     return {"checks": checks, "failure": failure}
@@ -338,18 +344,18 @@ def _calls(way: str, device: str, world: int, repeats: int) -> Iterator[Call]:
             yield call
 
 
-def _ranks_for(way: str, device: torch.device, world: int) -> VirtualRanks:
+def ranks_for(way: str, device: torch.device, world: int, calls: Sequence[Call]) -> VirtualRanks:
+    """Return virtual ranks that hold these calls and use no other variant."""
     algorithm, _, name = way.partition("/")
     if name == COPY_ENGINES:
         fused.COPY_ENGINE_BYTES = 0
-    calls = list(_calls(way, device.type, world, 1))
     sizes = (m * max(n, k) * call.dtype.itemsize for call in calls for m, n, k in [call.shape])
     rows = TOP_K if name == "routed" else 1
     ways = frozenset({name} if algorithm in ("direct", "fused") else ())
     return VirtualRanks(world, device, rows * max(sizes), ways)
 
 
-def _check_call(ranks: VirtualRanks, call: Call, algorithm: str) -> Failure | None:
+def check_call(ranks: VirtualRanks, call: Call, algorithm: str) -> Failure | None:
     """Make a call over several epochs, with new values in each."""
     operands = [Operands(call, rank, ranks.world, ranks.device) for rank in range(ranks.world)]
     launches = [ranks.bind(one, algorithm) for one in operands]
@@ -374,12 +380,11 @@ def _compare(
     return compared(operands[rank], results, previous[rank])
 
 
-def _check_control(way: str, device: torch.device) -> Failure | None:
+def _check_control(way: str, device: torch.device, call: Call) -> Failure | None:
     """Skip the waits of a call whose ranks start late, until its results are wrong."""
     algorithm, world = way.partition("/")[0], WORLDS[0]
-    call = next(one for one in _calls(way, device.type, 4, 1) if one.delayed)
     for _ in range(_CONTROLS):
-        ranks = _ranks_for(way, device, world)
+        ranks = ranks_for(way, device, world, [call])
         operands = [Operands(call, rank, world, device) for rank in range(world)]
         launches = [ranks.bind(one, algorithm) for one in operands]
         ranks.set_chaos(DELAY_US, skip_waits=True)

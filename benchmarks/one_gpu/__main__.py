@@ -1,0 +1,112 @@
+"""Run the stages one after the other, the most valuable first."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.one_gpu import cache, report
+from benchmarks.one_gpu.stages import Result, Stage, run_stage
+
+_ROOT = Path(__file__).parents[2]
+TOTAL_S = 530.0
+_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a hardware queue for each virtual rank's stream
+STAGES = (
+    Stage("facts", 12, 40),
+    Stage("virtual", 110, 170, env=_QUEUES),
+    Stage("tiles", 55, 95, case_limit=25),
+    Stage("overlap", 30, 60, case_limit=25, env=_QUEUES),
+    Stage("latency", 25, 45, case_limit=15, env=_QUEUES),
+    Stage("host", 20, 35, case_limit=20),
+    Stage("pair", 130, 180, case_limit=600),
+    Stage("sanitize", 60, 110, env=_QUEUES),
+)
+COMPILED = ("virtual", "tiles", "overlap")  #: stages whose kernels the stub compiles
+_SLOWER = 10.0  # a rehearsal than a GPU
+_STUB_S = 1800.0
+
+
+def run(stages: Sequence[Stage], kind: str, out: Path, total: float = TOTAL_S) -> list[Result]:
+    """Run stages within ``total`` seconds; write the report after each."""
+    begin, results = time.monotonic(), [Result(stage.name) for stage in stages]
+    for i, stage in enumerate(stages):
+        seconds = min(stage.limit, total - (time.monotonic() - begin))
+        before = cache.kernels()
+        results[i] = run_stage(stage, kind, out, environment(kind), seconds)
+        results[i].compiled = cache.kernels() - before
+        report.write(results, kind, out)
+        print(f"== {stage.name}: {results[i].ended}, {results[i].seconds} s", flush=True)
+    return results
+
+
+def environment(kind: str) -> dict[str, str]:
+    """Return the environment of the stages."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(_ROOT)}
+    # torch 2.11 would allocate symmetric memory from a pool of its own choice.
+    env["TORCH_SYMMMEM_IMPLICIT_POOL"] = "0"
+    if kind == "rehearsal":
+        return env | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return env | {"TRITON_CACHE_DIR": str(cache.FOLDER)}
+
+
+def fill_cache(stages: Sequence[Stage], libcuda: Path, out: Path) -> list[Result]:
+    """Compile the kernels of the stages, on all cores."""
+    cores = os.cpu_count() or 1
+    env = {**environment("stub"), "TRITON_LIBCUDA_PATH": str(libcuda.resolve().parent)}
+    env["TRITON_STORE_BINARY_ONLY"] = "1"
+
+    def share(stage: Stage, first: int) -> Result:
+        folder = out / f"stub-{first}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return run_stage(stage, "stub", folder, env, _STUB_S, (first, cores))
+
+    chosen = [stage for stage in stages if stage.name in COMPILED]
+    with ThreadPoolExecutor(cores) as threads:
+        jobs = [(stage, first) for stage in chosen for first in range(cores)]
+        return list(threads.map(share, *zip(*jobs, strict=True)))
+
+
+def main() -> int:
+    """Parse the arguments, run, print the summary; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu", description=__doc__)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--rehearse", action="store_true", help="run on CPUs")
+    mode.add_argument("--stub", type=Path, metavar="LIBCUDA", help="fill Triton's cache")
+    parser.add_argument("--only", default="", help="names of stages, separated by commas")
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else [stage.name for stage in STAGES]
+    if unknown := set(names) - {stage.name for stage in STAGES}:
+        parser.error(f"--only has {', '.join(unknown)}; the stages are {', '.join(_names())}")
+    stages = [stage for stage in STAGES if stage.name in names]
+    out = Path(os.environ.get("OUT", "one_gpu_out")).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    begin, before, moved = time.monotonic(), cache.kernels(), cache.relocate()
+    print(f"Triton's cache {cache.FOLDER}: {before} kernels, {moved} relocated", flush=True)
+    if arguments.stub is not None:
+        results = fill_cache(stages, arguments.stub, out)
+        made = cache.kernels() - before
+        print(f"{made} kernels compiled in {time.monotonic() - begin:.0f} s")
+    elif arguments.rehearse:
+        slow = [
+            replace(stage, limit=stage.limit * _SLOWER, case_limit=stage.case_limit * _SLOWER)
+            for stage in stages
+        ]
+        results = run(slow, "rehearsal", out, TOTAL_S * _SLOWER)
+    else:
+        results = run(stages, "gpu", out)
+    print(report.summary(results))
+    return 1 if any(result.bad or result.ended != "done" for result in results) else 0
+
+
+def _names() -> list[str]:
+    return [stage.name for stage in STAGES]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

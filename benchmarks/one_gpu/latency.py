@@ -1,0 +1,58 @@
+"""Time of one all-reduce in a CUDA graph, by variant, ranks and size. Virtual ranks have no link:
+what is timed are launch, stores and flags in one GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.one_gpu.machine import Machine, failure_of, ranks_of
+from benchmarks.one_gpu.stages import Case, Row
+from tpkernels import cuda
+from tpkernels.qualification.checks import Call
+from tpkernels.qualification.virtual import WORLDS, Launch, Results
+from tpkernels.tuning.tuner import graph_of
+
+VARIANTS = ("ll", "ll_two_shot", "two_shot")
+KIB = (8, 32, 128, 512, 2048)
+_MAX_LL_KIB = 512  # LL in one hop sends everything to everyone
+_CALLS = 50  # in a graph
+
+
+def cases(machine: Machine) -> Iterator[Case]:
+    """Yield the floor, then a case for each variant, number of ranks and size."""
+    yield "empty launch", partial(_floor, machine)
+    for world in machine.choose(WORLDS, WORLDS[:1]):
+        for kib in machine.choose(KIB, KIB[:1]):
+            for variant in VARIANTS:
+                if variant != "ll" or kib <= _MAX_LL_KIB:
+                    name = f"{variant} W={world} {kib} KiB"
+                    yield name, partial(_measure, machine, variant, world, kib)
+
+
+def _floor(machine: Machine) -> Row:
+    """Time a kernel that sums one vector of 8 elements."""
+    x = torch.zeros(8, device=machine.device)
+    launch = partial(cuda.sum_partials, x, [x])
+    launch()
+    replay = graph_of(launch, _CALLS) if machine.is_gpu else launch
+    return {"us": round(machine.microseconds(replay) / _CALLS, 2)}
+
+
+def _measure(machine: Machine, variant: str, world: int, kib: int) -> Row:
+    call = Call("all_reduce", (kib, 512, 1), torch.bfloat16, True, False, 1)  # rows of 1 KiB
+    with ranks_of(machine, f"direct/{variant}", call, world) as (ranks, launches, operands):
+        row: Row = {"variant": variant, "world": world, "kib": kib}
+        error = failure_of(ranks, launches, operands)
+        if machine.is_gpu and not error:
+            replay = ranks.capture([partial(_repeat, launch) for launch in launches])
+            row["us"] = round(machine.microseconds(replay) / _CALLS, 2)
+            error = str(ranks.failed_wait() or "")
+        return row | {"bad": bool(error), "error": error}
+
+
+def _repeat(launch: Launch) -> Results:
+    """Make the calls of a rank without joining the others in between."""
+    return [launch() for _ in range(_CALLS)][-1]

@@ -1,0 +1,53 @@
+"""compute-sanitizer on small calls. It slows kernels down and may run them one after the other;
+then the waits of two virtual ranks fail, which says nothing of the kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.one_gpu.machine import Machine, failure_of, opened, ranks_of
+from benchmarks.one_gpu.stages import Case, Row
+from tpkernels.qualification.checks import Call, ops_of
+
+_TOOLS = {"memcheck": 2, "racecheck": 1, "synccheck": 1}  # and virtual ranks
+_VARIANTS = ("direct/two_shot", "direct/ll", "fused/all_gather", "fused/reduce_scatter")
+_SHAPE = (61, 72, 136)
+_TIMEOUT_S, _LIMIT_S = 20.0, 45.0
+_CLEAN = ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed")
+
+
+def cases(machine: Machine) -> Iterator[Case]:
+    """Yield a case for each tool; a rehearsal runs the calls without it."""
+    for tool, world in machine.choose(_TOOLS, {"": 2}).items():
+        yield f"{tool} W={world}".strip(), partial(_sanitize, machine, tool, world)
+
+
+def _sanitize(machine: Machine, tool: str, world: int) -> Row:
+    command = [sys.executable, "-m", __spec__.name, machine.kind, str(world)]
+    if tool:
+        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "5", *command]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    text = ended.stdout + ended.stderr
+    clean = ended.returncode == 0 if not tool else any(line in text for line in _CLEAN)
+    marks = "SUMMARY", "Error", "Race", "Barrier", "wrong", "right"
+    lines = [line for line in text.splitlines() if any(mark in line for mark in marks)]
+    return {"bad": not clean, "code": ended.returncode, "lines": lines[:10]}
+
+
+def main(kind: str, world: str) -> None:
+    """Make the calls; print which were right."""
+    with opened(kind, _LIMIT_S) as machine:  # type: ignore[arg-type]
+        for variant in _VARIANTS:
+            call = Call(ops_of(variant)[0], _SHAPE, torch.bfloat16, True, False, 1)
+            with ranks_of(machine, variant, call, int(world), _TIMEOUT_S) as given:
+                error = failure_of(*given)
+            print(variant, f"wrong: {error}" if error else "right", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,254 @@
+"""A stage: a list of cases that run in a process with deadlines.
+
+Its process sends a line of JSON for each case that begins, each row of results and each case that
+ends. The parent writes every row to the stage's file when it arrives. If the process crashes, if
+its CUDA context becomes unusable or if a case exceeds its limit, the parent adds a bad row, kills
+the process and all that it started, and continues with the next case in a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+Row = dict[str, Any]
+#: Returns the row of a case, or yields several.
+Case = tuple[str, Callable[[], Row | Iterator[Row]]]
+_POISONED = 3  # exit code of a process whose CUDA context is unusable
+_LEAST_S = 5.0  # seconds that are worth a start
+_MODULE = "benchmarks.one_gpu"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage, with seconds on an H100.
+
+    Attributes:
+        name: of its module and files.
+        expected: seconds it is expected to take. Assumed: no GPU has run it.
+        limit: seconds after which it is ended.
+        case_limit: seconds of one case after which it hangs.
+        env: of its process.
+        package: of its module.
+    """
+
+    name: str
+    expected: float
+    limit: float
+    case_limit: float = 60.0
+    env: Mapping[str, str] = field(default_factory=dict)
+    package: str = _MODULE
+
+
+@dataclass
+class Result:
+    """What a stage gave. ``ended``: "done", or why it did not get to its end."""
+
+    stage: str
+    ended: str = "not run"
+    seconds: float = 0.0
+    compiled: int = 0  #: kernels of Triton that the cache did not have
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def bad(self) -> list[Row]:
+        """Return the rows of cases that failed."""
+        return [row for row in self.rows if row.get("bad")]
+
+
+def run_stage(
+    stage: Stage,
+    kind: str,
+    out: Path,
+    env: dict[str, str],
+    seconds: float,
+    share: tuple[int, int] = (0, 1),
+) -> Result:
+    """Run a stage for at most ``seconds``. ``share``: (first, step) of the cases to run."""
+    result = Result(stage.name)
+    begin = time.monotonic()
+    first, step = share
+    while True:
+        left = seconds - (time.monotonic() - begin)
+        if left < _LEAST_S:
+            result.ended = "out of time"
+            break
+        watched = _Process(stage, kind, out, env, left, (first, step))
+        result.ended, next_case = watched.watch(result)
+        result.seconds = round(time.monotonic() - begin, 1)
+        if next_case is None:
+            break
+        first = next_case
+    result.seconds = round(time.monotonic() - begin, 1)
+    return result
+
+
+class _Process:
+    """A process that runs the cases of a stage from ``share[0]`` on."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        kind: str,
+        out: Path,
+        env: dict[str, str],
+        seconds: float,
+        share: tuple[int, int],
+    ) -> None:
+        self._stage, self._step = stage, share[1]
+        self._file, self._log = out / f"{stage.name}.json", out / f"{stage.name}.log"
+        self._end = time.monotonic() + seconds
+        self._case, self._index, self._begun = "the start", share[0] - share[1], time.monotonic()
+        self._running = True  # of a case, or of the start
+        self._pipe, theirs = os.pipe()
+        module = f"{stage.package}.{stage.name}"
+        command = [sys.executable, "-m", f"{_MODULE}.stages", module, kind]
+        command += [str(value) for value in (*share, seconds, theirs)]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env={**env, **stage.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs],
+                start_new_session=True,
+            )
+        os.close(theirs)
+
+    def watch(self, result: Result) -> tuple[str, int | None]:
+        """Collect rows until the process ends, or end it; return how the stage ended and, if it is
+        to go on, the index of the next case."""
+        try:
+            return self._watch(result)
+        finally:
+            self._kill()
+            os.close(self._pipe)
+
+    def _watch(self, result: Result) -> tuple[str, int | None]:
+        unread, is_open = b"", True
+        while is_open:
+            now = time.monotonic()
+            hangs = self._begun + self._stage.case_limit
+            if self._running and now > hangs and hangs <= self._end:
+                where = self._stack()
+                error = f"hang: no end after {self._stage.case_limit:.0f} s"
+                return self._failed(result, error, where)
+            if now > self._end:
+                return f"out of time in {self._case}", None
+            ready, _, _ = select.select([self._pipe], [], [], 0.2)
+            ended = self._process.poll() is not None
+            if not ready:
+                is_open = not ended
+                continue
+            data = os.read(self._pipe, 1 << 16)
+            is_open = bool(data)
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                if self._received(result, json.loads(line)):
+                    return "done", None
+        code = self._process.wait()
+        if not self._running:  # between two cases: the context is unusable
+            return "restarted", self._index + self._step
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return self._failed(result, f"crash: {how}", self._last_lines())
+
+    def _received(self, result: Result, message: dict[str, Any]) -> bool:
+        """Handle a message; return whether it is the last."""
+        if "begin" in message:
+            self._index, self._case = message["begin"], message["case"]
+            self._begun, self._running = time.monotonic(), True
+        elif "end" in message:
+            self._running = False
+            return message["end"] is None
+        else:
+            self._add(result, message["row"])
+        return False
+
+    def _failed(self, result: Result, error: str, where: str) -> tuple[str, int | None]:
+        self._add(result, {"bad": True, "error": error, "where": where})
+        if self._case == "the start":
+            return error, None
+        return "restarted", self._index + self._step
+
+    def _add(self, result: Result, row: Row) -> None:
+        """Write a row at once."""
+        seconds = round(time.monotonic() - self._begun, 2)
+        row = {"case": self._case, "bad": False, **row, "seconds": seconds}
+        result.rows.append(row)
+        text = ",\n".join(json.dumps(one, default=str) for one in result.rows)
+        self._file.write_text(f"[\n{text}\n]\n")
+        mark = "BAD " if row["bad"] else ""
+        print(f"{mark}{self._stage.name}: {json.dumps(row, default=str)[:300]}", flush=True)
+
+    def _stack(self) -> str:
+        """Return where the process hangs: `faulthandler` prints the stacks before it aborts."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            self._process.send_signal(signal.SIGABRT)
+            self._process.wait(2.0)
+        return self._last_lines()
+
+    def _last_lines(self, characters: int = 1200) -> str:
+        return self._log.read_text(errors="replace")[-characters:].strip()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def main(module: str, kind: str, first: str, step: str, seconds: str, pipe: str) -> None:
+    """Run the cases of a stage in this process."""
+    faulthandler.enable()
+    os.set_inheritable(int(pipe), False)
+    from benchmarks.one_gpu.machine import Machine, opened
+
+    def cases(machine: Machine) -> Iterator[tuple[int, Case]]:
+        found = importlib.import_module(module).cases(machine)
+        chosen = (i for i in range(int(first), 1 << 30, int(step)))
+        wanted = next(chosen)
+        for index, case in enumerate(found):
+            if index == wanted:
+                yield index, case
+                wanted = next(chosen)
+
+    with os.fdopen(int(pipe), "w", buffering=1) as to, opened(kind, float(seconds)) as machine:  # type: ignore[arg-type]
+        for index, (name, run) in cases(machine):
+            _send(to, begin=index, case=name)
+            try:
+                made = run()
+                for row in [made] if isinstance(made, dict) else made:
+                    _send(to, row=row)
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"[:800]
+                where = "".join(traceback.format_exc().splitlines(keepends=True)[-7:-1])
+                _send(to, row={"bad": True, "error": text, "where": where})
+                traceback.print_exc()
+            _send(to, end=index)
+            try:
+                machine.recover()
+            except Exception:  # the next case needs another process
+                traceback.print_exc()
+                os._exit(_POISONED)
+        _send(to, end=None)
+
+
+def _send(to: TextIO, **message: Any) -> None:
+    to.write(json.dumps(message, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,72 @@
+"""The tile loop of one rank compared with `torch.mm`, by shape and configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.one_gpu.machine import Machine
+from benchmarks.one_gpu.stages import Case, Row
+from tpkernels.kernels import configs, matmul
+from tpkernels.kernels.configs import MatmulConfig
+from tpkernels.text import of_error
+
+# The local GEMM of a rank of 8: the weight of the layer, rows of all ranks, columns and sums.
+SHAPES = {
+    "AG 11008,4096": ((4096, 1376, 4096),),
+    "AG 28672,8192": ((4096, 3584, 8192), (8192, 3584, 8192), (64, 3584, 8192)),
+    "AG 49152,12288": ((4096, 6144, 12288),),
+    "RS 4096,14336": ((4096, 4096, 1792),),
+    "RS 8192,28672": ((4096, 8192, 3584), (8192, 8192, 3584), (1024, 8192, 3584), (64, 8192, 3584)),
+    "RS 12288,49152": ((4096, 12288, 6144),),
+    "square": ((8192, 8192, 8192),),
+}
+MAX_ERROR = 1e-2  # relative to the result of `torch.mm`
+
+
+def cases(machine: Machine) -> Iterator[Case]:
+    """Yield a case for each shape."""
+    for name, shapes in machine.choose(SHAPES, {"tiny": ((64, 64, 64),)}).items():
+        for shape in shapes:
+            yield f"{name} {'x'.join(map(str, shape))}", partial(_compare, machine, *shape)
+
+
+def _compare(machine: Machine, m: int, n: int, k: int) -> Iterator[Row]:
+    x, w = machine.random(m, k, seed=1), machine.random(n, k, seed=2).t()
+    out, flops = machine.empty(m, n), 2 * m * n * k
+
+    def row(config: str, run: Callable[[], object], want: torch.Tensor | None) -> Row:
+        run()
+        error = 0.0 if want is None else machine.relative_error(out, want)
+        us = machine.microseconds(run)
+        tflops = round(flops / us / 1e6, 1)
+        measured = {"us": round(us, 1), "tflops": tflops, "error": float(f"{error:.1e}")}
+        return {"config": config, "bad": not error < MAX_ERROR, **measured}
+
+    yield row("torch.mm", machine.mm(x, w, out), None)
+    want = out.float()
+    for name, config in _configs(machine.device, m).items():
+        out.fill_(torch.nan)
+        try:
+            launch = matmul.bind_matmul(config, x, w, x.dtype)
+            yield row(name, partial(launch, x, w, None, out), want)
+        except Exception as error:  # such as too much shared memory: the others still count
+            machine.synchronize()
+            yield {"config": name, "bad": True, "error": of_error(error)[:300]}
+
+
+def _configs(device: torch.device, m: int) -> dict[str, MatmulConfig]:
+    """Return the configurations by name: the table's, those that `tune` tries, and without TMA."""
+    default = configs.choose(device, torch.bfloat16, m)
+    tried = {"table": default}
+    for fields in configs.candidates(torch.bfloat16, m):
+        name = "/".join(str(value) for _, value in fields)
+        tried[name] = replace(default, **dict[str, Any](fields))
+    tried |= {f"group {rows}": replace(default, group_m=rows) for rows in (4, 16)}
+    narrow = min(128, default.block_n)
+    tried["no TMA"] = replace(default, tma=False, num_stages=3, block_n=narrow)
+    return tried
