@@ -11,7 +11,7 @@ import pytest
 from tests.cli.test_cli import invoke
 from tpkernels.cli import qualify as command
 from tpkernels.planning import trust
-from tpkernels.planning.trust import DISQUALIFIED, QUALIFIED, Failure, Outcome
+from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Failure, Outcome
 from tpkernels.qualification import run as stages
 from tpkernels.qualification.schedule import Stage, Topology
 
@@ -37,6 +37,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     def outcome(stage: Stage, *_: object) -> Outcome:
         if stage.name == "ring/all_gather":
             raise KeyboardInterrupt
+        if stage.why_not:
+            return Outcome(NOT_RUN, why=stage.why_not)
         ran.append(stage.name)
         wrong = Failure("wrong", "all_reduce", 0, elements=4, wrong=2, first=((1, "0", "3"),))
         bad = stage.name == "direct/ll"
@@ -72,6 +74,20 @@ def test_the_plan_runs_nothing(gpus: list[str]) -> None:
     shown = invoke("qualify", "--plan")
     assert shown.exit_code == 0 and not gpus and "pipelined/all_gather" in shown.output
     assert "minutes" in shown.output
+
+
+def test_what_the_budget_leaves_out_is_named(gpus: list[str]) -> None:
+    ended = invoke("qualify", "--only", "pipelined/", "--budget", "5.5")
+    assert ended.exit_code == 0 and not gpus
+    assert "because the budget is 6 s: copies, pipelined/" in " ".join(ended.output.split())
+
+
+def test_what_cannot_be_rehearsed_is_not_disqualified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "unsupported", lambda device: None)  # as with the interpreter
+    ended = invoke("qualify", "--device", "cpu", "--only", "fused/copy_engines")
+    assert ended.exit_code == 0 and "copy_engines on 2 ranks: not run" in ended.output
 
 
 def test_a_rehearsal_on_cpus_disqualifies_nothing() -> None:

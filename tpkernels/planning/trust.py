@@ -107,7 +107,8 @@ class Failure:
     """What disqualified a way, with the place of the fault.
 
     Attributes:
-        kind: "wrong", "error", "crash", "hang", "memory", or "lost" if a peer failed first.
+        kind: "wrong", "error", "crash", "hang", "memory", "unsupported" if it cannot run here, or
+            "lost" if a peer failed first.
         call: the op, shape, dtype and data, eager or replayed.
         rank: that saw it.
         peer: that it waited for, if the error names one.
