@@ -73,9 +73,9 @@ def tables_kernel(
         if token_of is not None:
             first = begin + i * BLOCK_M
             last = tl.minimum(first + BLOCK_M, end) - 1
-            _, low, _ = _tokens_of(Routes(token_of, None, tokens, 1), first, i < count)
-            _, high, _ = _tokens_of(Routes(token_of, None, tokens, 1), last, i < count)
             world: tl.constexpr = tokens.number
+            _, low, _ = _tokens_of(Routes(token_of, None, tokens, 1), first, i < count, world)
+            _, high, _ = _tokens_of(Routes(token_of, None, tokens, 1), last, i < count, world)
             after = tl.where(
                 (low < rank) & (high >= rank), world - 1, (high - rank + world) % world
             )
@@ -115,8 +115,9 @@ def _rows_here(routes, peers, most):
 
 
 @triton.jit
-def _tokens_of(routes, place, inside):
-    """Return the routes at some places, the rank of each one's token, and that rank's first."""
+def _tokens_of(routes, place, inside, world):
+    """Return the routes at some places, the rank of each one's token, and that rank's first. Loops
+    of Triton 3.6 lose a constexpr in a tuple of a parameter, such as ``routes.tokens.number``."""
     route = tl.load(routes.order + place, mask=inside, other=0)
     token = (route // routes.top_k).to(tl.int32)
     if routes.tokens.starts is None:
@@ -124,7 +125,7 @@ def _tokens_of(routes, place, inside):
         first = owner * routes.tokens.rows
     else:
         owner, first = tl.zeros_like(token), tl.zeros_like(token)
-        for rank in tl.static_range(1, routes.tokens.number):
+        for rank in range(1, world):
             start = tl.load(routes.tokens.starts + rank)
             owner = tl.where(token >= start, rank, owner)
             first = tl.where(token >= start, start, first)
@@ -140,7 +141,7 @@ def _fetch_rows(peers, rows, routes, K, most, lane, fetching: tl.constexpr):
         for top in range(piece * fetching.piece, (piece + 1) * fetching.piece, _ROWS):
             row = top + tl.arange(0, _ROWS)
             there = row < count
-            route, owner, first = _tokens_of(routes, begin + row, there)
+            route, owner, first = _tokens_of(routes, begin + row, there, peers.space.world)
             theirs = sync.pointer(sync.buffer_of(peers, owner), rows.dtype.element_ty)
             theirs += (route // routes.top_k - first) * K
             ours = rows + row.to(tl.int64) * K
@@ -408,10 +409,12 @@ def _push_rows(slots, acc, tile):
     peers, N = slots.peers, slots.N
     row = tile.row + tl.arange(0, acc.shape[0])
     begin = tl.load(slots.routes.edges + peers.rank)
-    route, owner, first = _tokens_of(slots.routes, begin + row, row < tile.end)
+    route, owner, first = _tokens_of(slots.routes, begin + row, row < tile.end, peers.space.world)
     slot = sync.pointer(sync.buffer_of(peers, owner), slots.dtype)
     slot += (route - first * slots.routes.top_k) * N
-    bias = matmul.bias_of(slots.bias, N, tile.owner)
+    bias = slots.bias
+    if bias is not None:
+        bias += tl.cast(tile.owner, tl.int64) * N
     parts = matmul.column_parts(acc)
     for i in tl.static_range(len(parts)):
         part = parts[i]

@@ -288,15 +288,6 @@ def epilogue(acc, bias, residual, column, N, inside):
     return acc
 
 
-@triton.jit
-def bias_of(bias, stride, owner):
-    """Return the bias of a segment."""
-    if bias is None or stride is None:
-        return bias
-    else:
-        return bias + tl.cast(owner, tl.int64) * stride
-
-
 class Result(NamedTuple):
     """The context of `store_result`."""
 
@@ -310,7 +301,9 @@ class Result(NamedTuple):
 def store_result(context, acc, tile):
     """Add the bias and round once: the `after` hook where a tile is the result."""
     N, out = context.N, context.out
-    bias = bias_of(context.bias, context.stride_bias, tile.owner)
+    bias = context.bias
+    if bias is not None and context.stride_bias is not None:
+        bias += tl.cast(tile.owner, tl.int64) * context.stride_bias
     parts = column_parts(acc)
     for i in tl.static_range(len(parts)):
         part = parts[i]
