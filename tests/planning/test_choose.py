@@ -132,9 +132,12 @@ def test_what_algorithms_need(op: str) -> None:
         (alone, "needs a host with two or more ranks"),
         (Means(shared_memory=True), "is for groups that span hosts"),
     ]:
-        for device in ("cpu", "cuda"):
-            with pytest.raises(NotImplementedError, match=f"'hierarchical' of {op} {need}"):
-                choose(problem(op, device=device), means, requested="hierarchical")
+        with pytest.raises(NotImplementedError, match=f"'hierarchical' of {op} {need}"):
+            choose(problem(op), means, requested="hierarchical")
+    instead = f"has no {op} on cuda tensors, only on cpu tensors; across hosts use 'unfused' or"
+    with pytest.raises(NotImplementedError, match=f"'hierarchical' of {op} {instead}"):
+        choose(problem(op, device="cuda"), across, requested="hierarchical")
+    assert choose(problem(op, device="cuda"), across).algorithm == "unfused"
     wide = problem(op, shape=(LARGE, 1 << 20))
     means = Means(shared_memory=False, workspace_bytes=1 << 16)
     if "matmul" in op:

@@ -61,13 +61,12 @@ def test_what_a_way_relies_on_comes_before_it(machine: str) -> None:
 
 
 def test_every_way_of_every_op_has_a_stage() -> None:
-    """But `hierarchical`, which needs several hosts."""
     names = {stage.name for stage in schedule(MACHINES["8 H100"][0])}
     needed = {
         way
         for name, algorithm in ALGORITHMS.items()
         for op, spec in OPS.items()
-        if name not in ("unfused", "hierarchical") and op not in algorithm.lacks.get("cuda", ())
+        if name != "unfused" and op not in algorithm.lacks.get("cuda", ())
         if spec.has_matmul or spec.routed or not algorithm.overlaps_matmul
         for way in ways_of(spec, name)
     }
