@@ -25,9 +25,9 @@ from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, 
 from tpkernels.qualification import checks, faults, litmus, virtual
 from tpkernels.qualification.run import run
 from tpkernels.qualification.schedule import VIRTUAL, Stage, Topology, schedule
-from tpkernels.symm import cuda, gpu_memory
+from tpkernels.symm import gpu_memory
 
-TWO = Topology(("a GPU",) * 2, 90, nvlink=True, multicast=True)
+TWO = Topology(("a GPU",) * 2, 90, multicast=True)
 ONE = Topology(("a GPU",), 90)
 RELIES_ON = {stage.name: stage.relies_on for stage in schedule(TWO)}
 
@@ -36,11 +36,10 @@ RELIES_ON = {stage.name: stage.relies_on for stage in schedule(TWO)}
 def rehearsal(
     driver: str, kernel: str = "", kind: str = "", patch: Callable[[], Any] | None = None
 ) -> Iterator[None]:
-    """On a rank: the way of CUDA tensors, where lines arrive whole; rank 1 has a fault of ``kind``
-    in ``kernel``, or is patched. If ranks are virtual, all are."""
+    """On a rank: the way of CUDA tensors; rank 1 has a fault of ``kind`` in ``kernel``, or is
+    patched. If ranks are virtual, all are."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(over_nccl(driver, None))
-        stack.enter_context(mock.patch.object(cuda, "why_lines_may_tear", lambda *_: None))
         if kernel:  # nobody waits long for what does not come
             for module, name in (
                 (checks, "TIMEOUT_S"),
@@ -78,7 +77,6 @@ def test_a_clean_pass(cuda_driver: str, kind: str) -> None:
 # The kernel with the fault, what it disqualifies, what stays, and what the record says of it.
 SHARDS, SUMS = "one_shot_all_gather", "two_shot_all_reduce"
 FAULTS = {
-    "torn line": ("ll128_all_reduce", "direct/ll128", "direct/ll_two_shot", "wrong"),
     "torn word": ("ll_all_reduce", "direct/ll", "direct/ll_two_shot", "wrong"),
     "missing fence": (SHARDS, "direct/one_shot", "direct/ll", "wrong"),
     "stale parity": (SUMS, "direct/two_shot", "direct/ll", "wrong"),
@@ -110,7 +108,6 @@ def test_a_fault_disqualifies_its_way(cuda_driver: str, fault: str) -> None:
 
 
 LITMUS_FAULTS = {
-    "lines": ("litmus_lines", "torn line", "direct/ll128"),
     "words": ("litmus_words", "torn word", "direct/ll"),
     "messages": ("litmus_messages", "missing fence", "direct/one_shot"),
     "copies": ("call_publish", "lost wake-up", "pipelined/all_gather"),

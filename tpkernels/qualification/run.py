@@ -44,13 +44,9 @@ def topology_here() -> Topology:
     """Return what this host's GPUs can do for one another."""
     count = torch.cuda.device_count()
     found = [torch.cuda.get_device_properties(i) for i in range(count)]
-    uuids, peers, nvlink = [nvml.uuid_of(i) for i in range(count)], True, False
-    present = count
+    peers, present = True, count
     with contextlib.suppress(*nvml.ERRORS):
         present = max(count, len(nvml.uuids()))
-        nvlink = count > 1 and not any(
-            nvml.unlinked(gpu, uuids[i + 1 :]) for i, gpu in enumerate(uuids)
-        )
     for i in range(count):
         others = (j for j in range(count) if j != i)
         peers = peers and all(torch.cuda.can_device_access_peer(i, j) for j in others)
@@ -61,7 +57,6 @@ def topology_here() -> Topology:
         min((10 * gpu.major + gpu.minor for gpu in found), default=0),
         count,
         peers,
-        nvlink,
         count > 1 and all(_SymmetricMemory.has_multicast_support(_CUDA, i) for i in range(count)),
         "MIG: a slice has no peer access" if mig else "",
     )
@@ -111,7 +106,6 @@ def _outcome(
 ) -> Outcome:
     if stage.why_not:
         return Outcome(NOT_RUN, why=stage.why_not)
-    # So lines are trusted where NVML, which the schedule goes by, and the litmus test agree.
     for test in stage.relies_on:
         if device == "cpu" and test not in litmus_tests:
             continue

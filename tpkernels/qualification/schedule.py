@@ -18,7 +18,7 @@ from tpkernels.planning.trust import COPY_ENGINES, SHARDS, SUMS
 
 FAULTS = ("late", "killed", "another call")  #: of one rank
 #: Of single stores and signals.
-LITMUS = ("messages", "words", "lines", "copies", "bulk", "multimem")
+LITMUS = ("messages", "words", "copies", "bulk", "multimem")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
 
 # Seconds of a stage on GPUs. Start: ranks, contexts, symmetric memory; and its calls. Assumed: no
@@ -39,7 +39,6 @@ OVER_BUDGET = "over the budget"  #: why a stage is left out
 # `fused` sends, where there is TMA.
 _RELY_ON = {
     "words": ("direct/ll", "direct/ll_two_shot"),
-    "lines": ("direct/ll128",),
     "messages": (
         *("direct/two_shot", "direct/one_shot", "direct/routed"),
         *(f"fused/{kind}" for kind in (*KINDS, "routed")),
@@ -60,7 +59,6 @@ class Topology:
         capability: compute capability, 90 for 9.0.
         visible: GPUs that one rank sees; fewer than all with ``--gpus-per-task``.
         peers: every GPU maps every other's memory.
-        nvlink: NVML knows an NVLink between all pairs.
         multicast: NVSwitches store at all GPUs at once.
         refused: why no rank may run kernels that wait, such as MIG; "" if they may.
     """
@@ -69,7 +67,6 @@ class Topology:
     capability: int
     visible: int = 0
     peers: bool = True
-    nvlink: bool = False
     multicast: bool = False
     refused: str = ""
 
@@ -184,9 +181,8 @@ def budget_of(topology: Topology, budget: float | None = None) -> float:
 def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     calls = CALLS_S * (_THOROUGH if thorough else 1.0)
     shared = world > topology.gpus
-    lines = "" if topology.nvlink and not shared else "no NVLink between all ranks' GPUs, says NVML"
     no_switch = "" if topology.multicast and not shared else "no multicast by an NVSwitch"
-    reasons = {"lines": lines, "multimem": no_switch}
+    reasons = {"multimem": no_switch}
     stages: dict[str, Stage] = {}
 
     def add(name: str, seconds: float = START_S + calls, backend: str = "gloo") -> None:
@@ -207,7 +203,7 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     kernels = {f"fused/{kind}": count for kind, count in _KERNELS.items()}
     *first, last = (*direct, *pipelined, *kernels)  # the last one compiles most
     for way in first:
-        if shared and not reasons["lines"] * (way in _RELY_ON["lines"]):
+        if shared:
             more = COMPILE_S * (kernels[way] + _VIRTUAL_KERNELS) if way in kernels else 0.0
             add(VIRTUAL + way, START_S + calls + more)
     for way in first:
