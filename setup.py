@@ -36,7 +36,6 @@ DEVICE_CODE = ["arguments.h", "device.cuh", "sync.cuh", "reduce.cuh", "all_reduc
 DEVICE_CODE += [
     "shards.cuh",
     "ll.cuh",
-    "ll128.cuh",
     "litmus.cuh",
     "multimem.cuh",
     "rms_norm.cuh",

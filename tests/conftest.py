@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from tests.support import faults
 from tests.support.fake_nccl import Build, make_build
+from tpkernels.kernels import interpreter_unsupported
 from tpkernels.launch import Ranks, fork_server
 
 # An example may run a job on several processes: its time says nothing about the code under test.
@@ -41,6 +42,12 @@ def end_groups() -> None:
     worker = threading.Thread(target=end, daemon=True)
     worker.start()
     worker.join(2.0)
+
+
+def require_interpreter() -> None:
+    """Skip the test if Triton's interpreter does not work here."""
+    if (why := interpreter_unsupported()) is not None:
+        pytest.skip(why)
 
 
 class RankPools:
@@ -93,6 +100,7 @@ def _pools() -> Iterator[RankPools]:
 
 @pytest.fixture(scope="session")
 def _interpreting_pools() -> Iterator[RankPools]:
+    require_interpreter()
     pools = RankPools(TRITON_INTERPRET="1")
     yield pools
     pools.close()

@@ -65,7 +65,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     """Built from the source archive, so what that lacks is missing here too."""
     pytest.importorskip("build")
     tree, out = tmp_path / "tree", tmp_path / "out"
-    made = ["build", "dist", ".git*", ".venv", "*.so", "*.egg-info", "__pycache__", ".*_cache"]
+    made = ["build", "dist", ".git*", ".venv*", "*.so", "*.egg-info", "__pycache__", ".*_cache"]
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*made))
     built = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree)],

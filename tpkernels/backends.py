@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from tpkernels import _C, cuda, defaults, kernels
-from tpkernels.algorithms import fused, ring, unfused
+from tpkernels.algorithms import fused, hierarchical, ring, unfused
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
-from tpkernels.algorithms.hierarchical import cpu as hierarchical
-from tpkernels.algorithms.hierarchical import cuda as hierarchical_cuda
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.algorithms.reduction import normalising
@@ -63,7 +61,6 @@ TABLES = {
         direct=direct_cuda,
         multimem=direct_cuda,
         pipelined=pipelined_cuda,
-        hierarchical=hierarchical_cuda,
     ),
 }
 

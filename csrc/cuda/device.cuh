@@ -158,30 +158,6 @@ TPK_DEVICE void store_line_sys(Line* to, Line line) {
                : "memory");
 }
 
-// The threads that store or load a line of 128 bytes at a time, neighbours of one warp: 16 bytes
-// each (cuda/ll128.cuh).
-constexpr int kLineLanes = 8;
-TPK_DEVICE int line_lane() { return threadIdx.x % kLineLanes; }
-TPK_DEVICE unsigned line_mask() { return 0xffu << threadIdx.x % 32 / kLineLanes * kLineLanes; }
-TPK_DEVICE bool all_of_line(bool value) { return __all_sync(line_mask(), value) != 0; }
-
-TPK_DEVICE void store_share(Pack* line, const Pack (&share)[1]) {
-  __syncwarp(line_mask());
-  Line held;
-  for (int i = 0; i < 2; ++i) {
-    held.word[i] = static_cast<u64>(share[0].word[2 * i + 1]) << 32 | share[0].word[2 * i];
-  }
-  store_line_sys(reinterpret_cast<Line*>(line + line_lane()), held);
-}
-
-TPK_DEVICE void load_share(Pack (&share)[1], const Pack* line) {
-  __syncwarp(line_mask());
-  const Line held = load_line_sys(reinterpret_cast<const Line*>(line + line_lane()));
-  for (int i = 0; i < 4; ++i) {
-    share[0].word[i] = static_cast<unsigned>(held.word[i / 2] >> 32 * (i % 2));
-  }
-}
-
 TPK_DEVICE float float_of(unsigned bits) { return __uint_as_float(bits); }
 TPK_DEVICE unsigned bits_of(float value) { return __float_as_uint(value); }
 

@@ -118,10 +118,6 @@ TPK_KERNEL(kLLThreads) ll_two_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM A
                  [&](const Peers& peers) { reduce_by_ll_in_two_hops(peers, call); });
 }
 
-TPK_KERNEL(kLLThreads) ll128_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
-  within_ll_call(space, output_of(call), [&](const Peers& peers) { reduce_by_ll128(peers, call); });
-}
-
 TPK_KERNEL(kRowThreads)
 two_shot_all_reduce_rms_norm(TPK_PARAM Space space, TPK_PARAM AllReduce call,
                              TPK_PARAM RmsNorm norm) {
@@ -196,10 +192,6 @@ TPK_KERNEL(kReduceThreads) litmus_messages(TPK_PARAM Space space, TPK_PARAM Litm
 
 TPK_KERNEL(kLLThreads) litmus_words(TPK_PARAM Space space, TPK_PARAM Litmus litmus) {
   within_ll_call(space, {}, [&](const Peers& peers) { exchange_words(peers, litmus); });
-}
-
-TPK_KERNEL(kLLThreads) litmus_lines(TPK_PARAM Space space, TPK_PARAM Litmus litmus) {
-  within_ll_call(space, {}, [&](const Peers& peers) { exchange_lines(peers, litmus); });
 }
 
 // The kernels below run as one block each; tpkernels/cuda/copies.py describes the calls made of

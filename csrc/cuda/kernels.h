@@ -32,7 +32,6 @@ const Image& embedded_image();
   each(multimem_reduce_scatter, kReduceThreads, Space, Shards)                  \
   each(ll_all_reduce, kLLThreads, Space, AllReduce)                             \
   each(ll_two_shot_all_reduce, kLLThreads, Space, AllReduce)                    \
-  each(ll128_all_reduce, kLLThreads, Space, AllReduce)                          \
   each(two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm)    \
   each(ll_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm)          \
   each(ll_two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm) \
@@ -46,7 +45,6 @@ const Image& embedded_image();
   each(sum_of_partials, kSumThreads, SumPartials)                               \
   each(litmus_messages, kReduceThreads, Space, Litmus)                          \
   each(litmus_words, kLLThreads, Space, Litmus)                                 \
-  each(litmus_lines, kLLThreads, Space, Litmus)                                 \
   each(litmus_bulk, kReduceThreads, Space, Litmus)                              \
   each(litmus_multimem, kReduceThreads, Space, Litmus)                          \
   each(call_barrier, kSignalThreads, Space)                                     \

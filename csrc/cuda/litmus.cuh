@@ -8,7 +8,6 @@
 // sender, the receiver and the place, by the very functions of the protocols:
 // messages   packs in the peer's buffer, then a word with release semantics (cuda/sync.cuh)
 // words      LL: each word of 8 bytes has 4 of data and a flag (cuda/ll.cuh)
-// lines      LL128: lines of 128 bytes with one flag (cuda/ll128.cuh)
 // bulk       messages that TMA stores, as `push_tile` in kernels/matmul_reduce_scatter.py has it do
 // multimem   all ranks put packs into their own memory, which the switch adds; their owner stores
 //            others at all ranks at once (cuda/multimem.cuh)
@@ -16,7 +15,6 @@
 // Sync: that of the protocols. A launch is a round; it is a call like any other.
 #pragma once
 
-#include "cuda/ll128.cuh"
 #include "cuda/multimem.cuh"
 
 namespace tpkernels::cuda {
@@ -202,36 +200,6 @@ TPK_DEVICE void exchange_words(const Peers& peers, const Litmus& litmus) {
       }
       compare(peers, litmus, source, at, pack_of(seen), checked);
     }
-  }
-  add_acq_rel_gpu(litmus.found + kFoundChecked, checked);
-}
-
-TPK_DEVICE void exchange_lines(const Peers& peers, const Litmus& litmus) {
-  const int rank = peers.space.rank, world = peers.space.world;
-  const Piece piece{0, litmus.bytes};
-  const u64 turns = turns_in<1>(litmus.bytes), packs = packs_in(litmus.bytes);
-  delay(peers, thread());
-  for (u64 turn = group(); turn < turns; turn += groups()) {
-    for (int i = 1; i < world; ++i) {
-      const int to = (rank + i) % world;
-      Share<1> share = load_turn<1>(peers, Piece{0, 0}, turn);  // the flag
-#pragma unroll
-      for (int s = 0; s < kShare; ++s) {
-        const u64 at = vector_of(turn, s);
-        if (!is_flag(s) && at < packs) share.pack[0][s] = pattern_of(litmus, rank, to, at);
-      }
-      send_turn(peers, to, piece, turn, share);
-    }
-  }
-  u64 checked = 0;
-  const auto theirs = [&](int source) { return source == rank ? Piece{0, 0} : piece; };
-  for (u64 turn = group(); turn < turns; turn += groups()) {
-    const bool arrived =
-        receive_turn<1>(peers, turn, theirs, [&](int source, int s, const Pack(&found)[1]) {
-          const u64 at = vector_of(turn, s);
-          if (at < packs) compare(peers, litmus, source, at, found[0], checked);
-        });
-    if (!arrived) return;
   }
   add_acq_rel_gpu(litmus.found + kFoundChecked, checked);
 }

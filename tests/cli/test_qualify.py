@@ -11,11 +11,11 @@ import pytest
 from tests.cli.test_cli import invoke
 from tpkernels.cli import qualify as command
 from tpkernels.planning import trust
-from tpkernels.planning.trust import DISQUALIFIED, QUALIFIED, Failure, Outcome
+from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Failure, Outcome
 from tpkernels.qualification import run as stages
 from tpkernels.qualification.schedule import Stage, Topology
 
-PAIR = Topology(("NVIDIA H100",) * 2, 90, nvlink=True)
+PAIR = Topology(("NVIDIA H100",) * 2, 90)
 
 
 def test_a_rehearsal_on_cpu_tensors(tmp_path: Path) -> None:
@@ -37,6 +37,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     def outcome(stage: Stage, *_: object) -> Outcome:
         if stage.name == "ring/all_gather":
             raise KeyboardInterrupt
+        if stage.why_not:
+            return Outcome(NOT_RUN, why=stage.why_not)
         ran.append(stage.name)
         wrong = Failure("wrong", "all_reduce", 0, elements=4, wrong=2, first=((1, "0", "3"),))
         bad = stage.name == "direct/ll"
@@ -52,26 +54,39 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 def test_the_record_is_kept_and_goes_on(gpus: list[str]) -> None:
     first = invoke("qualify", "--only", "direct/")
-    assert first.exit_code == 1 and len(gpus) == 6 + 3  # with what they rely on
+    assert first.exit_code == 1 and len(gpus) == 5 + 2  # with what they rely on
     assert "direct/ll on 2 ranks: disqualified: 2 of 4 elements wrong" in first.output
     record, _ = trust.load("cuda")
     assert record is not None and "direct/ll" not in record.trust(2).ways
-    sums = {"ll_two_shot", "ll128", "two_shot", "one_shot"}
-    assert record.trust(2).of("direct") == {*sums, "routed"}
+    assert record.trust(2).of("direct") == {"ll_two_shot", "two_shot", "one_shot", "routed"}
     gpus.clear()
     invoke("qualify")
     assert "direct/ll" not in gpus and "pipelined/all_gather" in gpus
     gpus.clear()
-    invoke("qualify", "--anew", "--only", "direct/ll128")
-    assert gpus == ["lines", "direct/ll128"]
+    invoke("qualify", "--anew", "--only", "direct/two_shot")
+    assert gpus == ["messages", "direct/two_shot"]
     record, _ = trust.load("cuda")  # with all that was run before, also in the interrupted command
-    assert record is not None and {"direct/ll128", "fused/all_reduce"} < record.trust(2).ways
+    assert record is not None and {"direct/two_shot", "fused/all_reduce"} < record.trust(2).ways
 
 
 def test_the_plan_runs_nothing(gpus: list[str]) -> None:
     shown = invoke("qualify", "--plan")
     assert shown.exit_code == 0 and not gpus and "pipelined/all_gather" in shown.output
     assert "minutes" in shown.output
+
+
+def test_what_the_budget_leaves_out_is_named(gpus: list[str]) -> None:
+    ended = invoke("qualify", "--only", "pipelined/", "--budget", "5.5")
+    assert ended.exit_code == 0 and not gpus
+    assert "because the budget is 6 s: copies, pipelined/" in " ".join(ended.output.split())
+
+
+def test_what_cannot_be_rehearsed_is_not_disqualified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "unsupported", lambda device: None)  # as with the interpreter
+    ended = invoke("qualify", "--device", "cpu", "--only", "fused/copy_engines")
+    assert ended.exit_code == 0 and "copy_engines on 2 ranks: not run" in ended.output
 
 
 def test_a_rehearsal_on_cpus_disqualifies_nothing() -> None:

@@ -33,7 +33,7 @@ from tpkernels.cuda.layouts import all_reduce_layout, ll_words
 from tpkernels.symm.device import EPOCH, LAST_EPOCH, DeviceWorkspace
 
 COUNTS = (0, 1, 7, 64, 65, 1000, 9001)
-WAYS = ("two_shot", "ll", "ll_two_shot", "ll128")
+WAYS = ("two_shot", "ll", "ll_two_shot")
 WORDS = ll_words(1 << 12)
 
 
@@ -173,9 +173,7 @@ def test_pieces_and_blocks() -> None:
     require_none(wrong, space, large)
 
 
-def wrong_calls(
-    delay_us: int, how: str = TEARINGS[0], first: int = 0, **broken: bool
-) -> tuple[int, bool]:
+def wrong_calls(delay_us: int, first: int = 0, **broken: bool) -> tuple[int, bool]:
     """Calls of all kinds right after one another, each rank late at random places. Data look like
     words of the call after next, in all 4 bytes. Returns how many were wrong on all ranks, and
     whether this rank holds a word of an epoch that comes again. ``first``: the last epoch before
@@ -184,23 +182,22 @@ def wrong_calls(
     space.state[EPOCH] = first
     dist.barrier()
     space.set_chaos(seed=space.rank, max_delay_us=delay_us, **broken)
-    ways = ("ll128", "ll128", "ll_two_shot", "ll", "multimem", "two_shot", "shards", "multimem")
+    ways = ("ll", "ll_two_shot", "ll_two_shot", "ll", "multimem", "two_shot", "shards", "multimem")
     if broken:  # a two-shot's words also tell that its buffers have been read
         ways = ("shards",) * 8
-    with driver_that(tearing=TEARINGS.index(how)):
-        for call in range(40):
-            way = ways[call % 8]
-            if way == "shards":
-                shards = (gather, scatter)[call // 8 % 2]
-                way = "one_shot" if broken else ("one_shot", "ll", "multimem")[call // 16 % 3]
-                wrong += not shards(space, call + 1, 5 + call, F32, way)
-                continue
-            after_next = int(space.state[EPOCH]) + 3 if first == 0 else call
-            count = 200 + 37 * (call % 5)
-            x = torch.full((count,), after_next, dtype=torch.int32).view(F32)  # denormal
-            out = x if call % 3 == 0 else torch.empty_like(x)
-            cuda.all_reduce(space, call + 1, x, out, way=way)
-            wrong += not bool((out.view(torch.int32) == after_next * space.world).all())
+    for call in range(40):
+        way = ways[call % 8]
+        if way == "shards":
+            shards = (gather, scatter)[call // 8 % 2]
+            way = "one_shot" if broken else ("one_shot", "ll", "multimem")[call // 16 % 3]
+            wrong += not shards(space, call + 1, 5 + call, F32, way)
+            continue
+        after_next = int(space.state[EPOCH]) + 3 if first == 0 else call
+        count = 200 + 37 * (call % 5)
+        x = torch.full((count,), after_next, dtype=torch.int32).view(F32)  # denormal
+        out = x if call % 3 == 0 else torch.empty_like(x)
+        cuda.all_reduce(space, call + 1, x, out, way=way)
+        wrong += not bool((out.view(torch.int32) == after_next * space.world).all())
     return anywhere(wrong + (space.failure() is not None)), has_old_words(space)
 
 
@@ -231,15 +228,7 @@ def test_a_broken_protocol_is_seen(breakage: str) -> None:
     assert any(wrong_calls(1000, **{breakage: True})[0] for _ in range(10))
 
 
-@pytest.mark.parametrize("how", TEARINGS[3:])
-@on_ranks(3)
-def test_what_ll128_relies_on_is_needed(how: str) -> None:
-    """Negative controls: a flag that comes before the rest of its line, as where lines are not
-    whole; and data that stay where a later call looks for its words."""
-    assert any(wrong_calls(2000, how)[0] for _ in range(10))
-
-
-@pytest.mark.parametrize("how", TEARINGS[:3])
+@pytest.mark.parametrize("how", TEARINGS)
 @on_ranks(2)
 def test_no_torn_line_is_taken_for_data(how: str) -> None:
     """Lines whose two words come one after the other, while other ranks run. Negative controls: one
@@ -277,10 +266,8 @@ def test_what_auto_takes() -> None:
         ValueError, match="way is 'ring'; it must be auto, one_shot, ll or multimem"
     ):
         cuda.prepare_all_gather(shard, whole, (64, 65), "ring")
-    # 512 KiB over 8 ranks: by LL128 8/7 of the data in place of twice; 586 lines, 32 in a block
-    for way, words in (("ll128", 16 + 2 * 586 * 16), ("ll_two_shot", 2 + 2 * 4096 * 4)):
-        assert all_reduce_layout(way, 1 << 18, 8, 2, 2).words == words
-    assert all_reduce_layout("ll128", 1 << 18, 8, 2, 2).blocks == 19
+    # 512 KiB over 8 ranks: twice the data, in two hops
+    assert all_reduce_layout("ll_two_shot", 1 << 18, 8, 2, 2).words == 2 + 2 * 4096 * 4
 
 
 @on_ranks(4)
@@ -291,7 +278,7 @@ def test_what_a_call_does_in_turn() -> None:
     x, whole = torch.ones(128), torch.empty(128 * space.world)
     sizes, column = (128,) * space.world, x.view(-1, 1)
     with driver_that(threads=8):
-        for way in (*WAYS[:3], "multimem"):
+        for way in (*WAYS, "multimem"):
             cuda.all_reduce(space, 1, x, x, way=way)
             found[f"all_reduce {way}"] = counts()
         for way in ("one_shot", "ll", "multimem"):

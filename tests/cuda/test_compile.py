@@ -25,8 +25,8 @@ FENCED = ("two_shot_all_reduce", "two_shot_all_reduce_rms_norm", *SWITCHED[:2])
 SHARDS = ("one_shot_all_gather", "one_shot_reduce_scatter", "litmus_messages", *SWITCHED[2:])
 SHARDS += ("litmus_bulk", "routed_dispatch", "routed_combine")
 LL_ROWS = ("ll_all_reduce_rms_norm", "ll_two_shot_all_reduce_rms_norm")
-LL = ("ll_all_reduce", "ll_two_shot_all_reduce", "ll128_all_reduce", *LL_ROWS)
-LL += ("ll_all_gather", "ll_reduce_scatter", "litmus_words", "litmus_lines")
+LL = ("ll_all_reduce", "ll_two_shot_all_reduce", *LL_ROWS)
+LL += ("ll_all_gather", "ll_reduce_scatter", "litmus_words")
 ROWS = ("two_shot_all_reduce_rms_norm", SWITCHED[0], *LL_ROWS, "rms_norm_of_rows")
 LOCAL = ("sum_of_partials", "rms_norm_of_rows")  # of one rank alone
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
@@ -176,17 +176,6 @@ def test_a_call_by_ll_has_no_fence() -> None:
         assert adds == 1 or kernel.startswith("litmus"), kernel
         rows = 3 if kernel in ROWS else 0  # one of the block for each of the dtypes
         assert len(re.findall(ends, ptx)) == 2 + rows, kernel  # two at the end
-
-
-def test_the_threads_of_a_line_access_it_together() -> None:
-    """They meet right before each store and load of a line, and take their votes together."""
-    lines = ptx_of_kernels()["ll128_all_reduce"].splitlines()
-    access = r"(?:ld|st)\.relaxed\.sys\.global\.v2\.u64"
-    accesses = [at for at, line in enumerate(lines) if re.search(access, line)]
-    for at in accesses:
-        nearest = neighbours(lines, at, rf"bar\.warp|{access}|bra|^\$", -1)
-        assert "bar.warp.sync" in nearest, "\n".join(lines[at - 10 : at + 1])
-    assert accesses and any("vote.sync.all" in line for line in lines)
 
 
 def test_a_clusters_blocks_store_before_their_barrier_and_read_after_it() -> None:

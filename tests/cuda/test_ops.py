@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.conftest import require_interpreter
 from tests.ops import test_moe
 from tests.support import emulated, faults
 from tests.support.cases import Case, each, one_of_each, uneven_splits
@@ -675,6 +676,8 @@ def killed_job(driver: str, op: str, way: str) -> Ending | None:
 def test_a_killed_rank_ends_the_wait(cuda_driver: str, op: str, way: str) -> None:
     fused = way == "fused"
     env = {"TRITON_INTERPRET": "1"} if fused else {}
+    if fused:
+        require_interpreter()
     with faults.watched_ranks(2 + fused, **env) as ranks:
         outcomes = faults.collect(ranks, killed_job, cuda_driver, op, way)
         assert outcomes[1].exitcode == -signal.SIGKILL

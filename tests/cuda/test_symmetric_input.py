@@ -3,11 +3,13 @@ csrc/cuda run by the processor, shared memory for torch's symmetric memory."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +18,18 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cuda_rehearsal import copy_engines, pretending, space_of
+from tests.support.cuda_rehearsal import (
+    OFFSET,
+    SharedMemory,
+    copy_engines,
+    pretending,
+    space_of,
+)
 from tests.support.emulated import anywhere, interpreted, on_ranks
 from tests.support.nccl_rehearsal import over_nccl
 from tests.support.tiers import sweep, thorough
 from tpkernels import _C, cuda, groups
-from tpkernels.symm import streams
+from tpkernels.symm import gpu_memory, streams
 
 ROWS, K, N = 6, 8, 5
 
@@ -76,6 +84,50 @@ def test_peers_read_it_in_place(skip_waits: bool) -> None:
 @interpreted(2)
 def test_peers_read_it_in_place_for_fused() -> None:
     check_in_place("fused")
+
+
+class Apart(SharedMemory):
+    """Each rank has its memory at an offset of its own."""
+
+    @staticmethod
+    def offset_of(rank: int) -> int:
+        return (rank + 1) * OFFSET
+
+
+@pytest.mark.parametrize("memory", [Apart, SharedMemory])
+@on_ranks(3)
+def test_offsets_in_allocations_may_differ_between_ranks(memory: type[SharedMemory]) -> None:
+    """The workspace's and an input's. Multicast addresses have the same offset on all ranks."""
+    with pretending(memory) as patch:
+        copy_engines(patch)
+        group = faults.new_group(timeout=5.0)
+        x, call = symmetric(group, ROWS, K), gather_of(group)
+        for turn in range(3):
+            x.fill_(group.rank() + turn)
+            assert torch.equal(call(x), wanted(group, turn))
+        segment = space_of(group).segments.find(x)
+        assert segment is not None and (segment.multicast == 0) == (memory is Apart)
+
+
+def test_it_is_not_taken_from_torchs_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From which ranks may get memory that other ranks have mapped before. This is torch itself,
+    which cannot allocate without a GPU."""
+    taken = list[object]()
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(gpu_memory.symmetric, "get_mem_pool", taken.append)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", contextlib.nullcontext)
+    monkeypatch.setattr(gpu_memory.symmetric, "rendezvous", fail)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(gpu_memory.Gpu, "of", lambda _: gpu_memory.Gpu("H100"))
+    two = SimpleNamespace(
+        world=2, group="g", process_group="g", exchange=lambda _, mine: [mine] * 2
+    )
+    with pytest.raises(NotImplementedError, match=r"cannot allocate 8 bytes|far enough"):
+        gpu_memory.make_symmetric(two, 8, torch.device("cuda", 0))  # type: ignore[arg-type]
+    assert not taken
 
 
 SWITCHED = ("all_reduce", "all_reduce_", "reduce_scatter", "all_reduce_rms_norm")

@@ -23,8 +23,7 @@ from tests.support.faults import AT_ONCE, CASES, CASES_APART, PROMPT, Ending
 from tests.support.ranked import on_hosts, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
-from tpkernels.algorithms import unfused
-from tpkernels.algorithms.hierarchical import cpu as hierarchical
+from tpkernels.algorithms import hierarchical, unfused
 from tpkernels.planning import store
 from tpkernels.transport import point_to_point as links
 from tpkernels.transport import waits as waiting

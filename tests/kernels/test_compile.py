@@ -8,7 +8,7 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from tests.support.kernel_builds import (
     WITHOUT_PRODUCT,
     Build,
     build,
+    lower,
 )
 from tests.support.tiers import sweep, thorough
 from tpkernels.kernels import all_gather_matmul, configs
@@ -56,6 +57,10 @@ ENTRIES = [
 ]
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that a block may have
 REGISTERS = 1 << 16  # of a multiprocessor
+OLD_TRITON = configs._TRITON < (3, 7)
+needs_specialization = pytest.mark.skipif(
+    OLD_TRITON, reason="the tile loop has specialized warps from Triton 3.7 on"
+)
 SMALLER = {86: 99 << 10, 89: 99 << 10, 120: 99 << 10}  # which take the blocks of 80
 TENSOR_CORES = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 ACQUIRE = r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire"
@@ -94,8 +99,44 @@ def test_kernel_compiles(name: str, arch: int, dtype: Any, config: MatmulConfig)
     assert (found.count(ACQUIRE) > 0) == (name in WAITING)
     assert (found.count(RELEASE) > 0) == (name in COMMUNICATING)
     assert (found.count(PROXY_FENCE) > 0) == (name in GATHERS and config.tma)
-    if arch != 100:
+    if arch != 100 or OLD_TRITON:
         assert not found.specialized and found.threads == 32 * config.num_warps
+
+
+# An option of a launch, its other value, and the arguments of kernels that have the option.
+OPTIONS: list[tuple[str, Any, set[str]]] = [
+    ("bias", None, {"bias"}),
+    ("residual", None, {"residual"}),
+    ("even", False, {"segments", "tokens"}),
+    ("before", kernel_builds.do_nothing, {"before"}),
+    ("b_major", "n", {"b"}),
+    ("WIRE", tl.float32, {"WIRE"}),
+    ("delays", True, {"seed"}),
+    ("divisible", False, {"N", "count", "most"}),
+]
+
+
+def options() -> Iterator[Any]:
+    """For each kernel all options at once, and in the thorough tier each option alone."""
+    for name, (kernel, _) in KERNELS.items():
+        found = {option: value for option, value, args in OPTIONS if args & {*kernel.arg_names}}
+        if name == "shard":
+            found["gathered"] = None
+        yield pytest.param(name, found, id=f"{name}-all")
+        for option, value in found.items():
+            marks = pytest.mark.thorough
+            yield pytest.param(name, {option: value}, id=f"{name}-{option}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "changed"), list(options()))
+@pytest.mark.parametrize("arch", sweep([90, 80, 100]))
+@pytest.mark.parametrize("run", [lower, pytest.param(build, marks=pytest.mark.slow)])
+def test_every_option_of_a_launch_compiles(
+    run: Callable[..., Any], arch: int, name: str, changed: dict[str, Any]
+) -> None:
+    """Versions of Triton differ in what they refuse, most of it before code is generated."""
+    config = TABLE[arch, 2, False]
+    assert run(name, tl.bfloat16, arch, config, **changed)
 
 
 def smaller() -> Iterator[Any]:
@@ -142,7 +183,7 @@ def test_what_tuning_tries_compiles(name: str, arch: int, few: bool) -> None:
         assert found.stack == 0 and found.count(TENSOR_CORES[arch]) > 0, candidate
         assert found.shared <= SHARED_BYTES[arch], candidate
         assert 512 * found.scratch <= SCRATCH_BYTES, candidate
-        parts = arch == 100 and name in SPECIALIZED and config.num_warps == 8
+        parts = arch == 100 and name in SPECIALIZED and config.num_warps == 8 and not OLD_TRITON
         assert found.specialized == parts, candidate
 
 
@@ -372,6 +413,7 @@ SPECIALIZED = ["matmul_reduce_scatter", "matmul", "two_shot", "one_shot", "matmu
 SIDE_EFFECTS = r"inline_asm|atomic_|tt\.store|gpu\.barrier"
 
 
+@needs_specialization
 @pytest.mark.parametrize("name", sweep(SPECIALIZED, count=2))
 @pytest.mark.parametrize("wire", [tl.bfloat16, thorough(tl.float32)])
 def test_registers_are_divided_and_suffice(name: str, wire: tl.dtype) -> None:
@@ -387,6 +429,7 @@ def test_registers_are_divided_and_suffice(name: str, wire: tl.dtype) -> None:
     assert re.search(r"tmem_alloc.*memdesc<2x128x256xf32", found.ttgir)
 
 
+@needs_specialization
 @pytest.mark.parametrize("name", sweep(SPECIALIZED, count=2))
 @pytest.mark.parametrize("delays", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_hooks_run_in_the_warps_that_store(name: str, delays: bool) -> None:
@@ -402,7 +445,9 @@ def test_hooks_run_in_the_warps_that_store(name: str, delays: bool) -> None:
 
 
 def test_where_the_tile_loop_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where tiles wait for their rows, where threads load operands, or for four warps."""
+    """Not where tiles wait for their rows, where threads load operands, for four warps, or before
+    Triton 3.7."""
+    monkeypatch.setattr(configs, "_TRITON", (3, 7))
     x, w = (torch.empty(256, 64, dtype=torch.bfloat16) for _ in range(2))
     odd = torch.empty(256, 65, dtype=torch.bfloat16)
 

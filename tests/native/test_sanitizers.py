@@ -213,13 +213,6 @@ def test_a_race_of_the_cuda_kernels_is_reported(
     assert ended.returncode != 0 and RACE in ended.stdout, ended.stdout
 
 
-@pytest.mark.thorough
-def test_torn_lines_would_be_seen(run_cuda: Run) -> None:
-    """Eight threads have a line; its flag comes before the rest."""
-    ended = run_cuda("thread", "--torn-lines")
-    assert ended.returncode != 0 and "24 calls, 0 wrong" not in ended.stdout, ended.stdout
-
-
 # csrc/nccl: threads on one communicator.
 
 # ThreadSanitizer of GCC 12 does not know the function that std::timed_mutex calls; without it,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.planning.test_table import measured, plan, spec
-from tests.support import faults
+from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import apart, fresh_group
 from tpkernels import groups
@@ -310,3 +310,35 @@ def table_apart() -> str:
 
 def test_without_shared_memory_a_warning_comes_after_the_call(ranks: RanksFixture) -> None:
     assert ranks(2).run(table_apart) == ["RuntimeWarning", ""]
+
+
+def test_times_on_gpus_are_those_of_their_links_and_libraries(
+    cxx_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of nothing on the host: `tpkernels tune` has other threads than torchrun."""
+    nvml = str(emulated.build(cxx_cache, "nvml.cpp", "-fPIC", "-shared"))
+    monkeypatch.setattr("tpkernels.nvml.LIBRARY", nvml)
+    monkeypatch.setattr("tpkernels.nvml.uuid_of", lambda number: f"GPU-{number}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+
+    def found() -> Machine:
+        machine._gpus.cache_clear()
+        return this_machine("cuda", 4, 1, True)
+
+    first = found()
+    assert first.gpus == "0 pairs of 4 without NVLink; driver 580.65.06, NCCL 2.27.3"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(99))
+    assert found().file_name == first.file_name
+    others = set()
+    for name, value in (("EMULATED_DRIVER", "590.1"), ("EMULATED_UNLINKED", "1-3")):
+        monkeypatch.setenv(name, value)
+        others.add(found().file_name)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 1))
+    others.add(found().file_name)
+    monkeypatch.setattr("tpkernels.nvml.LIBRARY", "libmissing.so")
+    assert found().gpus == "4, links unknown: OSError; driver unknown, NCCL 2.28.1"
+    assert len(others | {first.file_name, found().file_name}) == 5
+    machine._gpus.cache_clear()

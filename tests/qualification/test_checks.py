@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpkernels.qualification.checks import Call, _Operands
+from tpkernels.qualification.checks import Call, Operands
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
@@ -13,7 +13,7 @@ from tpkernels.qualification.checks import Call, _Operands
 def test_every_sum_of_integers_fits_the_dtype(op: str, dtype: torch.dtype) -> None:
     """Else a right result, which is rounded, would differ from the exact one."""
     call = Call(op, (192, 160, 8192), dtype, exact=True, delayed=False, seed=1)
-    operands = _Operands(call, 1, 8, torch.device("cpu"))
+    operands = Operands(call, 1, 8, torch.device("cpu"))
     (wanted,) = operands.wanted
     assert torch.equal(wanted.to(dtype).double(), wanted)
     assert wanted.std() > 8 and (wanted == 0).double().mean() < 0.1  # and yet they say much
@@ -23,7 +23,7 @@ def test_every_sum_of_integers_fits_the_dtype(op: str, dtype: torch.dtype) -> No
 def test_operands_of_a_rank_add_up() -> None:
     """What each rank puts in gives, together, what each expects."""
     call = Call("matmul_reduce_scatter", (13, 16, 24), torch.float32, True, False, seed=2)
-    every = [_Operands(call, rank, 4, torch.device("cpu")) for rank in range(4)]
+    every = [Operands(call, rank, 4, torch.device("cpu")) for rank in range(4)]
     total = sum(x.double() @ w.double() for x, w in (one.factors for one in every))
     residual = torch.cat([one.options["residual"] for one in every])
     assert torch.equal(torch.cat([one.wanted[0] for one in every]), total + residual)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -19,13 +20,15 @@ from tests.support.cuda_rehearsal import SharedMemory
 from tests.support.nccl_rehearsal import over_nccl
 from tests.support.tiers import sweep, thorough
 from tpkernels.backends import TABLES
+from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
-from tpkernels.qualification import checks, faults, litmus
+from tpkernels.qualification import checks, faults, litmus, virtual
 from tpkernels.qualification.run import run
-from tpkernels.qualification.schedule import Topology, schedule
-from tpkernels.symm import cuda, gpu_memory
+from tpkernels.qualification.schedule import VIRTUAL, Stage, Topology, schedule
+from tpkernels.symm import gpu_memory
 
-TWO = Topology(("a GPU",) * 2, 90, nvlink=True, multicast=True)
+TWO = Topology(("a GPU",) * 2, 90, multicast=True)
+ONE = Topology(("a GPU",), 90)
 RELIES_ON = {stage.name: stage.relies_on for stage in schedule(TWO)}
 
 
@@ -33,27 +36,30 @@ RELIES_ON = {stage.name: stage.relies_on for stage in schedule(TWO)}
 def rehearsal(
     driver: str, kernel: str = "", kind: str = "", patch: Callable[[], Any] | None = None
 ) -> Iterator[None]:
-    """On a rank: the way of CUDA tensors, where lines arrive whole; rank 1 has a fault of ``kind``
-    in ``kernel``, or is patched."""
+    """On a rank: the way of CUDA tensors; rank 1 has a fault of ``kind`` in ``kernel``, or is
+    patched. If ranks are virtual, all are."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(over_nccl(driver, None))
-        stack.enter_context(mock.patch.object(cuda, "why_lines_may_tear", lambda *_: None))
         if kernel:  # nobody waits long for what does not come
-            for module in (checks, litmus):
-                stack.enter_context(mock.patch.object(module, "TIMEOUT_S", 4.0))
+            for module, name in (
+                (checks, "TIMEOUT_S"),
+                (litmus, "TIMEOUT_S"),
+                (virtual, "_CPU_TIMEOUT_S"),
+            ):
+                stack.enter_context(mock.patch.object(module, name, 4.0))
         stack.enter_context(mock.patch.object(faults, "_TIMEOUT_S", 1.5))
-        if dist.get_rank() == 1:
+        if dist.get_rank() == dist.get_world_size() - 1:
             emulated.library().emulated_plant(kernel.encode(), kind.encode())
             if patch is not None:
                 stack.enter_context(patch())
         yield
 
 
-def qualified(around: Any, *names: str) -> dict[str, Outcome]:
+def qualified(around: Any, *names: str, on: Topology = TWO) -> dict[str, Outcome]:
     """The outcomes of the stages with these names, or of all."""
-    stages = [stage for stage in schedule(TWO) if not names or stage.name in names]
+    stages = [stage for stage in schedule(on) if not names or stage.name in names]
     record: Record = run(stages, "cpu", around=around)
-    return {**record.litmus["2"], **record.ways["2"]}
+    return {**record.litmus.get("2", {}), **record.ways.get("2", {})}
 
 
 @pytest.mark.parametrize("kind", ["direct", thorough("fused"), thorough("others")])
@@ -71,7 +77,6 @@ def test_a_clean_pass(cuda_driver: str, kind: str) -> None:
 # The kernel with the fault, what it disqualifies, what stays, and what the record says of it.
 SHARDS, SUMS = "one_shot_all_gather", "two_shot_all_reduce"
 FAULTS = {
-    "torn line": ("ll128_all_reduce", "direct/ll128", "direct/ll_two_shot", "wrong"),
     "torn word": ("ll_all_reduce", "direct/ll", "direct/ll_two_shot", "wrong"),
     "missing fence": (SHARDS, "direct/one_shot", "direct/ll", "wrong"),
     "stale parity": (SUMS, "direct/two_shot", "direct/ll", "wrong"),
@@ -103,7 +108,6 @@ def test_a_fault_disqualifies_its_way(cuda_driver: str, fault: str) -> None:
 
 
 LITMUS_FAULTS = {
-    "lines": ("litmus_lines", "torn line", "direct/ll128"),
     "words": ("litmus_words", "torn word", "direct/ll"),
     "messages": ("litmus_messages", "missing fence", "direct/one_shot"),
     "copies": ("call_publish", "lost wake-up", "pipelined/all_gather"),
@@ -189,3 +193,129 @@ def test_faults_of_a_rank(cuda_driver: str, algorithm: str) -> None:
     record = run(stages, "cpu", around=functools.partial(rehearsal, cuda_driver))
     assert len(record.litmus["2"]) == 3
     assert {one.status for one in record.litmus["2"].values()} == {QUALIFIED}, record.litmus
+
+
+# Virtual ranks: forks of one process here, streams of one process on a GPU.
+
+MORE_WAYS = ["direct/two_shot", "direct/ll", "direct/ll_two_shot", "direct/one_shot"]
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["direct/routed", "pipelined/all_gather"],
+        thorough([*MORE_WAYS, "pipelined/reduce_scatter", "pipelined/all_reduce"]),
+        pytest.param(["fused/all_gather", "fused/reduce_scatter"], marks=pytest.mark.slow),
+        pytest.param(["fused/all_reduce", "fused/copy_engines"], marks=pytest.mark.slow),
+    ],
+    ids=["default", "more", "fused", "more fused"],
+)
+def test_virtual_ranks_pass(cuda_driver: str, ways: list[str]) -> None:
+    around = functools.partial(rehearsal, cuda_driver)
+    outcomes = qualified(around, *(VIRTUAL + way for way in ways), on=ONE)
+    assert len(outcomes) == len(ways)
+    assert {outcome.status for outcome in outcomes.values()} == {QUALIFIED}, outcomes
+    assert all(outcome.checks >= 8 for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("fault", sweep(["off-by-one rows", "crash"], 1, 1))
+def test_a_way_that_fails_on_virtual_ranks_is_not_run_in_processes(
+    cuda_driver: str, fault: str
+) -> None:
+    way = "direct/ll_two_shot" if fault == "crash" else "direct/two_shot"
+    kernel = f"{way.removeprefix('direct/')}_all_reduce"
+    around = functools.partial(rehearsal, cuda_driver, kernel, fault)
+    outcomes = qualified(around, VIRTUAL + way, way, VIRTUAL + "direct/one_shot", on=ONE)
+    failure = outcomes[VIRTUAL + way].failure
+    assert failure is not None and failure.kind == ("crash" if fault == "crash" else "wrong"), (
+        failure
+    )
+    assert outcomes[way].status == NOT_RUN and VIRTUAL + way in outcomes[way].why
+    assert outcomes[VIRTUAL + "direct/one_shot"].status == QUALIFIED
+
+
+@emulated.on_ranks(1)
+def test_a_virtual_rank_that_makes_no_call_is_named() -> None:
+    with mock.patch.object(virtual, "_CPU_TIMEOUT_S", 0.5):
+        ranks = virtual.VirtualRanks(2, torch.device("cpu"), 1 << 12)
+    call = next(checks.calls_of("direct/one_shot", "cpu", 1))
+    operands = [checks.Operands(call, rank, 2, ranks.device) for rank in range(2)]
+    call_of_0 = ranks.bind(operands[0], "direct")
+    assert ranks.failed_wait() is None
+    ranks.run([call_of_0, list], lambda rank, results: None)
+    failed = ranks.failed_wait()
+    assert failed is not None and failed[0] == 0
+    assert isinstance(failed[1], CollectiveTimeoutError) and failed[1].peer == 1, failed
+
+
+def check_loading(way: str) -> None:
+    """Each launch of `load` ends by itself, and leaves nothing for the calls after it. In float32:
+    the interpreter cannot fill bfloat16 with NaN."""
+    ranks, (algorithm, _, _) = virtual._ranks_for(way, torch.device("cpu"), 2), way.partition("/")
+    call = next(one for one in checks.calls_of(way, "cpu", 1) if one.dtype == torch.float32)
+    operands = [checks.Operands(call, rank, 2, ranks.device) for rank in range(2)]
+    launches, begin = [ranks.bind(one, algorithm) for one in operands], time.monotonic()
+    with mock.patch.object(torch.cuda, "synchronize"):
+        ranks._forked = False
+        ranks.load(launches)
+    ranks._forked = True
+    assert time.monotonic() - begin < virtual._CPU_TIMEOUT_S / 2
+    assert not any(space.state.any() or space.control.any() for space in ranks.spaces)
+    assert not any(region.any() for region in ranks._regions)
+    check = functools.partial(virtual._compare, operands, [[], []])
+    assert ranks.run(launches, check) is None and ranks.failed_wait() is None
+
+
+@emulated.on_ranks(1)
+def test_kernels_are_loaded_one_rank_after_the_other() -> None:
+    for way in ("direct/two_shot", "direct/ll", "pipelined/all_gather"):
+        check_loading(way)
+
+
+@pytest.mark.thorough
+@emulated.interpreted(1)
+def test_interpreted_kernels_are_loaded_one_rank_after_the_other() -> None:
+    check_loading("fused/all_reduce")
+
+
+def waits_that_cannot_be_skipped() -> Any:
+    set_chaos = virtual.VirtualRanks.set_chaos
+
+    def whole(ranks: virtual.VirtualRanks, max_delay_us: int, **broken: bool) -> None:
+        set_chaos(ranks, max_delay_us)
+
+    return mock.patch.multiple(virtual.VirtualRanks, set_chaos=whole)
+
+
+def test_virtual_ranks_must_see_waits_that_are_skipped(cuda_driver: str) -> None:
+    around = functools.partial(rehearsal, cuda_driver, patch=waits_that_cannot_be_skipped)
+    name = VIRTUAL + "direct/one_shot"
+    failure = qualified(around, name, on=ONE)[name].failure
+    assert failure is not None and "these checks would miss a lost wait" in failure.text
+
+
+def test_what_cannot_run_here_is_not_run() -> None:
+    """Here without an emulated driver: nothing is disqualified for it."""
+    name = VIRTUAL + "direct/one_shot"
+    outcome = qualified(None, name, on=ONE)[name]
+    assert outcome.status == NOT_RUN and "driver" in outcome.why, outcome
+
+
+def test_stages_go_by_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned with 6 s each; the first takes 9 s, the others 2 s."""
+    clock = [100.0]
+
+    def outcome(stage: Stage, *_: object) -> Outcome:
+        if stage.why_not:
+            return Outcome(NOT_RUN, why=stage.why_not)
+        clock[0] += 9.0 if stage.name == "direct/a" else 2.0
+        return Outcome(QUALIFIED)
+
+    monkeypatch.setattr("tpkernels.qualification.run._outcome", outcome)
+    monkeypatch.setattr("tpkernels.qualification.run.time.monotonic", lambda: clock[0])
+    stages = [Stage(f"direct/{name}", 2, seconds=6.0) for name in "abcde"]
+    stages[3] = stages[3].within(0.0)  # as planned
+    record = run(stages, "cpu", budget=20.0)
+    ran = [name for name, one in record.ways["2"].items() if one.status == QUALIFIED]
+    assert ran == ["direct/a", "direct/b", "direct/c", "direct/d"]
+    assert record.ways["2"]["direct/e"].why == "over the budget: 5 s were left, it takes 6 s"

@@ -43,19 +43,37 @@ TRUSTED = Trust(
 
 
 class SharedMemory:
-    """The part of torch's symmetric memory that is used."""
+    """The part of torch's symmetric memory that is used. `offset_of` a rank's memory in its
+    allocation may differ between ranks."""
 
     empty = staticmethod(torch.empty)
 
+    def __init_subclass__(cls) -> None:
+        cls._SymmetricMemory = cls
+
+    @classmethod
+    def empty_strided_p2p(cls, size: Any, stride: Any, dtype: Any, device: Any) -> torch.Tensor:
+        return cls.empty(*size, dtype=dtype, device=device)
+
     @staticmethod
-    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
+    def offset_of(rank: int) -> int:
+        return OFFSET
+
+    @classmethod
+    def rendezvous(cls, memory: torch.Tensor, name: str) -> Handle:
         workspace = groups.get(name).workspace
         assert workspace is not None
-        arena = workspace._further_arena("a rehearsal", OFFSET + memory.numel())
-        own = workspace.participant.rank
-        memory.set_(torch.frombuffer(arena.region(own, OFFSET, memory.numel()), dtype=memory.dtype))
-        addresses = [arena.region(rank).address for rank in range(workspace.participant.world)]
-        return Handle(addresses, OFFSET, emulated.multicast(addresses), arena)
+        world, own = workspace.participant.world, workspace.participant.rank
+        offset, room = cls.offset_of(own), max(map(cls.offset_of, range(world)))
+        arena = workspace._further_arena("a rehearsal", room + memory.numel())
+        memory.set_(torch.frombuffer(arena.region(own, offset, memory.numel()), dtype=memory.dtype))
+        addresses = [arena.region(rank).address for rank in range(world)]
+        return Handle(addresses, offset, emulated.multicast(addresses), arena)
+
+    _SymmetricMemory: type
+
+
+SharedMemory._SymmetricMemory = SharedMemory
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ SONAME = "libcuda.so.1"
 WORDS, BUFFER_BYTES = 160, 1 << 15
 F32, F16, BF16 = DTYPES = torch.float32, torch.float16, torch.bfloat16
 # How stores of several words are seen (tests/native/emulated/grid.h): as PTX allows, then wrongly.
-TEARINGS = ("between words", "one flag per line", "torn words", "torn lines", "lines that stay")
+TEARINGS = ("between words", "one flag per line", "torn words")
 
 
 def build(folder: Path, source: str, *flags: str) -> Path:

@@ -9,7 +9,9 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 
 from tests.support.cuda_builds import dump, usage
 from tpkernels.kernels import (
@@ -112,10 +114,35 @@ class Build:
 
 
 @functools.cache
-def build(
+def build(name: str, dtype: Any, arch: int, config: MatmulConfig, **options: Any) -> Build:
+    """Compiles one kernel, once in a process. The options are those of `_source`."""
+    source, launch = _source(name, dtype, config, **options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    threads = int(re.findall(r"\.reqntid (\d+)", ptx)[0])
+    scratch = compiled.metadata.global_scratch_size
+    (used_by,) = (kernel for kernels in usage(cubin).values() for kernel in kernels.values())
+    used_memory = used_by.registers, used_by.stack, used_by.local, compiled.metadata.shared
+    return Build(ptx, cubin, *used_memory, threads, scratch, compiled.asm["ttgir"])
+
+
+def lower(name: str, dtype: Any, arch: int, config: MatmulConfig, **options: Any) -> Any:
+    """Runs Triton's front end, in a fifth of the time of `build`, and returns the module in Triton
+    IR. The options are those of `_source`."""
+    source, launch = _source(name, dtype, config, **options)
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    parsed = backend.parse_options(launch)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(parsed)
+    return source.make_ir(target, parsed, functions, backend.get_module_map(), context)
+
+
+def _source(
     name: str,
     dtype: Any,
-    arch: int,
     config: MatmulConfig,
     *,
     b_major: str = "k",
@@ -123,9 +150,10 @@ def build(
     divisible: bool = True,
     even: bool = True,
     **changed: Any,
-) -> Build:
-    """Compiles one kernel, once in a process. Addresses are multiples of 16, and so are sizes if
-    ``divisible``. ``even``: all segments have as many rows."""
+) -> tuple[Any, dict[str, int]]:
+    """Returns a kernel as Triton compiles it, and its launch options. Addresses are multiples of
+    16, and so are sizes if ``divisible``. ``even``: all segments have as many rows. ``changed``:
+    arguments that are known at compile time, None for tensors that are not given."""
     kernel, own = KERNELS[name]
     wire = changed.get("WIRE", dtype)
     bits = dtype.primitive_bitwidth, wire.primitive_bitwidth
@@ -192,14 +220,7 @@ def build(
 
     signature = {arg: type_of(arg, at) for at, arg in enumerate(kernel.arg_names)}
     source = triton.compiler.ASTSource(kernel, signature, used, attributes)
-    target = GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source, target=target, options=config.launch(specialized))
-    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-    threads = int(re.findall(r"\.reqntid (\d+)", ptx)[0])
-    scratch = compiled.metadata.global_scratch_size
-    (used_by,) = (kernel for kernels in usage(cubin).values() for kernel in kernels.values())
-    used_memory = used_by.registers, used_by.stack, used_by.local, compiled.metadata.shared
-    return Build(ptx, cubin, *used_memory, threads, scratch, compiled.asm["ttgir"])
+    return source, config.launch(specialized)
 
 
 def _descriptors(config: MatmulConfig, dtype: str, b_major: str) -> dict[str, str]:

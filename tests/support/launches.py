@@ -24,12 +24,11 @@ _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_
 @dataclass
 class Queue:
     """What was queued: names in order, bytes that kernels read and write, and bytes that a rank
-    receives from its peers and of these from other hosts."""
+    receives from its peers."""
 
     launches: list[str] = field(default_factory=list)
     touched: int = 0
     received: float = 0.0
-    crossed: int = 0
 
     def kernel(self, name: str, tensors: Sequence[torch.Tensor | None]) -> None:
         self.launches.append(name)

@@ -86,15 +86,8 @@ def explain(
         grid.add_row(label, times, escape(reason or ""))
     notes = []
     if device == "cuda" and op in ("all_reduce", "matmul_all_reduce"):
-        # Where NVLink connects all GPUs, and where not.
-        lines, words = (
-            all_reduce_way(problem.nbytes, world, frozenset(SUMS) - without)
-            for without in (set[str](), {"ll128"})
-        )
-        where = f" where NVLink connects all GPUs, else by {words}" if words != lines else ""
-        notes.append(
-            f"direct sums by {lines}{where}, for these bytes and ranks by the model of hops"
-        )
+        way = all_reduce_way(problem.nbytes, world, frozenset(SUMS))
+        notes.append(f"direct sums by {way}, for these bytes and ranks by the model of hops")
     notes.append(f"auto chooses [bold]{chosen.algorithm}[/]: {escape(chosen.reason)}")
     if is_eligible(problem, shared_memory, known):
         tries = ", ".join(name for name in candidates(problem, means) if name in ELIGIBLE)

@@ -15,7 +15,14 @@ from tpkernels.launch import session as sessions
 from tpkernels.planning import trust
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
 from tpkernels.qualification.run import run, topology_here
-from tpkernels.qualification.schedule import LITMUS, Stage, Topology, schedule
+from tpkernels.qualification.schedule import (
+    LITMUS,
+    OVER_BUDGET,
+    Stage,
+    Topology,
+    budget_of,
+    schedule,
+)
 from tpkernels.terminal import (
     UsageError,
     at_least,
@@ -26,6 +33,7 @@ from tpkernels.terminal import (
     writing,
 )
 
+_LEFT_OUT = "Left out, because the budget is {:.0f} s: {}. Give them time with --budget"
 _STYLES = {QUALIFIED: "green", DISQUALIFIED: "bold red", NOT_RUN: "dim"}
 
 
@@ -34,7 +42,7 @@ def qualify(
     device: options.Device = None,
     budget: Annotated[
         float | None,
-        Option(help="Seconds for all stages. Default: 30 minutes with one GPU, else 60."),
+        Option(help="Seconds for all stages. Default: 240 with one GPU, else 3600."),
     ] = None,
     thorough: Annotated[
         bool, Option("--thorough", help="Four times as many calls, and faults.")
@@ -83,13 +91,20 @@ def qualify(
 
     path = trust.path_of(trust.head(device)) if device == "cuda" else None
 
+    left_out = []
+
     def report(stage: Stage, outcome: Outcome, record: Record) -> None:
         _report(stage, outcome)
+        if OVER_BUDGET in outcome.reason:
+            left_out.append(stage.name)
         if path is not None:  # at once: what ends the command costs one stage only
             with writing(path):
                 trust.save(device, record)
 
-    record = run(stages, device, repeats=4 if thorough else 1, known=known, report=report)
+    repeats, seconds = 4 if thorough else 1, budget_of(topology, budget)
+    record = run(stages, device, repeats=repeats, budget=seconds, known=known, report=report)
+    if left_out:
+        console().print(_LEFT_OUT.format(seconds, ", ".join(left_out)), markup=False)
     kept = "A rehearsal on CPU tensors: it qualifies nothing" if path is None else f"Kept in {path}"
     console().print(kept, markup=False)
     if out is not None:
@@ -107,7 +122,8 @@ def _disqualified(record: Record) -> bool:
 def _report(stage: Stage, outcome: Outcome) -> None:
     """Print a line as the stage ends."""
     style = _STYLES[outcome.status]
-    line = f"{stage.name} on {stage.world} ranks: [{style}]{outcome.status}[/]"
+    where = stage.name if stage.is_virtual else f"{stage.name} on {stage.world} ranks"
+    line = f"{where}: [{style}]{outcome.status}[/]"
     if outcome.status == QUALIFIED:
         stores = stage.name in LITMUS
         what = f"{outcome.checks} values" if stores else f"{outcome.checks} calls"

@@ -33,7 +33,7 @@ from tpkernels.planning.trust import NORMED_SUMS, SHARDS, SUMS, usable
 from tpkernels.symm.device import DeviceWorkspace, Launch
 from tpkernels.symm.gpu_memory import GpuSegment
 
-WAYS = ("two_shot", "multimem", "ll", "ll_two_shot", "ll128")
+WAYS = ("two_shot", "multimem", "ll", "ll_two_shot")
 _SUM_BLOCKS, _SUM_SHARE = 1024, 2048  # most blocks, and fewest elements for each; not measured
 _THREADS = 256  # kRowThreads of csrc/cuda
 _CLUSTER, _SINCE = 4, 90  # most blocks of a row (not measured); of clusters and multicast
@@ -58,9 +58,8 @@ def all_reduce(
     Args:
         way: ``two_shot`` (every rank sums a part and passes it on), ``ll`` (NCCL's protocol LL, no
             fences for twice the bytes; every rank sums everything), ``ll_two_shot`` (LL, and every
-            rank sums a part), ``ll128`` (the same for 8/7 of the bytes; only where stores of 128
-            bytes arrive whole, as over NVLink), ``auto`` (one of these, by size and by
-            ``space.ways``) or ``multimem``.
+            rank sums a part), ``auto`` (one of these, by size and by ``space.ways``) or
+            ``multimem``.
         early: the kernel may start while the last kernel queued on the stream runs. That must be
             a product which was queued behind the workspace's previous call, on the same stream.
         in_place: the symmetric tensor that x is, on all ranks, which ``multimem`` reads there.
@@ -330,7 +329,7 @@ def prepare_normed_all_reduce(
 
     x, total and normed are [..., N], of one dtype, N a multiple of 8; ``total`` may be x. weight,
     bias [N] and residual, like x, have dtypes of their own. ``way``, ``early`` and ``in_place`` are
-    as for ``all_reduce``, but for ``ll128``; ``ways``: those of the workspace."""
+    as for ``all_reduce``; ``ways``: those of the workspace."""
     known = ("auto", "ll", "ll_two_shot", "two_shot", "multimem")
     if way not in known:
         raise ValueError(f"way is {way!r}; it must be one of {', '.join(known)}")

@@ -1,8 +1,7 @@
 """How calls are cut into blocks, and what they need of a workspace.
 
 All ranks cut alike, because everything follows from the shapes and dtypes in a call's signature. A
-call by LL (csrc/cuda/ll.cuh) moves twice the bytes, but is one hop without a fence; LL128
-(csrc/cuda/ll128.cuh) moves 8/7 of the bytes.
+call by LL (csrc/cuda/ll.cuh) moves twice the bytes, but is one hop without a fence.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ SEGMENT_UNIT = 64  # elements; csrc/cuda/all_reduce.cuh
 LANE = 8  # elements that a thread sums at a time; csrc/cuda/reduce.cuh
 PACK_BYTES = 16  # that a thread copies at a time; csrc/cuda/ll.cuh
 _LL_THREADS, _FIRST_WORD, _PACK_WORDS = 256, 2, 4  # csrc/cuda/ll.cuh
-_LINE_WORDS, _LINE_VECTORS = 16, 7  # csrc/cuda/ll128.cuh
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,6 @@ def all_reduce_layout(way: str, count: int, world: int, x_bytes: int, out_bytes:
     if way == "ll_two_shot":
         words = ll_words(nbytes, segment * out_bytes)
         return Layout(_ll_blocks(nbytes, LANE * x_bytes), words, segment)
-    if way == "ll128":  # of eight threads, seven have a vector
-        turns = ceil_div(ceil_div(segment, LANE), _LINE_VECTORS)
-        lines = sum(turns * ceil_div(LANE * size, PACK_BYTES) for size in (x_bytes, out_bytes))
-        lanes = ceil_div(segment, _LINE_VECTORS) * (_LINE_VECTORS + 1)
-        return Layout(_ll_blocks(lanes, LANE), _LINE_WORDS * (1 + lines), segment)
     blocks = min(MOST_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARE)))
     return _in_two_hops(way, blocks, segment, nbytes, world, count * x_bytes, count * out_bytes)
 

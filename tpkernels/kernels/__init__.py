@@ -13,6 +13,24 @@ OLDEST = (8, 0)  # compute capability
 NO_GPU = "needs a GPU that torch sees"
 
 
+def interpreter_unsupported() -> str | None:
+    """Return why Triton's interpreter does not work with the versions that are installed, or None
+    if it does. Imports Triton."""
+    import numpy
+    import triton
+
+    triton_version, numpy_version = (
+        tuple(map(int, package.__version__.split(".")[:2])) for package in (triton, numpy)
+    )
+    # NumPy 2.4 no longer makes a number of an array with one element and a dimension.
+    if triton_version < (3, 7) and numpy_version >= (2, 4):
+        return (
+            f"needs another NumPy: the interpreter of Triton {triton.__version__} does not work "
+            f"with NumPy {numpy.__version__}; run pip install 'numpy<2.4', or install Triton 3.7"
+        )
+    return None
+
+
 @functools.lru_cache
 def unsupported(device: str) -> str | None:
     """Return why the kernels cannot run on tensors of a device type, or None if they can."""
@@ -23,6 +41,8 @@ def unsupported(device: str) -> str | None:
             "runs Triton kernels, on a CPU under their interpreter only: for tests, set "
             "TRITON_INTERPRET=1 before the first import of triton"
         )
+    if device == "cpu":
+        return interpreter_unsupported()
     if device == "cuda":
         if not torch.cuda.is_available():
             return NO_GPU

@@ -116,8 +116,8 @@ def _rows_here(routes, peers, most):
 
 @triton.jit
 def _tokens_of(routes, place, inside, world):
-    """Return the routes at some places, the rank of each one's token, and that rank's first. In
-    hooks, Triton 3.6 loses ``routes.tokens.number``: it is in a tuple of a tuple."""
+    """Return the routes at some places, the rank of each one's token, and that rank's first. Loops
+    of Triton 3.6 lose a constexpr in a tuple of a parameter, such as ``routes.tokens.number``."""
     route = tl.load(routes.order + place, mask=inside, other=0)
     token = (route // routes.top_k).to(tl.int32)
     if routes.tokens.starts is None:

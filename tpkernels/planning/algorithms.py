@@ -105,7 +105,7 @@ class Algorithm:
     splits_matmul: bool = False  #: by rank, so it cannot gather the dim that the matmul sums over
     overlaps_matmul: bool = False  #: has nothing to do for an op without a matmul
     needs_shared_memory: bool = False  #: every rank reads or writes its peers' memory
-    #: For groups that span hosts; on CPU tensors, uses memory shared within a host.
+    #: For groups that span hosts; uses memory shared within a host.
     spans_hosts: bool = False
     any_order: bool = False  #: may sum in another order than the ranks', where numerics permits
     sends: bool = False  #: by sends and receives of the process group
@@ -178,7 +178,7 @@ _RECORDS = (
         splits_matmul=True,
         spans_hosts=True,
         sends=True,
-        lacks=dict.fromkeys(("cpu", "cuda"), _ALL_TO_ALLS),
+        lacks={"cpu": _ALL_TO_ALLS, "cuda": frozenset(OPS)},
         workspace_bytes=_hierarchical_bytes,
         step_rows=_hierarchical_rows,
     ),

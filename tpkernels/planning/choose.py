@@ -15,7 +15,13 @@ from math import prod
 import torch
 
 from tpkernels import defaults
-from tpkernels.planning.algorithms import ALGORITHMS, bytes_per_row, check_algorithm, step_rows
+from tpkernels.planning.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    bytes_per_row,
+    check_algorithm,
+    step_rows,
+)
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.table import Config, Series, Table
 from tpkernels.planning.trust import Trust
@@ -262,6 +268,16 @@ def unsupported_algorithms(problem: Problem, means: Means) -> dict[str, str | No
     return {name: _unsupported(problem, name, means) for name in ALGORITHMS}
 
 
+def _instead(problem: Problem, algorithm: Algorithm) -> str:
+    """Return what to use in place of an algorithm that lacks an op on a device type, as the end of
+    a message."""
+    other = "cpu" if problem.device == "cuda" else "cuda"
+    if problem.op in algorithm.lacks.get(other, ()):
+        return ""
+    hosts = "; across hosts use 'unfused' or 'ring'" if algorithm.spans_hosts else ""
+    return f", only on {other} tensors{hosts}"
+
+
 def _rows_per_part(problem: Problem) -> int:
     """Return the rows of the smallest matmul after a split by rank, but for ranks without rows."""
     if problem.dim is None:
@@ -280,7 +296,7 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
     if problem.spec.scaled and "Triton" in algorithm.kernels.values():
         return "has no kernel for operands with scales"
     if problem.op in algorithm.lacks.get(problem.device, ()):
-        return f"has no {problem.op} on {problem.device} tensors"
+        return f"has no {problem.op} on {problem.device} tensors{_instead(problem, algorithm)}"
     by_switch = algorithm.kernels.get(problem.device) == "multicast"
     if by_switch and problem.spec.reduces and problem.numerics == ORDERED:
         return "adds in the order of the switch, and numerics is 'ordered'"

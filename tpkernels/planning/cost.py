@@ -250,9 +250,9 @@ def fused_seconds(
     return min(apart, move + (parts - 1) * max(multiply, move) + multiply)
 
 
-# An all-reduce of few bytes on GPUs: in one hop or two, by LL or LL128. All ranks
-# decide alike: by the bytes, the number of ranks, and what they have agreed on at set-up. The
-# kernels are in csrc/cuda/{ll,ll128,all_reduce}.cuh; no GPU has timed them.
+# An all-reduce of few bytes on GPUs: in one hop or two, by LL or with fences. All
+# ranks decide alike: by the bytes, the number of ranks, and what they have agreed on at set-up. The
+# kernels are in csrc/cuda/{ll,all_reduce}.cuh; no GPU has timed them.
 
 # A store that a peer sees, by NVLink: the latencies of LL, which needs no fence, and of Simple,
 # which has one, in NCCL's model (NVIDIA/nccl, src/graph/tuning.cc, rings).
@@ -261,9 +261,8 @@ HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 # One number for all GPUs, so that the ranks agree.
 LINK = 450e9
 # Most bytes sent without fences; beyond, "two_shot" is used, though by the model the others would
-# still be faster. LL: 64 rows of 4096 in bf16. LL128: 0.6 MiB of slots for each of 8 sources and
-# each parity.
-WITHOUT_FENCES = {"ll": 512 << 10, "ll_two_shot": 512 << 10, "ll128": 2 << 20}
+# still be faster: 64 rows of 4096 in bf16.
+WITHOUT_FENCES = {"ll": 512 << 10, "ll_two_shot": 512 << 10}
 
 
 def hop_seconds(way: str, nbytes: int, world: int) -> float:
@@ -273,7 +272,6 @@ def hop_seconds(way: str, nbytes: int, world: int) -> float:
     hops, latency, sent = {
         "ll": (1, HOP_S, 2.0 * (world - 1)),
         "ll_two_shot": (2, HOP_S, 4.0 * part),
-        "ll128": (2, HOP_S, 16 / 7 * part),
         "two_shot": (2, FENCED_HOP_S, 2.0 * part),
     }[way]
     return hops * latency + sent * nbytes / LINK

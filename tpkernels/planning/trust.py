@@ -32,7 +32,7 @@ _MOST_BYTES = 4 << 20
 _FOLDERS = ("algorithms", "cuda", "kernels", "symm")  # whose sources the digest covers
 
 # The ways of `direct`, by their names in `tpkernels.cuda`.
-SUMS = ("ll", "ll128", "ll_two_shot", "two_shot")
+SUMS = ("ll", "ll_two_shot", "two_shot")
 NORMED_SUMS = ("ll", "ll_two_shot", "two_shot")
 SHARDS = ("ll", "one_shot")
 COPY_ENGINES = "copy_engines"  # of `fused`, for an all-gather
@@ -40,9 +40,9 @@ COPY_ENGINES = "copy_engines"  # of `fused`, for an all-gather
 
 @functools.lru_cache  # for each call of `direct`
 def usable(ways: frozenset[str], family: tuple[str, ...]) -> frozenset[str]:
-    """Return the qualified ``ways`` of a family; where there are none, because an algorithm was
-    asked for by name, those that need no proof but their protocol's."""
-    return ways.intersection(family) or frozenset(family) - {"ll128"}
+    """Return the qualified ``ways`` of a family; all of them if none is qualified, because an
+    algorithm was asked for by name."""
+    return ways.intersection(family) or frozenset(family)
 
 
 def kind_of(spec: OpSpec) -> str:
@@ -107,7 +107,8 @@ class Failure:
     """What disqualified a way, with the place of the fault.
 
     Attributes:
-        kind: "wrong", "error", "crash", "hang", "memory", or "lost" if a peer failed first.
+        kind: "wrong", "error", "crash", "hang", "memory", "unsupported" if it cannot run here, or
+            "lost" if a peer failed first.
         call: the op, shape, dtype and data, eager or replayed.
         rank: that saw it.
         peer: that it waited for, if the error names one.

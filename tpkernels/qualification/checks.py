@@ -163,13 +163,17 @@ def failure_of(error: Exception, call: str, rank: int) -> Failure:
     return Failure(kind, call, rank, peer, short(of_error(error), _TEXT))
 
 
-@contextlib.contextmanager
-def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """Make a group whose calls go this way, of all that its algorithm has."""
-    # Torch's products are to round as the bound says.
+def accumulate_in_float32() -> None:
+    """Have torch's products on GPUs round as the bound says."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+@contextlib.contextmanager
+def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """Make a group whose calls go this way, of all that its algorithm has."""
+    accumulate_in_float32()
     group = dist.new_group()
     assert group is not None  # all ranks are in it
     tpkernels.init(group, timeout=TIMEOUT_S, autotune=False)

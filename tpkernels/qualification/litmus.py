@@ -26,9 +26,8 @@ from tpkernels.qualification.checks import TIMEOUT_S, failure_of
 from tpkernels.symm.device import DeviceWorkspace
 
 _RECORDS = 16
-_LINE_WORDS, _LINE_PACKS = 16, 7  # csrc/cuda/ll128.cuh
-# Lines of each pair and round, and rounds: 2^20 lines of each pair and more.
-_SIZES = {"cpu": (40, 20), "cuda": (1 << 13, 160)}
+# Packs of each pair and round, and rounds: more than 2^23 packs of each pair.
+_SIZES = {"cpu": (280, 20), "cuda": (7 << 13, 160)}
 _COPY_ROUNDS = 20
 
 
@@ -63,10 +62,9 @@ def _space(name: str, device: torch.device) -> Iterator[DeviceWorkspace]:
         reason = own.unsupported_kernels(device, kind, cuda.unsupported(device))
         if reason is not None or own.workspace is None:
             raise NotImplementedError(reason or f"share no memory: {own.why_not_shared}")
-        lines, _ = _SIZES[device.type]
-        nbytes = lines * _LINE_PACKS * PACK_BYTES
-        words = max(ll_words(nbytes), 2 * _LINE_WORDS + lines * _LINE_WORDS)
-        yield own.workspace.cuda(device, words, own.world * nbytes, "a litmus test").current
+        nbytes = _SIZES[device.type][0] * PACK_BYTES
+        sizes = ll_words(nbytes), own.world * nbytes
+        yield own.workspace.cuda(device, *sizes, "a litmus test").current
         tpkernels.check(group)
         own.exchange_in_turn("the end", 0, "cpu")  # nobody leaves before all have looked
     finally:
@@ -77,10 +75,10 @@ def _stores(
     name: str, space: DeviceWorkspace, device: str, repeats: int
 ) -> Iterator[tuple[int, Failure | None]]:
     """Run the rounds of a kernel."""
-    lines, rounds = _SIZES[device]
-    nbytes = lines * _LINE_PACKS * PACK_BYTES
+    packs, rounds = _SIZES[device]
+    nbytes = packs * PACK_BYTES
     found = torch.zeros(2 + 4 * _RECORDS, dtype=torch.int64, device=space.regions.device)
-    blocks = min(MOST_BLOCKS, ceil_div(lines, 64))
+    blocks = min(MOST_BLOCKS, ceil_div(packs, 512))
     for number in range(rounds * repeats):
         arguments = _C.cuda.Litmus(found.data_ptr(), _RECORDS, number, nbytes, space.multicast)
         words = space_of(space, 1 + number)

@@ -4,6 +4,7 @@ a hang or a spoilt CUDA context costs only the way that it disqualifies."""
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -27,15 +28,15 @@ from tpkernels.planning.trust import (
     Outcome,
     Record,
 )
-from tpkernels.qualification import checks, faults, litmus
-from tpkernels.qualification.schedule import LITMUS, Stage, Topology
+from tpkernels.qualification import checks, faults, litmus, virtual
+from tpkernels.qualification.schedule import LITMUS, VIRTUAL, Stage, Topology
 
 _CUDA: Any = DeviceType.CUDA
 _GRACE = 4.0  # times the seconds that a stage is expected to take, to its deadline
 _LEAST_S = 60.0
 # What says more about the cause comes first: peers of a rank that crashed, or that left when it saw
 # wrong values, wait in vain.
-_KINDS = ("crash", "wrong", "memory", "hang", "error", "lost")
+_KINDS = ("crash", "wrong", "memory", "hang", "error", "lost", "unsupported")
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -43,13 +44,9 @@ def topology_here() -> Topology:
     """Return what this host's GPUs can do for one another."""
     count = torch.cuda.device_count()
     found = [torch.cuda.get_device_properties(i) for i in range(count)]
-    uuids, peers, nvlink = [nvml.uuid_of(i) for i in range(count)], True, False
-    present = count
+    peers, present = True, count
     with contextlib.suppress(*nvml.ERRORS):
         present = max(count, len(nvml.uuids()))
-        nvlink = count > 1 and not any(
-            nvml.unlinked(gpu, uuids[i + 1 :]) for i, gpu in enumerate(uuids)
-        )
     for i in range(count):
         others = (j for j in range(count) if j != i)
         peers = peers and all(torch.cuda.can_device_access_peer(i, j) for j in others)
@@ -60,7 +57,6 @@ def topology_here() -> Topology:
         min((10 * gpu.major + gpu.minor for gpu in found), default=0),
         count,
         peers,
-        nvlink,
         count > 1 and all(_SymmetricMemory.has_multicast_support(_CUDA, i) for i in range(count)),
         "MIG: a slice has no peer access" if mig else "",
     )
@@ -71,6 +67,7 @@ def run(
     device: str,
     *,
     repeats: int = 1,
+    budget: float = math.inf,
     known: Record | None = None,
     around: Around | None = None,
     report: Callable[[Stage, Outcome, Record], None] = lambda stage, outcome, record: None,
@@ -79,12 +76,15 @@ def run(
 
     Args:
         device: "cuda"; "cpu" rehearses them on CPU tensors.
+        budget: seconds for all stages. One that is expected to take more than what is left is not
+            run.
         known: an earlier record, which the new one extends; its litmus tests count, too.
         around: makes a context in which each rank runs its part, where a test replaces GPUs.
         report: called after each stage, with the record so far.
     """
-    record = known or Record()
-    for stage in stages:
+    record, begin = known or Record(), time.monotonic()
+    for planned in stages:
+        stage = planned.within(budget - (time.monotonic() - begin))
         world = str(stage.world)
         litmus_tests = record.litmus.get(world, {})
         outcome = _outcome(stage, device, repeats, around, litmus_tests)
@@ -106,13 +106,13 @@ def _outcome(
 ) -> Outcome:
     if stage.why_not:
         return Outcome(NOT_RUN, why=stage.why_not)
-    # So lines are trusted where NVML, which the schedule goes by, and the litmus test agree.
     for test in stage.relies_on:
         if device == "cpu" and test not in litmus_tests:
             continue
         relied_on = litmus_tests.get(test, Outcome(NOT_RUN, why="it was not run"))
         if relied_on.status != QUALIFIED:
-            return Outcome(NOT_RUN, why=f"the litmus test of {test}: {relied_on.reason}")
+            what = test if "/" in test else f"the litmus test of {test}"
+            return Outcome(NOT_RUN, why=f"{what}: {relied_on.reason}")
     begin = time.monotonic()
     reports, ended = _reports(stage, device, repeats, around)
     seconds = round(time.monotonic() - begin, 1)
@@ -127,6 +127,8 @@ def _outcome(
     if not failures:
         return Outcome(QUALIFIED, count, seconds)
     first = min(failures, key=lambda failure: _KINDS.index(failure.kind))
+    if first.kind == "unsupported":  # on all ranks that say anything
+        return Outcome(NOT_RUN, count, seconds, why=first.text)
     return Outcome(DISQUALIFIED, count, seconds, failure=first)
 
 
@@ -134,13 +136,15 @@ def _reports(
     stage: Stage, device: str, repeats: int, around: Around | None
 ) -> tuple[list[dict[str, Any]], list[Ended]]:
     """Return what the ranks report, and how those ended that do not."""
-    env = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
-    if device == "cuda" and stage.world > torch.cuda.device_count():
+    world, env = stage.world, {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+    if stage.is_virtual:
+        world, env = 1, env | virtual.ENVIRONMENT
+    elif device == "cuda" and world > torch.cuda.device_count():
         env |= SHARED_GPU
     backend = "gloo" if device == "cpu" else stage.backend
     limit = max(_LEAST_S, _GRACE * stage.seconds * repeats)
     try:
-        with Ranks(stage.world, backend=backend, env=env, start_timeout=_LEAST_S) as ranks:
+        with Ranks(world, backend=backend, env=env, start_timeout=_LEAST_S) as ranks:
             found = ranks.run(run_on_rank, stage.name, device, repeats, around, timeout=limit)
             return found, []
     except RankError as error:
@@ -150,6 +154,8 @@ def _reports(
 def run_on_rank(name: str, device: str, repeats: int, around: Around | None) -> dict[str, Any]:
     """Run a rank's part of a stage."""
     with around() if around is not None else contextlib.nullcontext():
+        if name.startswith(VIRTUAL):
+            return virtual.check(name.removeprefix(VIRTUAL), device, repeats)
         if "/" in name:
             return checks.check_way(name, device, repeats)
         if name in LITMUS:

@@ -2,8 +2,10 @@
 a `Topology` alone, so tests can ask about machines that are not here.
 
 Order: worlds from the largest down, since most jobs use all GPUs of a host; in each the ways from
-the simplest protocol to the most involved, and before them the litmus tests that they rely on. A
-stage that does not fit the budget is not run, and its way is not qualified.
+the simplest protocol to the most involved, and before them the litmus tests that they rely on. If
+ranks share a GPU, all ways first run on virtual ranks, which are fast and really concurrent
+(virtual.py); a way that fails there is not run in processes. A stage that does not fit the budget
+is not run, and its way is not qualified.
 """
 
 from __future__ import annotations
@@ -16,25 +18,27 @@ from tpkernels.planning.trust import COPY_ENGINES, SHARDS, SUMS
 
 FAULTS = ("late", "killed", "another call")  #: of one rank
 #: Of single stores and signals.
-LITMUS = ("messages", "words", "lines", "copies", "bulk", "multimem")
+LITMUS = ("messages", "words", "copies", "bulk", "multimem")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
 
 # Seconds of a stage on GPUs. Start: ranks, contexts, symmetric memory; and its calls. Assumed: no
 # GPU has run one. Compiling: for each of so many Triton kernels, which take 0.94 s of CPU time for
 # sm_90 in the median of 15, and 8.1 s the first one. AMD EPYC Zen 5, 2026-11-25,
-# tests/support/kernel_builds.py.
-START_S, CALLS_S, COMPILE_S = 4.0, 2.0, 2.0
+# tests/support/kernel_builds.py. On AMD EPYC Zen 1, 2026-11-26, 0.7 to 1.6 s.
+START_S, CALLS_S, COMPILE_S = 4.0, 2.0, 1.0
 _KERNELS = {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 18, COPY_ENGINES: 6, "routed": 42}
+_VIRTUAL_KERNELS = 5  # more: for 4 and 8 ranks, and without waits
 _THOROUGH = 4.0  # as many calls
 _FAULT_S = 15.0
-AUTOMATIC_S, ONE_GPU_S, MOST_S = 60.0, 1800.0, 3600.0  #: budgets
+AUTOMATIC_S, ONE_GPU_S, MOST_S = 60.0, 240.0, 3600.0  #: budgets
+VIRTUAL = "virtual "  #: before the name of a way that virtual ranks check
+OVER_BUDGET = "over the budget"  #: why a stage is left out
 
 
 # The ways that rely on each litmus test: they may be right by luck where it fails. TMA stores what
 # `fused` sends, where there is TMA.
 _RELY_ON = {
     "words": ("direct/ll", "direct/ll_two_shot"),
-    "lines": ("direct/ll128",),
     "messages": (
         *("direct/two_shot", "direct/one_shot", "direct/routed"),
         *(f"fused/{kind}" for kind in (*KINDS, "routed")),
@@ -55,7 +59,6 @@ class Topology:
         capability: compute capability, 90 for 9.0.
         visible: GPUs that one rank sees; fewer than all with ``--gpus-per-task``.
         peers: every GPU maps every other's memory.
-        nvlink: NVML knows an NVLink between all pairs.
         multicast: NVSwitches store at all GPUs at once.
         refused: why no rank may run kernels that wait, such as MIG; "" if they may.
     """
@@ -64,7 +67,6 @@ class Topology:
     capability: int
     visible: int = 0
     peers: bool = True
-    nvlink: bool = False
     multicast: bool = False
     refused: str = ""
 
@@ -79,7 +81,8 @@ class Stage:
     """A part of the qualification, in processes of its own.
 
     Attributes:
-        name: of a litmus test, of a fault as "fault, algorithm", or of a way as "algorithm/way".
+        name: of a litmus test, of a fault as "fault, algorithm", or of a way as "algorithm/way",
+            after `VIRTUAL` if virtual ranks check it.
         world: the number of ranks.
         backend: of their process group.
         seconds: that it is expected to take on a GPU.
@@ -97,7 +100,24 @@ class Stage:
     @property
     def is_litmus(self) -> bool:
         """Return whether it tests what the ways rely on, not a way."""
-        return "/" not in self.name
+        return "/" not in self.name or self.is_virtual
+
+    @property
+    def is_virtual(self) -> bool:
+        """Return whether virtual ranks run it, in one process."""
+        return self.name.startswith(VIRTUAL)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Return whether it is left out for want of time."""
+        return OVER_BUDGET in self.why_not
+
+    def within(self, left: float) -> Stage:
+        """Return this stage, left out if it takes more than ``left`` seconds."""
+        if self.why_not and not self.is_over_budget:
+            return self
+        why = f"{OVER_BUDGET}: {left:.0f} s were left, it takes {self.seconds:.0f} s"
+        return replace(self, why_not=why if self.seconds > left else "")
 
 
 def worlds_of(topology: Topology) -> tuple[int, ...]:
@@ -120,40 +140,49 @@ def schedule(
     only: str = "",
     known: Callable[[str, int], bool] = lambda name, world: False,
 ) -> list[Stage]:
-    """Return the stages in their order, also those that are not run, with the reason.
+    """Return the stages in their order, also those that are not run, with the reason. Which fit the
+    budget follows from the seconds that they are expected to take; `run` goes by those they take.
 
     Args:
         worlds: the numbers of ranks; empty: `worlds_of` the topology.
-        budget: seconds for all stages; None: 30 minutes on one GPU, else 60.
+        budget: seconds for all stages; None: 4 minutes on one GPU, else 60.
         thorough: make four times as many calls, and faults: a late rank, a killed one, one in
             another call.
         only: stages whose names begin so, and the litmus tests that they rely on.
         known: says of a name and a number of ranks that they need not be run again.
     """
-    left = budget if budget is not None else ONE_GPU_S if topology.gpus == 1 else MOST_S
+    left = budget_of(topology, budget)
     planned = []
     for world in worlds or worlds_of(topology):
         stages = _stages(topology, world, thorough)
         asked = [stage for stage in stages if stage.name.startswith(only)]
         relied_on = {test for stage in asked for test in stage.relies_on}
+        missing: dict[str, str] = {}
         for stage in stages:
             if (stage not in asked and stage.name not in relied_on) or known(stage.name, world):
                 continue
-            if not stage.why_not and stage.seconds > left:
-                text = f"the budget: {left:.0f} s were left, it takes {stage.seconds:.0f} s"
-                stage = replace(stage, why_not=text)  # noqa: PLW2901
-            if not stage.why_not:
+            fitting = stage.within(left)
+            for test in missing.keys() & {*stage.relies_on} if not fitting.why_not else ():
+                fitting = replace(stage, why_not=f"{test}: {missing[test]}")
+            if fitting.why_not:
+                missing[stage.name] = fitting.why_not
+            else:
                 left -= stage.seconds
-            planned.append(stage)
+            planned.append(fitting)
     return planned
+
+
+def budget_of(topology: Topology, budget: float | None = None) -> float:
+    """Return the seconds for all stages: those asked for, or the machine's default."""
+    default = ONE_GPU_S if topology.gpus == 1 else MOST_S
+    return default if budget is None else budget
 
 
 def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     calls = CALLS_S * (_THOROUGH if thorough else 1.0)
     shared = world > topology.gpus
-    lines = "" if topology.nvlink and not shared else "no NVLink between all ranks' GPUs, says NVML"
     no_switch = "" if topology.multicast and not shared else "no multicast by an NVSwitch"
-    reasons = {"lines": lines, "multimem": no_switch}
+    reasons = {"multimem": no_switch}
     stages: dict[str, Stage] = {}
 
     def add(name: str, seconds: float = START_S + calls, backend: str = "gloo") -> None:
@@ -163,21 +192,28 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
         for test in tests:
             if test not in stages:
                 add(test)
+        tests += [VIRTUAL + name] * (VIRTUAL + name in stages)
         stage = Stage(name, world, backend, seconds, relies_on=tuple(tests))
         missing = [reasons[one] for one in (name, *tests) if reasons.get(one)]
         stages[name] = replace(stage, why_not=_why_not(topology, stage) or "; ".join(missing))
 
     # two_shot and one_shot before LL
-    for way in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1], "routed")):
-        add(f"direct/{way}")
-    for kind in KINDS:
-        add(f"pipelined/{kind}")
-    for kind, kernels in _KERNELS.items():
-        add(f"fused/{kind}", START_S + calls + COMPILE_S * kernels)
+    direct = [f"direct/{way}" for way in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1], "routed"))]
+    pipelined = [f"pipelined/{kind}" for kind in KINDS]
+    kernels = {f"fused/{kind}": count for kind, count in _KERNELS.items()}
+    *first, last = (*direct, *pipelined, *kernels)  # the last one compiles most
+    for way in first:
+        if shared:
+            more = COMPILE_S * (kernels[way] + _VIRTUAL_KERNELS) if way in kernels else 0.0
+            add(VIRTUAL + way, START_S + calls + more)
+    for way in first:
+        compiled = VIRTUAL + way in stages  # into Triton's cache
+        add(way, START_S + calls + (0.0 if compiled else COMPILE_S * kernels.get(way, 0)))
     for kind in KINDS:
         add(f"multimem/{kind}", backend="nccl")  # gloo's groups sum in order
     for kind in (*KINDS, "all_to_all"):
         add(f"ring/{kind}", backend="nccl")
+    add(last, START_S + calls + COMPILE_S * kernels[last])
     for fault, algorithm in itertools.product(FAULTS, ("direct", "pipelined", "fused")):
         if thorough:
             add(f"{fault}, {algorithm}", START_S + _FAULT_S)

@@ -47,6 +47,7 @@ from tpkernels.qualification.checks import (
     TOP_K,
     Call,
     Operands,
+    accumulate_in_float32,
     calls_of,
     compared,
     failure_of,
@@ -61,12 +62,13 @@ Results = list[torch.Tensor]
 Launch = Callable[[], Results]
 
 WORLDS = (2, 4, 8)
-# Copies of 4 streams a rank: with more, ranks would share hardware queues (at most 32), where one
-# that waits holds up the one it waits for.
+# A hardware queue for each stream, of which there are at most 32: streams that share one hold each
+# other up, also the stream that the other waits for. Ranks that copy have 4 streams.
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  #: of the process
 _MAX_COPYING_RANKS = 4
 TIMEOUT_S = 4.0  # of a wait on a GPU
 _CPU_TIMEOUT_S = 60.0
-_EPOCHS = {"cpu": 2, "cuda": 10}  # of each call, with new values
+_EPOCHS = {"cpu": 2, "cuda": 8}  # of each call, with new values
 _CONTROLS = 3  # attempts to see skipped waits
 _GATE_CYCLES = 1_000_000  # about 0.5 ms, in which the launches of all ranks are queued
 _LATE_CYCLES, _LATE_S = 10_000_000, 3.0  # from a rank's start to the next one's, where it is late
@@ -307,6 +309,7 @@ def check(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
     """Check a variant on 2, 4 and 8 virtual ranks: exact integers over several epochs, without and
     with random delays, and in replayed graphs. Then skip all waits, which must give wrong results.
     Return how many calls were right, and the first `Failure`, or None."""
+    accumulate_in_float32()
     where, algorithm, checks = rank_device(device), way.partition("/")[0], 0
     call: Call | str = "the set-up"
     try:

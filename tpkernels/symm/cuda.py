@@ -26,7 +26,6 @@ from tpkernels.symm import streams
 from tpkernels.symm.device import ABORTED, DeviceWorkspace, kernel_error
 from tpkernels.symm.exchange import Participant
 from tpkernels.symm.gpu_memory import GpuSegments, make_workspace
-from tpkernels.symm.nvlink import why_lines_may_tear
 from tpkernels.symm.streams import SideStream
 
 _logger = logging.getLogger("tpkernels")
@@ -101,7 +100,6 @@ class CudaWorkspace:
         self.event = streams.new_event(device)  #: after the last call outside a capture
         self._pid = os.getpid()
         self.recorded = False  #: a graph has calls of this group
-        self._lines_are_whole = False  # stores of 128 bytes arrive whole at all ranks (nvlink.py)
         on_gpu = device.type == "cuda"
         self._current_device = torch.cuda.device(device) if on_gpu else nullcontext()
         self._order = streams.order_of(device)
@@ -119,29 +117,19 @@ class CudaWorkspace:
         if self.spaces:
             words, buffer_bytes = self.current.enlarged(words, buffer_bytes)
         space = make_workspace(self._member, words, buffer_bytes, self.device, reason)
-        if not self.spaces:
-            self._lines_are_whole = self._ask_about_lines()
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
-        self.use_ways(self._ways)
+        space.ways = self._ways
         self._alarm.watch(space.failed_word)
         # The watch ends the waits in the workspaces that it finds when a peer is lost.
         if self._watch.error is not None:
             raise self._watch.error
 
-    def _ask_about_lines(self) -> bool:
-        """Find out together whether LL128 may be used, once for all workspaces."""
-        why_not = why_lines_may_tear(self._member, self.device)
-        if self._member.rank == 0:
-            how = f"may tear: {why_not}" if why_not else "are whole, by what NVML says of NVLink"
-            _logger.info("lines of 128 bytes in group '%s' %s", self._member.group, how)
-        return why_not is None
-
     def use_ways(self, ways: frozenset[str]) -> None:
         """Take these ways of ``direct`` and ``fused`` from the next call on; see
         `DeviceWorkspace.ways`."""
-        self._ways = ways if self._lines_are_whole else ways - {"ll128"}
+        self._ways = ways
         for space in self.spaces:
             space.ways = self._ways
 

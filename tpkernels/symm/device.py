@@ -28,7 +28,7 @@ _Made = TypeVar("_Made")
 
 _ALIGNMENT = 256  # bytes, of the buffers
 _WORD = 8
-_LINE = 16  # words that begin where a line of 128 bytes does (csrc/cuda/ll128.cuh)
+_LINE = 16  # words of 128 bytes: the words of each source begin at a cache line
 
 # `state`: int64 words in device memory, private to a rank. ENDED: how many programs of the running
 # grid have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.

@@ -9,10 +9,16 @@ end when all ranks have read it (`CopyCall`).
 
 Memory: torch waits for the device when it frees such memory, which it cannot in a capture. What a
 capture has read is never freed, as replays read it, too.
+
+Allocations: `_allocate` avoids torch's pool of symmetric memory. `rendezvous` returns an earlier
+result for an allocation that the group has mapped before, without asking the peers. A rank that
+gets a recycled allocation, while a peer gets another one or a new one, would be paired with memory
+that the peer has freed, or wait for it until a timeout.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import zlib
 from collections.abc import Sequence
@@ -77,8 +83,7 @@ def make_symmetric(
     memory = None
     if reason is None:
         try:
-            make = torch.empty if participant.world == 1 else symmetric.empty
-            memory = lasting(device, lambda: make(nbytes, dtype=torch.uint8, device=device).zero_())
+            memory = lasting(device, lambda: _allocate(participant, nbytes, device).zero_())
         except RuntimeError as error:
             reason = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
     # No peer writes before this returns, and by then all memory is zero.
@@ -86,18 +91,32 @@ def make_symmetric(
     assert memory is not None  # otherwise all ranks would have raised
     if participant.world == 1:
         return Symmetric(memory, (memory.data_ptr(),))
-    mapped, reason = _map_peers(participant, memory, gpus)
+    handle, reason = _map_peers(participant, memory, gpus)
     agree_on_gpus(participant, reason)
-    assert mapped is not None  # as above
-    if not all(participant.exchange("multicast", mapped.multicast != 0)):
-        mapped = mapped._replace(multicast=0)  # or no rank has it
-    return mapped
+    assert handle is not None  # as above
+    # The pointers are those of allocations. Each rank's memory begins at an offset of its own.
+    found = participant.exchange("offsets", (handle.offset, handle.multicast_ptr != 0))
+    offsets = [offset for offset, _ in found]
+    addresses = tuple(map(operator.add, handle.buffer_ptrs, offsets))
+    # A multicast address has one offset in all allocations.
+    has_multicast = all(multicast for _, multicast in found) and len(set(offsets)) == 1
+    multicast = handle.multicast_ptr + handle.offset if has_multicast else 0
+    return Symmetric(memory, addresses, multicast, handle)
+
+
+def _allocate(participant: Participant, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return bytes that `rendezvous` accepts, in a new allocation. In torch 2.11 to 2.14,
+    `symmetric.empty` makes the same call within the context of a pool, which does not affect it."""
+    if participant.world == 1:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    allocate = symmetric._SymmetricMemory.empty_strided_p2p
+    return allocate((nbytes,), (1,), torch.uint8, device)
 
 
 def _map_peers(
     participant: Participant, memory: torch.Tensor, gpus: Sequence[Gpu]
-) -> tuple[Symmetric | None, str | None]:
-    """Return this rank's memory with the addresses of all ranks', or why there are none."""
+) -> tuple[Any, str | None]:
+    """Return torch's handle of all ranks' allocations, or why there is none."""
     try:
         name = cast(Any, participant.process_group)  # a NewType of str
         handle: Any = symmetric.rendezvous(memory, name)
@@ -109,15 +128,15 @@ def _map_peers(
             "it with this backend; call torch.distributed._symmetric_memory.set_backend('CUDA') "
             "before its first use"
         )
-    # torch's pointers are those of allocations, which a tensor need not begin.
-    addresses = tuple(pointer + handle.offset for pointer in handle.buffer_ptrs)
-    multicast = handle.multicast_ptr and handle.multicast_ptr + handle.offset
-    if any(address % _ALIGNMENT for address in (*addresses, multicast)):
+    # All ranks check their offsets, so the sums are aligned as well.
+    values = *handle.buffer_ptrs, handle.multicast_ptr, handle.offset
+    if any(value % _ALIGNMENT for value in values):
         return None, (
-            f"has symmetric memory at {', '.join(map(hex, addresses))}, of which not all are "
-            f"multiples of {_ALIGNMENT}; this version of torch needs another tpkernels"
+            f"has symmetric memory at {', '.join(map(hex, handle.buffer_ptrs))} + {handle.offset}, "
+            f"of which not all are multiples of {_ALIGNMENT}; this version of torch needs another "
+            "tpkernels"
         )
-    return Symmetric(memory, addresses, multicast, handle), None
+    return handle, None
 
 
 def _how_to_map(gpus: Sequence[Gpu]) -> str:

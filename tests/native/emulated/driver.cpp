@@ -86,7 +86,6 @@ struct Fault {
     while (planted.kind == "hang") std::this_thread::sleep_for(std::chrono::seconds(1));
     if (planted.kind.starts_with("missing fence")) emulated::fault = emulated::Fault::kMissingFence;
     if (planted.kind == "lost wake-up") emulated::fault = emulated::Fault::kLostWakeUp;
-    if (planted.kind == "torn line") emulated::tearing = emulated::Tearing::kTornLines;
     if (planted.kind == "torn word") emulated::tearing = emulated::Tearing::kTornWords;
   }
   ~Fault() {

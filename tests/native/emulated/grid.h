@@ -31,8 +31,6 @@ enum class Tearing {
   kBetweenWords,    // as to PTX: either word may be there first
   kOneFlagPerLine,  // the flag of the first word stands for both, as if a line were never torn
   kTornWords,       // a word is stored in halves, the epoch first
-  kTornLines,       // the flag of a line of 128 bytes comes before the rest
-  kLinesThatStay,   // lines of 128 bytes are not cleared
 };
 inline Tearing tearing = Tearing::kBetweenWords;
 
@@ -113,21 +111,10 @@ class BlockBarrier {
 
 constexpr int kScratchFloats = 1120;
 
-// Threads that have a line of 128 bytes together; 1: one stands for all eight.
-#ifndef EMULATED_LINE_LANES
-#define EMULATED_LINE_LANES 1
-#endif
-constexpr int kLineLanes = EMULATED_LINE_LANES;
-
 // What the threads of a block share.
 struct Block {
-  explicit Block(int threads) : barrier(threads) {
-    for (int i = 0; i < threads / kLineLanes; ++i) {
-      lines.push_back(std::make_unique<BlockBarrier>(kLineLanes));
-    }
-  }
+  explicit Block(int threads) : barrier(threads) {}
   BlockBarrier barrier;
-  std::vector<std::unique_ptr<BlockBarrier>> lines;  // of the threads of a line
   alignas(16) float scratch[kScratchFloats] = {};
 };
 
@@ -144,7 +131,6 @@ struct Here {
   const Grid* grid = nullptr;
   Cluster* cluster = nullptr;
   BlockBarrier* barrier = nullptr;
-  Block* own = nullptr;
   int block = 0;
   int thread = 0;
   Counts counts = {};
@@ -171,7 +157,7 @@ inline void run(const Grid& grid, int at_once, const std::function<void()>& kern
       const int number = cluster->number * grid.cluster + block;
       if (number >= grid.blocks) return;
       Block& own = *cluster->blocks[block];
-      here = {&grid, cluster, &own.barrier, &own, number, thread};
+      here = {&grid, cluster, &own.barrier, number, thread};
       kernel();
       store_late();
       if (grid.most != nullptr) {

@@ -1,7 +1,5 @@
 // Runs the CUDA kernels with ranks as threads of one process, for ThreadSanitizer and
-// AddressSanitizer: call after call, with random delays on each rank. The sums are checked. By
-// LL128 eight threads have a line, as on a GPU: they meet, and vote.
-#define EMULATED_LINE_LANES 8
+// AddressSanitizer: call after call, with random delays on each rank. The sums are checked.
 #include <cstring>
 
 #include "../../../csrc/cuda/kernels.cu"
@@ -19,16 +17,15 @@ struct Rank : Memory<kBuffersAt, kBufferBytes> {
   alignas(16) float symmetric[kAll];
 };
 
-void launch(const Space& space, int blocks, const std::function<void()>& kernel,
-            int threads = kThreads) {
-  emulated::run({blocks, threads, space.world, space.regions}, kAtOnce, kernel);
+void launch(const Space& space, int blocks, const std::function<void()>& kernel) {
+  emulated::run({blocks, kThreads, space.world, space.regions}, kAtOnce, kernel);
 }
 
 // x[i] of a rank in a call; small enough to be exact in any dtype.
 float value(int call, int rank, u64 i) { return static_cast<float>((call + 2 * rank + i) % 7); }
 
 void all_reduce(Rank& own, const Space& space, int call) {
-  const int way = (call - call / 4) % 5;
+  const int way = (call - call / 4) % 4;
   const u64 segment = way == 2 ? kCount : (kCount / kWorld + 64) / 64 * 64;
   const u64 slot = way == 1 ? 0 : (segment * 4 + 255) / 256 * 256;
   alignas(16) float x[kCount], out[kCount];
@@ -43,16 +40,12 @@ void all_reduce(Rank& own, const Space& space, int call) {
                         slot,
                         kWorld * slot,
                         {emulated::kMulticast, 0}};
-  launch(
-      space, kBlocks,
-      [&] {
-        if (way == 0) return two_shot_all_reduce(space, given);
-        if (way == 2) return ll_all_reduce(space, given);
-        if (way == 3) return ll_two_shot_all_reduce(space, given);
-        if (way == 4) return ll128_all_reduce(space, given);
-        multimem_all_reduce(space, given);
-      },
-      way == 4 ? 2 * emulated::kLineLanes : kThreads);
+  launch(space, kBlocks, [&] {
+    if (way == 0) return two_shot_all_reduce(space, given);
+    if (way == 2) return ll_all_reduce(space, given);
+    if (way == 3) return ll_two_shot_all_reduce(space, given);
+    multimem_all_reduce(space, given);
+  });
   for (u64 i = 0; i < kCount; ++i) {
     float sum = 0;
     for (int r = 0; r < kWorld; ++r) sum += value(call, r, i);
@@ -132,9 +125,6 @@ void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& region
 }  // namespace
 
 int main(int argc, char** argv) {
-  for (int i = 1; i < argc; ++i) {
-    if (std::string(argv[i]) == "--torn-lines") emulated::tearing = emulated::Tearing::kTornLines;
-  }
   std::vector<Rank> ranks(kWorld);
   emulated::multicasts.emplace_back();
   for (const Rank& rank : ranks) {

@@ -11,8 +11,7 @@ all_reduce, matmul_all_reduce   A reduce-scatter of the elements or rows, then a
 
 A shard crosses the link of a host once, not once for each rank of the host, and a sum crosses it
 instead of a partial from each rank. `Route` says who sends what, and why that gives the same bits
-as the other algorithms. On CPU tensors the ranks of a host share memory, and messages go between
-hosts; on CUDA tensors all are transfers of the process group (cuda.py).
+as the other algorithms. The ranks of a host share memory, and messages go between hosts.
 
 Within a host: a rank shows its shard in its buffer of the node's workspace. For a sum it writes its
 partials there, one slot for each rank of the host. Those ranks add them to the running sums from

@@ -1,1 +1,0 @@
-"""Two levels for groups that span hosts."""
