@@ -48,8 +48,6 @@ def run(stages: Sequence[Stage], kind: str, out: Path, total: float = TOTAL_S) -
 def environment(kind: str) -> dict[str, str]:
     """Return the environment of the stages."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(_ROOT)}
-    # torch 2.11 would allocate symmetric memory from a pool of its own choice.
-    env["TORCH_SYMMMEM_IMPLICIT_POOL"] = "0"
     if kind == "rehearsal":
         return env | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     return env | {"TRITON_CACHE_DIR": str(cache.FOLDER)}
@@ -72,14 +70,14 @@ def fill_cache(stages: Sequence[Stage], libcuda: Path, out: Path) -> list[Result
         return list(threads.map(share, *zip(*jobs, strict=True)))
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, print the summary; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu", description=__doc__)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--rehearse", action="store_true", help="run on CPUs")
     mode.add_argument("--stub", type=Path, metavar="LIBCUDA", help="fill Triton's cache")
     parser.add_argument("--only", default="", help="names of stages, separated by commas")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     names = arguments.only.split(",") if arguments.only else [stage.name for stage in STAGES]
     if unknown := set(names) - {stage.name for stage in STAGES}:
         parser.error(f"--only has {', '.join(unknown)}; the stages are {', '.join(_names())}")

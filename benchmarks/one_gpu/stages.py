@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import itertools
 import json
 import os
 import select
@@ -29,7 +30,7 @@ Row = dict[str, Any]
 Case = tuple[str, Callable[[], Row | Iterator[Row]]]
 _POISONED = 3  # exit code of a process whose CUDA context is unusable
 _LEAST_S = 5.0  # seconds that are worth a start
-_MODULE = "benchmarks.one_gpu"
+_PACKAGE = "benchmarks.one_gpu"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Stage:
         limit: seconds after which it is ended.
         case_limit: seconds of one case after which it hangs.
         env: of its process.
-        package: of its module.
+        module: whose `cases(machine)` yields the cases; by default the one of that name here.
+        machine: the module whose `opened(kind, seconds)` gives the machine.
     """
 
     name: str
@@ -50,7 +52,8 @@ class Stage:
     limit: float
     case_limit: float = 60.0
     env: Mapping[str, str] = field(default_factory=dict)
-    package: str = _MODULE
+    module: str = ""
+    machine: str = f"{_PACKAGE}.machine"
 
 
 @dataclass
@@ -114,8 +117,8 @@ class _Process:
         self._case, self._index, self._begun = "the start", share[0] - share[1], time.monotonic()
         self._running = True  # of a case, or of the start
         self._pipe, theirs = os.pipe()
-        module = f"{stage.package}.{stage.name}"
-        command = [sys.executable, "-m", f"{_MODULE}.stages", module, kind]
+        module = stage.module or f"{_PACKAGE}.{stage.name}"
+        command = [sys.executable, "-m", f"{_PACKAGE}.stages", module, stage.machine, kind]
         command += [str(value) for value in (*share, seconds, theirs)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -210,23 +213,16 @@ class _Process:
         self._process.wait()
 
 
-def main(module: str, kind: str, first: str, step: str, seconds: str, pipe: str) -> None:
+def main(
+    module: str, machine_module: str, kind: str, first: str, step: str, seconds: str, pipe: str
+) -> None:
     """Run the cases of a stage in this process."""
     faulthandler.enable()
     os.set_inheritable(int(pipe), False)
-    from benchmarks.one_gpu.machine import Machine, opened
-
-    def cases(machine: Machine) -> Iterator[tuple[int, Case]]:
-        found = importlib.import_module(module).cases(machine)
-        chosen = (i for i in range(int(first), 1 << 30, int(step)))
-        wanted = next(chosen)
-        for index, case in enumerate(found):
-            if index == wanted:
-                yield index, case
-                wanted = next(chosen)
-
-    with os.fdopen(int(pipe), "w", buffering=1) as to, opened(kind, float(seconds)) as machine:  # type: ignore[arg-type]
-        for index, (name, run) in cases(machine):
+    opened = importlib.import_module(machine_module).opened
+    with os.fdopen(int(pipe), "w", buffering=1) as to, opened(kind, float(seconds)) as machine:
+        cases = enumerate(importlib.import_module(module).cases(machine))
+        for index, (name, run) in itertools.islice(cases, int(first), None, int(step)):
             _send(to, begin=index, case=name)
             try:
                 made = run()

@@ -1,0 +1,204 @@
+"""`benchmarks.one_gpu`: what a fault in a stage costs, and what the campaign leaves. The rehearsal
+and the stub are slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.one_gpu import __main__ as campaign
+from benchmarks.one_gpu import cache, report
+from benchmarks.one_gpu.stages import Result, Stage
+from tests.support.paths import ROOT
+from tests.support.tiers import thorough
+
+BROKEN = "tests.support.broken_stage"
+
+
+def broken(
+    faults: str, name: str = "broken", limit: float = 30.0, case_limit: float = 1.5
+) -> Stage:
+    env = {"BROKEN": faults}
+    return Stage(name, 1, limit, case_limit, env, BROKEN, BROKEN)
+
+
+def run(*stages: Stage, out: Path, total: float = 60.0) -> list[Result]:
+    return campaign.run(stages, "rehearsal", out, total)
+
+
+@pytest.mark.parametrize(
+    "fault, error",
+    [
+        ("crash", "crash: SIGSEGV"),
+        ("hang", "hang: no end after 2 s"),
+        ("wrong", "3 of 4 elements wrong"),
+        ("out_of_memory", "MemoryError"),
+        ("killed_for_memory", "crash: SIGKILL"),
+        ("poisoned", "illegal memory access"),
+    ],
+)
+def test_a_fault_costs_one_case(fault: str, error: str, tmp_path: Path) -> None:
+    first, second = run(broken(f"right,{fault},two_rows"), broken("right", "next"), out=tmp_path)
+    assert first.ended == second.ended == "done"
+    (bad,) = first.bad
+    assert bad["case"] == fault and error in bad["error"], bad
+    rows = [row for row in first.rows if not row["bad"]]
+    assert [row["value"] for row in rows if row["case"] != fault] == [1, 1, 2]
+    assert (fault != "crash") or rows[1]["value"] == "before the crash"
+    assert json.loads((tmp_path / "broken.json").read_text()) == first.rows
+    assert [row["value"] for row in second.rows] == [1]
+
+
+def test_where_a_case_hangs_is_reported(tmp_path: Path) -> None:
+    (result,) = run(broken("hang"), out=tmp_path)
+    assert "broken_stage.py" in result.bad[0]["where"]
+
+
+def test_a_stage_that_cannot_start_ends(tmp_path: Path) -> None:
+    first, second = run(Stage("missing", 1, 30.0, machine=BROKEN), broken("right"), out=tmp_path)
+    assert "crash: exit code 1" in first.bad[0]["error"]
+    assert "No module named" in first.bad[0]["where"]
+    assert second.ended == "done"
+
+
+def test_time_runs_out(tmp_path: Path) -> None:
+    """A stage ends at its limit, and is not bad; the next ones are not started without time."""
+    stages = broken("right,hang,right", limit=6.0, case_limit=60.0), broken("right", "next")
+    first, second = run(*stages, out=tmp_path, total=9.0)
+    assert (first.ended, first.bad, len(first.rows)) == ("out of time in hang", [], 1)
+    assert (second.ended, second.rows) == ("out of time", [])
+
+
+@pytest.mark.parametrize("faults, code", [("right", 0), ("wrong,right", 1)])
+def test_exit_code_and_summary(
+    faults: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(campaign, "STAGES", (broken(faults),))
+    assert campaign.main(["--rehearse"]) == code
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith("broken: done")
+    assert ("BAD broken, wrong: 3 of 4 elements wrong" in printed) == (code == 1)
+    content = json.loads((tmp_path / "gpu-unknown.json").read_text())
+    assert [stage["stage"] for stage in content["stages"]] == ["broken"]
+
+
+def test_unknown_stages_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        campaign.main(["--only", "tiles,tile"])
+    assert "--only has tile; the stages are facts, virtual" in capsys.readouterr().err
+
+
+def rows(stage: str, *found: dict[str, Any], ended: str = "done") -> Result:
+    defaults = {"bad": False, "seconds": 1.0}
+    return Result(stage, ended, 12.0, 0, [{**defaults, **row} for row in found])
+
+
+SAMPLE = [
+    rows("facts", {"case": "machine", "card": "NVIDIA H100 80GB HBM3", "torch": "2.11.0"}),
+    rows(
+        "virtual",
+        {"case": "direct/ll", "calls": 29},
+        {"case": "fused/all_gather", "calls": 3, "bad": True, "error": "hang | x"},
+    ),
+    rows(
+        "tiles",
+        {"case": "AG 1x2x3", "config": "torch.mm", "us": 10.0, "tflops": 600.0, "error": 0.0},
+        {"case": "AG 1x2x3", "config": "table", "us": 12.0, "tflops": 500.0, "error": 0.0},
+        {"case": "AG 1x2x3", "config": "no TMA", "us": 9.0, "tflops": 660.0, "error": 0.0},
+        {"case": "AG 1x2x3", "config": "group 4", "bad": True, "error": "out of resource"},
+    ),
+    rows(
+        "overlap",
+        {"case": "all_gather_matmul 8x8x8", "us": {"link": 3.0, "fused": 9.0}, "E_overlap": 0.9},
+        {"case": "matmul_all_reduce 8x8x8", "us": {"fused": 9.0}, "fused / GEMM": 1.1},
+    ),
+    rows(
+        "latency",
+        {"case": "empty launch", "us": 2.5},
+        {"case": "ll W=2 8 KiB", "variant": "ll", "world": 2, "kib": 8, "us": 4.5},
+        {"case": "ll W=2 32 KiB", "variant": "ll", "world": 2, "kib": 32, "us": 5.5},
+    ),
+    rows(
+        "pair", {"case": "qualify", "line": "direct/ll on 2 ranks: qualified"}, ended="out of time"
+    ),
+]
+
+
+def test_the_page_and_the_summary_of_sample_rows(tmp_path: Path) -> None:
+    report.write(SAMPLE, "gpu", tmp_path)
+    page = (tmp_path / "gpu-h100-80gb-hbm3.md").read_text()
+    lines = page.splitlines()
+    assert lines[0] == "# One GPU: NVIDIA H100 80GB HBM3"
+    assert "| virtual | done | 12 | 2 | 1 | 0 |" in lines
+    assert "| AG 1x2x3 | 600.0 | 500.0 | 660.0 | no TMA | 1.10 |" in lines
+    assert "| ll W=2 | 4.5 | 5.5 |" in lines and "| empty launch | 2.5 |  |" in lines
+    assert "- virtual, fused/all_gather: hang | x" in lines
+    content = json.loads((tmp_path / "gpu-h100-80gb-hbm3.json").read_text())
+    assert content["stages"][2]["rows"] == SAMPLE[2].rows
+    text = report.summary(SAMPLE)
+    first = text.index("BAD virtual, fused/all_gather"), text.index("pair: out of time")
+    assert first[0] < first[1] < text.index("all_gather_matmul 8x8x8")
+
+
+def test_a_long_summary_is_cut(tmp_path: Path) -> None:
+    many = rows("tiles", *({"case": f"{i}", "bad": True, "error": "x" * 500} for i in range(300)))
+    text = report.summary([many] * 4)
+    assert len(text) <= 9000 and "288 more" in text
+
+
+def test_entries_of_a_moved_cache_are_relocated(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    entry = {"child_paths": {"a.cubin": str(old / "ABC" / "a.cubin")}}
+    (old / "ABC").mkdir(parents=True)
+    (old / "ABC" / "a.cubin").touch()
+    (old / "ABC" / "__grp__a.json").write_text(json.dumps(entry))
+    assert (cache.kernels(old), cache.relocate(old)) == (1, 0)
+    old.rename(new)
+    assert (cache.relocate(new), cache.relocate(new)) == (1, 0)
+    moved = json.loads((new / "ABC" / "__grp__a.json").read_text())
+    assert moved == {"child_paths": {"a.cubin": str(new / "ABC" / "a.cubin")}}
+
+
+def command(out: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.one_gpu", *arguments],
+        env={**os.environ, "OUT": str(out), **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "only", [thorough("overlap,latency"), pytest.param("", marks=pytest.mark.slow)]
+)
+def test_a_rehearsal(only: str, tmp_path: Path) -> None:
+    ended = command(tmp_path, "--rehearse", "--only", only)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [stage.name for stage in campaign.STAGES if stage.name != "facts"])
+def test_each_stage_survives_faults(name: str, tmp_path: Path) -> None:
+    """Its own cases follow some that crash, hang, give wrong results and run out of memory."""
+    faults = "crash,hang,wrong,out_of_memory"
+    limit = 300.0 if name == "virtual" else 60.0
+    env = {"BROKEN": faults, "REAL": name}
+    (result,) = run(Stage(name, 1, 1500.0, limit, env, BROKEN), out=tmp_path, total=1500.0)
+    assert result.ended == "done"
+    assert [row["case"] for row in result.bad] == faults.split(",")
+    assert len(result.rows) > len(faults.split(","))
