@@ -27,7 +27,7 @@ STAGES = (
     Stage("pair", 130, 180, case_limit=600),
     Stage("sanitize", 60, 110, env=_QUEUES),
 )
-COMPILED = ("virtual", "tiles", "overlap")  #: stages whose kernels the stub compiles
+COMPILED = ("virtual", "tiles", "overlap", "sanitize")  #: stages whose kernels the stub compiles
 _SLOWER = 10.0  # a rehearsal than a GPU
 _STUB_S = 1800.0
 
@@ -64,7 +64,7 @@ def fill_cache(stages: Sequence[Stage], libcuda: Path, out: Path) -> list[Result
         folder.mkdir(parents=True, exist_ok=True)
         return run_stage(stage, "stub", folder, env, _STUB_S, (first, cores))
 
-    chosen = [stage for stage in stages if stage.name in COMPILED]
+    chosen = [replace(stage, case_limit=_STUB_S) for stage in stages if stage.name in COMPILED]
     with ThreadPoolExecutor(cores) as threads:
         jobs = [(stage, first) for stage in chosen for first in range(cores)]
         return list(threads.map(share, *zip(*jobs, strict=True)))
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(names) - {stage.name for stage in STAGES}:
         parser.error(f"--only has {', '.join(unknown)}; the stages are {', '.join(_names())}")
     stages = [stage for stage in STAGES if stage.name in names]
-    out = Path(os.environ.get("OUT", "one_gpu_out")).resolve()
+    out = Path(os.environ.get("OUT") or cache.SCRATCH / "out").resolve()
     out.mkdir(parents=True, exist_ok=True)
     begin, before, moved = time.monotonic(), cache.kernels(), cache.relocate()
     print(f"Triton's cache {cache.FOLDER}: {before} kernels, {moved} relocated", flush=True)

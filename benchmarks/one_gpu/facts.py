@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,10 +31,11 @@ def cases(machine: Machine) -> Iterator[Case]:
 def _machine(machine: Machine) -> Row:
     row: Row = {"card": machine.kind, "multiprocessors": machine.multiprocessors, **versions()}
     if machine.is_gpu:
-        command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        row |= dict(zip(_QUERY, ended.stdout.strip().split(", "), strict=False))
         row["card"] = torch.cuda.get_device_name(machine.device)
+        command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+        with contextlib.suppress(OSError):
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+            row |= dict(zip(_QUERY, ended.stdout.strip().split(", "), strict=False))
     return row
 
 

@@ -15,17 +15,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
 
 from benchmarks.one_gpu.cache import SCRATCH
+from tpkernels.planning.trust import Failure
 from tpkernels.qualification import checks, virtual
 from tpkernels.qualification.checks import Call
 from tpkernels.qualification.virtual import Launch, Results, VirtualRanks
 
-Kind = Literal["gpu", "rehearsal", "stub"]
 _STUB = 90, 132  # compute capability and multiprocessors that are compiled for
 
 
@@ -33,10 +33,11 @@ class Machine:
     """A GPU, or its replacement.
 
     Args:
+        kind: "gpu", "rehearsal" or "stub".
         seconds: for the cases of this process.
     """
 
-    def __init__(self, kind: Kind, seconds: float) -> None:
+    def __init__(self, kind: str, seconds: float) -> None:
         self.kind, self._end = kind, time.monotonic() + seconds
         self.is_gpu = kind == "gpu"
         self.device = torch.device("cuda", 0) if self.is_gpu else torch.device("cpu")
@@ -95,10 +96,11 @@ class Machine:
         """Return the baseline, `torch.mm`; with the stub it does nothing."""
         return int if self.kind == "stub" else partial(torch.mm, x, w, out=out)
 
-    def relative_error(self, out: torch.Tensor, want: torch.Tensor) -> float:
-        """Return the norm of the difference over that of ``want``; 0 for the stub."""
+    def relative_error(self, out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
+        """Return the norm of ``out - x @ w`` over that of ``x @ w``; 0 for the stub."""
         if self.kind == "stub":
             return 0.0
+        want = x.float() @ w.float()
         return float((out.float() - want).norm() / want.norm())
 
     def recover(self) -> None:
@@ -135,13 +137,20 @@ def failure_of(
 
 
 class UncheckedRanks(VirtualRanks):
-    """Virtual ranks on a driver that launches nothing: `load` makes every launch once."""
+    """Virtual ranks on a driver that launches nothing: `load` makes every launch once, and skipped
+    waits are always seen."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "forked": False})
 
-    def run(self, *_: object, **__: object) -> None:
+    def load(self, launches: Sequence[Launch]) -> None:
+        """Compile the kernels."""
+        for launch in launches:
+            launch()
+
+    def run(self, *_: object, late: bool = False, **__: object) -> Failure | None:
         """Check nothing."""
+        return Failure("wrong", "a call without waits") if late else None
 
     def capture(self, *_: object, **__: object) -> Callable[[], list[Results]]:
         """Return nothing to replay."""
@@ -154,7 +163,7 @@ def _no_product(x: torch.Tensor, w: torch.Tensor | None, _: bool) -> tuple[torch
 
 
 @contextlib.contextmanager
-def opened(kind: Kind, seconds: float) -> Iterator[Machine]:
+def opened(kind: str, seconds: float) -> Iterator[Machine]:
     """Give the machine of this process, after what replaces the GPU has been put in place."""
     with contextlib.ExitStack() as stack:
         if kind == "rehearsal":
@@ -191,5 +200,6 @@ def _compiling() -> Iterator[None]:
         mock.patch.object(virtual, "VirtualRanks", UncheckedRanks),
         mock.patch.object(virtual, "rank_device", lambda device: cpu),
         mock.patch.object(checks, "_product", _no_product),
+        mock.patch.dict(virtual._EPOCHS, cpu=0),
     ):
         yield

@@ -195,7 +195,7 @@ class _Process:
         text = ",\n".join(json.dumps(one, default=str) for one in result.rows)
         self._file.write_text(f"[\n{text}\n]\n")
         mark = "BAD " if row["bad"] else ""
-        print(f"{mark}{self._stage.name}: {json.dumps(row, default=str)[:300]}", flush=True)
+        print(f"{mark}{self._stage.name}: {json.dumps(row, default=str)[:240]}", flush=True)
 
     def _stack(self) -> str:
         """Return where the process hangs: `faulthandler` prints the stacks before it aborts."""
@@ -224,22 +224,30 @@ def main(
         cases = enumerate(importlib.import_module(module).cases(machine))
         for index, (name, run) in itertools.islice(cases, int(first), None, int(step)):
             _send(to, begin=index, case=name)
+            failed = False
             try:
                 made = run()
                 for row in [made] if isinstance(made, dict) else made:
                     _send(to, row=row)
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"[:800]
-                where = "".join(traceback.format_exc().splitlines(keepends=True)[-7:-1])
-                _send(to, row={"bad": True, "error": text, "where": where})
-                traceback.print_exc()
-            _send(to, end=index)
+                failed = True
+                _send(to, row=_row_of(error))
             try:
                 machine.recover()
-            except Exception:  # the next case needs another process
-                traceback.print_exc()
+            except Exception as error:  # the next case needs another process
+                if not failed:
+                    _send(to, row=_row_of(error))
+                _send(to, end=index)
                 os._exit(_POISONED)
+            _send(to, end=index)
         _send(to, end=None)
+
+
+def _row_of(error: Exception) -> Row:
+    lines = traceback.format_exc().splitlines(keepends=True)
+    print(*lines, sep="", flush=True)
+    text = f"{type(error).__name__}: {error}"[:800]
+    return {"bad": True, "error": text, "where": "".join(lines[-7:-1])}
 
 
 def _send(to: TextIO, **message: Any) -> None:

@@ -1,7 +1,7 @@
 // A libcuda.so.1 for machines without a GPU: it accepts every call and launches nothing. With it
 // Triton compiles kernels for sm_90 by its usual path, and so fills its cache.
 //
-//     gcc -shared -fPIC -o libcuda.so.1 stub_libcuda.c
+//     gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o libcuda.so.1 stub_libcuda.c
 #include <stddef.h>
 #include <stdint.h>
 
