@@ -4,6 +4,7 @@ stands in for torch's symmetric memory."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import emulated, faults
+from tests.support import faults
+from tests.support.multimem_rehearsal import Multimem
 from tpkernels import groups, validation
+from tpkernels.algorithms import multimem
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
@@ -28,8 +31,8 @@ FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 class Handle:
     buffer_ptrs: list[int]
     offset: int  # bytes, of the memory in its allocation
-    multicast_ptr: int
     arena: Any
+    multicast_ptr: int = 1 << 60
 
 
 OFFSET = 256  # bytes before the memory, in its allocation
@@ -53,9 +56,16 @@ class SharedMemory:
         assert workspace is not None
         arena = workspace._further_arena("a rehearsal", OFFSET + memory.numel())
         own = workspace.participant.rank
-        memory.set_(torch.frombuffer(arena.region(own, OFFSET, memory.numel()), dtype=memory.dtype))
-        addresses = [arena.region(rank).address for rank in range(workspace.participant.world)]
-        return Handle(addresses, OFFSET, emulated.multicast(addresses), arena)
+        world, count, dtype = workspace.participant.world, memory.numel(), memory.dtype
+
+        def part(rank: int) -> torch.Tensor:
+            return torch.frombuffer(arena.region(rank, OFFSET, count), dtype=dtype)
+
+        memory.set_(part(own))
+        if isinstance(multimem._ops, Multimem):
+            parts = functools.partial(map, part, range(world))
+            multimem._ops.memory[memory.data_ptr(), name] = parts
+        return Handle([arena.region(rank).address for rank in range(world)], OFFSET, arena)
 
 
 @contextlib.contextmanager
@@ -68,6 +78,7 @@ def pretending(
         patch.setattr(validation, "device", lambda _: "cuda")
         patch.setattr("tpkernels.tuning.planned_calls.unsupported", lambda *_: None)
         patch.setattr(gpu_memory, "symmetric", memory)
+        patch.setattr(multimem, "_ops", Multimem())
         if trust is not None:
             patch.setattr(Group, "trust", lambda _: trust)
         patch.setattr(host, "_FIRST_WORDS", 4)  # so that they have to grow

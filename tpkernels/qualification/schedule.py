@@ -16,7 +16,7 @@ from tpkernels.planning.trust import COPY_ENGINES, SHARDS, SUMS
 
 FAULTS = ("late", "killed", "another call")  #: of one rank
 #: Of single stores and signals.
-LITMUS = ("messages", "words", "copies", "bulk", "multimem")
+LITMUS = ("messages", "words", "copies", "bulk")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
 
 # Seconds of a stage on GPUs. Start: ranks, contexts, symmetric memory; and its calls. Assumed: no
@@ -40,7 +40,6 @@ _RELY_ON = {
     ),
     "copies": (*(f"pipelined/{kind}" for kind in KINDS), f"fused/{COPY_ENGINES}"),
     "bulk": ("fused/reduce_scatter", "fused/all_reduce"),
-    "multimem": tuple(f"multimem/{kind}" for kind in KINDS),
 }
 _TMA_SINCE = 90  # compute capability
 
@@ -149,7 +148,7 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     calls = CALLS_S * (_THOROUGH if thorough else 1.0)
     shared = world > topology.gpus
     no_switch = "" if topology.multicast and not shared else "no multicast by an NVSwitch"
-    reasons = {"multimem": no_switch}
+    reasons = {f"multimem/{kind}": no_switch for kind in KINDS}
     stages: dict[str, Stage] = {}
 
     def add(name: str, seconds: float = START_S + calls, backend: str = "gloo") -> None:
