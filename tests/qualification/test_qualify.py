@@ -22,6 +22,7 @@ from tests.support.nccl_rehearsal import over_nccl
 from tests.support.tiers import sweep, thorough
 from tpkernels.algorithms import multimem
 from tpkernels.backends import TABLES
+from tpkernels.cuda import layouts
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
 from tpkernels.qualification import checks, faults, litmus, virtual
@@ -254,6 +255,22 @@ def test_a_virtual_rank_that_makes_no_call_is_named() -> None:
     failed = ranks.failed_wait()
     assert failed is not None and failed[0] == 0
     assert isinstance(failed[1], CollectiveTimeoutError) and failed[1].peer == 1, failed
+
+
+def test_virtual_ranks_share_the_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which a kernel of one rank must not take more than its part, or the others never start."""
+    from tpkernels.kernels import configs
+
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    monkeypatch.setattr(configs, "_properties", lambda _: (90, 132))
+    gpu = torch.device("cuda", 0)
+    for world, most in ((8, 16), (2, 64)):
+        with virtual.sharing(gpu, world):
+            assert configs.choose(gpu, torch.bfloat16, 4096).programs == 132 // world
+            assert most == layouts.MOST_BLOCKS
+    assert configs.choose(gpu, torch.bfloat16, 4096).programs == 132
+    assert layouts.MOST_BLOCKS == 64
+    configs._chosen.cache_clear()
 
 
 def check_loading(way: str) -> None:
