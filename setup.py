@@ -37,7 +37,6 @@ DEVICE_CODE += [
     "shards.cuh",
     "ll.cuh",
     "litmus.cuh",
-    "multimem.cuh",
     "rms_norm.cuh",
     "normed.cuh",
     "routed.cuh",

@@ -164,7 +164,6 @@ def test_an_op_has_one_name_everywhere(op: str) -> None:
             homes = [
                 f"tpkernels.algorithms.{name}" for name in (way, f"{way}.{device}", "transfers")
             ]
-            homes += ["tpkernels.algorithms.direct.cuda"] if way == "multimem" else []
             assert table[op, way].__module__ in homes
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tpkernels import _C, cuda, defaults, kernels
-from tpkernels.algorithms import fused, hierarchical, ring, unfused
+from tpkernels.algorithms import fused, hierarchical, multimem, ring, unfused
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
 from tpkernels.algorithms.pipelined import cpu as pipelined
@@ -59,7 +59,7 @@ TABLES = {
     "cuda": _table(
         **_ANYWHERE,
         direct=direct_cuda,
-        multimem=direct_cuda,
+        multimem=multimem,
         pipelined=pipelined_cuda,
     ),
 }

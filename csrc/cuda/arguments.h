@@ -36,12 +36,6 @@ struct Epilogue {
   int out_dtype;
 };
 
-// Addresses of all ranks' memory at once, for the collectives of cuda/multimem.cuh.
-struct Multicast {
-  u64 regions;
-  u64 x;  // where x is a symmetric tensor, which is read in place; 0: it is copied into a buffer
-};
-
 struct AllReduce {
   const void* x;
   void* out;
@@ -52,7 +46,6 @@ struct AllReduce {
   u64 segment;     // elements that a rank reduces; `count` in one hop
   u64 slot_bytes;  // buffer space for the partials from one rank
   u64 results_at;  // byte offset within a buffer
-  Multicast everywhere;
 };
 
 // The normalisation of rows: y = round(x / sqrt(mean(x^2) + eps) * weight).
@@ -80,7 +73,6 @@ struct Shards {
   int wire;           // dtype of x
   u64 slot_bytes;     // buffer space for the data from one rank
   Epilogue epilogue;  // of the sum
-  Multicast everywhere;
 };
 
 // Rows of `row` elements between tokens and their experts: rank r has the tokens [tokens[r],
@@ -143,7 +135,6 @@ struct Litmus {
   int records;  // most of those
   unsigned round;
   u64 bytes;
-  u64 multicast;  // address of all ranks' regions; 0 without multicast
 };
 
 constexpr int kReduceThreads = 512;

@@ -87,20 +87,18 @@ void bind_arguments(py::module_& m) {
               &Space::buffers_at, &Space::buffer_stride, &Space::seed, &Space::chaos);
   bind_struct(m, "Epilogue", &Epilogue::out_dtype, &Epilogue::bias, &Epilogue::cols,
               &Epilogue::bias_dtype, &Epilogue::residual, &Epilogue::residual_dtype);
-  bind_struct(m, "Multicast", &Multicast::regions, &Multicast::x);
   bind_struct(m, "AllReduce", &AllReduce::x, &AllReduce::out, &AllReduce::count, &AllReduce::begin,
               &AllReduce::wire, &AllReduce::epilogue, &AllReduce::segment, &AllReduce::slot_bytes,
-              &AllReduce::results_at, &AllReduce::everywhere);
+              &AllReduce::results_at);
   bind_struct(m, "RmsNorm", &RmsNorm::normed, &RmsNorm::weight, &RmsNorm::cols,
               &RmsNorm::weight_dtype, &RmsNorm::eps);
   bind_struct(m, "Rows", &Rows::x, &Rows::count, &Rows::dtype);
   bind_struct(m, "Shards", &Shards::x, &Shards::out, &Shards::starts, &Shards::row, &Shards::wire,
-              &Shards::slot_bytes, &Shards::epilogue, &Shards::everywhere);
+              &Shards::slot_bytes, &Shards::epilogue);
   bind_struct(m, "Routed", &Routed::x, &Routed::out, &Routed::order, &Routed::places,
               &Routed::weights, &Routed::rows, &Routed::tokens, &Routed::k, &Routed::most,
               &Routed::row, &Routed::dtype);
-  bind_struct(m, "Litmus", &Litmus::found, &Litmus::records, &Litmus::round, &Litmus::bytes,
-              &Litmus::multicast);
+  bind_struct(m, "Litmus", &Litmus::found, &Litmus::records, &Litmus::round, &Litmus::bytes);
   bind_struct(m, "Signal", &Signal::rank, &Signal::index);
   py::class_<SumPartials>(m, "SumPartials").def(py::init(&make_sum));
   py::class_<Results>(m, "Results").def(py::init(&make_results));

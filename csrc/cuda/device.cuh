@@ -186,32 +186,6 @@ TPK_DEVICE unsigned short round_bf16(float value) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// `from` is a multicast address: the same place in all ranks' memory. The switch adds in an order
-// of its own.
-#define TPK_MULTIMEM_ADD(pack, type, from)                                                      \
-  asm volatile("multimem.ld_reduce.relaxed.sys.global.add." type " {%0, %1, %2, %3}, [%4];"     \
-               : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3]) \
-               : "l"(from)                                                                      \
-               : "memory")
-template <int D>
-TPK_DEVICE Pack multimem_sum(u64 from) {
-  Pack pack;
-  if constexpr (D == kF32) TPK_MULTIMEM_ADD(pack, "v4.f32", from);
-  if constexpr (D == kF16) TPK_MULTIMEM_ADD(pack, "acc::f32.v4.f16x2", from);
-  if constexpr (D == kBF16) TPK_MULTIMEM_ADD(pack, "acc::f32.v4.bf16x2", from);
-  return pack;
-}
-#undef TPK_MULTIMEM_ADD
-
-TPK_DEVICE void multimem_store(u64 to, Pack pack) {
-  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
-               "r"(pack.word[0]), "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])
-               : "memory");
-}
-
-// Orders accesses to the same memory through its own address and through the multicast address.
-TPK_DEVICE void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
-
 // A bulk copy (TMA) of scratch, a multiple of 16 bytes, to memory of any rank. For one thread,
 // after a barrier behind every thread's `fence_scratch`.
 TPK_DEVICE void fence_scratch() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

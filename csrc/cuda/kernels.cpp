@@ -5,11 +5,9 @@
 namespace tpkernels::cuda {
 namespace {
 
-// Kernels of multicast and of bulk copies (TPK_SM_90 in cuda/kernels.cu).
+// Kernels of bulk copies (TPK_SM_90 in cuda/kernels.cu).
 constexpr int kSince90 = 90;
-bool is_since_90(std::string_view name) {
-  return name.find("multimem") != name.npos || name.find("bulk") != name.npos;
-}
+bool is_since_90(std::string_view name) { return name.find("bulk") != name.npos; }
 
 // Early launches; captured into graphs since CUDA 12.3.
 constexpr int kEarlyCapability = 90, kEarlyDriver = 12030;

@@ -1,6 +1,7 @@
 // The kernels of csrc/cuda. nvcc compiles this file when the package is built; without nvcc, NVRTC
 // compiles the same file at first use. So it includes only headers of this folder.
 #include "cuda/litmus.cuh"
+#include "cuda/normed.cuh"
 #include "cuda/routed.cuh"
 
 using namespace tpkernels::cuda;
@@ -73,37 +74,8 @@ TPK_KERNEL(kReduceThreads) two_shot_all_reduce(TPK_PARAM Space space, TPK_PARAM 
 }
 
 #ifdef TPK_SM_90
-TPK_KERNEL(kReduceThreads) multimem_all_reduce(TPK_PARAM Space space, TPK_PARAM AllReduce call) {
-  within_call(space, output_of(call), [&](const Peers& peers) {
-    for_dtype(call.wire, [&](auto dtype) { multimem<dtype.value>(peers, call); });
-  });
-}
-
-TPK_KERNEL(kRowThreads)
-multimem_all_reduce_rms_norm(TPK_PARAM Space space, TPK_PARAM AllReduce call,
-                             TPK_PARAM RmsNorm norm) {
-  within_rows(space, call, norm, [&](const Peers& peers, auto dtype) {
-    multimem_rows<dtype.value>(peers, call, norm);
-  });
-}
-
-TPK_KERNEL(kReduceThreads) multimem_all_gather(TPK_PARAM Space space, TPK_PARAM Shards shards) {
-  within_call(space, gathered(space, shards),
-              [&](const Peers& peers) { gather_by_multimem(peers, shards); });
-}
-
-TPK_KERNEL(kReduceThreads) multimem_reduce_scatter(TPK_PARAM Space space, TPK_PARAM Shards shards) {
-  within_call(space, scattered(space, shards), [&](const Peers& peers) {
-    for_dtype(shards.wire, [&](auto dtype) { scatter_by_multimem<dtype.value>(peers, shards); });
-  });
-}
-
 TPK_KERNEL(kReduceThreads) litmus_bulk(TPK_PARAM Space space, TPK_PARAM Litmus litmus) {
   within_call(space, {}, [&](const Peers& peers) { exchange_in_bulk(peers, litmus); });
-}
-
-TPK_KERNEL(kReduceThreads) litmus_multimem(TPK_PARAM Space space, TPK_PARAM Litmus litmus) {
-  within_call(space, {}, [&](const Peers& peers) { exchange_by_multimem(peers, litmus); });
 }
 #endif
 

@@ -26,10 +26,6 @@ const Image& embedded_image();
 // clang-format off
 #define TPK_KERNELS(each)                                                       \
   each(two_shot_all_reduce, kReduceThreads, Space, AllReduce)                   \
-  each(multimem_all_reduce, kReduceThreads, Space, AllReduce)                   \
-  each(multimem_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm)    \
-  each(multimem_all_gather, kReduceThreads, Space, Shards)                      \
-  each(multimem_reduce_scatter, kReduceThreads, Space, Shards)                  \
   each(ll_all_reduce, kLLThreads, Space, AllReduce)                             \
   each(ll_two_shot_all_reduce, kLLThreads, Space, AllReduce)                    \
   each(two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm)    \
@@ -46,7 +42,6 @@ const Image& embedded_image();
   each(litmus_messages, kReduceThreads, Space, Litmus)                          \
   each(litmus_words, kLLThreads, Space, Litmus)                                 \
   each(litmus_bulk, kReduceThreads, Space, Litmus)                              \
-  each(litmus_multimem, kReduceThreads, Space, Litmus)                          \
   each(call_barrier, kSignalThreads, Space)                                     \
   each(call_begin, kSignalThreads, Space, int)                                  \
   each(call_publish, kSignalThreads, Space, Signal)                             \

@@ -9,13 +9,11 @@
 // messages   packs in the peer's buffer, then a word with release semantics (cuda/sync.cuh)
 // words      LL: each word of 8 bytes has 4 of data and a flag (cuda/ll.cuh)
 // bulk       messages that TMA stores, as `push_tile` in kernels/matmul_reduce_scatter.py has it do
-// multimem   all ranks put packs into their own memory, which the switch adds; their owner stores
-//            others at all ranks at once (cuda/multimem.cuh)
 //
 // Sync: that of the protocols. A launch is a round; it is a call like any other.
 #pragma once
 
-#include "cuda/multimem.cuh"
+#include "cuda/ll.cuh"
 
 namespace tpkernels::cuda {
 
@@ -123,57 +121,6 @@ TPK_DEVICE void exchange_in_bulk(const Peers& peers, const Litmus& litmus) {
       sync_block();
     }
   });
-}
-
-// Of the packs that are added: small integers, whose sums are exact in fp32.
-TPK_DEVICE Pack summand_of(const Litmus& litmus, int source, int owner, u64 at) {
-  Pack pack = pattern_of(litmus, source, owner, at);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) pack.word[i] = bits_of(static_cast<float>(pack.word[i] & 0xffff));
-  return pack;
-}
-
-TPK_DEVICE void exchange_by_multimem(const Peers& peers, const Litmus& litmus) {
-  const int rank = peers.space.rank, world = peers.space.world;
-  const int word = kTiles + block(), result = word + blocks();
-  const Range part = packs_of(litmus);
-  const u64 own = buffers_of(peers, {litmus.multicast, 0}) + rank * litmus.bytes;
-  u64 checked = 0;
-  for (int owner = 0; owner < world; ++owner) {
-    for (u64 at = part.first + thread(); at < part.last; at += threads()) {
-      store_pack(slot_of(peers, litmus, rank, owner) + at, summand_of(litmus, rank, owner, at));
-    }
-  }
-  fence_aliases();
-  publish_to_all(peers, word);
-  wait_for_all(peers, word);
-  fence_aliases();
-  for (u64 at = part.first + thread(); at < part.last; at += threads()) {
-    float sum[4] = {};
-    for (int source = 0; source < world; ++source) {
-      const Pack summand = summand_of(litmus, source, rank, at);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[i] += float_of(summand.word[i]);
-    }
-    Pack expected;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) expected.word[i] = bits_of(sum[i]);
-    const Pack seen = multimem_sum<kF32>(own + at * sizeof(Pack));
-    compare(litmus, rank, at, seen, expected, checked);
-    multimem_store(own + at * sizeof(Pack), pattern_of(litmus, rank, world, at));
-  }
-  fence_aliases();
-  publish_to_all(peers, result);
-  for (int i = 1; i < world; ++i) {
-    const int source = (rank + i) % world;
-    wait_for(peers, source, result);
-    fence_aliases();
-    for (u64 at = part.first + thread(); at < part.last; at += threads()) {
-      const Pack seen = load_pack(slot_of(peers, litmus, rank, source) + at);
-      compare(litmus, source, at, seen, pattern_of(litmus, source, world, at), checked);
-    }
-  }
-  add_acq_rel_gpu(litmus.found + kFoundChecked, checked);
 }
 #endif
 

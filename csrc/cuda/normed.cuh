@@ -131,43 +131,33 @@ TPK_DEVICE void sum_vector(const Peers& peers, const AllReduce& call, Range segm
   round_to<D>(x);
 }
 
-// Normalises rows by segments, which are whole rows: `push()` brings what the owners of this
-// cluster's rows need, `sum(own, i, x)` gives the sum from `i` of this rank's segment on, and
-// `share(first, x)` hands it to all peers as the elements from `first` on. `fence()` stands beside
-// each word.
-template <int D, class Push, class Sum, class Share, class Fence>
-TPK_DEVICE void rows_by_segments(const Peers& peers, const AllReduce& call, const RmsNorm& norm,
-                                 const Push& push, const Sum& sum, const Share& share,
-                                 const Fence& fence) {
+template <int D>
+TPK_DEVICE void two_shot_rows(const Peers& peers, const AllReduce& call, const RmsNorm& norm) {
   const int rank = peers.space.rank, world = peers.space.world;
   const int word = kTiles + block(), result = word + blocks();
   const u64 cols = norm.cols;
-  if (peers.usable) push();
-  fence();
+  if (peers.usable) push_segments<D>(peers, call, cols);
   publish_to_all(peers, word);
   wait_for_all(peers, word);
-  fence();
   const Range own = segment_of(call, rank);
   for_rows((own.last - own.first) / cols, [&](u64 row) {
     for_vectors(cols, [&](u64 v) {
-      const u64 i = row * cols + v * kVector;
+      const u64 i = row * cols + v * kVector, first = own.first + i;
       float x[kVector];
-      sum(own, i, x);
-      store<D>(address_of(call.out) + (own.first + i) * size_of(D), x);
-      if (peers.usable) share(own.first + i, x);
+      sum_vector<D>(peers, call, own, i, x);
+      store<D>(address_of(call.out) + first * size_of(D), x);
+      for (int k = 1; peers.usable && k < world; ++k) {
+        store<D>(result_of(peers, call, (rank + k) % world, first), x);
+      }
     });
   });
-  fence();
   publish_to_all(peers, result);
   sync_cluster();  // its blocks run now, so their scratch is there
   unsigned turn = 0;
   for (int i = 0; i < world; ++i) {
     const int owner = (rank + i) % world;
     const Range segment = segment_of(call, owner);
-    if (i > 0) {
-      wait_for(peers, owner, result);
-      fence();
-    }
+    if (i > 0) wait_for(peers, owner, result);
     for_rows((segment.last - segment.first) / cols, [&](u64 row) {
       const u64 first = segment.first + row * cols;
       const u64 total = address_of(call.out) + first * size_of(D);
@@ -179,20 +169,6 @@ TPK_DEVICE void rows_by_segments(const Peers& peers, const AllReduce& call, cons
       normalise<D>(norm, first / cols, turn++, total, value);
     });
   }
-}
-
-template <int D>
-TPK_DEVICE void two_shot_rows(const Peers& peers, const AllReduce& call, const RmsNorm& norm) {
-  const int rank = peers.space.rank, world = peers.space.world;
-  rows_by_segments<D>(
-      peers, call, norm, [&] { push_segments<D>(peers, call, norm.cols); },
-      [&](Range own, u64 i, float (&x)[kVector]) { sum_vector<D>(peers, call, own, i, x); },
-      [&](u64 first, const float (&x)[kVector]) {
-        for (int k = 1; k < world; ++k) {
-          store<D>(result_of(peers, call, (rank + k) % world, first), x);
-        }
-      },
-      [] {});
 }
 
 // In two hops: `call.segment` is whole rows, and a row has the same cluster on all ranks. A thread

@@ -85,25 +85,6 @@ TPK_DEVICE unsigned short rounded(float value) {
   return D == kF16 ? round_f16(value) : round_bf16(value);
 }
 
-// Calls `put(offset in bytes, pack)` for the packs of a vector.
-template <int D, class Put>
-TPK_DEVICE void for_packs(const float (&from)[kVector], const Put& put) {
-#pragma unroll
-  for (int at = 0; at < kVector; at += kLanes<D>) {
-    Pack pack;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (D == kF32) {
-        pack.word[i] = bits_of(from[at + i]);
-      } else {
-        pack.word[i] = rounded<D>(from[2 * i]) | static_cast<unsigned>(rounded<D>(from[2 * i + 1]))
-                                                     << 16;
-      }
-    }
-    put(at * (16 / kLanes<D>), pack);
-  }
-}
-
 template <int D, int N>
 TPK_DEVICE void store(u64 to, const float (&from)[N]) {
   if constexpr (N == 1 && D == kF32) {
@@ -111,9 +92,20 @@ TPK_DEVICE void store(u64 to, const float (&from)[N]) {
   } else if constexpr (N == 1) {
     *reinterpret_cast<unsigned short*>(to) = rounded<D>(from[0]);
   } else {
-    for_packs<D>(from, [&](u64 offset, const Pack& pack) {
-      store_pack(reinterpret_cast<void*>(to + offset), pack);
-    });
+#pragma unroll
+    for (int at = 0; at < N; at += kLanes<D>) {
+      Pack pack;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (D == kF32) {
+          pack.word[i] = bits_of(from[at + i]);
+        } else {
+          pack.word[i] =
+              rounded<D>(from[2 * i]) | static_cast<unsigned>(rounded<D>(from[2 * i + 1])) << 16;
+        }
+      }
+      store_pack(reinterpret_cast<void*>(to + at * (16 / kLanes<D>)), pack);
+    }
   }
 }
 
@@ -162,18 +154,6 @@ template <int N>
 TPK_DEVICE void store_sum(float (&acc)[N], u64 out, u64 begin, u64 i, const Epilogue& epilogue) {
   add_epilogue(acc, begin, i, epilogue);
   store_any(out + i * size_of(epilogue.out_dtype), acc, epilogue.out_dtype);
-}
-
-// Calls `take(k, one)` with each of the first `left` elements of a vector, and keeps what it makes
-// of it.
-template <class Take>
-TPK_DEVICE void for_some(float (&x)[kVector], u64 left, const Take& take) {
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    float one[1] = {x[k]};
-    if (static_cast<u64>(k) < left) take(k, one);
-    x[k] = one[0];
-  }
 }
 
 // acc = sum over r of partials(r)[i] for N elements starting at i. `partials(r)` is the address of

@@ -37,31 +37,23 @@ WAYS = ("two_shot", "ll", "ll_two_shot")
 WORDS = ll_words(1 << 12)
 
 
-def integers(count: int, dtype: torch.dtype, seed: int, offset: int = 0) -> torch.Tensor:
-    """Whose sums are exact, in whatever order: a switch adds in its own."""
-    return torch.arange(count + offset).mul(seed + 3).remainder(9).to(dtype)[offset:]
-
-
 # 9 ranks: more sources than are looked at at once.
 @pytest.mark.parametrize("world", sweep((3, 9, 1, 2)))
-@pytest.mark.parametrize("way", [*WAYS, "multimem"])
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks()
 def test_sums_are_the_hosts_bit_for_bit(way: str) -> None:
     """All dtypes, counts, places and epilogues, some in place, in a workspace that has what the
     largest call needs and no more."""
-    made, space = integers, None
-    if way != "multimem":
-        sizes = max(COUNTS), dist.get_world_size(), 4
-        layouts = [all_reduce_layout(way, *sizes, out) for out in (4, 2)]
-        words, nbytes = (max(getattr(cut, name) for cut in layouts) for name in ("words", "nbytes"))
-        made, space = random, space_of(words=words, buffer_bytes=nbytes)
-    space = space or space_of(words=WORDS)
+    sizes = max(COUNTS), dist.get_world_size(), 4
+    layouts = [all_reduce_layout(way, *sizes, out) for out in (4, 2)]
+    words, nbytes = (max(getattr(cut, name) for cut in layouts) for name in ("words", "nbytes"))
+    space = space_of(words=words, buffer_bytes=nbytes)
     rank, world, wrong = space.rank, space.world, []
     cases = itertools.product(COUNTS, DTYPES, (F32, BF16), (None, F16), (0, 1))
     for number, (count, dtype, out_dtype, residual_dtype, offset) in enumerate(cases):
-        xs = [made(count, dtype, 100 * number + r, offset) for r in range(world)]
-        bias = made(count, DTYPES[number % 3], 7) if number % 2 else None
-        residual = None if residual_dtype is None else made(count, residual_dtype, 9, offset)
+        xs = [random(count, dtype, 100 * number + r, offset) for r in range(world)]
+        bias = random(count, DTYPES[number % 3], 7) if number % 2 else None
+        residual = None if residual_dtype is None else random(count, residual_dtype, 9, offset)
         in_place = dtype == out_dtype and number // 2 % 2
         out = (
             xs[rank].clone() if in_place else torch.empty(count + offset, dtype=out_dtype)[offset:]
@@ -95,10 +87,9 @@ def scatter(
 ) -> bool:
     sizes, rank = shards_of(space, 3), space.rank
     begin = sum(sizes[:rank])
-    made = integers if way == "multimem" else random
-    xs = [made(sum(sizes) * row, dtype, 60 + r).view(-1, row) for r in range(space.world)]
-    bias = made(row, F32, 7) if epilogue else None
-    residual = made(sizes[rank] * row, BF16, 8 + rank).view(-1, row) if epilogue else None
+    xs = [random(sum(sizes) * row, dtype, 60 + r).view(-1, row) for r in range(space.world)]
+    bias = random(row, F32, 7) if epilogue else None
+    residual = random(sizes[rank] * row, BF16, 8 + rank).view(-1, row) if epilogue else None
     out = torch.empty(sizes[rank], row, dtype=dtype)
     launch = cuda.prepare_reduce_scatter(xs[rank], out, sizes, bias, residual, way)
     launch.run(space, signature)
@@ -110,7 +101,7 @@ def scatter(
 @on_ranks()
 def test_shards() -> None:
     space, wrong = space_of(words=WORDS), []
-    cases = itertools.product((1, 5, 8, 64), DTYPES, ("ll", "one_shot", "multimem"))
+    cases = itertools.product((1, 5, 8, 64), DTYPES, ("ll", "one_shot"))
     for number, (row, dtype, way) in enumerate(cases):
         for kind, right in (
             ("gather", gather(space, 3 * number + 1, row, dtype, way)),
@@ -119,32 +110,6 @@ def test_shards() -> None:
         ):
             if not right:
                 wrong.append(f"{kind} {row} {dtype} {way}")
-    require_none(wrong, space)
-
-
-@pytest.mark.parametrize("world", sweep([3, 2, 1, 9]))
-@on_ranks()
-def test_rows_of_sums_by_the_switch() -> None:
-    space, wrong = space_of(words=WORDS), []
-    for number, (shape, dtype) in enumerate(
-        itertools.product(((1, 8), (3, 264), (70, 16), (2, 1032)), DTYPES)
-    ):
-        xs = [
-            integers(shape[0] * shape[1], dtype, number + r).view(shape) for r in range(space.world)
-        ]
-        residual, weight = (
-            integers(shape[0] * shape[1], F32, 5).view(shape),
-            random(shape[1], F32, 1),
-        )
-        total, normed, alone = (torch.empty(shape, dtype=dtype) for _ in range(3))
-        launch = cuda.prepare_normed_all_reduce(
-            *(space.world, xs[space.rank], total, normed, weight, 1e-5, None, residual, "multimem")
-        )
-        launch.run(space, 2000 + number)
-        cuda.rms_norm(total, alone, weight, 1e-5)
-        exact = torch.equal(total.double(), sum(x.double() for x in (*xs, residual)))
-        if not (exact and same_bits(normed, alone)):
-            wrong.append(f"{shape} {dtype}: {'the rows' if exact else 'the sum'}")
     require_none(wrong, space)
 
 
@@ -182,14 +147,14 @@ def wrong_calls(delay_us: int, first: int = 0, **broken: bool) -> tuple[int, boo
     space.state[EPOCH] = first
     dist.barrier()
     space.set_chaos(seed=space.rank, max_delay_us=delay_us, **broken)
-    ways = ("ll", "ll_two_shot", "ll_two_shot", "ll", "multimem", "two_shot", "shards", "multimem")
+    ways = ("ll", "ll_two_shot", "ll_two_shot", "ll", "two_shot", "two_shot", "shards", "shards")
     if broken:  # a two-shot's words also tell that its buffers have been read
         ways = ("shards",) * 8
     for call in range(40):
         way = ways[call % 8]
         if way == "shards":
             shards = (gather, scatter)[call // 8 % 2]
-            way = "one_shot" if broken else ("one_shot", "ll", "multimem")[call // 16 % 3]
+            way = "one_shot" if broken else ("one_shot", "ll")[call // 16 % 2]
             wrong += not shards(space, call + 1, 5 + call, F32, way)
             continue
         after_next = int(space.state[EPOCH]) + 3 if first == 0 else call
@@ -262,9 +227,7 @@ def test_what_auto_takes() -> None:
         gathers = cuda.prepare_all_gather(shard, whole, (64, rows))
         scatters = cuda.prepare_reduce_scatter(whole, shard, (64, rows))
         assert (gathers.buffer_bytes == 0) == (scatters.buffer_bytes == 0) == small
-    with pytest.raises(
-        ValueError, match="way is 'ring'; it must be auto, one_shot, ll or multimem"
-    ):
+    with pytest.raises(ValueError, match="way is 'ring'; it must be auto, one_shot or ll"):
         cuda.prepare_all_gather(shard, whole, (64, 65), "ring")
     # 512 KiB over 8 ranks: twice the data, in two hops
     assert all_reduce_layout("ll_two_shot", 1 << 18, 8, 2, 2).words == 2 + 2 * 4096 * 4
@@ -278,10 +241,10 @@ def test_what_a_call_does_in_turn() -> None:
     x, whole = torch.ones(128), torch.empty(128 * space.world)
     sizes, column = (128,) * space.world, x.view(-1, 1)
     with driver_that(threads=8):
-        for way in (*WAYS, "multimem"):
+        for way in WAYS:
             cuda.all_reduce(space, 1, x, x, way=way)
             found[f"all_reduce {way}"] = counts()
-        for way in ("one_shot", "ll", "multimem"):
+        for way in ("one_shot", "ll"):
             cuda.prepare_all_gather(column, whole.view(-1, 1), sizes, way).run(space, 2)
             found[f"all_gather {way}"] = counts()
             launch = cuda.prepare_reduce_scatter(whole.view(-1, 1), column, sizes, way=way)
@@ -293,9 +256,6 @@ def test_what_a_call_does_in_turn() -> None:
     assert found == low | {
         "all_reduce two_shot": (8 + space.world - 1, 3, 0),
         "all_reduce ll_two_shot": (2, 0, 0),
-        "all_reduce multimem": (8, 3, 0),
-        "all_gather multimem": (6, 2, 0),
-        "reduce_scatter multimem": (6, 2, 0),
         "all_gather one_shot": (5 + space.world - 1, 2, 0),
         "reduce_scatter one_shot": (6, 2, 0),
         "all_reduce in 2 blocks": (2, 0, 1),

@@ -18,16 +18,14 @@ from tpkernels import _C
 from tpkernels.kernels import all_gather_matmul, sync
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-SWITCHED = ("multimem_all_reduce_rms_norm", "multimem_all_reduce", "multimem_all_gather")
-SWITCHED += ("multimem_reduce_scatter", "litmus_multimem")
-SINCE_90 = (*SWITCHED, "litmus_bulk")
-FENCED = ("two_shot_all_reduce", "two_shot_all_reduce_rms_norm", *SWITCHED[:2])
-SHARDS = ("one_shot_all_gather", "one_shot_reduce_scatter", "litmus_messages", *SWITCHED[2:])
-SHARDS += ("litmus_bulk", "routed_dispatch", "routed_combine")
+SINCE_90 = ("litmus_bulk",)
+FENCED = ("two_shot_all_reduce", "two_shot_all_reduce_rms_norm")
+SHARDS = ("one_shot_all_gather", "one_shot_reduce_scatter", "litmus_messages", "litmus_bulk")
+SHARDS += ("routed_dispatch", "routed_combine")
 LL_ROWS = ("ll_all_reduce_rms_norm", "ll_two_shot_all_reduce_rms_norm")
 LL = ("ll_all_reduce", "ll_two_shot_all_reduce", *LL_ROWS)
 LL += ("ll_all_gather", "ll_reduce_scatter", "litmus_words")
-ROWS = ("two_shot_all_reduce_rms_norm", SWITCHED[0], *LL_ROWS, "rms_norm_of_rows")
+ROWS = ("two_shot_all_reduce_rms_norm", *LL_ROWS, "rms_norm_of_rows")
 LOCAL = ("sum_of_partials", "rms_norm_of_rows")  # of one rank alone
 RELEASE, ACQUIRE = r"st\.release\.sys\.global\.u64", r"ld\.acquire\.sys\.global\.u64"
 BARRIER = r"bar\.(?:sync|red)|barrier\."
@@ -112,8 +110,8 @@ def test_the_kernels_that_wait_acquire_and_those_that_tell_release() -> None:
 def test_words_and_data_have_barriers_between_them() -> None:
     """Before each release there is a barrier, and between the two no store of data; after each
     acquire there is a barrier before the next load of data."""
-    stores = rf"{BARRIER}|st\.global\.v4|st\.(?:global\.)?[ufb]\d+|multimem\.st"
-    loads = rf"{BARRIER}|ld\.global\.v4|multimem\.ld|ret;"
+    stores = rf"{BARRIER}|st\.global\.v4|st\.(?:global\.)?[ufb]\d+"
+    loads = rf"{BARRIER}|ld\.global\.v4|ret;"
     for calls, word, kernels, data, expected, step in (
         (ptx_of_calls(), RELEASE, ("call_publish", "call_flag"), stores, BARRIER, -1),
         (
@@ -132,19 +130,6 @@ def test_words_and_data_have_barriers_between_them() -> None:
                 nearest = neighbours(lines, at, data, step)
                 assert re.search(expected, nearest), "\n".join([kernel, *lines[at - 30 : at + 30]])
             assert found, kernel
-
-
-def test_accesses_by_multicast_have_a_fence_of_aliases_on_the_way_to_each_word() -> None:
-    """And are strong, at system scope."""
-    for kernel in SWITCHED:
-        ptx = ptx_of_calls()[kernel]
-        accesses = re.findall(r"multimem\.\S+", ptx)
-        assert accesses, kernel
-        strong = r"multimem\.(?:ld_reduce|st)\.relaxed\.sys\.global\."
-        assert all(re.match(strong, access) for access in accesses), kernel
-        way = re.findall(rf"multimem\.|fence\.proxy\.alias|{RELEASE}|{ACQUIRE}", ptx)
-        kinds = "".join("mfw"["fence" in step or 2 * (step[:2] in ("st", "ld"))] for step in way)
-        assert not re.search("mw|wm", kinds), (kernel, kinds)
 
 
 def test_bulk_copies_of_a_litmus_test_are_complete_before_the_word() -> None:
@@ -193,7 +178,7 @@ def test_a_clusters_blocks_store_before_their_barrier_and_read_after_it() -> Non
 
 def test_no_data_is_touched_before_the_previous_kernel_has_ended() -> None:
     """An early launch announces itself, and looks at the state of its group; no more."""
-    data = r"(?:ld|st)\.global\.v4|\.v2\.u64|multimem\.|(?:ld|st)\.global\.[fbu](?:8|16|32)\b"
+    data = r"(?:ld|st)\.global\.v4|\.v2\.u64|(?:ld|st)\.global\.[fbu](?:8|16|32)\b"
     for kernel in (*FENCED, *(name for name in LL if "all_reduce" in name)):
         before, after = ptx_of_kernels()[kernel].split("griddepcontrol.wait;")  # which comes once
         assert not re.search(data, before), (kernel, re.search(data, before))
@@ -229,8 +214,6 @@ def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
             len(re.findall(what, code)) for what in (r"MEMBAR\.\w+\.SYS", r"ATOM\S*\.CAS")
         )
         assert fences >= records and (fences > records) == (name not in quiet), name
-        adds = name in SWITCHED and not name.endswith("gather")
-        assert (re.search(r"LDGMC\.", code) is not None) == adds, name
 
 
 def setup_values() -> dict[str, object]:

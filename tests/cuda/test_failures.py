@@ -7,6 +7,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ from tests.support.emulated import count_of, driver_that, on_ranks, space_of
 from tests.support.tiers import sweep
 from tpkernels import _C, cuda
 from tpkernels.cuda import image
+from tpkernels.cuda.operands import space_of as space_argument
 from tpkernels.launch import Ranks
 from tpkernels.symm.device import ABORTED, MISMATCH, TIMEOUT, DeviceWorkspace
 
 SHORT = 0.5
 PROMPT = 5.0  # other waits would take 20 s
-NORMED = ("normed ll", "normed ll_two_shot", "normed two_shot", "normed multimem")
+NORMED = ("normed ll", "normed ll_two_shot", "normed two_shot")
 
 
 def call_of(way: str, space: DeviceWorkspace, signature: int) -> list[torch.Tensor]:
@@ -50,7 +52,7 @@ def is_spoilt(results: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "way", [*sweep(["copies", "multimem", "barrier", "two_shot", *NORMED[1:]]), "ll", NORMED[0]]
+    "way", [*sweep(["copies", "barrier", "two_shot", *NORMED[1:]]), "ll", NORMED[0]]
 )
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_a_timeout(way: str) -> None:
@@ -65,7 +67,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(way: str) -> None:
         words = torch.frombuffer(space._memory[1], dtype=torch.int64)
         sources = words[: 4 * space.words].view(2, 2, space.words)[:, 0]
         told = int((sources == entered)[:, 1:].sum())
-        publishes = way in ("two_shot", "multimem", *NORMED[2:])
+        publishes = way in ("two_shot", NORMED[2])
         assert (told > 0) == publishes, told
         return
     begin = time.monotonic()
@@ -131,6 +133,11 @@ def test_no_rank_takes_what_another_made_of_a_failed_wait(way: str) -> None:
     assert right != failed and not (right and rank == 0)
 
 
+def _litmus_of(space: DeviceWorkspace) -> tuple[Any, Any]:
+    """The arguments of a litmus test that no GPU runs."""
+    return space_argument(space, 1), _C.cuda.Litmus(0, 0, 0, 16)
+
+
 def driver_job(driver: str) -> None:
     """What is raised when driver functions fail; it recovers."""
     emulated.load(driver)
@@ -152,10 +159,13 @@ def driver_job(driver: str) -> None:
     with driver_that("cuLaunchKernelEx", 719):
         raises(RuntimeError, r"^cuLaunchKernelEx: CUDA_ERROR_EMULATED \(on request\)$")
     raises(NotImplementedError, "^no GPU 3: the driver reports 1$", lambda: image.kernels(3))
-    space = space_of()
+    space, on = space_of(), torch.device("cpu")
     with driver_that(capability=80):
-        reduce = functools.partial(cuda.all_reduce, space, 1, x, x, way="multimem")
-        raises(NotImplementedError, "compute capability 9.0", reduce)
+        found = cuda.without_multicast(on)
+        assert found == "needs compute capability 9.0 or higher; cpu has 8.0", found
+        litmus = functools.partial(image.launch, "litmus_bulk", on, *_litmus_of(space))
+        raises(NotImplementedError, "litmus_bulk needs a GPU of compute capability 9.0", litmus)
+    assert cuda.without_multicast(on) is None
     with driver_that("cuStreamWriteValue64", 719), cuda.CopyCall(space, 1, flags=1) as copies:
         match = r"^cuStreamWriteValue64: CUDA_ERROR_EMULATED \(on request\)$"
         raises(RuntimeError, match, lambda: copies.raise_flag(0))

@@ -83,12 +83,15 @@ def test_a_product_waits_for_the_flag_of_each_chunk(late: bool) -> None:
             copies.raise_flag(theirs * arriving.chunks + chunk)
 
     with cuda.CopyCall(space, 9, [out], flags=2 * arriving.chunks) as copies:
-        if not late:
+        thread = threading.Thread(target=bring, args=[copies])
+        if late:
+            thread.start()
+        else:
             space.state[FLAGS_AT : FLAGS_AT + 2 * arriving.chunks] = 1
-        thread = threading.Timer(0.0 if late else 0.5, bring, [copies])
-        thread.start()
         arriving.prepared.launch(whole, w, None, out).run(space, 9)
         right = torch.equal(out, torch.cat(shards).sum(1, True).expand(-1, 33))
+        if not late:
+            thread.start()
         thread.join()
     assert right == late and space.failure() is None
 

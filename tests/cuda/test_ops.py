@@ -37,7 +37,6 @@ from tests.support.cuda_rehearsal import (
 )
 from tests.support.emulated import BF16, F32, interpreted, on_ranks, require_none
 from tests.support.faults import Ending
-from tests.support.nccl_rehearsal import over_nccl
 from tests.support.ranked import check_cases, fresh_group
 from tests.support.tiers import sweep, thorough
 from tpkernels import dtypes, groups
@@ -105,31 +104,6 @@ def test_products() -> None:
             ),
         ]
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("world", sweep([3, 2], count=1))
-@on_ranks()
-def test_multimem() -> None:
-    """Of integers; and what it refuses."""
-    world = dist.get_world_size()
-    cases = [case for case in one_of_each(world) if case.algorithm == "direct"]
-    more = Case(op="matmul_all_reduce", shape=(24, 66), k=(20,), biases=(F32,), residual=F32)
-    more = replace(more, out_dtype=F32, integers=True, dtype=BF16)
-    with over_nccl() as patch, fresh_group() as group:
-        wrong = check_cases([replace(c, algorithm="multimem") for c in (*cases, more)], group)
-        x = torch.ones(4, 8)
-        ordered = dist.new_group()
-        tpkernels.init(ordered, numerics="ordered")
-        with pytest.raises(NotImplementedError, match="order of the switch"):
-            tpkernels.all_reduce(x, ordered, algorithm="multimem")
-        tpkernels.all_gather(x, ordered, algorithm="multimem")
-        if group.rank() == 1:
-            with_memory(WithoutMulticast)(patch)
-        other = faults.new_group()
-        with pytest.raises(NotImplementedError, match="memory has no multicast address"):
-            tpkernels.all_gather(x, other, algorithm="multimem")
-        tpkernels.all_gather(x, other, algorithm="direct")
-    require_none(wrong)
 
 
 @pytest.mark.parametrize(
@@ -441,12 +415,6 @@ def without_state(patch: pytest.MonkeyPatch) -> None:
 
 def with_memory(memory: type[SharedMemory]) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(gpu_memory, "symmetric", memory)
-
-
-class WithoutMulticast(SharedMemory):
-    @staticmethod
-    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
-        return replace(SharedMemory.rendezvous(memory, name), multicast_ptr=0)
 
 
 class Misaligned(SharedMemory):

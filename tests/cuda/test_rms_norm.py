@@ -226,7 +226,7 @@ def test_refusals() -> None:
     x, weight = torch.ones(4, 12), torch.ones(12)
     with pytest.raises(NotImplementedError, match=r"rows have 12 elements; .* multiples of 8"):
         cuda.prepare_normed_all_reduce(2, x, x, x, weight, EPS)
-    with pytest.raises(ValueError, match="way is 'ring'; it must be one of auto, ll"):
+    with pytest.raises(ValueError, match="way is 'ring'; it must be one of auto, two_shot"):
         cuda.prepare_normed_all_reduce(2, x, x, x, weight, EPS, way="ring")
     x = torch.ones(4, 16, dtype=F16)
     with pytest.raises(ValueError, match=r"weight has shape \[12\]; it must be \[16\]"):

@@ -97,7 +97,6 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
     (reduce, {"bias": torch.ones(6).double()}, NotImplementedError, "bias is float64"),
     (reduce, {"x": torch.ones(4, 6, device="meta")}, ValueError, "x is on meta"),
     (reduce, {"way": "ring"}, ValueError, "way is 'ring'; it must be auto or one of two_shot"),
-    (reduce, {"way": "multimem"}, NotImplementedError, "needs multicast memory"),
     (add, {"partials": []}, ValueError, "0 partials; there must be 1 to 72"),
     (add, {"partials": [torch.ones(6)] * 73}, ValueError, "73 partials"),
     (add, {"partials": [torch.ones(6), torch.ones(6).half()]}, ValueError, r"partials\[1\] is"),

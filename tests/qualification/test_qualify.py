@@ -17,9 +17,12 @@ import torch.distributed as dist
 
 from tests.support import emulated
 from tests.support.cuda_rehearsal import SharedMemory
+from tests.support.multimem_rehearsal import Multimem
 from tests.support.nccl_rehearsal import over_nccl
 from tests.support.tiers import sweep, thorough
+from tpkernels.algorithms import multimem
 from tpkernels.backends import TABLES
+from tpkernels.cuda import layouts
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
 from tpkernels.qualification import checks, faults, litmus, virtual
@@ -84,12 +87,6 @@ FAULTS = {
     "off-by-one rows": (SUMS, "direct/two_shot", "direct/one_shot", "wrong"),
     "lost wake-up": (SHARDS, "direct/one_shot", "direct/two_shot", "error"),
     "hang": (SHARDS, "direct/one_shot", "direct/two_shot", "hang"),
-    "missing fence of aliases": (
-        "multimem_all_gather",
-        "multimem/all_gather",
-        "direct/ll",
-        "wrong",
-    ),
     "missing fence of routes": ("routed_combine", "direct/routed", "direct/ll", "wrong"),
     "crash": ("ll_two_shot_all_reduce", "direct/ll_two_shot", "direct/two_shot", "crash"),
 }
@@ -112,7 +109,6 @@ LITMUS_FAULTS = {
     "messages": ("litmus_messages", "missing fence", "direct/one_shot"),
     "copies": ("call_publish", "lost wake-up", "pipelined/all_gather"),
     "bulk": ("litmus_bulk", "missing fence", "fused/reduce_scatter"),
-    "multimem": ("litmus_multimem", "missing fence", "multimem/all_gather"),
 }
 
 
@@ -127,7 +123,7 @@ def test_a_litmus_test_that_fails_disqualifies_what_relies_on_it(
     assert outcomes[way].status == NOT_RUN and test in outcomes[way].why, outcomes[way]
     if failure.kind == "wrong":
         assert 0 < failure.wrong <= failure.elements and failure.first
-        assert failure.peer == 1 or test == "multimem"  # of a sum no rank is known to be wrong
+        assert failure.peer == 1
 
 
 def rolled_rows(op: str) -> Any:
@@ -150,12 +146,25 @@ class Scarce(SharedMemory):
         return torch.empty(nbytes, **options)
 
 
+class WrongSwitch(Multimem):
+    """A part of this rank's sums is one too large."""
+
+    def multimem_all_reduce_(self, x: torch.Tensor, op: str, name: str) -> None:
+        super().multimem_all_reduce_(x, op, name)
+        x[:1] += 1
+
+
+def wrong_switch() -> Any:
+    return mock.patch.object(multimem, "_ops", WrongSwitch())
+
+
 def no_memory() -> Any:
     return mock.patch.object(gpu_memory, "symmetric", Scarce)
 
 
 PATCHES = {
     "out of memory": (no_memory, "direct/two_shot", "direct/one_shot", "memory"),
+    "wrong sums": (wrong_switch, "multimem/all_reduce", "multimem/all_gather", "wrong"),
     **{
         f"off-by-one rows, {op}": (
             functools.partial(rolled_rows, op),
@@ -173,7 +182,7 @@ PATCHES = {
 }
 
 
-@pytest.mark.parametrize("fault", sweep(PATCHES, 1, 2))
+@pytest.mark.parametrize("fault", sweep(PATCHES, 2, 2))
 def test_a_fault_outside_the_kernels_of_cuda(cuda_driver: str, fault: str) -> None:
     patch, spoilt, whole, kind = PATCHES[fault]
     around = functools.partial(rehearsal, cuda_driver, patch=patch)
@@ -246,6 +255,22 @@ def test_a_virtual_rank_that_makes_no_call_is_named() -> None:
     failed = ranks.failed_wait()
     assert failed is not None and failed[0] == 0
     assert isinstance(failed[1], CollectiveTimeoutError) and failed[1].peer == 1, failed
+
+
+def test_virtual_ranks_share_the_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which a kernel of one rank must not take more than its part, or the others never start."""
+    from tpkernels.kernels import configs
+
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    monkeypatch.setattr(configs, "_properties", lambda _: (90, 132))
+    gpu = torch.device("cuda", 0)
+    for world, most in ((8, 16), (2, 64)):
+        with virtual.sharing(gpu, world):
+            assert configs.choose(gpu, torch.bfloat16, 4096).programs == 132 // world
+            assert most == layouts.MOST_BLOCKS
+    assert configs.choose(gpu, torch.bfloat16, 4096).programs == 132
+    assert layouts.MOST_BLOCKS == 64
+    configs._chosen.cache_clear()
 
 
 def check_loading(way: str) -> None:

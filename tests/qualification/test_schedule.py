@@ -20,7 +20,6 @@ from tpkernels.qualification.schedule import (
     schedule,
 )
 
-OTHERS = {"ring", "multimem"}  # algorithms whose ranks have a GPU each
 H100 = ("NVIDIA H100 80GB HBM3",)
 MACHINES = {
     "8 H100": (Topology(H100 * 8, 90, multicast=True), (8, 4, 2), MOST_S),
@@ -58,10 +57,11 @@ def test_what_a_way_relies_on_comes_before_it(machine: str) -> None:
         assert len(set(names)) == len(names)
         for stage in stages:
             assert all(names.index(test) < names.index(stage.name) for test in stage.relies_on)
-            assert stage.relies_on or stage.is_litmus or stage.name.startswith("ring/")
+            torchs = stage.name.startswith(("ring/", "multimem/"))
+            assert stage.relies_on or stage.is_litmus or torchs
             on_virtual_ranks = {test for test in stage.relies_on if test.startswith(VIRTUAL)}
-            virtual = topology.gpus == 1 and stage.name.partition("/")[0] not in OTHERS
-            virtual = virtual and not stage.is_litmus and stage.name != "fused/routed"
+            virtual = topology.gpus == 1 and not (stage.is_litmus or torchs)
+            virtual = virtual and stage.name != "fused/routed"
             assert on_virtual_ranks == ({VIRTUAL + stage.name} if virtual else set())
     fused = next(stage for stage in stages if stage.name == "fused/reduce_scatter")
     assert ("bulk" in fused.relies_on) == (topology.capability >= 90)

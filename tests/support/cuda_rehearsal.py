@@ -4,6 +4,7 @@ stands in for torch's symmetric memory."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import emulated, faults
+from tests.support import faults
+from tests.support.multimem_rehearsal import Multimem
 from tpkernels import groups, validation
+from tpkernels.algorithms import multimem
 from tpkernels.groups.group import Group
 from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
@@ -28,8 +31,8 @@ FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 class Handle:
     buffer_ptrs: list[int]
     offset: int  # bytes, of the memory in its allocation
-    multicast_ptr: int
     arena: Any
+    multicast_ptr: int = 1 << 60
 
 
 OFFSET = 256  # bytes before the memory, in its allocation
@@ -64,11 +67,17 @@ class SharedMemory:
         workspace = groups.get(name).workspace
         assert workspace is not None
         world, own = workspace.participant.world, workspace.participant.rank
-        offset, room = cls.offset_of(own), max(map(cls.offset_of, range(world)))
-        arena = workspace._further_arena("a rehearsal", room + memory.numel())
-        memory.set_(torch.frombuffer(arena.region(own, offset, memory.numel()), dtype=memory.dtype))
-        addresses = [arena.region(rank).address for rank in range(world)]
-        return Handle(addresses, offset, emulated.multicast(addresses), arena)
+        offsets, count, dtype = list(map(cls.offset_of, range(world))), memory.numel(), memory.dtype
+        arena = workspace._further_arena("a rehearsal", max(offsets) + count)
+
+        def part(rank: int) -> torch.Tensor:
+            return torch.frombuffer(arena.region(rank, offsets[rank], count), dtype=dtype)
+
+        memory.set_(part(own))
+        if isinstance(multimem._ops, Multimem):
+            parts = functools.partial(map, part, range(world))
+            multimem._ops.memory[memory.data_ptr(), name] = parts
+        return Handle([arena.region(rank).address for rank in range(world)], offsets[own], arena)
 
     _SymmetricMemory: type
 
@@ -86,6 +95,7 @@ def pretending(
         patch.setattr(validation, "device", lambda _: "cuda")
         patch.setattr("tpkernels.tuning.planned_calls.unsupported", lambda *_: None)
         patch.setattr(gpu_memory, "symmetric", memory)
+        patch.setattr(multimem, "_ops", Multimem())
         if trust is not None:
             patch.setattr(Group, "trust", lambda _: trust)
         patch.setattr(host, "_FIRST_WORDS", 4)  # so that they have to grow

@@ -91,15 +91,6 @@ def _forget_kernels() -> None:
         cached.cache_clear()
 
 
-def multicast(addresses: Sequence[int]) -> int:
-    """The multicast address of memory that the ranks have at these; 0 without this driver."""
-    if not _loaded:
-        return 0
-    register = library().emulated_multicast
-    register.restype = ctypes.c_uint64
-    return int(register((ctypes.c_uint64 * len(addresses))(*addresses), len(addresses)))
-
-
 def count_of(name: str) -> int:
     """What the driver has counted (tests/native/emulated/driver.cpp)."""
     return int(library().emulated_get(name.encode()))
@@ -126,7 +117,6 @@ def space_of(
     workspace = faults.workspace_of(group)
     space = workspace.device(words, buffer_bytes, "a test of the CUDA kernels")
     space.timeout_ns = int(timeout * 1e9)
-    space.multicast = 1 << 60  # tests/native/emulated/grid.h
     return space
 
 

@@ -35,9 +35,6 @@ class Epilogue:
         /,
     ) -> None: ...
 
-class Multicast:
-    def __init__(self, regions: int, x: int, /) -> None: ...
-
 class AllReduce:
     def __init__(
         self,
@@ -50,7 +47,6 @@ class AllReduce:
         segment: int,
         slot_bytes: int,
         results_at: int,
-        everywhere: Multicast,
         /,
     ) -> None: ...
 
@@ -72,7 +68,6 @@ class Shards:
         wire: int,
         slot_bytes: int,
         epilogue: Epilogue,
-        everywhere: Multicast,
         /,
     ) -> None: ...
 
@@ -106,9 +101,7 @@ class SumPartials:
     ) -> None: ...
 
 class Litmus:
-    def __init__(
-        self, found: int, records: int, round: int, nbytes: int, multicast: int, /
-    ) -> None: ...
+    def __init__(self, found: int, records: int, round: int, nbytes: int, /) -> None: ...
 
 class Signal:
     def __init__(self, rank: int, index: int, /) -> None: ...

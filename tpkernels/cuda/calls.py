@@ -2,13 +2,11 @@
 rows, the sum of partials, a barrier.
 
 Sums follow the numerics contract: fp32, in rank order, then bias, then residual, one rounding. All
-ways give the same bits, except ``multimem``: there the switch adds, in an order of its own, so the
-bits may differ from run to run. It needs multicast memory and compute capability 9.0. Gathers and
-scatters are one launch in which every rank pushes to all others: by ``ll`` (NCCL's protocol LL) or
-``one_shot``; or stores at all of them at once, by ``multimem``. For few bytes that should take less
-time than starting copy engines (``copies.py``). Not measured. The rows that are
-normalised are those of the rounded sum; their bits depend on the row alone, not on the way or on
-how blocks share it (csrc/cuda/rms_norm.cuh).
+ways give the same bits. Gathers and scatters are one launch in which every rank pushes to all
+others: by ``ll`` (NCCL's protocol LL) or ``one_shot``. For few bytes that should take less time
+than starting copy engines (``copies.py``). Not measured. The rows that are normalised are those of
+the rounded sum; their bits depend on the row alone, not on the way or on how blocks share it
+(csrc/cuda/rms_norm.cuh).
 
 Tensors of all calls in this folder are contiguous, in fp32, fp16 or bf16. A call, or the launch of
 what is prepared, raises ``ValueError`` if an argument does not fit the others or the workspace is
@@ -31,12 +29,11 @@ from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.cost import all_reduce_way
 from tpkernels.planning.trust import NORMED_SUMS, SHARDS, SUMS, usable
 from tpkernels.symm.device import DeviceWorkspace, Launch
-from tpkernels.symm.gpu_memory import GpuSegment
 
-WAYS = ("two_shot", "multimem", "ll", "ll_two_shot")
+WAYS = ("two_shot", "ll", "ll_two_shot")
 _SUM_BLOCKS, _SUM_SHARE = 1024, 2048  # most blocks, and fewest elements for each; not measured
 _THREADS = 256  # kRowThreads of csrc/cuda
-_CLUSTER, _SINCE = 4, 90  # most blocks of a row (not measured); of clusters and multicast
+_CLUSTER, _SINCE = 4, 90  # most blocks of a row (not measured); capability of clusters, multicast
 _MOST_ROWS = 1024  # at a time, of a normalisation alone, which has the GPU to itself
 Sizes = tuple[int, ...]
 
@@ -50,7 +47,6 @@ def all_reduce(
     residual: torch.Tensor | None = None,
     way: str = "auto",
     early: bool = False,
-    in_place: GpuSegment | None = None,
 ) -> None:
     """Compute ``out = round(sum_r(x_r) + bias + residual)`` on every rank, bias along the last dim.
     ``out`` may be x; it, bias and residual have dtypes of their own.
@@ -58,11 +54,9 @@ def all_reduce(
     Args:
         way: ``two_shot`` (every rank sums a part and passes it on), ``ll`` (NCCL's protocol LL, no
             fences for twice the bytes; every rank sums everything), ``ll_two_shot`` (LL, and every
-            rank sums a part), ``auto`` (one of these, by size and by ``space.ways``) or
-            ``multimem``.
+            rank sums a part) or ``auto`` (one of these, by size and by ``space.ways``).
         early: the kernel may start while the last kernel queued on the stream runs. That must be
             a product which was queued behind the workspace's previous call, on the same stream.
-        in_place: the symmetric tensor that x is, on all ranks, which ``multimem`` reads there.
     """
     operands.check_summed(space.regions.device, x=x, out=out, bias=bias, residual=residual)
     operands.check_alike(False, x=x, out=out, residual=residual)
@@ -71,11 +65,8 @@ def all_reduce(
         way = all_reduce_way(x.numel() * x.element_size(), space.world, usable(space.ways, SUMS))
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
-    symmetric = _multicast_of(space, way, in_place)
-    if way == "multimem" and residual is not None:
-        residual = _aligned(residual)
     sizes = x.element_size(), out.element_size()
-    words = space_of(space, _signature(signature, in_place))
+    words = space_of(space, signature)
     begin, piece = 0, max(x.numel(), 1)
     while begin == 0 or begin < x.numel():
         count = min(piece, x.numel() - begin)
@@ -93,7 +84,6 @@ def all_reduce(
         call = _C.cuda.AllReduce(
             *(here, there, count, begin, CODES[x.dtype], after),
             *(cut.segment, cut.slot_bytes, cut.results_at),
-            _C.cuda.Multicast(space.multicast, symmetric and symmetric + begin * sizes[0]),
         )
         starts_early = early and begin == 0
         launch(f"{way}_all_reduce", x.device, words, call, blocks=cut.blocks, early=starts_early)
@@ -109,7 +99,6 @@ def prepare_all_reduce(
     way: str = "auto",
     early: bool = False,
     ways: frozenset[str] = frozenset(),
-    in_place: GpuSegment | None = None,
 ) -> Launch:
     """Prepare an ``all_reduce`` over ``world`` ranks that goes in one piece. ``ways``: those of the
     workspace, from which ``auto`` takes one."""
@@ -118,32 +107,9 @@ def prepare_all_reduce(
     needs = layouts.all_reduce_layout(way, x.numel(), world, x.element_size(), out.element_size())
 
     def run(space: DeviceWorkspace, signature: int) -> None:
-        all_reduce(space, signature, x, out, bias, residual, way, early, in_place)
+        all_reduce(space, signature, x, out, bias, residual, way, early)
 
     return Launch(needs.words, needs.nbytes, (), run)
-
-
-def readable_in_place(segment: GpuSegment | None, x: torch.Tensor, *starts: int) -> bool:
-    """Return whether the switch can read the symmetric tensor that x is: whole vectors, each
-    segment from a multiple of 16 bytes on, where row ``starts`` begins. The same on all ranks."""
-    if segment is None or not segment.multicast or x.numel() % layouts.LANE:
-        return False
-    itemsize = x.element_size()
-    return all(start * x.stride(0) * itemsize % layouts.PACK_BYTES == 0 for start in starts)
-
-
-def _multicast_of(space: DeviceWorkspace, way: str, in_place: GpuSegment | None) -> int:
-    """Return the multicast address of what is read in place, 0 if nothing is."""
-    if way == "multimem" and not space.multicast:
-        raise NotImplementedError(
-            "way 'multimem' needs multicast memory, which GPUs behind an NVSwitch have; others do "
-            "not"
-        )
-    return 0 if in_place is None else in_place.multicast
-
-
-def _signature(of_call: int, in_place: GpuSegment | None) -> int:
-    return of_call if in_place is None else in_place.signature(of_call)
 
 
 def sum_partials(
@@ -189,7 +155,7 @@ def prepare_all_gather(
 ) -> Launch:
     """Prepare ``out = concat_r(x_r)``: x [sizes[rank], row], out [sum(sizes), row]. ``ways``: those
     of the workspace, from which ``auto`` takes one."""
-    added = None, None, None
+    added = None, None
     return _prepare_shards("all_gather", layouts.PACK_BYTES, x, out, sizes, *added, way, ways)
 
 
@@ -201,12 +167,11 @@ def prepare_reduce_scatter(
     residual: torch.Tensor | None = None,
     way: str = "auto",
     ways: frozenset[str] = frozenset(),
-    in_place: GpuSegment | None = None,
 ) -> Launch:
     """Prepare ``out = round(rows_rank(sum_r(x_r)) + bias + residual)``, added in fp32 in the order
     of the ranks: x [sum(sizes), row], out and residual [sizes[rank], row], bias [row]. Each has a
-    dtype of its own. ``ways`` as for an all-gather, ``in_place`` as for an all-reduce."""
-    lane_bytes, added = layouts.LANE * x.element_size(), (bias, residual, in_place)
+    dtype of its own. ``ways`` as for an all-gather."""
+    lane_bytes, added = layouts.LANE * x.element_size(), (bias, residual)
     return _prepare_shards("reduce_scatter", lane_bytes, x, out, sizes, *added, way, ways)
 
 
@@ -218,12 +183,11 @@ def _prepare_shards(
     sizes: Sizes,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    in_place: GpuSegment | None,
     way: str,
     ways: frozenset[str],
 ) -> Launch:
-    if way not in ("auto", "one_shot", "ll", "multimem"):
-        raise ValueError(f"way is {way!r}; it must be auto, one_shot, ll or multimem")
+    if way not in ("auto", "one_shot", "ll"):
+        raise ValueError(f"way is {way!r}; it must be auto, one_shot or ll")
     row_bytes = x.shape[1] * x.element_size() if x.dim() == 2 else 0  # the launch refuses others
     if way == "auto":
         few = sum(sizes) * row_bytes <= layouts.LL_BYTES
@@ -250,9 +214,8 @@ def _prepare_shards(
             raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
         addresses = x.data_ptr(), out.data_ptr(), space.starts(sizes).data_ptr()
         after = epilogue(out.dtype, bias, residual)
-        everywhere = _C.cuda.Multicast(space.multicast, _multicast_of(space, way, in_place))
-        call = _C.cuda.Shards(*addresses, row, CODES[x.dtype], needs.slot_bytes, after, everywhere)
-        words = space_of(space, _signature(signature, in_place))
+        call = _C.cuda.Shards(*addresses, row, CODES[x.dtype], needs.slot_bytes, after)
+        words = space_of(space, signature)
         launch(f"{way}_{kernel}", x.device, words, call, blocks=needs.blocks)
 
     return Launch(needs.words, needs.nbytes, sizes, run)
@@ -322,15 +285,14 @@ def prepare_normed_all_reduce(
     way: str = "auto",
     early: bool = False,
     ways: frozenset[str] = frozenset(),
-    in_place: GpuSegment | None = None,
 ) -> Launch:
     """Prepare ``total = round(sum_r(x_r) + bias + residual)`` on every rank, and its rows
     ``normed = round(total / sqrt(mean(total^2) + eps) * weight)``, in fp32.
 
     x, total and normed are [..., N], of one dtype, N a multiple of 8; ``total`` may be x. weight,
-    bias [N] and residual, like x, have dtypes of their own. ``way``, ``early`` and ``in_place`` are
-    as for ``all_reduce``; ``ways``: those of the workspace."""
-    known = ("auto", "ll", "ll_two_shot", "two_shot", "multimem")
+    bias [N] and residual, like x, have dtypes of their own. ``way`` and ``early`` are as for
+    ``all_reduce``; ``ways``: those of the workspace."""
+    known = ("auto", *WAYS)
     if way not in known:
         raise ValueError(f"way is {way!r}; it must be one of {', '.join(known)}")
     rows, columns = _matrix(x)
@@ -353,9 +315,8 @@ def prepare_normed_all_reduce(
         call = _C.cuda.AllReduce(
             *(aligned_x.data_ptr(), total.data_ptr(), x.numel(), 0, CODES[x.dtype], after),
             *(needs.segment, needs.slot_bytes, needs.results_at),
-            _C.cuda.Multicast(space.multicast, _multicast_of(space, way, in_place)),
         )
-        words = space_of(space, _signature(signature, in_place))
+        words = space_of(space, signature)
         arguments = words, call, _norm(normed, scale, eps)
         shape = {"blocks": needs.blocks, "cluster": cluster, "early": early}
         launch(f"{way}_all_reduce_rms_norm", x.device, *arguments, **shape)

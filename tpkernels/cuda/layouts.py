@@ -58,17 +58,13 @@ def all_reduce_layout(way: str, count: int, world: int, x_bytes: int, out_bytes:
         words = ll_words(nbytes, segment * out_bytes)
         return Layout(_ll_blocks(nbytes, LANE * x_bytes), words, segment)
     blocks = min(MOST_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARE)))
-    return _in_two_hops(way, blocks, segment, nbytes, world, count * x_bytes, count * out_bytes)
+    return _in_two_hops(blocks, segment, nbytes, world, count * out_bytes)
 
 
-def _in_two_hops(
-    way: str, blocks: int, segment: int, slot: int, world: int, x: int, results: int
-) -> Layout:
-    """Return the layout of a call whose results lie behind slots of so many bytes for partials, or,
-    by multicast, behind x."""
-    slot, x, results = (round_up(nbytes, _SLOT_ALIGNMENT) for nbytes in (slot, x, results))
-    slot, at = (0, x) if way == "multimem" else (slot, world * slot)
-    return Layout(blocks, 1 + 2 * blocks, segment, slot, at, at + results)
+def _in_two_hops(blocks: int, segment: int, slot: int, world: int, results: int) -> Layout:
+    """Return the layout of a call whose results lie behind slots of so many bytes for partials."""
+    slot, results = (round_up(nbytes, _SLOT_ALIGNMENT) for nbytes in (slot, results))
+    return Layout(blocks, 1 + 2 * blocks, segment, slot, world * slot, world * slot + results)
 
 
 def rows_layout(
@@ -84,7 +80,7 @@ def rows_layout(
         hops = 1 if way == "ll" else 2
         return Layout(blocks, ll_words(*[segment * x_bytes] * hops), segment)
     nbytes = rows * columns * x_bytes
-    return _in_two_hops(way, blocks, segment, segment * x_bytes, world, nbytes, nbytes)
+    return _in_two_hops(blocks, segment, segment * x_bytes, world, nbytes)
 
 
 def routed_layout(tokens: int, k: int, row: int, itemsize: int, combines: bool) -> Layout:
@@ -103,5 +99,4 @@ def shards_layout(way: str, shard_bytes: int, world: int, lane_bytes: int) -> La
         return Layout(_ll_blocks(shard_bytes, lane_bytes), ll_words(shard_bytes))
     blocks = min(MOST_BLOCKS, max(1, ceil_div(shard_bytes, _SHARD_SHARE)))
     slot = round_up(shard_bytes, _SLOT_ALIGNMENT)
-    kinds = 2 if way == "multimem" else 1  # of words: with one where x is read in place
-    return Layout(blocks, 1 + kinds * blocks, slot_bytes=slot, nbytes=world * slot)
+    return Layout(blocks, 1 + blocks, slot_bytes=slot, nbytes=world * slot)

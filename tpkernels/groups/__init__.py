@@ -255,8 +255,7 @@ def empty(
     tensor while any rank passes its own to an op.
 
     On a GPU (``device="cuda"``) an ``all_gather_matmul`` finds it where copy engines move the
-    input: by `pipelined`, and by `fused` for large shards; and a collective that sums finds it by
-    `multimem`, `all_reduce_` also in place. Either all ranks pass the same whole
+    input: by `pipelined`, and by `fused` for large shards. Either all ranks pass the same whole
     tensor or none passes one; otherwise a ``CollectiveMismatchError`` is raised. A part of one
     counts as an ordinary tensor and is copied.
 

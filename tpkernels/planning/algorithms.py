@@ -109,9 +109,10 @@ class Algorithm:
     spans_hosts: bool = False
     any_order: bool = False  #: may sum in another order than the ranks', where numerics permits
     sends: bool = False  #: by sends and receives of the process group
+    unbounded: bool = False  #: its waits have no deadline, so ``auto`` never takes it
     #: The collectives that it has no function for.
     lacks: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    #: Of our own: "Triton", "CUDA", or "multicast", those of CUDA that need it.
+    #: "Triton" or "CUDA", of our own; "multicast", torch's multimem ops.
     kernels: Mapping[str, str] = field(default_factory=dict)
     #: By op, kernels that it also uses on CUDA tensors where they load.
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
@@ -150,6 +151,7 @@ _RECORDS = (
         any_order=True,
         lacks={"cpu": frozenset(OPS), "cuda": _ALL_TO_ALLS},
         kernels={"cuda": "multicast"},
+        unbounded=True,
         whole_rows=frozenset({"cuda"}),
     ),
     Algorithm(

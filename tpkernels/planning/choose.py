@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from tpkernels import defaults
+from tpkernels import defaults, dtypes
 from tpkernels.planning.algorithms import (
     ALGORITHMS,
     Algorithm,
@@ -99,6 +99,7 @@ class Plan:
 
 
 NOTHING_TUNED = Table()
+_SWITCH_SUMS = (torch.float32, torch.bfloat16)  # by torch's multimem ops
 _ONE_PRODUCT = "each scaled product converts its weight: one matmul, not split"
 _SUMS = {
     VENDOR: "numerics 'vendor': the process group sums",
@@ -227,9 +228,12 @@ def candidates(problem: Problem, means: Means) -> list[str]:
 
 
 def why_unqualified(problem: Problem, name: str, means: Means) -> str | None:
-    """Return why "auto" may not take an algorithm that has not proven itself; None: it may."""
+    """Return why "auto" may not take an algorithm that has not proven itself, or that may wait for
+    ever; None: it may."""
     if problem.device != "cuda" or problem.world == 1:
         return None
+    if ALGORITHMS[name].unbounded:
+        return "waits without a deadline, and so runs by name only"
     return means.trust.why_not(problem.op, name)
 
 
@@ -300,6 +304,8 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
     by_switch = algorithm.kernels.get(problem.device) == "multicast"
     if by_switch and problem.spec.reduces and problem.numerics == ORDERED:
         return "adds in the order of the switch, and numerics is 'ordered'"
+    if by_switch and problem.spec.reduces and problem.dtype not in _SWITCH_SUMS:
+        return f"sums float32 and bfloat16 (torch's multimem ops), not {dtypes.name(problem.dtype)}"
     if algorithm.splits_matmul and problem.spec.has_matmul and problem.spec.gathers and last:
         return "cannot gather the dim that the matmul sums over (it would round each part)"
     if algorithm.needs_shared_memory and not means.shared_memory:

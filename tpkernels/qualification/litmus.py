@@ -58,8 +58,7 @@ def _space(name: str, device: torch.device) -> Iterator[DeviceWorkspace]:
     tpkernels.init(group, timeout=TIMEOUT_S, autotune=False)
     own = groups.get(group.group_name)
     try:
-        kind = "multicast" if name == "multimem" else "CUDA"
-        reason = own.unsupported_kernels(device, kind, cuda.unsupported(device))
+        reason = own.unsupported_kernels(device, "CUDA", cuda.unsupported(device))
         if reason is not None or own.workspace is None:
             raise NotImplementedError(reason or f"share no memory: {own.why_not_shared}")
         nbytes = _SIZES[device.type][0] * PACK_BYTES
@@ -80,7 +79,7 @@ def _stores(
     found = torch.zeros(2 + 4 * _RECORDS, dtype=torch.int64, device=space.regions.device)
     blocks = min(MOST_BLOCKS, ceil_div(packs, 512))
     for number in range(rounds * repeats):
-        arguments = _C.cuda.Litmus(found.data_ptr(), _RECORDS, number, nbytes, space.multicast)
+        arguments = _C.cuda.Litmus(found.data_ptr(), _RECORDS, number, nbytes)
         words = space_of(space, 1 + number)
         launch(f"litmus_{name}", found.device, words, arguments, blocks=blocks)
     if (wait := synchronizer(device)) is not None:

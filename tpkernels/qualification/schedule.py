@@ -18,7 +18,7 @@ from tpkernels.planning.trust import COPY_ENGINES, SHARDS, SUMS
 
 FAULTS = ("late", "killed", "another call")  #: of one rank
 #: Of single stores and signals.
-LITMUS = ("messages", "words", "copies", "bulk", "multimem")
+LITMUS = ("messages", "words", "copies", "bulk")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
 
 # Seconds of a stage on GPUs. Start: ranks, contexts, symmetric memory; and its calls. Assumed: no
@@ -45,7 +45,6 @@ _RELY_ON = {
     ),
     "copies": (*(f"pipelined/{kind}" for kind in KINDS), f"fused/{COPY_ENGINES}"),
     "bulk": ("fused/reduce_scatter", "fused/all_reduce"),
-    "multimem": tuple(f"multimem/{kind}" for kind in KINDS),
 }
 _TMA_SINCE = 90  # compute capability
 
@@ -182,7 +181,6 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     calls = CALLS_S * (_THOROUGH if thorough else 1.0)
     shared = world > topology.gpus
     no_switch = "" if topology.multicast and not shared else "no multicast by an NVSwitch"
-    reasons = {"multimem": no_switch}
     stages: dict[str, Stage] = {}
 
     def add(name: str, seconds: float = START_S + calls, backend: str = "gloo") -> None:
@@ -194,8 +192,8 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
                 add(test)
         tests += [VIRTUAL + name] * (VIRTUAL + name in stages)
         stage = Stage(name, world, backend, seconds, relies_on=tuple(tests))
-        missing = [reasons[one] for one in (name, *tests) if reasons.get(one)]
-        stages[name] = replace(stage, why_not=_why_not(topology, stage) or "; ".join(missing))
+        why_not = _why_not(topology, stage) or no_switch * name.startswith("multimem/")
+        stages[name] = replace(stage, why_not=why_not)
 
     # two_shot and one_shot before LL
     direct = [f"direct/{way}" for way in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1], "routed"))]

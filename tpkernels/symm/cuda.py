@@ -25,7 +25,7 @@ from tpkernels.errors import CaptureError, TpkernelsError
 from tpkernels.symm import streams
 from tpkernels.symm.device import ABORTED, DeviceWorkspace, kernel_error
 from tpkernels.symm.exchange import Participant
-from tpkernels.symm.gpu_memory import GpuSegments, make_workspace
+from tpkernels.symm.gpu_memory import GpuSegments, Symmetric, make_symmetric, make_workspace
 from tpkernels.symm.streams import SideStream
 
 _logger = logging.getLogger("tpkernels")
@@ -95,6 +95,7 @@ class CudaWorkspace:
         # All workspaces ever made: a captured graph may still use one that has been outgrown.
         self.spaces: list[DeviceWorkspace] = []
         self.segments = GpuSegments()
+        self._multicast: list[Symmetric] = []  # ever made; as for `spaces`
         self._chaos: dict[str, Any] | None = None
         self._watch = Watch(channel, self.spaces, alarm).__enter__()
         self.event = streams.new_event(device)  #: after the last call outside a capture
@@ -125,6 +126,24 @@ class CudaWorkspace:
         # The watch ends the waits in the workspaces that it finds when a peer is lost.
         if self._watch.error is not None:
             raise self._watch.error
+
+    @property
+    def multicast(self) -> torch.Tensor:
+        """Return the bytes for torch's multimem ops, of which `grow_multicast` has made some."""
+        return self._multicast[-1].memory
+
+    def grow_multicast(self, nbytes: int) -> None:
+        """Make memory for torch's multimem ops: at least so many bytes, and twice as many as
+        before. Collective; raises what ``make_symmetric`` does, and ``NotImplementedError`` on all
+        ranks if there is no multicast."""
+        if self._multicast:
+            nbytes = max(nbytes, 2 * self.multicast.numel())
+        made = make_symmetric(self._member, nbytes, self.device)
+        if not made.multicast:
+            raise NotImplementedError(
+                "the GPUs' memory has no multicast address, which NVSwitches provide"
+            )
+        self._multicast.append(made)
 
     def use_ways(self, ways: frozenset[str]) -> None:
         """Take these ways of ``direct`` and ``fused`` from the next call on; see
@@ -274,5 +293,5 @@ class CudaWorkspace:
         return False
 
     def _keep(self) -> None:
-        for memory in (*self.spaces, self.segments):
+        for memory in (*self.spaces, self.segments, self._multicast):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))

@@ -92,7 +92,6 @@ class DeviceWorkspace:
         words: signal words of each source.
         buffer_bytes: of each of the two buffers.
         timeout: seconds that a wait may take.
-        multicast: address of all regions at once; 0 without multicast.
         memory: keeps the regions mapped.
     """
 
@@ -104,11 +103,10 @@ class DeviceWorkspace:
         words: int,
         buffer_bytes: int,
         timeout: float,
-        multicast: int = 0,
         memory: Any = None,
     ) -> None:
         self._addresses, self._region, self._memory = addresses, region, memory
-        self.multicast, device = multicast, region.device
+        device = region.device
         #: The ways that are qualified on this machine, the same on all ranks (planning/trust.py).
         #: Empty if nothing is known of any.
         self.ways: frozenset[str] = frozenset()

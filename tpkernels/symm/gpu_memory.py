@@ -172,7 +172,7 @@ def make_workspace(
     made = make_symmetric(participant, nbytes, device, reason)
     limits, space = (words, buffer_bytes, participant.timeout), None
     try:
-        space = DeviceWorkspace(made.addresses, made.memory, rank, *limits, made.multicast, made)
+        space = DeviceWorkspace(made.addresses, made.memory, rank, *limits, memory=made)
     except RuntimeError as error:
         reason = f"cannot allocate what belongs to a workspace: {error}"
     agree_on_gpus(participant, reason)
@@ -210,7 +210,6 @@ class GpuSegment:
     number: int
     nbytes: int
     addresses: tuple[int, ...]
-    multicast: int  # of all ranks' at once; 0 without multicast
     memory: object  # keeps the peers' parts mapped, and perhaps this rank's
     owner: StorageWeakRef
 
@@ -243,7 +242,7 @@ class GpuSegments:
         self._made += 1
         if nbytes:
             owner = StorageWeakRef(made.memory.untyped_storage())
-            known = self._made, nbytes, made.addresses, made.multicast
+            known = self._made, nbytes, made.addresses
             segment = GpuSegment(*known, made.handle, owner)
             self._at[made.addresses[participant.rank]] = segment
         return made.memory[:nbytes].view(dtype).view(shape)

@@ -11,7 +11,7 @@ import json
 import os
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -213,10 +213,8 @@ class HostWorkspace:
                 agree_on_gpus(self._watched(), reason)
             else:
                 self.on_gpus[device] = self._make_cuda(device, reason)
-        if kernels == "multicast" and not self.on_gpus[device].current.multicast:
-            raise NotImplementedError(
-                "the GPUs' memory has no multicast address, which NVSwitches provide"
-            )
+            if kernels == "multicast":
+                self.on_gpus[device].grow_multicast(_FIRST_BYTES)
 
     def use_ways(self, ways: frozenset[str]) -> None:
         """Take these ways on GPUs, the same on all ranks; see `DeviceWorkspace.ways`."""
@@ -246,17 +244,32 @@ class HostWorkspace:
         """
         space = self.on_gpus[device]
         if not space.current.holds(words, buffer_bytes):
-            if streams.is_captured(device):
-                raise CaptureError(
-                    f"{text} needs a larger workspace: call it once before capturing a graph"
-                )
-            with self.waiting(self._gpu_timeout):
-                self._agree(f"a GPU workspace of {words} words and {buffer_bytes} bytes for {text}")
-                try:
-                    space.grow(words, buffer_bytes)
-                except NotImplementedError as error:  # as for the first workspace, on all ranks
-                    raise WorkspaceMemoryError(f"{text}: {error}") from None
+            what = f"a GPU workspace of {words} words and {buffer_bytes} bytes"
+            self._grow_on_gpu(device, what, text, partial(space.grow, words, buffer_bytes))
         return space
+
+    def multicast(self, device: torch.device, nbytes: int, text: str) -> CudaWorkspace:
+        """Return the workspace on GPUs with so many bytes for torch's multimem ops. Raises what
+        `cuda` does."""
+        space = self.on_gpus[device]
+        if space.multicast.numel() < nbytes:
+            what = f"{nbytes} bytes of multicast memory"
+            self._grow_on_gpu(device, what, text, partial(space.grow_multicast, nbytes))
+        return space
+
+    def _grow_on_gpu(
+        self, device: torch.device, what: str, text: str, grow: Callable[[], None]
+    ) -> None:
+        if streams.is_captured(device):
+            raise CaptureError(
+                f"{text} needs a larger workspace: call it once before capturing a graph"
+            )
+        with self.waiting(self._gpu_timeout):
+            self._agree(f"{what} for {text}")
+            try:
+                grow()
+            except NotImplementedError as error:  # as for the first workspace, on all ranks
+                raise WorkspaceMemoryError(f"{text}: {error}") from None
 
     def check_kernels(self, text: str) -> None:
         """Raise the error if a GPU kernel has failed so far; ``text`` names, in its message, the

@@ -98,7 +98,6 @@ struct Entry {
   // A kernel with copies of its parameters, which a captured graph needs.
   std::function<std::function<void()>(void**)> bind;
   std::string name;
-  bool has_space;
   int threads;  // required of the launch
 };
 
@@ -114,7 +113,7 @@ Entry entry(const char* name, void (*kernel)(First, More...), int threads) {
                            next(static_cast<More*>(nullptr))...};
     return [kernel, given] { std::apply(kernel, given); };
   };
-  return {bind, name, std::is_same_v<First, Space>, threads};
+  return {bind, name, threads};
 }
 
 #define EMULATED_ENTRY(name, threads, ...) {#name, entry(#name, name, threads)},
@@ -146,11 +145,6 @@ int launch(void* function, unsigned blocks, unsigned threads, unsigned cluster, 
   ++now.launches;
   emulated::Grid grid{static_cast<int>(blocks), now.threads};
   grid.cluster = static_cast<int>(cluster);
-  if (entry.has_space) {
-    const auto& space = *static_cast<const Space*>(parameters[0]);
-    grid.world = space.world;
-    grid.regions = space.regions;
-  }
   const bool faulty = entry.name == planted.kernel;
   run_or_capture(stream, [grid, faulty, kernel = entry.bind(parameters)]() mutable {
     const Fault fault(faulty);
@@ -175,11 +169,6 @@ void emulated_fail(const char* function, int code) {
 }
 // From now on this process has a fault of a kind in one kernel; "" for none.
 void emulated_plant(const char* kernel, const char* kind) { planted = {kernel, kind}; }
-// The multicast address of memory that the ranks have at these addresses, as this one sees it.
-std::uint64_t emulated_multicast(const std::uint64_t* addresses, int world) {
-  emulated::multicasts.emplace_back(addresses, addresses + world);
-  return emulated::kMulticast + emulated::multicasts.size() * emulated::kMulticastBytes;
-}
 int emulated_get(const char* name) { return *by_name.at(name); }
 int emulated_set(const char* name, int value) {  // returns what was there
   std::swap(*by_name.at(name), value);

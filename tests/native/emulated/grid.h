@@ -15,10 +15,6 @@
 
 namespace emulated {
 
-// Multicast addresses: of the regions of a launch, and behind them of memory that is registered.
-constexpr std::uint64_t kMulticast = 1ull << 60, kMulticastBytes = 1ull << 40;
-inline std::vector<std::vector<std::uint64_t>> multicasts;  // where the ranks have it
-
 // What a thread did one after the other in a kernel.
 struct Counts {
   int barriers = 0;  // of its block
@@ -66,19 +62,10 @@ inline Previous previous;
 
 struct Grid {
   int blocks;
-  int threads;  // per block
-  int world = 1;
-  const unsigned long long* regions = nullptr;  // for multicast
-  Counts* most = nullptr;                       // of any thread, if asked for
-  int cluster = 1;                              // blocks that run at the same time
+  int threads;             // per block
+  Counts* most = nullptr;  // of any thread, if asked for
+  int cluster = 1;         // blocks that run at the same time
 };
-
-// What a multicast address stands for at a rank.
-inline std::uint64_t at_rank(const Grid& grid, int rank, std::uint64_t address) {
-  const std::uint64_t number = (address - kMulticast) / kMulticastBytes;
-  const std::uint64_t begin = number == 0 ? grid.regions[rank] : multicasts[number - 1][rank];
-  return begin + (address - kMulticast) % kMulticastBytes;
-}
 
 // The barrier of a block's threads. It returns whether any thread passed true.
 class BlockBarrier {

@@ -47,7 +47,7 @@ void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& region
     space.signature = 7 + 2 * call;
     Routed given{x,  out,  order.data(), places.data(), weights.data(), rows.data(), kTokens,
                  kK, most, row,          kF32};
-    emulated::run({kBlocks, 2, kWorld, space.regions}, 2, [&] { routed_dispatch(space, given); });
+    emulated::run({kBlocks, 2}, 2, [&] { routed_dispatch(space, given); });
     for (u64 r = 0; r < most; ++r)
       for (u64 i = 0; i < row; ++i)
         own.wrong +=
@@ -57,7 +57,7 @@ void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& region
     ++space.signature;
     given.x = out;
     given.out = y;
-    emulated::run({kBlocks, 2, kWorld, space.regions}, 2, [&] { routed_combine(space, given); });
+    emulated::run({kBlocks, 2}, 2, [&] { routed_combine(space, given); });
     for (int t = 0; t < tokens; ++t)
       for (u64 i = 0; i < row; ++i) {
         float sum = 0;

@@ -1,13 +1,9 @@
-"""``direct`` on GPUs: one matmul, and one kernel that moves all the data at once; and ``multimem``,
-where it is the NVSwitch that adds, and that stores at all ranks.
+"""``direct`` on GPUs: one matmul, and one kernel that moves all the data at once.
 
-The kernels, their slots and words are in csrc/cuda/shards.cuh, all_reduce.cuh, multimem.cuh and
-routed.cuh.
+The kernels, their slots and words are in csrc/cuda/shards.cuh, all_reduce.cuh and routed.cuh.
 """
 
 from __future__ import annotations
-
-from itertools import accumulate
 
 import torch
 
@@ -18,13 +14,11 @@ from tpkernels.algorithms.reduction import Reduction, RmsNorm, normalising
 from tpkernels.algorithms.routes import Places, filled, most_rows, places_of
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queued
-from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.planning.problem import Problem
 from tpkernels.symm.device import Launch
-from tpkernels.symm.gpu_memory import GpuSegment
 
 
 def rows_by_rank(problem: Problem) -> tuple[int, ...]:
@@ -42,10 +36,8 @@ def as_blocks(x: torch.Tensor) -> torch.Tensor:
 @gathers_in_rank_order
 def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     whole, sizes = products.memory(call, x), rows_by_rank(call.problem)
-    way, ways = _way(call), _ways(call, x)
-    launch = cuda.prepare_all_gather(
-        as_blocks(x.contiguous()), as_blocks(whole), sizes, way=way, ways=ways
-    )
+    shard, ways = as_blocks(x.contiguous()), _ways(call, x)
+    launch = cuda.prepare_all_gather(shard, as_blocks(whole), sizes, ways=ways)
     _queue(call, x, None, x, launch)
     products.multiply(whole)
 
@@ -87,16 +79,14 @@ def reduce(
         partial = as_blocks(partial_of(call, x, w).contiguous())
         sizes, rows = rows_by_rank(call.problem), None if residual is None else as_blocks(residual)
         launch = cuda.prepare_reduce_scatter(
-            *(partial, as_blocks(out), sizes, bias, rows, _way(call), _ways(call, x)),
-            in_place=_in_place(call, partial, *accumulate(sizes)),
+            partial, as_blocks(out), sizes, bias, rows, ways=_ways(call, x)
         )
         _queue(call, x, None, x, launch)
         return
     partial = x.contiguous() if w is None else new_partial(call, x, w)
     early, world = _starts_early(partial, w), call.problem.world
     launch = cuda.prepare_all_reduce(
-        *(world, partial, out, bias, residual, _way(call), early, _ways(call, x)),
-        in_place=_in_place(call, partial),
+        world, partial, out, bias, residual, early=early, ways=_ways(call, x)
     )
     _queue(call, x, w, partial, launch)
 
@@ -126,25 +116,11 @@ def reduce_and_normalise(
         norm.eps,
         reduction.bias,
         reduction.residual,
-        way=_way(call),
         early=_starts_early(partial, w),
         ways=_ways(call, x),
-        in_place=_in_place(call, partial),
     )
     _queue(call, x, w, partial, launch)
     return normed
-
-
-def _way(call: Call) -> str:
-    return "multimem" if call.plan.algorithm == "multimem" else "auto"
-
-
-def _in_place(call: Call, partial: torch.Tensor, *starts: int) -> GpuSegment | None:
-    """Return the symmetric tensor that ``partial`` is, if the switch can read it there."""
-    if call.plan.algorithm != "multimem":
-        return None
-    found = call.workspace.on_gpus[partial.device].segments.find(partial)
-    return found if cuda.readable_in_place(found, partial, *starts) else None
 
 
 def _ways(call: Call, x: torch.Tensor) -> frozenset[str]:
@@ -164,10 +140,6 @@ def _queue(
 ) -> None:
     """Queue a launch, and its product within the call's turn, so that nothing comes between."""
     with queued(call, x.device, launch.words, launch.buffer_bytes, launch.sizes) as memory:
-        if call.plan.algorithm == "multimem" and not memory.current.multicast:
-            raise WorkspaceMemoryError(
-                f"{call.plan.text}: no multicast address for a larger workspace"
-            )
         if w is not None:
             local_matmul(as_rows(x), w, as_rows(partial))
         launch.run(memory.current, call.plan.signature)

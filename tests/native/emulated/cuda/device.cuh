@@ -149,11 +149,6 @@ inline float widen_f16(unsigned short half) { return host::scalar::float_of_f16(
 inline unsigned short round_f16(float value) { return host::scalar::f16_of(value); }
 inline unsigned short round_bf16(float value) { return host::scalar::bf16_of(value); }
 
-// What a thread has stored by multicast is not seen at the other addresses before it fences.
-inline void fence_aliases() {
-  if (emulated::fault != emulated::Fault::kMissingFence) emulated::store_late();
-}
-
 // Scratch is stored at once, by the thread that asks for it.
 inline void fence_scratch() {}
 inline void store_scratch(u64 to, const float* from, unsigned bytes) {
@@ -163,35 +158,5 @@ inline void store_scratch(u64 to, const float* from, unsigned bytes) {
   }
 }
 inline void await_scratch_stores() {}
-
-// A multicast address stands for the same place in the memory of all ranks.
-template <int D>
-Pack multimem_sum(u64 from) {
-  const emulated::Grid& grid = *emulated::here.grid;
-  constexpr int kLanes = D == kF32 ? 4 : 8;
-  float sum[kLanes] = {};
-  checked(from);
-  for (int r = grid.world - 1; r >= 0; --r) {  // not in rank order, as with a switch
-    const auto* at = reinterpret_cast<const char*>(emulated::at_rank(grid, r, from));
-    for (int i = 0; i < kLanes; ++i) {
-      sum[i] += host::scalar::to_float<static_cast<host::DType>(D)>(at + i * (16 / kLanes));
-    }
-  }
-  Pack pack;
-  for (int i = 0; i < kLanes; ++i) {
-    host::scalar::from_float<static_cast<host::DType>(D)>(
-        reinterpret_cast<char*>(&pack) + i * (16 / kLanes), sum[i]);
-  }
-  return pack;
-}
-
-inline void multimem_store(u64 to, Pack pack) {
-  const emulated::Grid& grid = *emulated::here.grid;
-  for (int r = 0; r < grid.world; ++r) {
-    const auto& word = pack.word;
-    auto* there = reinterpret_cast<void*>(emulated::at_rank(grid, r, checked(to)));
-    emulated::late.push_back({there, {word[0], word[1], word[2], word[3]}});
-  }
-}
 
 }  // namespace tpkernels::cuda
