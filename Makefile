@@ -20,7 +20,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-versi
 SPHINX := $(BIN)/python -m sphinx --fail-on-warning --nitpicky --quiet --fresh-env -c docs .
 # Folders too: their times tell of files that were added or removed.
 CSRC := $(shell find csrc 2>/dev/null)
-CXX_FILES = $(shell find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.inc' \
+CXX_FILES = $(shell find csrc tests benchmarks -type f \( -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.inc' \
 	-o -name '*.cu' -o -name '*.cuh' \))
 
 .DEFAULT_GOAL := help

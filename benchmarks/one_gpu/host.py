@@ -11,6 +11,7 @@ import torch.distributed as dist
 import tpkernels
 from benchmarks.one_gpu.machine import Machine
 from benchmarks.one_gpu.stages import Case, Row
+from tpkernels.text import of_error
 from tpkernels.timing import benchmark
 from tpkernels.tuning.tuner import graph_of
 
@@ -59,7 +60,10 @@ def _times(machine: Machine, run: Callable[[], object]) -> Row:
     host = benchmark(run, iterations=machine.choose(300, 3), device="cpu")
     machine.synchronize()
     row: Row = {"host us": round(1e3 * host.median, 1), "p95": round(1e3 * host.p95, 1)}
-    if machine.is_gpu:
-        replay = graph_of(run, _GRAPH_CALLS)
-        row["graph us"] = round(machine.microseconds(replay) / _GRAPH_CALLS, 2)
+    try:
+        if machine.is_gpu:
+            replay = graph_of(run, _GRAPH_CALLS)
+            row["graph us"] = round(machine.microseconds(replay) / _GRAPH_CALLS, 2)
+    except RuntimeError as error:  # the time on the host still counts
+        row |= {"bad": True, "error": f"captured: {of_error(error)}"[:600]}
     return row

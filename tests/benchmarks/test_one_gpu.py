@@ -196,7 +196,7 @@ def test_a_rehearsal(only: str, tmp_path: Path) -> None:
 def test_each_stage_survives_faults(name: str, tmp_path: Path) -> None:
     """Its own cases follow some that crash, hang, give wrong results and run out of memory."""
     faults = "crash,hang,wrong,out_of_memory"
-    limit = 300.0 if name == "virtual" else 60.0
+    limit = {"virtual": 200.0, "pair": 90.0, "sanitize": 90.0}.get(name, 30.0)
     env = {"BROKEN": faults, "REAL": name}
     (result,) = run(Stage(name, 1, 1500.0, limit, env, BROKEN), out=tmp_path, total=1500.0)
     assert result.ended == "done"
