@@ -73,6 +73,7 @@ _CONTROLS = 3  # attempts to see skipped waits
 _GATE_CYCLES = 1_000_000  # about 0.5 ms, in which the launches of all ranks are queued
 _LATE_CYCLES, _LATE_S = 10_000_000, 3.0  # from a rank's start to the next one's, where it is late
 _SLACK_BYTES = 1 << 20
+_COPY_ENGINE_BYTES = fused.COPY_ENGINE_BYTES
 
 
 class VirtualRank:
@@ -178,12 +179,13 @@ class VirtualRanks:
 
     def load(self, launches: Sequence[Launch]) -> None:
         """Run every launch by itself, with its waits aborted, so that the kernels are compiled and
-        loaded and the memory is allocated before launches wait for one another."""
+        loaded before launches wait for one another. The allocator has memory for each stream."""
         if self._forked:
             return
-        for space, launch in zip(self.spaces, launches, strict=True):
-            space.abort(0)
-            launch()
+        for rank, launch in enumerate(launches):
+            self.spaces[rank].abort(0)
+            with torch.cuda.stream(self._streams[rank] if self._on_gpu else None):
+                launch()
             self._synchronize()
         for space, region in zip(self.spaces, self._regions, strict=True):
             for memory in (region, space.state, space.control):
@@ -318,7 +320,7 @@ def check(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
                 calls = list(_calls(way, device, world, repeats))
                 ranks = ranks_for(way, where, world, calls)
                 for call in calls:
-                    failure = check_call(ranks, call, algorithm)
+                    failure = _check_call(ranks, call, algorithm)
                     if failure is not None:
                         return {"checks": checks, "failure": failure}
                     checks += 1
@@ -350,15 +352,14 @@ def _calls(way: str, device: str, world: int, repeats: int) -> Iterator[Call]:
 def ranks_for(way: str, device: torch.device, world: int, calls: Sequence[Call]) -> VirtualRanks:
     """Return virtual ranks that hold these calls and use no other variant."""
     algorithm, _, name = way.partition("/")
-    if name == COPY_ENGINES:
-        fused.COPY_ENGINE_BYTES = 0
+    fused.COPY_ENGINE_BYTES = 0 if name == COPY_ENGINES else _COPY_ENGINE_BYTES
     sizes = (m * max(n, k) * call.dtype.itemsize for call in calls for m, n, k in [call.shape])
     rows = TOP_K if name == "routed" else 1
     ways = frozenset({name} if algorithm in ("direct", "fused") else ())
     return VirtualRanks(world, device, rows * max(sizes), ways)
 
 
-def check_call(ranks: VirtualRanks, call: Call, algorithm: str) -> Failure | None:
+def _check_call(ranks: VirtualRanks, call: Call, algorithm: str) -> Failure | None:
     """Make a call over several epochs, with new values in each."""
     operands = [Operands(call, rank, ranks.world, ranks.device) for rank in range(ranks.world)]
     launches = [ranks.bind(one, algorithm) for one in operands]
