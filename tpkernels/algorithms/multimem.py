@@ -1,31 +1,34 @@
-"""``multimem``: torch's multimem ops (`torch.ops.symm_mem`), by which an NVSwitch adds what it
-reads in all ranks' memory, or stores in all ranks' memory at once (NVLink SHARP).
+"""``multimem``: collectives by torch's multimem ops (`torch.ops.symm_mem`) on an NVSwitch (NVLink
+SHARP). The switch reduces on a load from all ranks' memory, and broadcasts on a store.
 
-all_gather      `multimem_all_gather_out` of the shard into the buffer; copies to the result
-reduce_scatter  the partials into the buffer; `multimem_one_shot_all_reduce_out` of the rank's own
-                shard alone. Each rank passes another part of the buffer, of the same length: torch
-                reads the part that a rank passes, on all ranks
-all_reduce      the partial into the buffer; `multimem_all_reduce_` there, so that all ranks get the
-                sum of one reduction: the same bits
+all_gather      `multimem_all_gather_out` from the shard into the buffer, then a copy to the result
+reduce_scatter  copy the partials into the buffer, then `multimem_one_shot_all_reduce_out` of the
+                local shard only. Each rank passes a different slice of the buffer, of equal length:
+                torch reads the slice that a rank passes, in the memory of all ranks
+all_reduce      copy the partial into the buffer, then `multimem_all_reduce_` in place. All ranks
+                receive the result of the same reduction, so they get the same bits
 
-A matmul writes its partial into the buffer. Bias, residual and another dtype take one launch behind
-the sum, a norm those of torch.
+A matmul writes its partial directly into the buffer. One more launch adds bias and residual and
+converts the dtype; a norm uses torch's kernels.
 
-Numerics: the switch adds in an order of its own, bfloat16 in fp32, and rounds the sum to the dtype
-of the partials. Hence it needs numerics "vendor". Torch has no kernel that sums float16.
+Numerics: the switch does not guarantee an order of summation. It accumulates bfloat16 in fp32 and
+rounds to the dtype of the partials. This requires numerics "vendor". torch has no multimem kernel
+for float16 sums.
 
-Memory: one symmetric tensor of each group and GPU (`CudaWorkspace.multicast`), apart from the
-workspace of our kernels, whose words do not order what torch's kernels do. A symmetric tensor of
-the user is copied into it: ranks that passed different ones would wait for ever.
+Memory: each group has one symmetric buffer per GPU (`CudaWorkspace.multicast`). It is separate from
+the workspace of our kernels, because our signals do not order torch's kernels. A symmetric tensor
+that the user passes is copied into the buffer. If ranks passed different tensors in place, they
+would wait for ever.
 
-Sync: torch's kernels begin and end with a barrier of all ranks, so one buffer is enough. Between
-two of them a rank's buffer is written and read by this rank alone, on its stream: peers read and
-store there only behind the barrier at the beginning, which they pass when this rank's kernel runs,
-hence when its copies out of the buffer and into it have ended; and before the barrier at the end.
+Sync: torch's kernels start and end with a barrier over all ranks, so one buffer suffices.
+1. Between two of these kernels only the local rank reads and writes its buffer, on one stream.
+2. Peers access the buffer only after the first barrier. They pass it once this rank's kernel runs,
+   and the copies out of the buffer and into it precede that kernel on the stream.
+3. Peers stop accessing the buffer before the second barrier.
 
-Failure: torch's barriers have no deadline, and do not compare calls. If a rank does not come, is
-lost, or makes another call, the kernels of the others wait until their processes end. So "auto"
-never takes this algorithm (`Algorithm.unbounded`).
+Failure: torch's barriers have no deadline and do not compare calls. If a rank is lost or makes a
+different call, the kernels of the other ranks wait until their processes end. Hence "auto" never
+selects this algorithm (`Algorithm.unbounded`).
 
 No GPU has run this; `tpkernels qualify` checks it.
 """
@@ -48,7 +51,7 @@ from tpkernels.local.product import Weight
 from tpkernels.symm.cuda import CudaWorkspace
 
 _ops: Any = torch.ops.symm_mem
-_PACK = 16  # bytes that a thread of torch's kernels moves at a time, if all is aligned to them
+_PACK = 16  # bytes per vector access of torch's kernels; requires this alignment
 
 
 @gathers_in_rank_order
@@ -91,7 +94,7 @@ def _reduce_scatter(
     call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
 ) -> None:
     dtype, counts, rank = call.problem.dtype, shard_counts(call.problem), call.group.rank
-    # Torch starts as many blocks on all ranks, as it must, if all parts are aligned alike.
+    # torch derives the number of blocks from the alignment, and it must be equal on all ranks.
     length, begins = _padded(max(counts), dtype), list(accumulate(counts[:-1], initial=0))
     in_slots = any(begin * dtype.itemsize % _PACK for begin in begins)
     if in_slots:

@@ -3,17 +3,17 @@
 Problem: the processes of two ranks that share a GPU run in time slices of about 2 ms, so their
 kernels never run at the same time, and each wait lasts a slice.
 
-Algorithm: each rank has a region, a workspace and a stream of its own, in one address space. Each
-kernel gets at most 1/world of the multiprocessors, so the kernels of all ranks are resident
-together and wait for one another as on several GPUs. The ops' own code runs: a `VirtualRank` is
-what an algorithm reads of its group and of that group's memory.
+Algorithm: each rank has a separate region, workspace and stream in one address space. A kernel
+uses at most 1/world of the multiprocessors, so the kernels of all ranks are resident together and
+wait for one another as they would on several GPUs. The algorithms run unchanged: a `VirtualRank`
+replaces their group and its memory.
 
-Loading: CUDA may load a kernel, and the allocator may map memory, only when the device is idle. So
-`load` first runs every call with all waits aborted, one rank after the other.
+Loading: CUDA may wait for an idle device before it loads a kernel, and so may the allocator before
+it maps memory. Therefore `load` first runs every call with its waits aborted, one rank at a time.
 
-This proves what the ranks' kernels do to each other's memory on real hardware: signals, epochs,
-parity, acquire and release. It proves neither the order nor the latency of a link, nor multicast.
-On CPU tensors, a rehearsal, each rank is a fork of this process.
+Virtual ranks prove signals, epochs, parity, acquire and release on real hardware. They prove
+neither the order and latency of a link nor multicast. In a rehearsal on CPU tensors each rank is a
+fork of this process.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ Results = list[torch.Tensor]
 Launch = Callable[[], Results]
 
 WORLDS = (2, 4, 8)
-# A hardware queue for each stream, of which there are at most 32: streams that share one hold each
-# other up, also the stream that the other waits for. Ranks that copy have 4 streams.
+# Streams that share a hardware queue run in the order of their launches, so a wait in one blocks
+# the signal of the other. There are at most 32 queues. Ranks that copy use 4 streams each.
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  #: of the process
 _MAX_COPYING_RANKS = 4
 TIMEOUT_S = 4.0  # of a wait on a GPU
 _CPU_TIMEOUT_S = 60.0
 _EPOCHS = {"cpu": 2, "cuda": 8}  # of each call, with new values
 _CONTROLS = 3  # attempts to see skipped waits
-_GATE_CYCLES = 1_000_000  # about 0.5 ms, in which the launches of all ranks are queued
-_LATE_CYCLES, _LATE_S = 10_000_000, 3.0  # from a rank's start to the next one's, where it is late
+_GATE_CYCLES = 1_000_000  # about 0.5 ms, to queue the launches of all ranks before any starts
+_LATE_CYCLES, _LATE_S = 10_000_000, 3.0  # delay between the starts of two ranks, GPU and CPU
 _SLACK_BYTES = 1 << 20
 _COPY_ENGINE_BYTES = fused.COPY_ENGINE_BYTES
 
@@ -88,7 +88,7 @@ class VirtualRank:
         self.segments, self.side = GpuSegments(), SideStream(device)
 
     def cuda(self, device: torch.device, words: int, nbytes: int, text: str) -> VirtualRank:
-        """Return the memory for a call."""
+        """Return the memory for a call; ``RuntimeError`` if it is too small."""
         if not self.current.holds(words, nbytes):
             space = self.current
             raise RuntimeError(
