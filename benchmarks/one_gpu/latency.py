@@ -54,5 +54,8 @@ def _measure(machine: Machine, variant: str, world: int, kib: int) -> Row:
 
 
 def _repeat(launch: Launch) -> Results:
-    """Make the calls of a rank without joining the others in between."""
-    return [launch() for _ in range(_CALLS)][-1]
+    """Make the calls of a rank without joining the others in between. Only the last results are
+    kept: CUDA may not allocate memory while ranks wait for one another."""
+    for _ in range(_CALLS):
+        results = launch()
+    return results
