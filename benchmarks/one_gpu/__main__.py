@@ -19,11 +19,11 @@ TOTAL_S = 530.0
 _QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a hardware queue for each virtual rank's stream
 STAGES = (
     Stage("facts", 12, 40),
-    Stage("virtual", 110, 170, env=_QUEUES),
+    Stage("virtual", 110, 170, case_limit=100, env=_QUEUES),
     Stage("tiles", 55, 95, case_limit=25),
     Stage("overlap", 30, 60, case_limit=25, env=_QUEUES),
     Stage("latency", 25, 45, case_limit=15, env=_QUEUES),
-    Stage("host", 20, 35, case_limit=20),
+    Stage("host", 20, 40, case_limit=35),
     Stage("pair", 130, 180, case_limit=600),
     Stage("sanitize", 60, 110, env=_QUEUES),
 )
@@ -35,10 +35,12 @@ _STUB_S = 1800.0
 def run(stages: Sequence[Stage], kind: str, out: Path, total: float = TOTAL_S) -> list[Result]:
     """Run stages within ``total`` seconds; write the report after each."""
     begin, results = time.monotonic(), [Result(stage.name) for stage in stages]
+    files = out.with_name(f"{out.name}-stages")
+    files.mkdir(exist_ok=True)
     for i, stage in enumerate(stages):
         seconds = min(stage.limit, total - (time.monotonic() - begin))
         before = cache.kernels()
-        results[i] = run_stage(stage, kind, out, environment(kind), seconds)
+        results[i] = run_stage(stage, kind, files, environment(kind), seconds)
         results[i].compiled = cache.kernels() - before
         report.write(results, kind, out)
         print(f"== {stage.name}: {results[i].ended}, {results[i].seconds} s", flush=True)
@@ -47,7 +49,8 @@ def run(stages: Sequence[Stage], kind: str, out: Path, total: float = TOTAL_S) -
 
 def environment(kind: str) -> dict[str, str]:
     """Return the environment of the stages."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(_ROOT)}
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     if kind == "rehearsal":
         return env | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     return env | {"TRITON_CACHE_DIR": str(cache.FOLDER)}

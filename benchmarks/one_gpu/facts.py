@@ -33,8 +33,8 @@ def _machine(machine: Machine) -> Row:
     if machine.is_gpu:
         row["card"] = torch.cuda.get_device_name(machine.device)
         command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-        with contextlib.suppress(OSError):
-            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
             row |= dict(zip(_QUERY, ended.stdout.strip().split(", "), strict=False))
     return row
 

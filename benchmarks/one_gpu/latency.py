@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.one_gpu.machine import Machine, failure_of, ranks_of
+from benchmarks.one_gpu.machine import Machine, failed_wait, failure_of, ranks_of
 from benchmarks.one_gpu.stages import Case, Row
 from tpkernels import cuda
 from tpkernels.qualification.checks import Call
@@ -49,7 +49,7 @@ def _measure(machine: Machine, variant: str, world: int, kib: int) -> Row:
         if machine.is_gpu and not error:
             replay = ranks.capture([partial(_repeat, launch) for launch in launches])
             row["us"] = round(machine.microseconds(replay) / _CALLS, 2)
-            error = str(ranks.failed_wait() or "")
+            error = failed_wait(ranks)
         return row | {"bad": bool(error), "error": error}
 
 

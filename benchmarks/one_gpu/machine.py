@@ -26,6 +26,8 @@ from tpkernels.qualification import checks, virtual
 from tpkernels.qualification.checks import Call
 from tpkernels.qualification.virtual import Launch, Results, VirtualRanks
 
+# About 6 ms, in which the host queues the launches: an idle GPU would wait for each of them.
+_AHEAD_CYCLES = 10_000_000
 _STUB = 90, 132  # compute capability and multiprocessors that are compiled for
 
 
@@ -82,6 +84,8 @@ class Machine:
             run()
             return 1e6 * (time.perf_counter() - begin)
         pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.synchronize()
+        torch.cuda._sleep(_AHEAD_CYCLES)
         for _ in range(3 + repeats):
             before()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -133,7 +137,13 @@ def failure_of(
     failure = ranks.run(
         launches, lambda rank, results: checks.compared(operands[rank], results, [])
     )
-    return str(failure or ranks.failed_wait() or "")
+    return failed_wait(ranks) or str(failure or "")
+
+
+def failed_wait(ranks: VirtualRanks) -> str:
+    """Return which wait has failed, or ""."""
+    failed = ranks.failed_wait()
+    return "" if failed is None else f"rank {failed[0]}: {failed[1]}"
 
 
 class UncheckedRanks(VirtualRanks):

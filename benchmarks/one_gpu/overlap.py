@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks.one_gpu.machine import Machine, failure_of, ranks_of
+from benchmarks.one_gpu.machine import Machine, failed_wait, failure_of, ranks_of
 from benchmarks.one_gpu.stages import Case, Row
 from benchmarks.one_gpu.tiles import MAX_ERROR
 from tpkernels.kernels import all_gather_matmul, configs, matmul
@@ -158,7 +158,7 @@ def _halves(machine: Machine, op: str, shape: tuple[int, int, int]) -> Row:
             }
             row["us"] = {name: round(value, 1) for name, value in us.items()}
             row["fused / GEMM"] = round(us["fused"] / us["tile loop"], 3)
-            row["error"] = str(ranks.failed_wait() or "")
+            row["error"] = failed_wait(ranks)
         return row | {"bad": bool(row["error"])}
 
 

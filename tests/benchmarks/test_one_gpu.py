@@ -51,7 +51,8 @@ def test_a_fault_costs_one_case(fault: str, error: str, tmp_path: Path) -> None:
     rows = [row for row in first.rows if not row["bad"]]
     assert [row["value"] for row in rows if row["case"] != fault] == [1, 1, 2]
     assert (fault != "crash") or rows[1]["value"] == "before the crash"
-    assert json.loads((tmp_path / "broken.json").read_text()) == first.rows
+    files = tmp_path.with_name(f"{tmp_path.name}-stages")
+    assert json.loads((files / "broken.json").read_text()) == first.rows
     assert [row["value"] for row in second.rows] == [1]
 
 

@@ -57,7 +57,7 @@ ENTRIES = [
 ]
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that a block may have
 REGISTERS = 1 << 16  # of a multiprocessor
-OLD_TRITON = configs._TRITON < (3, 7)
+OLD_TRITON = configs.TRITON < (3, 7)
 needs_specialization = pytest.mark.skipif(
     OLD_TRITON, reason="the tile loop has specialized warps from Triton 3.7 on"
 )
@@ -447,7 +447,7 @@ def test_hooks_run_in_the_warps_that_store(name: str, delays: bool) -> None:
 def test_where_the_tile_loop_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where tiles wait for their rows, where threads load operands, for four warps, or before
     Triton 3.7."""
-    monkeypatch.setattr(configs, "_TRITON", (3, 7))
+    monkeypatch.setattr(configs, "TRITON", (3, 7))
     x, w = (torch.empty(256, 64, dtype=torch.bfloat16) for _ in range(2))
     odd = torch.empty(256, 65, dtype=torch.bfloat16)
 
@@ -461,7 +461,7 @@ def test_where_the_tile_loop_is_specialized(monkeypatch: pytest.MonkeyPatch) -> 
     assert not found(replace(CONFIG, num_warps=4), x, w.t())
     assert [key for key, each in TABLE.items() if each.specialize] == [(100, 2, False)]
     assert {*SPECIALIZED, *UNSPECIALIZED} == set(KERNELS)
-    monkeypatch.setattr(configs, "_TRITON", (3, 6))
+    monkeypatch.setattr(configs, "TRITON", (3, 6))
     assert not found(CONFIG, x, w.t())
 
 
@@ -490,6 +490,33 @@ def test_a_ring_is_in_flight(arch: int, dtype: Any, divisible: bool) -> None:
     assert in_flight(found, blocks, 32 * config.num_warps) == RING_BYTES == 64 << 10
     alone = build("multiply_arriving", dtype, arch, config, divisible=divisible)
     assert found.shared == max(alone.shared, RING_BYTES)
+
+
+@pytest.mark.parametrize(("m", "k", "world"), [(8192, 4096, 8), (4096, 16384, 8)])
+def test_a_captured_gather_by_copy_engines_runs_the_kernel_of_the_eager_call(
+    m: int, k: int, world: int
+) -> None:
+    """A capture cannot compile. Its chunks are larger; Triton would specialize kernels on a 1 among
+    their numbers."""
+    config = replace(TABLE[90, 2, False], programs=132)
+    gathered, w = (torch.empty(size, dtype=BF16, device="meta") for size in ((m, k), (k, 256)))
+    sizes = (m // world,) * world
+    eager, captured = (
+        all_gather_matmul.prepare_arriving(config, w, gathered, BF16, sizes, by_kernels)
+        for by_kernels in (False, True)
+    )
+    ones = [
+        {
+            name
+            for name, value in (("chunks", a.chunks), ("rows", a.chunk_rows // config.block_m))
+            if value == 1
+        }
+        for a in (eager, captured)
+    ]
+    assert ones[0] != ones[1]  # these shapes need it
+    kernel = all_gather_matmul.all_gather_matmul_kernel
+    params = {param.name: param for param in kernel.params}
+    assert all(params[name].do_not_specialize for name in ("chunks", "chunk_tiles"))
 
 
 def test_all_fetchers_have_a_piece() -> None:

@@ -24,6 +24,7 @@ from tpkernels.algorithms import multimem
 from tpkernels.backends import TABLES
 from tpkernels.cuda import layouts
 from tpkernels.errors import CollectiveTimeoutError
+from tpkernels.launch.session import rank_device
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
 from tpkernels.qualification import checks, faults, litmus, virtual
 from tpkernels.qualification.run import run
@@ -255,6 +256,16 @@ def test_a_virtual_rank_that_makes_no_call_is_named() -> None:
     failed = ranks.failed_wait()
     assert failed is not None and failed[0] == 0
     assert isinstance(failed[1], CollectiveTimeoutError) and failed[1].peer == 1, failed
+
+
+def test_virtual_ranks_need_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that checks them by itself has none."""
+    current = list[int]()
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    assert rank_device("cuda") == torch.device("cuda", 0)
 
 
 def test_virtual_ranks_share_the_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,9 @@ def _await_rows(arrivals, owner, tile_m):
             words.fence_async_proxy()
 
 
-@triton.jit(do_not_specialize=sync.SCALARS)
+# Chunks differ between eager calls and captures (`prepare_arriving`). A capture must run the kernel
+# that an eager call has compiled.
+@triton.jit(do_not_specialize=[*sync.SCALARS, "chunk_tiles", "chunks"])
 def all_gather_matmul_kernel(
     a, b, bias, out, gathered, segments, N, K, stride_bk, stride_bn, workspace, rank, signature,
     timeout_ns, seed, chunk_tiles, chunks, PART: tl.constexpr, fetching: tl.constexpr,

@@ -24,7 +24,7 @@ from tpkernels.planning.table import Config
 
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 _SMALL_M = 64
-_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 _STORING_WARPS = 8  # that a specialized loop must have to store tiles without spills
 _SUM_ELEMENTS = 16  # of a sum, in a thread's registers at a time
 # Of a block, on the GPUs with TMA that the table is for; and what kernels take besides tiles.
@@ -112,7 +112,7 @@ class MatmulConfig:
         """Return whether the tile loop has warps that only load, and only multiply. Where threads
         load operands, or four warps store tiles, it would spill. Triton 3.7 crashes where tiles
         wait for rows; older versions were not tried."""
-        able = all_tma and self.num_warps == _STORING_WARPS and _TRITON >= (3, 7)
+        able = all_tma and self.num_warps == _STORING_WARPS and TRITON >= (3, 7)
         return self.specialize and able
 
     def stores_by_tma(self, bits: int, stored_bits: int, n: int) -> bool:

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.kernels.configs import MatmulConfig, choose, contiguous_rows
+from tpkernels.kernels.configs import TRITON, MatmulConfig, choose, contiguous_rows
 from tpkernels.kernels.words import INTERPRETED
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -65,8 +65,10 @@ class Segments(NamedTuple):
 
 
 def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sizes whose table of `starts` a kernel reads: none if all are equal."""
-    return () if sizes.count(sizes[0]) == len(sizes) else sizes
+    """Return the sizes whose table of `starts` a kernel reads: none if all are equal. Triton 3.6
+    makes a 1 a constexpr and loses it in a nested tuple (`Routes.tokens`), so it gets a table."""
+    even = sizes.count(sizes[0]) == len(sizes) and (sizes[0] != 1 or TRITON >= (3, 7))
+    return () if even else sizes
 
 
 def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:

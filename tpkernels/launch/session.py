@@ -138,10 +138,12 @@ def check_device(name: str) -> str:
 
 
 def rank_device(device: str) -> torch.device:
-    """Make this rank's device the current one. Ranks share GPUs if there are fewer."""
+    """Make this rank's device the current one. Ranks share GPUs if there are fewer. A process
+    without a process group is rank 0."""
     if device == "cpu":
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    local = int(os.environ.get("LOCAL_RANK", rank))
     torch.cuda.set_device(local % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 

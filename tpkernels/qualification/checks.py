@@ -42,7 +42,7 @@ DELAY_US = 200
 # Rows, columns and sums of products: few, then more than a tile, none a multiple of another. LL in
 # one hop takes 0.4 GB for the largest of 8 ranks, in float32.
 _SMALL = ((2, 24, 40), (61, 72, 136))
-_LARGE = ((2, 64, 128), (1021, 1032, 2056), (2048, 1536, 4096))
+_LARGE = ((2, 4096, 128), (1021, 1032, 2056), (2048, 1536, 4096))
 _LARGEST_DEVIATION = 32  # of sums of integers: 8 of it is 256, from where on bfloat16 has gaps
 _REPLAYS = 10
 TOP_K = 3  # experts of a token
