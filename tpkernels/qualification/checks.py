@@ -153,7 +153,7 @@ def check_way(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
     return {"checks": checks, "failure": None}
 
 
-def failure_of(error: Exception, call: str, rank: int) -> Failure:
+def failure_of(error: BaseException, call: str, rank: int) -> Failure:
     """Return the failure of a call that raised ``error`` on ``rank``."""
     kind, peer = "error", error.peer if isinstance(error, TpkernelsError) else None
     if isinstance(error, MemoryError | torch.OutOfMemoryError | WorkspaceMemoryError):

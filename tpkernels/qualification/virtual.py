@@ -294,7 +294,7 @@ def _in_forks(jobs: Sequence[Callable[[], Failure | None]]) -> Failure | None:
             try:
                 torch.set_num_threads(1)
                 failure = job()
-            except Exception as error:
+            except BaseException as error:  # a Ctrl-C must not go on in the parent's code
                 failure = failure_of(error, "a rehearsal", rank)
             with open(writer, "wb") as pipe:
                 pickle.dump(failure, pipe)
