@@ -16,6 +16,7 @@ import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.ranked import check_job, fresh_group, functions_called, on_ranks
 from tests.support.tuned import WORLD, call, operands, own, plan_of, watched
+from tpkernels.local.packed import native
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.tuning.contest import ELIGIBLE, MOST_CALLS, UNTRIED_CALLS
 
@@ -40,7 +41,9 @@ def test_the_fastest_stays(op: str, fast: str) -> list[str]:
             call(op, group)
         plan, after = plan_of(group), Counter(made)
         called: list[str] = []
-        if (op, fast) == (OPS[2], "direct"):
+        # Python multiplies bf16 on processors without instructions for it.
+        by_itself = fast == "direct" and native(torch.bfloat16)
+        if op == OPS[2] and by_itself:
             x, w = operands(op)
             with functions_called("tpkernels") as called:
                 torch.ops.tpkernels.matmul_all_reduce(x, w, group.group_name)
@@ -49,7 +52,7 @@ def test_the_fastest_stays(op: str, fast: str) -> list[str]:
     if plan.algorithm != fast or not plan.reason.startswith("tried: "):
         failures.append(f"{plan.algorithm}: {plan.reason}")
     # What `direct` does in the extension passes through neither the table nor Python.
-    if after != ({} if fast == "direct" else {fast: 5}):
+    if after != ({} if by_itself else {fast: 5}):
         failures.append(f"after the trial {after}")
     return failures + called
 
