@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.one_gpu.machine import Machine, failed_wait, failure_of, ranks_of
+from benchmarks.one_gpu.machine import Machine, failed_wait, ranks_of, run_once
 from benchmarks.one_gpu.stages import Case, Row
 from tpkernels import cuda
 from tpkernels.qualification.checks import Call
@@ -45,7 +45,7 @@ def _measure(machine: Machine, variant: str, world: int, kib: int) -> Row:
     call = Call("all_reduce", (kib, 512, 1), torch.bfloat16, True, False, 1)  # rows of 1 KiB
     with ranks_of(machine, f"direct/{variant}", call, world) as (ranks, launches, operands):
         row: Row = {"variant": variant, "world": world, "kib": kib}
-        error = failure_of(ranks, launches, operands)
+        error = run_once(ranks, launches, operands)
         if machine.is_gpu and not error:
             replay = ranks.capture([partial(_repeat, launch) for launch in launches])
             row["us"] = round(machine.microseconds(replay) / _CALLS, 2)

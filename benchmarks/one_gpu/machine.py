@@ -124,13 +124,11 @@ def ranks_of(
         ranks = virtual.ranks_for(variant, machine.device, world, [call])
         for space in ranks.spaces if machine.is_gpu else ():
             space.set_timeout(timeout)
-        operands = [checks.Operands(call, rank, world, machine.device) for rank in range(world)]
-        launches = [ranks.bind(one, variant.partition("/")[0]) for one in operands]
-        ranks.load(launches)
+        operands, launches = ranks.prepare(call, variant)
         yield ranks, launches, operands
 
 
-def failure_of(
+def run_once(
     ranks: VirtualRanks, launches: Sequence[Launch], operands: Sequence[checks.Operands]
 ) -> str:
     """Run the launches of all ranks once; return what is wrong, or ""."""

@@ -13,8 +13,9 @@ from functools import partial
 from benchmarks.one_gpu.machine import Machine
 from benchmarks.one_gpu.stages import Case, Row
 from tpkernels.planning import trust
-from tpkernels.planning.trust import DISQUALIFIED, QUALIFIED, Outcome, Record
+from tpkernels.planning.trust import Outcome, Record
 from tpkernels.qualification import virtual
+from tpkernels.qualification.run import outcome_of
 from tpkernels.qualification.schedule import VIRTUAL
 
 _DIRECT = ("two_shot", "one_shot", "ll", "ll_two_shot", "routed")
@@ -40,8 +41,8 @@ def _check(machine: Machine, variant: str) -> Row:
     found = virtual.check(variant, "cpu" if machine.kind == "rehearsal" else "cuda")
     checks, failure = found["checks"], found["failure"]
     if machine.is_gpu:
-        status = QUALIFIED if failure is None else DISQUALIFIED
-        _record(variant, Outcome(status, checks, time.monotonic() - begin, failure=failure))
+        seconds = round(time.monotonic() - begin, 1)
+        _record(variant, outcome_of([] if failure is None else [failure], checks, seconds))
     row = {"bad": failure is not None, "calls": checks}
     return row if failure is None else row | {"error": str(failure)}
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from benchmarks.one_gpu import __main__ as campaign
-from benchmarks.one_gpu import cache, report
+from benchmarks.one_gpu import cache, report, virtual
 from benchmarks.one_gpu.stages import Result, Stage
 from tests.support.paths import ROOT
 from tests.support.tiers import thorough
+from tpkernels.qualification.schedule import VIRTUAL, Topology, schedule
 
 BROKEN = "tests.support.broken_stage"
 
@@ -92,6 +93,13 @@ def test_exit_code_and_summary(
     assert ("BAD broken, wrong: 3 of 4 elements wrong" in printed) == (code == 1)
     content = json.loads((tmp_path / "gpu-unknown.json").read_text())
     assert [stage["stage"] for stage in content["stages"]] == ["broken"]
+
+
+def test_every_variant_that_virtual_ranks_check_is_in_the_campaign() -> None:
+    """And one more, which `qualify` on one GPU has no time for."""
+    stages = schedule(Topology(("a GPU",), 90))
+    checked = {one.name.removeprefix(VIRTUAL) for one in stages if one.is_virtual}
+    assert {*virtual.VARIANTS} == checked | {"fused/routed"}
 
 
 def test_unknown_stages_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

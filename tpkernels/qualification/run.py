@@ -7,7 +7,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import date
 from typing import Any
@@ -124,6 +124,11 @@ def _outcome(
     ]
     failures += [one["failure"] for one in reports if one["failure"] is not None]
     count = min((one["checks"] for one in reports), default=0)
+    return outcome_of(failures, count, seconds)
+
+
+def outcome_of(failures: Sequence[Failure], count: int, seconds: float) -> Outcome:
+    """Return the outcome of a stage with ``count`` right calls, and the failures of its ranks."""
     if not failures:
         return Outcome(QUALIFIED, count, seconds)
     first = min(failures, key=lambda failure: _KINDS.index(failure.kind))

@@ -161,8 +161,9 @@ def schedule(
             if (stage not in asked and stage.name not in relied_on) or known(stage.name, world):
                 continue
             fitting = stage.within(left)
-            for test in missing.keys() & {*stage.relies_on} if not fitting.why_not else ():
-                fitting = replace(stage, why_not=f"{test}: {missing[test]}")
+            lacking = [test for test in stage.relies_on if test in missing]
+            if lacking and not fitting.why_not:
+                fitting = replace(stage, why_not=f"{lacking[0]}: {missing[lacking[0]]}")
             if fitting.why_not:
                 missing[stage.name] = fitting.why_not
             else:

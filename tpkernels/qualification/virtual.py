@@ -151,6 +151,13 @@ class VirtualRanks:
         self._first = 0  # the rank whose launch is queued first, another one each time
         self._synchronize()
 
+    def prepare(self, call: Call, way: str) -> tuple[list[Operands], list[Launch]]:
+        """Return the operands of a call on all ranks, and its launches, which are loaded."""
+        operands = [Operands(call, rank, self.world, self.device) for rank in range(self.world)]
+        launches = [self.bind(one, way.partition("/")[0]) for one in operands]
+        self.load(launches)
+        return operands, launches
+
     def bind(self, operands: Operands, algorithm: str) -> Launch:
         """Return what makes a call on the rank of its operands: the sum comes first."""
         op, rank = operands.op, self.ranks[operands.rank]
@@ -316,7 +323,8 @@ def check(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
     with random delays, and in replayed graphs. Then skip all waits, which must give wrong results.
     Return how many calls were right, and the first `Failure`, or None."""
     accumulate_in_float32()
-    algorithm, checks, call = way.partition("/")[0], 0, cast("Call | str", "the set-up")
+    checks = 0
+    call: Call | str = "the set-up"
     try:
         where = rank_device(device)
         for world in worlds_of(way, device):
@@ -324,7 +332,7 @@ def check(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
                 calls = list(_calls(way, device, world, repeats))
                 ranks = ranks_for(way, where, world, calls)
                 for call in calls:
-                    failure = _check_call(ranks, call, algorithm)
+                    failure = _check_call(ranks, call, way)
                     if failure is not None:
                         return {"checks": checks, "failure": failure}
                     checks += 1
@@ -363,12 +371,10 @@ def ranks_for(way: str, device: torch.device, world: int, calls: Sequence[Call])
     return VirtualRanks(world, device, rows * max(sizes), ways)
 
 
-def _check_call(ranks: VirtualRanks, call: Call, algorithm: str) -> Failure | None:
+def _check_call(ranks: VirtualRanks, call: Call, way: str) -> Failure | None:
     """Make a call over several epochs, with new values in each."""
-    operands = [Operands(call, rank, ranks.world, ranks.device) for rank in range(ranks.world)]
-    launches = [ranks.bind(one, algorithm) for one in operands]
     ranks.set_chaos(DELAY_US if call.delayed else 0)
-    ranks.load(launches)
+    operands, launches = ranks.prepare(call, way)
     replay = ranks.capture(launches) if call.replayed else None
     previous: list[Results] = [[] for _ in operands]
     for epoch in range(_EPOCHS[ranks.device.type]):
@@ -390,13 +396,10 @@ def _compare(
 
 def _check_control(way: str, device: torch.device, call: Call) -> Failure | None:
     """Skip the waits of a call whose ranks start late, until its results are wrong."""
-    algorithm, world = way.partition("/")[0], WORLDS[0]
     for _ in range(_CONTROLS):
-        ranks = ranks_for(way, device, world, [call])
-        operands = [Operands(call, rank, world, device) for rank in range(world)]
-        launches = [ranks.bind(one, algorithm) for one in operands]
+        ranks = ranks_for(way, device, WORLDS[0], [call])
         ranks.set_chaos(DELAY_US, skip_waits=True)
-        ranks.load(launches)
+        operands, launches = ranks.prepare(call, way)
         check = partial(_compare, operands, [[] for _ in operands])
         failure = ranks.run(launches, check, late=True)
         if failure is not None and failure.kind == "wrong" and ranks.failed_wait() is None:
