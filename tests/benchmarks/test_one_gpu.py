@@ -96,10 +96,9 @@ def test_exit_code_and_summary(
 
 
 def test_every_variant_that_virtual_ranks_check_is_in_the_campaign() -> None:
-    """And one more, which `qualify` on one GPU has no time for."""
     stages = schedule(Topology(("a GPU",), 90))
     checked = {one.name.removeprefix(VIRTUAL) for one in stages if one.is_virtual}
-    assert {*virtual.VARIANTS} == checked | {"fused/routed"}
+    assert {*virtual.VARIANTS} == checked
 
 
 def test_unknown_stages_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
