@@ -120,7 +120,7 @@ def ranks_of(
     machine: Machine, variant: str, call: Call, world: int, timeout: float = virtual.TIMEOUT_S
 ) -> Iterator[tuple[VirtualRanks, list[Launch], list[checks.Operands]]]:
     """Give virtual ranks, their loaded launches of a call, and the call's operands."""
-    with virtual.sharing(machine.device, world):
+    with virtual.sharing(machine.device, world), checks.copying(variant):
         ranks = virtual.ranks_for(variant, machine.device, world, [call])
         for space in ranks.spaces if machine.is_gpu else ():
             space.set_timeout(timeout)

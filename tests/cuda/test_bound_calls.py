@@ -54,8 +54,7 @@ def rehearsed() -> Iterator[tuple[Any, list[Any]]]:
     from tpkernels.kernels import configs
 
     launches: list[Any] = []
-    with pretending() as patch, launching(launches):
-        patch.setattr(configs, "_properties", lambda device: (90, 132))
+    with pretending() as patch, launching(launches), configs.assuming(90, 132):
         patch.setattr(configs, "INTERPRETED", False)
         yield patch, launches
 

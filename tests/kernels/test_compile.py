@@ -168,8 +168,8 @@ def test_the_table_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(TABLE) == set(itertools.product((80, 90, 100), (2, 4), (True, False)))
     monkeypatch.setattr(configs, "INTERPRETED", False)
     for arch, few in itertools.product(SMALLER, (True, False)):
-        monkeypatch.setattr(configs, "_properties", lambda _, arch=arch: (arch, 84))
-        chosen = configs._chosen.__wrapped__(torch.device("cpu"), torch.bfloat16, few, ())
+        with configs.assuming(arch, 84):
+            chosen = configs._chosen.__wrapped__(torch.device("cpu"), torch.bfloat16, few, ())
         assert replace(chosen, programs=0) == TABLE[80, 2, few]
 
 

@@ -20,7 +20,7 @@ from tests.support.cuda_rehearsal import SharedMemory
 from tests.support.multimem_rehearsal import Multimem
 from tests.support.nccl_rehearsal import over_nccl
 from tests.support.tiers import sweep, thorough
-from tpkernels.algorithms import multimem
+from tpkernels.algorithms import fused, multimem
 from tpkernels.backends import TABLES
 from tpkernels.cuda import layouts
 from tpkernels.errors import CollectiveTimeoutError
@@ -273,15 +273,14 @@ def test_virtual_ranks_share_the_multiprocessors(monkeypatch: pytest.MonkeyPatch
     from tpkernels.kernels import configs
 
     monkeypatch.setattr(configs, "INTERPRETED", False)
-    monkeypatch.setattr(configs, "_properties", lambda _: (90, 132))
     gpu = torch.device("cuda", 0)
-    for world, most in ((8, 16), (2, 64)):
-        with virtual.sharing(gpu, world):
-            assert configs.choose(gpu, torch.bfloat16, 4096).programs == 132 // world
-            assert most == layouts.MOST_BLOCKS
-    assert configs.choose(gpu, torch.bfloat16, 4096).programs == 132
+    with configs.assuming(90, 132):
+        for world, most in ((8, 16), (2, 64)):
+            with virtual.sharing(gpu, world):
+                assert configs.choose(gpu, torch.bfloat16, 4096).programs == 132 // world
+                assert most == layouts.MOST_BLOCKS
+        assert configs.choose(gpu, torch.bfloat16, 4096).programs == 132
     assert layouts.MOST_BLOCKS == 64
-    configs._chosen.cache_clear()
 
 
 def check_loading(way: str) -> None:
@@ -328,6 +327,19 @@ def test_virtual_ranks_must_see_waits_that_are_skipped(cuda_driver: str) -> None
     name = VIRTUAL + "direct/one_shot"
     failure = qualified(around, name, on=ONE)[name].failure
     assert failure is not None and "these checks would miss a lost wait" in failure.text
+
+
+def broken_copies() -> Any:
+    return mock.patch.object(fused, "_gather_by_copies", side_effect=RuntimeError("no copies"))
+
+
+@pytest.mark.thorough
+def test_virtual_ranks_use_copy_engines_where_that_is_checked(cuda_driver: str) -> None:
+    """Their shards are small, which kernels would bring otherwise."""
+    around = functools.partial(rehearsal, cuda_driver, patch=broken_copies)
+    name = VIRTUAL + "fused/copy_engines"
+    failure = qualified(around, name, on=ONE)[name].failure
+    assert failure is not None and "no copies" in failure.text
 
 
 def test_what_cannot_run_here_is_not_run() -> None:

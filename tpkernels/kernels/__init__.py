@@ -6,11 +6,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import Any
 
 import torch
 
 OLDEST = (8, 0)  # compute capability
 NO_GPU = "needs a GPU that torch sees"
+
+
+def release_of(package: Any) -> tuple[int, ...]:
+    """Return the major and minor version of a module."""
+    return tuple(map(int, package.__version__.split(".")[:2]))
 
 
 def interpreter_unsupported() -> str | None:
@@ -19,11 +25,8 @@ def interpreter_unsupported() -> str | None:
     import numpy
     import triton
 
-    triton_version, numpy_version = (
-        tuple(map(int, package.__version__.split(".")[:2])) for package in (triton, numpy)
-    )
-    # NumPy 2.4 no longer makes a number of an array with one element and a dimension.
-    if triton_version < (3, 7) and numpy_version >= (2, 4):
+    # NumPy 2.4 no longer converts an array with one element and a dimension to a number.
+    if release_of(triton) < (3, 7) and release_of(numpy) >= (2, 4):
         return (
             f"needs another NumPy: the interpreter of Triton {triton.__version__} does not work "
             f"with NumPy {numpy.__version__}; run pip install 'numpy<2.4', or install Triton 3.7"

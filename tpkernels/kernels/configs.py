@@ -18,13 +18,14 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.integers import ceil_div
+from tpkernels.kernels import release_of
 from tpkernels.kernels.bound import BoundKernel, WithScratch
 from tpkernels.kernels.words import INTERPRETED
 from tpkernels.planning.table import Config
 
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 _SMALL_M = 64
-TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+TRITON = release_of(triton)
 _STORING_WARPS = 8  # that a specialized loop must have to store tiles without spills
 _SUM_ELEMENTS = 16  # of a sum, in a thread's registers at a time
 # Of a block, on the GPUs with TMA that the table is for; and what kernels take besides tiles.

@@ -72,7 +72,7 @@ class Trust:
     Attributes:
         ways: those that are qualified for this number of ranks, as "algorithm/way".
         reasons: why others are not.
-        record: where the record is from, or what to do if there is none.
+        record: the source of the record; if there is none, the command that makes one.
     """
 
     ways: frozenset[str] = frozenset()

@@ -1,5 +1,5 @@
-"""What the ranks of a stage run: calls of one way, compared with what every rank can compute by
-itself, and what is to be said of the first that is wrong.
+"""What the ranks of a stage run: calls of one way. Each rank computes the expected results by
+itself, compares, and reports the first wrong call.
 
 Small integers have exact sums and products, whatever the order, where bfloat16 holds each: operands
 of a product are the sparser the more they add up. Random data may differ from float64 by the
@@ -173,6 +173,18 @@ def accumulate_in_float32() -> None:
 
 
 @contextlib.contextmanager
+def copying(way: str) -> Iterator[None]:
+    """Have copy engines bring shards of every size, if ``way`` is the variant that uses them."""
+    least = fused.COPY_ENGINE_BYTES
+    if way == f"fused/{COPY_ENGINES}":
+        fused.COPY_ENGINE_BYTES = 0
+    try:
+        yield
+    finally:
+        fused.COPY_ENGINE_BYTES = least
+
+
+@contextlib.contextmanager
 def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
     """Make a group whose calls go this way, of all that its algorithm has."""
     accumulate_in_float32()
@@ -183,10 +195,9 @@ def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
     own.use_trust(Trust(frozenset({way})))
     if name == COPY_ENGINES and (why := cuda.unsupported(device)) is not None:
         raise NotImplementedError(f"{way} {why}")  # it would go without them
-    if name == COPY_ENGINES:
-        fused.COPY_ENGINE_BYTES = 0
     try:
-        yield group
+        with copying(way):
+            yield group
         spaces = own.workspace.on_gpus.values() if own.workspace is not None else ()
         for space in spaces if algorithm in ("direct", "fused") else ():
             if space.current.ways != {name}:

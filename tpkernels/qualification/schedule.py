@@ -3,9 +3,9 @@ a `Topology` alone, so tests can ask about machines that are not here.
 
 Order: worlds from the largest down, since most jobs use all GPUs of a host; in each the ways from
 the simplest protocol to the most involved, and before them the litmus tests that they rely on. If
-ranks share a GPU, all ways first run on virtual ranks, which are fast and really concurrent
-(virtual.py); a way that fails there is not run in processes. A stage that does not fit the budget
-is not run, and its way is not qualified.
+ranks share a GPU, all ways except `fused/routed` first run on virtual ranks, whose kernels run
+concurrently (virtual.py). A way that fails there is not run in processes. A stage that does not fit
+the budget is not run, and its way is not qualified.
 """
 
 from __future__ import annotations

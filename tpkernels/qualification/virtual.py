@@ -26,13 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from tpkernels import backends
-from tpkernels.algorithms import fused
 from tpkernels.call import Call as PlannedCall
 from tpkernels.cuda import layouts
 from tpkernels.errors import TpkernelsError
@@ -40,6 +38,7 @@ from tpkernels.launch.session import rank_device
 from tpkernels.op_spec import OPS
 from tpkernels.ops.problems import problem_of
 from tpkernels.ops.registration import execution_of
+from tpkernels.ops.shortcut import arguments_of
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.trust import COPY_ENGINES, Failure
 from tpkernels.qualification.checks import (
@@ -50,6 +49,7 @@ from tpkernels.qualification.checks import (
     accumulate_in_float32,
     calls_of,
     compared,
+    copying,
     failure_of,
     shapes_on,
 )
@@ -73,7 +73,6 @@ _CONTROLS = 3  # attempts to see skipped waits
 _GATE_CYCLES = 500_000  # about 0.25 ms, in which the host queues the launch of a rank
 _LATE_CYCLES, _LATE_S = 10_000_000, 3.0  # delay between the starts of two ranks, GPU and CPU
 _SLACK_BYTES = 1 << 20
-_COPY_ENGINE_BYTES = fused.COPY_ENGINE_BYTES
 
 
 class VirtualRank:
@@ -160,13 +159,12 @@ class VirtualRanks:
 
     def bind(self, operands: Operands, algorithm: str) -> Launch:
         """Return what makes a call on the rank of its operands: the sum comes first."""
-        op, rank = operands.op, self.ranks[operands.rank]
-        schema = getattr(torch.ops.tpkernels, op).default._schema
-        values = {one.name: one.default_value for one in schema.arguments}
-        values |= dict(zip(values, operands.factors, strict=False))
-        if "weights" in values:
-            values["weights"] = [values["weights"]]
-        given = SimpleNamespace(**values | operands.options | {"algorithm": algorithm})
+        rank = self.ranks[operands.rank]
+        arguments = arguments_of(getattr(torch.ops.tpkernels, operands.op).default._schema)
+        options = {"group": rank.name, "algorithm": algorithm, **operands.options}
+        given = arguments.named(tuple(operands.factors), options)
+        if isinstance(getattr(given, "weights", None), torch.Tensor):
+            given = given._replace(weights=[given.weights])
         problem = problem_of(operands.call.op, cast(Any, rank), given)
         problem = replace(problem, device="cuda")  # also of CPU tensors, in a rehearsal
         plan = choose(problem, Means(shared_memory=True), requested=algorithm)
@@ -328,7 +326,7 @@ def check(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
     try:
         where = rank_device(device)
         for world in worlds_of(way, device):
-            with sharing(where, world):
+            with sharing(where, world), copying(way):
                 calls = list(_calls(way, device, world, repeats))
                 ranks = ranks_for(way, where, world, calls)
                 for call in calls:
@@ -337,8 +335,9 @@ def check(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
                         return {"checks": checks, "failure": failure}
                     checks += 1
         call = f"{way} without waits"
-        with sharing(where, WORLDS[0]):
-            late = next(one for one in _calls(way, device, WORLDS[1], 1) if one.delayed)
+        with sharing(where, WORLDS[0]), copying(way):
+            typical = _calls(way, device, WORLDS[1], 1)
+            late = next(one for one in typical if one.delayed)
             failure = _check_control(way, where, late)
     except Exception as error:  # whatever it is, it fails the check
         failure = failure_of(error, str(call), 0)
@@ -364,7 +363,6 @@ def _calls(way: str, device: str, world: int, repeats: int) -> Iterator[Call]:
 def ranks_for(way: str, device: torch.device, world: int, calls: Sequence[Call]) -> VirtualRanks:
     """Return virtual ranks that hold these calls and use no other variant."""
     algorithm, _, name = way.partition("/")
-    fused.COPY_ENGINE_BYTES = 0 if name == COPY_ENGINES else _COPY_ENGINE_BYTES
     sizes = (m * max(n, k) * call.dtype.itemsize for call in calls for m, n, k in [call.shape])
     rows = TOP_K if name == "routed" else 1
     ways = frozenset({name} if algorithm in ("direct", "fused") else ())
