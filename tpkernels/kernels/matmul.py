@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tpkernels.kernels import fix_cache_keys
 from tpkernels.kernels.configs import TRITON, MatmulConfig, choose, contiguous_rows
 from tpkernels.kernels.words import INTERPRETED
 from tpkernels.symm.device import DeviceWorkspace
@@ -191,8 +192,10 @@ def matmul_tiles(
     first = tiles_before(segments, N, lead, tiling)
     skipped = tl.cdiv(tl.maximum(first - lane, 0), lanes)
     half = K // BLOCK_K // 2 * BLOCK_K
-    stored_owner, stored_index = 0, 0  # of the tile before
     tl.assume(K > 0)
+    # The loop carries no value from one tile to the next: where the loop over K reads one that is
+    # assigned after it, Triton (3.6 to 3.7) flattens the loops wrongly, and the value is that of
+    # the tile itself from the second step on.
     # Invariant: no load of a tile overtakes its `before`. Only where there is none, loads of the
     # next tile are in flight during `after`, or other warps multiply it. Hooks run in the first
     # num_warps warps.
@@ -245,11 +248,14 @@ def matmul_tiles(
             acc = tl.dot(x, y, acc, input_precision="ieee")
             if later is not None:  # noqa: SIM102 - a condition known at compile time and one not
                 if (k == half) & (i > 0):
+                    stored = lane + (skipped + i - 1) % count * lanes
+                    stored_owner, stored_index, _, _ = tile_in_turn(segments, N, stored, tiling)
                     later(after_context, stored_owner, stored_index)
         after(after_context, acc, Tile(owner, local, row, column, begin, end))
-        stored_owner, stored_index = owner, local
     if later is not None:  # noqa: SIM102 - as above
         if count > 0:
+            stored = lane + (skipped + count - 1) % count * lanes
+            stored_owner, stored_index, _, _ = tile_in_turn(segments, N, stored, tiling)
             later(after_context, stored_owner, stored_index)
 
 
@@ -340,7 +346,7 @@ def matmul(
 ) -> torch.Tensor:
     """Return ``round(a @ b + bias)``, summed in fp32. a [M, K], b [K, N] of any strides."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device)
-    bind_matmul(config or choose(a.device, a.dtype, a.shape[0]), a, b, out.dtype)(a, b, bias, out)
+    bind_matmul(config or choose(a.device, a.dtype, *out.shape), a, b, out.dtype)(a, b, bias, out)
     return out
 
 
@@ -355,3 +361,6 @@ def bind_matmul(
     operands = config.operands(a, b, out_dtype)
     programs = min(config.tiles([m], n), config.programs)
     return operands.bind(matmul_kernel, programs, (m, n, k, a.stride(0), *b.stride(), None))
+
+
+fix_cache_keys(globals())
