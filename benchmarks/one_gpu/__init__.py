@@ -1,4 +1,4 @@
-"""What one GPU can prove and measure within nine minutes.
+"""What one GPU can prove and measure within five minutes.
 
     python -m benchmarks.one_gpu                   # on a GPU; results in $OUT
     python -m benchmarks.one_gpu --rehearse        # on CPUs: interpreter and emulated driver

@@ -18,14 +18,14 @@ _ROOT = Path(__file__).parents[2]
 TOTAL_S = 530.0
 _QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a hardware queue for each virtual rank's stream
 STAGES = (
-    Stage("facts", 12, 40),
-    Stage("virtual", 110, 170, case_limit=100, env=_QUEUES),
-    Stage("tiles", 55, 95, case_limit=25),
-    Stage("overlap", 30, 60, case_limit=25, env=_QUEUES),
-    Stage("latency", 25, 45, case_limit=15, env=_QUEUES),
-    Stage("host", 20, 40, case_limit=35),
-    Stage("pair", 130, 180, case_limit=600),
-    Stage("sanitize", 60, 110, env=_QUEUES),
+    Stage("facts", 17, 40),
+    Stage("virtual", 45, 170, case_limit=100, env=_QUEUES),
+    Stage("tiles", 11, 95, case_limit=25),
+    Stage("overlap", 11, 60, case_limit=25, env=_QUEUES),
+    Stage("latency", 16, 45, case_limit=15, env=_QUEUES),
+    Stage("host", 14, 40, case_limit=35),
+    Stage("sanitize", 44, 110, env=_QUEUES),
+    Stage("pair", 106, 180, case_limit=600),
 )
 COMPILED = ("virtual", "tiles", "overlap", "sanitize")  #: stages whose kernels the stub compiles
 _SLOWER = 10.0  # a rehearsal than a GPU
@@ -80,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     mode.add_argument("--rehearse", action="store_true", help="run on CPUs")
     mode.add_argument("--stub", type=Path, metavar="LIBCUDA", help="fill Triton's cache")
     parser.add_argument("--only", default="", help="names of stages, separated by commas")
+    parser.add_argument(
+        "--seconds", type=float, default=TOTAL_S, help="of all stages (%(default)s)"
+    )
     arguments = parser.parse_args(argv)
     known = [stage.name for stage in STAGES]
     names = arguments.only.split(",") if arguments.only else known
@@ -102,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         results = run(slow, "rehearsal", out, TOTAL_S * _SLOWER)
     else:
-        results = run(stages, "gpu", out)
+        results = run(stages, "gpu", out, arguments.seconds)
     print(report.summary(results))
     return 1 if any(result.bad or result.ended != "done" for result in results) else 0
 

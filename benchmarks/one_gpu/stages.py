@@ -35,11 +35,11 @@ _PACKAGE = "benchmarks.one_gpu"
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage, with seconds on an H100.
+    """A stage, with seconds on a GPU.
 
     Attributes:
         name: of its module and files.
-        expected: seconds it is expected to take. Assumed: no GPU has run it.
+        expected: seconds that it took on an H200.
         limit: seconds after which it is ended.
         case_limit: seconds of one case after which it hangs.
         env: of its process.

@@ -49,7 +49,7 @@ def _compare(machine: Machine, m: int, n: int, k: int) -> Iterator[Row]:
         return {"config": config, "bad": not error < MAX_ERROR, **measured}
 
     yield row("torch.mm", machine.mm(x, w, out))
-    for name, config in _configs(machine.device, m).items():
+    for name, config in _configs(machine.device, m, n).items():
         try:
             launch = matmul.bind_matmul(config, x, w, x.dtype)
             yield row(name, partial(launch, x, w, None, out))
@@ -58,9 +58,9 @@ def _compare(machine: Machine, m: int, n: int, k: int) -> Iterator[Row]:
             yield {"config": name, "bad": True, "error": of_error(error)[:300]}
 
 
-def _configs(device: torch.device, m: int) -> dict[str, MatmulConfig]:
+def _configs(device: torch.device, m: int, n: int) -> dict[str, MatmulConfig]:
     """Return the configurations by name: the table's, those that `tune` tries, and without TMA."""
-    default = configs.choose(device, torch.bfloat16, m)
+    default = configs.choose(device, torch.bfloat16, m, n)
     tried = {"table": default}
     for fields in configs.candidates(torch.bfloat16, m):
         name = "/".join(str(value) for _, value in fields)

@@ -111,7 +111,7 @@ struct Signal {
 
 // The flags of a rank follow the words of its state. A call clears those that it uses when it
 // begins; each is raised once.
-constexpr int kStateFlags = 8;
+constexpr int kStateFlags = 16;
 constexpr u64 kRaised = 1;
 
 // The output of a call, which `poison` fills with NaN if the call has failed.

@@ -42,7 +42,7 @@ namespace tpkernels::cuda {
 
 // The names and values of tpkernels/kernels/sync.py.
 constexpr int kStateEpoch = 0, kStateEnded = 1, kStateStatus = 2, kStatePeer = 3;
-constexpr int kStateExpected = 4, kStateSeen = 5;
+constexpr int kStateExpected = 4, kStateSeen = 5, kStateLost = 7, kStateLooked = 8;
 constexpr int kAbort = 0, kControlFailed = 1;
 constexpr u64 kFailedMismatch = 1, kFailedTimeout = 2, kFailedAbort = 3;
 constexpr int kEntered = 0, kTiles = 1;
@@ -51,6 +51,7 @@ constexpr u64 kEpochMask = 0xffffffffull;
 // Epochs are 1 to kLastEpoch, then 1 again, which has the other parity.
 constexpr u64 kLastEpoch = 0xfffffffeull;
 constexpr int kPolls = 32;  // polls of a word between checks for failure
+constexpr u64 kLookNs = 1000000;  // between two reads of the host's kAbort
 
 // A call, as seen by one block.
 struct Peers {
@@ -141,16 +142,28 @@ TPK_DEVICE void fail(const Peers& peers, u64 kind, u64 source, u64 seen) {
   store_release_sys(peers.space.control + kControlFailed, 1);  // tells the host to read the state
 }
 
+// kAbort, as read by the first thread of the device that asks after kLookNs: a read goes over PCIe,
+// and many of them hold up the memory accesses of all multiprocessors.
+TPK_DEVICE u64 lost_rank(const Space& space, u64 now) {
+  u64* state = space.state;
+  const u64 looked = load_relaxed_gpu(state + kStateLooked);
+  if (now > looked + kLookNs && cas_acq_rel_gpu(state + kStateLooked, looked, now) == looked) {
+    const u64 lost = load_relaxed_sys(space.control + kAbort);
+    if (lost != 0) store_relaxed_sys(state + kStateLost, lost);
+  }
+  return load_relaxed_gpu(state + kStateLost);
+}
+
 // Records a failure if there is a reason to give up.
 TPK_DEVICE void look_around(const Peers& peers, int source, u64 seen, u64 begin) {
   const Space& space = peers.space;
   const u64 entered = load_relaxed_sys(word_of(peers, space.rank, source, kEntered));
-  const u64 lost = load_relaxed_sys(space.control + kAbort);
+  const u64 now = clock_ns(), lost = lost_rank(space, now);
   if (entered != peers.word && ((entered ^ peers.word) & kEpochMask) == 0) {
     fail(peers, kFailedMismatch, source, entered);
   } else if (lost != 0) {
     fail(peers, kFailedAbort, lost - 1, entered);
-  } else if (clock_ns() - begin > space.timeout_ns) {
+  } else if (now - begin > space.timeout_ns) {
     fail(peers, kFailedTimeout, source, seen);
   }
 }

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from tests.cuda.test_rms_norm import SPACE, launch
 from tests.support import emulated
-from tests.support.emulated import count_of, driver_that, on_ranks, space_of
+from tests.support.emulated import count_of, driver_that, interpreted, on_ranks, space_of
 from tests.support.tiers import sweep
 from tpkernels import _C, cuda
 from tpkernels.cuda import image
 from tpkernels.cuda.operands import space_of as space_argument
 from tpkernels.launch import Ranks
-from tpkernels.symm.device import ABORTED, MISMATCH, TIMEOUT, DeviceWorkspace
+from tpkernels.symm.device import ABORTED, LOOKED, MISMATCH, TIMEOUT, DeviceWorkspace
 
 SHORT = 0.5
 PROMPT = 5.0  # other waits would take 20 s
@@ -114,6 +114,39 @@ def test_abort_ends_a_wait() -> None:
         assert failure is not None and failure[:2] == (ABORTED, 1), failure
         assert 0.2 <= time.monotonic() - begin < 0.2 + PROMPT
     dist.barrier()
+
+
+def _wait_after_a_look(call: Callable[[DeviceWorkspace], object]) -> None:
+    """The host has lost rank 1. Rank 0 waits for it, and its device has looked in the future."""
+    space = space_of(SHORT)
+    if space.rank == 0:
+        space.abort(1)
+        space.state[LOOKED] = time.monotonic_ns() + int(100e9)
+        call(space)
+        failure = space.failure()
+        assert failure is not None and failure[:2] == (TIMEOUT, 1), failure
+    dist.barrier()
+
+
+@pytest.mark.parametrize("way", ["two_shot", "ll"])
+@on_ranks(2)
+def test_all_waits_of_a_device_look_at_the_host_once_in_a_while(way: str) -> None:
+    """Reads of the host's memory by every waiting block slow an H200 down to a tenth."""
+    _wait_after_a_look(lambda space: call_of(way, space, 5))
+
+
+@interpreted(2)
+def test_programs_look_at_the_host_once_in_a_while() -> None:
+    def multiply(space: DeviceWorkspace) -> None:
+        x, w, out = torch.ones(4, 8), torch.ones(8, 8), torch.empty(2, 8)
+        sizes, wire = (2, 2), torch.float32
+        prepared = matmul_reduce_scatter.prepare(INTERPRETER, x, w, sizes, wire)
+        prepared.launch(x, w, None, None, out).run(space, 5)
+
+    from tpkernels.kernels import matmul_reduce_scatter
+    from tpkernels.kernels.configs import INTERPRETER
+
+    _wait_after_a_look(multiply)
 
 
 @pytest.mark.parametrize("way", sweep(["ll_two_shot", "two_shot"], later=1))

@@ -8,6 +8,8 @@ import importlib
 import itertools
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -173,6 +175,20 @@ def test_the_table_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
         assert replace(chosen, programs=0) == TABLE[80, 2, few]
 
 
+def test_smaller_tiles_where_the_last_wave_would_be_nearly_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As measured on an H200, by rows and columns."""
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    blocks = {}
+    with configs.assuming(90, 132):
+        for size in ((4096, 1376), (4096, 3584), (1024, 8192), (8192, 8192), (4096, 6144)):
+            chosen = configs.choose(torch.device("cpu"), torch.bfloat16, *size)
+            blocks[size] = chosen.block_n, chosen.num_stages
+    smaller, table = (128, 5), (256, 3)
+    assert list(blocks.values()) == [smaller, smaller, table, table, table], blocks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - set(WITHOUT_PRODUCT)))
 @pytest.mark.parametrize(("arch", "few"), [(90, True), (90, False), (100, False)])
@@ -238,6 +254,41 @@ def test_other_layouts_of_the_weight(b_major: str, tma: bool) -> None:
     found = build("matmul", tl.bfloat16, 90, config, b_major=b_major)
     assert found.stack == 0 and found.count(TENSOR_CORES[90]) > 0
     assert (found.count(r"cp\.async\.bulk\.tensor") > 0) == tma
+
+
+_KEYS = """
+import sys
+from tpkernels.kernels import matmul, matmul_all_reduce, matmul_reduce_scatter
+kernels = {
+    "matmul": matmul.matmul_kernel,
+    "reduce_scatter": matmul_reduce_scatter.matmul_reduce_scatter_kernel,
+    "all_reduce": matmul_all_reduce.matmul_all_reduce_kernel,
+}
+print(sorted((name, kernels[name].cache_key) for name in sys.argv[1:]))
+"""
+
+
+def test_cache_keys_do_not_depend_on_the_order_of_launches() -> None:
+    """Otherwise another process compiles the kernels again."""
+    names = "matmul", "reduce_scatter", "all_reduce"
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    found = [
+        subprocess.check_output([sys.executable, "-c", _KEYS, *order], env=environment)
+        for order in (names, names[::-1])
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_flattened_loops_carry_no_value(name: str) -> None:
+    """Triton 3.6 and 3.7 flatten a loop wrongly if its inner loop reads what it carries: on a GPU,
+    tiles were published too early or not at all."""
+    module = str(lower(name, tl.bfloat16, 90, TABLE[90, 2, False]))
+    ends = list(re.finditer(r"(?m)^( *)\} \{.*tt\.flatten", module))
+    assert ends or name not in ("matmul", "matmul_reduce_scatter")
+    for end in ends:
+        *_, begin = re.finditer(rf"(?m)^{end[1]}(?:%\S+ = )?scf\.for .*$", module[: end.start()])
+        assert "iter_args" not in begin[0]
 
 
 @pytest.mark.parametrize("arch", sweep([90, 80, 100]))

@@ -79,15 +79,15 @@ def _run(
         channel.wait(peer, Phase.DATA)
 
 
-def _config(call: Call, x: torch.Tensor) -> MatmulConfig:
-    """Return the block sizes, which follow from the rows of all ranks, or of an expert: all choose
-    the same."""
+def _config(call: Call, x: torch.Tensor, w: torch.Tensor) -> MatmulConfig:
+    """Return the block sizes, which follow from the rows of all ranks, or of an expert, and the
+    columns of w: ranks that sum choose the same."""
     from tpkernels.kernels.configs import choose
 
     rows, routes = call.problem.rows, call.problem.options.routes
     if routes is not None:
         rows = sum(call.problem.sizes) * routes[1] // routes[0]
-    return choose(x.device, x.dtype, rows, call.plan.config)
+    return choose(x.device, x.dtype, rows, w.shape[-1], call.plan.config)
 
 
 def _place(x: torch.Tensor) -> Hashable:
@@ -103,13 +103,17 @@ def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     weights = list(products.weights)
     biases = [None if bias is None else bias.contiguous() for bias in products.biases]
     if max(sizes) * rows.shape[1] * x.element_size() >= COPY_ENGINE_BYTES and _copies(call, x):
-        _gather_by_copies(call, _config(call, x), rows, weights, biases, outs, whole, sizes)
+        _gather_by_copies(
+            call, _config(call, x, weights[0]), rows, weights, biases, outs, whole, sizes
+        )
         return
 
     def prepare() -> Prepared:
         from tpkernels.kernels import all_gather_matmul as kernel
 
-        return kernel.prepare(_config(call, x), rows, weights, whole, outs[0].dtype, sizes)
+        return kernel.prepare(
+            _config(call, x, weights[0]), rows, weights, whole, outs[0].dtype, sizes
+        )
 
     key = tuple([_place(w) for w in weights])
     _run(call, x.device, key, prepare, rows, weights, biases, outs, whole)
@@ -201,7 +205,7 @@ def reduce(
     problem, rows = call.problem, x.flatten(0, -2)
 
     def prepare() -> Prepared:
-        config = _config(call, x)
+        config = _config(call, x, w)
         if problem.spec.scatters:
             from tpkernels.kernels import matmul_reduce_scatter as scatter
 
@@ -230,7 +234,7 @@ def gather_for_experts(
     def prepare() -> Prepared:
         from tpkernels.kernels import experts
 
-        return experts.prepare_gather(_config(call, x), x, gathered, w, sizes, len(out))
+        return experts.prepare_gather(_config(call, x, w), x, gathered, w, sizes, len(out))
 
     ends = F.pad(counts.cumsum(0), (1, 0))
     bias = None if bias is None else bias.contiguous()
@@ -256,7 +260,7 @@ def reduce_from_experts(
     def prepare() -> Prepared:
         from tpkernels.kernels import experts
 
-        return experts.prepare_scatter(_config(call, x), x, w, sizes, weights.shape[1])
+        return experts.prepare_scatter(_config(call, x, w), x, w, sizes, weights.shape[1])
 
     ends = F.pad(counts.cumsum(0), (1, 0))
     key, bias = (_place(x), _place(w)), None if bias is None else bias.contiguous()
@@ -277,7 +281,7 @@ def dispatch(
     def prepare() -> Prepared:
         from tpkernels.kernels import experts
 
-        config = _config(call, x)
+        config = _config(call, x, w)
         return experts.prepare_dispatch(config, x, rows, w, problem.sizes, *room)
 
     where = found.order, found.edges, found.ends
@@ -305,7 +309,7 @@ def combine(
     def prepare() -> Prepared:
         from tpkernels.kernels import experts
 
-        config = _config(call, x)
+        config = _config(call, x, w)
         return experts.prepare_combine(config, x, w, problem.sizes, *room)
 
     where = found.order, found.edges, found.ends, places_of(found.order)

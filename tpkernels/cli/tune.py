@@ -300,7 +300,7 @@ def _compiles(case: Case, config: Config, finish: Callable[[], object] | None) -
     (w,), fits = case.weights, True
     x = case.x if case.x.shape[0] else w.new_zeros(1, w.shape[0])
     try:
-        chosen = configs.choose(x.device, x.dtype, sum(case.sizes), config)
+        chosen = configs.choose(x.device, x.dtype, sum(case.sizes), w.shape[1], config)
         matmul.matmul(x, w, config=chosen)
         if finish is not None:
             finish()

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels import matmul, sync, words
+from tpkernels.kernels import fix_cache_keys, matmul, sync, words
 from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.symm import device
@@ -310,3 +310,6 @@ def prepare_arriving(
     nbytes = ceil_div(max(sizes) * row_bytes, 2)
     prepared = Prepared(3, nbytes, matmul.table_of(sizes), bind)
     return ArrivingLaunch(prepared, chunk_tiles * config.block_m, chunks)
+
+
+fix_cache_keys(globals())

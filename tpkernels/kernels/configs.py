@@ -1,6 +1,7 @@
 """Block sizes of the tile loop, by architecture, dtype and number of rows.
 
-None of these has been measured on a GPU. The tests compile them for each architecture, require
+Those of sm_90 for 16-bit operands were measured on an H200 with Triton 3.6, 2026-11-26
+(benchmarks/results/gpu-h200.md); no others. The tests compile them for each architecture, require
 tensor core instructions and allow no spills.
 """
 
@@ -132,6 +133,11 @@ class MatmulConfig:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if specialized else options | {"maxnreg": 255}
 
+    def waves(self, rows: int, columns: int) -> int:
+        """Return the elements of a result that a program multiplies, whole tiles of them."""
+        tiles = ceil_div(self.tiles([rows], columns), self.programs)
+        return tiles * self.block_m * self.block_n
+
     def tiles(self, sizes: Iterable[int], n: int) -> int:
         """Count the tiles in segments of ``sizes`` rows and ``n`` columns."""
         return sum(ceil_div(size, self.block_m) for size in sizes) * ceil_div(n, self.block_n)
@@ -194,7 +200,7 @@ class Descriptor(TensorDescriptor):
         self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block
 
 
-_FEW_TMA = MatmulConfig(block_m=64, block_n=128, block_k=64, num_stages=4, tma=True)
+_FEW_TMA = MatmulConfig(block_m=64, block_n=64, block_k=128, num_stages=5, tma=True)
 _MANY_TMA = MatmulConfig(block_m=128, block_n=256, block_k=64, num_warps=8, tma=True)
 # (architecture, bytes of an element, few rows) -> config.
 TABLE: dict[tuple[int, int, bool], MatmulConfig] = {
@@ -210,11 +216,12 @@ for _arch in (80, 90, 100):
     TABLE[_arch, 4, False] = MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8)
 # What `tpkernels tune` and the GPU suite try besides the table, for 16-bit operands.
 _FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
-_FEW = (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3), (64, 256, 64, 4, 3)
-_MANY = (
-    *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3)),
-    *((128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (128, 128, 128, 8, 3)),
-)
+_SMALLER = (128, 128, 64, 4, 5)
+_FEW = (64, 32, 128, 4, 6), (64, 128, 128, 4, 4)
+_MANY = _SMALLER, (128, 256, 64, 8, 4)
+# The smaller tiles are taken if their waves are shorter by more than this: an element of a tile
+# takes them 4 to 7 % longer (1024x8192x3584, 4096x3584x8192).
+_LONGER = 1.07
 CANDIDATES: dict[bool, tuple[Config, ...]] = {
     few: tuple(tuple(zip(_FIELDS, values, strict=True)) for values in blocks)
     for few, blocks in ((True, _FEW), (False, _MANY))
@@ -225,14 +232,23 @@ INTERPRETER = MatmulConfig(
 )  # fmt: skip
 
 
-def choose(device: torch.device, dtype: torch.dtype, rows: int, tuned: Config = ()) -> MatmulConfig:
-    """Return the config for a product of that many rows: the table's, with the fields that
-    ``tuned`` replaces. A ``tuned`` that is not among the candidates is ignored.
+def choose(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: int, tuned: Config = ()
+) -> MatmulConfig:
+    """Return the config for a product of so many rows and columns: the table's, with the fields
+    that ``tuned`` replaces, or with smaller tiles whose last wave leaves fewer multiprocessors
+    idle. A ``tuned`` that is not among the candidates is ignored.
 
     Raises:
         NotImplementedError: the device is older than sm_80.
     """
-    return _chosen(device, dtype, rows <= _SMALL_M, tuned)
+    few = rows <= _SMALL_M
+    config = _chosen(device, dtype, few, tuned)
+    if few or tuned or dtype.itemsize != 2 or INTERPRETED or properties_of(device)[0] != 90:
+        return config  # smaller tiles were measured there only
+    smaller = _chosen(device, dtype, few, tuple(zip(_FIELDS, _SMALLER, strict=True)))
+    shorter = _LONGER * smaller.waves(rows, columns) < config.waves(rows, columns)
+    return smaller if shorter else config
 
 
 @functools.lru_cache

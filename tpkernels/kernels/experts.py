@@ -37,7 +37,14 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels import all_gather_matmul, matmul, matmul_reduce_scatter, sync, words
+from tpkernels.kernels import (
+    all_gather_matmul,
+    fix_cache_keys,
+    matmul,
+    matmul_reduce_scatter,
+    sync,
+    words,
+)
 from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.symm.device import DeviceWorkspace, Prepared
@@ -677,3 +684,6 @@ def prepare_combine(
 
     nbytes = max(sizes) * top_k * n * x.itemsize
     return Prepared(2, nbytes, matmul.table_of(sizes), bind)
+
+
+fix_cache_keys(globals())

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels import matmul, sync
+from tpkernels.kernels import fix_cache_keys, matmul, sync
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.configs import MatmulConfig, contiguous_rows
 from tpkernels.shards import shard_sizes
@@ -160,3 +160,6 @@ def prepare(
 
     copied = 0 if one_shot else m * n * out_dtype.itemsize
     return Prepared(2 * results, world * slot + copied, matmul.table_of(sizes), bind)
+
+
+fix_cache_keys(globals())

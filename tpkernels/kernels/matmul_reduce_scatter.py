@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import round_up
-from tpkernels.kernels import matmul, sync, words
+from tpkernels.kernels import fix_cache_keys, matmul, sync, words
 from tpkernels.kernels.configs import MatmulConfig, contiguous_rows
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
@@ -200,3 +200,6 @@ def prepare(
 
     tiles = config.tiles([max(sizes)], n)
     return Prepared(1 + tiles, len(sizes) * slot, matmul.table_of(sizes), bind)
+
+
+fix_cache_keys(globals())

@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tpkernels.kernels import fix_cache_keys
 from tpkernels.kernels.words import (
     THREADS,
     any_lacks,
@@ -62,6 +63,7 @@ STATE_EPOCH, STATE_ENDED = tl.constexpr(device.EPOCH), tl.constexpr(device.ENDED
 STATE_STATUS, STATE_PEER = tl.constexpr(device.STATUS), tl.constexpr(device.PEER)
 STATE_EXPECTED, STATE_SEEN = tl.constexpr(device.EXPECTED), tl.constexpr(device.SEEN)
 STATE_CLOCK, STATE_LOST = tl.constexpr(device.CLOCK), tl.constexpr(device.LOST)
+STATE_LOOKED, LOOK_NS = tl.constexpr(device.LOOKED), tl.constexpr(device.LOOK_NS)
 LAST_EPOCH = tl.constexpr(device.LAST_EPOCH)
 ABORT, FAILED = tl.constexpr(device.ABORT), tl.constexpr(device.FAILED)
 FAILED_MISMATCH, FAILED_TIMEOUT = tl.constexpr(device.MISMATCH), tl.constexpr(device.TIMEOUT)
@@ -300,10 +302,15 @@ def _now(state):
 
 
 @triton.jit
-def _lost(peers):
-    """Return ABORT, at the latest on the second call after the host has set it."""
-    abort = load_by_one(peers.space.control + ABORT)
-    return tl.atomic_max(peers.space.state + STATE_LOST, abort, sem="relaxed", scope="gpu")
+def _lost(peers, now):
+    """Return ABORT, as read by the first program that asks after LOOK_NS."""
+    state = peers.space.state
+    looked = tl.atomic_add(state + STATE_LOOKED, 0, sem="relaxed", scope="gpu")
+    if now - looked > LOOK_NS:  # noqa: SIM102 - an atomic that is to be rare
+        if tl.atomic_cas(state + STATE_LOOKED, looked, now, sem="relaxed", scope="gpu") == looked:
+            abort = load_by_one(peers.space.control + ABORT)
+            tl.atomic_max(state + STATE_LOST, abort, sem="relaxed", scope="gpu")
+    return tl.atomic_add(state + STATE_LOST, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -316,12 +323,13 @@ def _poll(peers, source, awaited, value):
     while (seen != value) & (status == 0):
         poll(awaited, value)
         arrived = tl.atomic_add(entered, 0, sem="relaxed", scope="sys")
-        lost = _lost(peers)
+        now = _now(state)
+        lost = _lost(peers, now)
         if (arrived != word) & ((arrived & 0xFFFFFFFF) == (word & 0xFFFFFFFF)):
             _fail(peers, FAILED_MISMATCH, source, arrived)
         elif lost != 0:
             _fail(peers, FAILED_ABORT, lost - 1, arrived)
-        elif _now(state) - begin > peers.timeout_ns:
+        elif now - begin > peers.timeout_ns:
             _fail(peers, FAILED_TIMEOUT, source, seen)
         status = tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
         seen = tl.atomic_add(awaited, 0, sem="acquire", scope="sys")
@@ -337,3 +345,6 @@ def _fail(peers, kind: tl.constexpr, source, seen):
         tl.store(state + STATE_EXPECTED, peers.word)
         tl.store(state + STATE_SEEN, seen)
         store_release(peers.space.control + FAILED, none + 1, tl.full((), True, tl.int1))
+
+
+fix_cache_keys(globals())

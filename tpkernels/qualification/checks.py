@@ -261,18 +261,18 @@ class Operands:
                 partial, size = _product(x, w, call.exact)
                 exact += partial
                 magnitude += size
-                partials += partial.abs()
+                partials += _rounding(partial, call.dtype)
             if spec.has_matmul or spec.normed:
                 residual = make(m, n)
-                exact, partials = exact + residual.double(), partials + residual.double().abs()
+                exact = exact + residual.double()
+                partials += _rounding(residual.double(), call.dtype)
                 self.options["residual"] = residual
         if spec.scatters:
             exact, magnitude, partials = exact[own], magnitude[own], partials[own]
             self.options["shard_sizes"] = sizes
             if "residual" in self.options:
                 self.options["residual"] = self.options["residual"][own].contiguous()
-        eps = torch.finfo(call.dtype).eps
-        bound = eps * (partials + exact.abs()) + math.sqrt(k) * _FLOAT32_EPS * magnitude
+        bound = partials + _rounding(exact, call.dtype) + math.sqrt(k) * _FLOAT32_EPS * magnitude
         self.wanted, self.bound = [exact], [torch.zeros(()) if call.exact else bound]
         if spec.normed:
             self.factors.append(make(n))
@@ -309,8 +309,9 @@ class Operands:
                 here = (routes.flatten() == expert).nonzero().flatten()
                 product, magnitude = _product(of_routes[here], weight, self.call.exact)
                 made[here], size[here] = product + row.double(), magnitude + row.double().abs()
-        eps, zero = torch.finfo(self.call.dtype).eps, torch.zeros(())
-        rounding = eps * made.abs() + math.sqrt(k) * _FLOAT32_EPS * size if multiplied else zero
+        dtype, rounding, zero = self.call.dtype, torch.zeros(()), torch.zeros(())
+        if multiplied:
+            rounding = _rounding(made, dtype) + math.sqrt(k) * _FLOAT32_EPS * size
         if self.spec.gathers:
             tokens = of_routes[::TOP_K][own].contiguous()
             self.factors = [tokens, *experts, order[rank], counts[rank]]
@@ -329,7 +330,7 @@ class Operands:
         self.factors += [weights[own], routes]
         terms = (weights[..., None].double() * made.view(*shape, n))[own]
         exact, magnitude = terms.sum(1), terms.abs().sum(1)
-        bound = eps * exact.abs() + TOP_K * _FLOAT32_EPS * magnitude
+        bound = _rounding(exact, dtype) + TOP_K * _FLOAT32_EPS * magnitude
         if multiplied:
             bound += (weights[..., None].abs() * rounding.view(*shape, n))[own].sum(1)
         self.wanted, self.bound = [exact], [zero if self.call.exact else bound]
@@ -343,7 +344,7 @@ class Operands:
         order, counts = routes.argsort(stable=True), routes.bincount(minlength=experts)
         weights, places = make(*shape).float(), order.argsort()
         exact, bound = (torch.zeros(m, n, dtype=torch.float64, device=device) for _ in range(2))
-        eps = torch.finfo(self.call.dtype).eps
+        dtype = self.call.dtype
         for source in range(len(sizes)):
             rows, w, bias = make(m * TOP_K, k), make(experts, k, n), make(experts, n)
             if source == rank:
@@ -352,12 +353,12 @@ class Operands:
             pairs = [(_product(part, own_w, self.call.exact), b) for part, own_w, b in parts]
             made = torch.cat([product + b for (product, _), b in pairs])[places].view(*shape, n)
             size = torch.cat([size + b.abs() for (_, size), b in pairs])[places].view(*shape, n)
-            error = eps * made.abs() + math.sqrt(k) * _FLOAT32_EPS * size
+            error = _rounding(made, dtype) + math.sqrt(k) * _FLOAT32_EPS * size
             terms, scale = weights[..., None].double() * made, weights[..., None].abs()
             exact += terms.sum(1)
-            bound += eps * terms.sum(1).abs() + (scale * error).sum(1)
+            bound += _rounding(terms.sum(1), dtype) + (scale * error).sum(1)
             bound += TOP_K * _FLOAT32_EPS * terms.abs().sum(1)
-        bound += eps * exact.abs()
+        bound += _rounding(exact, dtype)
         self.options = {"shard_sizes": sizes}
         self.wanted, self.bound = [exact[own]], [bound[own] * (not self.call.exact)]
 
@@ -400,6 +401,13 @@ class Operands:
         if "residual" in self.options:
             self.options["residual"].copy_(made.options["residual"])
         return made
+
+
+def _rounding(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return how far from ``values`` a rounding to a dtype may be, twice over: subnormal numbers
+    are as far apart as the smallest normal ones."""
+    found = torch.finfo(dtype)
+    return found.eps * values.abs().clamp_min(found.tiny)
 
 
 def _product(

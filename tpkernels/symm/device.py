@@ -31,10 +31,15 @@ _WORD = 8
 _LINE = 16  # words of 128 bytes: the words of each source begin at a cache line
 
 # `state`: int64 words in device memory, private to a rank. ENDED: how many programs of the running
-# grid have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it.
-STATE = EPOCH, ENDED, STATUS, PEER, EXPECTED, SEEN, CLOCK, LOST = range(8)
-# Behind them, flags: what copy engines have brought within a call (csrc/cuda/sync.cuh).
-FLAGS_AT, FLAGS = len(STATE), 1024
+# grid have ended. STATUS to SEEN: the first failed wait. LOST: ABORT, as the device saw it. LOOKED:
+# when it looked last, in ns.
+STATE = EPOCH, ENDED, STATUS, PEER, EXPECTED, SEEN, CLOCK, LOST, LOOKED = range(9)
+# From the next cache line on, flags: what copy engines have brought within a call
+# (csrc/cuda/sync.cuh).
+FLAGS_AT, FLAGS = _LINE, 1024
+# A device reads ABORT at most once in so many ns, whatever waits there. On an H200, reads by 115
+# waiting programs slowed the copies of other multiprocessors down to a tenth.
+LOOK_NS = 1_000_000
 # Epochs are 1 to LAST_EPOCH, then 1 again. A word that was never written has epoch 0.
 LAST_EPOCH = 0xFFFF_FFFE
 # `control`: int64 words in host memory. ABORT: 1 + the lost rank; the host writes it. FAILED: 1
