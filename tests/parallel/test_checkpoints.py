@@ -172,6 +172,17 @@ def test_tensors_that_no_index_names_and_the_widest_dtype(tmp_path: Path) -> Non
         SafetensorsCheckpoint(tmp_path).dtype()
 
 
+def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers."""
+    for name, value in (("old.safetensors", 1.0), ("model.safetensors", 2.0)):
+        safetensors.save_file({"w": torch.full((2,), value)}, tmp_path / name)
+    index = {"metadata": {}, "weight_map": {"w": "old.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    out = torch.empty(2)
+    SafetensorsCheckpoint(tmp_path)._stored["w"].read(Box.full((2,)), out)
+    assert out.tolist() == [2, 2]
+
+
 def test_what_is_not_supported(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)

@@ -5,7 +5,8 @@ Files are mapped, and a slice is copied out of them: a rank holds its shard, and
 interleaved rows a buffer of a megabyte. A safetensors file is mapped while one tensor is read, so
 that its pages do not count for longer.
 
-An index, ``model.safetensors.index.json``, names the file of each tensor. In the index of
+Without a file of all tensors, ``model.safetensors``, an index, ``model.safetensors.index.json``,
+names the file of each. In the index of
 `tpkernels shard` the place of a tensor is a list of pieces instead, each a file and the offsets of
 the piece in the tensor, and ``shapes`` has the tensors' shapes. Its metadata have the format's
 name, `FORMAT`.
@@ -206,10 +207,10 @@ class SafetensorsCheckpoint:
 
     @cached_property
     def _stored(self) -> dict[str, StoredTensor]:
-        if (self.path / INDEX).is_file():
-            stored = _indexed(self.path)
-        elif (self.path / SINGLE).is_file():
+        if (self.path / SINGLE).is_file():  # as in transformers, also beside an index
             stored = _tensors_of(self.path / SINGLE)
+        elif (self.path / INDEX).is_file():
+            stored = _indexed(self.path)
         else:
             raise FileNotFoundError(
                 f"{self.path} has neither {SINGLE} nor {INDEX}; only safetensors files are read: "

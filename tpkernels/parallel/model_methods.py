@@ -23,9 +23,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import glob
 import inspect
 from collections.abc import Callable, Iterator
 from math import prod
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
@@ -85,7 +87,8 @@ def refuse_to_push(*args: Any, **options: Any) -> NoReturn:
 
 
 def save_pretrained(model: Any, group: str, /, *args: Any, **options: Any) -> None:
-    """Write the unsharded model; see `tpkernels.parallelize`. Collective: all ranks call it.
+    """Write the unsharded model, instead of one that was saved in the folder before; see
+    `tpkernels.parallelize`. Collective: all ranks call it.
 
     Args:
         *args, **options: the arguments of transformers' method.
@@ -129,6 +132,16 @@ def save_pretrained(model: Any, group: str, /, *args: Any, **options: Any) -> No
         if groups.get(group).rank == 0:
             with _as_unsharded(model):
                 write(**arguments)
+            _remove_stale(Path(arguments["save_directory"]), arguments.get("variant"))
+
+
+def _remove_stale(folder: Path, variant: str | None) -> None:
+    """Remove the index, or the one file, of a model that was saved in ``folder`` in another number
+    of files: transformers leaves it, and readers would take it for the saved model."""
+    stem, after = (f"model.{variant}", f".{variant}") if variant else ("model", "")
+    several = any(folder.glob(glob.escape(stem) + "-?????-of-?????.safetensors"))
+    index = f"model.safetensors.index{after}.json"
+    (folder / (f"{stem}.safetensors" if several else index)).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
