@@ -196,6 +196,13 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
     checkpoint._reader.fields["general.architecture"].parts[-1] = np.frombuffer(b"gemma2", np.uint8)
     with pytest.raises(NotImplementedError, match="has architecture 'gemma2'; of GGUF files"):
         checkpoint.config()
+    parts = [tmp_path / f"split-0000{i}-of-00002.gguf" for i in (1, 2)]
+    path.unlink()
+    for part in parts:
+        hf_folders.gguf_file(part, "F16", extra=lambda writer: writer.add_uint16("split.count", 2))
+    for place in (tmp_path, parts[1]):
+        with pytest.raises(NotImplementedError, match="is one of 2 parts of a split GGUF file"):
+            open_checkpoint(place).config()
 
 
 LLAMA3 = {

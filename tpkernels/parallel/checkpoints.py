@@ -552,6 +552,12 @@ class GGUFCheckpoint:
             raise NotImplementedError(
                 f"{self.path} has the other byte order; convert it for this machine"
             )
+        count = reader.fields.get("split.count")
+        if count is not None and count.contents() > 1:
+            raise NotImplementedError(
+                f"{self.path} is one of {count.contents()} parts of a split GGUF file, which are "
+                "not supported; join them by `llama-gguf-split --merge` of llama.cpp"
+            )
         return reader
 
     @property
@@ -694,7 +700,8 @@ def locate(path: str | os.PathLike[str]) -> Path:
         files = sorted(place.glob("*.gguf"))
         if (place / "config.json").exists() or not files:
             return place
-        if len(files) > 1:
+        split = all(re.search(r"-\d{5}-of-\d{5}\.gguf$", file.name) for file in files)
+        if len(files) > 1 and not split:  # the parts of one are refused when they are read
             names = ", ".join(file.name for file in files)
             raise ValueError(f"{place} has several GGUF files: {names}; pass the path of one")
         place = files[0]

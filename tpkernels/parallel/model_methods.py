@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.nn.linear import ColumnParallelLinear
 from tpkernels.nn.sharding import ShardedModule, gather_state
+from tpkernels.nn.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from tpkernels.parallel.decoder import SplitRowsLinear
 from tpkernels.parallel.joint_work import joint_work
 from tpkernels.parallel.plans import SplitInputLinear
@@ -46,11 +47,15 @@ _WRITE = "write"  # what rank 0 announces
 def attach(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace the methods of a sharded model, if it is one of transformers; ``mesh`` has one dim.
     Does not communicate."""
+    ends = (VocabParallelEmbedding, ParallelLMHead)
+    split = any(isinstance(module, ends) for module in model.modules())
     for module in model.modules():
         if hasattr(type(module), "save_pretrained"):
             save = functools.partial(save_pretrained, module, groups.name_of(mesh))
             module.save_pretrained = save  # type: ignore[assignment]
             module.push_to_hub = refuse_to_push  # type: ignore[assignment]
+            if split:
+                module.resize_token_embeddings = refuse_to_resize  # type: ignore[assignment]
     if mesh.size() > 1 and mesh.device_type != "cpu" and hasattr(type(model), "tp_size"):
         declare_ranks(model, mesh.size())
     start = getattr(type(model), "init_continuous_batching", None)
@@ -83,6 +88,14 @@ def refuse_to_push(*args: Any, **options: Any) -> NoReturn:
     raise NotImplementedError(
         "push_to_hub would upload from every rank; call save_pretrained(folder, push_to_hub=True, "
         "repo_id=...) on all ranks, which uploads from rank 0"
+    )
+
+
+def refuse_to_resize(*args: Any, **options: Any) -> NoReturn:
+    """Raise NotImplementedError."""
+    raise NotImplementedError(
+        "resize_token_embeddings cannot resize an embedding or head that is split over ranks; call "
+        "it before tpkernels.parallelize"
     )
 
 
