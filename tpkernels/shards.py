@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def shard_sizes(total: int, world: int) -> list[int]:
+def shard_sizes(total: int, world: int, unit: int = 1) -> list[int]:
     """Return the balanced split of ``total`` rows over ``world`` ranks.
 
     Args:
         total: number of rows, at least 0.
         world: number of ranks, at least 1.
+        unit: rows that stay together.
 
     Returns:
-        The rows of each rank, the same list on all ranks. Sizes differ by at most one, the larger
-        ones first.
+        The rows of each rank, the same list on all ranks. Sizes differ by at most ``unit``, the
+        larger ones first.
 
     Raises:
-        ValueError: ``total`` is negative or ``world`` is not positive.
+        ValueError: ``total`` is negative or no multiple of ``unit``, or ``world`` or ``unit`` is
+            not positive.
     """
     if total < 0 or world < 1:
         raise ValueError(f"cannot split {total} rows over {world} ranks")
-    return [total // world + (rank < total % world) for rank in range(world)]
+    if unit < 1 or total % unit:
+        raise ValueError(f"cannot split {total} rows at multiples of {unit}")
+    units = total // unit
+    return [unit * (units // world + (rank < units % world)) for rank in range(world)]
 
 
 def chunk_sizes(total: int, world: int) -> list[int]:

@@ -127,8 +127,10 @@ def test_refusals() -> list[str]:
                 "reduction is 'avg'; it must be one of mean, sum, none": lambda: shifted(
                     logits, target, reduction="avg"
                 ),
-                "a target is outside the vocabulary of 10": lambda: shifted(logits, target + total),
-                "outside the vocabulary of 10": lambda: shifted(logits, target - 1),
+                "a target is outside the vocabulary of 10: 10": lambda: shifted(
+                    logits, target + total
+                ),
+                "outside the vocabulary of 10: -1": lambda: shifted(logits, target - 1),
                 "has no second derivative": lambda: torch.autograd.grad(
                     shifted(leaf, target), leaf, create_graph=True
                 ),

@@ -23,13 +23,14 @@ from tpkernels import nn as tnn
 from tpkernels.nn.linear import ParallelLinear
 
 SHAPE = Shape(heads=4, kv_heads=2, tied=True)  # one of 3 ranks has no heads
+GROUPS = Shape(heads=6, kv_heads=3, tied=True)  # 24 of K in groups of 8: 16 and 8 on two ranks
 F32 = torch.float32
 WAYS = sweep([(True, True), (False, False), (True, False), (False, True)], 2)
 
 
-def make(group: dist.ProcessGroup, sequence: bool, seed: int = 0) -> Model:
+def make(group: dist.ProcessGroup, sequence: bool, seed: int = 0, shape: Shape = SHAPE) -> Model:
     torch.manual_seed(seed)
-    return Model(SHAPE, group, sequence).float()
+    return Model(shape, group, sequence).float()
 
 
 def logits(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -138,10 +139,12 @@ def test_layers_of_8_bits() -> list[str]:
     failures = []
     with fresh_group() as group:
         for drop in (False, True):
-            plain = make(group, sequence=False)
+            plain = make(group, sequence=False, shape=GROUPS)
             want = logits(plain)
             model = tnn.pack_(copied(plain), drop=drop, dtype=torch.int8)
-            loaded = tnn.pack_(make(group, sequence=False, seed=1), drop=drop, dtype=torch.int8)
+            loaded = tnn.pack_(
+                make(group, sequence=False, seed=1, shape=GROUPS), drop=drop, dtype=torch.int8
+            )
             loaded.load_state_dict(tnn.full_state_dict(plain))
             ways = {"packed": model, "copied": copied(model), "loaded": loaded}
             ways["pickled"] = copied(plain)
@@ -163,7 +166,7 @@ def other_dtypes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     seen, others = set(), []
     for layer in layers_of(model):
         if layer._packed is not None:
-            whole = layer._dense_weight().shape[1] % 4 == 0
+            whole = layer.in_features % 4 == 0
             seen.add(whole)
             if layer._packed.dtype != (torch.int8 if whole else dtype):
                 others.append(f"{layer} in {layer._packed.dtype}")
@@ -217,6 +220,13 @@ def test_refusals() -> list[str]:
                 "NotImplementedError: gate.weight is float64; use the plain weight": wide.pack_,
                 "NotImplementedError: w is a torch.strided tensor on meta": meta.pack_,
                 "nothing": lambda: frozen(x),
+                "ValueError: weight has K=8, split into [4, 4], but in int8 8 elements have one "
+                "scale on any number of ranks; split K at multiples of 8": lambda: (
+                    tnn.RowParallelLinear(8, 6, group).pack_(dtype=torch.int8)
+                ),
+                "ValueError: down_proj has K=8, split into [4, 4], but in int8": lambda: tnn.pack_(
+                    tnn.MoE(2, 4, 8, group), dtype=torch.int8
+                ),
                 "packed shape [4, 3], but x of shape [2, 5] needs [5, N]": lambda: plain(x5),
                 "weights[0] is float32 but x is bfloat16": lambda: plain(x.bfloat16()),
                 "ValueError: x must have at least 2 dims": lambda: plain(x[0]),

@@ -582,11 +582,19 @@ def test_impossible_splits(total: int, world: int) -> None:
         tpkernels.shard_sizes(total, world)
 
 
+@pytest.mark.parametrize("unit", [0, 3])
+def test_impossible_units(unit: int) -> None:
+    with pytest.raises(ValueError, match=f"cannot split 4 rows at multiples of {unit}"):
+        tpkernels.shard_sizes(4, 2, unit)
+
+
+@pytest.mark.parametrize("unit", [1, 4])
 @pytest.mark.parametrize("total,world", [(0, 3), (1, 4), (7, 3), (12, 4), (1023, 5)])
-def test_splits_are_balanced(total: int, world: int) -> None:
-    sizes = tpkernels.shard_sizes(total, world)
-    assert (len(sizes), sum(sizes)) == (world, total)
-    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+def test_splits_are_balanced(total: int, world: int, unit: int) -> None:
+    sizes = tpkernels.shard_sizes(unit * total, world, unit)
+    assert (len(sizes), sum(sizes)) == (world, unit * total)
+    assert max(sizes) - min(sizes) <= unit and sizes == sorted(sizes, reverse=True)
+    assert not any(size % unit for size in sizes)
 
 
 def test_no_default_group() -> None:

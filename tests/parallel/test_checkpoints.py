@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -22,6 +24,7 @@ from tpkernels.parallel.checkpoints import (
     StoredTensor,
     open_checkpoint,
 )
+from tpkernels.parallel.shard_files import plan_shards
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -169,6 +172,17 @@ def test_tensors_that_no_index_names_and_the_widest_dtype(tmp_path: Path) -> Non
         SafetensorsCheckpoint(tmp_path).dtype()
 
 
+def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers."""
+    for name, value in (("old.safetensors", 1.0), ("model.safetensors", 2.0)):
+        safetensors.save_file({"w": torch.full((2,), value)}, tmp_path / name)
+    index = {"metadata": {}, "weight_map": {"w": "old.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    out = torch.empty(2)
+    SafetensorsCheckpoint(tmp_path)._stored["w"].read(Box.full((2,)), out)
+    assert out.tolist() == [2, 2]
+
+
 def test_what_is_not_supported(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
@@ -179,8 +193,111 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="has the other byte order"):
         GGUFCheckpoint(path).config()
     checkpoint = GGUFCheckpoint(hf_folders.gguf_file(path, "F16"))
-    config = checkpoint.config()
     checkpoint._reader.fields["general.architecture"].parts[-1] = np.frombuffer(b"gemma2", np.uint8)
-    model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(NotImplementedError, match="has architecture 'gemma2'; of GGUF files"):
-        checkpoint.tensors(model)
+        checkpoint.config()
+    parts = [tmp_path / f"split-0000{i}-of-00002.gguf" for i in (1, 2)]
+    path.unlink()
+    for part in parts:
+        hf_folders.gguf_file(part, "F16", extra=lambda writer: writer.add_uint16("split.count", 2))
+    for place in (tmp_path, parts[1]):
+        with pytest.raises(NotImplementedError, match="is one of 2 parts of a split GGUF file"):
+            open_checkpoint(place).config()
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SCALING = gguf.RopeScalingType
+
+
+def add_scaling(kind: Any, writer: Any) -> None:
+    writer.add_rope_scaling_type(kind)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(16)
+
+
+def add_betas(writer: Any) -> None:
+    add_scaling(SCALING.YARN, writer)
+    writer.add_rope_scaling_yarn_beta_fast(4.0)
+    writer.add_rope_scaling_yarn_beta_slow(0.5)
+
+
+def add_rope_freqs(linear: bool, writer: Any) -> None:
+    plain, scaled = (
+        hf_folders.gguf_model(**options).model.rotary_emb.inv_freq
+        for options in ({}, {"rope_parameters": LLAMA3 | {"rope_theta": 10000.0}})
+    )
+    writer.add_tensor("rope_freqs.weight", (plain / scaled / (4 if linear else 1)).numpy())
+    if linear:
+        writer.add_float32("llama.rope.scale_linear", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "extra"),
+    [
+        ({"rope_parameters": LLAMA3}, partial(add_rope_freqs, False)),
+        ({"rope_parameters": LLAMA3}, partial(add_rope_freqs, True)),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            partial(add_scaling, SCALING.LINEAR),
+        ),
+        ({}, partial(add_scaling, SCALING.NONE)),
+        ({"rope_parameters": YARN}, partial(add_scaling, SCALING.YARN)),
+        ({"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5}}, add_betas),
+        ({"attention_bias": True, "mlp_bias": True}, lambda writer: None),
+        ({"head_dim": 6}, lambda writer: writer.add_key_length(6)),
+    ],
+)
+def test_what_transformers_does_not_read_of_a_gguf_file(
+    tmp_path: Path, options: dict[str, Any], extra: Any
+) -> None:
+    if "rope_parameters" in options:
+        options = {"rope_parameters": options["rope_parameters"] | {"rope_theta": 10000.0}}
+    path = hf_folders.gguf_file(tmp_path / "m.gguf", "F32", extra=extra, **options)
+    checkpoint = GGUFCheckpoint(path)
+    model = transformers.AutoModelForCausalLM.from_config(checkpoint.config()).eval()
+    stored, state = checkpoint.tensors(model), model.state_dict()
+    assert stored.keys() == state.keys()
+    for name, value in state.items():
+        stored[name].read(Box.full(value.shape), value)
+    ids = torch.arange(64).view(1, 64) % 47
+    with torch.no_grad():
+        want, got = hf_folders.gguf_model(**options)(ids).logits, model(ids).logits
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        (partial(add_scaling, SCALING.LONGROPE), r"llama.rope.scaling.type='longrope'"),
+        (lambda writer: writer.add_rope_scaling_yarn_ext_factor(0.5), "yarn_ext_factor=0.5"),
+        (lambda writer: writer.add_causal_attention(False), "llama.attention.causal=False"),
+        (lambda writer: writer.add_sliding_window(16), "llama.attention.sliding_window=16"),
+        (lambda writer: writer.add_value_length(4), "llama.attention.value_length=4"),
+        (
+            lambda writer: (add_rope_freqs(False, writer), add_scaling(SCALING.YARN, writer)),
+            "llama.rope.scaling.type='yarn'",
+        ),
+        (lambda writer: add_vectors(writer, "blk.0.attn_q.bias"), "blk.0.attn_q.bias"),
+        (lambda writer: add_vectors(writer, "blk.1.attn_q_norm.weight"), "blk.1.attn_q_norm"),
+        (
+            lambda writer: add_vectors(writer, "blk.0.post_ffw_norm.weight", "blk.2.ffn_up.weight"),
+            "2 tensors that LlamaForCausalLM does not use: blk.0.post_ffw_norm.weight, blk.2",
+        ),
+    ],
+)
+def test_what_of_a_gguf_file_is_refused(tmp_path: Path, extra: Any, named: str) -> None:
+    path = hf_folders.gguf_file(tmp_path / "m.gguf", "F32", extra=extra)
+    with pytest.raises(NotImplementedError, match=named):
+        plan_shards(path, 2)
+
+
+def add_vectors(writer: Any, *names: str) -> None:
+    for name in names:
+        writer.add_tensor(name, np.ones(8, np.float32))

@@ -114,6 +114,13 @@ def test_refusals_name_the_module() -> list[str]:
             "is computed when its parent module is called": (
                 lambda: twice.model.layers[0].mlp.up_proj(torch.zeros(1, 2, 36))
             ),
+            "RuntimeError: an id is outside the vocabulary of 47: 50": (
+                lambda: twice(torch.tensor([[1, 50, 99]]))
+            ),
+            "resize_token_embeddings cannot resize an embedding or head that is split": (
+                lambda: twice.resize_token_embeddings(50)
+            ),
+            "call it before tpkernels.parallelize": lambda: twice.model.resize_token_embeddings(50),
         }
     )
     return failures if list(nan.modules()) == whole else [*failures, "a module was replaced"]

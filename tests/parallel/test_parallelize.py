@@ -124,6 +124,45 @@ def test_it_generates_the_same_tokens() -> None:
             assert not pack or parallel.model.layers[1].mlp.down_proj._packed is not None
 
 
+#: Models whose balanced shares would cut groups of 16 and 8 of K: of heads, of one shared key head,
+#: of an MLP, of experts, and of a gathered input.
+CUT_GROUPS = [
+    ("llama", {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 24}),
+    ("llama", {"num_attention_heads": 12, "num_key_value_heads": 1}),
+    ("mixtral", {"num_local_experts": 2, "intermediate_size": 24}),
+    ("phi3", {}),
+]
+
+
+@pytest.mark.parametrize("world", sweep([2, 3, 1, 4], later=1))
+@on_ranks()
+def test_weights_of_8_bits_are_the_same_on_any_number_of_ranks() -> list[str]:
+    """So are their scales: each weight is the rank's part of the whole one in 8 bits."""
+    failures, mesh = [], hf_models.mesh_of_all()
+    for model_type, options in CUT_GROUPS:
+        whole = hf_models.make(model_type, **options).eval()
+        model = tpkernels.parallelize(
+            copy.deepcopy(whole), mesh, sequence_parallel=False, pack="int8"
+        )
+        weights = whole.state_dict()
+        for name, layer in model.named_modules():
+            packed = getattr(layer, "_packed", None)
+            of_layer = packed if isinstance(packed, dict) else {"weight": packed}
+            for key, got in of_layer.items():
+                if got is None or got.dtype != torch.int8:
+                    continue
+                w = weights[f"{name}.{key}"].mT
+                want = layer.splits[key].shard(tpkernels.unpack(tpkernels.pack(w, torch.int8)).mT)
+                if not torch.equal(tpkernels.unpack(got).mT, want):
+                    failures.append(f"{model_type} {options} {name}.{key}: {list(got.shape)}")
+        ids = hf_models.batch()["input_ids"]
+        with torch.no_grad():
+            want, got = whole(ids).logits, model(ids).logits
+        if not (got - want).norm() < 0.1 * want.norm():
+            failures.append(f"{model_type} {options}: logits are off by {(got - want).norm()}")
+    return failures
+
+
 @pytest.mark.parametrize(
     "how", ["checkpointing", thorough("copied"), pytest.param("compiled", marks=pytest.mark.slow)]
 )

@@ -81,6 +81,27 @@ def test_the_files_are_the_unsharded_models(
     return failures
 
 
+@on_ranks(1)
+def test_a_model_that_was_saved_before_is_replaced(tmp_path: Path) -> list[str]:
+    """In another number of files."""
+    failures: list[str] = []
+    parallel = tpkernels.parallelize(hf_models.make("llama"), hf_models.mesh_of_all())
+    for variant in (None, "small"):
+        folder, several = tmp_path / str(variant), {"max_shard_size": "8KB"}
+        for options in ({}, several, {}, several):
+            with torch.no_grad():
+                parallel.model.norm.weight.mul_(2)
+            parallel.save_pretrained(folder, variant=variant, **options)
+            again = type(parallel).from_pretrained(folder, variant=variant)
+            if not torch.equal(again.model.norm.weight, parallel.model.norm.weight):
+                failures.append(f"{variant}, {options}: transformers reads older weights")
+            files = sorted(path.name for path in folder.glob("model*"))
+            index = any("index" in name for name in files)
+            if not (len(files) > 1) == index == bool(options):
+                failures.append(f"{variant}, {options}: {files}")
+    return failures
+
+
 @on_ranks(2)
 def test_arguments(tmp_path: Path) -> list[str]:
     """Saves the caller's state dict, whole or sharded; the base model alone; a copy; a pickled one;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,31 @@ def _quantised(data: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
     return blocks.reshape(len(data), -1)
 
 
+def gguf_model(
+    *, vocabulary: int = hf_models.VOCAB, width: int = 64, tied: bool = False, **options: Any
+) -> Any:
+    """The Llama that `gguf_file` writes."""
+    import transformers
+
+    torch.manual_seed(4)
+    sizes = dict(
+        hidden_size=width,
+        intermediate_size=3 * width // 2,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=vocabulary,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | options)).eval()
+    for name, value in model.named_parameters():
+        value.data.mul_(3)
+        if name.endswith("bias"):
+            value.data.normal_()
+    return model
+
+
 def gguf_file(
     path: Path,
     kind: str,
@@ -54,6 +80,8 @@ def gguf_file(
     names_size: bool = True,
     width: int | None = None,
     tied: bool = False,
+    extra: Callable[[Any], None] = lambda writer: None,
+    **options: Any,
 ) -> Path:
     """A Llama in a GGUF file, of the widths that quantised blocks need: 2 layers, 8 heads in 4
     key-value groups, tokens that are letters.
@@ -65,24 +93,15 @@ def gguf_file(
         names_size: their number has an entry of its own.
         width: of the layers, by default the smallest.
         tied: the head has the embedding's weight.
+        extra: adds to gguf's writer.
+        **options: of the configuration.
     """
     import gguf
-    import transformers
 
-    torch.manual_seed(4)
     if width is None:
         width = 512 if kind.endswith("_K") else 64
-    config = transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=3 * width // 2,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=vocabulary,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = gguf_model(vocabulary=vocabulary, width=width, tied=tied, **options)
+    config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(64)  # 32 by default
     writer.add_name("tiny")
@@ -109,7 +128,7 @@ def gguf_file(
         module, _, parameter = name.rpartition(".")
         if tied and module == "lm_head":
             continue
-        data = value.mul(3).numpy()
+        data = value.numpy()
         if "q_proj" in name or "k_proj" in name:  # halves of heads are interleaved
             heads = 8 if "q_proj" in name else 4
             halves = data.reshape(heads, 2, data.shape[0] // heads // 2, -1)
@@ -118,6 +137,7 @@ def gguf_file(
         raw = _quantised(np.ascontiguousarray(data), quantised)
         stored_name = f"{names.get_name(module)}.{parameter}"
         writer.add_tensor(stored_name, raw, raw_dtype=quantised)
+    extra(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

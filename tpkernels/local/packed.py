@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
 import torch
@@ -75,18 +75,24 @@ def pack(w: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         NotImplementedError: ``w`` is not on a CPU, or float64; in int8 also: K is no multiple of 4.
         TypeError: ``dtype`` is another one.
     """
+    return pack_shard(w, dtype, w.shape[-2] if w.dim() > 1 else 0)
+
+
+def pack_shard(w: torch.Tensor, dtype: torch.dtype | None, k: int) -> torch.Tensor:
+    """Return what `pack` does, of some of the ``k`` rows of a weight or stack: in int8 with scales
+    for as many elements as if ``w`` had them all. Raise what `pack` raises."""
     check_packable(w, "w", dtype)
     if w.dim() > 2:
         stack = w.new_empty(0)
         for i, matrix in enumerate(w):
-            packed = pack(matrix, dtype)
+            packed = pack_shard(matrix, dtype, k)
             if i == 0:
                 stack = packed.new_empty(len(w), *packed.shape)
             stack[i] = packed
         return stack
     if dtype == torch.int8:
         check_finite(w.t(), "w")
-        return _pack_int8(w.detach())
+        return _pack_int8(w.detach(), scale_group(k, "w"))
     packed = w.new_empty(_packed_shape(w.shape[0], w.shape[1], w.dtype), requires_grad=False)
     for part, of_w in _parts(packed, w.detach()):
         part.copy_(of_w)
@@ -116,9 +122,22 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return w
 
 
-def _pack_int8(w: torch.Tensor) -> torch.Tensor:
+def scale_group(k: int, what: str, sizes: Sequence[int] = ()) -> int:
+    """Return how many of ``k`` elements have one scale in int8, on any number of ranks, or 1 if
+    int8 does not take ``k``. ``sizes`` are the elements of each rank, if they are split. Raise
+    ValueError, which calls the weight ``what``, if a rank would have a part of a group."""
+    group = next((size for size in _SCALE_GROUPS if k % size == 0), 1)
+    if any(size % group for size in sizes):
+        raise ValueError(
+            f"{what} has K={k}, split into {list(sizes)}, but in int8 {group} elements have one "
+            f"scale on any number of ranks; split K at multiples of {group}, as "
+            'tpkernels.parallelize(..., pack="int8") does'
+        )
+    return group
+
+
+def _pack_int8(w: torch.Tensor, group: int) -> torch.Tensor:
     k, n = w.shape
-    group = next(size for size in _SCALE_GROUPS if k % size == 0)
     packed = w.new_empty(n, k // group, group + _GROUP_BYTES, dtype=torch.int8)
     for columns, scales, elements in _int8_parts(packed):
         groups = w[:, columns].float().reshape(elements.shape)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
@@ -18,8 +19,8 @@ from tpkernels.local.packed import (
     check_finite,
     check_packable,
     is_packed,
-    pack,
-    rows_of,
+    pack_shard,
+    scale_group,
     unpack,
 )
 from tpkernels.nn.regions import gather_from_ranks
@@ -133,11 +134,14 @@ class ParallelLinear(PackableModule):
                 the packed one, of three dims; a state dict unpacks it. An embedding that is tied to
                 the layer keeps the weight that they shared.
             dtype: of the packed weight: the weight's (default), or int8, which is used where K is a
-                multiple of 4. A dropped weight of int8 needs no gradient, also when it is unpacked.
+                multiple of 4. Its scales are those of the unsharded weight, so a row-parallel layer
+                is split at multiples of their groups: ValueError if it is not. A dropped weight of
+                int8 needs no gradient, also when it is unpacked.
         """
+        fits = self._fits("", dtype)
         self.unpack_()
         if not self.empty:
-            packed = pack(self.weight.t(), dtype if self._fits(dtype) else None)
+            packed = pack_shard(self.weight.t(), dtype if fits else None, self.in_features)
             self.use_packed(packed, drop=drop, dtype=dtype)
         return self
 
@@ -145,7 +149,7 @@ class ParallelLinear(PackableModule):
         """Raise what `pack_` raises."""
         if self._packed is None and not self.empty:
             check_packable(self.weight, f"{what}weight")
-        if dtype == torch.int8 and not self.empty and self._fits(dtype):
+        if self._fits(what, dtype) and dtype == torch.int8 and not self.empty:
             check_finite(self.weight, f"{what}weight")
 
     def use_packed(self, packed: torch.Tensor, *, drop: bool, dtype: torch.dtype | None) -> None:
@@ -157,10 +161,10 @@ class ParallelLinear(PackableModule):
             self.weight = nn.Parameter(packed, trained)
         self._packed, self._asked_dtype = packed, dtype
 
-    def _fits(self, dtype: torch.dtype | None) -> bool:
-        """Return whether the weight's K allows packing it in ``dtype``."""
-        weight = self.weight
-        return dtype != torch.int8 or rows_of(weight if is_packed(weight) else weight.t()) % 4 == 0
+    def _fits(self, what: str, dtype: torch.dtype | None) -> bool:
+        """Return whether the weight's K allows packing it in ``dtype``, or raise ValueError."""
+        sizes = self.splits["weight"].sizes if self._split_dim == 1 else ()
+        return dtype != torch.int8 or scale_group(self.in_features, f"{what}weight", sizes) > 1
 
     def unpack_(self) -> Self:
         """Undo `pack_`; return the layer. A dropped weight has the values that were packed."""
@@ -515,6 +519,7 @@ class Heads:
     kv_heads: int
     head_dim: int
     world: int
+    together: int = 1  #: features of all heads are cut at multiples of it
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads or self.head_dim < 1:
@@ -531,15 +536,28 @@ class Heads:
         if self.world <= self.kv_heads:
             return []
         sharers = balanced_sizes(self.world, self.kv_heads)
-        return sharers if max(sharers) <= self.heads // self.kv_heads else []
+        units, rest = divmod(self.heads // self.kv_heads, self._unit)
+        return sharers if max(sharers) <= units and not rest else []
+
+    @property
+    def _unit(self) -> int:
+        """Return how many query heads stay together."""
+        return self.together // gcd(self.together, self.head_dim)
+
+    @property
+    def _groups(self) -> list[int]:
+        """Return the key-value groups of each rank, if none is shared."""
+        unit = self._unit // gcd(self._unit, self.heads // self.kv_heads)
+        return balanced_sizes(self.kv_heads, self.world, unit)
 
     @property
     def query_heads(self) -> list[int]:
         """Return the query heads of each rank."""
         per_group = self.heads // self.kv_heads
         if self.sharers:
-            return [n for ranks in self.sharers for n in balanced_sizes(per_group, ranks)]
-        return [count * per_group for count in balanced_sizes(self.kv_heads, self.world)]
+            pairs = ((per_group, ranks, self._unit) for ranks in self.sharers)
+            return [n for pair in pairs for n in balanced_sizes(*pair)]
+        return [count * per_group for count in self._groups]
 
     @property
     def queries_per_group(self) -> list[int]:
@@ -557,7 +575,7 @@ class Heads:
             stand_in = width if self.sharers else width * (self.heads // self.kv_heads)
             return {"out_sizes": [n * width for n in self.query_heads], "stand_in": stand_in}
         if not self.sharers:
-            sizes = [n * width for n in balanced_sizes(self.kv_heads, self.world)]
+            sizes = [n * width for n in self._groups]
             return {"out_sizes": sizes, "stand_in": width}
         group_of_rank = [group for group, ranks in enumerate(self.sharers) for _ in range(ranks)]
         sizes = [width if n else 0 for n in self.query_heads]

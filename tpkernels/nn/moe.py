@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpkernels.groups import GroupLike
-from tpkernels.local.packed import check_finite, check_packable, is_packed_stack, pack, unpack
+from tpkernels.local.packed import (
+    check_finite,
+    check_packable,
+    is_packed_stack,
+    pack_shard,
+    scale_group,
+    unpack,
+)
 from tpkernels.nn.linear import PackableModule
 from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ranks
 from tpkernels.nn.sharding import LayerOptions, Split
@@ -105,6 +112,7 @@ class MoE(PackableModule):
             and tokens travel to them (`tpkernels.moe_dispatch`) unless all ranks have them. By
             default each rank has a part of every expert's width, which keeps ranks equally busy
             whatever the router chooses.
+        width_sizes: the width of each rank; by default balanced. ValueError if it does not fit.
         sequence_parallel: a rank passes its own tokens, and gets these. By default all ranks pass
             the same tokens.
         max_rows: rows that each rank's experts get of tokens that travel, as `moe_dispatch` takes
@@ -128,6 +136,7 @@ class MoE(PackableModule):
         transposed: bool = False,
         interleaved: bool = False,
         expert_parallel: bool = False,
+        width_sizes: Sequence[int] | None = None,
         max_rows: int | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -140,7 +149,8 @@ class MoE(PackableModule):
         self.bias, self.transposed, self.interleaved = bias, transposed, interleaved
         self.max_rows = max_rows
         outer, inner = (2, 1) if transposed else (1, 2)
-        widths = balanced_sizes(intermediate_size, self.world)
+        width = Split.of(0, intermediate_size, self.group, "intermediate_size", width_sizes)
+        widths = width.sizes
         for name, shape in _shapes(
             num_experts, hidden_size, intermediate_size, bias, transposed
         ).items():
@@ -179,9 +189,8 @@ class MoE(PackableModule):
         def draw(inputs: int, full: torch.Tensor) -> None:
             nn.init.uniform_(full, -(inputs**-0.5), inputs**-0.5)
 
-        sizes = dict(zip(PROJECTIONS, (self.hidden_size, self.intermediate_size), strict=True))
         for name in self.splits:
-            self.fill(name, partial(draw, sizes[name.removesuffix("_bias")]))
+            self.fill(name, partial(draw, self._inputs[name.removesuffix("_bias")]))
 
     def forward(
         self,
@@ -315,8 +324,21 @@ class MoE(PackableModule):
             gate_up, down = F.pad(gate_up, (0, 2)), F.pad(down, (0, 0, 0, 1))
         return [gate_up, down]
 
+    @property
+    def _inputs(self) -> dict[str, int]:
+        """Return the unsharded K of each weight."""
+        return dict(zip(PROJECTIONS, (self.hidden_size, self.intermediate_size), strict=True))
+
+    def _fits(self, what: str, name: str, dtype: torch.dtype | None) -> bool:
+        """Return whether the K of a weight allows packing it in ``dtype``, or raise ValueError."""
+        split = name == PROJECTIONS[1] and not self.expert_parallel
+        sizes = self.splits[name].sizes if split else ()
+        return dtype != torch.int8 or scale_group(self._inputs[name], what + name, sizes) > 1
+
     def check_packable(self, what: str, dtype: torch.dtype | None) -> None:
         """Raise what `pack_` raises."""
+        for name in PROJECTIONS:
+            self._fits(what, name, dtype)
         if self._packed or self.empty:
             return
         for name in PROJECTIONS:
@@ -327,7 +349,9 @@ class MoE(PackableModule):
 
     def pack_(self, *, drop: bool = False, dtype: torch.dtype | None = None) -> Self:
         """Pack the weights for inference on CPUs, as `ColumnParallelLinear.pack_`; return the
-        layer."""
+        layer. The scales of int8 are those of the unsharded experts: ValueError if the width is
+        not split at multiples of their groups."""
+        self._fits("", PROJECTIONS[1], dtype)
         self.unpack_()
         for name in PROJECTIONS:
             self.pack_parameter(name, drop=drop, dtype=dtype)
@@ -340,7 +364,9 @@ class MoE(PackableModule):
         w = self.get_parameter(name)
         self._asked_dtype, self._plain_dtype = dtype, w.dtype
         w_kn = self._by_inputs(w)
-        packed = pack(w_kn, None if w_kn.shape[1] % 4 else dtype)
+        packed = pack_shard(
+            w_kn, dtype if self._fits("", name, dtype) else None, self._inputs[name]
+        )
         if drop:
             trained = w.requires_grad and packed.is_floating_point()
             self.register_parameter(name, nn.Parameter(packed, trained))

@@ -62,11 +62,16 @@ def _local_ids(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids relative to this rank's shard of the vocabulary, 0 for those of other ranks; and
     which ids are this rank's. Raise RuntimeError if one that is not ``allowed`` is outside the
-    vocabulary; on a GPU, when the device is next synchronised, like torch's own error."""
+    vocabulary, and name it; on a GPU, when the device is next synchronised, like torch's own error,
+    without its name."""
     valid = (ids >= 0) & (ids < split.total)
     if allowed is not None:
         valid = valid | allowed
-    torch._assert_async(valid.all(), f"{what} outside the vocabulary of {split.total}")
+    message = f"{what} outside the vocabulary of {split.total}"
+    try:
+        torch._assert_async(valid.all(), message)
+    except RuntimeError:
+        raise RuntimeError(f"{message}: {ids[~valid][0].item()}") from None
     local = ids - split.offset
     here = (local >= 0) & (local < split.size)
     return local.masked_fill(~here, 0), here

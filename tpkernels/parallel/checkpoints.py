@@ -5,7 +5,8 @@ Files are mapped, and a slice is copied out of them: a rank holds its shard, and
 interleaved rows a buffer of a megabyte. A safetensors file is mapped while one tensor is read, so
 that its pages do not count for longer.
 
-An index, ``model.safetensors.index.json``, names the file of each tensor. In the index of
+Without a file of all tensors, ``model.safetensors``, an index, ``model.safetensors.index.json``,
+names the file of each. In the index of
 `tpkernels shard` the place of a tensor is a list of pieces instead, each a file and the offsets of
 the piece in the tensor, and ``shapes`` has the tensors' shapes. Its metadata have the format's
 name, `FORMAT`.
@@ -54,6 +55,17 @@ _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _INTERLEAVED = {"llama", "mistral"}  # model types
 _LONGEST = 1024  # entries of an array in a configuration, which has one per layer
 _ARCHITECTURE, _TOKENS = "general.architecture", "tokenizer.ggml.tokens"
+_ROPE_FREQS = "rope_freqs.weight"  # llama.cpp divides the rotary frequencies by it
+_BIASES = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"}  # by the option
+# Metadata, after the architecture's name, that are in the configuration or change no logits.
+_KNOWN = {
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
+    *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
+    *("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scale_linear"),
+    *("rope.scaling.finetuned", "pooling_type", "tensor_data_layout"),
+}
 # Kinds of GGUF whose elements are integers of 8 bits times a scale per group, and the bytes of a
 # block that hold its factor of fp16 and, of Q6_K, those of its groups of int8.
 _FACTORS: dict[str, tuple[slice, slice | None]] = {
@@ -195,10 +207,10 @@ class SafetensorsCheckpoint:
 
     @cached_property
     def _stored(self) -> dict[str, StoredTensor]:
-        if (self.path / INDEX).is_file():
-            stored = _indexed(self.path)
-        elif (self.path / SINGLE).is_file():
+        if (self.path / SINGLE).is_file():  # as in transformers, also beside an index
             stored = _tensors_of(self.path / SINGLE)
+        elif (self.path / INDEX).is_file():
+            stored = _indexed(self.path)
         else:
             raise FileNotFoundError(
                 f"{self.path} has neither {SINGLE} nor {INDEX}; only safetensors files are read: "
@@ -389,13 +401,81 @@ class GGUFCheckpoint:
         self.path = path
 
     def config(self) -> Any:
-        """Return the ``PretrainedConfig`` of transformers."""
-        with _gguf_errors(self.path), self._without_vocabulary() as small:
-            config = package("transformers").AutoConfig.from_pretrained(
-                small.parent, gguf_file=small.name
-            )
+        """Return the ``PretrainedConfig`` of transformers. Raise NotImplementedError if it cannot
+        hold what the metadata say."""
+        with _gguf_errors(self.path):
+            if self._architecture not in _ARCHITECTURES:
+                raise NotImplementedError(
+                    f"{self.path} has architecture {shown(self._architecture)}; of GGUF files, "
+                    f"these are supported: {', '.join(_ARCHITECTURES)}; pass a folder of "
+                    "safetensors files"
+                )
+            with self._without_vocabulary() as small:
+                config = package("transformers").AutoConfig.from_pretrained(
+                    small.parent, gguf_file=small.name
+                )
+            self._complete(config)
         config.name_or_path = str(self.path.parent)  # not the small file
         return config
+
+    def _complete(self, config: Any) -> None:
+        """Add what transformers does not read, with the meaning that it has for llama.cpp."""
+        prefix = f"{self._architecture}."
+        given = {
+            name.removeprefix(prefix): field.contents()
+            for name, field in self._reader.fields.items()
+            if name.startswith(prefix)
+        }
+        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        for option, name in _BIASES.items():
+            if hasattr(config, option):
+                setattr(config, option, f"blk.0.{name}" in tensors)
+        head = given.get("attention.key_length", config.hidden_size // config.num_attention_heads)
+        config.head_dim = head
+        kind, context = given.get("rope.scaling.type", "linear"), config.max_position_embeddings
+        # Of the frequencies that rope_freqs leaves, without a type also.
+        factor = given.get("rope.scaling.factor") or given.get("rope.scale_linear") or 1.0
+        if kind == "yarn":
+            config.rope_parameters |= {
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": given.get(
+                    "rope.scaling.original_context_length", context
+                ),
+                "beta_fast": given.get("rope.scaling.yarn_beta_fast", 32.0),
+                "beta_slow": given.get("rope.scaling.yarn_beta_slow", 1.0),
+            }
+        elif _ROPE_FREQS in tensors:
+            divisors = tensors[_ROPE_FREQS].data * (1.0 if kind == "none" else factor)
+            if divisors.shape != (head // 2,):
+                raise ValueError(f"{_ROPE_FREQS} has shape {divisors.shape} for heads of {head}")
+            config.rope_parameters |= {
+                "rope_type": "longrope",
+                "factor": 1.0,
+                "attention_factor": 1.0,
+                "original_max_position_embeddings": context,
+                "short_factor": divisors.tolist(),
+                "long_factor": divisors.tolist(),
+            }
+        elif kind == "linear" and factor != 1:
+            config.rope_parameters |= {"rope_type": "linear", "factor": factor}
+        accepted = {
+            "attention.value_length": [head],
+            "rope.dimension_count": [head],
+            "rope.scaling.type": ["none", "linear"] + ["yarn"] * (_ROPE_FREQS not in tensors),
+        }
+        wrong = [
+            f"{prefix}{name}={shown(value)}"
+            for name, value in given.items()
+            if name not in _KNOWN
+            or isinstance(value, list)
+            or value not in accepted.get(name, [value])
+        ]
+        if wrong:
+            raise NotImplementedError(
+                f"{self.path} says {', '.join(wrong)}, which is not supported and may change the "
+                "logits; pass a folder of safetensors files"
+            )
 
     def generation_config(self) -> Any:
         """Return None: these files have none."""
@@ -406,13 +486,24 @@ class GGUFCheckpoint:
         return torch.float32
 
     def tensors(self, model: nn.Module) -> Mapping[str, StoredTensor]:
-        """Return the tensors by the names that ``model`` has for them."""
+        """Return the tensors by the names that ``model`` has for them. Raise NotImplementedError if
+        it has no use for one."""
         names = self._names(model)
+        unused = [
+            tensor.name
+            for tensor in self._reader.tensors
+            if tensor.name not in names and tensor.name != _ROPE_FREQS
+        ]
+        if unused:
+            raise NotImplementedError(
+                f"{self.path} has {len(unused)} tensors that {type(model).__name__} does not use: "
+                f"{', '.join(unused[:5])}; pass a folder of safetensors files"
+            )
         config: Any = model.config
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         stored = {}
         for tensor in self._reader.tensors:
-            if tensor.name not in names:
+            if tensor.name == _ROPE_FREQS:
                 continue
             part = tensor.name.split(".")[-2]
             shape = tuple(map(int, reversed(tensor.shape)))
@@ -461,6 +552,12 @@ class GGUFCheckpoint:
             raise NotImplementedError(
                 f"{self.path} has the other byte order; convert it for this machine"
             )
+        count = reader.fields.get("split.count")
+        if count is not None and count.contents() > 1:
+            raise NotImplementedError(
+                f"{self.path} is one of {count.contents()} parts of a split GGUF file, which are "
+                "not supported; join them by `llama-gguf-split --merge` of llama.cpp"
+            )
         return reader
 
     @property
@@ -506,13 +603,8 @@ class GGUFCheckpoint:
         """
         gguf = package("gguf")
         config: Any = model.config
-        architecture = self._architecture
-        if architecture not in _ARCHITECTURES:
-            raise NotImplementedError(
-                f"{self.path} has architecture {shown(architecture)}; of GGUF files, these are "
-                f"supported: {', '.join(_ARCHITECTURES)}; pass a folder of safetensors files"
-            )
-        [number] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+        known = gguf.MODEL_ARCH_NAMES.items()
+        [number] = [key for key, name in known if name == self._architecture]
         table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
         names = {}
         for name in model.state_dict():
@@ -608,7 +700,8 @@ def locate(path: str | os.PathLike[str]) -> Path:
         files = sorted(place.glob("*.gguf"))
         if (place / "config.json").exists() or not files:
             return place
-        if len(files) > 1:
+        split = all(re.search(r"-\d{5}-of-\d{5}\.gguf$", file.name) for file in files)
+        if len(files) > 1 and not split:  # the parts of one are refused when they are read
             names = ", ".join(file.name for file in files)
             raise ValueError(f"{place} has several GGUF files: {names}; pass the path of one")
         place = files[0]

@@ -23,9 +23,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import glob
 import inspect
 from collections.abc import Callable, Iterator
 from math import prod
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
@@ -34,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.nn.linear import ColumnParallelLinear
 from tpkernels.nn.sharding import ShardedModule, gather_state
+from tpkernels.nn.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from tpkernels.parallel.decoder import SplitRowsLinear
 from tpkernels.parallel.joint_work import joint_work
 from tpkernels.parallel.plans import SplitInputLinear
@@ -44,11 +47,15 @@ _WRITE = "write"  # what rank 0 announces
 def attach(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace the methods of a sharded model, if it is one of transformers; ``mesh`` has one dim.
     Does not communicate."""
+    ends = (VocabParallelEmbedding, ParallelLMHead)
+    split = any(isinstance(module, ends) for module in model.modules())
     for module in model.modules():
         if hasattr(type(module), "save_pretrained"):
             save = functools.partial(save_pretrained, module, groups.name_of(mesh))
             module.save_pretrained = save  # type: ignore[assignment]
             module.push_to_hub = refuse_to_push  # type: ignore[assignment]
+            if split:
+                module.resize_token_embeddings = refuse_to_resize  # type: ignore[assignment]
     if mesh.size() > 1 and mesh.device_type != "cpu" and hasattr(type(model), "tp_size"):
         declare_ranks(model, mesh.size())
     start = getattr(type(model), "init_continuous_batching", None)
@@ -84,8 +91,17 @@ def refuse_to_push(*args: Any, **options: Any) -> NoReturn:
     )
 
 
+def refuse_to_resize(*args: Any, **options: Any) -> NoReturn:
+    """Raise NotImplementedError."""
+    raise NotImplementedError(
+        "resize_token_embeddings cannot resize an embedding or head that is split over ranks; call "
+        "it before tpkernels.parallelize"
+    )
+
+
 def save_pretrained(model: Any, group: str, /, *args: Any, **options: Any) -> None:
-    """Write the unsharded model; see `tpkernels.parallelize`. Collective: all ranks call it.
+    """Write the unsharded model, instead of one that was saved in the folder before; see
+    `tpkernels.parallelize`. Collective: all ranks call it.
 
     Args:
         *args, **options: the arguments of transformers' method.
@@ -129,6 +145,16 @@ def save_pretrained(model: Any, group: str, /, *args: Any, **options: Any) -> No
         if groups.get(group).rank == 0:
             with _as_unsharded(model):
                 write(**arguments)
+            _remove_stale(Path(arguments["save_directory"]), arguments.get("variant"))
+
+
+def _remove_stale(folder: Path, variant: str | None) -> None:
+    """Remove the index, or the one file, of a model that was saved in ``folder`` in another number
+    of files: transformers leaves it, and readers would take it for the saved model."""
+    stem, after = (f"model.{variant}", f".{variant}") if variant else ("model", "")
+    several = any(folder.glob(glob.escape(stem) + "-?????-of-?????.safetensors"))
+    index = f"model.safetensors.index{after}.json"
+    (folder / (f"{stem}.safetensors" if several else index)).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

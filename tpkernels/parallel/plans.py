@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpkernels.local.packed import scale_group
 from tpkernels.nn import (
     ColumnParallelLinear,
     ParallelLMHead,
@@ -176,12 +177,14 @@ def apply(
     ffn_only: bool = False,
     expert_parallel: bool = False,
     pack: Pack = False,
+    read_later: bool = False,
 ) -> None:
     """Apply `tpkernels.parallelize` without styles of torch. All modules are checked before the
     first is replaced.
 
     Args:
         group: a group's name, which may be `tpkernels.nn.sharding.planned`.
+        read_later: the caller reads the weights and packs them.
     """
     if plan is None:
         check_has_plan(getattr(model, "config", None), type(model).__name__)
@@ -194,9 +197,10 @@ def apply(
             "expert_parallel=True, or --expert-parallel, splits experts, and "
             f"{type(model).__name__} has none in its plan; leave it out"
         )
-    blocks = _blocks(model, plan, group, ffn_only, experts)
+    blocks = _blocks(model, plan, group, ffn_only, experts, pack)
     ends = (None, None, 1.0) if ffn_only else _ends(model)
-    decoder.check_packing(model, pack)
+    if not read_later:
+        decoder.check_packing(model, pack)
 
     dropouts = _dropouts(model, blocks)
     if dropouts:
@@ -217,11 +221,15 @@ def apply(
     for block in blocks:
         _replace(model, block, group, rows)
     for name, module in experts.items():
-        layer = SplitRowsMoE.from_experts(module, group, expert_parallel=expert_parallel)
+        form: Any = form_of(module)
+        widths = _cut(form["intermediate_size"], group, pack)
+        layer = SplitRowsMoE.from_experts(
+            module, group, expert_parallel=expert_parallel, width_sizes=widths
+        )
         layer.rows = rows
         model.set_submodule(name, layer)
     _replace_ends(model, *ends, group)
-    if pack:
+    if pack and not read_later:
         pack_(model, dtype=decoder.packed_dtype(pack))
 
 
@@ -286,6 +294,7 @@ def _blocks(
     group: str,
     ffn_only: bool,
     experts: Mapping[str, nn.Module],
+    pack: Pack,
 ) -> list[Block]:
     """Find the blocks of a model by its plan, and how they are split, or raise."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -313,14 +322,23 @@ def _blocks(
         raise NotImplementedError(
             f"{type(model).__name__} has no module that its plan splits; pass plan={{...}}"
         )
-    return [_block(model, name, children, group) for name, children in styles.items()]
+    return [_block(model, name, children, group, pack) for name, children in styles.items()]
 
 
-def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Block:
+def _unit(k: int, pack: Pack) -> int:
+    """Return at multiples of what K of a weight may be cut."""
+    return scale_group(k, "") if pack == "int8" else 1
+
+
+def _cut(k: int, group: str, pack: Pack) -> list[int]:
+    """Split K of a weight over the ranks."""
+    return shard_sizes(k, position(group)[1], _unit(k, pack))
+
+
+def _block(model: Any, name: str, styles: Mapping[str, str], group: str, pack: Pack) -> Block:
     """Check the projections of a parent module, and find how they are split."""
     block = Block(name, model.get_submodule(name))
     prefix = f"{name}." if name else ""
-    _, world = position(group)
     columns: dict[str, nn.Linear] = {}
     rows: dict[str, nn.Linear] = {}
     for child, style in styles.items():
@@ -337,7 +355,7 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Bloc
         [(block.row, row)] = rows.items()
         inner = row.in_features
         if _is_elementwise(block.module, columns, block.row, inner):
-            sizes = shard_sizes(inner, world)
+            sizes = _cut(inner, group, pack)
             block.columns = {
                 child: _column([sizes] * (linear.out_features // inner))
                 for child, linear in columns.items()
@@ -345,7 +363,7 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Bloc
             block.row_options = {"in_sizes": sizes}
             return block
         if whole <= LATENTS.keys():
-            _split_heads(block, model, columns, row, prefix, styles, group)
+            _split_heads(block, model, columns, row, prefix, styles, group, pack)
             return block
     unpaired = (columns.keys() | rows.keys()) - whole
     if unpaired:
@@ -357,10 +375,10 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str) -> Bloc
             f"row-parallel one, but {name or type(model).__name__} has {dict(styles)}",
         )
     block.columns = {child: {"gather_output": True} for child in columns}
-    for block.row in rows:  # one at most, for `_replace`
+    for block.row, row in rows.items():  # one at most, for `_replace`
         if len(rows) > 1:
             raise _refuse(prefix + block.row, styles[block.row], "its parent has another such")
-    block.row_options = {"whole_input": True}
+        block.row_options = {"whole_input": True, "in_sizes": _cut(row.in_features, group, pack)}
     return block
 
 
@@ -381,6 +399,7 @@ def _split_heads(
     prefix: str,
     styles: Mapping[str, str],
     group: str,
+    pack: Pack,
 ) -> None:
     """Split a block by key-value heads, or raise if it is not an attention that allows that."""
     attention: Any = block.module
@@ -409,7 +428,8 @@ def _split_heads(
                 f"{prefix}{child} has {width} features, which are not those of {heads} heads in "
                 f"{kv_heads} key-value groups"
             )
-    block.heads = Heads(heads, kv_heads, row.in_features // heads, position(group)[1])
+    unit = _unit(row.in_features, pack)
+    block.heads = Heads(heads, kv_heads, row.in_features // heads, position(group)[1], unit)
     for child, width in widths.items():
         count = kv_heads if child in keys else heads
         block.columns[child] = block.heads.split_of(child, width // count)

@@ -23,7 +23,7 @@ from tpkernels.local.packed import check_finite, pack_integers
 from tpkernels.nn import MoE
 from tpkernels.nn.linear import ParallelLinear
 from tpkernels.nn.sharding import ShardedModule, Split
-from tpkernels.parallel import plans
+from tpkernels.parallel import model_methods, plans
 from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
 from tpkernels.parallel.decoder import Pack, SequenceParallel, packed_dtype
 from tpkernels.parallel.joint_work import joint_work
@@ -235,7 +235,7 @@ def from_pretrained(
         path: a local folder with ``config.json`` and safetensors files, one that `tpkernels shard`
             has written for any number of ranks, or a GGUF file. Quantised weights of a GGUF file
             are dequantised; but with ``pack="int8"``, the integers and scales of Q8_0, Q6_K, Q5_0,
-            Q4_0 and IQ4_NL are packed as they are, where this rank's K is whole groups of them.
+            Q4_0 and IQ4_NL are packed as they are.
         mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger one. Its device type is where
             the model is: the CPU or the current GPU.
         plan, ffn_only, sequence_parallel, expert_parallel: as `tpkernels.parallelize` takes them.
@@ -254,7 +254,7 @@ def from_pretrained(
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
     check_mesh(mesh)
-    of_torch, _ = split_plan(plan)
+    of_torch, of_names = split_plan(plan)
     rows_split = check_options(of_torch, sequence_parallel, ffn_only, pack)
     group = groups.name_of(mesh)
     device = torch.device(mesh.device_type)
@@ -262,15 +262,20 @@ def from_pretrained(
         device = torch.device("cuda", torch.cuda.current_device())
 
     def split(model: nn.Module) -> nn.Module:
-        rows = None if of_torch is not None else rows_split
-        return parallelize(
+        if of_torch is not None:
+            return parallelize(model, mesh, plan=of_torch, expert_parallel=expert_parallel)
+        plans.apply(
             model,
-            mesh,
-            plan=plan,
+            group,
+            plan=of_names,
+            sequence_parallel=rows_split,
             ffn_only=ffn_only,
-            sequence_parallel=rows,
             expert_parallel=expert_parallel,
+            pack=pack,
+            read_later=True,
         )
+        model_methods.attach(model, mesh)
+        return model
 
     with joint_work(group, device, f"opening {path}") as work:
         blueprint = draw(open_checkpoint(path), dtype, split, plan is not None)

@@ -30,7 +30,7 @@ from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, Box, open_chec
 from tpkernels.parallel.pretrained import Blueprint, Slot, draw
 
 _COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
-_OURS = "model-rank-*-of-*.safetensors"
+_OLD = "model-*-of-*.safetensors"  # ours and those of transformers
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def write_shards(
         _copy_other_files(plan, partial)
         files = _write_weights(plan, partial, progress)
         (folder / INDEX).unlink(missing_ok=True)
-        for old in (folder / SINGLE, *folder.glob(_OURS)):
+        for old in (folder / SINGLE, *folder.glob(_OLD)):
             old.unlink(missing_ok=True)
         for new in sorted(partial.iterdir(), key=lambda path: path.name == INDEX):
             os.replace(new, folder / new.name)
