@@ -324,6 +324,13 @@ class ShardedModule(nn.Module):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        here = position(state["group"])
+        if here != (state["rank"], state["world"]):
+            raise ValueError(
+                f"a module that rank {state['rank']} of {state['world']} pickled has its shards, "
+                f"and this is rank {here[0]} of {here[1]}: save with torch.distributed.checkpoint, "
+                "or torch.save tpkernels.nn.full_state_dict(model)"
+            )
         super().__setstate__(state)
         self._mark_shards()
 
