@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import hf_models
 from tests.support.nn_reference import shard
-from tests.support.ranked import on_ranks, recorded_calls
+from tests.support.ranked import on_ranks, recorded_calls, unlike
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
 from tpkernels.parallel import decoder
@@ -241,6 +241,37 @@ def test_gradients_are_split_as_well() -> list[str]:
     for name, p in parallel.named_parameters():
         if not torch.equal(p.grad, shard(parallel, name, grads[name])):
             failures.append(f"{name} has another gradient")
+    return failures
+
+
+@on_ranks(2)
+def test_dropout_is_refused_in_training() -> list[str]:
+    """Before anything is sent: of heads and of what all ranks share, whichever module is called and
+    whenever the probability is set."""
+    mesh = hf_models.mesh_of_all()
+    if mesh.get_rank():
+        return []
+    batch, failures = hf_models.batch(), []
+    for model_type, change, call, name in (
+        ("llama", lambda m: None, lambda m: m, "layers.0.self_attn.attention_dropout=0.5"),
+        ("llama", lambda m: m.eval().model.train(), lambda m: m.model, "attention_dropout=0.5"),
+        ("phi3", lambda m: None, lambda m: m.model, "resid_attn_dropout.p=0.5"),
+        (
+            "mixtral",
+            lambda m: m.eval().model.layers[1].train(),
+            lambda m: m,
+            "1.mlp.jitter_noise=0.5",
+        ),
+    ):
+        model = hf_models.make(model_type)
+        parallel = tpkernels.parallelize(model, mesh, sequence_parallel=False)
+        for module in parallel.modules():
+            key = name.partition("=")[0].rpartition(".")[2]
+            if hasattr(module, key):
+                setattr(module, key, 0.5)
+        change(parallel)
+        ids = batch["input_ids"]
+        failures += unlike({name: lambda: call(parallel)(ids)}, NotImplementedError)  # noqa: B023
     return failures
 
 

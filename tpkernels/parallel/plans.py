@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from tpkernels.nn import (
     ColumnParallelLinear,
@@ -233,9 +234,6 @@ def apply(
     decoder.check_packing(model, experts, pack)
 
     # The model has not changed so far, and nothing raises from here on.
-    dropouts = _dropouts(model, blocks)
-    if dropouts:
-        model.register_forward_pre_hook(partial(_refuse_training, dropouts[0]))
     for norm, of_rows in norms.items():
         if norm not in layers:
             decoder.share_weights(norm, [norm], group, of_rows)
@@ -250,6 +248,8 @@ def apply(
             stack.layers[-1].register_forward_hook(partial(decoder.gather_rows, group, rows))
         gather = partial(decoder.gather_recorded, group, rows, stack.heads)
         stack.base.register_forward_hook(gather)
+    if position(group)[1] > 1:
+        _refuse_dropout(model)
     if pack:
         pack_(model, dtype=decoder.packed_dtype(pack))
 
@@ -526,27 +526,31 @@ class _RowByRow(nn.Module):
         return x if ids is None else x * ((1 + ids) * weights).sum(-1, keepdim=True)
 
 
-def _dropouts(model: nn.Module, blocks: list[Block]) -> list[str]:
-    """Name the probabilities of dropout of values that all ranks share; ranks would draw different
-    ones."""
-    split = [block.module for block in blocks if block.heads is not None]
-    return [
-        f"{name}.{key}={value}"
+def _refuse_dropout(model: Any) -> None:
+    """Let a model refuse to train with a probability of dropout above 0, before anything is sent,
+    and so each module that has one. Ranks would draw other values of what all share, and for other
+    numbers of heads, after which their random states differ."""
+    found = [
+        (name, module, key)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if ("drop" in key or "jitter" in key or (key == "p" and isinstance(module, nn.Dropout)))
-        and isinstance(value, float)
-        and value > 0
-        and not (key == "attention_dropout" and any(module is each for each in split))
+        if "drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd))
+        if type(value) in (int, float)
     ]
+    for whole in {model, model.base_model}:
+        whole.register_forward_pre_hook(partial(_check_dropout, found), prepend=True)
+    for name, module, key in found:
+        hook = partial(_check_dropout, [(name, module, key)])
+        module.register_forward_pre_hook(hook, prepend=True)
 
 
-def _refuse_training(dropout: str, module: nn.Module, args: Any) -> None:
-    if module.training:
-        raise NotImplementedError(
-            f"the model has {dropout}, and each rank would drop other values of what all share; "
-            "set it to 0, or call eval()"
-        )
+def _check_dropout(found: list[tuple[str, Any, str]], module: nn.Module, args: Any) -> None:
+    for name, owner, key in found:
+        if owner.training and getattr(owner, key) > 0:
+            raise NotImplementedError(
+                f"the model has {name}.{key}={getattr(owner, key)}, and each rank would drop other "
+                "values; set it to 0, or call eval()"
+            )
 
 
 def _is_elementwise(
