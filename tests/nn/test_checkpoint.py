@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,8 +93,13 @@ def test_refusals() -> list[str]:
         shard = layer.state_dict()["weight"]
         mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("dp", "tp"))["dp"]
         zeros = torch.zeros(6, 5, dtype=F64)
+        rank, pickles = group.rank(), [b""] * 2
+        dist.all_gather_object(pickles, pickle.dumps(layer), group)
         return unlike(
             {
+                f"rank {1 - rank} of 2 pickled has its shards, and this is rank {rank} of 2": (
+                    lambda: pickle.loads(pickles[1 - rank])
+                ),
                 "TypeError: a ShardTensor is one rank's shard and cannot be": lambda: pickle.dumps(
                     shard
                 ),

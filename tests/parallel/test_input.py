@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.utils import prune
 
 import tpkernels
 from tests.support import hf_models
@@ -47,6 +48,102 @@ def _quantised(linear: nn.Module) -> nn.Module:
     weight = linear.get_parameter("weight").detach().to(torch.int8)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
+
+
+def _hooked(kind: str) -> Callable[[nn.Module], nn.Module]:
+    """Add something to a module that a parallel layer would not have."""
+
+    def change(module: nn.Module) -> nn.Module:
+        if kind == "pruned":
+            prune.random_unstructured(module, "weight", 0.5)
+        elif kind == "hooks of the weight":
+            module.get_parameter("weight").register_hook(torch.neg)
+        elif kind == "forward":
+            module.forward = module.forward
+        elif kind == "child":
+            module.lora = nn.Linear(4, 4)
+        elif kind == "buffer":
+            module.register_buffer("mask", torch.ones(1))
+        else:
+            getattr(module, f"register_{kind}")(print)
+        return module
+
+    return change
+
+
+def _shared(name: str, other: str) -> Any:
+    """A model with one module or weight in two places."""
+    model = hf_models.make("llama", num_key_value_heads=9, intermediate_size=36)
+    parent, _, last = other.rpartition(".")
+    owner, _, key = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, getattr(model.get_submodule(owner), key))
+    return model
+
+
+@on_ranks(2)
+def test_what_would_be_lost_is_refused() -> list[str]:
+    """And leaves the model unchanged, although it is in the last of the modules."""
+    mesh, plan = hf_models.mesh_of_all(), {"model.layers.*.mlp.up_proj": ColwiseParallel()}
+    if mesh.get_rank():
+        return []
+    lost = "is replaced by a parallel layer, and would lose its"
+    down, q = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"
+    two = "are one parameter, of which this model would need two after"
+    fused = {"model.layers.*.mlp.up_proj": FusedColwiseParallel(input_layouts=Shard(1))}
+    attempts = {
+        f"{down} {lost} forward_pre_hooks, its weight_orig, its w": (down, "pruned"),
+        f"{down} {lost} forward_hooks; remove": (down, "forward_hook"),
+        f"{q} {lost} backward_hooks": (q, "full_backward_hook"),
+        f"{q} {lost} state_dict_pre_hooks": (q, "state_dict_pre_hook"),
+        f"{q} {lost} load_state_dict_post_hooks": (q, "load_state_dict_post_hook"),
+        f"{down} {lost} own forward": (down, "forward"),
+        f"{down} {lost} lora": (down, "child"),
+        f"{down} {lost} mask": (down, "buffer"),
+        f"{down}.weight has hooks, which its shard would": (down, "hooks of the weight"),
+        f"lm_head {lost} own forward": ("lm_head", "forward"),
+        f"lm_head {lost} forward_hooks": ("lm_head", "forward_hook"),
+        f"the embedding {lost} forward_hooks": ("model.embed_tokens", "forward_hook"),
+    }
+    of_plan = {
+        "up_proj.weight has hooks, which its shard would": (plan, "hooks of the weight"),
+        "Linear(in_features=36, out_features=22, bias=False): its weight has h": (
+            fused,
+            "hooks of the weight",
+        ),
+        "it has a forward of its own, which the style": (fused, "forward"),
+    }
+    up = "model.layers.1.mlp.up_proj"
+    shared = {
+        f"{q}.weight and model.layers.0.self_attn.o_proj.weight {two}": _shared(
+            f"{q}.weight", "model.layers.0.self_attn.o_proj.weight"
+        ),
+        ".extra is a module that is also split elsewhere": _shared(down, "extra"),
+        "model.layers.0.self_attn.o_proj is used in several places, where it would be": _shared(
+            q, "model.layers.0.self_attn.o_proj"
+        ),
+    }
+    heads = hf_models.make("qwen3")
+    heads.model.layers[1].self_attn.k_norm.register_forward_hook(print)
+    mixture, wide = (hf_models.make("mixtral", num_local_experts=2) for _ in range(2))
+    wide.model.layers[0].mlp.experts.double()
+    mixture.model.layers[1].mlp.experts.register_forward_pre_hook(print)
+    return unlike(
+        {
+            text: attempt(_changed(name, _hooked(kind)), mesh)
+            for text, (name, kind) in attempts.items()
+        }
+        | {
+            text: attempt(_changed(up, _hooked(kind)), mesh, plan=styles)
+            for text, (styles, kind) in of_plan.items()
+        }
+        | {text: attempt(model, mesh) for text, model in shared.items()}
+        | {
+            f"model.layers.1.self_attn.k_norm {lost} forward_hooks": attempt(heads, mesh),
+            f"model.layers.1.mlp.experts {lost} forward_pre_hooks": attempt(mixture, mesh),
+            "layers.0.mlp.experts.gate_up_proj is float64; use": attempt(wide, mesh, pack=True),
+        },
+        NotImplementedError,
+    )
 
 
 @on_ranks(2)

@@ -5,6 +5,9 @@ checkpointing, torch.compile, state dicts and gradient clipping work."""
 from __future__ import annotations
 
 import copy
+import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import hf_models
 from tests.support.nn_reference import shard
-from tests.support.ranked import on_ranks, recorded_calls
+from tests.support.ranked import on_ranks, recorded_calls, unlike
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
 from tpkernels.parallel import decoder
@@ -196,6 +199,121 @@ def test_it_can_be_used_as_before(how: str) -> list[str]:
     return failures
 
 
+def _centre(module: torch.nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook that needs all rows."""
+    if isinstance(output, tuple):
+        return (_centre(module, args, output[0]), *output[1:])
+    return output - output.mean(1, keepdim=True)
+
+
+def _doubled(self: Any, *args: Any, **options: Any) -> Any:
+    return type(self).forward(self, *args, **options) * 2
+
+
+def _weights_shared(model: Any) -> None:
+    for name in ("mlp.down_proj", "self_attn.q_proj"):
+        weight = model.get_submodule(f"model.layers.0.{name}").weight
+        model.get_submodule(f"model.layers.1.{name}").weight = weight
+
+
+def _modules_shared(model: Any) -> None:
+    first, second = model.model.layers
+    first.self_attn.v_proj = first.self_attn.k_proj
+    second.mlp.up_proj, second.input_layernorm = first.mlp.up_proj, model.model.norm
+
+
+def _hooked(model: Any) -> None:
+    first, second = model.model.layers
+    first.mlp.register_forward_hook(_centre)
+    second.register_forward_hook(_centre)
+    second.mlp.register_full_backward_hook(lambda module, before, after: (before[0] * 2,))
+    first.self_attn.register_forward_pre_hook(
+        lambda module, args, options: (
+            args,
+            options | {"hidden_states": options["hidden_states"] * 2},
+        ),
+        with_kwargs=True,
+    )
+    for norm in (first.input_layernorm, model.model.norm):
+        norm.forward = types.MethodType(_doubled, norm)
+
+
+def _listed(order: tuple[int, ...]) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in order])
+
+    return change
+
+
+CHANGES = {
+    "weights shared": _weights_shared,
+    "modules shared": _modules_shared,
+    "hooks": _hooked,
+    "a layer twice": _listed((0, 1, 0)),
+    "a layer twice at first": _listed((0, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("change", sweep(CHANGES, 4, later=1))
+@on_ranks(2)
+def test_what_is_shared_or_hooked_stays_so(change: str) -> list[str]:
+    """Logits and gradients of a model that was changed before, and how many parameters it has."""
+    model, mesh = hf_models.make("llama"), hf_models.mesh_of_all()
+    CHANGES[change](model)
+    return [
+        f"{sequence=}: {failure}"
+        for sequence in (True, False)
+        for failure in hf_models.differences(model, sequence, mesh)
+    ]
+
+
+@on_ranks(2)
+def test_gradients_are_split_as_well() -> list[str]:
+    """Those that a model has when it is split; a norm of them is that of the unsharded ones."""
+    model = hf_models.make("llama")
+    hf_models.run(model)
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    want = torch.nn.utils.get_total_norm(list(grads.values()))
+    parallel = tpkernels.parallelize(model, hf_models.mesh_of_all())
+    got = torch.nn.utils.get_total_norm([p.grad for p in parallel.parameters()])
+    failures = [] if abs(got - want) < 1e-5 * want else [f"the norm is {got}, not {want}"]
+    for name, p in parallel.named_parameters():
+        if not torch.equal(p.grad, shard(parallel, name, grads[name])):
+            failures.append(f"{name} has another gradient")
+    return failures
+
+
+@on_ranks(2)
+def test_dropout_is_refused_in_training() -> list[str]:
+    """Before anything is sent: of heads and of what all ranks share, whichever module is called and
+    whenever the probability is set."""
+    mesh = hf_models.mesh_of_all()
+    if mesh.get_rank():
+        return []
+    batch, failures = hf_models.batch(), []
+    for model_type, change, call, name in (
+        ("llama", lambda m: None, lambda m: m, "layers.0.self_attn.attention_dropout=0.5"),
+        ("llama", lambda m: m.eval().model.train(), lambda m: m.model, "attention_dropout=0.5"),
+        ("phi3", lambda m: None, lambda m: m.model, "resid_attn_dropout.p=0.5"),
+        (
+            "mixtral",
+            lambda m: m.eval().model.layers[1].train(),
+            lambda m: m,
+            "1.mlp.jitter_noise=0.5",
+        ),
+    ):
+        model = hf_models.make(model_type)
+        parallel = tpkernels.parallelize(model, mesh, sequence_parallel=False)
+        for module in parallel.modules():
+            key = name.partition("=")[0].rpartition(".")[2]
+            if hasattr(module, key):
+                setattr(module, key, 0.5)
+        change(parallel)
+        ids = batch["input_ids"]
+        failures += unlike({name: lambda: call(parallel)(ids)}, NotImplementedError)  # noqa: B023
+    return failures
+
+
 @on_ranks(2)
 def test_state_dicts_are_the_unsharded_models() -> list[str]:
     """The state dict is that of the unsharded model; a model from the meta device loads it."""
@@ -226,6 +344,20 @@ def test_state_dicts_are_the_unsharded_models() -> list[str]:
     if empty.lm_head.weight is not empty.model.embed_tokens.weight:
         failures.append("one from the meta device is not tied")
     return failures
+
+
+@on_ranks(2)
+def test_a_mixture_on_the_meta_device() -> None:
+    """With "meta" as the default device, also while it is split: shapes are those of one that is
+    split in memory."""
+    mesh, shapes = hf_models.mesh_of_all(), []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = hf_models.make("qwen2_moe", num_experts=3, moe_intermediate_size=10)
+            tpkernels.parallelize(model, mesh)
+        assert {p.device.type for p in model.parameters()} == {device}
+        shapes.append({name: p.shape for name, p in model.named_parameters()})
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.thorough

@@ -30,6 +30,7 @@ from tpkernels.nn.sharding import (
     ShardedModule,
     Split,
     check_parameter,
+    check_plain,
     position,
 )
 from tpkernels.ops.all_gather_matmul import run_all_gather_matmul
@@ -671,8 +672,8 @@ def pack_(module: Module, *, drop: bool = False, dtype: torch.dtype | None = Non
 
 
 def check_linear(module: nn.Module, name: str) -> nn.Linear:
-    """Return ``module`` if it is a plain ``nn.Linear``, not a parallel layer or an adapter, whose
-    weight is neither quantised nor distributed."""
+    """Return ``module`` if it is a plain ``nn.Linear``, not a parallel layer or an adapter, without
+    hooks and the like, whose weight is neither quantised nor distributed."""
     if isinstance(module, nn.Linear):
         check_parameter(module.weight, f"{name}.weight")
         check_parameter(module.bias, f"{name}.bias")
@@ -681,4 +682,5 @@ def check_linear(module: nn.Module, name: str) -> nn.Linear:
         hint = ": the model is split already" if kind.startswith("tpkernels.") else ""
         raise TypeError(f"{name} is a {kind}, not an nn.Linear{hint}")
     assert isinstance(module, nn.Linear)
+    check_plain(module, name, ("weight", "bias"))
     return module

@@ -7,7 +7,7 @@ or unsharded tensors, of which each rank keeps its shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -324,6 +324,13 @@ class ShardedModule(nn.Module):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        here = position(state["group"])
+        if here != (state["rank"], state["world"]):
+            raise ValueError(
+                f"a module that rank {state['rank']} of {state['world']} pickled has its shards, "
+                f"and this is rank {here[0]} of {here[1]}: save with torch.distributed.checkpoint, "
+                "or torch.save tpkernels.nn.full_state_dict(model)"
+            )
         super().__setstate__(state)
         self._mark_shards()
 
@@ -341,17 +348,34 @@ class ShardedModule(nn.Module):
         """Return this rank's shard of an unsharded parameter, or of its gradient."""
         return self.splits[name].shard(full) if name in self.splits else full
 
-    def adopt(self, module: nn.Module) -> None:
+    def adopt(
+        self, module: nn.Module, made: dict[nn.Parameter, nn.Parameter | None] | None = None
+    ) -> None:
         """Replace the parameters with copies of this rank's shards of ``module``'s parameters, of
-        the same dtype, device and ``requires_grad``; or raise ValueError if they do not fit."""
+        the same dtype, device and ``requires_grad``; or raise ValueError if they do not fit.
+
+        Args:
+            made: where the layer replaces the module, and its parameters get the gradients and
+                attributes, too: the shard of each parameter that several modules share, or None as
+                long as it is not made.
+        """
         full_shapes = {name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
         expected = {name: list(self.full_shape(name)) for name, _ in self.named_parameters()}
         if full_shapes != expected:
             raise ValueError(f"{module} has parameters {full_shapes}, expected {expected}")
         for name in expected:
             full = module.get_parameter(name)
-            value = self.shard_of(name, full.detach()).clone()
-            self.register_parameter(name, nn.Parameter(value, full.requires_grad))
+            shard = None if made is None else made.get(full)
+            if shard is None:
+                value = self.shard_of(name, full.detach()).clone()
+                shard = nn.Parameter(value, full.requires_grad)
+                if made is not None:
+                    vars(shard).update(vars(full))
+                    if full.grad is not None:
+                        shard.grad = self.shard_of(name, full.grad).clone()
+                if made is not None and full in made:
+                    made[full] = shard
+            self.register_parameter(name, shard)
         self.train(module.training)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
@@ -426,7 +450,35 @@ def check_parameter(value: torch.Tensor | None, what: str) -> None:
             f"{what} is a {type(data).__name__} of {dtypes.name(value.dtype)}; a quantised, packed "
             "or distributed weight cannot be split: parallelise the plain floating-point model"
         )
+    if value._backward_hooks or value._post_accumulate_grad_hooks:
+        raise NotImplementedError(
+            f"{what} has hooks, which its shard would not have; remove them first, and register "
+            "them with the parallel model's parameter"
+        )
     dtypes.check_supported(value.dtype, what)
+
+
+def additions(module: nn.Module) -> list[str]:
+    """Name what a module has beyond its class: hooks, and methods of its own."""
+    own = vars(module).items()
+    hooks = [f"its {key.strip('_')}" for key, value in own if key.endswith("_hooks") and value]
+    return hooks + [
+        f"its own {key}"
+        for key, value in own
+        if key[0] != "_" and callable(value) and hasattr(type(module), key)
+    ]
+
+
+def check_plain(module: nn.Module, name: str, known: Collection[str]) -> None:
+    """Raise NotImplementedError if a module that is to be replaced has something that would be
+    lost: hooks, a method of its own, or a parameter, buffer or child that is not ``known``."""
+    state = (*module._parameters, *module._buffers, *module._modules)
+    lost = [*additions(module), *(f"its {key}" for key in state if key not in known)]
+    if lost:
+        raise NotImplementedError(
+            f"{name} is replaced by a parallel layer, and would lose {', '.join(lost)}; remove "
+            "that first, and add to the parallel model what fits a shard"
+        )
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def mark(parameter: nn.Parameter, shard: Mark) -> None:
         parameter.register_hook(shard.total)
     parameter.register_post_accumulate_grad_hook(partial(_mark_gradient, shard))
     parameter.requires_grad_(needs_gradient)
+    _mark_gradient(shard, parameter)
 
 
 def _mark_gradient(shard: Mark, parameter: torch.Tensor) -> None:

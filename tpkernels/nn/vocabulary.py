@@ -29,6 +29,7 @@ from tpkernels.nn.sharding import (
     ShardedModule,
     Split,
     check_parameter,
+    check_plain,
     position,
 )
 from tpkernels.ops.all_gather import all_gather
@@ -49,6 +50,7 @@ def check_embedding(module: nn.Module, name: str) -> nn.Embedding:
             "nn.Embedding"
         )
     check_parameter(module.weight, f"{name}.weight")
+    check_plain(module, name, ("weight",))
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise NotImplementedError(
             f"{name} has max_norm, sparse or scale_grad_by_freq, which a vocabulary-parallel "

@@ -30,7 +30,7 @@ torch.compile traces into one graph.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -51,7 +51,8 @@ from tpkernels.nn import (
     split_over_ranks,
 )
 from tpkernels.nn.linear import QKV, Heads
-from tpkernels.nn.sharding import position
+from tpkernels.nn.moe import PROJECTIONS
+from tpkernels.nn.sharding import additions, position
 from tpkernels.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from tpkernels.shards import shard_sizes
 
@@ -307,13 +308,15 @@ def packed_dtype(pack: Pack) -> torch.dtype | None:
     return torch.int8 if pack == "int8" else None
 
 
-def check_packing(model: nn.Module, pack: Pack) -> None:
-    """Raise if the weights of a model are to be packed and cannot be."""
+def check_packing(model: nn.Module, experts: Container[str], pack: Pack) -> None:
+    """Raise if the weights of a model and its ``experts`` are to be packed and cannot be."""
     for name, module in model.named_modules():
-        if pack and isinstance(module, nn.Linear):
-            check_packable(module.weight, f"{name}.weight")
+        weights = ["weight"] if isinstance(module, nn.Linear) else []
+        for key in PROJECTIONS if name in experts else weights:
+            if pack:
+                check_packable(getattr(module, key), f"{name}.{key}")
             if pack == "int8":
-                check_finite(module.weight, f"{name}.weight")
+                check_finite(getattr(module, key), f"{name}.{key}")
 
 
 def set_groups(attention: Any, heads: Heads, group: str) -> None:
@@ -342,57 +345,31 @@ def share_rotary_key(attention: nn.Module, group: str) -> None:
         projection.register_forward_hook(partial(_copy_last, group, width))
 
 
-def replace_inputs(
-    parent: nn.Module, projections: Mapping[str, Any], group: str, rows: Rows | None
-) -> None:
-    """Replace projections of one input, each with options of its layer."""
-    for name, options in projections.items():
-        replace_linear(parent, name, SharedInputLinear, group, rows, **options)
-    hook = partial(share_input, tuple(projections), rows)
-    parent.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def replace_linear(
-    parent: nn.Module,
-    name: str,
-    kind: type[SharedInputLinear | SplitRowsLinear],
-    group: str,
-    rows: Rows | None,
-    **options: Any,
-) -> None:
-    """Replace a linear layer by a parallel one; without ``rows``, no sequence is split."""
-    options |= {"sequence_parallel": rows is not None, "sequence_dim": -2}
-    layer = kind.from_linear(getattr(parent, name), group, **options)
-    if isinstance(layer, SplitRowsLinear):
-        layer.rows = rows
-    setattr(parent, name, layer)
-
-
-def share_norm(model: nn.Module, name: str, group: str, rows: Rows | None) -> None:
-    """Sum the gradients of a norm over the ranks, each of which applies it to its part of the
-    input: its rows, while they are split, or without ``rows`` its heads."""
-    norm: Any = model.get_submodule(name)
-    if not _is_rms_norm(norm):
-        share_weights(norm, [norm], group, rows)
-        return
+def parallel_norm(norm: Any, group: str, rows: Rows | None) -> RMSNorm:
+    """Return a norm with the weight of `is_rms_norm`'s, whose gradient is summed over the ranks,
+    each of which applies it to its part of the input: its rows, while they are split, or without
+    ``rows`` its heads."""
     kind = RMSNorm if rows is None else SplitRowsNorm
     parallel: Any = kind(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")
     if rows is not None:
         parallel.rows = rows
     parallel.weight = norm.weight
-    model.set_submodule(name, parallel.train(norm.training))
+    trained: RMSNorm = parallel.train(norm.training)
+    return trained
 
 
 def share_weights(module: nn.Module, parts: list[nn.Module], group: str, rows: Rows | None) -> None:
-    """Sum the gradients of weights that only the ``forward`` of a module uses, as `share_norm`."""
+    """Sum the gradients of weights that only the ``forward`` of a module uses, as
+    `parallel_norm`."""
     module.register_forward_pre_hook(partial(_lend_copies, group, rows, parts))
     module.register_forward_hook(partial(_take_back, parts), always_call=True)
 
 
-def _is_rms_norm(norm: Any) -> bool:
-    """Return whether a norm does what `RMSNorm` does, which takes fewer passes."""
+def is_rms_norm(norm: Any) -> bool:
+    """Return whether a norm does what `RMSNorm` does, which takes fewer passes, and no more."""
     eps = getattr(norm, "variance_epsilon", None)
-    if not isinstance(eps, float) or list(norm._parameters) != ["weight"]:
+    state = [*norm._parameters, *norm._buffers, *norm._modules]
+    if not isinstance(eps, float) or state != ["weight"] or additions(norm):
         return False
     probe = copy.copy(norm)
     x, weight = torch.tensor([[[1.0, -2.0, 4.0, 0.5]], [[3.0, 1.0, 2.0, 5.0]]], device="cpu")

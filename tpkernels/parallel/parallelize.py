@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,8 +41,13 @@ def parallelize(
 
     The model is called as before, with the same input on all ranks. All ranks get whole logits,
     hidden states, attention weights and loss, and the gradients of the unsharded model.
-    ``generate`` works; sampling needs the same random state on all ranks. Each rank draws the
-    dropout of its heads.
+    ``generate`` works; sampling needs the same random state on all ranks. Training with dropout
+    raises NotImplementedError on more than one rank, when the model is called.
+
+    Modules and parameters that are shared stay shared. What a module that is replaced would lose is
+    refused by name: its hooks and those of its parameters, a ``forward`` of its own, more
+    parameters, buffers or children than its class has. Hooks on other modules stay. The sequence is
+    not split in a model with hooks in its decoder layers.
 
     ``model.save_pretrained(folder)``, with transformers' arguments and on all ranks, writes the
     unsharded model. Rank 0 of the mesh gathers the weights and writes them, unless it is passed
@@ -80,7 +86,8 @@ def parallelize(
         ValueError: ``mesh`` has several dims, a name in the plan matches no module, options
             exclude each other, or the heads do not fit together.
         NotImplementedError: the architecture is not supported, or its plan has a style that could
-            be wrong; a weight is quantised, or it cannot be packed.
+            be wrong; a weight is quantised, or it cannot be packed; what is replaced has hooks, or
+            is shared with what is split in another way.
     """
     check_mesh(mesh)
     of_torch, of_names = split_plan(plan)
@@ -89,15 +96,16 @@ def parallelize(
         if expert_parallel:
             raise ValueError("expert_parallel=True and a plan of torch's styles; leave out one")
         return _apply_plan(model, mesh, of_torch)
-    plans.apply(
-        model,
-        groups.name_of(mesh),
-        plan=of_names,
-        sequence_parallel=sequence_parallel,
-        ffn_only=ffn_only,
-        expert_parallel=expert_parallel,
-        pack=pack,
-    )
+    with torch.device("cpu"):  # of what tries the model's code, whatever the caller's default is
+        plans.apply(
+            model,
+            groups.name_of(mesh),
+            plan=of_names,
+            sequence_parallel=sequence_parallel,
+            ffn_only=ffn_only,
+            expert_parallel=expert_parallel,
+            pack=pack,
+        )
     model_methods.attach(model, mesh)
     return model
 

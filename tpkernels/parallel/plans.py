@@ -28,6 +28,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from tpkernels.local.packed import scale_group
 from tpkernels.nn import (
@@ -44,9 +46,16 @@ from tpkernels.nn import (
     pack_,
     split_over_ranks,
 )
-from tpkernels.nn.linear import QKV, Heads, check_linear
+from tpkernels.nn.linear import QKV, Heads, ParallelLinear, check_linear
 from tpkernels.nn.moe import form_of
-from tpkernels.nn.sharding import Split, check_parameter, position
+from tpkernels.nn.sharding import (
+    ShardedModule,
+    Split,
+    additions,
+    check_parameter,
+    check_plain,
+    position,
+)
 from tpkernels.nn.vocabulary import check_embedding
 from tpkernels.parallel import decoder
 from tpkernels.parallel.decoder import (
@@ -54,6 +63,7 @@ from tpkernels.parallel.decoder import (
     Pack,
     Rows,
     SequenceParallel,
+    SharedInputLinear,
     SplitRowsLinear,
     SplitRowsMoE,
 )
@@ -107,16 +117,20 @@ class Block:
     row: str | None = None  #: the row-parallel child
     row_options: dict[str, Any] = field(default_factory=dict)
     heads: Heads | None = None  #: if it is an attention that is split
-    shared: list[str] = field(default_factory=list)  #: norms; each rank applies them to its heads
+    #: norms by name; each rank applies them to its heads
+    shared: dict[str, nn.Module] = field(default_factory=dict)
     by_head: list[str] = field(default_factory=list)  #: parameters with an entry per query head
 
     @property
     def inputs(self) -> dict[str, dict[str, Any]]:
         """Return those of `columns` that are projections of the block's own input, or an empty
-        dict where that is not known."""
+        dict where that is not known. A hook or another method of the block may change its input,
+        and a module that stands for two projections has one output stored."""
         of_latents = [second for first, second in LATENTS.items() if first in self.columns]
         names = self.columns.keys() - of_latents
         known = len(names) == 1 or names <= {*QKV, *LATENTS} or names <= {*GATE_UP}
+        distinct = len({getattr(self.module, name) for name in names}) == len(names)
+        known = known and distinct and not additions(self.module)
         return {name: self.columns[name] for name in self.columns if known and name in names}
 
 
@@ -127,8 +141,9 @@ class Stack:
     base: nn.Module  #: which has them
     layers: list[nn.Module]
     heads: list[list[int] | None] = field(default_factory=list)  #: of each layer's attention
-    norms: list[str] = field(default_factory=list)  #: of the layers
-    by_row: bool = True  #: no layer may do more with its rows than blocks, norms and mixtures do
+    norms: list[nn.Module] = field(default_factory=list)  #: of the layers
+    #: no layer may do more with its rows than blocks, norms and mixtures do, or occur twice
+    by_row: bool = True
     #: modules with experts, and those of their modules whose weights all ranks have
     mixtures: list[tuple[nn.Module, list[nn.Module]]] = field(default_factory=list)
 
@@ -198,37 +213,53 @@ def apply(
             f"{type(model).__name__} has none in its plan; leave it out"
         )
     blocks = _blocks(model, plan, group, ffn_only, experts, pack)
-    ends = (None, None, 1.0) if ffn_only else _ends(model)
-    if not read_later:
-        decoder.check_packing(model, pack)
-
-    dropouts = _dropouts(model, blocks)
-    if dropouts:
-        model.register_forward_pre_hook(partial(_refuse_training, dropouts[0]))
     stack = None if ffn_only else _stack(model, blocks, experts)
     rows = None
+    if stack is not None and sequence_parallel and stack.by_row:
+        rows = Rows.of(group, sequence_parallel)
+    layers: dict[nn.Module, nn.Module] = {}  # by the module that each replaces, without memory
+    for block in blocks:
+        _draw(layers, block, group, rows)
+    for module in experts.values():
+        form: Any = form_of(module)
+        layer = SplitRowsMoE.from_experts(
+            _on_meta(module),
+            group,
+            expert_parallel=expert_parallel,
+            width_sizes=_cut(form["intermediate_size"], group, pack),
+        )
+        layer.rows, layers[module] = rows, layer
+    if not ffn_only:
+        _draw_ends(layers, model, group)
+    norms: dict[nn.Module, Rows | None] = {}
+    for block in blocks:
+        norms |= dict.fromkeys(block.shared.values())
+    if stack is not None and rows is not None:
+        norms |= dict.fromkeys(stack.norms, rows)
+    for norm, of_rows in norms.items():
+        if decoder.is_rms_norm(norm):
+            layers[norm] = decoder.parallel_norm(norm, group, of_rows)
+    _check_shared(model, layers, blocks)
+    if not read_later:
+        decoder.check_packing(model, experts, pack)
+
+    # The model has not changed so far, and nothing raises from here on.
+    for norm, of_rows in norms.items():
+        if norm not in layers:
+            decoder.share_weights(norm, [norm], group, of_rows)
+    _put(model, layers)
+    for block in blocks:
+        _connect(block, group, rows)
     if stack is not None:
-        if sequence_parallel and stack.by_row:
-            rows = Rows.of(group, sequence_parallel)
-            for norm in stack.norms:
-                decoder.share_norm(model, norm, group, rows)
+        if rows is not None:
             for mixture, parts in stack.mixtures:
                 decoder.share_weights(mixture, parts, group, rows)
             stack.layers[0].register_forward_pre_hook(partial(decoder.split_rows, group, rows))
             stack.layers[-1].register_forward_hook(partial(decoder.gather_rows, group, rows))
         gather = partial(decoder.gather_recorded, group, rows, stack.heads)
         stack.base.register_forward_hook(gather)
-    for block in blocks:
-        _replace(model, block, group, rows)
-    for name, module in experts.items():
-        form: Any = form_of(module)
-        widths = _cut(form["intermediate_size"], group, pack)
-        layer = SplitRowsMoE.from_experts(
-            module, group, expert_parallel=expert_parallel, width_sizes=widths
-        )
-        layer.rows = rows
-        model.set_submodule(name, layer)
-    _replace_ends(model, *ends, group)
+    if position(group)[1] > 1:
+        _refuse_dropout(model)
     if pack and not read_later:
         pack_(model, dtype=decoder.packed_dtype(pack))
 
@@ -284,6 +315,7 @@ def _experts(model: nn.Module, plan: Mapping[str, str]) -> dict[str, nn.Module]:
                 raise _refuse(name, EXPERTS, f"{kind} has other weights or gates than MoE")
             for key, parameter in module.named_parameters():
                 check_parameter(parameter, f"{name}.{key}")
+            check_plain(module, name, [*module._parameters, *module._buffers, *module._modules])
             found[name] = module
     return found
 
@@ -298,25 +330,31 @@ def _blocks(
 ) -> list[Block]:
     """Find the blocks of a model by its plan, and how they are split, or raise."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    named = [*model.named_modules(), *model.named_parameters()]
+    named = [
+        *model.named_modules(remove_duplicate=False),
+        *model.named_parameters(remove_duplicate=False),
+    ]
+    first_names = {module: name for name, module in model.named_modules()}
+    whole = {*experts.values()}
     styles: dict[str, dict[str, str]] = {}
     for name, value in named:
         style = plan.get(_wildcard(name))
         if style is None or style in UNSPLIT or any(value is end for end in ends):
             continue
-        if name in experts or name.rpartition(".")[0] in experts:
+        parent, _, child = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if value in whole or owner in whole:
             continue
         if OTHER_EXPERTS.match(style):
             raise _refuse(name, style, "experts of that kind are not supported")
-        parent, _, child = name.rpartition(".")
-        of_attention = _is_attention(model.get_submodule(parent))
+        of_attention = _is_attention(owner)
         if not isinstance(value, nn.Module):
             if style != "colwise" or value.dim() != 1 or not of_attention:
                 raise _refuse(name, style, "splits a parameter without its module")
         elif style not in COLUMNS | ROWS | {SHARED}:
             raise _refuse(name, style, "that style is not supported")
         if not ffn_only or not of_attention:
-            styles.setdefault(parent, {})[child] = style
+            styles.setdefault(first_names[owner], {})[child] = style
     split = any(set(children.values()) & (COLUMNS | ROWS) for children in styles.values())
     if not split and not experts:
         raise NotImplementedError(
@@ -349,7 +387,7 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str, pack: P
             kind = columns if style in COLUMNS else rows
             kind[child] = check_linear(module, prefix + child)
         else:
-            block.shared.append(prefix + child)
+            block.shared[prefix + child] = module
     whole = {child for child, style in styles.items() if style in GATHERED | SPLIT_INPUT}
     if len(rows) == 1 and columns:
         [(block.row, row)] = rows.items()
@@ -446,7 +484,7 @@ def _split_heads(
             raise _refuse(
                 prefix + first, styles[first], f"{prefix}{name} would have to be split with it"
             )
-        block.shared.append(prefix + child)
+        block.shared[prefix + child] = getattr(attention, child)
 
 
 def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) -> Stack | None:
@@ -457,20 +495,23 @@ def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) ->
     layers = model.get_submodule(name)
     if not isinstance(layers, nn.ModuleList):
         return None
-    stack = Stack(model.get_submodule(name.rpartition(".")[0]), list(layers))
+    stack = Stack(model.get_submodule(name.rpartition(".")[0]), list(layers._modules.values()))
+    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     split = [*(block.module for block in blocks), *experts.values()]
     inside = {part for module in split for part in module.modules()}
     mixed, width = {*experts.values()}, model.config.get_text_config().hidden_size
-    for number, layer in layers.named_children():
-        own = [b for b, place in zip(blocks, places, strict=True) if place and place[2] == number]
+    for layer in stack.layers:
+        inner = [*layer.modules()]
+        own = [block for block in blocks if block.module in inner]
         heads = [block.heads.query_heads for block in own if block.heads]
         stack.heads.append(heads[0] if heads else None)
         by_row = not layer._parameters and all(block.inputs for block in own)
-        for key, child in layer.named_children():
+        by_row = by_row and not any(uses[module] > 1 or additions(module) for module in inner)
+        for child in layer.children():
             if child in inside or next(child.parameters(), None) is None:
                 continue
             if "Norm" in type(child).__name__:
-                stack.norms.append(f"{name}.{number}.{key}")
+                stack.norms.append(child)
             elif by_row and mixed & {*child.modules()} and _is_by_row(child, split, width):
                 parts = [p for p in child.modules() if p._parameters and p not in inside]
                 stack.mixtures.append((child, parts))
@@ -507,27 +548,31 @@ class _RowByRow(nn.Module):
         return x if ids is None else x * ((1 + ids) * weights).sum(-1, keepdim=True)
 
 
-def _dropouts(model: nn.Module, blocks: list[Block]) -> list[str]:
-    """Name the probabilities of dropout of values that all ranks share; ranks would draw different
-    ones."""
-    split = [block.module for block in blocks if block.heads is not None]
-    return [
-        f"{name}.{key}={value}"
+def _refuse_dropout(model: Any) -> None:
+    """Let a model refuse to train with a probability of dropout above 0, before anything is sent,
+    and so each module that has one. Ranks would draw other values of what all share, and for other
+    numbers of heads, after which their random states differ."""
+    found = [
+        (name, module, key)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if ("drop" in key or "jitter" in key or (key == "p" and isinstance(module, nn.Dropout)))
-        and isinstance(value, float)
-        and value > 0
-        and not (key == "attention_dropout" and any(module is each for each in split))
+        if "drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd))
+        if type(value) in (int, float)
     ]
+    for whole in {model, model.base_model}:
+        whole.register_forward_pre_hook(partial(_check_dropout, found), prepend=True)
+    for name, module, key in found:
+        hook = partial(_check_dropout, [(name, module, key)])
+        module.register_forward_pre_hook(hook, prepend=True)
 
 
-def _refuse_training(dropout: str, module: nn.Module, args: Any) -> None:
-    if module.training:
-        raise NotImplementedError(
-            f"the model has {dropout}, and each rank would drop other values of what all share; "
-            "set it to 0, or call eval()"
-        )
+def _check_dropout(found: list[tuple[str, Any, str]], module: nn.Module, args: Any) -> None:
+    for name, owner, key in found:
+        if owner.training and getattr(owner, key) > 0:
+            raise NotImplementedError(
+                f"the model has {name}.{key}={getattr(owner, key)}, and each rank would drop other "
+                "values; set it to 0, or call eval()"
+            )
 
 
 def _is_elementwise(
@@ -584,40 +629,131 @@ class _Constant(nn.Module):
         return self.output
 
 
-def _replace(model: nn.Module, block: Block, group: str, rows: Rows | None) -> None:
-    """Replace the projections of a block."""
-    parent = block.module
+def _on_meta(module: Any) -> Any:
+    """Return a copy of a module whose own parameters have no memory."""
+    copied = copy.copy(module)
+    copied._parameters = {
+        key: None if value is None else nn.Parameter(value.detach().to("meta"), value.requires_grad)
+        for key, value in module._parameters.items()
+    }
+    return copied
+
+
+def _draw(layers: dict[nn.Module, nn.Module], block: Block, group: str, rows: Rows | None) -> None:
+    """Make the parallel projections of a block, on the meta device, or raise."""
+    by_rows = {"sequence_parallel": rows is not None, "sequence_dim": -2}
     inputs = block.inputs
-    if inputs:
-        decoder.replace_inputs(parent, inputs, group, rows)
-    for name, options in block.columns.items():
-        if name not in inputs:
-            linear = ColumnParallelLinear.from_linear(getattr(parent, name), group, **options)
-            setattr(parent, name, linear)
+    drawn: dict[str, tuple[type[ParallelLinear], dict[str, Any]]] = {
+        name: (SharedInputLinear, options | by_rows)
+        if name in inputs
+        else (ColumnParallelLinear, options)
+        for name, options in block.columns.items()
+    }
     if block.row is not None:
-        options = dict(block.row_options)
-        kind = SplitInputLinear if options.pop("whole_input", False) else SplitRowsLinear
-        decoder.replace_linear(parent, block.row, kind, group, rows, **options)
+        options = block.row_options | by_rows
+        whole_input = options.pop("whole_input", False)
+        drawn[block.row] = (SplitInputLinear if whole_input else SplitRowsLinear, options)
+    for child, (kind, options) in drawn.items():
+        old = getattr(block.module, child)
+        new = kind.from_linear(_on_meta(old), group, **options)
+        if isinstance(new, SplitRowsLinear):
+            new.rows = rows
+        other = layers.setdefault(old, new)
+        if (type(other), vars(other)["splits"], repr(other)) != (kind, new.splits, repr(new)):
+            raise NotImplementedError(
+                f"{block.name}.{child} is used in several places, where it would be split as "
+                f"{other!r} and as {new!r}; give each place a module of its own"
+            )
+    for name, norm in block.shared.items():
+        check_plain(norm, name, [*norm._parameters, *norm._buffers, *norm._modules])
+
+
+def _draw_ends(layers: dict[nn.Module, nn.Module], model: Any, group: str) -> None:
+    """Make embedding and head split by vocabulary, on the meta device, or raise. An embedding that
+    does more than to look up vectors stays whole, and so does a head that is tied to it."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    factor = _factor(embedding)
+    if factor is not None:
+        check_parameter(embedding.weight, "the embedding's weight")
+        known = [key for key in embedding._buffers if hasattr(embedding, f"scalar_{key}")]
+        check_plain(embedding, "the embedding", ["weight", *known])
+        plain = nn.Embedding(1, 1, device="meta")
+        plain.__dict__ |= {**_on_meta(embedding).__dict__, "_buffers": {}}
+        parallel = layers[embedding] = VocabParallelEmbedding.from_embedding(plain, group)
+        if factor != 1:
+            parallel.register_forward_hook(partial(_scale, factor))
+    elif head is not None and head.weight is getattr(embedding, "weight", None):
+        return
+    if head is not None:
+        plain_head = _on_meta(check_linear(head, "lm_head"))
+        layers[head] = ParallelLMHead.from_linear(plain_head, group, gather_output=True)
+
+
+def _check_shared(
+    model: nn.Module, layers: Mapping[nn.Module, nn.Module], blocks: list[Block]
+) -> None:
+    """Raise NotImplementedError if a projection of a block is also used outside of blocks, or if a
+    parameter that several modules share would not be the same in all of them."""
+    places = {
+        (block.module, child)
+        for block in blocks
+        for child in (*block.columns, block.row, *(name.split(".")[-1] for name in block.shared))
+    }
+    inside = {parent._modules.get(str(child)) for parent, child in places} - {None}
+    first: dict[nn.Parameter, tuple[str, object]] = {}
+    for name, parent in model.named_modules():
+        for child, module in parent._modules.items():
+            if module in inside and (parent, child) not in places:
+                raise NotImplementedError(
+                    f"{name}.{child} is a module that is also split elsewhere, which it cannot be "
+                    "here; give each place a module of its own"
+                )
+        layer = layers.get(parent)
+        for key, parameter in parent._parameters.items():
+            how = layer.splits.get(key, "copied") if isinstance(layer, ShardedModule) else "kept"
+            if parameter is None:
+                continue
+            other, theirs = first.setdefault(parameter, (f"{name}.{key}", how))
+            if theirs != how:
+                raise NotImplementedError(
+                    f"{other} and {name}.{key} are one parameter, of which this model would need "
+                    "two after the split; untie them"
+                )
+
+
+def _put(model: nn.Module, layers: dict[nn.Module, nn.Module]) -> None:
+    """Put parallel layers in the place of the modules that they replace, with their weights."""
+    uses = Counter(value for module in layers for value in module._parameters.values())
+    made: dict[nn.Parameter, nn.Parameter | None]
+    made = {value: None for value, count in uses.items() if value is not None and count > 1}
+    uses.clear()
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for child, module in parent._modules.items():
+            if module in layers:
+                places.setdefault(module, []).append((parent, child))
+    while places:  # a module that is replaced holds memory no more
+        module, where = places.popitem()
+        layer = layers.pop(module)
+        if isinstance(layer, ShardedModule):
+            layer.adopt(module, made)
+        for parent, child in where:
+            parent._modules[child] = layer
+
+
+def _connect(block: Block, group: str, rows: Rows | None) -> None:
+    """Adapt a block to its parallel projections."""
+    parent = block.module
+    inputs = [
+        child for child in block.columns if isinstance(getattr(parent, child), SharedInputLinear)
+    ]
+    if inputs:
+        hook = partial(decoder.share_input, tuple(inputs), rows)
+        parent.register_forward_pre_hook(hook, with_kwargs=True)
     if block.heads is not None:
         decoder.set_groups(parent, block.heads, group)
         decoder.share_heads(parent, block.heads, block.by_head, group)
         decoder.share_rotary_key(parent, group)
-    for name in block.shared:
-        decoder.share_norm(model, name, group, None)
-
-
-def _ends(model: Any) -> tuple[nn.Module | None, nn.Module | None, float]:
-    """Return the embedding and the head that are to be split by vocabulary, if they are, and the
-    factor of the embedding's vectors."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    factor = _factor(embedding)
-    if factor is None:  # it stays whole, and so does a head that is tied to it
-        tied = head is not None and head.weight is getattr(embedding, "weight", None)
-        return None, None if tied or head is None else check_linear(head, "lm_head"), 1.0
-    check_parameter(embedding.weight, "the embedding's weight")
-    if head is not None:
-        check_linear(head, "lm_head")
-    return embedding, head, factor
 
 
 def _factor(embedding: Any) -> float | None:
@@ -647,21 +783,3 @@ def _factor(embedding: Any) -> float | None:
 def _scale(factor: float, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     """Forward hook: multiply an embedding's vectors, with the rounding of transformers."""
     return output * torch.tensor(factor).to(output.dtype)
-
-
-def _replace_ends(model: Any, embedding: Any, head: Any, factor: float, group: str) -> None:
-    """Split embedding and head by vocabulary."""
-    names = {module: name for name, module in model.named_modules()}
-    parallel = None
-    if embedding is not None:
-        plain = nn.Embedding(1, 1, device="meta")
-        plain.__dict__ |= {**embedding.__dict__, "_buffers": {}}
-        parallel = VocabParallelEmbedding.from_embedding(plain, group)
-        if factor != 1:
-            parallel.register_forward_hook(partial(_scale, factor))
-        model.set_submodule(names[embedding], parallel)
-    if head is not None:
-        parallel_head = ParallelLMHead.from_linear(head, group, gather_output=True)
-        if parallel is not None and head.weight is embedding.weight:
-            parallel_head.tie(parallel)
-        model.set_submodule(names[head], parallel_head)

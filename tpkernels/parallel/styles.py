@@ -147,6 +147,10 @@ class _FusedStyle(ParallelStyle):
             )
         for key, parameter in module.named_parameters():
             check_parameter(parameter, f"{name}: its {key}")
+        if "forward" in vars(module):
+            raise NotImplementedError(
+                f"{name}: it has a forward of its own, which the style cannot replace; remove it"
+            )
         for what in ("input_layouts", "output_layouts"):
             layouts = getattr(self, what)
             if len(layouts) != 1 or not isinstance(layouts[0], Placement):
