@@ -136,8 +136,8 @@ def _check_order(mesh: DeviceMesh, dim: int | str | None) -> None:
         if line != order:
             raise NotImplementedError(
                 f"mesh dim {dim or number!r} has ranks {line}, but their process group has "
-                f"{order}, and shards follow the group; make a mesh whose ranks ascend along this dim, or "
-                "pass mesh.get_group(dim) if the order of the group is meant"
+                f"{order}, and shards follow the group; make a mesh whose ranks ascend along this "
+                "dim, or pass mesh.get_group(dim) if the order of the group is meant"
             )
     checked.add(dim)
 
