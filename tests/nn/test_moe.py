@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tpkernels
 from tests.support.nn_reference import far
@@ -238,6 +239,44 @@ def test_an_error_leaves_layers_packed(drop: bool) -> None:
                 assert layer._packed is not None and layer._packed != {}, (layer, last)
                 assert [w.shape for w in layer.parameters()] == shapes, (layer, last)
                 assert far(call(), want, 1e-5) is None, (layer, last)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_compiled_training_of_whole_experts() -> None:
+    """With breaks in the graph, but with the gradients of eager mode."""
+    with fresh_group() as group:
+        for options in (
+            {"sequence_parallel": True},
+            {"sequence_parallel": True, "max_rows": 28},
+            {},
+        ):
+            torch.manual_seed(0)
+            moe, grads = MoE(EXPERTS, HIDDEN, WIDTH, group, expert_parallel=True, **options), []
+            x, ids, weights = routes()
+            for call in (moe, torch.compile(moe, backend="aot_eager")):
+                leaf = x.float().requires_grad_()
+                call(leaf, ids, weights.float()).square().sum().backward()
+                grads.append(leaf.grad)
+            assert torch.equal(*grads), options
+
+
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_an_error_in_a_traced_backward_breaks_nothing() -> None:
+    with fresh_group() as group:
+        breaking = tpkernels.groups.breaking_on_error(group.group_name)
+        with FakeTensorMode(), pytest.raises(ZeroDivisionError), breaking:
+            raise ZeroDivisionError
+        tpkernels.all_reduce(torch.ones(2), group)
+        routes, ones = torch.zeros(4, 1, dtype=torch.int64), torch.ones(2, 1)
+        with FakeTensorMode() as mode:
+            x = torch.ones(3, 8, requires_grad=True)
+            given = mode.from_tensor(ones), mode.from_tensor(routes), 2, group.group_name
+            y = torch.ops.tpkernels.moe_combine(x, *given)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            assert grad.shape == x.shape  # whose number of rows no route tells here
 
 
 @pytest.mark.thorough
