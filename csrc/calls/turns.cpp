@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "calls/python.h"
+#include "host/channel.h"
 
 namespace tpkernels::calls {
 namespace {
@@ -34,9 +35,31 @@ py::object resolved(PyObject* name) {
   return group;
 }
 
+// Whether the order of this thread's calls must be that of a thread on every rank. Not of the main
+// thread, in whose place another rank may have a thread (a server, a streamer), nor of those that
+// have no fixed part: autograd's and others that Python did not start, and a pool's workers.
+bool is_told_apart() {
+  const py::module_ threading = py::module_::import("threading");
+  const py::object thread = threading.attr("current_thread")();
+  if (thread.is(threading.attr("main_thread")())) return false;
+  if (py::isinstance(thread, threading.attr("_DummyThread"))) return false;
+  const auto name = thread.attr("name").cast<std::string>();
+  const std::size_t end = name.find_last_not_of("0123456789");  // a pool's: prefix_0
+  return end == std::string::npos || end + 1 == name.size() || name[end] != '_';
+}
+
+void identify_caller() {
+  static std::uint64_t count = 0;  // under the GIL
+  thread_local bool known = false;
+  if (known) return;
+  known = true;
+  if (is_told_apart()) host::caller = ++count;
+}
+
 }  // namespace
 
 bool Lock::acquire(bool blocking) {
+  identify_caller();
   const unsigned long self = PyThread_get_thread_ident();
   if (owner_ == self) {
     ++depth_;

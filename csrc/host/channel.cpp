@@ -45,6 +45,7 @@ struct CallSlot {
   Signal entered;
   std::atomic<std::uint64_t> segment;  // holds the data of this call; 0: the data buffer does
   std::atomic<std::uint64_t> offset;
+  std::atomic<std::uint32_t> calls_since_last;  // of the caller's thread
   Text text;
 };
 
@@ -179,7 +180,20 @@ void Channel::begin(std::uint32_t signature, std::string_view text) {
     recorded_[parity()] = signature;
   }
   slot.segment.store(0, std::memory_order_relaxed);
+  calls_since_last_ = caller == 0 ? 0 : calls_since_last();
+  slot.calls_since_last.store(calls_since_last_, std::memory_order_relaxed);
   slot.entered.word.store(word_of(signature_, epoch_), std::memory_order_seq_cst);
+}
+
+// Counts from this call of a thread that is told apart to its last one.
+std::uint32_t Channel::calls_since_last() {
+  constexpr std::uint32_t kFirst = 0xFFFFFFFF;
+  constexpr std::size_t kMostThreads = 4096;  // remembered; one whose calls are forgotten is new
+  if (last_calls_.size() >= kMostThreads) last_calls_.clear();
+  const auto [last, is_first] = last_calls_.try_emplace(caller, epoch_);
+  const std::uint32_t since = is_first ? kFirst : epoch_ - last->second;
+  last->second = epoch_;
+  return since;
 }
 
 void Channel::publish(Phase phase, int index) {
@@ -267,7 +281,10 @@ class WaitReport {
 
 bool Channel::arrived(int peer, const Signal& signal) const {
   const std::uint64_t word = signal.word.load(std::memory_order_acquire);
-  if (word == word_of(signature_, epoch_)) return true;
+  if (word == word_of(signature_, epoch_)) {
+    if (calls_since_last_ != 0) check_thread(peer);
+    return true;
+  }
   if (epoch_of(word) == epoch_ && word != 0) check_mismatch(peer);
   return false;
 }
@@ -402,6 +419,17 @@ void Channel::check_mismatch(int peer) const {
   fail(FailureKind::kMismatch, peer, name(peer),
        "is in " + call_text(rank_) + ", but " + peer_name(peer) + " is in " + call_text(peer) +
            ", both as call #" + std::to_string(epoch_) + " of the group");
+}
+
+void Channel::check_thread(int peer) const {
+  const std::uint32_t theirs =
+      header(peer).calls[parity()].calls_since_last.load(std::memory_order_relaxed);
+  if (theirs == 0 || theirs == calls_since_last_) return;
+  fail(FailureKind::kMismatch, peer, name(peer),
+       "is in " + call_text(rank_) + " as call #" + std::to_string(epoch_) +
+           " of the group, which " + peer_name(peer) +
+           " makes on another of its threads: the threads that share a group must make their calls "
+           "in the same order on all ranks, or have a group each");
 }
 
 void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what) const {

@@ -9,6 +9,11 @@
 // where the signature identifies the call: op, shapes, dtypes, options. The first wait on a peer
 // that is in a different call therefore detects the mismatch.
 //
+// Threads: two threads of a rank may make equal calls, and those of a peer in another order. So a
+// call also says how many calls ago its thread made its last one, if the thread is told apart.
+// These numbers agree as long as the ranks' threads take turns in one order, and differ from the
+// first call on that a peer makes on another thread.
+//
 // Invariant (no overwritten read): in every call, each rank waits for a word of that epoch from
 // every peer, even if that peer sends no data. When rank A starts epoch e+2 it has finished e+1, so
 // it has seen a word of e+1 from every peer B, and B published that word after finishing e. So no
@@ -70,6 +75,10 @@ struct Chaos {
 };
 
 struct Header;  // the start of a region
+
+// This thread among those of its process whose calls a channel tells apart; 0: it is not told
+// apart.
+inline thread_local std::uint64_t caller = 0;
 
 class Channel {
  public:
@@ -161,6 +170,8 @@ class Channel {
   [[noreturn]] void fail(FailureKind kind, int peer, int culprit, const std::string& what) const;
   void check_fault(int peer, const char* what) const;
   void check_mismatch(int peer) const;
+  void check_thread(int peer) const;
+  std::uint32_t calls_since_last();
   void set_fault(FailureKind kind, int culprit, const std::string& what) const;
   std::string call_text(int rank) const;
   int name(int rank) const { return options_.names[static_cast<std::size_t>(rank)]; }
@@ -178,7 +189,9 @@ class Channel {
   Sharing sharing_;
   std::uint32_t epoch_;
   std::uint32_t signature_ = 0;
-  std::uint32_t recorded_[2] = {0, 0};  // signature of the text in each slot
+  std::uint32_t calls_since_last_ = 0;
+  std::map<std::uint64_t, std::uint32_t> last_calls_;  // epochs, by thread
+  std::uint32_t recorded_[2] = {0, 0};                 // signature of the text in each slot
   std::size_t limit_;
   std::size_t capacity_;
   std::uint32_t fork_generation_;

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
+import queue
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -97,6 +100,77 @@ def test_sub_groups(members: Sequence[Sequence[int]]) -> list[str]:
             assert isinstance(group, dist.ProcessGroup)
             failures += check_cases(one_of_each(len(ranks)), group)
     return failures
+
+
+class Worker:
+    """A thread that makes the calls it is told to, one by one."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._todo: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[float | BaseException] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while value := self._todo.get():
+            try:
+                total = tpkernels.all_reduce(torch.tensor([value]), self._group)
+                self._done.put(total.item())
+            except BaseException as error:
+                self._done.put(error)
+
+    def __call__(self, value: float) -> float | BaseException:
+        self._todo.put(value)
+        return self._done.get()
+
+
+@contextlib.contextmanager
+def workers(group: dist.ProcessGroup) -> Iterator[tuple[Worker, Worker]]:
+    made = Worker(group), Worker(group)
+    try:
+        yield made
+    finally:
+        for worker in made:
+            worker._todo.put(0.0)
+
+
+@on_ranks(2)
+def test_threads_whose_calls_cross_are_a_mismatch() -> None:
+    """The ranks' threads make equal calls, but the last in another order on rank 1."""
+    group, rank = faults.new_group(), dist.get_rank()
+    with workers(group) as (first, second):
+        assert [first(1.0), second(10.0), first(1.0)] == [2.0, 20.0, 2.0]
+        got = (second, first)[rank]((10.0, 1.0)[rank])
+        assert isinstance(got, tpkernels.CollectiveMismatchError), got
+        assert "on another of its threads" in str(got) and got.peer == 1 - rank, got
+        assert isinstance(second(1.0), tpkernels.GroupBrokenError)
+
+
+@on_ranks(2)
+def test_threads_that_share_a_group() -> None:
+    """In one order on all ranks; beside the main thread, and beside those of a pool and those that
+    Python has not started, of which any may make a call."""
+    group, rank = faults.new_group(), dist.get_rank()
+
+    def total(value: float) -> float:
+        return tpkernels.all_reduce(torch.tensor([value]), group).item()
+
+    def foreign(value: float) -> float:
+        done: queue.SimpleQueue[float] = queue.SimpleQueue()
+        _thread.start_new_thread(lambda: done.put(total(value)), ())
+        return done.get()
+
+    with workers(group) as (first, second), ThreadPoolExecutor(2) as pool:
+        for call in (first, second, second, first, total, first):
+            assert call(3.0) == 6.0
+        for call in (first if rank else total, second, foreign if rank else second):
+            assert call(3.0) == 6.0
+        start = threading.Barrier(2)
+        for _ in pool.map(lambda _: start.wait(), range(2)):  # both workers of the pool
+            pass
+        for call in ((total, foreign), (foreign, total))[rank]:
+            in_pool = pool.submit(total, 3.0).result
+            assert in_pool() == 6.0 and call(3.0) == 6.0
 
 
 @pytest.mark.parametrize("autotune", sweep([True, None]))

@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
+import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.meshes import S0, S1, P, R, draw, error_of, make_mesh
 from tests.support.ranked import check_job, messages_of
 from tpkernels import mesh as tpmesh
+from tpkernels import sharded_matmul
+from tpkernels.parallel import FusedRowwiseParallel
 
 
 def axes_job() -> None:
@@ -131,3 +137,48 @@ def test_refusals(ranks: RanksFixture) -> None:
     ]
     for got in ranks(2).run(refusals_job):
         assert got == expected
+
+
+def permuted_job() -> list[str]:
+    """Meshes whose ranks do not ascend along a dim, of which some ranks could not know that by
+    their own coordinates."""
+    turned = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("rows", "turned"))
+    upward = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
+    line = DeviceMesh("cpu", [2, 1, 0, 3])
+    group = line.get_group()
+    x, rank = torch.tensor([float(dist.get_rank())]), dist.get_rank()
+    linear = nn.Linear(4, 4)
+    sharded = distribute_tensor(torch.ones(4, 4), turned, (S0, S1))
+    messages = messages_of(
+        [
+            lambda: tpmesh.all_gather(x, turned, "turned"),
+            lambda: tpmesh.reduce_scatter(torch.ones(4), upward, ("a", "b")),
+            lambda: sharded_matmul(sharded, sharded),
+            lambda: tpkernels.all_gather(x, line),
+            lambda: torch.compile(tpkernels.all_gather, backend="eager", fullgraph=True)(x, line),
+            lambda: tpkernels.nn.ColumnParallelLinear(4, 4, line),
+            lambda: parallelize_module(linear, line, FusedRowwiseParallel()),
+        ]
+    )
+    assert not isinstance(linear.weight, DTensor)
+    for mesh, axis, ranks in (
+        (turned, "rows", ([0, 3], [1, 2])),
+        (upward, "a", ([0, 1], [2, 3])),
+        (upward, 1, ([0, 2], [1, 3])),
+    ):
+        got = tpmesh.all_gather(x, mesh, axis).tolist()
+        assert got == next(one for one in ranks if rank in one), (mesh, axis, got)
+    assert tpkernels.all_gather(x, group).tolist() == [0, 1, 2, 3]  # as the message advises
+    return messages
+
+
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused(ranks: RanksFixture) -> None:
+    expected = [
+        "mesh dim 1 has ranks [3, 2], but their process group has [2, 3]",
+        "mesh dim 0 has ranks [0, 2, 1, 3], but their process group has [0, 1, 2, 3]",
+        "mesh dim 1 has ranks [3, 2], but their process group has [2, 3]",
+        *["mesh dim 0 has ranks [2, 1, 0, 3], but their process group has [0, 1, 2, 3]"] * 4,
+    ]
+    for messages in ranks(4).run(permuted_job):
+        for got, want in zip(messages, expected, strict=True):
+            assert "NotImplementedError: " in got and want in got, got

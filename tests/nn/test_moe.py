@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tpkernels
 from tests.support.nn_reference import far
 from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
-from tpkernels.nn import MoE
+from tpkernels.nn import ColumnParallelLinear, MoE
 from tpkernels.ops.experts import _routes_of_experts, route, sum_routes
 
 F64 = torch.float64
@@ -173,6 +175,108 @@ def test_packed() -> None:
             with torch.no_grad():
                 exact = moe(x, ids, weights)
                 assert (int8(x, ids, weights) - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+class Experts(torch.nn.Module):
+    """As transformers makes them: a method has another name than its function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, HIDDEN))
+        self.down_proj = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH))
+
+
+def gate_of_experts(self: Experts, inner: torch.Tensor) -> torch.Tensor:
+    gate, up = inner.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+Experts._apply_gate = gate_of_experts  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_copies() -> None:
+    """Pickled and copied, packed or not, with the packed weights once."""
+    x, ids, weights = routes()
+    with fresh_group() as group, torch.no_grad():
+        for drop in (None, False, True):
+            moe = MoE.from_experts(Experts(), group)
+            if drop is not None:
+                moe.pack_(drop=drop)
+            want = moe(x.float(), ids, weights.float())
+            for twin in (copy.deepcopy(moe), pickle.loads(pickle.dumps(moe))):
+                assert torch.equal(twin(x.float(), ids, weights.float()), want), drop
+                for name, packed in twin._packed.items():
+                    shared = packed.data_ptr() == twin.get_parameter(name).data_ptr()
+                    assert shared == drop, (drop, name)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_an_error_leaves_layers_packed(drop: bool) -> None:
+    """Of what `nn.Module.to` and others apply, at each of the parameters."""
+    x, ids, weights = routes()
+    with fresh_group() as group, torch.no_grad():
+        moe, linear = MoE(EXPERTS, HIDDEN, WIDTH, group), ColumnParallelLinear(8, 10, group)
+        calls = {
+            moe: lambda: moe(x.float(), ids, weights.float()),
+            linear: lambda: linear(x.float()),
+        }
+        for layer, call in calls.items():
+            want, shapes = call(), [w.shape for w in layer.pack_(drop=drop).parameters()]
+            for last in range(2):
+                seen = itertools.count()
+
+                def fail(w: torch.Tensor, seen: Any = seen, last: int = last) -> torch.Tensor:
+                    if next(seen) == last:
+                        raise ZeroDivisionError
+                    return w
+
+                with pytest.raises(ZeroDivisionError):
+                    layer._apply(fail)
+                assert layer._packed is not None and layer._packed != {}, (layer, last)
+                assert [w.shape for w in layer.parameters()] == shapes, (layer, last)
+                assert far(call(), want, 1e-5) is None, (layer, last)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_compiled_training_of_whole_experts() -> None:
+    """With breaks in the graph, but with the gradients of eager mode."""
+    with fresh_group() as group:
+        for options in (
+            {"sequence_parallel": True},
+            {"sequence_parallel": True, "max_rows": 28},
+            {},
+        ):
+            torch.manual_seed(0)
+            moe, grads = MoE(EXPERTS, HIDDEN, WIDTH, group, expert_parallel=True, **options), []
+            x, ids, weights = routes()
+            for call in (moe, torch.compile(moe, backend="aot_eager")):
+                leaf = x.float().requires_grad_()
+                call(leaf, ids, weights.float()).square().sum().backward()
+                grads.append(leaf.grad)
+            assert torch.equal(*grads), options
+
+
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_an_error_in_a_traced_backward_breaks_nothing() -> None:
+    with fresh_group() as group:
+        breaking = tpkernels.groups.breaking_on_error(group.group_name)
+        with FakeTensorMode(), pytest.raises(ZeroDivisionError), breaking:
+            raise ZeroDivisionError
+        tpkernels.all_reduce(torch.ones(2), group)
+        routes, ones = torch.zeros(4, 1, dtype=torch.int64), torch.ones(2, 1)
+        with FakeTensorMode() as mode:
+            x = torch.ones(3, 8, requires_grad=True)
+            given = mode.from_tensor(ones), mode.from_tensor(routes), 2, group.group_name
+            y = torch.ops.tpkernels.moe_combine(x, *given)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            assert grad.shape == x.shape  # whose number of rows no route tells here
 
 
 @pytest.mark.thorough

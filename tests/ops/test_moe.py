@@ -384,6 +384,20 @@ def test_refusals_of_scales() -> None:
             assert re.match(pattern, message), message
 
 
+@pytest.mark.parametrize("other", ["tokens", "dtype"])
+@on_ranks(2)
+def test_ids_that_differ_between_ranks_are_a_mismatch(other: str) -> None:
+    """In number, and in int32 and int64 of as many bytes."""
+    ids = torch.ones(6, 2, dtype=torch.int32)
+    if dist.get_rank() == 1:
+        ids = ids[:5] if other == "tokens" else ids[:, :1].long()
+    x, weights = torch.ones(len(ids), 8), torch.ones(ids.shape)
+    with fresh_group() as group:
+        (message,) = messages_of([lambda: tpkernels.moe_dispatch(x, ids, weights, 4, group)])
+    assert message.startswith("CollectiveMismatchError: "), message
+    assert "pass shard_sizes, the tokens of each rank, if they differ" in message
+
+
 REFUSED = [
     r"RoutingError: topk_ids of rank 1 has expert 8 at \[2, 1\]; there are experts 0 to 7",
     r"RoutingError: topk_ids of rank 1 has expert -1 at \[2, 1\]; there are experts 0 to 7",

@@ -1,6 +1,6 @@
 """The registry of groups by name, and the public functions that take a group.
 
-`_groups` and `_inherited` are the only module state here that changes.
+`_groups`, `_inherited` and `_in_order` are the only module state here that changes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ _groups: dict[str, Group] = {}
 _registry_lock = threading.RLock()  # a signal handler may need it where its thread has it
 # Process groups that were made before this process was forked off, and the process that made them.
 _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# The dims of a mesh, as they were given, whose ranks have the order of their process groups.
+_in_order: weakref.WeakKeyDictionary[DeviceMesh, set[int | str | None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _forget(
@@ -67,6 +71,7 @@ def name_of(group: GroupLike) -> str:
         TypeError: ``group`` is none of these.
         ValueError: this rank is not in it, it was destroyed, or a mesh has several dims and none
             was named.
+        NotImplementedError: the ranks along a mesh dim have another order than its process groups.
     """
     given: Any = group
     if isinstance(given, str):
@@ -108,10 +113,36 @@ def _group_of_mesh(mesh: DeviceMesh, dim: int | str | None) -> dist.ProcessGroup
     """Return the process group that a mesh dim was created with. ``get_group`` looks it up by name
     and may return a later group of that name."""
     found = mesh.get_group(dim)
+    _check_order(mesh, dim)
     if is_dynamo_compiling():
         return found
     made: dict[str, dist.ProcessGroup] = getattr(mesh._get_root_mesh(), "_pg_registry", {})
     return made.get(found.group_name, found)
+
+
+def _check_order(mesh: DeviceMesh, dim: int | str | None) -> None:
+    """Raise ``NotImplementedError``, on all ranks of the mesh alike, if its ranks along a dim have
+    another order than their process group, in which the ops gather and scatter."""
+    checked = _in_order.setdefault(mesh, set())
+    if dim in checked:
+        return
+    names, own = mesh.mesh_dim_names or (), dist.get_process_group_ranks(mesh.get_group(dim))
+    if isinstance(dim, str) and dim not in names:
+        mesh, number = mesh._get_root_mesh()._flatten_mapping[dim], 0
+    else:
+        number = names.index(dim) if isinstance(dim, str) else dim or 0
+    for line in mesh.mesh.movedim(number, -1).reshape(-1, len(own)).tolist():
+        order = own if set(line) == set(own) else sorted(line)
+        if line != order:
+            raise NotImplementedError(
+                f"mesh dim {dim or number!r} has ranks {line}, but their process group has "
+                f"{order}, and shards follow the group; make a mesh whose ranks ascend along this "
+                "dim, or pass mesh.get_group(dim) if the order of the group is meant"
+            )
+    checked.add(dim)
+
+
+_check_order._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _resolved(name: Any) -> dist.ProcessGroup | None:

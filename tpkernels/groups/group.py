@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 from torch.distributed import constants
 
 from tpkernels import _C, defaults
@@ -389,7 +390,10 @@ class Group(_C.calls.Turns):
 
     def break_between_calls(self, error: BaseException) -> None:
         """Break the group because this rank left with ``error`` on the way to a call, or between
-        two. A call of another thread ends first, but none begins."""
+        two; not while a graph is traced, which makes no calls. A call of another thread ends first,
+        but none begins."""
+        if detect_fake_mode() is not None:
+            return
         # Within a call, in a signal handler, all calls are refused: this rank is not out of step.
         if self._broken is None and not self.within_call():
             self._broken, self.open = of_error(error), False

@@ -182,22 +182,26 @@ class ParallelLinear(PackableModule):
 
     @contextmanager
     def _plain_weight(self) -> Iterator[None]:
-        """Unpack the layer within the block, and pack it again after it; integers are kept if the
-        weight still has their values, which would be quantised a second time."""
+        """Unpack the layer within the block, and pack it again after it, even if it raises.
+        Integers are kept if the weight still has their values: they would be quantised again."""
         packed, drop = self._packed, is_packed(self.weight)
         self.unpack_()
-        yield
-        if packed is None:
-            return
+        try:
+            yield
+        finally:
+            if packed is not None:
+                self._pack_again(packed, drop)
+
+    def _pack_again(self, packed: torch.Tensor, drop: bool) -> None:
         weight = self.weight.detach()
         kept = packed.dtype == torch.int8 and weight.is_cpu and weight.dtype != torch.float64
         if kept and torch.equal(weight, unpack(packed).t().to(weight.dtype)):
             self.use_packed(packed, drop=drop, dtype=torch.int8)
-        else:
-            try:
-                self.pack_(drop=drop, dtype=self._asked_dtype)
-            except NotImplementedError as error:
-                raise NotImplementedError(f"{error}; call unpack_() before") from None
+            return
+        try:
+            self.pack_(drop=drop, dtype=self._asked_dtype)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{error}; call unpack_() before") from None
 
     def _operand(self, x: torch.Tensor) -> torch.Tensor:
         """Return the weight [K, N] as the ops take it, or refuse a gradient of a packed one."""

@@ -64,9 +64,15 @@ def form_of(experts: Any) -> dict[str, Any] | None:
     without_weights.__dict__["_parameters"] = {}
     for interleaved in (False, True):
         if fits and _is_by_column(without_weights, interleaved):
-            apply_gate = without_weights._apply_gate
+            apply_gate = partial(_apply_gate, without_weights)
             return form | {"interleaved": interleaved, "apply_gate": apply_gate}
     return None
+
+
+def _apply_gate(experts: Any, inner: torch.Tensor) -> torch.Tensor:
+    """Call a method by the name that it has for transformers, by which it can be pickled."""
+    gated: torch.Tensor = experts._apply_gate(inner)
+    return gated
 
 
 def _is_by_column(experts: Any, interleaved: bool) -> bool:
@@ -384,17 +390,19 @@ class MoE(PackableModule):
 
     @contextmanager
     def _plain_weights(self, *, changed: bool) -> Iterator[None]:
-        """Unpack the layer within the block; after it, pack it again, or restore what was packed if
-        nothing has ``changed``."""
+        """Unpack the layer within the block; after it, also if it raises, pack it again, or restore
+        what was packed if nothing has ``changed``."""
         packed, parameters = self._packed, dict(self._parameters)
         drop = is_packed_stack(self.get_parameter(PROJECTIONS[0]))
         self.unpack_()
-        yield
-        if packed and changed:
-            self.pack_(drop=drop, dtype=self._asked_dtype)
-        elif packed:
-            self._parameters.update(parameters)
-            self._packed = packed
+        try:
+            yield
+        finally:
+            if packed and changed:
+                self.pack_(drop=drop, dtype=self._asked_dtype)
+            elif packed:
+                self._parameters.update(parameters)
+                self._packed = packed
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         with self._plain_weights(changed=True):
@@ -408,6 +416,13 @@ class MoE(PackableModule):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with self._plain_weights(changed=False):
             super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, whose weights are the packed ones again where that is all there was."""
+        super().__setstate__(state)
+        for name in self._packed:
+            if is_packed_stack(w := self.get_parameter(name)):
+                self._packed[name] = w.detach()
 
     def extra_repr(self) -> str:
         return (

@@ -9,11 +9,22 @@ import torch
 from tpkernels import dtypes
 from tpkernels.groups import break_if_interrupted
 from tpkernels.ops.moe_dispatch import Handle
-from tpkernels.ops.registration import define
+from tpkernels.ops.registration import define, define_local
 
 SCHEMA = (
     "moe_combine(Tensor x, Tensor topk_weights, Tensor routes, int num_experts, str group, *, "
     "SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> Tensor"
+)
+
+
+# `moe_dispatch` where the number of this rank's rows is known, so that a graph can be traced.
+define_local(
+    "_moe_dispatch_rows(Tensor x, Tensor routes, int num_experts, str group, SymInt rows, *, "
+    "SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> Tensor",
+    run=lambda x, routes, num_experts, group, rows, **options: (
+        torch.ops.tpkernels.moe_dispatch.default(x, routes, num_experts, group, **options)[0]
+    ),
+    fake=lambda x, routes, num_experts, group, rows, **_: x.new_empty(rows, x.shape[1]),
 )
 
 
@@ -32,16 +43,14 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     sizes, options = ctx.sizes, ctx.options
     single = routes.reshape(-1, 1), ctx.num_experts, ctx.group
     one_by_one = options | {"shard_sizes": sizes and [size * k for size in sizes]}
-    of_tokens, _ = ops.moe_dispatch.default(
-        grad, routes, ctx.num_experts, ctx.group, shard_sizes=sizes, **options
+    rows_of, rows = ops._moe_dispatch_rows.default, x.shape[0]
+    of_tokens = rows_of(
+        grad, routes, ctx.num_experts, ctx.group, rows, shard_sizes=sizes, **options
     )
     of_tokens, found = of_tokens.to(wide), {}
-    torch._check(of_tokens.shape[0] == x.shape[0])
     if needs.x:
         factors = weights.to(wide).reshape(-1, 1)
-        of_rows, _ = ops.moe_dispatch.default(factors, *single, **one_by_one)
-        torch._check(of_rows.shape[0] == x.shape[0])
-        found["x"] = (of_tokens * of_rows).to(x.dtype)
+        found["x"] = (of_tokens * rows_of(factors, *single, rows, **one_by_one)).to(x.dtype)
     if needs.topk_weights:
         dots = (of_tokens * x.to(wide)).sum(1, keepdim=True)
         ones = dots.new_ones(tokens * k, 1)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels import validation
+from tpkernels import dtypes, validation
+from tpkernels.errors import CollectiveMismatchError
 from tpkernels.groups import GroupLike, break_if_interrupted, name_of
 from tpkernels.local.scaled import Packing
 from tpkernels.ops import scaled
@@ -82,9 +83,19 @@ def gather_routes(
 ) -> torch.Tensor:
     """Return the ``topk_ids`` of all ranks, once what belongs to a dispatch has been checked."""
     validation.topk(topk_ids, topk_weights, x)
-    # As GPUs move it. A tensor of one column or no rows is contiguous whatever its strides.
-    bits = topk_ids.clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return all_gather(bits, group, shard_sizes=shard_sizes).view(topk_ids.dtype)
+    # As GPUs move it, in a dtype that tells int32 from int64. A tensor of one column or no rows is
+    # contiguous whatever its strides.
+    words = torch.float64 if topk_ids.dtype == torch.int64 else torch.float32
+    bits = topk_ids.clone(memory_format=torch.contiguous_format).view(words)
+    try:
+        return all_gather(bits, group, shard_sizes=shard_sizes).view(topk_ids.dtype)
+    except CollectiveMismatchError as error:
+        raise CollectiveMismatchError(
+            f"{error} It gathers topk_ids, here {list(topk_ids.shape)} of "
+            f"{dtypes.name(topk_ids.dtype)}: pass shard_sizes, the tokens of each rank, if they "
+            "differ, and the same k and dtype on all ranks.",
+            peer=error.peer,
+        ) from error
 
 
 def moe_dispatch(

@@ -160,11 +160,14 @@ class _FusedStyle(ParallelStyle):
                 )
         size = getattr(module, self._split_features)
         sizes = chunk_sizes(size, mesh.size())
-        if self._op() is not None and not all(sizes):  # the ops take no empty matrices
+        if self._op() is None:
+            return module
+        if not all(sizes):  # the ops take no empty matrices
             raise ValueError(
                 f"{name}: {self._split_features} {size} over {mesh.size()} ranks is {sizes}; each "
                 "rank must have at least one"
             )
+        groups.name_of(mesh)  # raises where DTensors are in another order than the ops' shards
         return module
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
