@@ -40,8 +40,9 @@ def parallelize(
 
     The model is called as before, with the same input on all ranks. All ranks get whole logits,
     hidden states, attention weights and loss, and the gradients of the unsharded model.
-    ``generate`` works; sampling needs the same random state on all ranks. Each rank draws the
-    dropout of its heads.
+    ``generate`` works; sampling needs the same random state on all ranks. If ranks pass other ids
+    to the embedding, all of them raise ValueError (on GPUs and in compiled code RuntimeError). Each
+    rank draws the dropout of its heads.
 
     ``model.save_pretrained(folder)``, with transformers' arguments and on all ranks, writes the
     unsharded model. Rank 0 of the mesh gathers the weights and writes them, unless it is passed

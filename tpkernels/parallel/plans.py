@@ -46,7 +46,7 @@ from tpkernels.nn import (
 from tpkernels.nn.linear import QKV, Heads, check_linear
 from tpkernels.nn.moe import form_of
 from tpkernels.nn.sharding import Split, check_parameter, position
-from tpkernels.nn.vocabulary import check_embedding
+from tpkernels.nn.vocabulary import check_embedding, check_ids
 from tpkernels.parallel import decoder
 from tpkernels.parallel.decoder import (
     GATE_UP,
@@ -198,6 +198,9 @@ def apply(
     ends = (None, None, 1.0) if ffn_only else _ends(model)
     decoder.check_packing(model, pack)
 
+    embeddings: Any = model.get_input_embeddings
+    if ends[0] is None and isinstance(whole := embeddings(), nn.Embedding):
+        whole.register_forward_pre_hook(partial(_check_ids, group))
     dropouts = _dropouts(model, blocks)
     if dropouts:
         model.register_forward_pre_hook(partial(_refuse_training, dropouts[0]))
@@ -223,6 +226,11 @@ def apply(
     _replace_ends(model, *ends, group)
     if pack:
         pack_(model, dtype=decoder.packed_dtype(pack))
+
+
+def _check_ids(group: str, embedding: nn.Module, args: Any) -> None:
+    """Forward pre-hook of an embedding that all ranks have whole."""
+    check_ids(args[0], group)
 
 
 def _own_plan(model: Any) -> dict[str, str]:
