@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from tpkernels.shards import check_sizes, shard_sizes
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-    from typing_extensions import Self
 
 _PLANNED = "tpkernels: ranks that are planned, "  # followed by their number
 _aten = torch.ops.aten

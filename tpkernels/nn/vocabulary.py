@@ -14,7 +14,7 @@ log-sum-exp.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,6 @@ from tpkernels.nn.sharding import (
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.reduce_scatter import reduce_scatter
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
 
 _REDUCTIONS = ("mean", "sum", "none")
 _FACTOR = 0x1E3779B97F4A7C15  # odd, of a digest of ids

@@ -206,7 +206,7 @@ class _Guard:
             self._check_key(scope)
             try:
                 body = await asyncio.wait_for(self._read(receive), _BODY_S)
-            except asyncio.TimeoutError as error:
+            except TimeoutError as error:
                 raise ApiError(408, f"the body took longer than {_BODY_S:g} s") from error
         except ApiError as error:
             reply = JSONResponse(error.body(), error.status)
