@@ -104,7 +104,7 @@ async def _answer(
 ) -> Response:
     answers = service.batcher.submit(body.wanted(prompts, service.prompts.most))
     pieces = answers.pieces()
-    replies = Replies(body, service.prompts, sum(len(prompt.tokens) for prompt in prompts))
+    replies = Replies(body, service.prompts, prompts)
     try:  # Errors until a stream begins have a status of their own.
         received = await _unless_gone(request, _take(pieces, 1 if body.stream else None))
     except BaseException:
