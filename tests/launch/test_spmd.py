@@ -53,6 +53,40 @@ def test_attributes_with_the_names_of_submodules() -> None:
     assert tpkernels.spmd(lambda mesh: box.config + dist.get_rank(), 1) == [7]
 
 
+IN_THREADS = """
+import os, pickle, sys, threading
+import tpkernels
+
+def work(mesh):
+    return mesh.size(), os.environ["OMP_NUM_THREADS"], "TPKERNELS_IS_FORK_SERVER" in os.environ
+def pickles():
+    while len(found) < 3: pickle.dumps(work)
+
+os.environ["OMP_NUM_THREADS"] = "3"
+if __name__ == "__main__":
+    main, found, failed = sys.modules["__main__"], [], []
+    def call():
+        try: found.append(tpkernels.spmd(work, 1))
+        except Exception as error: found.append(repr(error))
+    def watch():
+        try: pickles()
+        except Exception as error: failed.append(repr(error))
+    threads = [threading.Thread(target=call) for _ in range(3)] + [threading.Thread(target=watch)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    print(found, failed, sys.modules["__main__"] is main, os.environ["OMP_NUM_THREADS"])
+"""
+
+
+@pytest.mark.thorough
+def test_threads_start_ranks_at_once(tmp_path: Path) -> None:
+    """For the first time in the process, while another thread pickles a function of the script."""
+    path = tmp_path / "script.py"
+    path.write_text(IN_THREADS)
+    [printed] = output_of(path).splitlines()
+    assert printed == f"{[[(1, '1', False)]] * 3} [] True 3"
+
+
 SCRIPT = """
 import torch.distributed as dist
 import tpkernels
@@ -131,7 +165,7 @@ def test_bad_input_starts_nothing(
     error: type[Exception],
     message: str,
 ) -> None:
-    monkeypatch.setattr("tpkernels.launch.spmd.Ranks", None)
+    monkeypatch.setattr("tpkernels.launch.spmd._RanksWithoutMain", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(error, match=message):
         tpkernels.spmd(print, *arguments, **options)

@@ -344,6 +344,10 @@ def test_every_machine_is_complete() -> None:
         for link in (machine.within, machine.between):
             assert link.call > 0 and link.bandwidth > 1e9
         assert store.profile_in(store.profile_text(machine)) == machine
+        within = replace(machine.within, step=0.0)
+        text = store.profile_text(replace(machine, within=within))
+        with pytest.raises(ValueError, match=r"within: a step is -1.0"):
+            store.profile_in(text.replace('"step": 0.0', '"step": -1.0', 1))
 
 
 def test_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

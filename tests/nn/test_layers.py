@@ -167,6 +167,10 @@ def test_refusals() -> list[str]:
                 "a head ([5, 1], 4": lambda: head(out_sizes=[5, 1]).tie(embedding(4)),
                 "layers of one input differ": lambda: tnn.column_parallel(x[:4], [one, other]),
                 "id is outside the vocabulary of 6: 7": lambda: embedding(4)(torch.tensor([0, 7])),
+                "ids of ranks [1] of the": lambda: embedding(4)(torch.tensor([4, group.rank()])),
+                "ranks [1] of the group are": lambda: embedding(4)(
+                    torch.tensor([[4, 3], [3, 4]][group.rank()])
+                ),
                 "[4, 3], but x of shape [2, 5] needs [5, N]": lambda: one(torch.zeros(2, 5)),
                 "ValueError: sequence_dim is 2": lambda: attention(sequence_dim=2),
                 "padding_idx 6 is outside 6 embeddings": lambda: embedding(4, padding_idx=6),

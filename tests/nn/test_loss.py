@@ -87,7 +87,7 @@ class Largest(TorchDispatchMode):
 
 
 def low_precision_job() -> str:
-    """Three numbers per row are sent, no tensor is larger than this rank's logits, and fp32 sums of
+    """Four numbers per row are sent, no tensor is larger than this rank's logits, and fp32 sums of
     bfloat16 logits are those of float64. Returns the bits of the loss."""
     with fresh_group() as group:
         torch.manual_seed(1)
@@ -131,6 +131,9 @@ def test_refusals() -> list[str]:
                     logits, target + total
                 ),
                 "outside the vocabulary of 10: -1": lambda: shifted(logits, target - 1),
+                "the targets of ranks [1] of the group are not those of rank 0": lambda: shifted(
+                    logits, target + group.rank()
+                ),
                 "has no second derivative": lambda: torch.autograd.grad(
                     shifted(leaf, target), leaf, create_graph=True
                 ),

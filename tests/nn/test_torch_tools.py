@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim.swa_utils import AveragedModel
 
 import tpkernels
 from tests.support import hf_models
@@ -221,7 +222,8 @@ def test_data_parallelism_on_another_dim() -> list[str]:
     single = hf_models.make("llama")
     for tokens in (6, 9):
         _backward(single, tokens, 0.5)
-    want = get_total_norm([p.grad for p in single.parameters()])
+    grads = [p.grad for p in single.parameters()]
+    want, largest = get_total_norm(grads), get_total_norm(grads, torch.inf)
     for kind in ("ddp", "fsdp2"):
         parallel = tpkernels.parallelize(copy.deepcopy(single), mesh["tp"])
         parallel.zero_grad()
@@ -237,12 +239,70 @@ def test_data_parallelism_on_another_dim() -> list[str]:
                 fully_shard(layer, mesh=mesh["dp"])
             wrapped = fully_shard(parallel, mesh=mesh["dp"])
         _backward(wrapped, (6, 9)[replica])
-        norms = {"tpkernels": tnn.clip_grad_norm_(wrapped, 1e9)}
-        if kind == "ddp":
-            norms["torch"] = clip_grad_norm_(wrapped.parameters(), 1e9)
-        for name, got in norms.items():
-            assert abs(got - want) <= 1e-5 * want, (kind, name, got, want)
+        got = get_total_norm([p.grad for p in wrapped.parameters()], torch.inf)
+        assert abs(got - largest) <= 1e-5 * largest, (kind, got, largest)
+        ours = tnn.clip_grad_norm_(wrapped, 1e9)
+        for got in (ours, clip_grad_norm_(wrapped.parameters(), 0.5)):
+            assert abs(got - want) <= 1e-5 * want, (kind, got, want)
+        clipped = tnn.clip_grad_norm_(wrapped, 1e9)
+        assert abs(clipped - 0.5) <= 1e-5, f"{kind}: the norm is {clipped} after clipping to 0.5"
     return failures
+
+
+@on_ranks(4)
+def test_fsdp2_leaves_parameters_shards_of_the_model() -> list[str]:
+    """Four ranks share three key-value heads, whose gradients are sums over ranks; a step is
+    skipped on all ranks; what computes with whole weights, or saves them, is refused."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    single, parallel = _pair(mesh["tp"])
+    for layer in parallel.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(parallel, mesh=mesh["dp"])
+    for model in (single, parallel):
+        _backward(model, 5)
+        _backward(model)
+    wants = dict(single.named_parameters())
+    far = []
+    for name, parameter in parallel.named_parameters():
+        owner, _, last = name.rpartition(".")
+        layer, want = parallel.get_submodule(owner), wants[name].grad
+        want = layer.splits[last].shard(want) if last in getattr(layer, "splits", {}) else want
+        if not torch.allclose(parameter.grad.full_tensor(), want, 1e-4, 1e-6):
+            far.append(f"the gradient of {name}")
+    optimizer = torch.optim.Adam(parallel.parameters())
+    muon = torch.optim.Muon([parallel.model.layers[0].mlp.up_proj.weight])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    if dist.get_rank() == 1:
+        parallel.model.layers[0].mlp.up_proj.weight.grad.to_local()[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    if scaler.get_scale() != 1:
+        far.append(f"the scale is {scaler.get_scale()}, not 1")
+    optimizer.step()
+    group, other = mesh["dp"].get_group(), _pair(mesh["tp"])[1]
+    return far + unlike(
+        {
+            "exp_avg of Adam is a DTensor: an optimizer of layers that": optimizer.state_dict,
+            "Muon computes with whole weights": muon.step,
+            "FullyShardedDataParallel flattens parameters": lambda: FullyShardedDataParallel(
+                other, process_group=group, device_id=torch.device("cpu")
+            ),
+        }
+    )
+
+
+@on_ranks(2)
+def test_averages_of_weights() -> None:
+    single, parallel = _pair()
+    averages = [AveragedModel(model) for model in (single, parallel)]
+    for model, average in zip((single, parallel), averages, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2):
+            _train(model, optimizer, 1)
+            average.update_parameters(model)
+    want, got = (average(**hf_models.batch()).loss for average in averages)
+    assert abs(got - want) <= 1e-5 * want
 
 
 def _train(model: Any, optimizer: Any, steps: int) -> None:

@@ -100,8 +100,8 @@ def test_projections_of_one_input_share_a_gather() -> None:
     """The ops called in a forward, with and without sequence parallelism."""
     layers = ["all_gather_matmul", "matmul_reduce_scatter"] * 4
     for sequence, ops in (
-        (True, ["all_reduce", *layers, "all_gather", "all_gather"]),
-        (False, ["all_reduce", *["matmul_all_reduce"] * 4, "all_gather"]),
+        (True, ["all_gather", "all_reduce", *layers, "all_gather", "all_gather"]),
+        (False, ["all_gather", "all_reduce", *["matmul_all_reduce"] * 4, "all_gather"]),
     ):
         model = hf_models.make("llama")
         tpkernels.parallelize(model, hf_models.mesh_of_all(), sequence_parallel=sequence)
@@ -164,6 +164,23 @@ def test_weights_of_8_bits_are_the_same_on_any_number_of_ranks() -> list[str]:
         if not (got - want).norm() < 0.1 * want.norm():
             failures.append(f"{model_type} {options}: logits are off by {(got - want).norm()}")
     return failures
+
+
+@pytest.mark.parametrize("ffn_only", [False, True])
+@on_ranks(2)
+def test_ranks_that_sample_other_tokens_are_refused(ffn_only: bool) -> list[str]:
+    mesh = hf_models.mesh_of_all()
+    model = tpkernels.parallelize(hf_models.make("llama").eval(), mesh, ffn_only=ffn_only)
+    ids = hf_models.batch()["input_ids"]
+    torch.manual_seed(mesh.get_rank())
+    other = "the ids of ranks [1] of the group are not those of rank 0; pass the same on all ranks"
+    with torch.no_grad():
+        return unlike(
+            {
+                other: lambda: model.generate(ids, do_sample=True, max_new_tokens=16),
+                f"ValueError: {other}": lambda: model(ids + mesh.get_rank()),
+            }
+        )
 
 
 @pytest.mark.parametrize(

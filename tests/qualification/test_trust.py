@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -152,13 +152,30 @@ def test_a_record_is_read_back(cache: Path) -> None:
     )
 
 
-SPOILT = {
+def spoilt(**ways: Any) -> Callable[[Path], Any]:
+    """Write a record with these ways, by number of ranks."""
+    record = {"date": "2026-11-26", "litmus": {}, "ways": ways}
+    return lambda path: path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"record": record})
+    )
+
+
+SPOILT: dict[str, Callable[[Path], Any]] = {
     "others can write": lambda path: path.chmod(0o666),
     "another machine": lambda path: path.write_text(
         json.dumps(json.loads(path.read_text()) | {"kernels": "others"})
     ),
     "no 'date'": lambda path: path.write_text(
         json.dumps(json.loads(path.read_text()) | {"record": {"litmus": {}, "ways": {}}})
+    ),
+    "a number of ranks is 'two'": spoilt(two={}),
+    "a number of ranks is '-1'": spoilt(**{"-1": {}}),
+    "a number of ranks is ' 2 '": spoilt(**{" 2 ": {}}),
+    "a way is 'directll'": spoilt(**{"2": {"directll": asdict(Outcome(QUALIFIED))}}),
+    "a way is 'direct/ll/c'": spoilt(**{"2": {"direct/ll/c": asdict(Outcome(QUALIFIED))}}),
+    "a way is 'another/ll'": spoilt(**{"2": {"another/ll": asdict(Outcome(QUALIFIED))}}),
+    "a status is 'QUALIFIED'": spoilt(
+        **{"2": {"direct/ll": asdict(Outcome(QUALIFIED)) | {"status": "QUALIFIED"}}}
     ),
     "Expecting value": lambda path: path.write_text("no JSON"),
 }

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +250,7 @@ def result_file(out: Path | None, json_file: Path | None, *, resume: bool) -> It
 def new_report(sweep: Sweep) -> Report:
     """Return a report without results."""
     run = Run(
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join(["tpkernels", *sys.argv[1:]]),
         load=list(os.getloadavg()),
     )

@@ -29,6 +29,7 @@ import socket
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,7 @@ _PRELOAD = ["torch", "torch.distributed", "tpkernels.launch.worker"]
 _SLICE_S = 0.1  # between two looks at the ranks
 _MESSAGE_S = 1.0  # for the rest of a reply that has begun to arrive
 _REAP_S = 5.0  # from a rank's death to its exit code, through the fork server
+_starting = threading.RLock()  # what a start changes in the process for a moment
 _RUN, _MAKE = messages.encode(("run",)), messages.encode(("make",))
 
 
@@ -126,6 +128,20 @@ class Job:
         return [outcome for _, outcome in sorted((self._outcomes | late).items())]
 
 
+class _WithoutFile(types.ModuleType):
+    """Stands for the main script while a rank starts: multiprocessing finds no file that the rank
+    would import. Other threads find all else."""
+
+    def __init__(self, main: types.ModuleType) -> None:
+        super().__init__(main.__name__)
+        self._main = main
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__file__":
+            raise AttributeError(name)
+        return getattr(self._main, name)
+
+
 class Ranks:
     """An executor: ``world`` processes that form the default process group, run functions (`run`)
     and, given a ``factory``, hold an object each (`call`, `stream`).
@@ -146,6 +162,8 @@ class Ranks:
     Raises:
         RankError: a rank did not start, or the factory failed.
     """
+
+    _imports_main = True  # whether ranks import the main script
 
     def __init__(
         self,
@@ -178,7 +196,8 @@ class Ranks:
         self._processes_lock = threading.Lock()  # process objects are not thread-safe
         self._store = loopback_store()
         # All ranks are on this machine: use loopback, whatever the host name resolves to.
-        environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
+        with _starting:
+            environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
         environ["OMP_NUM_THREADS"] = str(threads)
         self._job = Job("start", world, start_timeout)
         region_bytes = Mailbox.region_bytes(worker.RING_BYTES, world)
@@ -217,9 +236,7 @@ class Ranks:
         timeout = self._timeout if timeout is None else _checked_timeout(timeout)
         pickled = _pickled(function, args, kwargs)
         with self._my_turn(timeout):
-            job = self._job = Job(
-                _name_of(function), self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS)
-            )
+            job = self._job = Job(_name_of(function), self.world, timeout)
             outcomes = self._run(job, _RUN, pickled, close_on_error=True)
         return [outcome.value for outcome in outcomes]
 
@@ -490,7 +507,10 @@ class Ranks:
         process = context.Process(
             target=worker.main, args=(rank, setup, theirs), name=f"tpkernels-rank-{rank}"
         )
-        with theirs:
+        with theirs, _starting:
+            main = sys.modules["__main__"]
+            if not self._imports_main:
+                sys.modules["__main__"] = _WithoutFile(main)
             try:
                 process.start()
             except BaseException as error:
@@ -498,6 +518,8 @@ class Ranks:
                 if isinstance(error, EOFError):
                     raise RuntimeError("the fork server died; see stderr for the cause") from error
                 raise
+            finally:
+                sys.modules["__main__"] = main
         self._processes.append(process)
         self._pipes.append(ours)
 
@@ -596,8 +618,14 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
     Args:
         preload: additional modules for the server to import, so that ranks need not.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *preload])
+    with _starting:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_PRELOAD, *preload])
+        _run_fork_server()
+    return context
+
+
+def _run_fork_server() -> None:
     # OpenMP and BLAS size their thread pools when they load, and a forked child cannot shrink a
     # pool that has started. Ranks raise the number through torch.set_num_threads.
     saved = os.environ.get("OMP_NUM_THREADS")
@@ -615,7 +643,6 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
         os.environ.pop("OMP_NUM_THREADS")
         if saved is not None:
             os.environ["OMP_NUM_THREADS"] = saved
-    return context
 
 
 def loopback_store() -> dist.TCPStore:

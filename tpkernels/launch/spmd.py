@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import io
 import operator
-import sys
 import types
 from collections.abc import Callable, Sequence
 from math import prod
@@ -26,6 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from tpkernels.launch.ranks import Ranks
 
 _NAMES = ("x", "y", "z")  # of the mesh's dims
+
+
+class _RanksWithoutMain(Ranks):
+    _imports_main = False
 
 
 def spmd(
@@ -107,13 +110,7 @@ def spmd(
             "copied inside of the function"
         ) from error
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")  # ranks do not import the main script
-    try:
-        ranks = Ranks(nprocs, backend=backend, threads=threads)
-    finally:
-        sys.modules["__main__"] = main
-    with ranks:
+    with _RanksWithoutMain(nprocs, backend=backend, threads=threads) as ranks:
         results = ranks.run(
             function_of_spmd, file.getvalue(), device, shape, names, timeout=timeout
         )

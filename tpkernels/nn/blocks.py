@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,6 @@ from tpkernels.nn.linear import (
 )
 from tpkernels.nn.regions import copy_to_ranks
 from tpkernels.nn.sharding import LayerOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,6 @@ from tpkernels.ops.matmul_all_reduce import run_matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import run_matmul_reduce_scatter
 from tpkernels.ops.registration import bias_list
 from tpkernels.shards import shard_sizes as balanced_sizes
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
 
 Module = TypeVar("Module", bound=nn.Module)
 QKV = ("q_proj", "k_proj", "v_proj")

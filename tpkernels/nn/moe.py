@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +37,6 @@ from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.moe_dispatch import Handle
 from tpkernels.shards import shard_sizes as balanced_sizes
 from tpkernels.validation import topk
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from tpkernels.shards import check_sizes, shard_sizes
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-    from typing_extensions import Self
 
 _PLANNED = "tpkernels: ranks that are planned, "  # followed by their number
 _aten = torch.ops.aten
@@ -308,6 +307,11 @@ class ShardedModule(nn.Module):
         super().register_parameter(name, param)
         self._mark_shards()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Do what ``nn.Module`` does. FSDP2 replaces parameters without `register_parameter` where
+        a class has not its own ``__setattr__``."""
+        super().__setattr__(name, value)
+
     def _mark_shards(self) -> None:
         """Tell torch's own tools which parameters are shards."""
         for name, split in self.splits.items():
@@ -516,8 +520,7 @@ def clip_grad_norm_(
     module: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """Scale all gradients of a module with sharded layers so that their 2-norm over all ranks is at
-    most ``max_norm``. ``torch.nn.utils.clip_grad_norm_`` does the same with more collectives, but
-    not for layers under FSDP2.
+    most ``max_norm``. ``torch.nn.utils.clip_grad_norm_`` does the same with more collectives.
 
     A sharded parameter counts with the shards of all ranks, a replicated one once. Sums are in
     float64. Collective: all ranks call it, with gradients for the same parameters. Return the norm

@@ -5,7 +5,8 @@ parameter. ``clip_grad_norm_`` would scale by another norm on each rank, ``GradS
 on some ranks only, ``DistributedDataParallel`` overwrite each shard with rank 0's, and a saved
 state of an optimizer lack the other ranks' shards: all without an error.
 
-Algorithm: `mark` says of a parameter which group holds its shards. Then
+Algorithm: `mark` says of a parameter which group holds its shards; of one that FSDP2 shards again,
+too, in its unsharded and its sharded form. Then
 
 - its gradient becomes a `ShardGradient` when the backward has accumulated it. Norms of it, and the
   search for infinities, take in the shards of all ranks. All else treats it as a plain tensor.
@@ -82,9 +83,10 @@ def mark(parameter: nn.Parameter, shard: Mark) -> None:
 
 
 def _mark_gradient(shard: Mark, parameter: torch.Tensor) -> None:
-    if type(parameter.grad) is torch.Tensor:
-        gradient: Any = parameter.grad
-        gradient.__class__ = ShardGradient
+    gradient: Any = parameter.grad
+    if gradient is not None and not isinstance(gradient, ShardGradient):
+        plain: Any = type(gradient)
+        gradient.__class__ = _gradient_class(plain)
         gradient.group, gradient.counts = shard.group, shard.counts
 
 
@@ -94,14 +96,15 @@ class ShardGradient(torch.Tensor):
 
     group: str
     counts: bool
+    plain: type  #: what it is besides: a Tensor, or a DTensor of FSDP2
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+            return copy.deepcopy(self.detach(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+            return self.detach().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
@@ -121,6 +124,12 @@ class ShardGradient(torch.Tensor):
             return result
 
 
+@cache
+def _gradient_class(plain: type) -> type:
+    bases = (ShardGradient,) if plain is torch.Tensor else (ShardGradient, plain)
+    return type(f"Shard{plain.__name__}", bases, {"plain": plain})
+
+
 def _groups_of(tensors: Iterable[torch.Tensor]) -> list[str]:
     """Return the groups of the gradients that are sharded, in the order of the first of each."""
     groups_of = (getattr(tensor, "group", None) for tensor in tensors)
@@ -131,7 +140,7 @@ def _norms(
     gradients: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], ord: float = 2, **_: Any
 ) -> list[torch.Tensor]:
     """Return the norms of unsharded gradients, from those of what this rank has of them."""
-    norms = list(norms)
+    norms = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
     for group in _groups_of(gradients):
         sharded = [i for i, g in enumerate(gradients) if getattr(g, "group", None) == group]
         local = [norms[i] if gradients[i].counts else norms[i] * 0 for i in sharded]  # type: ignore[attr-defined]
@@ -166,6 +175,12 @@ def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> N
         _check_apart(kind.__name__, process_group, module.parameters())
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
             wrapper.register_forward_pre_hook(_refuse_bucket_views)
+        elif any("splits" in vars(part) for part in module.modules()):  # a ShardedModule
+            raise NotImplementedError(
+                f"{kind.__name__} flattens parameters, of which each rank has a shard, so norms "
+                "would differ from rank to rank; make the model again and use "
+                "torch.distributed.fsdp.fully_shard"
+            )
     elif (
         kind.__module__.startswith("peft.")
         and name in ("model", "base_model")
@@ -212,7 +227,7 @@ def _before_step(optimizer: Any, *_: Any) -> None:
         setattr(optimizer, _UPDATES_SHARDS, _prepare(optimizer))
     for parameter in _sharded_parameters(optimizer):
         if isinstance(parameter.grad, ShardGradient):
-            parameter.grad.__class__ = torch.Tensor  # type: ignore[assignment]
+            parameter.grad.__class__ = parameter.grad.plain
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
@@ -274,6 +289,12 @@ def _shard_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0:
                     continue
+                if type(value) is not torch.Tensor:
+                    raise NotImplementedError(
+                        f"{key} of {type(optimizer).__name__} is a {type(value).__name__}: an "
+                        "optimizer of layers that are sharded a second time, such as by "
+                        "fully_shard, has no state dict after the first step"
+                    )
                 if value.shape != parameter.shape:
                     raise NotImplementedError(
                         f"{key} of {type(optimizer).__name__} has shape {list(value.shape)} for a "

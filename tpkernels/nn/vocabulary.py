@@ -2,7 +2,7 @@
 
 The loss does not gather the logits. Each rank reduces its columns to three numbers per row: their
 maximum m_r, the sum s_r of exp(logit - m_r), and the target's logit if that is among them. One
-all-gather of these, 12 bytes per row and rank, gives every rank the loss:
+all-gather of these and of the target, 16 bytes per row and rank, gives every rank the loss:
 
     log(sum_r s_r * exp(m_r - m)) + m - target,  m = max_r m_r
 
@@ -14,7 +14,7 @@ log-sum-exp.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,8 @@ from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.reduce_scatter import reduce_scatter
 
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
-
 _REDUCTIONS = ("mean", "sum", "none")
+_FACTOR = 0x1E3779B97F4A7C15  # odd, of a digest of ids
 
 
 def check_embedding(module: nn.Module, name: str) -> nn.Embedding:
@@ -77,6 +75,31 @@ def _local_ids(
     local = ids - split.offset
     here = (local >= 0) & (local < split.size)
     return local.masked_fill(~here, 0), here
+
+
+def check_ids(ids: torch.Tensor, group: str) -> None:
+    """Compare a digest of ids [...] over the ranks. Collective. Raise as `_require_same` does."""
+    if position(group)[1] > 1 and not ids.is_meta:
+        flat = ids.detach().reshape(-1).long()
+        mixed = (flat + torch.arange(flat.shape[0], device=ids.device)) * _FACTOR
+        digest = ((mixed >> 32) ^ mixed).mul(_FACTOR).sum()
+        # All kinds of groups gather floats; the bits travel as they are.
+        digests = all_gather(digest.view(1, 1).view(torch.float32), group).view(torch.int64)
+        _require_same(digests, "ids")
+
+
+def _require_same(gathered: torch.Tensor, what: str) -> None:
+    """Raise ValueError if the rows of ``gathered`` [world, ...] differ; on a GPU and in compiled
+    code RuntimeError, which names no ranks, on a GPU when it is next synchronised."""
+    same = (gathered == gathered[0]).flatten(1).all(1)
+    remedy = "pass the same on all ranks, and sample with the same torch.manual_seed on all"
+    if torch.compiler.is_compiling() or same.device.type != "cpu" or type(same) is not torch.Tensor:
+        torch._assert_async(same.all(), f"the {what} differ between the ranks; {remedy}")
+    elif not same.all():
+        others = same.logical_not().nonzero().flatten().tolist()
+        raise ValueError(
+            f"the {what} of ranks {others} of the group are not those of rank 0; {remedy}"
+        )
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -146,9 +169,11 @@ class VocabParallelEmbedding(ShardedModule):
         self, ids: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
         """Map ids [...], the same on all ranks, to [..., embedding_dim], all rows or this rank's.
-        Raise RuntimeError if an id is outside the vocabulary."""
+        Raise RuntimeError if an id is outside the vocabulary, ValueError (on GPUs and in compiled
+        code RuntimeError) if ranks have other ids."""
         validation.tensors({"x": ids, "weight": self.weight})
         split = self.splits["weight"]
+        check_ids(ids, self.group)
         local, here = _local_ids(ids, split, None, "an id is")
         weight = self.weight if split.size else F.pad(self.weight, (0, 0, 0, 1))
         padding = None
@@ -188,18 +213,22 @@ class ParallelLMHead(ColumnParallelLinear):
         self.weight = embedding.weight
 
 
-def _statistics(logits: torch.Tensor, local: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
-    """Return [3, rows]: the maximum, the sum of exp(logit - maximum), the target's logit or 0."""
+def _statistics(
+    logits: torch.Tensor, target: torch.Tensor, local: torch.Tensor, here: torch.Tensor
+) -> torch.Tensor:
+    """Return [4, rows]: the maximum, the sum of exp(logit - maximum), the target's logit or 0, and
+    the target."""
     rows = logits.shape[0]
     if not logits.shape[1]:
-        empty = logits.new_zeros(3, rows)
+        empty = logits.new_zeros(4, rows)
         empty[0].fill_(-torch.inf)
+        empty[3] = target
         return empty
     top = logits.amax(1)
     # -inf - -inf is NaN: subtract 0 from a row of -inf, whose sum is then 0.
     exponentials = (logits - top.masked_fill(top == -torch.inf, 0).unsqueeze(1)).exp_().sum(1)
-    target = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
-    return torch.stack([top, exponentials, target])
+    own = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
+    return torch.stack([top, exponentials, own, target.to(logits.dtype)])
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -209,19 +238,21 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: torch.Tensor,
+        target: torch.Tensor,
         local: torch.Tensor,
         here: torch.Tensor,
         ignored: torch.Tensor,
         group: str,
         world: int,
     ) -> torch.Tensor:
-        statistics = _statistics(logits.to(dtypes.accumulator(logits.dtype)), local, here)
-        tops, sums, targets = all_gather(statistics, group).view(world, 3, -1).unbind(1)
+        statistics = _statistics(logits.to(dtypes.accumulator(logits.dtype)), target, local, here)
+        tops, sums, owns, ids = all_gather(statistics, group).view(world, 4, -1).unbind(1)
+        _require_same(ids, "targets")
         top = tops.amax(0)
         total = (sums * (tops - top).exp()).sum(0)
         log_sum = total.log() + top
         ctx.save_for_backward(logits, local, here, ignored, log_sum)
-        return (log_sum - targets.sum(0)).masked_fill(ignored, 0)
+        return (log_sum - owns.sum(0)).masked_fill(ignored, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -238,7 +269,7 @@ class _CrossEntropy(torch.autograd.Function):
         factor = grad.masked_fill(ignored, 0).unsqueeze(1)
         # Filled, not multiplied by 0: an ignored row may hold infinities.
         grad_logits = probability.mul_(factor).masked_fill_(ignored.unsqueeze(1), 0)
-        return grad_logits.to(logits.dtype), None, None, None, None, None
+        return grad_logits.to(logits.dtype), None, None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -268,6 +299,7 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: shapes or devices do not fit, or ``reduction`` is unknown.
+        ValueError (on GPUs and in compiled code RuntimeError): ranks have other targets.
         RuntimeError: a target is outside the vocabulary and not ``ignore_index``.
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
@@ -292,7 +324,9 @@ def vocab_parallel_cross_entropy(
     ignored = flat == ignore_index
     local, here = _local_ids(flat, split, ignored, "a target is")
     columns = logits.reshape(flat.shape[0], split.size)
-    rows: torch.Tensor = _CrossEntropy.apply(columns, local, here & ~ignored, ignored, name, world)
+    rows: torch.Tensor = _CrossEntropy.apply(
+        columns, flat, local, here & ~ignored, ignored, name, world
+    )
     if reduction == "none":
         return rows.view(target.shape)
     total = rows.sum()

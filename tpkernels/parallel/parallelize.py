@@ -41,8 +41,10 @@ def parallelize(
 
     The model is called as before, with the same input on all ranks. All ranks get whole logits,
     hidden states, attention weights and loss, and the gradients of the unsharded model.
-    ``generate`` works; sampling needs the same random state on all ranks. Training with dropout
-    raises NotImplementedError on more than one rank, when the model is called.
+    ``generate`` works; sampling needs the same random state on all ranks. If ranks pass other ids
+    to the embedding, all of them raise ValueError (on GPUs and in compiled code RuntimeError).
+    Training with dropout raises NotImplementedError on more than one rank, when the model is
+    called.
 
     Modules and parameters that are shared stay shared. What a module that is replaced would lose is
     refused by name: its hooks and those of its parameters, a ``forward`` of its own, more

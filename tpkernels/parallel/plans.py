@@ -56,7 +56,7 @@ from tpkernels.nn.sharding import (
     check_plain,
     position,
 )
-from tpkernels.nn.vocabulary import check_embedding
+from tpkernels.nn.vocabulary import check_embedding, check_ids
 from tpkernels.parallel import decoder
 from tpkernels.parallel.decoder import (
     GATE_UP,
@@ -248,6 +248,10 @@ def apply(
         if norm not in layers:
             decoder.share_weights(norm, [norm], group, of_rows)
     _put(model, layers)
+    of_model: Any = model
+    embedding = of_model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding):  # all ranks have it whole
+        embedding.register_forward_pre_hook(partial(_check_ids, group))
     for block in blocks:
         _connect(block, group, rows)
     if stack is not None:
@@ -262,6 +266,11 @@ def apply(
         _refuse_dropout(model)
     if pack and not read_later:
         pack_(model, dtype=decoder.packed_dtype(pack))
+
+
+def _check_ids(group: str, embedding: nn.Module, args: Any) -> None:
+    """Forward pre-hook of an embedding that all ranks have whole."""
+    check_ids(args[0], group)
 
 
 def _own_plan(model: Any) -> dict[str, str]:

@@ -92,6 +92,8 @@ class Link:
 
     def __post_init__(self) -> None:
         _check_positive(self.call, self.bandwidth)
+        if not self.step >= 0:
+            raise ValueError(f"a step is {self.step!r}")
 
     def ring_seconds(self, ranks: int, received: float, passes: int = 1) -> float:
         """Return the seconds in which each rank receives so many bytes in each pass."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,8 +24,10 @@ import torch
 from tpkernels import _C, nvml
 from tpkernels.cache import cache_folder, read_trusted, replace_file
 from tpkernels.op_spec import OPS, OpSpec
+from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.machine import nccl_version, versions
 from tpkernels.records import from_json
+from tpkernels.text import shown
 
 FORMAT = "tpkernels qualified 1"
 QUALIFIED, DISQUALIFIED, NOT_RUN = "qualified", "disqualified", "not run"
@@ -147,6 +150,10 @@ class Outcome:
     why: str = ""  #: it was not run
     failure: Failure | None = None
 
+    def __post_init__(self) -> None:
+        if self.status not in (QUALIFIED, DISQUALIFIED, NOT_RUN):
+            raise ValueError(f"a status is {shown(self.status)}")
+
     @property
     def reason(self) -> str:
         """Return why it is not qualified."""
@@ -166,6 +173,15 @@ class Record:
     date: str = ""
     litmus: Mapping[str, Mapping[str, Outcome]] = field(default_factory=dict)
     ways: Mapping[str, Mapping[str, Outcome]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for world in (*self.litmus, *self.ways):
+            if re.fullmatch("[1-9][0-9]{0,8}", world) is None:
+                raise ValueError(f"a number of ranks is {shown(world)}")
+        for way in (name for outcomes in self.ways.values() for name in outcomes):
+            algorithm, *names = way.split("/")
+            if algorithm not in ALGORITHMS or len(names) != 1:
+                raise ValueError(f"a way is {shown(way)}")
 
     def trust(self, world: int) -> Trust:
         """Return what a group of ``world`` ranks may go by."""

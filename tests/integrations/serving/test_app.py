@@ -144,6 +144,40 @@ def test_log_probabilities() -> None:
         assert len(choice["logprobs"]["content"]) == 2
 
 
+def test_offsets_count_special_tokens_that_the_prompt_has_as_text() -> None:
+    """And not those that the echo of a prompt of tokens leaves out, nor those of the answer."""
+    with served("e") as (http, _):
+        fields = {"max_tokens": 2, "echo": True, "logprobs": 1}
+        for prompt, text in (("a</s>b", "a</s>be"), (tokens_of("a") + tokens_of("b")[:-1], "abe")):
+            (choice,) = complete(http, prompt=prompt, **fields).json()["choices"]
+            assert choice["text"] == text and choice["logprobs"]["tokens"][1] == "</s>"
+            begins = [text.find(token, i) for i, token in enumerate("abe")]
+            found = choice["logprobs"]["text_offset"]
+            assert [found[0], *found[2:4]] == begins and found[1] == 1
+
+
+def test_bytes_of_parts_of_characters() -> None:
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from tpkernels.integrations.transformers.serving.api import Prompts
+
+    names = ["a", *(f"<0x{byte:02X}>" for byte in "\N{EURO SIGN}".encode())]
+    fallback = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    by_byte = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    by_byte.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_byte.decoder = decoders.ByteLevel()
+    for backend in (fallback, by_byte):
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+        prompts = Prompts(tokenizer, vocabulary=300, most=5)
+        tokens = range(1, 4) if backend is fallback else tokenizer("\N{EURO SIGN}")["input_ids"]
+        parts = [byte for token in tokens for byte in prompts.text_of(token)[1] or ()]
+        assert bytes(parts).decode() == "\N{EURO SIGN}"
+        assert prompts.text_of(tokenizer("a")["input_ids"][0]) == ("a", [97])
+
+
 @pytest.mark.parametrize("new", [0, 1])
 @pytest.mark.parametrize("prompt", ["how", tokens_of("how")[:-1]])
 def test_an_echo_with_log_probabilities(new: int, prompt: Any) -> None:

@@ -24,7 +24,7 @@ GOOD = {
 }
 BOTH = {
     "temperature": [-1, 2.5, "hot", [], {}],
-    "top_p": [0, 1.1, "most"],
+    "top_p": [-0.1, 1.1, "most"],
     "top_k": [-2, 1.5, 1 << 31],
     "min_p": [-0.1, 1.5, "some"],
     "max_tokens": [0, -1, 1.5, "many", 10**30, LENGTH],
@@ -134,6 +134,9 @@ def test_fields_that_change_nothing_are_taken(http: TestClient) -> None:
         "top_k": -1,
         "stop": [],
         "stream_options": None,
+        "stream": None,
+        "reasoning_effort": None,
+        "top_p": 0,
     }
     for path, good in GOOD.items():
         for fields in (neutral, {}):  # the refusals would pass if it refused all
@@ -199,6 +202,20 @@ def test_json_must_be_declared(http: TestClient) -> None:
         reply = http.post("/v1/completions", content=content, headers={"content-type": kind})
         message = error_of(reply, 400)["message"]
         assert message == f"content-type is '{kind}'; send application/json"
+
+
+def test_empty_stops_are_named(http: TestClient) -> None:
+    for stop in ("", [""], ["a", ""]):
+        reply = http.post("/v1/completions", json={**GOOD["/v1/completions"], "stop": stop})
+        assert error_of(reply, 400)["message"] == "stop: a string is empty; leave it out"
+
+
+def test_turns_as_the_client_of_openai_keeps_them(http: TestClient) -> None:
+    """``model_dump()`` of a reply has a null for each field that it lacks."""
+    lacking = dict.fromkeys(("refusal", "tool_calls", "function_call", "audio", "annotations"))
+    answer = {"role": "assistant", "content": "b", **lacking}
+    reply = http.post("/v1/chat/completions", json={"model": NAME, "messages": [*MESSAGES, answer]})
+    assert reply.status_code == 200, reply.text
 
 
 def test_where_json_ends_being_json(http: TestClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,7 +14,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from tests.support.serving import NAME, FakeManager, app_of, service, tokens_of
-from tpkernels.integrations.transformers.serving.app import Service
+from tpkernels.integrations.transformers.serving import app as serving_app
+from tpkernels.integrations.transformers.serving.app import Protocol, Service
 
 LONG = "abcdefghij" * 4
 
@@ -144,3 +146,44 @@ async def failing() -> None:
 
 def test_a_generation_that_fails_ends_all_answers() -> None:
     asyncio.run(failing())
+
+
+def test_headers_that_are_late_or_no_http() -> None:
+    """A client that sends its header slowly, or nothing, also after an answer, is told so and cut
+    off; one that speaks no HTTP gets JSON, too."""
+
+    import uvicorn
+
+    async def test() -> list[tuple[bytes, Any]]:
+        app = app_of(service(FakeManager(tokens_of("b"))))
+        config = uvicorn.Config(app, http=Protocol, port=0, log_level="critical")
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        [listening] = server.servers[0].sockets
+        good = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+        async def replies(*parts: bytes) -> list[tuple[bytes, Any]]:
+            reader, writer = await asyncio.open_connection(*listening.getsockname()[:2])
+            for part in parts:
+                writer.write(part)
+                await asyncio.sleep(0.02)
+            received = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            _, *each = received.split(b"HTTP/1.1 ")
+            return [(one[:3], json.loads(one.partition(b"\r\n\r\n")[2])) for one in each]
+
+        found = await replies(b"GET / HT", *[b"x"] * 3)
+        found += await replies()
+        found += (await replies(good, b"GET / HT"))[1:]
+        found += await replies(b"nonsense\r\n\r\n")
+        server.should_exit = True
+        await serving
+        return found
+
+    with mock.patch.object(serving_app, "_HEADER_S", 0.3):
+        found = asyncio.run(test())
+    assert [status for status, _ in found] == [b"408", b"408", b"408", b"400"]
+    texts = [reply["error"]["message"] for _, reply in found]
+    assert texts[0] == "the header took longer than 0.3 s" and "Invalid HTTP" in texts[-1]

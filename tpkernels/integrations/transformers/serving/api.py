@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import time
 import uuid
@@ -17,7 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 from tpkernels.integrations.transformers.sampling import Logprob, Sampling
 from tpkernels.integrations.transformers.text_stream import Decoder
@@ -27,6 +36,7 @@ DONE = "data: [DONE]\n\n"
 _MOST_STOPS = 16
 _MOST_PROMPTS = _MOST_ANSWERS = 128  # of a request; and answers to a prompt
 _MOST_LOGPROBS = 20  # of the likeliest tokens
+_LEAST_TOP_P = 1e-6  # keeps the likeliest token alone
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _MOST_MESSAGE, _MOST_PARAM = 1000, 100  # characters; what clients sent may be quoted in them
@@ -82,7 +92,7 @@ _Unsupported = Annotated[Any, AfterValidator(_only())]
 _One = Annotated[Any, AfterValidator(_only(1))]
 _No = Annotated[Any, AfterValidator(_only(False))]
 _Empty = Annotated[Any, AfterValidator(_only({}, []))]
-_Stop = Annotated[_Text, Field(min_length=1, max_length=1024)]
+_Stop = Annotated[_Text, Field(max_length=1024)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 _Penalty = Annotated[_Number, Field(ge=-2, le=2)]
 _Logprobs = Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)]
@@ -118,7 +128,16 @@ class Wanted:
 
 
 class _Strict(BaseModel):
+    """A field that is null counts as left out, also one that this server lacks."""
+
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class StreamOptions(_Strict):
@@ -134,7 +153,7 @@ class Request(_Strict):
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: _Number | None = Field(None, ge=0, le=2)
-    top_p: _Number | None = Field(None, gt=0, le=1)
+    top_p: _Number | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
     min_p: _Number | None = Field(None, ge=0, le=1)
     stop: _Stop | list[_Stop] | None = None
@@ -154,11 +173,14 @@ class Request(_Strict):
     store: Any = None
     prompt_cache_key: Any = None
 
-    @field_validator("stop")
+    @field_validator("stop", mode="before")
     @classmethod
-    def _few_stops(cls, stop: Any) -> Any:
-        if isinstance(stop, list) and len(stop) > _MOST_STOPS:
-            raise ValueError(f"{len(stop)} strings; at most {_MOST_STOPS}")
+    def _stops(cls, stop: Any) -> Any:
+        stops = stop if isinstance(stop, list) else [stop]
+        if len(stops) > _MOST_STOPS:
+            raise ValueError(f"{len(stops)} strings; at most {_MOST_STOPS}")
+        if "" in stops:
+            raise ValueError("a string is empty; leave it out")
         return stop
 
     def asked_tokens(self) -> int | None:
@@ -195,7 +217,7 @@ class Request(_Strict):
             max_new_tokens=room if asked is None else asked,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
+            top_p=1.0 if self.top_p is None else max(self.top_p, _LEAST_TOP_P),
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
             presence_penalty=self.presence_penalty or 0.0,
@@ -284,6 +306,17 @@ class ChatRequest(Request):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+def _bytes_of(name: str) -> list[int] | None:
+    """Return the bytes of a token by its name: "<0xE2>", or a character of GPT-2's for each."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    if re.fullmatch("<0x[0-9A-F]{2}>", name):
+        return [int(name[3:5], 16)]
+    bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    found = [bytes_of.get(character, -1) for character in name]
+    return None if -1 in found else found
+
+
 class Prompts:
     """Turns prompts into tokens, for a model with a ``vocabulary`` of tokens of which a prompt and
     its answer have at ``most`` so many. Raise ValueError if the tokenizer is not a fast one."""
@@ -295,6 +328,7 @@ class Prompts:
                 "model's folder"
             )
         self.tokenizer, self._vocabulary, self.most = tokenizer, vocabulary, most
+        self.special = frozenset(tokenizer.all_special_ids)
         self._texts: dict[int, tuple[str, list[int] | None]] = {}
         # A first call may change settings of the tokenizer, which threads must not do at once.
         self._before = self._tokens("a", special=False)
@@ -322,14 +356,15 @@ class Prompts:
 
     def text_of(self, token: int) -> tuple[str, list[int] | None]:
         """Return the text of a token and its bytes; of a part of a character, the token's name in
-        the vocabulary and None."""
+        the vocabulary, and None if that tells no bytes."""
         if token not in self._texts:
             # A token at the beginning of a text would lose its space.
             begin, whole = map(self.tokenizer.decode, (self._before, [*self._before, token]))
             text = whole[len(begin) :]
             self._texts[token] = text, list(text.encode())
             if "\ufffd" in text:
-                self._texts[token] = self.tokenizer.convert_ids_to_tokens(token), None
+                name = self.tokenizer.convert_ids_to_tokens(token)
+                self._texts[token] = name, _bytes_of(name)
         return self._texts[token]
 
     def _tokens(self, text: str, special: bool = True) -> list[int]:
@@ -376,9 +411,10 @@ class Piece:
 class Replies:
     """The replies to one request, whole or as server-sent events."""
 
-    def __init__(self, body: Request, prompts: Prompts, prompt_tokens: int) -> None:
+    def __init__(self, body: Request, prompts: Prompts, sent: Sequence[Prompt]) -> None:
         self._chat, self._model = isinstance(body, ChatRequest), body.model
-        self._prompts, self._prompt_tokens = prompts, prompt_tokens
+        self._prompts, self._prompt_tokens = prompts, sum(len(one.tokens) for one in sent)
+        self._echoes = [one.echo or "" for one in sent for _ in range(body.n or 1)]
         self._id, self._created = uuid.uuid4().hex, int(time.time())
         self._tokens: dict[int, int] = {}  # of each answer
         self._places: dict[int, tuple[Decoder, int]] = {}  # where its next token begins in its text
@@ -454,7 +490,11 @@ class Replies:
         if index not in self._places:
             self._places[index] = Decoder(self._prompts.tokenizer), 0
         decoder, begin = self._places[index]
-        self._places[index] = decoder, begin + len(decoder.step(token))
+        text = decoder.step(token)
+        if not text and token in self._prompts.special:  # which a prompt may have as text
+            special, _ = self._prompts.text_of(token)
+            text = special if self._echoes[index].startswith(special, begin) else ""
+        self._places[index] = decoder, begin + len(text)
         return begin
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 import hmac
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -18,12 +20,14 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tpkernels.integrations.transformers.serving import api
 from tpkernels.integrations.transformers.serving.api import ApiError, Piece, Prompt, Replies
 from tpkernels.integrations.transformers.serving.batcher import Answers, Batcher
 
 _HUNG_UP = 499  # nginx's status for a client that has gone
+_HEADER_S = 30.0  # for a client to send the header of a request
 _BODY_S = 30.0  # for a client to send its body
 _RETRY_S = 1  # after which a refused client may try again
 _SLOW_READER_S = 30.0  # in addition to the time for the answer, for a client to read it
@@ -100,7 +104,7 @@ async def _answer(
 ) -> Response:
     answers = service.batcher.submit(body.wanted(prompts, service.prompts.most))
     pieces = answers.pieces()
-    replies = Replies(body, service.prompts, sum(len(prompt.tokens) for prompt in prompts))
+    replies = Replies(body, service.prompts, prompts)
     try:  # Errors until a stream begins have a status of their own.
         received = await _unless_gone(request, _take(pieces, 1 if body.stream else None))
     except BaseException:
@@ -206,7 +210,7 @@ class _Guard:
             self._check_key(scope)
             try:
                 body = await asyncio.wait_for(self._read(receive), _BODY_S)
-            except asyncio.TimeoutError as error:
+            except TimeoutError as error:
                 raise ApiError(408, f"the body took longer than {_BODY_S:g} s") from error
         except ApiError as error:
             reply = JSONResponse(error.body(), error.status)
@@ -242,6 +246,47 @@ class _Guard:
                 raise ApiError(413, f"the body has more than {most} bytes")
             if not message.get("more_body", False):
                 return bytes(body)
+
+
+class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's, with a limit of the time for a request's header, and errors in JSON."""
+
+    _waiting: asyncio.TimerHandle | None = None  # for a header
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _wait(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+        late = f"the header took longer than {_HEADER_S:g} s"
+        self._waiting = self.loop.call_later(_HEADER_S, self._refuse, 408, late)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Close the connection, with a reply if none is under way. A late header is none then."""
+        if self.cycle is None or self.cycle.response_complete:
+            body = json.dumps(ApiError(status, message).body()).encode()
+            head = (
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json"
+                f"\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        elif status == 408:
+            return
+        self.transport.close()
 
 
 def _refusal(request: Request, error: RequestValidationError) -> ApiError:

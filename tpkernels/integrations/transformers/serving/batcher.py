@@ -262,7 +262,7 @@ class Answers:
             seconds = self._begin + self._limit - time.monotonic()
             try:
                 await asyncio.wait_for(self.arrived.wait(), max(seconds, 0))
-            except asyncio.TimeoutError as error:
+            except TimeoutError as error:
                 raise ApiError(504, f"the answer took longer than {self._limit:g} s") from error
             self.arrived.clear()
             for answer in list(left):

@@ -265,7 +265,7 @@ async def _serve_http(
     import uvicorn
 
     from tpkernels.integrations.transformers.serving.api import Prompts
-    from tpkernels.integrations.transformers.serving.app import Service, make_app
+    from tpkernels.integrations.transformers.serving.app import Protocol, Service, make_app
     from tpkernels.integrations.transformers.serving.batcher import FAILED, STOPPING, Batcher
 
     longest = model.config.max_position_embeddings
@@ -307,6 +307,7 @@ async def _serve_http(
 
     config = uvicorn.Config(
         make_app(Service(options.name, batcher, prompts, options.key), lifespan),
+        http=Protocol,
         log_level="warning",
         access_log=False,
         lifespan="on",
