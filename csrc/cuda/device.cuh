@@ -105,6 +105,15 @@ TPK_DEVICE u64 add_acq_rel_gpu(u64* to, u64 value) {
   return before;
 }
 
+TPK_DEVICE u64 max_relaxed_gpu(u64* to, u64 value) {
+  u64 before;
+  asm volatile("atom.relaxed.gpu.global.max.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(to), "l"(value)
+               : "memory");
+  return before;
+}
+
 TPK_DEVICE u64 cas_acq_rel_gpu(u64* to, u64 expected, u64 value) {
   u64 before;
   asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"

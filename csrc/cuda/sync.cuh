@@ -147,7 +147,7 @@ TPK_DEVICE void fail(const Peers& peers, u64 kind, u64 source, u64 seen) {
 TPK_DEVICE u64 lost_rank(const Space& space, u64 now) {
   u64* state = space.state;
   const u64 looked = load_relaxed_gpu(state + kStateLooked);
-  if (now > looked + kLookNs && cas_acq_rel_gpu(state + kStateLooked, looked, now) == looked) {
+  if (now > looked + kLookNs && max_relaxed_gpu(state + kStateLooked, now) == looked) {
     const u64 lost = load_relaxed_sys(space.control + kAbort);
     if (lost != 0) store_relaxed_sys(state + kStateLost, lost);
   }

@@ -211,9 +211,6 @@ def test_refusals_name_the_module() -> list[str]:
             "is computed when its parent module is called": (
                 lambda: twice.model.layers[0].mlp.up_proj(torch.zeros(1, 2, 36))
             ),
-            "RuntimeError: an id is outside the vocabulary of 47: 50": (
-                lambda: twice(torch.tensor([[1, 50, 99]]))
-            ),
             "resize_token_embeddings cannot resize an embedding or head that is split": (
                 lambda: twice.resize_token_embeddings(50)
             ),

@@ -77,6 +77,13 @@ inline u64 add_acq_rel_gpu(u64* p, u64 v) {
   ++emulated::here.counts.atomics;
   return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
 }
+inline u64 max_relaxed_gpu(u64* p, u64 v) {
+  u64 seen = load_relaxed_gpu(p);
+  while (seen < v &&
+         !__atomic_compare_exchange_n(p, &seen, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return seen;
+}
 inline u64 cas_acq_rel_gpu(u64* p, u64 expected, u64 v) {
   __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   return expected;
