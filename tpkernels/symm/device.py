@@ -46,8 +46,8 @@ LAST_EPOCH = 0xFFFF_FFFE
 # once STATUS is set; a kernel writes it.
 CONTROL = ABORT, FAILED = range(2)
 # `scratch`: where up to 512 programs of a kernel make descriptors of 128 bytes each, one for each
-# of the pipeline's stages (at most 4) and one more. The calls of a group come one after the other.
-SCRATCH_BYTES = 512 * 5 * 128
+# of the pipeline's stages (at most 6) and one more. The calls of a group come one after the other.
+SCRATCH_BYTES = 512 * 7 * 128
 # Values of STATUS.
 MISMATCH, TIMEOUT, ABORTED = 1, 2, 3
 _ERRORS = {
