@@ -50,7 +50,7 @@ constexpr int kEntered = 0, kTiles = 1;
 constexpr u64 kEpochMask = 0xffffffffull;
 // Epochs are 1 to kLastEpoch, then 1 again, which has the other parity.
 constexpr u64 kLastEpoch = 0xfffffffeull;
-constexpr int kPolls = 32;  // polls of a word between checks for failure
+constexpr int kPolls = 32;        // polls of a word between checks for failure
 constexpr u64 kLookNs = 1000000;  // between two reads of the host's kAbort
 
 // A call, as seen by one block.
