@@ -84,10 +84,11 @@ def _config(call: Call, x: torch.Tensor, w: torch.Tensor) -> MatmulConfig:
     columns of w: ranks that sum choose the same."""
     from tpkernels.kernels.configs import choose
 
-    rows, routes = call.problem.rows, call.problem.options.routes
+    rows, columns, routes = call.problem.rows, w.shape[-1], call.problem.options.routes
     if routes is not None:
         rows = sum(call.problem.sizes) * routes[1] // routes[0]
-    return choose(x.device, x.dtype, rows, w.shape[-1], call.plan.config)
+        columns *= len(w)  # of all experts here, whose tiles share the grid
+    return choose(x.device, x.dtype, rows, columns, call.plan.config)
 
 
 def _place(x: torch.Tensor) -> Hashable:

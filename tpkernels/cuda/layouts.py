@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tpkernels.integers import ceil_div, round_up
 
 # Largest tensor that is gathered or scattered by LL, in bytes, counted over all ranks. NCCL's range
-# for LL; untuned: no GPU has run it. Of all-reduces: planning/cost.py.
+# for LL, not measured over a link. Of all-reduces: planning/cost.py.
 LL_BYTES = 128 << 10
 # Most blocks of a call: few, since blocks take SMs from a matmul. Elements of an all-reduce, and
 # bytes of a shard, for each. Not measured.

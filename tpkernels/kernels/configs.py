@@ -218,7 +218,7 @@ for _arch in (80, 90, 100):
 _FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 _SMALLER = (128, 128, 64, 4, 5)
 _FEW = (64, 32, 128, 4, 6), (64, 128, 128, 4, 4)
-_MANY = _SMALLER, (128, 256, 64, 8, 4)
+_MANY = _SMALLER, (128, 256, 64, 8, 3), (128, 256, 64, 8, 4)
 # The smaller tiles are taken if their waves are shorter by more than this: an element of a tile
 # takes them 4 to 7 % longer (1024x8192x3584, 4096x3584x8192).
 _LONGER = 1.07
@@ -244,8 +244,10 @@ def choose(
     """
     few = rows <= _SMALL_M
     config = _chosen(device, dtype, few, tuned)
-    if few or tuned or dtype.itemsize != 2 or INTERPRETED or properties_of(device)[0] != 90:
-        return config  # smaller tiles were measured there only
+    # Smaller tiles were measured there only.
+    measured = dtype.itemsize == 2 and not INTERPRETED and properties_of(device)[0] == 90
+    if few or not measured or tuned in CANDIDATES[few]:
+        return config
     smaller = _chosen(device, dtype, few, tuple(zip(_FIELDS, _SMALLER, strict=True)))
     shorter = _LONGER * smaller.waves(rows, columns) < config.waves(rows, columns)
     return smaller if shorter else config

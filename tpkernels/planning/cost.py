@@ -254,7 +254,7 @@ def fused_seconds(
 
 # An all-reduce of few bytes on GPUs: in one hop or two, by LL or with fences. All
 # ranks decide alike: by the bytes, the number of ranks, and what they have agreed on at set-up. The
-# kernels are in csrc/cuda/{ll,all_reduce}.cuh; no GPU has timed them.
+# kernels are in csrc/cuda/{ll,all_reduce}.cuh; none has been timed over a link.
 
 # A store that a peer sees, by NVLink: the latencies of LL, which needs no fence, and of Simple,
 # which has one, in NCCL's model (NVIDIA/nccl, src/graph/tuning.cc, rings).

@@ -83,7 +83,7 @@ class Measurement:
     other: int
     ms: Mapping[str, float]
     date: str
-    config: Config = ()  #: of the `fused` kernels when measured; (): their table's default
+    config: Config = ()  #: of the `fused` kernels when measured; (): what `configs.choose` takes
     tried: bool = False  #: in calls of ``auto`` (tuning/contest.py), not by `tpkernels tune`
 
     def ratio(self, algorithm: str, among: Collection[str]) -> float:

@@ -21,10 +21,11 @@ FAULTS = ("late", "killed", "another call")  #: of one rank
 LITMUS = ("messages", "words", "copies", "bulk")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
 
-# Seconds of a stage on GPUs. Start: ranks, contexts, symmetric memory; and its calls. Assumed: no
-# GPU has run one. Compiling: for each of so many Triton kernels, which take 0.94 s of CPU time for
-# sm_90 in the median of 15, and 8.1 s the first one. AMD EPYC Zen 5, 2026-11-25,
-# tests/support/kernel_builds.py. On AMD EPYC Zen 1, 2026-11-26, 0.7 to 1.6 s.
+# Seconds of a stage on GPUs. Start: ranks, contexts, symmetric memory; and its calls. Together 1 to
+# 6 s on an H200, 2026-11-26, and 13 to 22 s with compiling. Compiling: for each of so many Triton
+# kernels, which take 0.94 s of CPU time for sm_90 in the median of 15, and 8.1 s the first one. AMD
+# EPYC Zen 5, 2026-11-25, tests/support/kernel_builds.py. On AMD EPYC Zen 1, 2026-11-26, 0.7 to
+# 1.6 s.
 START_S, CALLS_S, COMPILE_S = 4.0, 2.0, 1.0
 _KERNELS = {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 18, COPY_ENGINES: 6, "routed": 42}
 _VIRTUAL_KERNELS = 5  # more: for 4 and 8 ranks, and without waits

@@ -37,8 +37,8 @@ STATE = EPOCH, ENDED, STATUS, PEER, EXPECTED, SEEN, CLOCK, LOST, LOOKED = range(
 # From the next cache line on, flags: what copy engines have brought within a call
 # (csrc/cuda/sync.cuh).
 FLAGS_AT, FLAGS = _LINE, 1024
-# A device reads ABORT at most once in so many ns, whatever waits there. On an H200, reads by 115
-# waiting programs slowed the copies of other multiprocessors down to a tenth.
+# The kernels of a rank read ABORT at most once in so many ns, however many programs wait. On an
+# H200, reads by 115 waiting programs slowed the copies of other multiprocessors down to a tenth.
 LOOK_NS = 1_000_000
 # Epochs are 1 to LAST_EPOCH, then 1 again. A word that was never written has epoch 0.
 LAST_EPOCH = 0xFFFF_FFFE
