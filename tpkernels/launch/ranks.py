@@ -236,7 +236,9 @@ class Ranks:
         timeout = self._timeout if timeout is None else _checked_timeout(timeout)
         pickled = _pickled(function, args, kwargs)
         with self._my_turn(timeout):
-            job = self._job = Job(_name_of(function), self.world, timeout)
+            job = self._job = Job(
+                _name_of(function), self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS)
+            )
             outcomes = self._run(job, _RUN, pickled, close_on_error=True)
         return [outcome.value for outcome in outcomes]
 
