@@ -11,8 +11,8 @@
 //
 // Threads: two threads of a rank may make equal calls, and those of a peer in another order. So a
 // call also says how many calls ago its thread made its last one, if the thread is told apart.
-// These numbers agree as long as the ranks' threads take turns in one order, and differ from the
-// first call on that a peer makes on another thread.
+// These numbers agree while the threads of all ranks take turns in one order. They differ at the
+// first call that a peer makes on another thread.
 //
 // Invariant (no overwritten read): in every call, each rank waits for a word of that epoch from
 // every peer, even if that peer sends no data. When rank A starts epoch e+2 it has finished e+1, so

@@ -148,8 +148,8 @@ def test_threads_whose_calls_cross_are_a_mismatch() -> None:
 
 @on_ranks(2)
 def test_threads_that_share_a_group() -> None:
-    """In one order on all ranks; beside the main thread, and beside those of a pool and those that
-    Python has not started, of which any may make a call."""
+    """Named threads call in one order on all ranks. Between their calls come those of the main
+    thread, of a pool's workers, and of threads that Python did not start."""
     group, rank = faults.new_group(), dist.get_rank()
 
     def total(value: float) -> float:

@@ -171,7 +171,7 @@ def test_the_table_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "INTERPRETED", False)
     for arch, few in itertools.product(SMALLER, (True, False)):
         with configs.assuming(arch, 84):
-            chosen = configs._chosen.__wrapped__(torch.device("cpu"), torch.bfloat16, few, ())
+            chosen = configs._chosen(torch.device("cpu"), torch.bfloat16, few, ())
         assert replace(chosen, programs=0) == TABLE[80, 2, few]
 
 

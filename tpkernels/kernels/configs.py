@@ -232,6 +232,7 @@ INTERPRETER = MatmulConfig(
 )  # fmt: skip
 
 
+@functools.lru_cache
 def choose(
     device: torch.device, dtype: torch.dtype, rows: int, columns: int, tuned: Config = ()
 ) -> MatmulConfig:
@@ -253,7 +254,6 @@ def choose(
     return smaller if shorter else config
 
 
-@functools.lru_cache
 def _chosen(device: torch.device, dtype: torch.dtype, few: bool, tuned: Config) -> MatmulConfig:
     if INTERPRETED:
         return replace(INTERPRETER, **dict[str, Any](tuned))
@@ -293,9 +293,9 @@ def properties_of(device: torch.device) -> tuple[int, int]:
 def assuming(capability: int, multiprocessors: int) -> Iterator[None]:
     """Choose configs as for a GPU with these: for ranks that share one, or where there is none."""
     token = _assumed.set((capability, multiprocessors))
-    _chosen.cache_clear()
+    choose.cache_clear()
     try:
         yield
     finally:
         _assumed.reset(token)
-        _chosen.cache_clear()
+        choose.cache_clear()

@@ -169,6 +169,13 @@ def tile_in_turn(segments, N, turn, tiling: tl.constexpr):
 
 
 @triton.jit
+def tile_in_step(segments, N, lane, lanes, skipped, count, step, tiling: tl.constexpr):
+    """Return the tile, as `tile_in_turn`, that program ``lane`` multiplies as number ``step`` of
+    its ``count``. It begins with that of the turn ``lane + skipped * lanes``."""
+    return tile_in_turn(segments, N, lane + (skipped + step) % count * lanes, tiling)
+
+
+@triton.jit
 def tile_at(row, column, row_end, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return a tile of a matrix of N columns: (offset of its corner, offsets within it, mask of
     what is inside the matrix). Only the corner needs 64 bits."""
@@ -200,8 +207,9 @@ def matmul_tiles(
     # next tile are in flight during `after`, or other warps multiply it. Hooks run in the first
     # num_warps warps.
     for i in tl.range(0, count, flatten=before is None, warp_specialize=tiling.specialized):
-        turn = lane + (skipped + i) % count * lanes
-        owner, local, tile_m, tile_n = tile_in_turn(segments, N, turn, tiling)
+        owner, local, tile_m, tile_n = tile_in_step(
+            segments, N, lane, lanes, skipped, count, i, tiling
+        )
         begin, end = segment(segments, owner)
         row, column = begin + tile_m * BLOCK_M, tile_n * BLOCK_N
         corner, x_offsets, x_rows = tile_at(row, 0, end, 1, stride_am, BLOCK_M, 1)
@@ -248,14 +256,16 @@ def matmul_tiles(
             acc = tl.dot(x, y, acc, input_precision="ieee")
             if later is not None:  # noqa: SIM102 - a condition known at compile time and one not
                 if (k == half) & (i > 0):
-                    stored = lane + (skipped + i - 1) % count * lanes
-                    stored_owner, stored_index, _, _ = tile_in_turn(segments, N, stored, tiling)
+                    stored_owner, stored_index, _, _ = tile_in_step(
+                        segments, N, lane, lanes, skipped, count, i - 1, tiling
+                    )
                     later(after_context, stored_owner, stored_index)
         after(after_context, acc, Tile(owner, local, row, column, begin, end))
     if later is not None:  # noqa: SIM102 - as above
         if count > 0:
-            stored = lane + (skipped + count - 1) % count * lanes
-            stored_owner, stored_index, _, _ = tile_in_turn(segments, N, stored, tiling)
+            stored_owner, stored_index, _, _ = tile_in_step(
+                segments, N, lane, lanes, skipped, count, count - 1, tiling
+            )
             later(after_context, stored_owner, stored_index)
 
 

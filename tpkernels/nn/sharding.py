@@ -377,8 +377,8 @@ class ShardedModule(nn.Module):
                     vars(shard).update(vars(full))
                     if full.grad is not None:
                         shard.grad = self.shard_of(name, full.grad).clone()
-                if made is not None and full in made:
-                    made[full] = shard
+                    if full in made:
+                        made[full] = shard
             self.register_parameter(name, shard)
         self.train(module.training)
 

@@ -422,7 +422,7 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str, pack: P
             f"row-parallel one, but {name or type(model).__name__} has {dict(styles)}",
         )
     block.columns = {child: {"gather_output": True} for child in columns}
-    for block.row, row in rows.items():  # one at most, for `_replace`
+    for block.row, row in rows.items():  # one at most
         if len(rows) > 1:
             raise _refuse(prefix + block.row, styles[block.row], "its parent has another such")
         block.row_options = {"whole_input": True, "in_sizes": _cut(row.in_features, group, pack)}
