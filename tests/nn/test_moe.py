@@ -248,14 +248,16 @@ def test_compiled_training_of_whole_experts() -> None:
     """With breaks in the graph, but with the gradients of eager mode."""
     with fresh_group() as group:
         torch.manual_seed(0)
-        options = {"expert_parallel": True, "sequence_parallel": True, "max_rows": 28}
-        moe, grads = MoE(EXPERTS, HIDDEN, WIDTH, group, **options), []
-        x, ids, weights = routes()
-        for call in (moe, torch.compile(moe, backend="aot_eager")):
-            leaf = x.float().requires_grad_()
-            call(leaf, ids, weights.float()).square().sum().backward()
-            grads.append(leaf.grad)
-        assert torch.equal(*grads)
+        for options in ({}, {"sequence_parallel": True}, {"sequence_parallel": True, "max_rows": 28}):
+            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, expert_parallel=True, **options)
+            x, ids, weights = routes()
+            grads = []
+            for call in (moe, torch.compile(moe, backend="aot_eager")):
+                leaves = [x.float().requires_grad_(), weights.float().requires_grad_()]
+                moe.zero_grad()
+                call(leaves[0], ids, leaves[1]).square().sum().backward()
+                grads.append([leaf.grad for leaf in (*leaves, *moe.parameters())])
+            assert all(map(torch.equal, *grads)), options
 
 
 @pytest.mark.parametrize("world", [2])

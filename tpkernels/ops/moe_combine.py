@@ -17,14 +17,16 @@ SCHEMA = (
 )
 
 
-# `moe_dispatch` where the number of this rank's rows is known, so that a graph can be traced.
+# The rows of `moe_dispatch`, as many as `like` has, so that a backward can be traced. It also orders
+# the call after what makes `like`: a compiler would otherwise move a call that needs no gradient
+# into the forward where its result is smaller than its input, which is so on some ranks only.
 define_local(
-    "_moe_dispatch_rows(Tensor x, Tensor routes, int num_experts, str group, SymInt rows, *, "
+    "_moe_dispatch_rows(Tensor x, Tensor routes, int num_experts, str group, Tensor like, *, "
     "SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> Tensor",
-    run=lambda x, routes, num_experts, group, rows, **options: (
+    run=lambda x, routes, num_experts, group, like, **options: (
         torch.ops.tpkernels.moe_dispatch.default(x, routes, num_experts, group, **options)[0]
     ),
-    fake=lambda x, routes, num_experts, group, rows, **_: x.new_empty(rows, x.shape[1]),
+    fake=lambda x, routes, num_experts, group, like, **_: x.new_empty(like.shape[0], x.shape[1]),
 )
 
 
@@ -43,14 +45,12 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     sizes, options = ctx.sizes, ctx.options
     single = routes.reshape(-1, 1), ctx.num_experts, ctx.group
     one_by_one = options | {"shard_sizes": sizes and [size * k for size in sizes]}
-    rows_of, rows = ops._moe_dispatch_rows.default, x.shape[0]
-    of_tokens = rows_of(
-        grad, routes, ctx.num_experts, ctx.group, rows, shard_sizes=sizes, **options
-    )
+    rows_of = ops._moe_dispatch_rows.default
+    of_tokens = rows_of(grad, routes, ctx.num_experts, ctx.group, x, shard_sizes=sizes, **options)
     of_tokens, found = of_tokens.to(wide), {}
     if needs.x:
         factors = weights.to(wide).reshape(-1, 1)
-        found["x"] = (of_tokens * rows_of(factors, *single, rows, **one_by_one)).to(x.dtype)
+        found["x"] = (of_tokens * rows_of(factors, *single, of_tokens, **one_by_one)).to(x.dtype)
     if needs.topk_weights:
         dots = (of_tokens * x.to(wide)).sum(1, keepdim=True)
         ones = dots.new_ones(tokens * k, 1)
