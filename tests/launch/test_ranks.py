@@ -219,6 +219,19 @@ def test_a_dead_rank_is_reported(job: Any, argument: int, exitcode: int, message
     assert pool.exitcodes == [-signal.SIGKILL, exitcode]
 
 
+def die_or_sleep(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_death_in_a_function_is_reported_while_others_are_at_work() -> None:
+    with Ranks(2) as ranks:
+        alive, dead = failure_of(ranks, partial(ranks.run, die_or_sleep, 1)).outcomes
+    assert dead.exitcode == -signal.SIGKILL and alive.timed_out
+    assert alive.seconds < dead.seconds + pool_module.GRACE_SECONDS / 2
+
+
 @pytest.mark.parametrize("where", ["call", "step", "item", "message"])
 def test_a_rank_that_dies_at_work_is_reported_within_a_second(where: str) -> None:
     """In a call, in a step of a stream, in the middle of an item that fills the ring, and with half

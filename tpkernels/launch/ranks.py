@@ -156,6 +156,7 @@ class Ranks:
             set after torch is imported, so it does not affect what torch reads on import.
         timeout: seconds for the factory, and for a call or function that has no other.
         start_timeout: seconds within which all ranks must join the group.
+        lost_grace: seconds that the other ranks have in `run` to report after one has died.
         shared: an object that may hold descriptors, pickled by multiprocessing as the ranks start.
             Every function gets it as the keyword ``shared``.
 
@@ -175,6 +176,7 @@ class Ranks:
         env: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT,
         start_timeout: float = 60.0,
+        lost_grace: float = LOST_GRACE_SECONDS,
         shared: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -183,7 +185,7 @@ class Ranks:
         if env and "OMP_NUM_THREADS" in env:
             raise ValueError(f"pass threads={env['OMP_NUM_THREADS']}, not OMP_NUM_THREADS in env")
         self.world = world
-        self._timeout = _checked_timeout(timeout)
+        self._timeout, self._lost_grace = _checked_timeout(timeout), lost_grace
         self._methods: frozenset[str] = frozenset()
         self._why_closed: str | None = None
         self._pid = os.getpid()
@@ -237,7 +239,7 @@ class Ranks:
         pickled = _pickled(function, args, kwargs)
         with self._my_turn(timeout):
             job = self._job = Job(
-                _name_of(function), self.world, timeout, (GRACE_SECONDS, GRACE_SECONDS)
+                _name_of(function), self.world, timeout, (GRACE_SECONDS, self._lost_grace)
             )
             outcomes = self._run(job, _RUN, pickled, close_on_error=True)
         return [outcome.value for outcome in outcomes]

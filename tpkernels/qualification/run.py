@@ -32,6 +32,7 @@ from tpkernels.qualification import checks, faults, litmus, virtual
 from tpkernels.qualification.schedule import LITMUS, VIRTUAL, Stage, Topology
 
 _CUDA: Any = DeviceType.CUDA
+_REPORT_S = 5.0  # for the other ranks to say what they saw after one was killed
 _GRACE = 4.0  # times the seconds that a stage is expected to take, to its deadline
 _LEAST_S = 60.0
 # What says more about the cause comes first: peers of a rank that crashed, or that left when it saw
@@ -149,7 +150,13 @@ def _reports(
     backend = "gloo" if device == "cpu" else stage.backend
     limit = max(_LEAST_S, _GRACE * stage.seconds * repeats)
     try:
-        with Ranks(world, backend=backend, env=env, start_timeout=_LEAST_S) as ranks:
+        with Ranks(
+            world,
+            backend=backend,
+            env=env,
+            start_timeout=_LEAST_S,
+            lost_grace=_REPORT_S,
+        ) as ranks:
             found = ranks.run(run_on_rank, stage.name, device, repeats, around, timeout=limit)
             return found, []
     except RankError as error:
