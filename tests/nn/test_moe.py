@@ -248,7 +248,11 @@ def test_compiled_training_of_whole_experts() -> None:
     """With breaks in the graph, but with the gradients of eager mode."""
     with fresh_group() as group:
         torch.manual_seed(0)
-        for options in ({}, {"sequence_parallel": True}, {"sequence_parallel": True, "max_rows": 28}):
+        for options in (
+            {},
+            {"sequence_parallel": True},
+            {"sequence_parallel": True, "max_rows": 28},
+        ):
             moe = MoE(EXPERTS, HIDDEN, WIDTH, group, expert_parallel=True, **options)
             x, ids, weights = routes()
             grads = []

@@ -7,6 +7,7 @@ import copy
 import functools
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.support.nn_reference import Model, Shape, inputs
 from tests.support.ranked import fresh_group, messages_of, on_ranks, unlike
 from tests.support.tiers import sweep, thorough
 from tpkernels import nn as tnn
-from tpkernels.nn.linear import ParallelLinear
+from tpkernels.nn.linear import PackableModule, ParallelLinear
 
 SHAPE = Shape(heads=4, kv_heads=2, tied=True)  # one of 3 ranks has no heads
 GROUPS = Shape(heads=6, kv_heads=3, tied=True)  # 24 of K in groups of 8: 16 and 8 on two ranks
@@ -110,6 +111,49 @@ def test_a_packed_model_is_the_same(tmp_path: Path, sequence: bool, drop: bool) 
         ids, targets, rotary = inputs(SHAPE, 0)
         model.loss(ids, targets, rotary).backward()  # type: ignore[no-untyped-call]
     return [failure for failure in failures if not failure.endswith(": ")]
+
+
+def mixture(group: dist.ProcessGroup, seed: int) -> tuple[tnn.MoE, Callable[[], torch.Tensor]]:
+    torch.manual_seed(seed)
+    moe = tnn.MoE(3, 8, 10, group)
+    tokens = torch.linspace(-1, 1, 40).view(5, 8)
+    ids, weights = torch.arange(10).view(5, 2) % 3, torch.ones(5, 2)
+    return moe, lambda: moe(tokens, ids, weights)
+
+
+def decoder(group: dist.ProcessGroup, seed: int) -> tuple[Model, Callable[[], torch.Tensor]]:
+    model = make(group, False, seed)
+    return model, lambda: logits(model)
+
+
+@pytest.mark.parametrize("world", QUICK_WORLDS)
+@pytest.mark.parametrize("drop", [False, True])
+@on_ranks()
+def test_a_checkpoint_read_into_a_state_dict(tmp_path: Path, drop: bool) -> None:
+    """The model computes with it at once, and ``load_state_dict`` packs it. Saving unpacks
+    nothing."""
+    with fresh_group() as group, torch.no_grad():
+        for make_model in (decoder, mixture):
+            (saved, want), (model, call) = make_model(group, 0), make_model(group, 1)
+            before = call()
+            packed = [w.shape for w in tnn.pack_(model, drop=drop).parameters()]
+            folders = [tmp_path / f"{make_model.__name__} {name}" for name in ("saved", "packed")]
+            for folder, state in zip(
+                folders, (saved.state_dict(), model.state_dict()), strict=True
+            ):
+                dcp.save({"model": state}, checkpoint_id=folder)
+            assert [w.shape for w in model.parameters()] == packed
+            for folder, expected in ((folders[0], want()), (folders[1], before)):
+                states = model.state_dict(), model.state_dict()
+                for state in states:
+                    dcp.load({"model": state}, checkpoint_id=folder)
+                    assert torch.allclose(call(), expected, atol=1e-5)
+                model.load_state_dict(states[1])
+                assert [w.shape for w in model.parameters()] == packed
+                assert torch.allclose(call(), expected, atol=1e-5)
+                layers = [one for one in model.modules() if isinstance(one, PackableModule)]
+                empty = [one for one in layers if one._packed is None or one._packed == {}]
+                assert all(one.empty for one in empty)
 
 
 @on_ranks(2)

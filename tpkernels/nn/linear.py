@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from typing import Any, ClassVar, Self, TypeVar, Unpack, cast
 
@@ -28,6 +29,7 @@ from tpkernels.nn.sharding import (
     LayerOptions,
     SequenceOptions,
     ShardedModule,
+    ShardTensor,
     Split,
     check_parameter,
     check_plain,
@@ -55,6 +57,21 @@ class PackableModule(ShardedModule):
         """Raise what `pack_` raises. ``what`` precedes the names of weights in messages."""
         raise NotImplementedError
 
+    def load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
+        """Use ``plain`` weights, which a checkpoint is about to be read into, until the layer is
+        packed again."""
+        raise NotImplementedError
+
+    def _mark_plain(
+        self, state_dict: Mapping[str, Any], prefix: str, plain: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Make `load_into` follow when a checkpoint is read into the ``plain`` weights of a state
+        dict."""
+        for name in plain:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, ShardTensor):
+                value.before_load = partial(self.load_into, plain)
+
 
 class ParallelLinear(PackableModule):
     """``x @ weight^T + bias``, the weight [out_features, in_features] split along one of its
@@ -66,6 +83,8 @@ class ParallelLinear(PackableModule):
     _packed: torch.Tensor | None = None  # what the ops get in place of weight.t()
     _asked_dtype: torch.dtype | None = None  # that `pack_` was given
     _plain_dtype: torch.dtype | None = None  # of a weight that it dropped
+    # What was packed before `load_into`, and whether it was all there was.
+    _before_load: tuple[torch.Tensor, bool] | None = None
 
     def __init__(
         self,
@@ -124,8 +143,9 @@ class ParallelLinear(PackableModule):
 
         State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
         the new weight, unless 8 bits have its values already. Other changes of ``weight`` do not
-        reach the packed one: pack it again. Where a gradient would be needed, the layer raises
-        NotImplementedError. A rank without features has nothing to pack.
+        reach the packed one: pack it again. ``torch.distributed.checkpoint.load`` into a state dict
+        of the layer unpacks it, and ``load_state_dict`` packs it again. Where a gradient would be
+        needed, the layer raises NotImplementedError. A rank without features has nothing to pack.
 
         Args:
             drop: do not keep the plain weight, which takes as much memory again. ``weight`` is then
@@ -166,10 +186,17 @@ class ParallelLinear(PackableModule):
 
     def unpack_(self) -> Self:
         """Undo `pack_`; return the layer. A dropped weight has the values that were packed."""
+        self._before_load = None
         if self._packed is not None:
             self.weight = self._dense_weight()
             self._packed = None
         return self
+
+    def load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
+        if self._packed is not None:
+            self._before_load = self._packed, is_packed(self.weight)
+        if self._before_load is not None:
+            self.weight, self._packed = plain["weight"], None
 
     def _dense_weight(self) -> nn.Parameter:
         if not is_packed(self.weight):
@@ -181,7 +208,7 @@ class ParallelLinear(PackableModule):
     def _plain_weight(self) -> Iterator[None]:
         """Unpack the layer within the block, and pack it again after it, even if it raises.
         Integers are kept if the weight still has their values: they would be quantised again."""
-        packed, drop = self._packed, is_packed(self.weight)
+        packed, drop = self._before_load or (self._packed, is_packed(self.weight))
         self.unpack_()
         try:
             yield
@@ -223,11 +250,13 @@ class ParallelLinear(PackableModule):
             super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        weight, self._parameters["weight"] = self.weight, self._dense_weight()
+        weight, plain = self.weight, self._dense_weight()
+        self._parameters["weight"] = plain
         try:
             super()._save_to_state_dict(destination, prefix, keep_vars)
         finally:
             self._parameters["weight"] = weight
+        self._mark_plain(destination, prefix, {"weight": plain} if self._packed is not None else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, whose weight is the packed one again where that is all there was."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self, Unpack
@@ -171,6 +171,7 @@ class MoE(PackableModule):
         self._packed: dict[str, torch.Tensor] = {}
         self._asked_dtype: torch.dtype | None = None
         self._plain_dtype: torch.dtype | None = None
+        self._drop_again: bool | None = None  # of the `pack_` that `load_into` has undone
         self.reset_parameters()
 
     @classmethod
@@ -377,7 +378,7 @@ class MoE(PackableModule):
 
     def unpack_(self) -> Self:
         """Undo `pack_`; return the layer. A dropped weight has the values that were packed."""
-        self._packed = {}
+        self._packed, self._drop_again = {}, None
         for name in PROJECTIONS:
             w = self.get_parameter(name)
             if is_packed_stack(w):
@@ -385,17 +386,26 @@ class MoE(PackableModule):
                 self.register_parameter(name, nn.Parameter(plain, w.requires_grad))
         return self
 
+    def load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
+        if self._packed:
+            self._drop_again = is_packed_stack(self.get_parameter(PROJECTIONS[0]))
+        if self._drop_again is not None:
+            self._parameters.update(plain)
+            self._packed = {}
+
     @contextmanager
     def _plain_weights(self, *, changed: bool) -> Iterator[None]:
         """Unpack the layer within the block; after it, also if it raises, pack it again, or restore
         what was packed if nothing has ``changed``."""
-        packed, parameters = self._packed, dict(self._parameters)
-        drop = is_packed_stack(self.get_parameter(PROJECTIONS[0]))
-        self.unpack_()
+        packed, parameters, drop = self._packed, dict(self._parameters), self._drop_again
+        if packed:
+            drop = is_packed_stack(self.get_parameter(PROJECTIONS[0]))
+        if changed or packed:
+            self.unpack_()
         try:
             yield
         finally:
-            if packed and changed:
+            if changed and drop is not None:
                 self.pack_(drop=drop, dtype=self._asked_dtype)
             elif packed:
                 self._parameters.update(parameters)
@@ -411,8 +421,11 @@ class MoE(PackableModule):
             super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        packed = bool(self._packed)
         with self._plain_weights(changed=False):
             super()._save_to_state_dict(destination, prefix, keep_vars)
+            plain = {name: self.get_parameter(name) for name in PROJECTIONS if packed}
+        self._mark_plain(destination, prefix, plain)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, whose weights are the packed ones again where that is all there was."""

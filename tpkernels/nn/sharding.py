@@ -171,6 +171,7 @@ class ShardTensor(torch.Tensor):
     local: torch.Tensor
     placement: Split
     group: str
+    before_load: Callable[[], None] | None = None  #: called before a checkpoint is read into it
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, split: Split, group: str) -> ShardTensor:
@@ -241,10 +242,15 @@ class ShardTensor(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, self.size()),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if self.before_load is not None:
+            self.before_load()
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         dim, chunks = self.placement.dim, []

@@ -17,9 +17,9 @@ SCHEMA = (
 )
 
 
-# The rows of `moe_dispatch`, as many as `like` has, so that a backward can be traced. It also orders
-# the call after what makes `like`: a compiler would otherwise move a call that needs no gradient
-# into the forward where its result is smaller than its input, which is so on some ranks only.
+# The rows of `moe_dispatch`, as many as `like` has, so that a backward can be traced. `like` also
+# keeps the call in the backward: a call that needs no gradient is moved into the forward where its
+# result is smaller than its input, which is so on some ranks only.
 define_local(
     "_moe_dispatch_rows(Tensor x, Tensor routes, int num_experts, str group, Tensor like, *, "
     "SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> Tensor",
