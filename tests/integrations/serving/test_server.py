@@ -94,6 +94,33 @@ def test_the_openai_client(server: served.Server, client: Any, greedy: list[str]
     assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens > 0
 
 
+def sleeps(server: served.Server) -> int:
+    """How often the threads that wait for gloo's collectives have gone to sleep."""
+    count = 0
+    for task in (task for pid in server.ranks() for task in Path(f"/proc/{pid}/task").iterdir()):
+        if (task / "comm").read_text().startswith("pt_gloo_runloop"):
+            found = re.search(
+                r"^voluntary_ctxt_switches:\s*(\d+)", (task / "status").read_text(), re.M
+            )
+            count += int(found[1]) if found else 0
+    return count
+
+
+def test_idle_ranks_meet_once_a_second(server: served.Server, client: Any) -> None:
+    """A request starts at once."""
+    fields = body(server, max_tokens=1)
+    before = sleeps(server)
+    time.sleep(3)
+    met = sleeps(server) - before
+    assert 0 < met < 60, met  # transformers alone: 220
+    seconds = []
+    for _ in range(5):
+        begin = time.monotonic()
+        client.completions.create(**fields)
+        seconds.append(time.monotonic() - begin)
+    assert min(seconds) < 0.5, seconds
+
+
 def requests_of(http: Any) -> dict[str, float]:
     shown = http.get("/metrics").text
     found = re.findall(r"^tpkernels_requests_(\S*) (\S+)$", shown, re.MULTILINE)
