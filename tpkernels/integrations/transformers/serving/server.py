@@ -244,19 +244,18 @@ def make_manager(model: Any, options: Options) -> Any:
         ),
     )
     manager.logit_processor = Choices(model)
-    manager._wake_up_loop = _Wake()
     return manager
 
 
 class _Wake(threading.Event):
-    """What the loop of an idle rank waits for. transformers waits 0.1 s, then all ranks meet in two
-    collectives of gloo: 2.6 % of a core with two ranks, AMD EPYC (Zen 1), 2026-11-27. The others
-    wait in the first for rank 0, which a request wakes at once."""
+    """What rank 0's loop waits for when there are no requests. transformers waits 0.1 s, then all
+    ranks meet in two collectives of gloo: 2.6 % of a core with two ranks, AMD EPYC (Zen 1),
+    2026-11-27. The others wait for rank 0 in the first; a request wakes it at once."""
 
     seconds = _IDLE_S
 
     def wait(self, timeout: float | None = None) -> bool:
-        return super().wait(self.seconds if dist.get_rank() == 0 else timeout)
+        return super().wait(self.seconds)
 
 
 def _report_once(manager: Any) -> None:
@@ -281,6 +280,7 @@ async def _serve_http(
     from tpkernels.integrations.transformers.serving.app import Protocol, Service, make_app
     from tpkernels.integrations.transformers.serving.batcher import FAILED, STOPPING, Batcher
 
+    manager._wake_up_loop = wake = _Wake()
     longest = model.config.max_position_embeddings
     most = min(options.max_length or longest, longest, options.cache_tokens)
     end = tokenizer.eos_token_id
@@ -331,6 +331,6 @@ async def _serve_http(
     # uvicorn stops on SIGTERM, and raises it once more at its end, which would kill this rank.
     signal.signal(signal.SIGTERM, lambda *_: None)
     await server.serve(sockets=[listener])
-    manager._wake_up_loop.seconds = _STOPPING_S
-    manager._wake_up_loop.set()
+    wake.seconds = _STOPPING_S
+    wake.set()
     manager.stop(hard_stop=True, timeout=_STOP_S)
