@@ -6,15 +6,18 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tpkernels
+from tests.support.compiled import ops_in
 from tests.support.nn_reference import far
 from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
@@ -243,25 +246,59 @@ def test_an_error_leaves_layers_packed(drop: bool) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize(("sequence", "rows"), [(False, None), (True, None), (True, 28)])
 @on_ranks()
-def test_compiled_training_of_whole_experts() -> None:
-    """With breaks in the graph, but with the gradients of eager mode."""
-    with fresh_group() as group:
-        torch.manual_seed(0)
-        for options in (
-            {},
-            {"sequence_parallel": True},
-            {"sequence_parallel": True, "max_rows": 28},
-        ):
-            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, expert_parallel=True, **options)
-            x, ids, weights = routes()
+def test_compiled_training_of_whole_experts(sequence: bool, rows: int | None) -> None:
+    """With breaks in the graph, but with the gradients of eager mode: by inductor, also where no
+    token goes to the experts of rank 0."""
+    with fresh_group() as group, fresh_cache():
+        options = {"expert_parallel": True, "sequence_parallel": sequence, "max_rows": rows}
+        moe = MoE(EXPERTS, HIDDEN, WIDTH, group, **options)
+        x, uneven, weights = routes()
+        assert moe.splits["down_proj"].sizes == (2, 1)
+        passes = tpkernels.compile.fuse_collectives(group).options
+        ways: list[tuple[torch.Tensor, dict[str, Any]]]
+        ways = [
+            (uneven, {"backend": "aot_eager"}),
+            (torch.full_like(uneven, 2), {"options": passes}),
+        ]
+        for ids, how in ways[1:] if rows else ways:
+            torch._dynamo.reset()
             grads = []
-            for call in (moe, torch.compile(moe, backend="aot_eager")):
+            for call in (moe, torch.compile(moe, **how)):
                 leaves = [x.float().requires_grad_(), weights.float().requires_grad_()]
                 moe.zero_grad()
                 call(leaves[0], ids, leaves[1]).square().sum().backward()
                 grads.append([leaf.grad for leaf in (*leaves, *moe.parameters())])
-            assert all(map(torch.equal, *grads)), options
+            assert all(map(partial(torch.allclose, atol=1e-5), *grads)), how
+
+
+@on_ranks(2)
+def test_no_rows_are_combined_outside_of_graphs_for_training() -> None:
+    """No token goes to the experts of rank 0."""
+    with fresh_group() as group:
+        x, ids, weights = routes()
+        ids = torch.full_like(ids, 2)
+        rows, _, handle = tpkernels.moe_dispatch(x, ids, weights, EXPERTS, group)
+        assert (len(rows) == 0) == (group.rank() == 0)
+        seen: list[str] = []
+
+        def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+            seen.extend(ops_in(module))
+            return module.forward
+
+        def combine(rows: torch.Tensor) -> torch.Tensor:
+            return tpkernels.moe_combine(2 * rows, handle)
+
+        for grad in (True, False):
+            torch._dynamo.reset()
+            seen.clear()
+            with torch.set_grad_enabled(grad):
+                y = torch.compile(combine, backend=backend)(rows.requires_grad_(grad))
+                assert torch.equal(y, combine(rows))
+            if grad:
+                y.sum().backward()
+            assert ("tpkernels::moe_combine" in seen) == (not grad or group.rank() == 1)
 
 
 @pytest.mark.parametrize("world", [2])

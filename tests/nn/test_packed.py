@@ -157,6 +157,41 @@ def test_a_checkpoint_read_into_a_state_dict(tmp_path: Path, drop: bool) -> None
 
 
 @on_ranks(2)
+def test_other_state_dicts_that_a_checkpoint_is_read_into(tmp_path: Path) -> None:
+    """A copy of one, one from before the layer moved, and a checkpoint that lacks a weight; 8
+    bits."""
+    with fresh_group() as group, torch.no_grad():
+        (saved, want), (model, call) = decoder(group, 0), decoder(group, 1)
+        tnn.pack_(model, drop=True)
+        before, old = call(), model.state_dict()
+        copied_state = copy.deepcopy(old)
+        dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path)
+        dcp.load({"model": copied_state}, checkpoint_id=tmp_path)
+        assert torch.equal(call(), before)
+        assert torch.equal(copied_state["head.weight"].local, local(saved)["head.weight"])
+        with pytest.raises(dcp.api.CheckpointException):
+            dcp.load({"other": model.state_dict()}, checkpoint_id=tmp_path)
+        assert torch.allclose(call(), before, atol=1e-5)
+
+        model.bfloat16()
+        before = logits(model, torch.bfloat16)
+        dcp.load({"model": old}, checkpoint_id=tmp_path)  # of float32
+        assert torch.equal(logits(model, torch.bfloat16), before)
+        model.load_state_dict(old)
+        assert torch.allclose(logits(model, torch.bfloat16), want(), atol=0.5)
+
+        eight = tnn.pack_(make(group, False, seed=1, shape=GROUPS), drop=True, dtype=torch.int8)
+        source = make(group, False, shape=GROUPS)
+        dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path / "8")
+        state = eight.state_dict()
+        dcp.load({"model": state}, checkpoint_id=tmp_path / "8")
+        assert all(torch.equal(w, local(source)[name]) for name, w in local(eight).items())
+        eight.load_state_dict(state)
+        again = local(tnn.pack_(source, drop=True, dtype=torch.int8))
+        assert all(torch.equal(w, again[name]) for name, w in local(eight).items())
+
+
+@on_ranks(2)
 def test_a_layer_that_moves() -> None:
     """A layer is packed again in its new dtype; where it cannot be, it says what to do."""
     with fresh_group() as group:

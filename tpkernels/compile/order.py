@@ -39,11 +39,10 @@ def tie_ops(graph: fx.Graph) -> bool:
     """Tie each op and each collective to the one before it, except two functional collectives in a
     row. Return whether anything was tied."""
     ops = {node: op for node in graph.nodes if (op := op_of(node)) is not None and op is not _WAIT}
-    # Private ops are local.
     others = {
         node
         for node, op in ops.items()
-        if (op.namespace == "tpkernels" and op._opname[0] != "_") or str(op) == _EXCHANGE
+        if (op.namespace == "tpkernels" and _communicates(op)) or str(op) == _EXCHANGE
     }
     calls = [n for n, op in ops.items() if n in others or op.namespace == "_c10d_functional"]
     pairs = [pair for pair in pairwise(calls) if not others.isdisjoint(pair)]
@@ -53,6 +52,10 @@ def tie_ops(graph: fx.Graph) -> bool:
     if pairs:
         preserve_node_ordering(graph, after)
     return bool(pairs)
+
+
+def _communicates(op: torch._ops.OpOverload) -> bool:
+    return any(argument.name == "group" for argument in op._schema.arguments)
 
 
 def _tensor_of(node: fx.Node) -> fx.Node:

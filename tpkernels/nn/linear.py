@@ -3,10 +3,10 @@ features (row-parallel), and several column-parallel layers of one input."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import gcd
 from typing import Any, ClassVar, Self, TypeVar, Unpack, cast
 
@@ -57,20 +57,25 @@ class PackableModule(ShardedModule):
         """Raise what `pack_` raises. ``what`` precedes the names of weights in messages."""
         raise NotImplementedError
 
-    def load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
-        """Use ``plain`` weights, which a checkpoint is about to be read into, until the layer is
-        packed again."""
+    def _load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
+        """If the layer is packed, use ``plain`` weights, into which a checkpoint will be read,
+        until it is packed again."""
         raise NotImplementedError
 
-    def _mark_plain(
+    def _follow_loads(
         self, state_dict: Mapping[str, Any], prefix: str, plain: Mapping[str, nn.Parameter]
     ) -> None:
-        """Make `load_into` follow when a checkpoint is read into the ``plain`` weights of a state
-        dict."""
+        """Have `_load_into` called before a checkpoint is read into a state dict with the ``plain``
+        weights."""
+        layer = weakref.ref(self)
+
+        def before_load() -> None:
+            if (alive := layer()) is not None:
+                alive._load_into(plain)
+
         for name in plain:
-            value = state_dict.get(prefix + name)
-            if isinstance(value, ShardTensor):
-                value.before_load = partial(self.load_into, plain)
+            if isinstance(value := state_dict.get(prefix + name), ShardTensor):
+                value._before_load = before_load
 
 
 class ParallelLinear(PackableModule):
@@ -83,8 +88,8 @@ class ParallelLinear(PackableModule):
     _packed: torch.Tensor | None = None  # what the ops get in place of weight.t()
     _asked_dtype: torch.dtype | None = None  # that `pack_` was given
     _plain_dtype: torch.dtype | None = None  # of a weight that it dropped
-    # What was packed before `load_into`, and whether it was all there was.
-    _before_load: tuple[torch.Tensor, bool] | None = None
+    # The packed weight before `_load_into`, and whether the plain one was dropped.
+    _packed_before: tuple[torch.Tensor, bool] | None = None
 
     def __init__(
         self,
@@ -144,8 +149,9 @@ class ParallelLinear(PackableModule):
         State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
         the new weight, unless 8 bits have its values already. Other changes of ``weight`` do not
         reach the packed one: pack it again. ``torch.distributed.checkpoint.load`` into a state dict
-        of the layer unpacks it, and ``load_state_dict`` packs it again. Where a gradient would be
-        needed, the layer raises NotImplementedError. A rank without features has nothing to pack.
+        of the layer unpacks it, even if that fails; ``load_state_dict`` packs it again. Where a
+        gradient would be needed, the layer raises NotImplementedError. A rank without features has
+        nothing to pack.
 
         Args:
             drop: do not keep the plain weight, which takes as much memory again. ``weight`` is then
@@ -186,17 +192,22 @@ class ParallelLinear(PackableModule):
 
     def unpack_(self) -> Self:
         """Undo `pack_`; return the layer. A dropped weight has the values that were packed."""
-        self._before_load = None
+        self._packed_before = None
         if self._packed is not None:
             self.weight = self._dense_weight()
             self._packed = None
         return self
 
-    def load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
+    def _load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
+        weight, dropped = plain["weight"], is_packed(self.weight)
+        dtype = self._plain_dtype if dropped else self.weight.dtype
+        if (weight.dtype, weight.device) != (dtype, self.weight.device):
+            return  # the state dict is older than a move of the layer
         if self._packed is not None:
-            self._before_load = self._packed, is_packed(self.weight)
-        if self._before_load is not None:
-            self.weight, self._packed = plain["weight"], None
+            self._packed_before = self._packed, dropped
+        if self._packed_before is not None:
+            weight.requires_grad_(self.weight.requires_grad)
+            self.weight, self._packed = weight, None
 
     def _dense_weight(self) -> nn.Parameter:
         if not is_packed(self.weight):
@@ -208,7 +219,7 @@ class ParallelLinear(PackableModule):
     def _plain_weight(self) -> Iterator[None]:
         """Unpack the layer within the block, and pack it again after it, even if it raises.
         Integers are kept if the weight still has their values: they would be quantised again."""
-        packed, drop = self._before_load or (self._packed, is_packed(self.weight))
+        packed, drop = self._packed_before or (self._packed, is_packed(self.weight))
         self.unpack_()
         try:
             yield
@@ -256,7 +267,7 @@ class ParallelLinear(PackableModule):
             super()._save_to_state_dict(destination, prefix, keep_vars)
         finally:
             self._parameters["weight"] = weight
-        self._mark_plain(destination, prefix, {"weight": plain} if self._packed is not None else {})
+        self._follow_loads(destination, prefix, {"weight": plain})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, whose weight is the packed one again where that is all there was."""

@@ -126,6 +126,9 @@ class MoE(PackableModule):
     is split, a rank adds its columns of ``down_proj_bias``.
     """
 
+    # Whether to drop the plain weights again; None: `_load_into` has undone nothing.
+    _drop_again: bool | None = None
+
     def __init__(
         self,
         num_experts: int,
@@ -171,7 +174,6 @@ class MoE(PackableModule):
         self._packed: dict[str, torch.Tensor] = {}
         self._asked_dtype: torch.dtype | None = None
         self._plain_dtype: torch.dtype | None = None
-        self._drop_again: bool | None = None  # of the `pack_` that `load_into` has undone
         self.reset_parameters()
 
     @classmethod
@@ -386,10 +388,17 @@ class MoE(PackableModule):
                 self.register_parameter(name, nn.Parameter(plain, w.requires_grad))
         return self
 
-    def load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
+    def _load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
+        now, weight = self.get_parameter(PROJECTIONS[0]), plain[PROJECTIONS[0]]
+        dropped = is_packed_stack(now)
+        dtype = self._plain_dtype if dropped else now.dtype
+        if (weight.dtype, weight.device) != (dtype, now.device):
+            return  # the state dict is older than a move of the layer
         if self._packed:
-            self._drop_again = is_packed_stack(self.get_parameter(PROJECTIONS[0]))
+            self._drop_again = dropped
         if self._drop_again is not None:
+            for name, w in plain.items():
+                w.requires_grad_(self.get_parameter(name).requires_grad)
             self._parameters.update(plain)
             self._packed = {}
 
@@ -421,11 +430,10 @@ class MoE(PackableModule):
             super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        packed = bool(self._packed)
         with self._plain_weights(changed=False):
             super()._save_to_state_dict(destination, prefix, keep_vars)
-            plain = {name: self.get_parameter(name) for name in PROJECTIONS if packed}
-        self._mark_plain(destination, prefix, plain)
+            plain = {name: self.get_parameter(name) for name in PROJECTIONS}
+        self._follow_loads(destination, prefix, plain)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, whose weights are the packed ones again where that is all there was."""

@@ -7,6 +7,7 @@ or unsharded tensors, of which each rank keeps its shard.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -171,7 +172,7 @@ class ShardTensor(torch.Tensor):
     local: torch.Tensor
     placement: Split
     group: str
-    before_load: Callable[[], None] | None = None  #: called before a checkpoint is read into it
+    _before_load: Callable[[], None] | None = None  # called before a checkpoint is read into it
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, split: Split, group: str) -> ShardTensor:
@@ -204,6 +205,9 @@ class ShardTensor(torch.Tensor):
         if result is first.local:
             return first
         return ShardTensor(result, first.placement, first.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        return ShardTensor(copy.deepcopy(self.local, memo), self.placement, self.group)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         split = self.placement
@@ -246,8 +250,8 @@ class ShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if self.before_load is not None:
-            self.before_load()
+        if self._before_load is not None:
+            self._before_load()
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:

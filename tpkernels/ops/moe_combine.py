@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ SCHEMA = (
 
 
 # The rows of `moe_dispatch`, as many as `like` has, so that a backward can be traced. `like` also
-# keeps the call in the backward: a call that needs no gradient is moved into the forward where its
-# result is smaller than its input, which is so on some ranks only.
+# keeps the call in the backward: one that takes no gradient is moved into the forward if its result
+# is smaller than its input, as on some ranks only.
 define_local(
     "_moe_dispatch_rows(Tensor x, Tensor routes, int num_experts, str group, Tensor like, *, "
     "SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> Tensor",
@@ -62,6 +63,17 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
 run_combine = define(SCHEMA, save=_save, backward=_backward)
 
 
+def _run_for(x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return what combines rows: outside compiled graphs if there are none and the backward may be
+    compiled, whose calls would have results without elements (`validation.empty_shards`)."""
+    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        if statically_known_true(x.shape[0] == 0):
+            return torch.compiler.disable(run_combine)
+    return run_combine
+
+
 def moe_combine(x: torch.Tensor, handle: Handle, *, algorithm: str = "auto") -> torch.Tensor:
     """Bring what the experts made of the rows back and sum each token's by weight. In one process
     it is, after `moe_dispatch`::
@@ -81,7 +93,7 @@ def moe_combine(x: torch.Tensor, handle: Handle, *, algorithm: str = "auto") -> 
     the handle one by one.
     """
     try:
-        return run_combine(
+        return _run_for(x)(
             x,
             handle.topk_weights,
             handle.routes,

@@ -55,6 +55,9 @@ def define_local(
     argument, or none."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    if "group" in [argument.name for argument in torch._C.parse_schema(schema).arguments]:
+        # Its peers make the call, too: a compiler must not drop it where its result is not used.
+        torch.fx.has_side_effect(getattr(torch.ops.tpkernels, name).default)
     for key in ("CPU", "CUDA", "MkldnnCPU"):  # the last for the refusal to be readable
         _LIBRARY.impl(name, run, key)
     parsed = torch._C.parse_schema(f"tpkernels::{schema}")

@@ -151,11 +151,7 @@ def _reports(
     limit = max(_LEAST_S, _GRACE * stage.seconds * repeats)
     try:
         with Ranks(
-            world,
-            backend=backend,
-            env=env,
-            start_timeout=_LEAST_S,
-            lost_grace=_REPORT_S,
+            world, backend=backend, env=env, start_timeout=_LEAST_S, lost_grace=_REPORT_S
         ) as ranks:
             found = ranks.run(run_on_rank, stage.name, device, repeats, around, timeout=limit)
             return found, []

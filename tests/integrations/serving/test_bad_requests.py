@@ -220,7 +220,7 @@ def test_turns_as_the_client_of_openai_keeps_them(http: TestClient) -> None:
 
 def test_where_json_ends_being_json(http: TestClient) -> None:
     kind = {"content-type": "application/json; charset=utf-8"}
-    error = error_of(http.post("/v1/completions", content='{"model": "a",}', headers=kind), 400)
+    error = error_of(http.post("/v1/completions", content='{"model": "a" 1}', headers=kind), 400)
     assert error["param"] is None and "the body is not JSON: " in error["message"]
     assert error["message"].endswith(", at character 14"), error
 

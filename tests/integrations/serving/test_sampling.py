@@ -21,6 +21,10 @@ from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
+from transformers.generation.continuous_batching.offloading_manager import (  # noqa: E402
+    OffloadingManager,
+)
+
 from tpkernels.integrations.transformers.serving import server  # noqa: E402
 from tpkernels.integrations.transformers.serving.batcher import Router  # noqa: E402
 
@@ -198,6 +202,33 @@ def check(model: Any, outputs: list[Any]) -> None:
 def test_tokens_and_log_probabilities_are_those_of_the_model() -> None:
     """With a cache so small that requests are begun anew."""
     check(model_of(), served(model_of(), cache_tokens=192))
+
+
+def test_a_request_is_begun_anew_after_the_others_were_cancelled() -> None:
+    """The cache has three pages and each request needs two, so that one gives way to the other,
+    which is cancelled then."""
+    options: Any = SimpleNamespace(max_requests=8, cache_tokens=192)
+    manager, offload = server.make_manager(model_of(), options), OffloadingManager.offload_requests
+    cancelled: list[str] = []
+
+    def then_cancel(self: Any) -> Any:
+        result = offload(self)
+        if self.scheduler.block_new_requests and not cancelled:
+            cancelled.extend(self.scheduler.active_requests)
+            for name in cancelled:
+                manager.cancel_request(name)
+        return result
+
+    with mock.patch.object(OffloadingManager, "offload_requests", then_cancel):
+        manager.start()
+        for name, begin in (("0", 5), ("1", 6)):
+            prompt = LONG[begin : begin + 60]
+            manager.add_request(prompt, request_id=name, max_new_tokens=NEW, sampling=Sampling())
+        output = manager.get_result(timeout=30)
+        manager.stop(timeout=30, hard_stop=True)
+        manager.destroy()
+    assert len(cancelled) == 1 and output is not None
+    assert output.error is None and output.request_id not in cancelled
 
 
 @pytest.mark.thorough

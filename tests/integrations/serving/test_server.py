@@ -107,7 +107,7 @@ def sleeps(server: served.Server) -> int:
 
 
 def test_idle_ranks_meet_once_a_second(server: served.Server, client: Any) -> None:
-    """A request starts at once."""
+    """But a request does not wait for that."""
     fields = body(server, max_tokens=1)
     before = sleeps(server)
     time.sleep(3)
@@ -118,7 +118,7 @@ def test_idle_ranks_meet_once_a_second(server: served.Server, client: Any) -> No
         begin = time.monotonic()
         client.completions.create(**fields)
         seconds.append(time.monotonic() - begin)
-    assert min(seconds) < 0.5, seconds
+    assert sorted(seconds)[2] < 0.5, seconds
 
 
 def requests_of(http: Any) -> dict[str, float]:

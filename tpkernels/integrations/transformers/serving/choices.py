@@ -95,7 +95,14 @@ def _text(state: RequestState) -> Text:
 
 
 class Scheduler(scheduler.FIFOScheduler):
-    """Computes the whole of a prompt that is scored."""
+    """Computes the whole of a prompt that is scored. Begins requests when none is active:
+    transformers begins no more once the cache was full, until an active one has ended by itself,
+    and one that is cancelled does not count."""
+
+    def schedule_batch(self, *args: Any) -> Any:
+        if not self.active_requests:
+            self.block_new_requests = False
+        return super().schedule_batch(*args)
 
     def _infer_request_tokens(self, state: RequestState, removed: set[str]) -> list[int]:
         scored = state.logit_processor_kwargs.get("scored")

@@ -50,8 +50,8 @@ _BATCH_TOKENS = 512  # of prompts and answers in one step; a longer prompt takes
 _PEER_S = 30.0  # for a rank that does not answer; the same as for the ops
 _STOP_S = 10.0  # for the generation to end
 _LOOK_S = 0.5  # between two looks at the generation
-_IDLE_S, _STOPPING_S = 1.0, 0.1  # between two rounds of idle ranks, which ask rank 0 for requests
-_REPLY_S = 2  # for clients to get the errors of answers that are cut off
+_IDLE_S, _STOPPING_S = 1.0, 0.1  # between two rounds of idle ranks
+_REPLY_S = 3  # for clients to get the errors of answers that are cut off
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def run_rank(options: Options, shared: socket.socket) -> None:
         from tpkernels.integrations.transformers.serving.batcher import Router
 
         shared.close()
-        manager.output_router = Router()
+        manager.output_router, manager._wake_up_loop = Router(), _Wake(0)
         manager.start()
         manager.join(time.perf_counter())
     error = manager.background_thread_status.fatal_error
@@ -248,11 +248,14 @@ def make_manager(model: Any, options: Options) -> Any:
 
 
 class _Wake(threading.Event):
-    """What rank 0's loop waits for when there are no requests. transformers waits 0.1 s, then all
-    ranks meet in two collectives of gloo: 2.6 % of a core with two ranks, AMD EPYC (Zen 1),
-    2026-11-27. The others wait for rank 0 in the first; a request wakes it at once."""
+    """What the loop of a rank without requests waits for, for ``seconds`` at most. Then it asks
+    rank 0 for requests, in a collective of gloo. transformers waits 0.1 s, on all ranks, which
+    takes 2.6 % of a core with two of them (AMD EPYC (Zen 1), 2026-11-27). Here rank 0 waits for
+    longer, and the others wait in the collective: a request, which wakes rank 0, starts at once."""
 
-    seconds = _IDLE_S
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
 
     def wait(self, timeout: float | None = None) -> bool:
         return super().wait(self.seconds)
@@ -280,7 +283,7 @@ async def _serve_http(
     from tpkernels.integrations.transformers.serving.app import Protocol, Service, make_app
     from tpkernels.integrations.transformers.serving.batcher import FAILED, STOPPING, Batcher
 
-    manager._wake_up_loop = wake = _Wake()
+    manager._wake_up_loop = wake = _Wake(_IDLE_S)
     longest = model.config.max_position_embeddings
     most = min(options.max_length or longest, longest, options.cache_tokens)
     end = tokenizer.eos_token_id
