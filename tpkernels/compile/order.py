@@ -25,6 +25,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from tpkernels.compile.graph import Editor, Unsupported, is_wrapped, op_of
 from tpkernels.compile.layout import value
+from tpkernels.ops.registration import communicates
 
 aten = torch.ops.aten
 
@@ -42,7 +43,7 @@ def tie_ops(graph: fx.Graph) -> bool:
     others = {
         node
         for node, op in ops.items()
-        if (op.namespace == "tpkernels" and _communicates(op)) or str(op) == _EXCHANGE
+        if (op.namespace == "tpkernels" and communicates(op)) or str(op) == _EXCHANGE
     }
     calls = [n for n, op in ops.items() if n in others or op.namespace == "_c10d_functional"]
     pairs = [pair for pair in pairwise(calls) if not others.isdisjoint(pair)]
@@ -52,10 +53,6 @@ def tie_ops(graph: fx.Graph) -> bool:
     if pairs:
         preserve_node_ordering(graph, after)
     return bool(pairs)
-
-
-def _communicates(op: torch._ops.OpOverload) -> bool:
-    return any(argument.name == "group" for argument in op._schema.arguments)
 
 
 def _tensor_of(node: fx.Node) -> fx.Node:

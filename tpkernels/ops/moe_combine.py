@@ -64,8 +64,8 @@ run_combine = define(SCHEMA, save=_save, backward=_backward)
 
 
 def _run_for(x: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return what combines rows: outside compiled graphs if there are none and the backward may be
-    compiled, whose calls would have results without elements (`validation.empty_shards`)."""
+    """Return the op. On a rank without rows it runs outside of compiled graphs in training: the
+    calls of its backward have results without elements there (`validation.empty_shards`)."""
     if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 

@@ -38,6 +38,11 @@ _PACKED_DIMS = {"w": 3, "weights": 3, "stack": 4}
 _OUR_TAG = re.compile(r" ?tpkernels\{[^}]*\}")
 
 
+def communicates(op: torch._ops.OpOverload) -> bool:
+    """Return whether an op of this package makes a call of a group."""
+    return any(argument.name == "group" for argument in op._schema.arguments)
+
+
 def define_local(
     schema: str,
     *,
@@ -55,13 +60,12 @@ def define_local(
     argument, or none."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    if "group" in [argument.name for argument in torch._C.parse_schema(schema).arguments]:
-        # Its peers make the call, too: a compiler must not drop it where its result is not used.
-        torch.fx.has_side_effect(getattr(torch.ops.tpkernels, name).default)
+    overload = getattr(torch.ops.tpkernels, name).default
+    if communicates(overload):  # a compiler must not drop it: its peers make the call, too
+        torch.fx.has_side_effect(overload)
     for key in ("CPU", "CUDA", "MkldnnCPU"):  # the last for the refusal to be readable
         _LIBRARY.impl(name, run, key)
-    parsed = torch._C.parse_schema(f"tpkernels::{schema}")
-    arguments = arguments_of(parsed)
+    arguments = arguments_of(overload._schema)
 
     def checked_fake(*args: Any, **options: Any) -> Any:
         validation.tensors(arguments.named(args, options)._asdict())
