@@ -112,7 +112,7 @@ def test_idle_ranks_meet_once_a_second(server: served.Server, client: Any) -> No
     before = sleeps(server)
     time.sleep(3)
     met = sleeps(server) - before
-    assert 0 < met < 60, met  # transformers alone: 220
+    assert 0 < met < 60, met  # 274 with the wait of transformers
     seconds = []
     for _ in range(5):
         begin = time.monotonic()
