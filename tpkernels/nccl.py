@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import math
 import os
 import threading
 import time
@@ -95,20 +94,20 @@ class Communicator:
         # Runs at exit too: work left on the device would wait for its peers.
         weakref.finalize(self, self._native.abort, "it was dropped without having been closed")
 
-    def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate the ``x`` of all ranks along dim 0, in rank order."""
-        out = self._output(x, out, [self.world * self._shard(x, 1), *x.shape[1:]])
-        return self._enqueue("all_gather", x, out)
+        rows = self.world * self._shard(x, 1)
+        return self._enqueue("all_gather", x, x.new_empty([rows, *x.shape[1:]]))
 
-    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard, along dim 0, of what `all_reduce` returns."""
-        out = self._output(x, out, [self._shard(x, self.world), *x.shape[1:]])
-        return self._enqueue("reduce_scatter", x, out)
+        rows = self._shard(x, self.world)
+        return self._enqueue("reduce_scatter", x, x.new_empty([rows, *x.shape[1:]]))
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum all ranks' ``x``, in NCCL's order and in x's dtype; in place with ``out=x``."""
-        self._check(x, "x")
-        return self._enqueue("all_reduce", x, self._output(x, out, x.shape))
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum all ranks' ``x``, in NCCL's order and in x's dtype."""
+        self._check(x)
+        return self._enqueue("all_reduce", x, torch.empty_like(x))
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         """Send shard r of ``x`` along dim 0 to rank r, and return the shards received, in rank
@@ -216,44 +215,30 @@ class Communicator:
     def _enqueue_with(self, kind: str, x: torch.Tensor, rank: int, name: str) -> torch.Tensor:
         if not 0 <= rank < self.world:
             raise ValueError(f"{name} is {rank}; it must be one of ranks 0 to {self.world - 1}")
-        self._check(x, "x")
+        self._check(x)
         return self._enqueue(kind, x, x, rank)
 
-    def _check(self, x: torch.Tensor, name: str) -> None:
+    def _check(self, x: torch.Tensor) -> None:
         """Raise unless NCCL can use ``x`` in place."""
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
-        dtypes.check_supported(x.dtype, name)
+            raise TypeError(f"x is a {type(x).__name__}, not a tensor")
+        dtypes.check_supported(x.dtype, "x")
         if x.device != self.device:
-            raise ValueError(f"{name} is on {x.device}, but the communicator is on {self.device}")
+            raise ValueError(f"x is on {x.device}, but the communicator is on {self.device}")
         if not x.is_contiguous():
             raise ValueError(
-                f"{name} of shape {list(x.shape)} and strides {list(x.stride())} is not "
-                "contiguous; pass the result of .contiguous()"
+                f"x of shape {list(x.shape)} and strides {list(x.stride())} is not contiguous; "
+                "pass the result of .contiguous()"
             )
 
     def _shard(self, x: torch.Tensor, ranks: int) -> int:
         """Return the rows of ``x`` for each of so many ranks."""
-        self._check(x, "x")
+        self._check(x)
         if x.dim() < 1 or x.shape[0] % ranks:
             raise ValueError(
                 f"x has shape {list(x.shape)}; it must have rows, a number divisible by {ranks}"
             )
         return x.shape[0] // ranks
-
-    def _output(
-        self, x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]
-    ) -> torch.Tensor:
-        """Return ``out`` if it suits, or a new tensor of ``shape``."""
-        if out is None:
-            return x.new_empty(shape)
-        self._check(out, "out")
-        if (out.dtype, out.numel()) != (x.dtype, math.prod(shape)):
-            raise ValueError(
-                f"out has {out.numel()} elements of {dtypes.name(out.dtype)}; the result has "
-                f"{math.prod(shape)} of {dtypes.name(x.dtype)}, of shape {list(shape)}"
-            )
-        return out
 
 
 class _Bounded:

@@ -164,13 +164,12 @@ def test_what_the_methods_return(fake: Fake, comm: Communicator) -> None:
         x = torch.arange(12).to(dtype).view(4, 3)
         for result in (
             comm.all_gather(x),
-            comm.all_gather(x, torch.zeros(12, dtype=dtype)),
             comm.reduce_scatter(x),
             comm.all_reduce(x),
             comm.all_to_all(x),
         ):
             assert torch.equal(result.view(4, 3), x)
-        assert comm.all_reduce(x, x) is x and comm.broadcast(x, 0) is x
+        assert comm.broadcast(x, 0) is x
         assert fake.log()[-1] == f"Broadcast count=12 dtype={code} peer=0 stream=7"
     before = len(fake.log())
     assert comm.all_gather(x[:0]).shape == comm.all_to_all(x[:0]).shape == (0, 3)
@@ -293,9 +292,6 @@ REFUSED: list[tuple[Callable[[Communicator], object], type[Exception], str]] = [
     (lambda c: c.send(X.long(), 0), NotImplementedError, "x has dtype int64; supported"),
     (lambda c: c.recv(X.to("meta"), 0), ValueError, "x is on meta, but the communicator"),
     (lambda c: c.all_reduce(X.t()), ValueError, "strides [1, 3] is not contiguous"),
-    (lambda c: c.all_reduce(X, X.t()), ValueError, "out of shape [3, 4] and strides [1, 3] is"),
-    (lambda c: c.all_gather(X, X.double()), ValueError, "out has 12 elements of float64; the"),
-    (lambda c: c.reduce_scatter(X, torch.zeros(3)), ValueError, "out has 3 elements of float32"),
     (lambda c: c.all_gather(X[0, 0]), ValueError, "x has shape []; it must have rows"),
     (lambda c: c.broadcast(X, 1), ValueError, "root is 1; it must be one of ranks 0 to 0"),
     (lambda c: c.send(X, -1), ValueError, "peer is -1; it must be one of ranks 0 to 0"),
