@@ -8,7 +8,6 @@
 #include <system_error>
 
 #include "host/channel.h"
-#include "nccl/library.h"
 #include "unsupported.h"
 
 namespace tpkernels {
@@ -35,8 +34,6 @@ void translate(std::exception_ptr error) {
   } catch (const host::Failure& failure) {
     const auto kind = static_cast<std::size_t>(failure.kind);
     raise_error(kClasses[kind < std::size(kClasses) ? kind : 0], failure.what(), failure.peer);
-  } catch (const nccl::Error& failure) {
-    raise_error(failure.type, failure.what(), -1);
   } catch (const Unsupported& unsupported) {
     PyErr_SetString(PyExc_NotImplementedError, unsupported.what());
   } catch (const std::system_error& failure) {

@@ -81,4 +81,4 @@ def test_a_stub_has_what_the_submodule_has(name: str) -> None:
     submodule = importlib.import_module(f"tpkernels._C.{name}")
     assert submodule is getattr(_C, name)
     assert stub == in_extension(submodule)
-    assert sum(map(bool, stub.values())) >= 3
+    assert sum(map(bool, stub.values())) >= 2  # as many as nccl has

@@ -6,7 +6,6 @@ is not supported ``NotImplementedError``.
     |   |-- PeerLostError                 a peer ended, or left the call
     |   |-- CollectiveTimeoutError        a peer lives, and did not come in time
     |   |-- CollectiveMismatchError       a peer made another call
-    |   |   `-- ProductMismatchError      a rank of a mesh made another sharded product
     |   `-- GroupBrokenError              an earlier call failed
     `-- CaptureError                      a CUDA graph's capture needs a call before it
     ValueError
@@ -43,10 +42,6 @@ class CollectiveTimeoutError(TpkernelsError):
 
 class CollectiveMismatchError(TpkernelsError):
     """Ranks of one group made different calls: they differ in op, shapes, dtypes or options."""
-
-
-class ProductMismatchError(CollectiveMismatchError):
-    """Ranks of a mesh made different sharded products. Only ranks that waited have found out."""
 
 
 class GroupBrokenError(TpkernelsError):

@@ -1,27 +1,45 @@
 """NCCL without torch: a communicator over the ranks of a process group, with bounded calls.
 
 NCCL is loaded on first use, so this module imports on machines without NCCL and CUDA.
-csrc/nccl/communicator.h describes how a call ends that NCCL cannot complete.
+
+Problem: a NCCL call may wait for peers forever, in the call itself or later on the device.
+
+Algorithm: the communicator is non-blocking. NCCL runs anything that may wait on a thread of its
+own, and the call returns at once with "in progress". The caller then polls for the result until the
+work completes or the deadline passes. After a failure or the deadline it aborts, which also ends
+work on the device. Abort and destroy may join NCCL's threads, so they run on a separate thread; if
+that does not return in time, it is abandoned together with the communicator.
+
+Sync (`_Bounded`): ``_turn`` admits one call at a time, from its start to its completion, because
+NCCL refuses a second call while one is in progress. ``_in_nccl`` is held during each NCCL function
+but not between polls, so another thread can check or abort meanwhile. Abort and destroy free NCCL's
+communicator, so ``_ended_by`` is set before they run and checked before each use.
+
+The operations of a group are enqueued in one call. So NCCL's own group is never open between two of
+our calls, where an abort would leave it holding operations of a freed communicator.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import itertools
-import math
+import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
 from tpkernels import _C, defaults, dtypes, groups
-from tpkernels._C.nccl import Operation
-from tpkernels.errors import CollectiveTimeoutError, TpkernelsError
+from tpkernels.errors import (
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    PeerLostError,
+    TpkernelsError,
+)
 from tpkernels.groups import GroupLike
 from tpkernels.symm.exchange import Participant
 from tpkernels.text import of_error
@@ -29,7 +47,12 @@ from tpkernels.text import of_error
 __all__ = ["Communicator", "facts", "load"]
 
 SONAME = "libnccl.so.2"
-_POLL_INTERVAL = 1e-3  # s, between queries of an event
+_PAUSES = 2e-5, 1e-3  # s between polls: the first, and the longest
+_ABORT_SECONDS = 5.0  # that an abort may take; the timeout, if that is shorter
+_DTYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
+_SUCCESS, _REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 0, 6, 7, 8  # ncclResult_t
+
+Operation: TypeAlias = tuple[str, int, int, int, int, int, int]  #: see csrc/nccl/bindings.cpp
 
 
 class Communicator:
@@ -37,16 +60,15 @@ class Communicator:
     the same timeout. Each rank uses the CUDA device that is current when it does.
 
     Every method returns within ``timeout`` or raises; after an error no further call is possible.
-    Methods that move data enqueue their work on torch's current stream and return; `check` and
-    `wait` report whether it succeeded. `close` the communicator when it is no longer needed: one
-    that is garbage-collected first is aborted, together with all work in flight.
+    Methods that move data take contiguous tensors, enqueue their work on torch's current stream and
+    return; `check` and `wait` report whether it succeeded. `close` the communicator when it is no
+    longer needed: one that is garbage-collected first is aborted, with all work in flight.
 
     Args:
         group: a ProcessGroup, a DeviceMesh (dimension) or a group's name. It is used to set up the
             communicator, and may be destroyed afterwards.
         timeout: limit for one call, in seconds.
         library: path of the NCCL to use; by default the one that ``tpkernels info`` shows.
-        name: shown in errors and, from NCCL 2.27 on, in NCCL's logs; by default the group's name.
 
     Raises:
         ValueError: the timeout is out of range or differs between ranks.
@@ -55,43 +77,47 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        group: GroupLike,
-        *,
-        timeout: float = defaults.TIMEOUT,
-        library: str | None = None,
-        name: str | None = None,
+        self, group: GroupLike, *, timeout: float = defaults.TIMEOUT, library: str | None = None
     ) -> None:
         if not 0 < timeout <= 86400:
             raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
         members = groups.get(groups.name_of(group))
         self.timeout, self.rank, self.world = timeout, members.rank, members.world
-        self.name = members.name if name is None else name
         with members.turn():
             self.library, self.device, unique_id = _bootstrap(members.participant(timeout), library)
-            self._native = _C.nccl.Communicator(
-                self.library, unique_id, self.rank, self.world, name=self.name, timeout=timeout
-            )
+            name = f"NCCL communicator '{members.name}', rank {self.rank} of {self.world}"
+            native = _C.nccl.Communicator(self.library, unique_id, self.rank, self.world)
+            self._native = _Bounded(native, self.library, name, timeout)
         # The calls of each thread's `group`, with their tensors: their memory must not be reused
         # before they are enqueued.
         self._batch = threading.local()
         # Runs at exit too: work left on the device would wait for its peers.
         weakref.finalize(self, self._native.abort, "it was dropped without having been closed")
 
-    def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate the ``x`` of all ranks along dim 0, in rank order."""
-        out = self._output(x, out, [self.world * self._rows(x), *x.shape[1:]])
-        return self._enqueue("all_gather", x, out)
+        rows = self.world * self._shard(x, 1)
+        return self._enqueue("all_gather", x, x.new_empty([rows, *x.shape[1:]]))
 
-    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard, along dim 0, of what `all_reduce` returns."""
-        out = self._output(x, out, [self._rows(x, divisible=True) // self.world, *x.shape[1:]])
-        return self._enqueue("reduce_scatter", x, out)
+        rows = self._shard(x, self.world)
+        return self._enqueue("reduce_scatter", x, x.new_empty([rows, *x.shape[1:]]))
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum all ranks' ``x``, in NCCL's order and in x's dtype; in place with ``out=x``."""
-        self._check(x, "x")
-        return self._enqueue("all_reduce", x, self._output(x, out, x.shape))
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum all ranks' ``x``, in NCCL's order and in x's dtype."""
+        self._check(x)
+        return self._enqueue("all_reduce", x, torch.empty_like(x))
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Send shard r of ``x`` along dim 0 to rank r, and return the shards received, in rank
+        order. For shards of different sizes, `send` and `recv` them in one `group`."""
+        rows, out = self._shard(x, self.world), torch.empty_like(x)
+        with self.group() if self._open_group is None else contextlib.nullcontext():
+            for peer in range(self.world):
+                self.send(x.narrow(0, peer * rows, rows), peer)
+                self.recv(out.narrow(0, peer * rows, rows), peer)
+        return out
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         """Overwrite ``x`` with the root's ``x``, and return it."""
@@ -106,44 +132,19 @@ class Communicator:
         """Overwrite ``x`` with what the peer sends, and return it."""
         return self._enqueue_with("recv", x, peer, "peer")
 
-    def all_to_all(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-        send_rows: Sequence[int] | None = None,
-        recv_rows: Sequence[int] | None = None,
-    ) -> torch.Tensor:
-        """Send piece r of ``x`` along dim 0 to rank r, and return the pieces received, in rank
-        order. ``send_rows`` has the rows of each piece, by default equal; ``send_rows[r]`` must
-        equal ``recv_rows[this rank]`` on rank r."""
-        rows = self._rows(x, divisible=send_rows is None)
-        send_rows = [rows // self.world] * self.world if send_rows is None else list(send_rows)
-        recv_rows = send_rows if recv_rows is None else list(recv_rows)
-        for sizes, name in ((send_rows, "send_rows"), (recv_rows, "recv_rows")):
-            if len(sizes) != self.world or min(sizes) < 0:
-                raise ValueError(f"{name} is {sizes}; it must be {self.world} numbers of 0 or more")
-        if sum(send_rows) != rows:
-            raise ValueError(f"send_rows {send_rows} adds up to {sum(send_rows)}, not x's {rows}")
-        out = self._output(x, out, [sum(recv_rows), *x.shape[1:]])
-        pieces = zip(x.split(send_rows), out.view(-1, *x.shape[1:]).split(recv_rows), strict=True)
-        with self.group() if self._open_group is None else contextlib.nullcontext():
-            for peer, (sent, received) in enumerate(pieces):
-                self.send(sent, peer)
-                self.recv(received, peer)
-        return out
-
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
         """Start all calls that this thread makes in the block as one, when the block ends. If the
         block raises, none is started."""
         if self._open_group is not None:
-            raise RuntimeError(f"{self!r}: this thread is already in a group")
+            raise RuntimeError("this thread is already in a group of the communicator")
         calls = self._batch.calls = []
         try:
             yield
         finally:
             self._batch.calls = None
-        self._native.enqueue([operation for operation, *_ in calls])
+        if calls:
+            self._native.enqueue([operation for operation, *_ in calls])
 
     def check(self) -> None:
         """Abort and raise if an enqueued operation has failed. May be called from any thread.
@@ -168,10 +169,9 @@ class Communicator:
         while not done.query():
             self.check()
             if time.monotonic() >= deadline:
-                text = f"{self!r}: enqueued work was not done within {limit:g} s"
-                self._native.abort(text)
-                raise CollectiveTimeoutError(f"{text}. The communicator is broken: make a new one.")
-            time.sleep(_POLL_INTERVAL)
+                text = f"enqueued work was not done within {limit:g} s"
+                self._native.fail(CollectiveTimeoutError, text)
+            time.sleep(_PAUSES[1])
         self.check()
 
     def close(self) -> None:
@@ -192,12 +192,6 @@ class Communicator:
         else:  # Closing would wait for peers that may wait for this rank.
             self._native.abort(of_error(error))
 
-    def __repr__(self) -> str:
-        return (
-            f"<nccl.Communicator '{self.name}', rank {self.rank} of {self.world} on {self.device}, "
-            f"NCCL {self.library.version}>"
-        )
-
     @property
     def _open_group(self) -> list[tuple[Operation, torch.Tensor, torch.Tensor]] | None:
         return getattr(self._batch, "calls", None)
@@ -205,11 +199,13 @@ class Communicator:
     def _enqueue(
         self, kind: str, x: torch.Tensor, out: torch.Tensor, peer: int = 0
     ) -> torch.Tensor:
-        stream = torch.cuda.current_stream(self.device).cuda_stream
         count = min(x.numel(), out.numel())  # NCCL counts the elements of a shard
-        operation = Operation(
-            kind, x.data_ptr(), out.data_ptr(), count, dtypes.CODES[x.dtype], peer, stream
-        )
+        if count == 0:  # on all ranks
+            self.check()
+            return out
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        memory = x.data_ptr(), out.data_ptr()
+        operation = (kind, *memory, count, _DTYPES[x.dtype], peer, stream)
         if (calls := self._open_group) is None:
             self._native.enqueue([operation])
         else:
@@ -219,55 +215,154 @@ class Communicator:
     def _enqueue_with(self, kind: str, x: torch.Tensor, rank: int, name: str) -> torch.Tensor:
         if not 0 <= rank < self.world:
             raise ValueError(f"{name} is {rank}; it must be one of ranks 0 to {self.world - 1}")
-        self._check(x, "x")
+        self._check(x)
         return self._enqueue(kind, x, x, rank)
 
-    def _check(self, x: torch.Tensor, name: str) -> None:
+    def _check(self, x: torch.Tensor) -> None:
         """Raise unless NCCL can use ``x`` in place."""
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
-        dtypes.check_supported(x.dtype, name)
+            raise TypeError(f"x is a {type(x).__name__}, not a tensor")
+        dtypes.check_supported(x.dtype, "x")
         if x.device != self.device:
-            raise ValueError(f"{name} is on {x.device}, but the communicator is on {self.device}")
+            raise ValueError(f"x is on {x.device}, but the communicator is on {self.device}")
         if not x.is_contiguous():
             raise ValueError(
-                f"{name} of shape {list(x.shape)} and strides {list(x.stride())} is not "
-                "contiguous; pass the result of .contiguous()"
+                f"x of shape {list(x.shape)} and strides {list(x.stride())} is not contiguous; "
+                "pass the result of .contiguous()"
             )
 
-    def _rows(self, x: torch.Tensor, *, divisible: bool = False) -> int:
-        """Return the rows of ``x``, which the ranks must divide if ``divisible``."""
-        self._check(x, "x")
-        if x.dim() < 1:
-            raise ValueError("x has no dims; it must have at least one")
-        if divisible and x.shape[0] % self.world:
-            raise ValueError(f"x has {x.shape[0]} rows, no multiple of {self.world} ranks")
-        return x.shape[0]
-
-    def _output(
-        self, x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]
-    ) -> torch.Tensor:
-        """Return ``out`` if it suits, or a new tensor of ``shape``."""
-        if out is None:
-            return x.new_empty(shape)
-        self._check(out, "out")
-        if x.dtype != out.dtype:
-            raise TypeError(f"x is {dtypes.name(x.dtype)} but out is {dtypes.name(out.dtype)}")
-        if out.numel() != math.prod(shape):
+    def _shard(self, x: torch.Tensor, ranks: int) -> int:
+        """Return the rows of ``x`` for each of so many ranks."""
+        self._check(x)
+        if x.dim() < 1 or x.shape[0] % ranks:
             raise ValueError(
-                f"out has {out.numel()} elements; the result has {math.prod(shape)}, of shape "
-                f"{list(shape)}"
+                f"x has shape {list(x.shape)}; it must have rows, a number divisible by {ranks}"
             )
-        return out
+        return x.shape[0] // ranks
+
+
+class _Bounded:
+    """NCCL's communicator, whose calls return within ``timeout`` or raise; see above."""
+
+    def __init__(
+        self, native: _C.nccl.Communicator, library: _C.nccl.Library, name: str, timeout: float
+    ) -> None:
+        self._native, self._library, self._name, self._timeout = native, library, name, timeout
+        self._turn, self._in_nccl = threading.Lock(), threading.Lock()
+        self._ending = threading.Lock()  # held from the end on
+        self._ended_by = ""
+        self._pid = os.getpid()
+        self._call("set-up", lambda: _SUCCESS)  # which has begun
+
+    def enqueue(self, operations: Sequence[Operation]) -> None:
+        """Return when the operations, which start as one, are on their streams."""
+        more = f" and {len(operations) - 1} more" if len(operations) > 1 else ""
+        self._call(f"{operations[0][0]}{more}", lambda: self._native.enqueue(operations))
+
+    def check(self) -> None:
+        code = self._ask(self._native.async_error)
+        if code not in (_SUCCESS, _IN_PROGRESS):
+            self._fail_with("an operation in flight", code)
+
+    def close(self) -> None:
+        if self._ended_by:
+            return
+        self._call("close", self._native.finalize)
+        if not self._end(False, "it was closed"):
+            text = "ncclCommDestroy did not return in time and was abandoned"
+            raise CollectiveTimeoutError(f"{self._name}: {text}")
+
+    def abort(self, why: str) -> bool:
+        """End the work on the device; later calls report ``why``. Return whether NCCL returned in
+        time."""
+        if os.getpid() != self._pid:
+            return True  # the parent still uses its sockets and device
+        return self._end(True, why)
+
+    def fail(self, kind: type[TpkernelsError], text: str) -> NoReturn:
+        """Abort and raise."""
+        text = f"{self._name}: {text}"
+        if not self.abort(text):
+            text += "; ncclCommAbort did not return and was abandoned"
+        raise kind(f"{text}. The communicator is broken: make a new one.")
+
+    def _fail_with(self, call: str, code: int) -> NoReturn:
+        kinds = {_REMOTE_ERROR: PeerLostError, _TIMEOUT: CollectiveTimeoutError}
+        text = f"{call} failed: {self._library.error_text(code)}"
+        self.fail(kinds.get(code, TpkernelsError), text)
+
+    def _call(self, call: str, function: Callable[[], int]) -> None:
+        """Run a NCCL function, from its start to its completion."""
+        self._require_usable()
+        if not self._turn.acquire(timeout=self._timeout):
+            raise CollectiveTimeoutError(
+                f"{self._name}: {call} waited {self._timeout:g} s for another thread's call"
+            )
+        try:
+            deadline, (pause, longest) = time.monotonic() + self._timeout, _PAUSES
+            code = self._ask(function)
+            while code in (_SUCCESS, _IN_PROGRESS):  # some return success while in progress
+                code = self._ask(self._native.async_error)
+                if code == _SUCCESS:
+                    return
+                if code == _IN_PROGRESS:
+                    if time.monotonic() >= deadline:
+                        self.fail(
+                            CollectiveTimeoutError,
+                            f"{call} did not complete within {self._timeout:g} s: a rank did not "
+                            "join or cannot be reached",
+                        )
+                    time.sleep(pause)
+                    pause = min(2 * pause, longest)
+            self._fail_with(call, code)
+        except BaseException as error:
+            self.abort(f"{call} was interrupted by {of_error(error)}")  # unless it has ended
+            raise
+        finally:
+            self._turn.release()
+
+    def _ask(self, function: Callable[[], int]) -> int:
+        """Return the result of one NCCL function."""
+        self._require_usable()  # before the lock, which a fork may find taken
+        with self._in_nccl:
+            self._require_usable()
+            return function()
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise GroupBrokenError(
+                f"{self._name} belongs to process {self._pid}, and process {os.getpid()} is a fork "
+                "of it: make a communicator here"
+            )
+        if self._ended_by:
+            raise GroupBrokenError(
+                f"{self._name} can run no more calls; make a new one. It ended with: "
+                f"{self._ended_by}"
+            )
+
+    def _end(self, aborts: bool, why: str) -> bool:
+        """Abort or destroy, once. Return whether NCCL returned in time."""
+        if not self._ending.acquire(blocking=False):
+            return True
+        self._ended_by, seconds = why, min(self._timeout, _ABORT_SECONDS)
+        # A thread that holds the lock for longer is stuck in NCCL, and only an abort can free it.
+        locked = self._in_nccl.acquire(timeout=seconds)
+        try:
+            return self._native.free(aborts, seconds)
+        finally:
+            if locked:
+                self._in_nccl.release()
+
+
+# Set-up.
 
 
 def _current_device() -> torch.device:
     """Return the current CUDA device, after creating its context, which NCCL needs."""
     if not torch.cuda.is_available():
-        nccl = facts()
-        library = nccl.get("unsupported") or f"NCCL {nccl['version']} is here ({nccl['path']})"
-        needs = "a NCCL communicator needs a CUDA device"
-        raise NotImplementedError(f"{needs}, and torch {torch.__version__} sees none; {library}")
+        raise NotImplementedError(
+            f"a NCCL communicator needs a CUDA device, and torch {torch.__version__} sees none"
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     torch.empty(1, device=device)
     return device
@@ -294,44 +389,33 @@ def _bootstrap(
         if "error" in other:
             text = f"{where}: rank {rank} cannot take part: {other['error']}"
             raise TpkernelsError(text, peer=rank)
-    for (rank, other), key in itertools.product(enumerate(reports), ("timeout", "NCCL")):
-        if other[key] != report[key]:
-            text = (
-                f"{where}: rank {participant.rank} has {key} {report[key]}, rank {rank} "
-                f"{other[key]}; all ranks must have the same"
-            )
-            raise ValueError(text) if key == "timeout" else TpkernelsError(text, peer=rank)
+    for key, kind in (("timeout", ValueError), ("NCCL", TpkernelsError)):
+        values = [other[key] for other in reports]
+        if len(set(values)) > 1:
+            raise kind(f"{where}: the ranks have {key} {values}; all must have the same")
     return library, device, bytes.fromhex(reports[0]["unique_id"])
 
 
 # The library.
 
 
-def _loaded() -> Iterator[Path]:
-    """Yield the copies of NCCL that this process has mapped, in the order of their addresses."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    files = dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if "libnccl.so" in line)
-    return map(Path, files)
-
-
-def _wheels() -> Iterator[Path]:
-    """Yield the copies in installed wheels; the one for torch's version of CUDA comes first."""
-    names = ["nvidia-nccl-cu13", "nvidia-nccl-cu12"]
-    if (torch.version.cuda or "").startswith("12."):
-        names.reverse()
-    for name in names:
+def _candidates() -> Iterator[tuple[str, str]]:
+    """Yield where a NCCL is from and its file, the best one first: torch's own, if it has one, is
+    loaded in this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "libnccl.so" in line:
+            yield "loaded in this process", line.split(maxsplit=5)[5]
+    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             distribution = importlib.metadata.distribution(name)
-            yield Path(str(distribution.locate_file(f"nvidia/nccl/lib/{SONAME}")))
+            yield "from a wheel", str(distribution.locate_file(f"nvidia/nccl/lib/{SONAME}"))
+    yield "the system's", SONAME
 
 
 def _find() -> tuple[str, _C.nccl.Library]:
     """Return where the best NCCL is from, and the library: see `load`."""
-    candidates = [("loaded in this process", path) for path in _loaded()]
-    candidates += [("from a wheel", path) for path in _wheels()]
-    names = [(origin, str(path)) for origin, path in candidates if path.is_file()]
     refusals = []
-    for origin, name in [*names, ("the system's", SONAME)]:
+    for origin, name in dict.fromkeys(_candidates()):
         try:
             return origin, _C.nccl.Library(name)
         except NotImplementedError as error:

@@ -152,22 +152,6 @@ void bind_channel(py::module_& m) {
           },
           py::arg("f"))
       .def(
-          "set_look",
-          [](Channel& c, const py::object& f) {
-            // The last to have it may be a wait without the GIL, during which it was replaced.
-            const std::shared_ptr<py::object> look(new py::object(f), [](py::object* last) {
-              stay_if_python_ends();
-              const py::gil_scoped_acquire gil;
-              delete last;
-            });
-            c.set_poll([look] {
-              poll_signals();
-              const py::gil_scoped_acquire gil;
-              (*look)();
-            });
-          },
-          py::arg("f"))
-      .def(
           "set_chaos",
           [](Channel& c, std::uint64_t seed, unsigned max_delay_us, bool single_buffer,
              bool skip_waits) { c.set_chaos({seed | 1, max_delay_us, single_buffer, skip_waits}); },

@@ -1,15 +1,20 @@
-// _C.nccl: a NCCL library and its communicators. Memory and streams are passed as integers, dtypes
-// as the codes of host/vector.h.
+// _C.nccl: the functions of a NCCL library, without the GIL and without waiting. tpkernels/nccl.py
+// waits for what they start. Memory and streams are passed as integers, results as ncclResult_t.
 #include "bindings.h"
 
 #include <pybind11/stl.h>
 
-#include <algorithm>
+#include <chrono>
+#include <cstdint>
 #include <cstring>
-#include <iterator>
+#include <future>
+#include <memory>
 #include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
 
-#include "nccl/communicator.h"
+#include "nccl/library.h"
 
 namespace py = pybind11;
 
@@ -21,71 +26,112 @@ using Address = std::uintptr_t;
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
+std::string version_text(const Library& library) {
+  int version = 0;
+  library.GetVersion(&version);
+  return std::to_string(version / 10000) + "." + std::to_string(version % 10000 / 100) + "." +
+         std::to_string(version % 100);
+}
+
 py::bytes unique_id(const Library& library) {
-  UniqueId id;
+  UniqueId id{};
+  Result code = kSuccess;
   {
-    const GilReleased released;
-    id = library.unique_id();
+    const GilReleased released;  // it opens a socket
+    code = library.GetUniqueId(&id);
   }
-  return py::bytes(id.bytes, sizeof(id.bytes));
+  if (code == kSuccess) return py::bytes(id.bytes, sizeof(id.bytes));
+  throw std::runtime_error("ncclGetUniqueId failed: " + library.error_text(code));
 }
 
-// Destroying a communicator may wait for NCCL.
-struct DeleteWithoutGil {
-  void operator()(Communicator* communicator) const {
-    const GilReleased released;
-    delete communicator;
+// What, the memory, the count as in NCCL (elements sent, or received by a reduce-scatter), the
+// ncclDataType_t, the peer or root, and the stream.
+using Operation = std::tuple<std::string, Address, Address, std::size_t, int, int, Address>;
+
+Result run(const Library& nccl, const Operation& operation, Comm* comm) {
+  const auto& [kind, from, to, count, dtype, peer, on] = operation;
+  void *send = pointer(from), *recv = pointer(to), *stream = pointer(on);
+  if (kind == "all_gather") return nccl.AllGather(send, recv, count, dtype, comm, stream);
+  if (kind == "reduce_scatter") {
+    return nccl.ReduceScatter(send, recv, count, dtype, kSum, comm, stream);
   }
+  if (kind == "all_reduce") return nccl.AllReduce(send, recv, count, dtype, kSum, comm, stream);
+  if (kind == "broadcast") return nccl.Broadcast(send, recv, count, dtype, peer, comm, stream);
+  if (kind == "send") return nccl.Send(send, count, dtype, peer, comm, stream);
+  return nccl.Recv(recv, count, dtype, peer, comm, stream);
+}
+
+// A non-blocking communicator: NCCL runs anything that may wait on a thread of its own.
+class Communicator {
+ public:
+  // Uses the device that is current on this thread. `async_error` has the result.
+  Communicator(std::shared_ptr<const Library> nccl, const std::string& id, int rank, int world)
+      : nccl_(std::move(nccl)) {
+    UniqueId unique;
+    if (id.size() != sizeof(unique.bytes)) throw py::value_error("a unique id has 128 bytes");
+    std::memcpy(unique.bytes, id.data(), sizeof(unique.bytes));
+    Config config;
+    made_ = nccl_->CommInitRankConfig(comm_.get(), world, unique, rank, &config);
+  }
+
+  // Starts the operations as one group.
+  Result enqueue(const std::vector<Operation>& operations) const {
+    Result code = nccl_->GroupStart();
+    if (has_failed(code)) return code;
+    for (const Operation& operation : operations) {
+      if (has_failed(code = run(*nccl_, operation, *comm_))) break;
+    }
+    // Even after a failure: otherwise the thread's next call would join this group.
+    const Result ended = nccl_->GroupEnd();
+    return has_failed(code) ? code : ended;
+  }
+
+  Result finalize() const { return nccl_->CommFinalize(*comm_); }
+
+  // Returns the result of the last call, in progress until it completes, or the error of an
+  // enqueued operation.
+  Result async_error() const {
+    if (has_failed(made_)) return made_;
+    Result code = kSuccess;
+    const Result asked = nccl_->CommGetAsyncError(*comm_, &code);
+    return asked == kSuccess ? code : asked;
+  }
+
+  // Aborts or destroys NCCL's communicator, on a thread: either may join NCCL's threads. Returns
+  // whether that was done within `seconds`; if not, the thread is abandoned.
+  bool free(bool aborts, double seconds) const {
+    if (*comm_ == nullptr) return true;
+    const auto function = aborts ? nccl_->CommAbort : nccl_->CommDestroy;
+    std::packaged_task<void()> task([comm = comm_, function] { function(*comm); });
+    const std::future<void> done = task.get_future();
+    std::thread(std::move(task)).detach();
+    return done.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready;
+  }
+
+ private:
+  const std::shared_ptr<const Library> nccl_;
+  // NCCL's threads write here, so it lives as long as any of them may run.
+  const std::shared_ptr<Comm*> comm_ = std::make_shared<Comm*>(nullptr);
+  Result made_ = kSuccess;
 };
-using CommunicatorPtr = std::unique_ptr<Communicator, DeleteWithoutGil>;
-
-CommunicatorPtr make_communicator(std::shared_ptr<Library> library, const std::string& id, int rank,
-                                  int world, const std::string& name, double timeout) {
-  UniqueId unique{};
-  if (id.size() != sizeof(unique.bytes)) {
-    throw py::value_error("a unique id has " + std::to_string(sizeof(unique.bytes)) +
-                          " bytes, not " + std::to_string(id.size()));
-  }
-  std::memcpy(unique.bytes, id.data(), sizeof(unique.bytes));
-  const GilReleased released;
-  return CommunicatorPtr(
-      new Communicator(std::move(library), unique, rank, world, name, timeout, &poll_signals));
-}
-
-Operation make_operation(const std::string& name, Address send, Address recv, std::size_t count,
-                         int dtype, int peer, Address stream) {
-  const auto* found = std::find(std::begin(kOperations), std::end(kOperations), name);
-  if (found == std::end(kOperations)) throw py::value_error("no operation '" + name + "'");
-  return {static_cast<OperationKind>(found - std::begin(kOperations)),
-          pointer(send),
-          pointer(recv),
-          count,
-          static_cast<host::DType>(dtype),
-          peer,
-          pointer(stream)};
-}
 
 }  // namespace
-
 }  // namespace tpkernels::nccl
 
 void tpkernels::bind_nccl(pybind11::module_& m) {
   using namespace nccl;
   py::class_<Library, std::shared_ptr<Library>>(m, "Library")
       .def(py::init<const std::string&>(), py::arg("name"), ReleaseGil())
-      .def_property_readonly("path", &Library::path)
-      .def_property_readonly("version", &Library::version)
-      .def("unique_id", &unique_id);
+      .def_readonly("path", &Library::path)
+      .def_property_readonly("version", &version_text)
+      .def("unique_id", &unique_id)
+      .def("error_text", &Library::error_text, py::arg("code"));
 
-  py::class_<Operation>(m, "Operation")
-      .def(py::init(&make_operation), py::arg("kind"), py::arg("send"), py::arg("recv"),
-           py::arg("count"), py::arg("dtype"), py::arg("peer"), py::arg("stream"));
-
-  py::class_<Communicator, CommunicatorPtr>(m, "Communicator")
-      .def(py::init(&make_communicator), py::arg("library"), py::arg("unique_id"), py::arg("rank"),
-           py::arg("world"), py::kw_only(), py::arg("name"), py::arg("timeout"))
+  py::class_<Communicator>(m, "Communicator")
+      .def(py::init<std::shared_ptr<Library>, const std::string&, int, int>(), py::arg("library"),
+           py::arg("unique_id"), py::arg("rank"), py::arg("world"), ReleaseGil())
       .def("enqueue", &Communicator::enqueue, py::arg("operations"), ReleaseGil())
-      .def("check", &Communicator::check, ReleaseGil())
-      .def("close", &Communicator::close, ReleaseGil())
-      .def("abort", &Communicator::abort, py::arg("why"), ReleaseGil());
+      .def("finalize", &Communicator::finalize, ReleaseGil())
+      .def("async_error", &Communicator::async_error, ReleaseGil())
+      .def("free", &Communicator::free, py::arg("aborts"), py::arg("seconds"), ReleaseGil());
 }

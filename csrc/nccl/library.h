@@ -1,12 +1,12 @@
 // NCCL 2.14 or newer, loaded at run time: one dlopen, then functions by name.
 //
-// The part of NCCL's ABI that is used stands here, so that building needs no NCCL header. The ABI
-// is stable throughout 2.x: values are never reused, and structs grow only at the end.
+// The part of NCCL's ABI that is used is declared here, so that building needs no NCCL header. The
+// ABI is stable throughout 2.x: values are never reused, and structs grow only at the end.
 #pragma once
 
-#include <climits>
+#include <dlfcn.h>
+
 #include <cstddef>
-#include <stdexcept>
 #include <string>
 
 #include "unsupported.h"
@@ -19,98 +19,79 @@ struct UniqueId {
   char bytes[128];
 };
 
-enum Result : int {
-  kSuccess = 0,
-  kInternalError = 3,
-  kRemoteError = 6,
-  kInProgress = 7,
-  kTimeout = 8,  // since 2.30
-};
+using Result = int;  // ncclResult_t
+constexpr Result kSuccess = 0, kInProgress = 7;
+constexpr int kSum = 0;  // ncclRedOp_t
 
-constexpr int kUnset = INT_MIN;  // NCCL chooses
-constexpr int kSum = 0;          // ncclRedOp_t
+inline bool has_failed(Result code) { return code != kSuccess && code != kInProgress; }
 
-// ncclConfig_t as of 2.27. `size` and `version` tell the library which fields the caller knows:
-// newer libraries use defaults for the rest, older ones read only the fields that they know.
+// ncclConfig_t as of 2.14. `size` and `version` tell a newer library which fields the caller knows;
+// it uses defaults for the rest.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
-  unsigned version = 22700;
+  unsigned version = 21400;
   int blocking = 0;
-  int cga_cluster_size = kUnset;
-  int min_ctas = kUnset;
-  int max_ctas = kUnset;
-  const char* net_name = nullptr;
-  int split_share = kUnset;
-  int traffic_class = kUnset;
-  const char* comm_name = nullptr;  // 2.27; NCCL keeps the pointer
-  int collnet_enable = kUnset;
-  int cta_policy = kUnset;
-  int shrink_share = kUnset;
-  int nvls_ctas = kUnset;
 };
-static_assert(sizeof(Config) == 72 && offsetof(Config, blocking) == 16 &&
-                  offsetof(Config, net_name) == 32 && offsetof(Config, comm_name) == 48 &&
-                  offsetof(Config, cta_policy) == 60,
-              "the layout of ncclConfig_t");
+static_assert(sizeof(Config) == 24, "the layout of ncclConfig_t");
 
-// A failed call; `type` is the class of tpkernels.errors to raise.
-struct Error : std::runtime_error {
-  Error(const char* type, const std::string& text) : std::runtime_error(text), type(type) {}
-  const char* type;
-};
-
-// Every function: what it returns, its name without NCCL's prefix, the first version that has it
-// (as ncclGetVersion numbers it), and its parameters. Streams are cudaStream_t.
+// Every function: what it returns, its name without NCCL's prefix, and its parameters. Streams are
+// cudaStream_t.
 // clang-format off
-#define TPK_NCCL(each)                                                                           \
-  each(Result, GetUniqueId, 20000, (UniqueId*))                                                  \
-  each(const char*, GetErrorString, 20000, (Result))                                             \
-  each(Result, CommDestroy, 20000, (Comm*))                                                      \
-  each(Result, AllGather, 20000,                                                                 \
-       (const void*, void*, std::size_t, int dtype, Comm*, void* stream))                        \
-  each(Result, ReduceScatter, 20000,                                                             \
-       (const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream))                \
-  each(Result, AllReduce, 20000,                                                                 \
-       (const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream))                \
-  each(Result, Broadcast, 20202,                                                                 \
-       (const void*, void*, std::size_t, int dtype, int root, Comm*, void* stream))              \
-  each(Result, GroupStart, 20000, ())                                                            \
-  each(Result, GroupEnd, 20000, ())                                                              \
-  each(Result, CommGetAsyncError, 2402, (Comm*, Result*))                                        \
-  each(Result, CommAbort, 2402, (Comm*))                                                         \
-  each(Result, Send, 2703, (const void*, std::size_t, int dtype, int peer, Comm*, void* stream)) \
-  each(Result, Recv, 2703, (void*, std::size_t, int dtype, int peer, Comm*, void* stream))       \
-  each(const char*, GetLastError, 21304, (Comm*))                                                \
-  each(Result, CommInitRankConfig, 21400, (Comm**, int world, UniqueId, int rank, Config*))      \
-  each(Result, CommFinalize, 21400, (Comm*))
+#define TPK_NCCL(each)                                                                             \
+  each(Result, GetVersion, (int*))                                                                 \
+  each(Result, GetUniqueId, (UniqueId*))                                                           \
+  each(const char*, GetErrorString, (Result))                                                      \
+  each(const char*, GetLastError, (Comm*))                                                         \
+  each(Result, CommInitRankConfig, (Comm**, int world, UniqueId, int rank, Config*))               \
+  each(Result, CommGetAsyncError, (Comm*, Result*))                                                \
+  each(Result, CommFinalize, (Comm*))                                                              \
+  each(Result, CommDestroy, (Comm*))                                                               \
+  each(Result, CommAbort, (Comm*))                                                                 \
+  each(Result, GroupStart, ())                                                                     \
+  each(Result, GroupEnd, ())                                                                       \
+  each(Result, AllGather, (const void*, void*, std::size_t, int dtype, Comm*, void* stream))       \
+  each(Result, ReduceScatter,                                                                      \
+       (const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream))                  \
+  each(Result, AllReduce,                                                                          \
+       (const void*, void*, std::size_t, int dtype, int op, Comm*, void* stream))                  \
+  each(Result, Broadcast,                                                                          \
+       (const void*, void*, std::size_t, int dtype, int root, Comm*, void* stream))                \
+  each(Result, Send, (const void*, std::size_t, int dtype, int peer, Comm*, void* stream))         \
+  each(Result, Recv, (void*, std::size_t, int dtype, int peer, Comm*, void* stream))
 // clang-format on
 
-struct Functions {
-#define TPK_DECLARE(type, name, since, parameters) type(*name) parameters;
+struct Library {
+#define TPK_DECLARE(type, name, parameters) type(*name) parameters;
   TPK_NCCL(TPK_DECLARE)
 #undef TPK_DECLARE
-};
+  std::string path;
 
-class Library {
- public:
   // Loads the library from a path, or by its soname. It is never unloaded, because NCCL has threads
   // of its own. Throws Unsupported if there is none or a required symbol is missing.
-  explicit Library(const std::string& name);
-  Library(const Library&) = delete;
-  Library& operator=(const Library&) = delete;
+  explicit Library(const std::string& name) {
+    void* handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) throw Unsupported("cannot load '" + name + "': " + dlerror());
+    const auto find = [&](const char* symbol) {
+      void* found = dlsym(handle, symbol);
+      if (found != nullptr) return found;
+      throw Unsupported("'" + name + "' has no " + symbol + "; tpkernels needs NCCL 2.14 or newer");
+    };
+#define TPK_FIND(type, name, parameters) \
+  name = reinterpret_cast<type(*) parameters>(find("nccl" #name));
+    TPK_NCCL(TPK_FIND)
+#undef TPK_FIND
+    Dl_info info{};
+    path = dladdr(reinterpret_cast<void*>(GetVersion), &info) != 0 ? info.dli_fname : name;
+  }
 
-  const Functions& functions() const { return functions_; }
-  std::string version() const;  // such as "2.28.9"
-  const std::string& path() const { return path_; }
-  UniqueId unique_id() const;  // of a new communicator; opens a socket
-  // Returns NCCL's text for an error code, with its last message if there is one.
-  std::string error_text(Result code) const;
-
- private:
-  Functions functions_{};
-  int version_ = 0;
-  std::string path_;
+  // Returns NCCL's text for an error code, with its last message if there is one. NCCL keeps one
+  // per process, which outlives its cause: show it only with an error.
+  std::string error_text(Result code) const {
+    const char* last = GetLastError(nullptr);
+    const bool none = last == nullptr || *last == '\0';
+    return GetErrorString(code) + (none ? "" : std::string("; last message: ") + last);
+  }
 };
 
 }  // namespace tpkernels::nccl

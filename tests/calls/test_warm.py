@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -250,24 +248,3 @@ def test_calls_that_finalizers_make_meanwhile() -> None:
         turns.forget_calls()
         planned = [one.problem.shape for one in turns.planned_calls()]
         assert planned == [(7,)], f"planned while the others were forgotten: {planned}"
-
-
-@on_ranks(2)
-def test_a_look_that_is_replaced_during_a_wait() -> None:
-    """A look that replaces itself during a wait has its last reference there."""
-    with fresh_group() as group:
-        channel = faults.workspace_of(group).channel
-        gone: list[str] = []
-
-        class Look:
-            def __call__(self) -> None:
-                channel.set_look(lambda: None)
-
-            def __del__(self) -> None:
-                gone.append(threading.current_thread().name)
-
-        channel.set_look(Look())
-        if dist.get_rank() == 1:
-            time.sleep(0.2)
-        tpkernels.all_reduce(torch.ones(3), group)
-        assert gone or dist.get_rank() == 1, "the wait never looked"

@@ -68,8 +68,6 @@ SCATTER = "[matmul + reduce-scatter out dim 0 over mesh dim {}]"
 @pytest.mark.parametrize(
     ("split", "x", "w", "steps", "elements"),
     [
-        ("M", (S0,), (R,), "matmul", 0),
-        ("N", (R,), (S1,), "matmul", 0),
         ("K", (S1,), (S0,), SCATTER.format(0), M * N),
         ("M,N", (S0, R), (R, S1), "matmul", 0),
         ("M,K", (S0, S1), (R, S0), SCATTER.format(1), M * N),
@@ -80,9 +78,7 @@ SCATTER = "[matmul + reduce-scatter out dim 0 over mesh dim {}]"
          "reduce-scatter out dim 0 over mesh dim 1", K * N + M * N),
     ],
 )  # fmt: skip
-def test_the_seven_splits(
-    split: str, x: Placements, w: Placements, steps: str, elements: int
-) -> None:
+def test_splits(split: str, x: Placements, w: Placements, steps: str, elements: int) -> None:
     plan = best(x, w)
     assert (plan.strategy, str(plan), plan.nbytes) == (split, steps, 4 * elements * BYTES)
     assert plan.flops == 2 * 8 * M * K * N
@@ -99,14 +95,11 @@ GATHERED_W = "[all-gather w dim 1 over mesh dim 0 + matmul]"
         ((S0,), (S1,), (S1,), "auto",
          f"{GATHERED_W}; all-to-all out dim 0 for dim 1 over mesh dim 0"),
         ((S0,), (S1,), (S1,), "N", "[all-gather x dim 0 over mesh dim 0 + matmul]"),
-        ((S1,), (S0,), (P,), "auto", "matmul"),
         ((P,), (R,), (R,), "auto", "[matmul + all-reduce out over mesh dim 0]"),
         # K is split over different mesh dims; N too, for half the flops and fewer bytes
         ((S1, R), (R, S0), (R, R), "auto",
          "all-to-all w dim 0 for dim 1 over mesh dim 1; slice w dim 0 over mesh dim 0; "
          "[matmul + all-reduce out over mesh dim 0]; all-gather out dim 1 over mesh dim 1"),
-        # the second of two layers, which need nothing between them
-        ((S1,), (S0,), (R,), "auto", "[matmul + all-reduce out over mesh dim 0]"),
     ],
 )  # fmt: skip
 def test_the_cheapest(
@@ -203,11 +196,8 @@ def test_a_product_is_bound_by_flops_or_by_memory() -> None:
         (4, 1, 2, 1 + 2 * (3 * 0.5 + 60 / 10)),
         (4, 4, 1, 2 + 3 * 1 + 60 / 5),  # one rank of each node
         (4, 2, 1, (2 + 1 + 20 / 5) + (1 + 0.5 + 40 / 10)),  # two of each of two nodes
-        (8, 1, 1, (2 + 1 + 10 / 5) + (1 + 3 * 0.5 + 60 / 10)),
         (6, 1, 1, (2 + 1 + 80 / 6 / 5) + (1 + 2 * 0.5 + 80 * 2 / 3 / 10)),  # three of each of two
         # All-to-alls.
-        (1, 1, 0, 0.0),
-        (4, 1, 0, 1 + 3 * 0.5 + 60 / 10),
         (4, 4, 0, 2 + 3 * 1 + 60 / 5),
         (8, 1, 0, (2 + 4 * 1 + 40 / 5) + (1 + 3 * 0.5 + 30 / 10)),  # four of the other node
     ],
@@ -266,7 +256,6 @@ def test_a_plan() -> None:
     [
         ((S0,), (R,), (S0,), "M", 32 + 64 + 32, None),
         ((S1,), (S0,), (S0,), "K", 32 + 32 + 64 + 32, None),  # the partial result, then its shard
-        ((S1,), (S0,), (P,), "K", 32 + 32 + 64, None),
         ((R,), (S1,), (R,), "N", 64 + 32 + 32 + 64, None),
         ((R,), (R,), (S0,), "none", 64 + 64 + 64 + 32, None),
         ((S1,), (S0,), (P,), "K", 32 + 32 + 64, 0),  # nothing moves it
@@ -294,13 +283,10 @@ def test_peak_memory(
 def test_wider_partials_move_more_bytes() -> None:
     """One addend of the 8 x 4 elements travels in all; the sum's halves are gathered in bf16."""
     for out, narrow, wide in ((S0, 2 * 32, 4 * 32), (R, 2 * 32 + 2 * 32, 4 * 32 + 2 * 32)):
-        memory = []
-        for partial_itemsize, nbytes in ((None, narrow), (2, narrow), (4, wide)):
+        for partial_itemsize, nbytes in ((None, narrow), (4, wide)):
             given = replace(problem((S1,), (S0,), (out,)), m=8, k=16, n=4, itemsize=2)
             given = replace(given, partial_itemsize=partial_itemsize)
             assert by_strategy(given, "K").nbytes == nbytes
-            memory.append(estimate(by_strategy(given, "K"), given, MACHINE).memory)
-        assert memory[2] - memory[0] == 2 * 32 and memory[0] == memory[1]  # the partial product
 
 
 def test_the_fastest_is_not_the_one_with_the_fewest_bytes() -> None:
@@ -325,12 +311,6 @@ def test_what_does_not_fit_comes_last() -> None:
     assert small[0][1].memory == least and set(small) == set(pairs)
     fits = [each.memory <= least for _, each in small]
     assert fits == sorted(fits, reverse=True)
-
-
-@pytest.mark.parametrize("machine", [None, MACHINE])
-def test_an_unknown_strategy(machine: Profile | None) -> None:
-    with pytest.raises(ValueError, match=r"no strategy 'rows' for S0 @ R -> any .* 'auto' and 'M'"):
-        choose(problem((S0,), (R,)), "rows", machine)
 
 
 # Machines.
@@ -391,9 +371,9 @@ def agreement_job() -> tuple[str, str, str]:
     with mock.patch.object(agreement, "machine_here", own):
         mesh = make_mesh((2, 2))
         x = draw("x", (8, 8), mesh, (S0, S1)).sharded
-        first = agreement.known_machine(mesh).title
+        first = agreement.machine_of(mesh).title
         y = sharded_matmul(x, x)
-        agreed = agreement.known_machine(mesh).title
+        agreed = agreement.machine_of(mesh).title
         return first, agreed, f"{y.placements} {tpmesh.plans(x, x)[0]}"
 
 

@@ -3,6 +3,7 @@ gradients are those of the unsharded product."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -218,45 +219,31 @@ def test_products(
 
 
 BF16, F32 = torch.bfloat16, torch.float32
-
-# x, w and the result. The result is partial on one mesh dim or on both.
-SUMS: dict[tuple[int, ...], list[tuple[Placements, Placements, Placements]]] = {
-    (2,): [((S1,), (S0,), (out,)) for out in (R, S0, S1)] + [((P,), (R,), (R,))],
-    (2, 2): [((S1, S1), (S0, S0), out) for out in [(R, R), (S0, S0), (S1, S0), (R, S0), (S0, R)]],
-}
 M, K, N = 6, 8, 4
 
 
-def operand(whole: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """In bf16. Of a Partial one, the first rank has the first half of the columns."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    mine = whole.clone()
-    for at, one in zip(coordinate, placements, strict=True):
-        if one == P:
-            mine[:, K // 2 :] *= at > 0
-            mine[:, : K // 2] *= at == 0
-    local = take(mine, placements, mesh).to(BF16)
-    return DTensor.from_local(local, mesh, placements, run_check=False)
-
-
 def summed_job(mesh_shape: tuple[int, ...]) -> tuple[list[str], int]:
-    """What is wrong with sums of 257, -256 and zeros, and how many are if partials travel in bf16,
-    in which 257 is 256. One stays Partial along one of two mesh dims."""
+    """What is wrong with sums of 256, 1, -256 and zeros, and how many are if partials travel in
+    bf16, in which 257 is 256. The result is partial on all mesh dims."""
     mesh, wrong, narrow = make_mesh(mesh_shape), [], 0
-    rows = torch.zeros(M, K)
+    rows = torch.zeros(M, K, dtype=BF16)
     rows[:, 0], rows[:, 1], rows[:, K // 2] = 256, 1, -256
-    for x, w, out in SUMS[mesh_shape]:
-        a, b = operand(rows, mesh, x), operand(torch.ones(K, N), mesh, w)
+    split = (S1,) * mesh.ndim, (S0,) * mesh.ndim
+
+    def sharded(whole: torch.Tensor, placements: Placements) -> DTensor:
+        return DTensor.from_local(take(whole, placements, mesh), mesh, placements, run_check=False)
+
+    a, b = sharded(rows, split[0]), sharded(torch.ones(K, N, dtype=BF16), split[1])
+    for out in itertools.product((R, S0, S1), repeat=mesh.ndim):
         for plan in tpmesh.plans(a, b, out, wire_dtype=F32):
             y = tpkernels.sharded_matmul(a, b, out, plan.strategy, wire_dtype=F32)
             if y.dtype != BF16 or not (y.to_local() == 1).all():
-                wrong.append(f"{x} {w} {out}: {plan} gives {y.to_local()}")
+                wrong.append(f"{out}: {plan} gives {y.to_local()}")
             z = tpkernels.sharded_matmul(a, b, out, plan.strategy)
             narrow += not (z.to_local() == 1).all()
-    if len(mesh_shape) == 2:
+    if mesh.ndim == 2:  # one stays Partial along one of two mesh dims
         rows[:, 2], rows[:, K // 2] = -256, 0
-        a, b = operand(rows, mesh, (S1, S1)), operand(torch.ones(K, N), mesh, (S0, S0))
+        a = sharded(rows, split[0])
         y = tpkernels.sharded_matmul(a, b, [P, R], "K,K", wire_dtype=F32)
         total = y.to_local().clone()
         dist.all_reduce(total, group=mesh.get_group(0))

@@ -1,6 +1,6 @@
 """The C++ under ThreadSanitizer and AddressSanitizer with UndefinedBehaviorSanitizer: csrc/host by
 the program in tests/native (threads and processes), the CUDA kernels on CPU threads by
-tests/native/emulated, the NCCL communicator by tests/native/nccl.
+tests/native/emulated.
 
 ThreadSanitizer knows the memory orderings: that it is silent about the real protocol says something
 only because it is not about broken ones, which the negative controls show. Of the CUDA kernels it
@@ -211,57 +211,3 @@ def test_a_race_of_the_cuda_kernels_is_reported(
 ) -> None:
     ended = run_cuda("thread", switch, without=without, source=source)
     assert ended.returncode != 0 and RACE in ended.stdout, ended.stdout
-
-
-# csrc/nccl: threads on one communicator.
-
-# ThreadSanitizer of GCC 12 does not know the function that std::timed_mutex calls; without it,
-# libstdc++ calls an older one.
-OLDER_MUTEX = """#include <bits/c++config.h>
-#undef _GLIBCXX_USE_PTHREAD_MUTEX_CLOCKLOCK
-#define _GLIBCXX_USE_PTHREAD_MUTEX_CLOCKLOCK 0
-"""
-HANDLE_LOCK = "const std::lock_guard lock(handle_mutex_);"
-TURN = "const std::unique_lock turn(calls_, Seconds(timeout_));"
-
-
-def run_nccl(tools: Toolchain, scratch: Path, weaker: dict[str, str]) -> Ended:
-    """Builds the program, with parts of communicator.cpp replaced, and runs it."""
-    source = (CSRC / "nccl" / "communicator.cpp").read_text()
-    for old, new in weaker.items():
-        assert old in source
-        source = source.replace(old, new)
-    changed, header = scratch / "communicator.cpp", scratch / "older_mutex.h"
-    changed.write_text(source)
-    header.write_text(OLDER_MUTEX)
-    options = ["-std=c++17", *WARNINGS, "-include", header]
-    # Without the sanitizer: ThreadSanitizer may fail to load such a library late.
-    shared = [*options, "-shared", "-fPIC", NATIVE / "nccl" / "fake_nccl.cpp"]
-    fake = compiled(scratch, "libnccl.so.2", shared)
-    sources = [NATIVE / "nccl" / "threads.cpp", CSRC / "nccl" / "library.cpp", changed]
-    program = compiled(scratch, "threads", [*options, *tools.flags, *sources, "-ldl"])
-    # The fake keeps what was aborted.
-    return tools.run(program, str(fake), ASAN_OPTIONS="detect_leaks=0")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
-def test_threads_on_one_communicator(
-    toolchain: Callable[[str], Toolchain], sanitizer: str, tmp_path: Path
-) -> None:
-    ended = run_nccl(toolchain(sanitizer), tmp_path, {})
-    assert ended.returncode == 0 and not REPORT.search(ended.stdout), ended.stdout
-    assert "misuse 0, alive 0" in ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "weaker",
-    [{HANDLE_LOCK: ""}, {TURN: "", "if (!turn.owns_lock()) {": "if (false) {"}],
-    ids=["no handle lock", "no turns"],
-)
-def test_a_missing_lock_is_found(
-    toolchain: Callable[[str], Toolchain], weaker: dict[str, str], tmp_path: Path
-) -> None:
-    ended = run_nccl(toolchain("address"), tmp_path, weaker)
-    assert ended.returncode != 0, ended.stdout

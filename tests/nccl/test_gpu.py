@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.nccl.test_communicator import group_of
 from tests.support import faults
 from tests.support.cases import RanksFixture
+from tests.support.faults import group_of
 from tpkernels.nccl import Communicator
 
 pytestmark = pytest.mark.gpu(1)
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu(1)
 def moves_job() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
-    group = group_of()
+    group = group_of(dist.new_group())
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         with Communicator(group, timeout=60) as comm:
             x = torch.arange(world * 6, device="cuda", dtype=dtype).view(world * 2, 3) + rank
@@ -49,7 +49,7 @@ def test_on_gpus(ranks: RanksFixture, world: int) -> None:
 
 def lost_job() -> faults.Ending | None:
     torch.cuda.set_device(dist.get_rank())
-    comm = Communicator(group_of(), timeout=5)
+    comm = Communicator(group_of(dist.new_group()), timeout=5)
     x = torch.ones(1 << 20, device="cuda")
     comm.all_reduce(x)
     comm.wait()

@@ -26,7 +26,7 @@ class Fake:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = getattr(self._library, f"fake_{name}")
-        if name in ("log", "config", "id"):
+        if name in ("log", "init"):
             function.restype = ctypes.c_char_p
             return lambda: function().decode().splitlines()
         return lambda *given: function(*(x.encode() if isinstance(x, str) else x for x in given))

@@ -198,12 +198,7 @@ def _show_product(problem: MatmulProblem, profile: Profile, as_json: bool) -> No
             escape(row["reason"]),
         )
     screen = console()
-    screen.print(
-        f"[{problem.m}, {problem.k}] {placements_text(problem.x)} @ [{problem.k}, {problem.n}] "
-        f"{placements_text(problem.w)} on a mesh of {' x '.join(map(str, problem.mesh_shape))}, "
-        f"{profile.title}",
-        markup=False,
-    )
+    screen.print(f"{problem}, {profile.title}", markup=False)
     screen.print(grid)
     screen.print(_LEGEND, markup=False)
 

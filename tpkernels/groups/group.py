@@ -163,11 +163,9 @@ class Group(_C.calls.Turns):
         self.numerics: str | None = None  #: as given to `init`
         self.waiter = Waiter()
         self.notices: list[str] = []  #: warnings that `warn` is to give
-        self.wait_hooks: list[Callable[[], None]] = []  #: see `add_wait_hook`
         self.cuda_sums = CudaNumerics()
         self.measured = Measured()
         self.on_meshes: dict[Hashable, Any] = {}  #: what a mesh's ranks agreed on; see mesh/
-        self._known: dict[str, str] = {}  # what `from_rank_0` has returned
         self._trust: dict[str, Trust] = {}
         self._broken: str | None = None
         self._closed: str | None = None  # by what
@@ -371,14 +369,6 @@ class Group(_C.calls.Turns):
         finally:
             self.lock.release()
 
-    def add_wait_hook(self, hook: Callable[[], None]) -> None:
-        """Make waits on the host call ``hook`` about 50 times a second; an error that it raises
-        ends the wait."""
-        self.wait_hooks.append(hook)
-        if self.local_workspace is not None and len(self.wait_hooks) == 1:
-            hooks = self.wait_hooks  # the channel must not keep the group alive
-            self.local_workspace.channel.set_look(lambda: [hook() for hook in hooks])
-
     def warn(self) -> None:
         """Issue the warnings collected during calls. This comes after the calls: where a filter
         turns warnings into errors, rank 0 alone would leave a call."""
@@ -519,16 +509,6 @@ class Group(_C.calls.Turns):
         tensors of a device type."""
         with self.together():
             return self.exchange(purpose, value, self.timeout_on(device))
-
-    def from_rank_0(self, purpose: str, make: Callable[[], str]) -> str:
-        """Return what ``make`` returned on rank 0 at the first call for this purpose, which is
-        collective. Every rank calls ``make`` then; the other results are dropped."""
-
-        def agree() -> str:
-            text = make()
-            return text if self.world == 1 else self.exchange(purpose, text, self.timeout)[0]
-
-        return self._once(self._known, purpose, agree)
 
     def _once(self, known: dict[_Key, _Value], key: _Key, agree: Callable[[], _Value]) -> _Value:
         """Return the value of a key, on which the ranks agree together at the first call."""

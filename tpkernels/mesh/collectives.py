@@ -140,14 +140,14 @@ def _summed(
     dims = sorted({number % x.ndim for number in listed if -x.ndim <= number < x.ndim})
     if len(dims) < len(listed):
         raise ValueError(f"dim is {dim}; x has {x.ndim} dims, and each can be named once")
-    placements: list[Placement] = []
-    for placement in before:
-        if isinstance(placement, Shard):
-            below = 0 if keepdim else sum(d < placement.dim for d in dims)
-            summed = placement.dim in dims
-            placements.append(Partial() if summed else Shard(placement.dim - below))
-        else:
-            placements.append(placement)
+
+    def summed(placement: Placement) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        below = 0 if keepdim else sum(d < placement.dim for d in dims)
+        return Partial() if placement.dim in dims else Shard(placement.dim - below)
+
+    placements = [summed(placement) for placement in before]
     split = [i for i, (b, a) in enumerate(zip(before, placements, strict=True)) if b != a]
     over = [i for i in split if placements[i] == Partial()] if axes is None else _dims(mesh, axes)
     for i in over:

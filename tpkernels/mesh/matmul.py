@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tpkernels import dtypes, ops, validation
-from tpkernels.mesh.agreement import Agreement, known_machine
+from tpkernels.mesh.agreement import Agreement, machine_of
 from tpkernels.mesh.layout import Placements, checked_placements, local_shape, placements_text
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, choose, ranked
 from tpkernels.ops.autograd import algorithm_like, matmul
@@ -85,7 +85,7 @@ def plans(
     the first product on a mesh, the rates are those of this rank's machine."""
     _check_operands(x, w)
     problem = _problem_of(x._spec, w._spec, out_placements, wire_dtype)
-    return tuple(plan for plan, _ in ranked(problem, known_machine(x.device_mesh)))
+    return tuple(plan for plan, _ in ranked(problem, machine_of(x.device_mesh)))
 
 
 def explain(
@@ -100,17 +100,13 @@ def explain(
     product. Local, as `plans`."""
     _check_operands(x, w)
     problem = _problem_of(x._spec, w._spec, out_placements, wire_dtype)
-    machine = known_machine(x.device_mesh)
+    machine = machine_of(x.device_mesh)
     table = [("strategy", "result", "ms", "bytes", "flops", "steps")]
     for plan, costs in ranked(problem, machine):
         numbers = (f"{1e3 * costs.seconds:.3g}", str(plan.nbytes), str(plan.flops))
         table.append((plan.strategy, placements_text(plan.out), *numbers, str(plan)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        f"[{problem.m}, {problem.k}] {placements_text(problem.x)} @ [{problem.k}, {problem.n}] "
-        f"{placements_text(problem.w)} on a mesh of {' x '.join(map(str, problem.mesh_shape))}, "
-        f"{machine.title}"
-    ]
+    lines = [f"{problem}, {machine.title}"]
     for row in table:
         cells = [f"{text:{'<' if i < 2 else '>'}{widths[i]}}" for i, text in enumerate(row[:5])]
         lines.append("  ".join([*cells, row[5]]))
@@ -197,12 +193,10 @@ class MatmulCall:
 
     def text(self, mesh: str) -> str:
         """Describe the product for errors, and for the comparison with other ranks'."""
-        one = self.problem
-        out = "any" if one.out is None else placements_text(one.out)
+        out = "any" if self.problem.out is None else placements_text(self.problem.out)
         return (
-            f"sharded_matmul([{one.m}, {one.k}] {placements_text(one.x)} @ [{one.k}, {one.n}] "
-            f"{placements_text(one.w)} -> {out}, {dtypes.name(self.dtype)}, partials in "
-            f"{dtypes.name(self.wire_dtype)}, strategy '{self.strategy}', algorithm "
+            f"sharded_matmul({self.problem.operands} -> {out}, {dtypes.name(self.dtype)}, partials "
+            f"in {dtypes.name(self.wire_dtype)}, strategy '{self.strategy}', algorithm "
             f"'{self.algorithm}', on {mesh})"
         )
 
@@ -238,24 +232,15 @@ def _run(call: MatmulCall, x: DTensor, w: DTensor, mesh: DeviceMesh) -> DTensor:
     """Compute the product by the plan of all ranks, which is made in the first call."""
     agreed = Agreement.on(mesh)
     product: MatmulExecutor | None = agreed.products.get(call)
-    text = ""
+    text = call.text(agreed.text) if product is None else product.text
     if product is None:
-        text = call.text(agreed.text)
-        with agreed.break_on_error():
-            different = agreed.disagreement(text)
-        if different:
-            raise different
-    with agreed.break_on_error():
+        agreed.compare(text, machine_of(mesh))
+    with agreed.break_on_error(text):
         if product is None:
-            plan = choose(call.problem, call.strategy, agreed.agreed_machine())
+            plan = choose(call.problem, call.strategy, agreed.machine)
             product = MatmulExecutor(call, plan, agreed, mesh.get_coordinate() or (), text)
             agreed.add(call, product)
-        if product.plan.nbytes:  # what communicates nothing need not be made by all ranks
-            agreed.history.begin(product.text)
-        try:
-            result: DTensor = _ShardedMatmul.apply(x, w, product, mesh)
-        finally:
-            agreed.history.end()
+        result: DTensor = _ShardedMatmul.apply(x, w, product, mesh)
     return result
 
 
@@ -276,12 +261,12 @@ class MatmulExecutor:
     ) -> None:
         self.call, self.plan, self.text = call, plan, text
         self._names, self._device, self._coordinate = agreed.names, agreed.device, coordinate
-        problem, wire_and_out = call.problem, (call.wire_dtype, call.dtype)
+        problem = call.problem
         self.shape, self.stride = torch.Size((problem.m, problem.n)), (problem.n, 1)
         self._x = self._moves("x", problem.x, plan.before)
         self._w = self._moves("w", problem.w, plan.before)
         self._multiply = self._multiplication()
-        self._after = self._moves("out", plan.result, plan.after, wire_and_out)
+        self._after = self._moves("out", plan.result, plan.after)
 
     def run(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """Compute this rank's part of the result, contiguous, from its parts of the operands."""
@@ -297,23 +282,15 @@ class MatmulExecutor:
             y = move(y)
         return y.to(self.call.dtype).contiguous()  # rounded only now if it stays Partial
 
-    def _moves(
-        self,
-        operand: str,
-        placements: Placements,
-        steps: Sequence[Step],
-        wire_and_out: tuple[torch.dtype, torch.dtype] | None = None,
-    ) -> list[_Move]:
-        """Return one function per step on ``operand`` that does something. ``wire_and_out``: the
-        dtype while the tensor is Partial, and the dtype once it is not; None: the dtype never
-        changes."""
+    def _moves(self, operand: str, placements: Placements, steps: Sequence[Step]) -> list[_Move]:
+        """Return one function per step on ``operand`` that does something. The result is in the
+        wire dtype while it is Partial."""
         moves = []
         for step in steps:
             if step.operand == operand:
-                after = step.after(placements)
-                out_dtype = None
-                if wire_and_out is not None:
-                    out_dtype = wire_and_out[0] if Partial() in after else wire_and_out[1]
+                after, out_dtype = step.after(placements), None
+                if operand == "out":
+                    out_dtype = self.call.wire_dtype if Partial() in after else self.call.dtype
                 if self.call.problem.mesh_shape[step.mesh_dim] > 1:
                     moves.append(self._move(step, placements, out_dtype))
                 elif out_dtype is not None:

@@ -67,6 +67,15 @@ class MatmulProblem:
     itemsize: int  #: bytes of an element
     partial_itemsize: int | None = None  #: of the result while it is Partial; None: the same
 
+    @property
+    def operands(self) -> str:
+        """Return the operands as text, such as ``[8, 16] S0 @ [16, 4] R``."""
+        x, w = placements_text(self.x), placements_text(self.w)
+        return f"[{self.m}, {self.k}] {x} @ [{self.k}, {self.n}] {w}"
+
+    def __str__(self) -> str:
+        return f"{self.operands} on a mesh of {' x '.join(map(str, self.mesh_shape))}"
+
     def itemsize_of(self, operand: str, placements: Placements) -> int:
         """Return the bytes of an element of "x", "w" or "out" on its way from or to the product."""
         if operand == "out" and self.partial_itemsize is not None and Partial() in placements:
@@ -358,8 +367,9 @@ def estimate(plan: MatmulPlan, problem: MatmulProblem, profile: Profile) -> Esti
 
 
 def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
-    """Estimate the peak. The operands are there throughout, and each step's input until the step
-    ends. A Partial result that no step moves is in the operands' dtype from the product on."""
+    """Estimate the peak. The operands are there throughout, each step's input until the step ends,
+    and what the product multiplies until it is done. A Partial result that no step moves is in the
+    operands' dtype from the product on."""
 
     def nbytes(operand: str, placements: Placements) -> int:
         elements = prod(problem.largest(operand, placements))
@@ -367,31 +377,24 @@ def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
             return elements * problem.itemsize
         return elements * problem.itemsize_of(operand, placements)
 
-    at = {"x": problem.x, "w": problem.w}
-    operands, temporary = sum(nbytes(name, at[name]) for name in at), {"x": 0, "w": 0, "out": 0}
-    peak = operands
-
-    def change(operand: str, placements: Placements) -> None:
-        nonlocal peak
-        size = nbytes(operand, placements)
-        peak = max(peak, operands + sum(temporary.values()) + size)
-        temporary[operand] = size
-
-    reduction = plan.fused if plan.fused is not None and plan.fused.operand == "out" else None
-    gather = plan.fused if reduction is None else None
-    for step in (*plan.before, *([gather] if gather else [])):
+    at, made = {"x": problem.x, "w": problem.w, "out": plan.result}, list[tuple[str, Placements]]()
+    operands = sum(nbytes(name, at[name]) for name in "xw")
+    fused = [plan.fused] if plan.fused else []
+    for step in (*plan.before, *(step for step in fused if step.operand != "out")):
         at[step.operand] = step.after(at[step.operand])
         if step.communicates:  # a slice is a view
-            change(step.operand, at[step.operand])
-    if reduction is not None:  # the product comes before it
-        change("out", with_placement(plan.result, reduction.mesh_dim, Partial()))
-        temporary["x"] = temporary["w"] = 0
-    change("out", plan.result)
-    temporary["x"] = temporary["w"] = 0
-    after = plan.result
+            made.append((step.operand, at[step.operand]))
+    reductions = [step for step in fused if step.operand == "out"]  # which follow the product
+    made += [("out", with_placement(at["out"], step.mesh_dim, Partial())) for step in reductions]
+    made.append(("out", at["out"]))
     for step in plan.after:
-        after = step.after(after)
-        change("out", after)
+        at["out"] = step.after(at["out"])
+        made.append(("out", at["out"]))
+    peak, temporary = operands, dict[str, int]()
+    for operand, placements in made:
+        size = nbytes(operand, placements)
+        peak = max(peak, operands + sum(temporary.values()) + size)
+        temporary = {"out": size} if operand == "out" else {**temporary, operand: size}
     return peak
 
 
@@ -423,7 +426,6 @@ def choose(problem: MatmulProblem, strategy: str, profile: Profile | None = None
             return plan
     out = placements_text(problem.out) if problem.out else "any"
     raise ValueError(
-        f"no strategy {strategy!r} for {placements_text(problem.x)} @ "
-        f"{placements_text(problem.w)} -> {out} on a mesh of {problem.mesh_shape}; "
+        f"no strategy {strategy!r} for {problem} -> {out}; "
         f"there are 'auto' and {', '.join(repr(plan.strategy) for plan in plans)}"
     )

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.call import Call
-from tpkernels.errors import CollectiveMismatchError, ProductMismatchError
+from tpkernels.errors import CollectiveMismatchError
 from tpkernels.transport.waits import finish, raise_failure
 
 Message: TypeAlias = tuple[torch.Tensor, int]  # the data, and the rank at the other end
@@ -135,7 +135,7 @@ def hang_up(call: Call, error: BaseException) -> None:
     group = call.group
     if group.workspace is not None or group.world == 1 or call.problem.device != "cpu":
         return
-    if isinstance(error, CollectiveMismatchError) and not isinstance(error, ProductMismatchError):
+    if isinstance(error, CollectiveMismatchError):
         return  # each rank receives all greetings, so all ranks detect the mismatch
     if not group.uses_gloo("cpu"):
         return

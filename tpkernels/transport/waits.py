@@ -37,8 +37,6 @@ def finish(call: Call, work: Any) -> None:
                 work.wait(_LOOK)
                 return
             _watch(call, 0.0)
-            for hook in group.wait_hooks:
-                hook()
     try:
         work.wait()
     except TpkernelsError:
