@@ -22,13 +22,6 @@ from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack, unpack
 from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
-from tpkernels.ops.experts import (
-    all_gather_grouped_matmul,
-    dispatch_grouped_matmul,
-    grouped_matmul_all_reduce,
-    grouped_matmul_combine,
-    grouped_matmul_reduce_scatter,
-)
 from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.scaled_grouped_matmul import scaled_grouped_matmul
 from tpkernels.parallel import from_pretrained, parallelize
@@ -49,19 +42,14 @@ __all__ = [
     "RoutingError",
     "TpkernelsError",
     "WorkspaceMemoryError",
-    "all_gather_grouped_matmul",
     "autotune",
     "benchmark",
     "check",
     "compile",
-    "dispatch_grouped_matmul",
     "empty",
     "finalize",
     "from_pretrained",
     "grouped_matmul",
-    "grouped_matmul_all_reduce",
-    "grouped_matmul_combine",
-    "grouped_matmul_reduce_scatter",
     "init",
     "mesh",
     "nccl",

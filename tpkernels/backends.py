@@ -29,10 +29,6 @@ def _function(module: Any, spec: OpSpec) -> Callable[..., Any] | None:
     """Return what carries an op out; None: the algorithm has nothing for it."""
     if spec.routed:
         return getattr(module, "dispatch" if spec.dispatches else "combine", None)
-    if module is fused and not spec.has_matmul:  # but experts have one
-        if spec.reduces and spec.scatters:
-            return module.reduce_from_experts
-        return module.gather_for_experts if spec.gathers else None
     if spec.gathers:
         return module.gather
     if spec.exchanges:
@@ -48,7 +44,7 @@ def _table(**algorithms: Any) -> dict[tuple[str, str], Callable[..., Any]]:
         for name, module in algorithms.items()
         for op, spec in OPS.items()
         if (function := _function(module, spec)) is not None
-        and (spec.has_matmul or module is fused or not ALGORITHMS[name].overlaps_matmul)
+        and (spec.has_matmul or not ALGORITHMS[name].overlaps_matmul)
         and not (spec.scaled and module is fused)
     }
 

@@ -94,7 +94,6 @@ class Options:
         scattered: the scattered dim of an exchange, and each rank's rows along it.
         routes: the number of experts, and of those that a token is routed to.
         max_rows: the rows of its experts that each rank has, whatever the routes are.
-        multiplied: whether experts multiply what is brought, or is to be brought or summed.
     """
 
     k: int | None = None
@@ -109,7 +108,6 @@ class Options:
     scattered: tuple[int, tuple[int, ...]] | None = None
     routes: tuple[int, int] | None = None
     max_rows: int | None = None
-    multiplied: bool = False
 
     def texts(self) -> tuple[str, ...]:
         """Return one text per option that is set."""
@@ -122,7 +120,7 @@ class Options:
             texts.append(f"scale_x {self.scale_x}")
         if self.out_dtype is not None:
             texts.append(f"out {dtypes.name(self.out_dtype)}")
-        for name in ("bias", "residual", "return_gathered", "local_product", "multiplied"):
+        for name in ("bias", "residual", "return_gathered", "local_product"):
             if getattr(self, name):
                 texts.append(name)
         if self.norm is not None:

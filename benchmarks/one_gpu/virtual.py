@@ -1,4 +1,4 @@
-"""Every variant except `fused/routed` on virtual ranks, and that skipped waits are seen
+"""Every variant on virtual ranks, and that skipped waits are seen
 (`tpkernels.qualification.virtual`). Outcomes go into the machine's record, so the stage `pair` does
 not run these checks again."""
 

@@ -1,4 +1,4 @@
-"""What `unfused`, and for routed rows `direct` and `fused`, queue on a GPU, launch by launch. The
+"""What `unfused`, and for routed rows `direct`, queue on a GPU, launch by launch. The
 tensors are fake: this counts, and no GPU has confirmed it. Whatever made a host wait would
 raise."""
 
@@ -15,12 +15,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tests.support.launches import Queue, queued
 from tpkernels import shard_sizes
-from tpkernels.algorithms import fused
 from tpkernels.algorithms.direct import cuda
 from tpkernels.backends import TABLES
 from tpkernels.call import Call
 from tpkernels.errors import CaptureError
-from tpkernels.kernels import all_gather_matmul, configs, experts, matmul, sync
 from tpkernels.local.matmul import local_matmul
 from tpkernels.ops.experts import _routes_of_experts
 from tpkernels.ops.grouped_matmul import grouped_matmul
@@ -286,55 +284,6 @@ def test_no_host_waits_for_routed_rows_of_a_static_number(
         monkeypatch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
         with pytest.raises(error):
             queue_of(op, ORDERED, arguments(**given, max_rows=None), algorithm, world)
-
-
-@pytest.mark.parametrize("combines", [False, True])
-def test_no_host_waits_for_products_of_routed_rows(
-    monkeypatch: pytest.MonkeyPatch, combines: bool
-) -> None:
-    launches: list[str] = []
-
-    class Kernel:
-        def __init__(self, kernel: Any, programs: int, *_: Any) -> None:
-            self.text = f"{kernel.__name__} {programs}"
-
-        def __call__(self, *_: Any) -> None:
-            launches.append(self.text)
-
-    def queue_alike(call: Call, x: Any, key: Any, prepare: Any, *tensors: Any) -> None:
-        nonlocal launches
-        launches, needs = call.group.pg.queue.launches, prepare()
-        needs.bind(SimpleNamespace(rank=RANK), 1)(*tensors)
-        row = 512 * 2 * (3 if combines else 1)
-        assert needs.buffer_bytes == max(UNEVEN) * row
-        assert needs.words == (2 if combines else 1 + 13)  # a piece is 16 of 200 rows
-        assert needs.sizes == UNEVEN
-
-    monkeypatch.setattr(fused, "queue_alike", queue_alike)
-    config = replace(configs.TABLE[90, 2, False], programs=132)
-    monkeypatch.setattr(fused, "_config", lambda *_: config)
-    monkeypatch.setattr(configs, "_aligned", lambda *_: True)
-    for module in (all_gather_matmul, configs, experts):
-        monkeypatch.setattr(module, "BoundKernel", Kernel)
-    monkeypatch.setattr(matmul, "segments_of", lambda *_: None)
-    monkeypatch.setattr(sync, "launch_arguments", lambda *_: (None,) * 5)
-    rows, tokens, routed = 200, UNEVEN[RANK], (60, 3, torch.int64)
-    made = arguments(
-        x=(rows if combines else tokens, 512),
-        w=(2, 512, 512),
-        counts=(2, torch.int64),
-        topk_weights=(tokens, 3, F32),
-        **{"routes": routed, "num_experts": 12, "shard_sizes": UNEVEN, "max_rows": rows},
-    )
-    op = "moe_combine" if combines else "moe_dispatch"
-    found = queue_of(op, ORDERED, made, "fused").launches
-    if combines:
-        kernels = ["tables_kernel 1", "matmul_combine_kernel 8", "weigh_kernel 2"]
-        wanted = [*PLACES, *INVERSE, *kernels]
-    else:
-        kernels = ["shard_kernel 1", "tables_kernel 1", "dispatch_matmul_kernel 20"]
-        wanted = [*PLACES, *kernels, "sub"]
-    assert found == wanted
 
 
 def test_no_host_waits_for_experts_if_all_ranks_have_all_tokens() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -98,23 +98,27 @@ def test_a_bound_launch_is_the_one_of_triton(
     assert first and list(map(comparable, launches)) == list(map(comparable, first))
 
 
+def bound_scatter() -> tuple[Prepared, Callable[..., None], tuple[Any, ...]]:
+    prepared, tensors = scatter(CONFIG, *operands())
+    return prepared, prepared.bind(workspace(), 77), tensors
+
+
 def test_a_capture_launches_only_what_is_compiled(
     gpu: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches, compiled = gpu
-    prepared, (x, w, bias, residual, out) = scatter(CONFIG, *operands())
-    run = prepared.bind(workspace(), 77)
+    prepared, run, (*inputs, out) = bound_scatter()
     monkeypatch.setattr(streams, "is_captured", lambda _: True)
     with pytest.raises(CaptureError, match="matmul_reduce_scatter_kernel is not compiled for"):
-        run(x, w, bias, residual, out)
+        run(*inputs, out)
     assert not launches and not compiled
     monkeypatch.setattr(streams, "is_captured", lambda _: False)
-    run(x, w, bias, residual, out)
+    run(*inputs, out)
     monkeypatch.setattr(streams, "is_captured", lambda _: True)
-    prepared.bind(workspace(), 77)(x, w, bias, residual, out)  # bound anew, but Triton knows it
-    run(x, w, bias, residual, torch.empty_like(out))
+    prepared.bind(workspace(), 77)(*inputs, out)  # bound anew, but Triton knows it
+    run(*inputs, torch.empty_like(out))
     with pytest.raises(CaptureError, match="alignments"):
-        run(x, w, bias, residual, moved(out))
+        run(*inputs, moved(out))
     assert len(launches) == 3 and len(compiled) == 1
 
 
@@ -123,26 +127,18 @@ def moved(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
 
-def test_other_alignments_are_another_kernel(gpu: Compiled) -> None:
+def test_addresses_are_those_of_the_call_and_other_alignments_another_kernel(
+    gpu: Compiled,
+) -> None:
     launches, compiled = gpu
-    prepared, (x, w, bias, residual, out) = scatter(CONFIG, *operands())
-    run = prepared.bind(workspace(), 77)
+    _, run, (x, w, bias, residual, out) = bound_scatter()
     for result in (out, moved(out), torch.empty_like(out), moved(out)):
+        x, w = x.clone(), w.t().clone().t()
         run(x, w, bias, residual, result)
-    assert len(compiled) == 2 and len(launches) == 4
-    assert [each[2][4] is not launches[0][2][4] for each in launches[1:]] == [True] * 3
-
-
-def test_addresses_are_those_of_the_call(gpu: Compiled) -> None:
-    launches, _ = gpu
-    prepared, (x, w, bias, residual, out) = scatter(CONFIG, *operands())
-    run = prepared.bind(workspace(), 77)
-    others = x.clone(), w.t().clone().t(), bias, residual, out.clone()
-    for tensors in ((x, w, bias, residual, out), others):
-        run(*tensors)
-        a, b = launches[-1][2][:2]
+        a, b, *_, stored = launches[-1][2][:5]
         assert isinstance(a, Descriptor) and isinstance(b, Descriptor)
-        assert a.base is tensors[0] and b.base is tensors[1] and launches[-1][2][4] is tensors[4]
+        assert a.base is x and b.base is w and stored is result
+    assert len(compiled) == 2 and len(launches) == 4
 
 
 def test_hooks_are_called_before_every_launch(

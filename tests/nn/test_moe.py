@@ -95,9 +95,12 @@ def test_as_a_loop_over_tokens(width: int) -> list[str]:
     """Ranks without experts, width or tokens included."""
     failures: dict[str, str | None] = {}
     with fresh_group() as group:
-        rank, sizes = group.rank(), tpkernels.shard_sizes(TOKENS, group.size())
-        mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        rank, world = group.rank(), group.size()
         for form, expert_parallel in itertools.product(FORMS, (False, True)):
+            sizes = tpkernels.shard_sizes(TOKENS, world)
+            if form and world > 1:  # the last rank has no token
+                sizes = [*tpkernels.shard_sizes(TOKENS, world - 1), 0]
+            mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
             for sequence_parallel in (False, True):
                 what = f"{expert_parallel=} {sequence_parallel=} {form}"
                 torch.manual_seed(1)
@@ -354,6 +357,20 @@ def test_refusals() -> None:
                 rest = moe(x.float(), bad, weights.float())
             rest[2] = torch.where(rest[2].isnan(), moe(x.float(), ids, weights.float())[2], 0)
             assert far(rest, moe(x.float(), ids, weights.float()), 1e-5) is None
+        bad = ids.clone()
+        bad[2, 1] = EXPERTS if group.rank() == 1 else 0
+        wrong_expert = "topk_ids of rank 1 has expert 3 at", "topk_ids has 3; experts are 0 to 2"
+        for expert_parallel, message in zip((True, False), wrong_expert, strict=True):
+            options = {"expert_parallel": expert_parallel, "sequence_parallel": True}
+            layer = MoE(EXPERTS, HIDDEN, WIDTH, group, **options)
+            want = layer(x.float(), ids, weights.float())
+            with pytest.raises(ValueError, match=message):  # on all ranks
+                layer(x.float(), bad, weights.float())
+            with pytest.raises(ValueError, match=r"x of shape \[7, 7\] needs \[7, N\]"):
+                layer(x.float()[:, 1:], ids, weights.float())
+            with pytest.raises(TypeError, match=r"w\[0\] is float32 but x is float64"):
+                layer(x, ids, weights)
+            assert torch.equal(layer(x.float(), ids, weights.float()), want)
         with pytest.raises(ValueError, match=r"\[6, 2\]; both must be \[tokens, k\]"):
             moe(x.float(), ids, weights.float()[:6])
         with pytest.raises(ValueError, match="MoE takes tokens along dim 0"):

@@ -14,7 +14,7 @@ from tests.support.cases import PACKABLE
 from tests.support.products import within_rounding
 from tpkernels.local.matmul import new_product
 from tpkernels.local.scaled import Packing
-from tpkernels.ops.grouped_products import add_bias
+from tpkernels.ops.grouped_matmul import add_bias
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -95,30 +95,6 @@ def test_routed_rows_of_a_static_number_go_by_kernels(
         assert "direct is not qualified: `tpkernels qualify` has" in other.reason, other
 
 
-def test_products_of_routed_rows_go_by_the_kernels_that_overlap_them() -> None:
-    asked = routed(options=Options(routes=(8, 2), max_rows=128, multiplied=True))
-    for ways, algorithm in (("fused", "direct"), "fused"), (("direct",), "direct"):
-        trusted = Trust(frozenset(f"{way}/routed" for way in ways))
-        assert choose(asked, means(trusted)).algorithm == algorithm
-
-
-def test_products_of_gathered_tokens_go_by_the_kernels_that_overlap_them() -> None:
-    """Else by what a collective without experts takes."""
-    alone = problem("all_gather")
-    asked = replace(alone, options=Options(routes=(8, 2), multiplied=True))
-    chosen = choose(asked, means(Trust(frozenset({"fused/routed"}))))
-    assert chosen.algorithm == "fused" and "2 a token" in chosen.text
-    key, one = alone.tuning_key or (None, 0)
-    assert key is not None and asked.tuning_key is None
-    times = Table((Measurement(key, one, 0, {"unfused": 1.0, "direct": 0.1}, "2026-11-25"),))
-    for ways, world in ((set(), 2), ({"fused/all_gather", "direct/ll"}, 2), ({"fused/routed"}, 1)):
-        trusted = means(Trust(frozenset(ways)))
-        sizes = (64,) if world == 1 else asked.sizes
-        each = (replace(one, world=world, sizes=sizes) for one in (asked, alone))
-        plan, same = (choose(one, trusted, tuned=times) for one in each)
-        assert plan == same and plan.algorithm == ("direct" if "direct/ll" in ways else "unfused")
-
-
 def test_auto_takes_nothing_else_whatever_the_times() -> None:
     series, extent = problem().tuning_key or (None, 0)
     assert series is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import triton
@@ -16,7 +16,6 @@ from triton.compiler.compiler import make_backend
 from tests.support.cuda_builds import dump, usage
 from tpkernels.kernels import (
     all_gather_matmul,
-    experts,
     matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -25,7 +24,7 @@ from tpkernels.kernels.configs import MatmulConfig, Tiling
 from tpkernels.kernels.sync import SCALARS, Workspace
 
 NAMES = {tl.float32: "fp32", tl.float16: "fp16", tl.bfloat16: "bf16"}
-WORLD, TOP_K = 4, 2
+WORLD = 4
 
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "matmul": (matmul.matmul_kernel, {"before": None}),
@@ -38,27 +37,10 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "matmul_reduce_scatter": (matmul_reduce_scatter.matmul_reduce_scatter_kernel, {}),
     "one_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": True}),
     "two_shot": (matmul_all_reduce.matmul_all_reduce_kernel, {"ONE_SHOT": False}),
-    "tables": (experts.tables_kernel, {"EXPERTS": 64, "token_of": None}),
-    "tables_and_turns": (experts.tables_kernel, {"EXPERTS": 64}),
-    "gather_matmul": (experts.gather_matmul_kernel, {}),
-    "matmul_scatter": (experts.matmul_scatter_kernel, {}),
-    "dispatch_matmul": (experts.dispatch_matmul_kernel, {}),
-    "matmul_combine": (experts.matmul_combine_kernel, {}),
-    "weigh": (
-        experts.weigh_kernel,
-        {"TOKENS": experts._TOKENS, "COLUMNS": experts._WEIGHED},
-    ),
 }
-WITHOUT_PRODUCT = ("shard", "tables", "tables_and_turns", "weigh")
-EXPERTS = ("gather_matmul", "matmul_scatter", "dispatch_matmul", "matmul_combine", "weigh")
-BY_ROW = ("gather_matmul",)  # of x, which TMA then does not load
-COMMUNICATING = sorted(set(KERNELS) - {"matmul", "shard", "tables", "tables_and_turns"})
-WAITING = sorted(set(COMMUNICATING) - {"matmul_combine"})  # `weigh` waits for it
-# They have no product, or tiles that wait for their rows.
-UNSPECIALIZED = (
-    *(*WITHOUT_PRODUCT, *BY_ROW, "all_gather_matmul", "multiply_arriving", "dispatch_matmul"),
-    "matmul_scatter",
-)
+COMMUNICATING = sorted(set(KERNELS) - {"matmul", "shard"})
+# No product, or tiles that wait for their rows.
+UNSPECIALIZED = ("shard", "all_gather_matmul", "multiply_arriving")
 
 
 @triton.jit
@@ -66,16 +48,10 @@ def do_nothing(context, owner, tile_m):  # type: ignore[no-untyped-def]
     pass
 
 
-_DATA = {"a", "b", "bias", "residual", "out", "gathered", "x", "rows", "product"}
-_WORDS = {"regions", "state", "control", "order", "edges", "places", "ends", "token_of", "turns"}
-_TABLES = {"starts", "tables"}
-_ALIGNED = _DATA | _WORDS | _TABLES
-_ALIGNED |= {"slot_bytes", "results_at", "buffers_at", "buffer_stride", "weights"}
-_TUPLES: dict[str, Any] = {
-    "segments": matmul.Segments,
-    "tokens": matmul.Segments,
-    "workspace": Workspace,
-}
+_DATA = {"a", "b", "bias", "residual", "out", "gathered", "x"}
+_WORDS = {"regions", "state", "control"}
+_ALIGNED = _DATA | _WORDS | {"starts", "slot_bytes", "results_at", "buffers_at", "buffer_stride"}
+_TUPLES: dict[str, Any] = {"segments": matmul.Segments, "workspace": Workspace}
 
 
 @dataclass(frozen=True)
@@ -170,28 +146,13 @@ def _source(
         ),
         "tiling": Tiling(
             *(config.block_m, config.block_n, config.block_k, config.group_m, config.sum_m),
-            *(
-                config.tma and name not in BY_ROW,
-                b_major if config.tma else "no",
-                store_tma,
-                specialized,
-            ),
+            *(config.tma, b_major if config.tma else "no", store_tma, specialized),
         ),
-        "DTYPE": dtype,
-        "reducing": experts.reducing_of(replace(config, programs=132), TOP_K),
         **own,
     } | changed
-    if name == "dispatch_matmul":
-        constants["fetching"] = experts.fetching_of(config, dtype.primitive_bitwidth // 8, 1 << 20)
     constants["number"] = 1 if constants.get("ONE_SHOT") else constants["world"]
-    in_tuples = (
-        constants
-        | {"tiles": None, "owners": None, "turns": None, "wide": None}
-        | ({"starts": None} if even else {})
-    )
+    in_tuples = constants | ({"starts": None} if even else {})
     tiles = _descriptors(config, NAMES[dtype], b_major)
-    if name in BY_ROW:
-        tiles.pop("a", None)
     used: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
 
@@ -208,14 +169,12 @@ def _source(
             return "constexpr"
         if arg not in SCALARS and (divisible or arg in _ALIGNED):
             attributes[path] = [["tt.divisibility", 16]]
-        if arg in _DATA and not (arg == "rows" and len(path) > 1):
+        if arg in _DATA:
             return f"*{NAMES[dtype]}"
         if arg in _WORDS:
             return "*i64"
-        if arg in _TABLES:
+        if arg == "starts":
             return "*i32"
-        if arg == "weights":
-            return "*fp32"
         return "i64" if arg == "timeout_ns" else "i32"
 
     signature = {arg: type_of(arg, at) for at, arg in enumerate(kernel.arg_names)}

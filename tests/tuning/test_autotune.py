@@ -363,28 +363,6 @@ def test_a_workspace_without_memory_is_left_out() -> None:
     assert sum(told) == (2 if dist.get_rank() == 0 else 0), told
 
 
-@emulated.on_ranks(2)
-def test_experts_go_on_without_a_workspace() -> None:
-    """`fused` multiplies the rows; `unfused`, which takes its place, only brings them."""
-
-    def no_memory(*_: Any) -> None:
-        raise WorkspaceMemoryError("no memory for a larger workspace")
-
-    with pretending() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setitem(TABLES["cuda"], ("all_gather", "fused"), no_memory)
-        group = faults.new_group()
-        x, w = torch.full((2, 3), float(dist.get_rank() + 1)), torch.ones(1, 3, 5)
-        order, counts = torch.arange(4), torch.tensor([4])
-        gather = torch.ops.tpkernels.all_gather_grouped_matmul.default
-        for _ in range(2):
-            got = gather(x, w, None, order, counts, group.group_name)
-            assert got[:, 0].tolist() == [3.0, 3.0, 6.0, 6.0]
-        assert plan_of(group).algorithm == "unfused"
-        failures = list(own(group).measured.failures.values())
-    assert len(failures) == 1 and "no memory" in failures[0]["fused"], failures
-
-
 @pytest.mark.thorough
 @on_ranks(WORLD)
 def test_tuned_problems_leave_nothing() -> None:

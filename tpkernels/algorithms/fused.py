@@ -7,8 +7,6 @@ Tiles in time on rank 0 of 3; `*r` are the tiles of rank r's rows, `->r` stores 
     matmul_all_reduce        each tile to all ranks and summed by all (one-shot), or to its owner,
                              which sums it and stores the sum to all ranks (two-shot)
 
-Those of a mixture's experts are in kernels/experts.py.
-
 On CPU tensors the kernels run under Triton's interpreter, one process per rank, in the host's
 arena: slow, but the same code that GPUs run.
 
@@ -23,17 +21,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 from tpkernels import cuda
 from tpkernels._C.host import Phase
 from tpkernels.algorithms.parts import Products
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.algorithms.routes import Places, filled, most_rows, places_of
 from tpkernels.call import Call
 from tpkernels.cuda.queued import queue_alike, queued
-from tpkernels.local.memory import empty
 from tpkernels.planning.trust import COPY_ENGINES
 from tpkernels.symm.cuda import Watch
 from tpkernels.symm.device import Prepared, kernel_error
@@ -80,15 +75,11 @@ def _run(
 
 
 def _config(call: Call, x: torch.Tensor, w: torch.Tensor) -> MatmulConfig:
-    """Return the block sizes, which follow from the rows of all ranks, or of an expert, and the
-    columns of w: ranks that sum choose the same."""
+    """Return the block sizes, which follow from the rows of all ranks and the columns of w: ranks
+    that sum choose the same."""
     from tpkernels.kernels.configs import choose
 
-    rows, columns, routes = call.problem.rows, w.shape[-1], call.problem.options.routes
-    if routes is not None:
-        rows = sum(call.problem.sizes) * routes[1] // routes[0]
-        columns *= len(w)  # of all experts here, whose tiles share the grid
-    return choose(x.device, x.dtype, rows, columns, call.plan.config)
+    return choose(x.device, x.dtype, call.problem.rows, w.shape[-1], call.plan.config)
 
 
 def _place(x: torch.Tensor) -> Hashable:
@@ -217,102 +208,3 @@ def reduce(
 
     added = reduction.bias, reduction.residual
     _run(call, x.device, (_place(rows), _place(w)), prepare, rows, w, *added, out.flatten(0, -2))
-
-
-def gather_for_experts(
-    call: Call,
-    x: torch.Tensor,
-    gathered: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    token_of: torch.Tensor,
-    counts: torch.Tensor,
-) -> torch.Tensor:
-    """Fill ``gathered`` [tokens, K] with the ranks' x [tokens, K]; return the products of its rows
-    ``token_of``, of which each expert has ``counts``, with w [experts, K, N]."""
-    out, sizes = empty((len(token_of), w.shape[2]), x.dtype, x.device), call.problem.sizes
-
-    def prepare() -> Prepared:
-        from tpkernels.kernels import experts
-
-        return experts.prepare_gather(_config(call, x, w), x, gathered, w, sizes, len(out))
-
-    ends = F.pad(counts.cumsum(0), (1, 0))
-    bias = None if bias is None else bias.contiguous()
-    _run(call, x.device, _place(w), prepare, x, gathered, w, bias, out, token_of, ends)
-    return out
-
-
-def reduce_from_experts(
-    call: Call,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    places: torch.Tensor,
-    counts: torch.Tensor,
-    weights: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Fill ``out`` [tokens, N] with the sums over the ranks of the products of x [R, K], of which
-    each expert has ``counts``, with w [experts, K, N]; of each token, by ``weights`` [tokens of all
-    ranks, k], of the products at its ``places``."""
-    product, sizes = empty((len(x), w.shape[2]), x.dtype, x.device), call.problem.sizes
-
-    def prepare() -> Prepared:
-        from tpkernels.kernels import experts
-
-        return experts.prepare_scatter(_config(call, x, w), x, w, sizes, weights.shape[1])
-
-    ends = F.pad(counts.cumsum(0), (1, 0))
-    key, bias = (_place(x), _place(w)), None if bias is None else bias.contiguous()
-    _run(call, x.device, key, prepare, x, w, bias, product, out, weights, places, ends)
-
-
-def dispatch(
-    call: Call, x: torch.Tensor, routes: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the rows of this rank's experts, how many each has, and their products with w
-    [experts, K, N]. x [tokens, K], routes [tokens of all ranks, k]."""
-    problem, rank = call.problem, call.group.rank
-    found = Places.of(problem, rank, routes)
-    rows = empty((found.rows(problem, rank, routes), x.shape[1]), x.dtype, x.device)
-    out = empty((len(rows), w.shape[2]), x.dtype, x.device)
-    room = most_rows(problem), routes.shape[1]
-
-    def prepare() -> Prepared:
-        from tpkernels.kernels import experts
-
-        config = _config(call, x, w)
-        return experts.prepare_dispatch(config, x, rows, w, problem.sizes, *room)
-
-    where = found.order, found.edges, found.ends
-    bias = None if bias is None else bias.contiguous()
-    _run(call, x.device, (_place(w), len(rows)), prepare, x, rows, w, bias, out, *where)
-    return rows, found.counts, out
-
-
-def combine(
-    call: Call,
-    x: torch.Tensor,
-    routes: torch.Tensor,
-    weights: torch.Tensor,
-    out: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:
-    """Fill ``out`` [tokens, N] with the sums, by ``weights`` [tokens, k], of the products of the
-    tokens' rows with w [experts, K, N]. A token that has a route without a row becomes NaN."""
-    problem, rank = call.problem, call.group.rank
-    found = Places.of(problem, rank, routes)
-    x = filled(problem, x, found.rows(problem, rank, routes))
-    room = most_rows(problem), routes.shape[1]
-
-    def prepare() -> Prepared:
-        from tpkernels.kernels import experts
-
-        config = _config(call, x, w)
-        return experts.prepare_combine(config, x, w, problem.sizes, *room)
-
-    where = found.order, found.edges, found.ends, places_of(found.order)
-    key, bias = (_place(x), _place(w), len(x)), None if bias is None else bias.contiguous()
-    _run(call, x.device, key, prepare, x, w, bias, weights, out, *where)

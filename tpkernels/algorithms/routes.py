@@ -186,6 +186,5 @@ def _refuse_capture(device: torch.device) -> None:
     if streams.is_captured(device):
         raise CaptureError(
             "the host waits for the numbers of routed rows, which it cannot while a graph is "
-            "captured: pass max_rows, and on several ranks algorithm='direct', or 'fused' where "
-            "experts multiply"
+            "captured: pass max_rows, and on several ranks algorithm='direct'"
         )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,18 +17,6 @@ NO_GPU = "needs a GPU that torch sees"
 def release_of(package: Any) -> tuple[int, ...]:
     """Return the major and minor version of a module."""
     return tuple(map(int, package.__version__.split(".")[:2]))
-
-
-def fix_cache_keys(module: Mapping[str, Any]) -> None:
-    """Have Triton compute the cache keys of a module's functions in the order of the file. Triton
-    (3.6, 3.7) computes a kernel's key when it is first launched, and the key differs if functions
-    that it calls already have theirs: a process that launches kernels in another order would
-    compile them again. To be called at the end of a module with kernels."""
-    from triton.runtime.jit import JITFunction
-
-    for value in module.values():
-        if isinstance(value, JITFunction):
-            value.cache_key  # noqa: B018
 
 
 def interpreter_unsupported() -> str | None:

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels import fix_cache_keys, matmul, sync, words
+from tpkernels.kernels import matmul, sync, words
 from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig
 from tpkernels.symm import device
@@ -58,14 +58,13 @@ def copy_elements(source, to, count, lane, lanes, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"])
 def shard_kernel(x, gathered, count, workspace, rank, BLOCK: tl.constexpr):
     """Copy this rank's rows to where the peers find them, and to ``gathered``, where its own tiles
-    do, unless that is None."""
+    do."""
     own = sync.pointer(sync.next_buffer(workspace, rank), x.dtype.element_ty)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     if sync.failed(workspace.state):
         count = 0
     copy_elements(x, own, count, lane, lanes, BLOCK)
-    if gathered is not None:
-        copy_elements(x, gathered, count, lane, lanes, BLOCK)
+    copy_elements(x, gathered, count, lane, lanes, BLOCK)
 
 
 class Fetching(NamedTuple):
@@ -128,15 +127,6 @@ def fetch_rows(peers, gathered, segments, K, lane, fetching: tl.constexpr):
         turn += tl.cdiv(tl.maximum(pieces - turn, 0), lanes) * lanes - pieces
 
 
-@triton.jit
-def await_pieces(peers, segments, K, owner, row, rows, fetching: tl.constexpr):
-    """Return when ``rows`` rows of ``owner``, from its row ``row`` on, are there."""
-    begin, end = matmul.segment(segments, owner)
-    last = _pieces_in(tl.minimum(row + rows, end - begin), K, fetching)
-    first = (tl.cast(row, tl.int64) * K // fetching.piece).to(tl.int32)
-    sync.wait_for_range(peers, owner, first + sync.TILES, last + sync.TILES)
-
-
 class _Arrivals(NamedTuple):
     """The context of `_await_rows`: what tells that rows are there."""
 
@@ -153,18 +143,19 @@ class _Arrivals(NamedTuple):
 @triton.jit
 def _await_rows(arrivals, owner, tile_m):
     """Wait for the rows of a tile: the `before` hook."""
-    if owner != arrivals.peers.rank:
+    peers, K = arrivals.peers, arrivals.K
+    if owner != peers.rank:
         if arrivals.fetching.programs == 0:
             flag = owner * arrivals.chunks + tile_m // arrivals.chunk_tiles
             raised = tl.full((), 1, tl.int64)
-            sync.await_value(
-                arrivals.peers, owner, arrivals.peers.space.state + _FLAGS_AT + flag, raised, flag
-            )
+            sync.await_value(peers, owner, peers.space.state + _FLAGS_AT + flag, raised, flag)
         else:
-            await_pieces(
-                arrivals.peers, arrivals.segments, arrivals.K, owner, tile_m * arrivals.block_m,
-                arrivals.block_m, arrivals.fetching,
-            )  # fmt: skip
+            begin, end = matmul.segment(arrivals.segments, owner)
+            row = tile_m * arrivals.block_m
+            rows = tl.minimum(row + arrivals.block_m, end - begin)
+            last = _pieces_in(rows, K, arrivals.fetching)
+            first = (tl.cast(row, tl.int64) * K // arrivals.fetching.piece).to(tl.int32)
+            sync.wait_for_range(peers, owner, first + sync.TILES, last + sync.TILES)
         if arrivals.tma:
             words.fence_async_proxy()
 
@@ -188,25 +179,18 @@ def all_gather_matmul_kernel(
         fetch_rows(peers, gathered, segments, K, lane, fetching)
     else:
         matmul.matmul_tiles(
-            matmul.Product(a, b, N, K, K, stride_bk, stride_bn, None), segments, rank,
+            matmul.Product(a, b, N, K, K, stride_bk, stride_bn), segments, rank,
             lane - fetching.programs, tl.num_programs(0) - fetching.programs,
             _await_rows,
             _Arrivals(
                 peers, segments, K, chunk_tiles, chunks, tiling.block_m, fetching, tiling.a_tma
             ),
-            matmul.store_result, matmul.Result(out, bias, N, None), tiling,
+            matmul.store_result, matmul.Result(out, bias, N), tiling,
         )  # fmt: skip
     if not PART:  # noqa: SIM102 - a condition known at compile time and one that is not
         if sync.finish(peers):
             sync.poison(out, tl.cast(segments.M, tl.int64) * N)
             sync.poison(gathered, tl.cast(segments.M, tl.int64) * K)  # later products read it
-
-
-def bind_share(config: MatmulConfig, count: int, arguments: tuple[Any, ...]) -> BoundKernel:
-    """Return the launch that shares ``count`` elements of x, which is not empty; it takes x, and
-    where else to copy them or None. ``arguments``: `sync.launch_arguments`."""
-    programs = min(config.programs, ceil_div(count, _COPY_BLOCK))
-    return BoundKernel(shard_kernel, programs, (count, *arguments[:2], _COPY_BLOCK), {})
 
 
 def prepare(
@@ -227,7 +211,9 @@ def prepare(
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         begin, arguments = sum(sizes[: space.rank]), sync.launch_arguments(space, signature)
-        share = bind_share(config, rows * k, arguments)
+        programs = min(config.programs, ceil_div(rows * k, _COPY_BLOCK))
+        shard = rows * k, *arguments[:2], _COPY_BLOCK
+        share = BoundKernel(shard_kernel, programs, shard, {})
         lanes = min(config.programs - fetching.programs, config.tiles(sizes, w.shape[1]))
         programs, segments = fetching.programs + max(lanes, 1), matmul.segments_of(space, sizes)
         args = segments, w.shape[1], k, *w.stride(), *arguments, 1, 1, False, fetching
@@ -310,6 +296,3 @@ def prepare_arriving(
     nbytes = ceil_div(max(sizes) * row_bytes, 2)
     prepared = Prepared(3, nbytes, matmul.table_of(sizes), bind)
     return ArrivingLaunch(prepared, chunk_tiles * config.block_m, chunks)
-
-
-fix_cache_keys(globals())

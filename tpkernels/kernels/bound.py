@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import importlib
+import pkgutil
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,11 +22,24 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from tpkernels import kernels
 from tpkernels.errors import CaptureError
 from tpkernels.symm import streams
 
 _ALIGNMENT = 16  # bytes, of an address; Triton compiles another kernel where it has less
 _compiling = threading.Lock()  # held where `compile` of a kernel of Triton is replaced
+
+
+@functools.cache
+def _fix_cache_keys() -> None:
+    """Have Triton compute the cache keys of all functions of this folder, in the same order in
+    every process. Triton (3.6, 3.7) computes a kernel's key when it is first launched, and the key
+    differs if functions that it calls already have theirs: a process that launches kernels in
+    another order would compile them again."""
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, JITFunction):
+                value.cache_key  # noqa: B018
 
 
 class BoundKernel:
@@ -36,6 +52,7 @@ class BoundKernel:
     """
 
     def __init__(self, kernel: Any, programs: int, args: tuple[Any, ...], options: Any) -> None:
+        _fix_cache_keys()
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._args, self._options = args, options
         self._compiled: dict[int, Any] = {}

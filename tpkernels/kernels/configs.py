@@ -80,30 +80,22 @@ class MatmulConfig:
         stored: torch.dtype,
         *,
         waits: bool = False,
-        by_row: bool = False,
     ) -> Operands:
-        """Return how the kernels take a [M, K] and b [K, N] or a stack of these [E, K, N], and any
-        others of their shapes, strides and alignments: as descriptors where TMA can load them, a
-        stack as one matrix. Tiles of the dtype ``stored`` go to matrices with aligned rows of n
-        elements. ``waits``: a tile waits for its rows. ``by_row``: the rows of a tile lie anywhere
-        in a."""
+        """Return how the kernels take a [M, K] and b [K, N], and any others of their shapes,
+        strides and alignments: as descriptors where TMA can load them. Tiles of the dtype
+        ``stored`` go to matrices with aligned rows of n elements. ``waits``: a tile waits for its
+        rows."""
         block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
         a_matrix = b_matrix = None
-        b_tma, n = "no", b.shape[-1]
+        b_tma, (k, n) = "no", b.shape
         if self.tma:
-            (rows, k), (k_stride, n_stride) = a.shape, b.stride()[-2:]
-            stride, unit = a.stride()
-            stack, stack_stride = (len(b), b.stride(0)) if b.dim() == 3 else (1, 0)
-            if not by_row and unit == 1 and rows > 0 and _aligned(a, stride):
-                a_matrix = (rows, k), (stride, 1), [block_m, block_k]
-            # What a tile reads beyond a weight of a stack is the next one's. Columns are not
-            # stored; a row would be multiplied, by the zeros beyond a, which infinities survive.
-            alone = stack == 1
-            dense = alone or (stack > 0 and stack_stride == max(n * n_stride, k * k_stride))
-            if dense and k_stride == 1 and _aligned(b, n_stride):
-                b_tma, b_matrix = "k", ((stack * n, k), (n_stride, 1), [block_n, block_k])
-            elif dense and n_stride == 1 and _aligned(b, k_stride) and (alone or k % block_k == 0):
-                b_tma, b_matrix = "n", ((stack * k, n), (k_stride, 1), [block_k, block_n])
+            (stride, unit), (k_stride, n_stride) = a.stride(), b.stride()
+            if unit == 1 and len(a) > 0 and _aligned(a, stride):
+                a_matrix = (len(a), k), (stride, 1), [block_m, block_k]
+            if k_stride == 1 and _aligned(b, n_stride):
+                b_tma, b_matrix = "k", ((n, k), (n_stride, 1), [block_n, block_k])
+            elif n_stride == 1 and _aligned(b, k_stride):
+                b_tma, b_matrix = "n", ((k, n), (k_stride, 1), [block_k, block_n])
         a_tma = a_matrix is not None
         store_tma = self.stores_by_tma(8 * a.element_size(), 8 * stored.itemsize, n)
         specialized = not waits and self.specializes(a_tma and b_matrix is not None)

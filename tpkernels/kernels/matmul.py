@@ -25,7 +25,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.kernels import fix_cache_keys
 from tpkernels.kernels.configs import TRITON, MatmulConfig, choose, contiguous_rows
 from tpkernels.kernels.words import INTERPRETED
 from tpkernels.symm.device import DeviceWorkspace
@@ -34,9 +33,8 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 
 class Product(NamedTuple):
-    """The operands of ``a @ b``. a [M, K] has contiguous rows; b [K, N] has any strides, and is
-    the same for all segments or one of a stack. What TMA loads is a descriptor
-    (`MatmulConfig.operands`)."""
+    """The operands of ``a @ b``. a [M, K] has contiguous rows; b [K, N] has any strides. What TMA
+    loads is a descriptor (`MatmulConfig.operands`)."""
 
     a: Any
     b: Any
@@ -45,8 +43,6 @@ class Product(NamedTuple):
     stride_am: Any
     stride_bk: Any
     stride_bn: Any
-    stride_bs: Any  # from one segment's b to the next; None: all have the same
-    rows: Any = None  # a table: the row of a that each row is; None: they are the same
 
 
 class Segments(NamedTuple):
@@ -57,17 +53,12 @@ class Segments(NamedTuple):
     starts: Any  # a table: the first row of each segment, and the end of the last; None: all equal
     rows: Any  # of each segment, if all are equal
     M: Any
-    number: Any  # known at compile time, unless there are `tiles`
-    tiles: Any  # a table: the rows of tiles before each segment, and of all; None: kernels count
-    owners: Any  # a table: the segment of each row of tiles, with `tiles`
-    # The order of the tiles, with `tiles`; without, segment by segment.
-    turns: Any = None  # a table: that of the rows of tiles
-    wide: Any = None  # so many columns of tiles, of all segments, then as many more
+    number: Any  # known at compile time
 
 
 def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sizes whose table of `starts` a kernel reads: none if all are equal. Triton 3.6
-    makes a 1 a constexpr and loses it in a nested tuple (`Routes.tokens`), so it gets a table."""
+    makes a 1 a constexpr and loses it in a nested tuple, so it gets a table."""
     even = sizes.count(sizes[0]) == len(sizes) and (sizes[0] != 1 or TRITON >= (3, 7))
     return () if even else sizes
 
@@ -75,14 +66,13 @@ def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
     """Return the launch argument for segments of ``sizes`` rows."""
     starts = space.starts(sizes) if table_of(sizes) else None
-    return Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)), None, None)
+    return Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
 
 
 class Tile(NamedTuple):
     """Where an accumulator belongs."""
 
     owner: Any  # the segment
-    index: Any  # within the segment
     row: Any
     column: Any
     begin: Any  # rows of the segment
@@ -102,9 +92,7 @@ def segment(segments, owner):
 def tiles_before(segments, N, owner, tiling: tl.constexpr):
     """Count the tiles of the segments before that of ``owner``; of all, if that is their number."""
     tiles_n = tl.cdiv(N, tiling.block_n)
-    if segments.tiles is not None:
-        return tl.load(segments.tiles + owner) * tiles_n
-    elif segments.starts is None:
+    if segments.starts is None:
         return owner * (tl.cdiv(segments.rows, tiling.block_m) * tiles_n)
     else:
         count = 0
@@ -117,9 +105,7 @@ def tiles_before(segments, N, owner, tiling: tl.constexpr):
 @triton.jit
 def owner_of(segments, N, tile, tiling: tl.constexpr):
     """Return the segment that a tile is in."""
-    if segments.tiles is not None:
-        return tl.load(segments.owners + tile // tl.cdiv(N, tiling.block_n))
-    elif segments.number == 1:
+    if segments.number == 1:
         return 0
     elif segments.starts is None:
         return tile // tiles_before(segments, N, 1, tiling)
@@ -145,34 +131,12 @@ def position(tile, rows, N, tiling: tl.constexpr):
 
 
 @triton.jit
-def tile_in_turn(segments, N, turn, tiling: tl.constexpr):
-    """Return the tile that is multiplied as number ``turn``: (segment, number in the segment, tile
-    row, tile column)."""
-    tiles_n = tl.cdiv(N, tiling.block_n)
-    if segments.turns is not None or segments.wide is not None:
-        if segments.turns is not None:
-            row, tile_n = tl.load(segments.turns + turn // tiles_n).to(tl.int32), turn % tiles_n
-        else:
-            each = tl.load(segments.tiles + segments.number) * segments.wide
-            first = turn // each * segments.wide
-            width = tl.minimum(tiles_n - first, segments.wide)
-            row, tile_n = turn % each // width, first + turn % each % width
-        owner = tl.load(segments.owners + row)
-        tile_m = row - tl.load(segments.tiles + owner)
-        return owner, tile_m * tiles_n + tile_n, tile_m, tile_n
-    else:
-        owner = owner_of(segments, N, turn, tiling)
-        index = turn - tiles_before(segments, N, owner, tiling)
-        begin, end = segment(segments, owner)
-        tile_m, tile_n = position(index, end - begin, N, tiling)
-        return owner, index, tile_m, tile_n
-
-
-@triton.jit
 def tile_in_step(segments, N, lane, lanes, skipped, count, step, tiling: tl.constexpr):
-    """Return the tile, as `tile_in_turn`, that program ``lane`` multiplies as number ``step`` of
-    its ``count``. It begins with that of the turn ``lane + skipped * lanes``."""
-    return tile_in_turn(segments, N, lane + (skipped + step) % count * lanes, tiling)
+    """Return the tile that program ``lane`` multiplies as number ``step`` of its ``count``:
+    (segment, number in the segment). It begins with tile ``lane + skipped * lanes``."""
+    tile = lane + (skipped + step) % count * lanes
+    owner = owner_of(segments, N, tile, tiling)
+    return owner, tile - tiles_before(segments, N, owner, tiling)
 
 
 @triton.jit
@@ -190,7 +154,7 @@ def matmul_tiles(
     after_context, tiling: tl.constexpr, later: tl.constexpr = None,
 ):  # fmt: skip
     """Run the tile loop."""
-    a, b, N, K, stride_am, stride_bk, stride_bn, stride_bs, rows = product
+    a, b, N, K, stride_am, stride_bk, stride_bn = product
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
     BLOCK_K: tl.constexpr = tiling.block_k
@@ -207,27 +171,14 @@ def matmul_tiles(
     # next tile are in flight during `after`, or other warps multiply it. Hooks run in the first
     # num_warps warps.
     for i in tl.range(0, count, flatten=before is None, warp_specialize=tiling.specialized):
-        owner, local, tile_m, tile_n = tile_in_step(
-            segments, N, lane, lanes, skipped, count, i, tiling
-        )
+        owner, index = tile_in_step(segments, N, lane, lanes, skipped, count, i, tiling)
         begin, end = segment(segments, owner)
+        tile_m, tile_n = position(index, end - begin, N, tiling)
         row, column = begin + tile_m * BLOCK_M, tile_n * BLOCK_N
         corner, x_offsets, x_rows = tile_at(row, 0, end, 1, stride_am, BLOCK_M, 1)
         columns = column + tl.arange(0, BLOCK_N)
-        if rows is not None:
-            at = row + tl.arange(0, BLOCK_M)
-            x_offsets = tl.load(rows + at, mask=at < end, other=0).to(tl.int64)[:, None] * stride_am
-            corner = 0
         if before is not None:
             before(before_context, owner, tile_m)
-        own_b, first_k, first_n = b, 0, 0  # of the segment
-        if stride_bs is not None:
-            if tiling.b_tma == "k":
-                first_n = owner * N
-            elif tiling.b_tma == "n":
-                first_k = owner * K
-            else:
-                own_b += tl.cast(owner, tl.int64) * stride_bs
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
             depth = k + tl.arange(0, BLOCK_K)
@@ -240,12 +191,12 @@ def matmul_tiles(
                     other=0.0,
                 )
             if tiling.b_tma == "k":
-                y = b.load([first_n + column, k]).T
+                y = b.load([column, k]).T
             elif tiling.b_tma == "n":
-                y = b.load([first_k + k, column])
+                y = b.load([k, column])
             else:
                 y = tl.load(
-                    own_b
+                    b
                     + depth.to(tl.int64)[:, None] * stride_bk
                     + columns.to(tl.int64)[None, :] * stride_bn,
                     mask=(depth < K)[:, None] & (columns < N)[None, :],
@@ -256,14 +207,14 @@ def matmul_tiles(
             acc = tl.dot(x, y, acc, input_precision="ieee")
             if later is not None:  # noqa: SIM102 - a condition known at compile time and one not
                 if (k == half) & (i > 0):
-                    stored_owner, stored_index, _, _ = tile_in_step(
+                    stored_owner, stored_index = tile_in_step(
                         segments, N, lane, lanes, skipped, count, i - 1, tiling
                     )
                     later(after_context, stored_owner, stored_index)
-        after(after_context, acc, Tile(owner, local, row, column, begin, end))
+        after(after_context, acc, Tile(owner, row, column, begin, end))
     if later is not None:  # noqa: SIM102 - as above
         if count > 0:
-            stored_owner, stored_index, _, _ = tile_in_step(
+            stored_owner, stored_index = tile_in_step(
                 segments, N, lane, lanes, skipped, count, count - 1, tiling
             )
             later(after_context, stored_owner, stored_index)
@@ -312,16 +263,12 @@ class Result(NamedTuple):
     out: Any
     bias: Any
     N: Any
-    stride_bias: Any  # from one segment's bias to the next; None: all have the same
 
 
 @triton.jit
 def store_result(context, acc, tile):
     """Add the bias and round once: the `after` hook where a tile is the result."""
     N, out = context.N, context.out
-    bias = context.bias
-    if bias is not None and context.stride_bias is not None:
-        bias += tl.cast(tile.owner, tl.int64) * context.stride_bias
     parts = column_parts(acc)
     for i in tl.static_range(len(parts)):
         part = parts[i]
@@ -329,7 +276,7 @@ def store_result(context, acc, tile):
         corner, offsets, inside = tile_at(
             tile.row, column, tile.end, N, N, part.shape[0], part.shape[1]
         )
-        part = epilogue(part, bias, None, column, N, inside)
+        part = epilogue(part, context.bias, None, column, N, inside)
         tl.store(out + corner + offsets, rounded(part, out.dtype.element_ty), mask=inside)
 
 
@@ -340,9 +287,9 @@ def matmul_kernel(
 ):  # fmt: skip
     """Compute ``out = round(a @ b + bias)``."""
     matmul_tiles(
-        Product(a, b, N, K, stride_am, stride_bk, stride_bn, None),
-        Segments(None, M, M, 1, None, None), 0, tl.program_id(0), tl.num_programs(0), before, None,
-        store_result, Result(out, bias, N, None), tiling,
+        Product(a, b, N, K, stride_am, stride_bk, stride_bn), Segments(None, M, M, 1), 0,
+        tl.program_id(0), tl.num_programs(0), before, None, store_result, Result(out, bias, N),
+        tiling,
     )  # fmt: skip
 
 
@@ -371,6 +318,3 @@ def bind_matmul(
     operands = config.operands(a, b, out_dtype)
     programs = min(config.tiles([m], n), config.programs)
     return operands.bind(matmul_kernel, programs, (m, n, k, a.stride(0), *b.stride(), None))
-
-
-fix_cache_keys(globals())

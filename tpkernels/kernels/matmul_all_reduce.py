@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import ceil_div
-from tpkernels.kernels import fix_cache_keys, matmul, sync
+from tpkernels.kernels import matmul, sync
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.configs import MatmulConfig, contiguous_rows
 from tpkernels.shards import shard_sizes
@@ -109,7 +109,7 @@ def matmul_all_reduce_kernel(
     own = 0 if ONE_SHOT else rank
     begin, _ = matmul.segment(segments, own)
     matmul.matmul_tiles(
-        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn, None), segments,
+        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
         (own + 1) % segments.number, lane, lanes, None, None,
         _push_to_all if ONE_SHOT else scatter.push_tile,
         scatter.Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling,
@@ -160,6 +160,3 @@ def prepare(
 
     copied = 0 if one_shot else m * n * out_dtype.itemsize
     return Prepared(2 * results, world * slot + copied, matmul.table_of(sizes), bind)
-
-
-fix_cache_keys(globals())

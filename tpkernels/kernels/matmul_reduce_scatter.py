@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.integers import round_up
-from tpkernels.kernels import fix_cache_keys, matmul, sync, words
+from tpkernels.kernels import matmul, sync, words
 from tpkernels.kernels.configs import MatmulConfig, contiguous_rows
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
@@ -157,7 +157,7 @@ def matmul_reduce_scatter_kernel(
     sync.enter(peers)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     matmul.matmul_tiles(
-        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn, None), segments,
+        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
         (rank + 1) % workspace.world, lane, lanes, None, None, push_tile,
         Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling, publish_tile,
     )  # fmt: skip
@@ -200,6 +200,3 @@ def prepare(
 
     tiles = config.tiles([max(sizes)], n)
     return Prepared(1 + tiles, len(sizes) * slot, matmul.table_of(sizes), bind)
-
-
-fix_cache_keys(globals())

@@ -44,7 +44,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tpkernels.kernels import fix_cache_keys
 from tpkernels.kernels.words import (
     THREADS,
     any_lacks,
@@ -345,6 +344,3 @@ def _fail(peers, kind: tl.constexpr, source, seen):
         tl.store(state + STATE_EXPECTED, peers.word)
         tl.store(state + STATE_SEEN, seen)
         store_release(peers.space.control + FAILED, none + 1, tl.full((), True, tl.int1))
-
-
-fix_cache_keys(globals())

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import num_threads
 
-from tpkernels.kernels import fix_cache_keys
-
 THREADS = tl.constexpr(128)  # of a program, at least (kernels/configs.py); a group has <= 72 ranks
 POLLS = tl.constexpr(64)  # polls of a word between two looks for failure
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -215,6 +213,3 @@ def await_bulk_stores():
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
         )
-
-
-fix_cache_keys(globals())

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tpkernels.groups import GroupLike
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.packed import (
     check_finite,
     check_packable,
@@ -24,17 +24,13 @@ from tpkernels.local.packed import (
 from tpkernels.nn.linear import PackableModule
 from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ranks
 from tpkernels.nn.sharding import LayerOptions, Split
-from tpkernels.ops.experts import (
-    all_gather_grouped_matmul,
-    dispatch_grouped_matmul,
-    grouped_matmul_all_reduce,
-    grouped_matmul_combine,
-    grouped_matmul_reduce_scatter,
-    route,
-    rows_by_expert,
-)
-from tpkernels.ops.grouped_matmul import grouped_matmul
-from tpkernels.ops.moe_dispatch import Handle
+from tpkernels.ops.all_gather import all_gather
+from tpkernels.ops.all_reduce import all_reduce
+from tpkernels.ops.experts import route, rows_by_expert, sum_routes
+from tpkernels.ops.grouped_matmul import check_operands, grouped_matmul
+from tpkernels.ops.moe_combine import moe_combine
+from tpkernels.ops.moe_dispatch import Handle, gather_routes, moe_dispatch
+from tpkernels.ops.reduce_scatter import reduce_scatter
 from tpkernels.shards import shard_sizes as balanced_sizes
 from tpkernels.validation import topk
 
@@ -216,55 +212,75 @@ class MoE(PackableModule):
         """
         split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         x, ids, weights = hidden_states, top_k_index, top_k_weights
-        if self.expert_parallel and self.world > 1:
-            return self._by_experts(x, ids, weights, shard_sizes, split)
         gate_up, down = self._operands(x)
-        biases = self._biases()
+        if not torch.is_autocast_enabled(x.device.type):  # autocast casts both
+            check_operands(x, gate_up)  # before tokens travel
+        run = self._by_experts if self.expert_parallel and self.world > 1 else self._by_width
+        return run(x, ids, weights, gate_up, down, shard_sizes, split)
+
+    def _by_width(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        sizes: Sequence[int] | None,
+        split: bool,
+    ) -> torch.Tensor:
+        """Multiply all tokens by this rank's width of their experts, and sum over the ranks."""
+        group, biases = self.group, self._biases()
         if split:
-            inner, routing = all_gather_grouped_matmul(
-                x, ids, weights, gate_up, self.group, bias=biases[0], shard_sizes=shard_sizes
-            )
-            return grouped_matmul_reduce_scatter(
-                self._gate(inner),
-                down,
-                routing,
-                self.group,
-                bias=biases[1],
-                shard_sizes=shard_sizes,
-            )
-        if torch.is_grad_enabled():
-            x, weights = copy_to_ranks(x, self.group), copy_to_ranks(weights, self.group)
+            ids = gather_routes(x, ids, weights, name_of(group), sizes)
+            weights = all_gather(weights, group, shard_sizes=sizes)
+        elif torch.is_grad_enabled():
+            x, weights = copy_to_ranks(x, group), copy_to_ranks(weights, group)
         routing = route(ids, weights, self.num_experts)
-        inner = grouped_matmul(rows_by_expert(x, routing), gate_up, routing.counts, biases[0])
-        return grouped_matmul_all_reduce(
-            self._gate(inner), down, routing, self.group, bias=biases[1]
-        )
+        if split:
+            x = all_gather(x, group, shard_sizes=sizes)
+        rows = rows_by_expert(x, routing)
+        inner = self._gate(grouped_matmul(rows, gate_up, routing.counts, biases[0]))
+        y = sum_routes(grouped_matmul(inner, down, routing.counts, biases[1]), routing)
+        return reduce_scatter(y, group, shard_sizes=sizes) if split else all_reduce(y, group)
 
     def _by_experts(
         self,
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
         sizes: Sequence[int] | None,
         split: bool,
     ) -> torch.Tensor:
-        gate_up, down = self._operands(x)
+        """Multiply this rank's experts by the tokens that are routed to them."""
         biases = self._biases()
+
+        def multiply(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            inner = self._gate(grouped_matmul(rows, gate_up, counts, biases[0]))
+            return grouped_matmul(inner, down, counts, biases[1])
+
         if split:
-            inner, _, handle = dispatch_grouped_matmul(
+            rows, counts, handle = moe_dispatch(
                 x,
                 ids,
                 weights,
-                gate_up,
                 self.num_experts,
                 self.group,
-                bias=biases[0],
                 shard_sizes=sizes,
                 max_rows=self.max_rows,
             )
-            return grouped_matmul_combine(self._gate(inner), down, handle, bias=biases[1])
-        # All ranks have all tokens, so that only what the experts make of them travels. A
-        # GPU has rows for all routes, for which no host waits; those to other ranks are not used.
+            # Of max_rows rows CPUs multiply those that are counted. GPUs multiply all of them, so
+            # that no host waits for the counts.
+            used = rows
+            if self.max_rows is not None and not rows.is_cuda:
+                used = rows[: int(counts.sum())]
+            y = multiply(used, counts)
+            if len(y) < len(rows):
+                y = F.pad(y, (0, 0, 0, len(rows) - len(y)))
+            return moe_combine(y, handle)
+        # All ranks have all tokens, so that only the experts' outputs travel. A GPU has rows for
+        # all routes, for which no host waits; rows for experts of other ranks are not used.
         topk(ids, weights, x)
         if torch.is_grad_enabled():
             x = copy_to_ranks(x, self.group)
@@ -273,8 +289,6 @@ class MoE(PackableModule):
         order, counts = torch.ops.tpkernels._routes_of_experts.default(
             ids, self.num_experts, here.offset, here.size, static
         )
-        rows = x.index_select(0, order // ids.shape[1])
-        inner = self._gate(grouped_matmul(rows, gate_up, counts, biases[0]))
         sizes = balanced_sizes(x.shape[0], self.world)
         handle = Handle(
             routes=ids,
@@ -286,7 +300,7 @@ class MoE(PackableModule):
             max_rows=len(order) if static else None,
             scales=None,
         )
-        y = grouped_matmul_combine(inner, down, handle, bias=biases[1])
+        y = moe_combine(multiply(x.index_select(0, order // ids.shape[1]), counts), handle)
         return gather_from_ranks(y, self.group, 0, sizes)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:

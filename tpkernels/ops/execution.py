@@ -13,14 +13,11 @@ import torch
 from tpkernels import dtypes
 from tpkernels.algorithms.parts import Products, result_shape, splits_columns
 from tpkernels.algorithms.reduction import Reduction, RmsNorm
-from tpkernels.algorithms.routes import places_of, weigh_rows
 from tpkernels.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
 from tpkernels.local.scaled import Packing
-from tpkernels.ops.grouped_products import multiply_rows
 from tpkernels.ops.scaled import Rows, own_scale
-from tpkernels.planning.algorithms import ALGORITHMS
 
 
 def gather(call: Call, given: Any) -> Any:
@@ -28,8 +25,6 @@ def gather(call: Call, given: Any) -> Any:
     multiplied."""
     problem, spec, x, rows = call.problem, call.problem.spec, given.x, None
     gathered = None
-    if problem.options.multiplied:
-        return _gather_for_experts(call, given)
     if not spec.has_matmul or given.return_gathered:
         gathered = empty(problem.shape, problem.dtype, x.device)
     if not spec.has_matmul:
@@ -49,24 +44,9 @@ def gather(call: Call, given: Any) -> Any:
     return gathered if rows is None else rows.packing.data(gathered).contiguous(), outs
 
 
-def _gather_for_experts(call: Call, given: Any) -> torch.Tensor:
-    """Gather tokens, and return the products of their routes with all experts."""
-    x, routes = given.x.contiguous(), call.problem.options.routes
-    assert routes is not None  # only such problems are multiplied
-    gathered = empty(call.problem.shape, x.dtype, x.device)
-    token_of = given.order // max(1, routes[1])
-    if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
-        return call.function(call, x, gathered, given.w, given.bias, token_of, given.counts)
-    call.function(call, x, Products([], [], [], gathered))
-    rows = gathered.index_select(0, token_of)
-    return multiply_rows(rows, given.w, given.counts, given.bias, None)
-
-
 def reduce(call: Call, given: Any) -> Any:
     """Run an op that reduces; return the sum, after the normalised rows if it normalises."""
     problem, spec, x = call.problem, call.problem.spec, given.x
-    if problem.options.multiplied:
-        return _reduce_from_experts(call, given)
     w, bias = given.w if spec.has_matmul else None, getattr(given, "bias", None)
     if spec.scaled:
         rows = Rows.of(x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
@@ -85,21 +65,6 @@ def reduce(call: Call, given: Any) -> Any:
     return call.function(call, x, w, out, reduction, norm), out
 
 
-def _reduce_from_experts(call: Call, given: Any) -> torch.Tensor:
-    """Return the sums over the ranks of the products of all experts, of each token by weight."""
-    x, w, weights, places = given.x, given.w, given.topk_weights, places_of(given.order)
-    weights = weights.to(dtypes.accumulator(x.dtype)).contiguous()
-    out = empty(result_shape(call.problem, call.group.rank), x.dtype, x.device)
-    if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
-        call.function(call, x.contiguous(), w, given.bias, places, given.counts, weights, out)
-        return out
-    partial = empty(call.problem.shape, x.dtype, x.device)
-    rows = multiply_rows(x, w, given.counts, given.bias, None)
-    weigh_rows(rows, places.view(weights.shape), weights, partial)
-    call.function(call, partial, None, out, Reduction.of(partial))
-    return out
-
-
 def reduce_in_place(call: Call, given: Any) -> None:
     """Overwrite x with its sum over the ranks."""
     x = given.x
@@ -109,33 +74,22 @@ def reduce_in_place(call: Call, given: Any) -> None:
         x.copy_(out)
 
 
-def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, ...]:
-    """Run an op that brings tokens to their experts; return their rows, how many each expert has,
-    and their products if it multiplies."""
-    if not call.problem.options.multiplied and given.scale_x is not None:
-        rows = Packing.of(given.x, given.scale_x).pack(given.x, given.scale_x)
-        return call.function(call, rows, given.routes)
-    x = given.x.contiguous()
-    if not call.problem.options.multiplied:
-        return call.function(call, x, given.routes)
-    if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
-        return call.function(call, x, given.routes, given.w, given.bias)
-    rows, counts = call.function(call, x, given.routes)
-    return rows, counts, multiply_rows(rows, given.w, counts, given.bias, given.max_rows)
+def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run an op that brings tokens to their experts; return their rows, and how many each has."""
+    x = given.x
+    if given.scale_x is None:
+        x = x.contiguous()
+    else:
+        x = Packing.of(x, given.scale_x).pack(x, given.scale_x)
+    return call.function(call, x, given.routes)
 
 
 def combine(call: Call, given: Any) -> torch.Tensor:
-    """Run an op that brings the experts' rows back, or their products, and sums each token's."""
-    x, weights = given.x.contiguous(), given.topk_weights
-    factors: tuple[Any, ...] = ()
-    weights = weights.to(dtypes.accumulator(x.dtype)).contiguous()
-    if call.problem.options.multiplied:
-        if ALGORITHMS[call.plan.algorithm].overlaps_matmul:
-            factors = given.w, given.bias
-        else:
-            x = multiply_rows(x, given.w, given.counts, given.bias, given.max_rows)
-    out = empty((weights.shape[0], call.problem.shape[1]), x.dtype, x.device)
-    call.function(call, x, given.routes, weights, out, *factors)
+    """Run an op that brings the experts' rows back and sums each token's."""
+    x = given.x.contiguous()
+    weights = given.topk_weights.to(dtypes.accumulator(x.dtype)).contiguous()
+    out = empty((weights.shape[0], x.shape[1]), x.dtype, x.device)
+    call.function(call, x, given.routes, weights, out)
     return out
 
 

@@ -1,52 +1,23 @@
-"""Experts of a mixture on several ranks.
+"""The local steps of a mixture's experts: sort the assignments of tokens to experts, gather the
+rows of each expert, and sum the experts' outputs per token.
 
-Tensor-parallel: each rank has some of the width of every expert, and all tokens' routes.
-
-    all_gather_grouped_matmul       tokens of all ranks, sorted by expert, times w[expert]
-    grouped_matmul_reduce_scatter   rows times w[expert], summed per token and over the ranks
-    grouped_matmul_all_reduce       the same for tokens that all ranks have
-
-Expert-parallel: each rank has some of the experts, and the tokens that are routed to them.
-
-    dispatch_grouped_matmul         tokens of all ranks for own experts, times w[expert]
-    grouped_matmul_combine          rows times w[expert], back at the tokens' ranks and summed
-
-They compose the ops of these names. On GPUs all but `grouped_matmul_all_reduce` are one call each
-where no gradient is recorded, in which "fused" multiplies while rows travel. On CPUs the last two
-would not pay: AMD EPYC Zen 5, torch 2.13, 2026-11-26, 2 ranks, 64 and 2048 tokens of
-benchmarks/moe.py, in turns: a first product that gathers each expert's rows just before it
-multiplies them takes 1.07 and 1.00 of the time, and a layer whose second writes into a symmetric
-tensor, of which the combine copies nothing, 1.00 and 1.00.
+`tpkernels.nn.MoE` composes them with `grouped_matmul` and the ops that communicate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from tpkernels import dtypes, groups, validation
+from tpkernels import dtypes, validation
 from tpkernels.algorithms.routes import places_of, weigh_rows
-from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.memory import empty
-from tpkernels.ops.all_gather import all_gather
-from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.grouped_matmul import grouped_matmul
-from tpkernels.ops.grouped_products import (
-    as_many_rows,
-    check_bias,
-    check_held,
-    check_operands,
-    counted_rows,
-)
-from tpkernels.ops.moe_combine import moe_combine
-from tpkernels.ops.moe_dispatch import Handle, gather_routes, moe_dispatch
-from tpkernels.ops.reduce_scatter import reduce_scatter
-from tpkernels.ops.registration import define, define_local
-from tpkernels.shards import shard_sizes as balanced_sizes
+from tpkernels.ops.registration import define_local
 
 
 class SortedRoutes(NamedTuple):
@@ -167,233 +138,6 @@ define_local(
     save=_save,
     backward=_backward,
 )
-
-
-def _check_weight(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Check that tokens can be multiplied, before they travel."""
-    if not torch.is_autocast_enabled(x.device.type):  # which casts either
-        check_operands(x, w)
-    check_bias(bias, w)
-
-
-def all_gather_grouped_matmul(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    w: torch.Tensor,
-    group: GroupLike,
-    *,
-    bias: torch.Tensor | None = None,
-    shard_sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-) -> tuple[torch.Tensor, SortedRoutes]:
-    """Gather the ranks' tokens and multiply them by the experts that a router chose for them.
-
-    Args:
-        x: [tokens, K], this rank's.
-        topk_ids, topk_weights: [tokens, k], int64 or int32, and floating-point.
-        w, bias: [experts, K, N] and [experts, N], as `grouped_matmul` takes them: this rank's
-            columns of all experts.
-        shard_sizes: tokens of each rank; default: all the same.
-        algorithm: of the gather; "fused" multiplies meanwhile.
-
-    Returns:
-        The product [tokens of all ranks * k, N], by expert, and the `SortedRoutes` for
-        `grouped_matmul_reduce_scatter`.
-    """
-    _check_weight(x, w, bias)
-    options: dict[str, Any] = {"shard_sizes": shard_sizes, "algorithm": algorithm}
-    in_one_call = _in_one_call(algorithm, x)
-    ids = gather_routes(x, topk_ids, topk_weights, name_of(group), shard_sizes)
-    weights = all_gather(topk_weights, group, shard_sizes=shard_sizes)
-    routing = route(ids, weights, len(w))
-    if in_one_call:
-        product: torch.Tensor = _interruptible(
-            group, _run_gather, x, w, bias, *routing[:2], name_of(group), **options
-        )
-        return product, routing
-    rows = rows_by_expert(all_gather(x, group, **options), routing)
-    return grouped_matmul(rows, w, routing.counts, bias), routing
-
-
-def grouped_matmul_reduce_scatter(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    routing: SortedRoutes,
-    group: GroupLike,
-    *,
-    bias: torch.Tensor | None = None,
-    shard_sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-) -> torch.Tensor:
-    """Multiply rows by their expert, sum each token's by weight and over the ranks, and return this
-    rank's tokens.
-
-    Args:
-        x: [tokens of all ranks * k, K], by expert as `all_gather_grouped_matmul` returns it.
-        w: [experts, K, N]: this rank's rows of all experts.
-        bias: [experts, N], zero where another rank adds it.
-        shard_sizes: tokens of each rank; default: all the same.
-        algorithm: of the sum over the ranks; "fused" multiplies meanwhile.
-
-    Returns:
-        [tokens, N] in x's dtype. A rank sums a token's products in fp32 in the order of k and
-        rounds once; the ranks' sums are those of `reduce_scatter`.
-    """
-    options: dict[str, Any] = {"shard_sizes": shard_sizes, "algorithm": algorithm}
-    if _in_one_call(algorithm, x):
-        y: torch.Tensor = _interruptible(
-            group, _run_scatter, x, w, bias, *routing, name_of(group), **options
-        )
-        return y
-    partial = sum_routes(grouped_matmul(x, w, routing.counts, bias), routing)
-    return reduce_scatter(partial, group, **options)
-
-
-def grouped_matmul_all_reduce(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    routing: SortedRoutes,
-    group: GroupLike,
-    *,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Do what `grouped_matmul_reduce_scatter` does for tokens that all ranks have, and return them
-    all. ``routing`` and rows are those of ``route`` and ``rows_by_expert`` of this module."""
-    return all_reduce(sum_routes(grouped_matmul(x, w, routing.counts, bias), routing), group)
-
-
-_NO_GRADIENT = "call the function of this name in tpkernels, which has them"
-_run_gather = define(
-    "all_gather_grouped_matmul(Tensor x, Tensor w, Tensor? bias, Tensor order, Tensor counts, "
-    "str group, *, SymInt[]? shard_sizes=None, str algorithm='auto') -> Tensor",
-    record="all_gather",
-    no_gradient=_NO_GRADIENT,
-)
-_run_scatter = define(
-    "grouped_matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, Tensor order, Tensor counts, "
-    "Tensor topk_weights, str group, *, SymInt[]? shard_sizes=None, str algorithm='auto') -> "
-    "Tensor",
-    record="reduce_scatter",
-    no_gradient=_NO_GRADIENT,
-)
-_run_dispatch = define(
-    "dispatch_grouped_matmul(Tensor x, Tensor routes, Tensor w, Tensor? bias, int num_experts, "
-    "str group, *, SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> "
-    "(Tensor rows, Tensor counts, Tensor product)",
-    record="moe_dispatch",
-    no_gradient=_NO_GRADIENT,
-)
-_run_combine = define(
-    "grouped_matmul_combine(Tensor x, Tensor w, Tensor? bias, Tensor counts, Tensor topk_weights, "
-    "Tensor routes, int num_experts, str group, *, SymInt[]? shard_sizes=None, "
-    "SymInt? max_rows=None, str algorithm='auto') -> Tensor",
-    record="moe_combine",
-    no_gradient=_NO_GRADIENT,
-)
-
-
-def _in_one_call(algorithm: str, x: torch.Tensor) -> bool:
-    """Return whether a product and what moves its rows are one call, the same on all ranks; see the
-    head of this file."""
-    plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type))
-    if algorithm == "fused" and not plain:
-        raise NotImplementedError(
-            "algorithm 'fused' of experts has no gradient, and casts nothing: call it under "
-            "torch.no_grad() and without autocast, or pass another algorithm"
-        )
-    return plain and (x.is_cuda or algorithm != "auto")
-
-
-def _interruptible(group: GroupLike, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run an op; break the group if that is interrupted."""
-    try:
-        return run(*args, **options)
-    except BaseException as error:
-        groups.break_if_interrupted(group, error)
-        raise
-
-
-def dispatch_grouped_matmul(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    w: torch.Tensor,
-    num_experts: int,
-    group: GroupLike,
-    *,
-    bias: torch.Tensor | None = None,
-    shard_sizes: Sequence[int] | None = None,
-    max_rows: int | None = None,
-    algorithm: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, Handle]:
-    """Bring tokens to the ranks of their experts, as `moe_dispatch` does, and multiply them.
-
-    Args:
-        x: [tokens, K], this rank's.
-        topk_ids, topk_weights: [tokens, k], int64 or int32, and floating-point.
-        w, bias: [experts of this rank, K, N] and [experts of this rank, N], as `grouped_matmul`
-            takes them.
-        num_experts: of all ranks, which hold ``tpkernels.shard_sizes(num_experts, world)``.
-        shard_sizes: tokens of each rank; default: all the same.
-        max_rows: as `moe_dispatch` takes it; products without a row are undefined.
-
-    Returns:
-        The product [R, N] of the rows that `moe_dispatch` returns, their ``counts``, and the
-        handle for `grouped_matmul_combine`.
-    """
-    _check_weight(x, w, bias)
-    name = name_of(group)
-    if not torch.compiler.is_compiling():
-        members = groups.get(name)
-        held = balanced_sizes(num_experts, members.world)[members.rank]
-        check_held(w, num_experts, held, members.rank, members.world)
-    options: dict[str, Any] = {"shard_sizes": shard_sizes, "max_rows": max_rows}
-    if not _in_one_call(algorithm, x):
-        rows, counts, handle = moe_dispatch(
-            x, topk_ids, topk_weights, num_experts, group, algorithm=algorithm, **options
-        )
-        used = counted_rows(rows, counts, max_rows)
-        return as_many_rows(grouped_matmul(used, w, counts, bias), rows), counts, handle
-    routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
-    _, counts, product = _interruptible(
-        name, _run_dispatch, x, routes, w, bias, num_experts, name, algorithm=algorithm, **options
-    )
-    handle = Handle(routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows, None)
-    return product, counts, handle
-
-
-def grouped_matmul_combine(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    handle: Handle,
-    *,
-    bias: torch.Tensor | None = None,
-    algorithm: str = "auto",
-) -> torch.Tensor:
-    """Multiply rows by their expert, and do with the products what `moe_combine` does.
-
-    Args:
-        x: [R, K], by expert as `dispatch_grouped_matmul` returns them.
-        w, bias: [experts of this rank, K, N] and [experts of this rank, N].
-        handle: of that dispatch.
-
-    Returns:
-        [tokens, N] of this rank's tokens, in x's dtype. Products are rounded to it, by "fused" with
-        their bias, otherwise before and after it.
-    """
-    if not _in_one_call(algorithm, x):
-        used = counted_rows(x, handle.counts, handle.max_rows)
-        product = as_many_rows(grouped_matmul(used, w, handle.counts, bias), x)
-        return moe_combine(product, handle, algorithm=algorithm)
-    y: torch.Tensor = _interruptible(
-        *(handle.group, _run_combine, x, w, bias, handle.counts, handle.topk_weights),
-        *(handle.routes, handle.num_experts, handle.group),
-        shard_sizes=handle.shard_sizes,
-        max_rows=handle.max_rows,
-        algorithm=algorithm,
-    )
-    return y
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

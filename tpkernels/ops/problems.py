@@ -12,17 +12,10 @@ import torch
 
 from tpkernels import dtypes, validation
 from tpkernels.groups.group import Group
-from tpkernels.local.packed import columns_of, is_packed_stack
+from tpkernels.local.packed import columns_of
 from tpkernels.local.scaled import Packing, numbers_in, scaling_of
 from tpkernels.op_spec import OPS, OpSpec, Options
 from tpkernels.ops import scaled
-from tpkernels.ops.grouped_products import (
-    check_bias,
-    check_counts,
-    check_held,
-    check_operands,
-    columns_of_stack,
-)
 from tpkernels.planning.problem import Problem
 from tpkernels.shards import shard_sizes
 
@@ -42,8 +35,6 @@ def problem_of(op: str, group: Group, given: Any) -> Problem:
     spec, x = OPS[op], given.x
     if spec.routed:
         return _routed(op, group, given)
-    if hasattr(given, "order"):
-        return _of_all_experts(op, group, given)
     _check_input(spec, x)
     shape, dim = list(x.shape), None
     sizes: tuple[int, ...] = ()
@@ -130,12 +121,6 @@ def _routed(op: str, group: Group, given: Any) -> Problem:
         )
     options = Options(routes=(given.num_experts, k), max_rows=given.max_rows)
     columns, wire = x.shape[1], x.dtype
-    if (w := getattr(given, "w", None)) is not None:
-        options = replace(options, multiplied=True)
-        _check_experts(given)
-        held = shard_sizes(given.num_experts, group.world)[group.rank]
-        check_held(w, given.num_experts, held, group.rank, group.world)
-        columns = columns if spec.dispatches else columns_of_stack(w)
     if scale is not None:  # rows travel with their scales
         options = replace(options, k=columns, x_dtype=wire, scale_x=f"{scale.shape[1]} a row")
         columns, wire = Packing.of(x, scale).words, torch.float32
@@ -149,56 +134,6 @@ def _routed(op: str, group: Group, given: Any) -> Problem:
         dtype=wire,
         options=options,
     )
-
-
-def _of_all_experts(op: str, group: Group, given: Any) -> Problem:
-    """Return the problem of tokens of all ranks, of which each rank has a part of all experts."""
-    x, order = given.x, given.order
-    _check_experts(given)
-    check_counts(given.counts, x, given.w)
-    spec, columns, options = OPS[op], x.shape[1], Options(multiplied=True)
-    if spec.gathers:
-        sizes = validation.gather_sizes(
-            given.shard_sizes, x.shape[0], group.rank, group.world, "shard_sizes"
-        )
-    else:
-        weights, columns = given.topk_weights, columns_of_stack(given.w)
-        if not weights.is_floating_point() or weights.numel() != len(x) or weights.dim() != 2:
-            raise ValueError(
-                f"topk_weights is {dtypes.name(weights.dtype)} of shape {list(weights.shape)}; it "
-                f"must be floating-point, [tokens, k], and x has {len(x)} rows"
-            )
-        sizes = validation.scatter_sizes(given.shard_sizes, len(weights), group.world)
-        options = replace(options, x_dtype=x.dtype, out_dtype=x.dtype)
-    tokens = sum(sizes)
-    k, rest = divmod(order.numel(), max(tokens, 1))
-    rest += not spec.gathers and order.numel() != len(x)
-    if order.dtype != torch.int64 or order.dim() != 1 or rest or (tokens and not k):
-        raise ValueError(
-            f"order is {dtypes.name(order.dtype)} of shape {list(order.shape)}; it must be int64, "
-            f"k routes for each of {tokens} tokens"
-        )
-    return Problem(
-        op=op,
-        device=validation.device(x),
-        world=group.world,
-        shape=(tokens, columns),
-        dim=0,
-        sizes=sizes,
-        dtype=x.dtype,
-        options=replace(options, routes=(len(given.w), k)),
-    )
-
-
-def _check_experts(given: Any) -> None:
-    """Check the weights of a rank's experts."""
-    check_operands(given.x, given.w)
-    check_bias(given.bias, given.w)
-    if given.algorithm == "fused" and is_packed_stack(given.w):
-        raise NotImplementedError(
-            f"w of shape {list(given.w.shape)} is packed, and the kernels of 'fused' cannot read "
-            "it; pass the plain weight, or another algorithm"
-        )
 
 
 def _check_input(spec: OpSpec, x: torch.Tensor) -> None:
@@ -312,28 +247,18 @@ def fake_result(op: str, group: Group, given: Any) -> Any:
     if spec.scaled:
         dtype = scaled.out_dtype(dtype)
     shape = list(x.shape)
-    w = getattr(given, "w", None)
     if spec.combines:
-        columns = x.shape[1] if w is None else columns_of_stack(w)
-        return x.new_empty(given.topk_weights.shape[0], columns)
+        return x.new_empty(given.topk_weights.shape[0], x.shape[1])
     if spec.dispatches:
         rows = given.max_rows
         if rows is None:
             rows = torch.library.get_ctx().new_dynamic_size()
         held = shard_sizes(given.num_experts, group.world)[group.rank]
         counts = x.new_empty(held, dtype=torch.int64)
-        if w is not None:
-            columns = columns_of_stack(w)
-            return x.new_empty(rows, x.shape[1]), counts, x.new_empty(rows, columns)
         if given.scale_x is None:
             return x.new_empty(rows, x.shape[1]), counts
         words = Packing.of(x, given.scale_x).words
         return x.new_empty(rows, words, dtype=torch.float32), counts
-    if hasattr(given, "order"):
-        rows, columns = given.order.shape[0], columns_of_stack(given.w)
-        if spec.scatters:
-            rows, _ = _shard([len(given.topk_weights), columns], 0, given.shard_sizes, group)
-        return x.new_empty(rows, columns)
     if spec.gathers or spec.exchanges:
         sizes = given.gather_sizes if spec.exchanges else given.shard_sizes
         shape = _gathered(shape, given.gather_dim, sizes, group)

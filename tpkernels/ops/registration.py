@@ -89,7 +89,6 @@ def define(
     no_gradient: str = "",
     autocast: bool = False,
     check: Callable[[torch.Tensor], None] | None = None,
-    record: str | None = None,
 ) -> Callable[..., Any]:
     """Make ``torch.ops.tpkernels.<name>``, an op that communicates over ``group`` and does what its
     record in `op_spec.OPS` says; return what to call in its place (`shortcut`). The functions get
@@ -104,12 +103,11 @@ def define(
         no_gradient: what to do instead, where the op has no gradient.
         autocast: cast the operands under autocast, as ``torch.matmul`` does.
         check: of ``x``, what must be checked in every call, since the key does not tell.
-        record: the name of the record, if it is not the op's.
     """
     parsed = torch._C.parse_schema(f"tpkernels::{schema}")
     op = schema.partition("(")[0]
     written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
-    record = record or (op.removesuffix("_") if written else op)
+    record = op.removesuffix("_") if written else op
     arguments = arguments_of(parsed, record)
     execute_once = execution_of(OPS[record], in_place=bool(written))
 

@@ -159,7 +159,6 @@ _RECORDS = (
         splits_matmul=True,
         overlaps_matmul=True,
         needs_shared_memory=True,
-        lacks=dict.fromkeys(("cpu", "cuda"), _ROUTED),
         kernels={"cuda": "CUDA"},
         whole_rows=frozenset({"cuda"}),
         workspace_bytes=_pipelined_bytes,

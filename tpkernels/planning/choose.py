@@ -142,11 +142,6 @@ def choose(
         NotImplementedError: the requested algorithm cannot run this problem; the message says
             what it needs.
     """
-    if requested == "auto" and problem.options.multiplied and not problem.spec.routed:
-        reason = why_unqualified(problem, "fused", means) or _unsupported(problem, "fused", means)
-        if reason is None and problem.world > 1 and problem.device == "cuda":
-            return _plan(problem, "fused", "experts multiply while tokens travel")
-        problem = problem.without_experts
     tuning_key = problem.tuning_key if tuned.measurements and problem.world > 1 else None
     if tuning_key is not None and captured:
         tuning_key = tuning_key[0].captured, tuning_key[1]
@@ -186,13 +181,11 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
         if not means.trust.ways:
             return "unfused", f"nothing else is qualified here: {means.trust.record}"
         if problem.options.max_rows is not None:
-            ways = ("fused", "direct") if problem.options.multiplied else ("direct",)
-            for name in ways:
-                reason = why_unqualified(problem, name, means)
-                reason = reason or _unsupported(problem, name, means)
-                if reason is None:
-                    return name, "with max_rows the host waits for no counts"
-            return "unfused", f"{name} {reason}"
+            reason = why_unqualified(problem, "direct", means)
+            reason = reason or _unsupported(problem, "direct", means)
+            if reason is None:
+                return "direct", "with max_rows the host waits for no counts"
+            return "unfused", f"direct {reason}"
         return "unfused", "on this GPU nothing is known to be faster"
     if not problem.spec.has_matmul:
         reason = _unsupported(problem, "direct", means)
@@ -314,8 +307,7 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
         return "is for groups that span hosts, and all ranks of this one share memory"
     if algorithm.spans_hosts and means.why_no_node is not None:
         return means.why_no_node
-    multiplied = problem.options.multiplied and "Triton" in algorithm.kernels.values()
-    if algorithm.overlaps_matmul and not (problem.spec.has_matmul or multiplied):
+    if algorithm.overlaps_matmul and not problem.spec.has_matmul:
         return "overlaps a matmul, and this op has none"
     if problem.device in algorithm.whole_rows:
         vector = problem.dim == 0 and not problem.spec.has_matmul

@@ -93,11 +93,6 @@ class Problem:
         return tuple(size * each for size in self.sizes)
 
     @property
-    def without_experts(self) -> Problem:
-        """Return the problem of the collective alone, whose tokens all ranks' experts multiply."""
-        return replace(self, options=replace(self.options, routes=None, multiplied=False))
-
-    @property
     def nbytes(self) -> int:
         """Return the bytes of the whole communicated tensor."""
         return prod(self.shape) * self.dtype.itemsize
@@ -105,7 +100,7 @@ class Problem:
     @property
     def tuning_key(self) -> tuple[Series, int] | None:
         """Return the problem's series of measurements and its extent in it; None for a problem that
-        is never tuned: an empty one, one of experts, or one not split evenly along its rows
+        is never tuned: an empty one, one of routed tokens, or one not split evenly along its rows
         (its elements, without a matmul; its first two dims, for an all-to-all).
 
         Bias, residual and norm are not part of the series, because they do not change the time.
@@ -113,7 +108,7 @@ class Problem:
         """
         matmul = self.spec.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
-        if not total or self.options.multiplied or self.spec.routed:
+        if not total or self.spec.routed:
             return None
         extent = total // width
         options = self.options.that_cost_time().texts()

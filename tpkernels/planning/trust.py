@@ -59,8 +59,7 @@ def kind_of(spec: OpSpec) -> str:
 
 def ways_of(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
     """Return the ways of an algorithm for an op, of which one suffices."""
-    # Without a matmul of its own, what `fused` overlaps are the products of experts.
-    if spec.routed or (algorithm == "fused" and not spec.has_matmul):
+    if spec.routed:
         return (f"{algorithm}/routed",)
     if algorithm != "direct":
         return (f"{algorithm}/{kind_of(spec)}",)

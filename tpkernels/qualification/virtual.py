@@ -159,27 +159,27 @@ class VirtualRanks:
 
     def bind(self, operands: Operands, algorithm: str) -> Launch:
         """Return what makes a call on the rank of its operands: the sum comes first."""
-        rank = self.ranks[operands.rank]
-        arguments = arguments_of(getattr(torch.ops.tpkernels, operands.op).default._schema)
+        rank, op = self.ranks[operands.rank], operands.call.op
+        arguments = arguments_of(getattr(torch.ops.tpkernels, op).default._schema)
         options = {"group": rank.name, "algorithm": algorithm, **operands.options}
         given = arguments.named(tuple(operands.factors), options)
         if isinstance(getattr(given, "weights", None), torch.Tensor):
             given = given._replace(weights=[given.weights])
-        problem = problem_of(operands.call.op, cast(Any, rank), given)
+        problem = problem_of(op, cast(Any, rank), given)
         problem = replace(problem, device="cuda")  # also of CPU tensors, in a rehearsal
         plan = choose(problem, Means(shared_memory=True), requested=algorithm)
         function = backends.implementation(problem, plan)
         call = PlannedCall(cast(Any, rank), problem, plan, function, 0)
-        execute = execution_of(OPS[operands.call.op])
+        execute = execution_of(OPS[op])
 
         def launch() -> Results:
             results = execute(call, given)
             if isinstance(results, torch.Tensor):
                 return [results]
-            first, second, *more = results
+            first, second = results
             if isinstance(second, list):  # an all-gather's: its products
                 return second
-            return [second, first, *more]
+            return [second, first]
 
         return launch
 

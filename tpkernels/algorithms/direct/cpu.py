@@ -46,12 +46,7 @@ def bind(
     weights: Sequence[Weight] = []
     if spec.has_matmul:
         weights = given.weights if spec.gathers else [given.w]
-    if (
-        problem.options.multiplied
-        or spec.scaled
-        or spec.routed
-        or not all(isinstance(w, torch.Tensor) for w in weights)
-    ):
+    if spec.scaled or spec.routed or not all(isinstance(w, torch.Tensor) for w in weights):
         return None
     dtypes = {x.dtype, problem.dtype, getattr(given, "out_dtype", None) or x.dtype}
     if len(dtypes) > 1 or prod(problem.shape) == 0:
