@@ -8,26 +8,7 @@ LONGEST_TIMEOUT = 86400.0  # s
 WORKSPACE_BYTES = 64 << 20  # limit for each of the two data buffers of a rank
 AUTOTUNE: bool | None = None
 
-RESULT_POOL_BYTES = 256 << 20  # limit for the memory that is kept for results
-POOL_VARIABLE = "TPKERNELS_RESULT_POOL_BYTES"
 PYTHON_VARIABLE = "TPKERNELS_PYTHON_CALLS"
-
-
-def result_pool_bytes() -> int:
-    """Return the limit from the environment, or its default; 0 turns the pool off.
-
-    Raises:
-        ValueError: the variable holds no number of bytes.
-    """
-    text = os.environ.get(POOL_VARIABLE)
-    if text is None:
-        return RESULT_POOL_BYTES
-    if not (text.isascii() and text.isdecimal() and len(text) < 19):
-        raise ValueError(
-            f"{POOL_VARIABLE} is {text!r}; set it to a number of bytes, such as "
-            f"{RESULT_POOL_BYTES}, or to 0 to turn the pool off"
-        )
-    return int(text)
 
 
 @functools.cache

@@ -16,7 +16,6 @@
 #include "calls/shortcut.h"
 #include "calls/tensor.h"
 #include "calls/turns.h"
-#include "host/pool.h"
 #include "host/product.h"
 
 namespace tpkernels::calls {
@@ -82,18 +81,6 @@ void bind_direct(py::module_& m) {
            py::arg("collective"), py::arg("arguments"), py::kw_only(), py::arg("in_place"),
            py::arg("shape"), py::arg("multiplies"), py::arg("products"), py::arg("return_gathered"),
            py::arg("eps"));
-}
-
-void bind_memory(py::module_& m) {
-  m.def("empty", &empty, py::arg("shape"), py::arg("dtype"));
-  m.def("result_pool", [] {
-    const host::Pool::Usage usage = host::result_pool().usage();
-    return py::dict(py::arg("limit") = usage.limit, py::arg("idle") = usage.idle,
-                    py::arg("in_use") = usage.in_use);
-  });
-  m.def(
-      "limit_result_pool", [](std::size_t bytes) { host::result_pool().set_limit(bytes); },
-      py::arg("nbytes"));
 }
 
 host::Form form_of(const std::string& layout) {
@@ -185,7 +172,7 @@ void bind_shortcut(py::module_& m) {
 
 void tpkernels::bind_calls(pybind11::module_& m) {
   using namespace calls;
-  bind_memory(m);
+  m.def("empty", &empty, py::arg("shape"), py::arg("dtype"));
   bind_product(m);
   bind_turns(m);
   bind_kernels(m);

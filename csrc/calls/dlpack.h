@@ -1,6 +1,6 @@
 // What is used of DLPack's C exchange interface, by which a framework gives an extension a tensor's
-// address, shape and strides without making Python objects, and makes tensors of foreign memory.
-// torch 2.10 and later have it as `torch.Tensor.__dlpack_c_exchange_api__`. Layouts:
+// address, shape and strides without making Python objects. torch 2.10 and later have it as
+// `torch.Tensor.__dlpack_c_exchange_api__`. Layouts:
 // https://dmlc.github.io/dlpack (version 1.3); tests/calls/test_dlpack.py compares them with the
 // header that torch ships.
 #pragma once
@@ -41,22 +41,13 @@ struct Tensor {
   std::uint64_t byte_offset;
 };
 
-// Memory of its producer, which gets it back by `deleter`.
-struct ManagedTensor {
-  Version version;
-  void* context;
-  void (*deleter)(ManagedTensor* self);
-  std::uint64_t flags;
-  Tensor tensor;
-};
-
 // The members that are not used are pointers to functions, too.
 struct ExchangeApi {
   Version version;
   ExchangeApi* previous;
   void* allocate;
   void* owned_from_python;
-  int (*owned_to_python)(ManagedTensor* owned, void** object);  // -1 with a Python error set
+  void* owned_to_python;
   int (*tensor_from_python)(void* object, Tensor* out);  // borrows; -1 with a Python error set
   void* current_stream;
 };

@@ -263,13 +263,8 @@ bool multiplies(DType dtype, Form form, std::size_t rows) {
 
 py::object matmul(const py::object& x, const py::handle& w) {
   static const Global mm("torch", "mm");
-  static PyObject* const by_name = py::make_tuple("out").release().ptr();
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
   const Tensor a = tensor(x);
-  const auto new_result = [&](std::int64_t columns) {
-    const auto dtype = checked(PyObject_GetAttr(x.ptr(), dtype_name));
-    return empty(py::make_tuple(a.shape[0], columns), dtype);
-  };
   const auto rows = static_cast<std::size_t>(a.shape[0]);
   Weight weight{};
   if (read_weight(w.ptr(), a, &weight)) {
@@ -277,18 +272,14 @@ py::object matmul(const py::object& x, const py::handle& w) {
     Tensor factor = a;
     const Way way = way_with_unit_stride(&given, &factor, weight, weight.dtype, {rows, 0});
     if (way.multiply) {
-      py::object out = new_result(weight.n);
+      py::object out = empty(py::make_tuple(a.shape[0], weight.n),
+                             checked(PyObject_GetAttr(x.ptr(), dtype_name)));
       run(factor, weight, tensor(out), {}, way);
       return out;
     }
   }
-  const std::int64_t columns = tensor(w).shape[1];
-  PyObject* factors[] = {x.ptr(), w.ptr(), nullptr};
-  const auto bytes = rows * static_cast<std::size_t>(columns) * a.dtype.bits / 8;
-  if (bytes < kLargeBytes) return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
-  const py::object out = new_result(columns);
-  factors[2] = out.ptr();
-  return checked(PyObject_Vectorcall(mm.value(), factors, 2, by_name));
+  PyObject* const factors[] = {x.ptr(), w.ptr()};
+  return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
 }
 
 bool multiply(const py::object& x, const py::handle& w, const py::handle& out,

@@ -27,10 +27,6 @@ bool read(PyObject* object, Tensor* out);
 // The same; throws std::invalid_argument.
 Tensor tensor(const pybind11::handle& object);
 
-// A torch tensor of memory that `owned.deleter` takes back, once, when the tensor's storage dies:
-// on any thread, without the GIL. Takes `owned` over, also when it throws error_already_set.
-pybind11::object make_tensor(dlpack::ManagedTensor* owned);
-
 std::size_t count_of(const Tensor& x);
 std::size_t bytes_of(const Tensor& x);
 bool is_contiguous(const Tensor& x);
@@ -42,14 +38,8 @@ inline std::byte* data_of(const Tensor& x) {
 // What DLPack calls a dtype; throws std::invalid_argument for one that the ops do not take.
 host::DType dtype_of(const Tensor& x);
 
-// From this size on, fresh memory comes straight from the kernel, page by page. For a 32 MiB fp32
-// all_reduce on a 2-core AMD EPYC (Zen 4), 2026-11-22, that nearly doubles the time:
-// benchmarks/results/cpu-2core-functional.md.
-constexpr std::size_t kLargeBytes = std::size_t{4} << 20;
-
-// `torch.empty(shape, dtype=dtype, device="cpu")`. A large tensor's memory comes from the pool and
-// goes back to it with the tensor's storage, which cannot be resized; if the pool has none, it is
-// torch's, with huge pages.
+// `torch.empty(shape, dtype=dtype, device="cpu")`. A large tensor gets huge pages: one page fault
+// per 2 MiB instead of one per 4 KiB.
 pybind11::object empty(const pybind11::tuple& shape, const pybind11::handle& dtype);
 
 }  // namespace tpkernels::calls

@@ -22,10 +22,6 @@ MEMBERS = {
     "DLTensor": ("Tensor", "data device ndim dtype shape strides"),
     "DLDataType": ("DataType", "code bits lanes"),
     "DLDevice": ("Device", "device_type=type device_id=index"),
-    "DLManagedTensorVersioned": (
-        "ManagedTensor",
-        "version deleter flags manager_ctx=context dl_tensor=tensor",
-    ),
     "DLPackVersion": ("Version", "major minor"),
     "DLPackExchangeAPI": (
         "ExchangeApi",

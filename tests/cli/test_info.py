@@ -13,7 +13,6 @@ import torch
 import tpkernels
 from tests.cli.test_cli import invoke
 from tpkernels import _C, cuda, nccl
-from tpkernels.local.memory import empty
 from tpkernels.op_spec import OPS
 
 
@@ -50,23 +49,6 @@ def test_info_tells_whether_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(_C.host, "open_pidfd", refuse)
     shown = " ".join(invoke("info").output.split())
     assert "none: this process cannot share memory: pidfd_open: Operation not permitted" in shown
-
-
-def test_info_shows_the_result_pool() -> None:
-    before = _C.calls.result_pool()["limit"]
-    try:
-        _C.calls.limit_result_pool(0)
-        assert "off: TPKERNELS_RESULT_POOL_BYTES is 0" in " ".join(invoke("info").output.split())
-        _C.calls.limit_result_pool(100 << 20)
-        in_use = _C.calls.result_pool()["in_use"]
-        result = empty((5 << 20,), torch.float32, torch.device("cpu"))
-        del result
-        pool = {"limit": 100 << 20, "idle": 20 << 20, "in_use": in_use}
-        assert json.loads(invoke("info", "--json").stdout)["result_pool"] == pool
-        shown = " ".join(invoke("info").output.split())
-        assert "keeps at most 100 MiB; 20 MiB idle, " in shown
-    finally:
-        _C.calls.limit_result_pool(before)
 
 
 def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

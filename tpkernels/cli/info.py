@@ -16,7 +16,6 @@ from tpkernels.backends import TABLES
 from tpkernels.bench.results import devices, vector_units, versions
 from tpkernels.bench.specs import Spec, unsupported_kernels
 from tpkernels.cli import options
-from tpkernels.defaults import POOL_VARIABLE
 from tpkernels.local.packed import native
 from tpkernels.op_spec import OPS
 from tpkernels.planning import trust
@@ -64,7 +63,6 @@ def facts() -> dict[str, Any]:
             dtypes.name(dtype): "native" if native(dtype) else "converted"
             for dtype in DTYPES.values()
         },
-        "result_pool": _C.calls.result_pool(),
         "devices": devices(),
         "shared_memory": colocation.unsupported(),
         "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},
@@ -111,8 +109,7 @@ def _qualified_text(qualified: dict[str, dict[str, str]]) -> str:
 
 
 def _show(facts: dict[str, Any], out: Console) -> None:
-    devices, units, pool = facts["devices"], facts["vector_unit"], facts["result_pool"]
-    kept, idle, in_use = (byte_size(pool[name]) for name in ("limit", "idle", "in_use"))
+    devices, units = facts["devices"], facts["vector_unit"]
     alone = facts["shared_memory"]
     cores = ", ".join(map(str, devices["usable_cores"]))
     memory, available = (byte_size(devices[f"{which}_bytes"]) for which in ("memory", "available"))
@@ -131,9 +128,6 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         "shared memory": f"none: this process {alone}"
         if alone
         else "between ranks of one user, on one machine and in one network namespace",
-        "result pool": f"keeps at most {kept}; {idle} idle, {in_use} in use"
-        if pool["limit"]
-        else f"off: {POOL_VARIABLE} is 0",
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
         "NCCL": nccl_text,

@@ -52,7 +52,6 @@ import torch.distributed as dist
 
 from tpkernels import _C
 from tpkernels._C.host import Arena, Mailbox
-from tpkernels.defaults import result_pool_bytes
 from tpkernels.launch import messages
 from tpkernels.launch.messages import Bytes, Message
 
@@ -270,7 +269,6 @@ def join_group(rank: int, setup: Setup) -> None:
     """Set up this process (environment, threads, GPU) and form the default process group."""
     os.environ.clear()
     os.environ.update(setup.environ)
-    _C.calls.limit_result_pool(result_pool_bytes())  # the fork server has imported the package
     torch.set_num_threads(setup.threads)
     if "nccl" in setup.backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())

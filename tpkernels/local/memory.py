@@ -7,16 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from tpkernels import _C
-from tpkernels.defaults import result_pool_bytes
-
-_C.calls.limit_result_pool(result_pool_bytes())
-
-
-empty_on_host = _C.calls.empty  # (shape, dtype)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Call ``torch.empty``, but take a large tensor on the CPU from the pool (csrc/host/pool.h)."""
+    """Call ``torch.empty``, with huge pages for a large tensor on the CPU."""
     if device.type == "cpu":
         return _C.calls.empty(tuple(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=device)
