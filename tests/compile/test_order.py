@@ -1,9 +1,9 @@
-"""All ranks run the ops in the same order, even if their shards differ. So do ops that write in
-place, which write what they write in eager mode."""
+"""All ranks run the ops in the same order, even if their shards differ. `all_reduce_` becomes an op
+that returns, and writes what it writes in eager mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,8 +21,7 @@ from tests.support.cases import RanksFixture
 from tests.support.compiled import differences, gather, graph_runner, reduce, rewritten, tied
 from tests.support.ranked import check_job, fresh_group, messages_of, on_ranks
 from tpkernels import all_reduce, all_reduce_, matmul_all_reduce
-from tpkernels.compile.graph import is_wrapped
-from tpkernels.compile.order import functional, unwrap
+from tpkernels.compile.order import tie_ops
 
 _c10d = torch.ops._c10d_functional
 
@@ -102,41 +101,6 @@ def _several(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
     return first, second, all_reduce(h @ c.relu(), group), matmul_all_reduce(k, d, group)
 
 
-def _clone(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
-    first, second = h @ c, k @ d
-    copy = first.clone()
-    all_reduce_(copy, group)
-    all_reduce_(second, group)
-    return first, copy, second
-
-
-def _input(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) -> Any:
-    second = all_reduce(k @ d, group)
-    all_reduce_(given, group)
-    return second, matmul_all_reduce(h, c, group) + given
-
-
-def _part(of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    """Writes into a view of a matmul's result, then into another matmul's result."""
-
-    def function(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
-        first, second = (h @ c).relu(), k @ d
-        all_reduce_(of(first), group)
-        all_reduce_(second, group)
-        return first, second
-
-    return function
-
-
-def _part_of_transposed(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
-    """Of a tensor that inductor makes no copy of, but a view."""
-    first, second = (h @ c).t().clone(), k @ d
-    all_reduce_(first[1], group)
-    all_reduce_(first, group)
-    all_reduce_(second, group)
-    return first, second
-
-
 def _part_of_input(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) -> Any:
     second = all_reduce(k @ d, group)
     all_reduce_(given.t()[1:3], group)
@@ -151,15 +115,6 @@ def _part_of_gathered(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) ->
     return copy, torch.cat(whole.chunk(2, 0), 1) @ c.t()
 
 
-def _twice(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) -> Any:
-    first = h @ c
-    all_reduce_(first[:2], group)
-    all_reduce_(first, group)
-    given.copy_(k @ d)
-    all_reduce_(given, group)
-    return first
-
-
 def _with_torchs(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
     first, second = h @ c, k @ d
     moved = torch.ops._dtensor.shard_dim_alltoall(first, 0, 1, group)
@@ -167,31 +122,12 @@ def _with_torchs(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
     return reduce(first, group), second, moved, all_reduce(moved, group)
 
 
-def _into_a_buffer(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
-    first, second = all_reduce(h @ c, group), k @ d
-    whole = torch.empty(8, 8)
-    _c10d.wait_tensor(_c10d.all_gather_into_tensor_out(second, 2, group, out=whole))
-    return first, whole, all_reduce(second, group)
-
-
 CASES: dict[str, tuple[Callable[..., Any], int]] = {  # function, collectives
     "several": (_several, 4),
-    "a clone": (_clone, 2),
-    "an input": (_input, 3),
-    "rows": (_part(lambda x: x[1:3]), 2),
-    "columns": (_part(lambda x: x[:, 2:5]), 2),
-    "one row": (_part(lambda x: x[2]), 2),
-    "flattened": (_part(lambda x: x.view(-1)), 2),
-    "every other column": (_part(lambda x: x[1:, ::2]), 2),
-    "all of it": (_part(lambda x: x[:]), 2),
-    "part of a transposed one": (_part_of_transposed, 3),
     "part of an input": (_part_of_input, 3),
     "part of what is gathered": (_part_of_gathered, 2),
-    "the same one twice": (_twice, 3),
     "beside torch's": (_with_torchs, 4),
 }
-if torch.__version__ >= "2.13":  # the call compiles it
-    CASES["into a buffer"] = (_into_a_buffer, 3)
 
 
 def _inputs(rank: int, rows: int = 4) -> list[torch.Tensor]:
@@ -229,43 +165,31 @@ def inductor_job(name: str) -> list[str]:
 
 
 class Recorder(CustomGraphPass):
-    """Records which ops of the graphs are tied, and which nodes wrap an op."""
+    """Records which ops of the graphs are tied."""
 
     def __init__(self) -> None:
         self.tied: list[str] = []
-        self.wrapped: list[fx.Node] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         self.tied += tied(graph).values()
-        self.wrapped += [node for node in graph.nodes if is_wrapped(node)]
 
     def uuid(self) -> None:
         return None
 
 
-def in_place_job(names: Sequence[str], dynamic: bool = False) -> list[str]:
+def in_place_job(dynamic: bool) -> list[str]:
     failures = []
     with fresh_group() as group:
-        for name in names:
-            seen, fusion = Recorder(), tpkernels.compile.fuse_collectives()
-            with inductor_config.patch(post_grad_custom_post_pass=seen), fusion as told:
+        for name, (_, collectives) in CASES.items():
+            seen = Recorder()
+            with (
+                inductor_config.patch(post_grad_custom_post_pass=seen),
+                tpkernels.compile.fuse_collectives(),
+            ):
                 compiler = {"backend": graph_runner([]), "dynamic": dynamic}
                 failures += _compared(name, group, compiler)
-            assert len(seen.tied) == CASES[name][1] - 1 and not seen.wrapped, name
-            assert ("writes into one of its arguments" in str(told)) == (name == "into a buffer"), (
-                f"{name}: {told}"
-            )
+            assert len(seen.tied) == collectives - 1, (name, seen.tied)
     return failures
-
-
-def first_version_job() -> list[str]:
-    """The wrapper of earlier versions of torch."""
-    with inductor_config.patch(enable_auto_functionalized_v2=False):
-        return in_place_job(["several", "an input", "one row"])
-
-
-QUICK = ["several", "part of an input", "part of a transposed one"]
-LATER = [name for name in CASES if name not in QUICK]
 
 
 @pytest.mark.parametrize(
@@ -273,44 +197,23 @@ LATER = [name for name in CASES if name not in QUICK]
     [
         (tied_job, ()),
         (narrow_job, ()),
-        (in_place_job, (QUICK,)),
-        pytest.param(in_place_job, (LATER,), marks=pytest.mark.thorough),
-        pytest.param(first_version_job, (), marks=pytest.mark.thorough),
-        pytest.param(in_place_job, (list(CASES), True), marks=pytest.mark.slow),
+        (in_place_job, (False,)),
+        pytest.param(in_place_job, (True,), marks=pytest.mark.slow),
         pytest.param(uneven_job, (), marks=pytest.mark.slow),
         *(pytest.param(inductor_job, (name,), marks=pytest.mark.slow) for name in CASES),
     ],
-)  # fmt: skip
+)
 def test_order(ranks: RanksFixture, job: Callable[..., list[str]], arguments: Any) -> None:
     check_job(ranks(2), job, *arguments, timeout=280)
 
 
-def test_every_op_that_writes_has_one_that_returns() -> None:
-    every = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
-    public = [name for space, name in every if space == "tpkernels" and name[0] != "_"]
-    ops = [getattr(torch.ops.tpkernels, name).default for name in public]
-    writing = [op for op in ops if op._schema.is_mutable]
-    assert torch.ops.tpkernels.all_reduce_.default in writing
-    assert all(functional(op) is not None for op in writing)
-
-
-@pytest.mark.parametrize(
-    "op, wrapped, why",
-    [
-        (torch.ops.aten.requires_grad_.default, {}, "no op returns what it writes into self"),
-        (torch.ops.tpkernels.all_reduce_.default, {"_x_bits": 3}, "a view described by bits"),
-        (torch.ops.aten.add_.Tensor, {}, "it also returns something else"),
-    ],
-)
-def test_what_cannot_be_tied_is_refused(op: Any, wrapped: dict[str, Any], why: str) -> None:
+def test_a_collective_of_torch_that_writes_cannot_be_tied() -> None:
     graph = fx.Graph()
-    x = graph.placeholder("x")
-    arguments = {"group": "0", "_x_base_index": 0, "_all_bases": [x], **wrapped}
     wrapper = torch.ops.higher_order.auto_functionalized_v2
-    node = graph.call_function(wrapper, (op,), arguments)
-    with pytest.raises(NotImplementedError, match=why):
-        unwrap(node)
-    assert list(graph.nodes)[1] is node
+    graph.call_function(wrapper, (_c10d.all_reduce_.default,))
+    graph.call_function(torch.ops.tpkernels.all_reduce.default, (graph.placeholder("x"), "0"))
+    with pytest.raises(NotImplementedError, match=r"all_reduce_.* call an op that returns its"):
+        tie_ops(graph)
 
 
 @pytest.mark.thorough

@@ -61,127 +61,6 @@ if __name__ == "__main__":
         each.kill()
     sys.exit(any(each.exitcode for each in ranks))
 """
-KERNEL = """
-import sys
-
-import torch
-import torch.multiprocessing
-from torch.nn.functional import silu
-from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context
-from vllm.model_executor.layers.fused_moe import config as moe
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.layers.fused_moe.oracle import unquantized
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
-
-from tpkernels.integrations import vllm_parts as parts
-
-HIDDEN, WIDTH = 40, 24
-CASES = [  # tokens of each rank, experts, k, the last expert of a route, weights of the input
-    ([3, 5, 1], 7, 3, 6, False),
-    ([0, 4, 0], 6, 2, 5, False),
-    ([2, 0, 3], 5, 4, 0, False),
-    ([1, 2, 2], 2, 2, 1, False),
-    ([4, 1, 2], 4, 1, 3, True),
-]
-
-
-def multiply(x, w13, w2):
-    gate, up = (w13 @ x).chunk(2)
-    return w2 @ (silu(gate) * up)
-
-
-class Unweighted(CPUUnquantizedExperts):  # NaN for experts of other ranks
-    def workspace_shapes(self, M, N, K, topk, *options):
-        return (0,), (0,), (M, topk, K)
-
-    def finalize_weight_and_reduce_impl(self):
-        return TopKWeightAndReduceDelegate()
-
-    def apply(self, output, hidden_states, w1, w2, topk_ids, expert_map, **options):
-        output.fill_(torch.nan)
-        local = expert_map[topk_ids]
-        for row, slot in (local >= 0).nonzero():
-            weights = w1[local[row, slot]], w2[local[row, slot]]
-            output[row, slot] = multiply(hidden_states[row], *weights)
-
-
-def check(rank, world, kind, dtype, sizes, num_experts, k, last, on_input):
-    draw = torch.Generator().manual_seed(7)
-    w13 = (torch.randn(num_experts, 2 * WIDTH, HIDDEN, generator=draw) / 4).to(dtype)
-    w2 = (torch.randn(num_experts, HIDDEN, WIDTH, generator=draw) / 4).to(dtype)
-    for size in sizes[: rank + 1]:  # this rank's are the last
-        x = torch.randn(size, HIDDEN, generator=draw).to(dtype)
-        ids = torch.randint(0, last + 1, (size, k), generator=draw, dtype=torch.int32)
-        weights = torch.rand(size, k, generator=draw)
-    want = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
-    for token in range(len(x)):
-        for expert, weight in zip(ids[token], weights[token].double()):
-            on_x, on_y = (weight, 1) if on_input else (1, weight)
-            pair = w13[expert].double(), w2[expert].double()
-            want[token] += on_y * multiply(on_x * x[token].double(), *pair)
-    held, expert_map, _ = determine_expert_map(world, rank, num_experts)
-    parallel = moe.FusedMoEParallelConfig(
-        tp_size=1, pcp_size=1, dp_size=world, ep_size=world, tp_rank=0, pcp_rank=0, dp_rank=rank,
-        ep_rank=rank, sp_size=1, use_ep=True, all2all_backend="allgather_reducescatter",
-        enable_eplb=False,
-    )
-    moe_config = moe.FusedMoEConfig(
-        num_experts=num_experts, experts_per_token=k, hidden_dim=HIDDEN, intermediate_size=WIDTH,
-        num_local_experts=held, num_logical_experts=num_experts, activation=MoEActivation.SILU,
-        device="cpu", routing_method=moe.RoutingMethodType.TopK, moe_parallel_config=parallel,
-        in_dtype=dtype,
-    )
-    kernel = unquantized.make_unquantized_moe_kernel(
-        moe.FUSED_MOE_UNQUANTIZED_CONFIG, moe_config, unquantized.UnquantizedMoeBackend.CPU, kind
-    )
-    assert isinstance(kernel.prepare_finalize, parts.ExpertParallel), kernel.prepare_finalize
-    own = (expert_map >= 0).nonzero().flatten()
-    layer = torch.nn.Module()
-    layer.w13_weight = torch.nn.Parameter(w13[own], requires_grad=False)
-    layer.w2_weight = torch.nn.Parameter(w2[own], requires_grad=False)
-    if kind is parts.PackedExperts:
-        kernel.fused_experts.process_weights_after_loading(layer)
-    metadata = DPMetadata(torch.tensor(sizes))
-    context = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
-    context.dp_metadata = metadata
-    with override_forward_context(context), metadata.sp_local_sizes(1):
-        got = kernel.apply(
-            x, layer.w13_weight, layer.w2_weight, weights, ids, MoEActivation.SILU, num_experts,
-            expert_map, on_input,
-        )
-    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-
-
-def main(rank, world):
-    config = VllmConfig(parallel_config=ParallelConfig(
-        data_parallel_size=world, data_parallel_rank=rank, enable_expert_parallel=True,
-        is_moe_model=True,
-    ))
-    config.compilation_config.mode = 0
-    store = f"file://{sys.argv[1]}/store"
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=world)
-    with set_current_vllm_config(config), torch.inference_mode():
-        init_distributed_environment(1, 0, "env://", 0, backend="gloo")
-        initialize_model_parallel(1)
-        parts.replace_exchange()
-        for kind in (parts.PackedExperts, Unweighted):
-            for dtype in (torch.float32, torch.bfloat16):
-                for sizes, num_experts, *case in CASES:
-                    if num_experts < world and kind is not Unweighted:
-                        continue  # vLLM itself packs no empty weights
-                    check(rank, world, kind, dtype, sizes[:world], num_experts, *case)
-        print(f"\\nRIGHT {rank}", flush=True)
-
-
-if __name__ == "__main__":
-    world = int(sys.argv[2])
-    torch.multiprocessing.spawn(main, (world,), world)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +85,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def output_of(python: Path, folder: Path, script: str, mode: str, *arguments: str) -> str:
-    """What a script prints that gets the folder and these arguments."""
-    (folder / "script.py").write_text(script)
+def generated(
+    python: Path, folder: Path, mode: str, how: str, *options: str
+) -> tuple[list[str], str]:
+    """The tokens of each prompt, and vLLM's log."""
+    (folder / "script.py").write_text(TOKENS)
     path = os.pathsep.join([str(ROOT), str(python.parent.parent)])
     run = subprocess.run(
-        [python, folder / "script.py", folder, *arguments],
+        [python, folder / "script.py", folder, how, *(options or ["dummy"])],
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "TPKERNELS_VLLM": mode},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -220,15 +101,7 @@ def output_of(python: Path, folder: Path, script: str, mode: str, *arguments: st
         check=False,
     )
     assert run.returncode == 0, run.stdout[-8000:]
-    return run.stdout
-
-
-def generated(
-    python: Path, folder: Path, mode: str, how: str, *options: str
-) -> tuple[list[str], str]:
-    """The tokens of each prompt, and vLLM's log."""
-    log = output_of(python, folder, TOKENS, mode, how, *(options or ["dummy"]))
-    return [line for line in log.splitlines() if line.startswith("TOKENS ")], log
+    return [line for line in run.stdout.splitlines() if line.startswith("TOKENS ")], run.stdout
 
 
 @pytest.mark.slow
@@ -251,17 +124,10 @@ def test_a_mixture_by_width_and_by_experts(python: Path, tmp_path: Path) -> None
     """The tokens are those of transformers, with experts that the ranks do not divide."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
+    sizes = {"hidden_size": 256, "intermediate_size": 192, "vocab_size": 512, "pad_token_id": 0}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.MixtralConfig(
-        hidden_size=256,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=5,
-        vocab_size=512,
-        initializer_range=0.1,
-        eos_token_id=None,
-        pad_token_id=0,
+        **sizes, num_local_experts=5, initializer_range=0.1, eos_token_id=None
     )
     model = transformers.MixtralForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
@@ -284,12 +150,3 @@ def test_a_mixture_by_width_and_by_experts(python: Path, tmp_path: Path) -> None
         assert ("travel by moe_dispatch and moe_combine" in log) == exchanged
         replaced = mode == "fused" or bool(experts)
         assert ("experts multiply by packed weights" in log) == replaced
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_modular_kernel_of_data_parallel_ranks(python: Path, tmp_path: Path, world: int) -> None:
-    """vLLM's own, with experts that weigh and sum and with others, beside a loop in float64."""
-    log = output_of(python, tmp_path, KERNEL, "off", str(world))
-    assert sum(line.startswith("RIGHT ") for line in log.splitlines()) == world, log

@@ -21,12 +21,11 @@ from tpkernels.compile.graph import (
     FP8,
     Collective,
     Unsupported,
-    is_wrapped,
     op_of,
     read_sizes_of_inputs,
 )
 from tpkernels.compile.layout import same, shape_of, value
-from tpkernels.compile.order import functional, tie_ops
+from tpkernels.compile.order import tie_ops
 
 _c10d = torch.ops._c10d_functional
 
@@ -42,10 +41,13 @@ _FUSE: dict[Any, Callable[[Collective], rewrites.Change]] = {
     _c10d.reduce_scatter_tensor.default: rewrites.fuse_reduction,
     _c10d.all_reduce.default: rewrites.fuse_reduction,
 }
-_COALESCED = {
-    _c10d.all_gather_into_tensor_coalesced.default,
-    _c10d.reduce_scatter_tensor_coalesced.default,
-    _c10d.all_reduce_coalesced.default,
+_SEVERAL, _WRITES = "it moves several tensors at once", "it writes into one of its arguments"
+_LEFT_ALONE: dict[Any, str] = {
+    _c10d.all_gather_into_tensor_coalesced.default: _SEVERAL,
+    _c10d.reduce_scatter_tensor_coalesced.default: _SEVERAL,
+    _c10d.all_reduce_coalesced.default: _SEVERAL,
+    _c10d.all_reduce_.default: _WRITES,
+    _c10d.all_gather_into_tensor_out.default: _WRITES,
 }
 
 
@@ -111,15 +113,17 @@ class CollectiveFusion(CustomGraphPass):
     def _fuse_matmuls(self, graph: fx.Graph, name: str, sites: dict[fx.Node, Site]) -> bool:
         """Rewrite collectives, or report why not. Return whether any was rewritten."""
         changed, writes = False, list(filter(is_mutation_op, graph.nodes))
-        for node in sorted(graph.nodes, key=_comes_later):
-            kind = None if node._erased else _kind(node)  # erased: part of another's op
-            if kind not in _FUSE and kind not in _COALESCED:
+        # Gathers of fp8 numbers come first: each may take up the gather of its scales.
+        for node in sorted(graph.nodes, key=_moves_bytes, reverse=True):
+            op = None if node._erased else op_of(node)  # erased: part of another's op
+            if op not in _FUSE and op not in _LEFT_ALONE:
                 continue
-            group: Any = node.kwargs["group_name"] if is_wrapped(node) else node.args[-1]
+            group: Any = node.kwargs.get("group_name", node.args[-1])
             site = Site(name, node.name, str(group), _module_of(node))
             try:
-                world = self._eligible(node, group)
-                change = _FUSE[kind](Collective(node, group, world, writes))
+                if op in _LEFT_ALONE:
+                    raise Unsupported(_LEFT_ALONE[op])
+                change = _FUSE[op](Collective(node, group, self._eligible(node, group), writes))
             except Unsupported as reason:
                 self.report.left_alone.append(LeftAlone(site, str(reason)))
             else:
@@ -155,10 +159,6 @@ class CollectiveFusion(CustomGraphPass):
 
     def _eligible(self, node: fx.Node, group: Any) -> int:
         """Check what holds for all kinds of collectives; return the number of ranks."""
-        if _kind(node) in _COALESCED:
-            raise Unsupported("it moves several tensors at once")
-        if _kind(node) is not node.target:
-            raise Unsupported("it writes into one of its arguments")
         if not isinstance(group, str):
             raise Unsupported("its group has no name in the graph")
         if self._only is not None and group not in self._only:
@@ -194,19 +194,8 @@ def _is_on_gpu(node: fx.Node) -> bool:
 
 def _moves_bytes(node: fx.Node) -> bool:
     """Return whether a node gathers fp8 numbers, perhaps as bytes."""
-    gathers = _kind(node) is _c10d.all_gather_into_tensor.default
+    gathers = node.target is _c10d.all_gather_into_tensor.default
     return gathers and value(node.args[0]).dtype in (*FP8, torch.uint8)
-
-
-def _comes_later(node: fx.Node) -> bool:
-    """Sort gathers of fp8 numbers before others, of which each may take up that of its scales."""
-    return node.target is not _c10d.all_gather_into_tensor.default or not _moves_bytes(node)
-
-
-def _kind(node: fx.Node) -> torch._ops.OpOverload | None:
-    """Return the op that a node calls, or its functional form."""
-    op = op_of(node)
-    return None if op is None else functional(op)
 
 
 def _module_of(node: fx.Node) -> str:

@@ -342,14 +342,10 @@ def erase_unread(nodes: Iterable[fx.Node]) -> None:
             node.graph.erase_node(node)
 
 
-def is_wrapped(node: fx.Node) -> bool:
-    """Return whether a node wraps an op that writes into an argument (see order.py)."""
-    return node.target in _WRAPPERS
-
-
 def op_of(node: fx.Node) -> torch._ops.OpOverload | None:
-    """Return the op that a node calls, wrapped or not; None if it calls something else."""
-    target = node.args[0] if is_wrapped(node) else node.target
+    """Return the op that a node calls; None if it calls something else. The compiler wraps ops that
+    write into an argument; then it is the wrapped one."""
+    target = node.args[0] if node.target in _WRAPPERS else node.target
     return target if isinstance(target, torch._ops.OpOverload) else None
 
 

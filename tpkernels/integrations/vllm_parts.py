@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from vllm.model_executor.utils import replace_parameter
 import tpkernels
 from tpkernels import dtypes, groups
 from tpkernels.integrations.vllm import logger
-from tpkernels.local import packed
 from tpkernels.ops.autograd import matmul
 from tpkernels.ops.experts import ACTIVATIONS
 
@@ -76,25 +74,9 @@ def replace_communicator(platform: type) -> None:
     platform.get_device_communicator_cls = classmethod(lambda cls: name)  # type: ignore[attr-defined]
 
 
-def drop_weight(layer: Any) -> None:
-    """Free the plain weight, of which vLLM still asks dtype and device."""
-    layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
-
-
-class PackedLinearMethod(UnquantizedLinearMethod):
-    """Holds the packed weight of a layer on a CPU, in place of what vLLM packs. ``apply`` is for
-    what multiplies without the layer, such as LoRA."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        layer.tpkernels_weight = tpkernels.pack(layer.weight.detach().t())
-        drop_weight(layer)
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return matmul(x, layer.tpkernels_weight, bias=bias)
-
-
 class FusedRowParallelLinear(RowParallelLinear):
-    """vLLM's row-parallel layer, as `matmul_all_reduce` where it is not quantised."""
+    """vLLM's row-parallel layer, as `matmul_all_reduce` where it is not quantised; on CPUs by the
+    packed weight of `replace_products`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -103,11 +85,8 @@ class FusedRowParallelLinear(RowParallelLinear):
             self._group = group_for(get_tp_group().device_group)
         else:
             report(f"row-parallel layers are left to vLLM: {reason}")
-        if self._group is None:
-            return
-        report("row-parallel layers are fused with their all-reduce")
-        if self.weight.device.type == "cpu":
-            self.quant_method = PackedLinearMethod()
+        if self._group is not None:
+            report("row-parallel layers are fused with their all-reduce")
 
     def _reason_to_keep(self) -> str | None:
         """Return why vLLM's layer stays as it is."""
@@ -115,21 +94,18 @@ class FusedRowParallelLinear(RowParallelLinear):
             return "there is nothing to reduce"
         if type(self.quant_method) is not UnquantizedLinearMethod:
             return f"{type(self.quant_method).__name__} multiplies otherwise"
-        if self.weight.device.type == "cpu":
-            try:
-                packed.check_packable(self.weight.t(), "the weight")
-            except NotImplementedError as error:
-                return str(error)
         return None
 
     def forward(self, input_: torch.Tensor) -> Any:
         if self._group is None:
             return super().forward(input_)
+        on_cpu = self.weight.device.type == "cpu"
+        w = getattr(self, "tpkernels_weight", None) if on_cpu else self.weight.t()
+        if w is None:  # it cannot be packed
+            return super().forward(input_)
         x = input_
         if not self.input_is_parallel:
             x = split_tensor_along_last_dim(input_, self.tp_size)[self.tp_rank].contiguous()
-        on_cpu = self.weight.device.type == "cpu"
-        w = self.tpkernels_weight if on_cpu else self.weight.t()
         bias = None if self.skip_bias_add else self.bias
         output = tpkernels.matmul_all_reduce(x, w, self._group, bias=bias)
         if not self.return_bias:
@@ -143,32 +119,28 @@ def replace_row_parallel() -> None:
     RowParallelLinear.register_oot(FusedRowParallelLinear)
 
 
-def packed_linear(w: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """Return what vLLM calls with rows, its weight and a bias, on CPUs: it multiplies by a packed
-    copy of w [K, N] in place of that weight. None: w cannot be packed."""
-    try:
-        packed_w = tpkernels.pack(w)
-    except (ValueError, RuntimeError) as error:  # NotImplementedError among them
-        report(f"products of {list(w.shape)} are left to vLLM: {error}")
-        return None
-    return lambda x, weight, bias=None: matmul(x, packed_w, bias=bias)
-
-
 @functools.cache
 def replace_products() -> None:
-    """Replace the products of unquantised layers and heads on CPUs."""
+    """Replace the products of unquantised layers and heads on CPUs by those of a packed copy of the
+    weight, which is then ``layer.tpkernels_weight``."""
     dispatch_of_vllm = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
-        linear = packed_linear(weight.detach().t()) if weight.dim() == 2 else None
-        if linear is None:
+        if weight.dim() != 2:
+            dispatch_of_vllm(layer, remove_weight)
+            return
+        try:
+            w = tpkernels.pack(weight.detach().t())
+        except (ValueError, RuntimeError) as error:  # NotImplementedError among them
+            report(f"products of {list(weight.shape)} are left to vLLM: {error}")
             dispatch_of_vllm(layer, remove_weight)
             return
         report("unquantised layers multiply by packed weights")
-        layer.cpu_linear = linear
-        if remove_weight:
-            drop_weight(layer)
+        layer.tpkernels_weight = w
+        layer.cpu_linear = lambda x, weight, bias=None: matmul(x, w, bias=bias)
+        if remove_weight:  # vLLM still asks for its dtype and device
+            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
 

@@ -32,6 +32,16 @@ _run_in_place = define(
 )
 
 
+_LIBRARY = torch.library.Library("tpkernels", "IMPL")  # kept alive: its end unregisters
+
+
+@torch.library.impl(_LIBRARY, "all_reduce_", "Functionalize")
+def _without_writing(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
+    """Compiled graphs hold no op that writes: the sum is a new tensor, from which the compiler
+    makes all views of ``x``."""
+    x.copy_(torch.ops.tpkernels.all_reduce(x, group, algorithm=algorithm))
+
+
 @documented(define(SCHEMA, save=_save, backward=_backward))
 def all_reduce(
     x: torch.Tensor,

@@ -8,8 +8,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,42 +28,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return served.folder(tmp_path_factory.mktemp("model"))
 
 
-class Load:
+@contextlib.contextmanager
+def load(server: served.Server, count: int = 8) -> Iterator[list[tuple[int, str]]]:
     """Clients that ask again and again, half of them for streams; what they got last."""
+    last, stop = [(0, "")] * count, threading.Event()
+    fields = {"model": server.name, "prompt": "on and on", "temperature": 0, "max_tokens": 150}
 
-    def __init__(self, server: served.Server, count: int = 8) -> None:
-        self.last: list[tuple[int, str]] = [(0, "")] * count
-        self._server, self._stop = server, threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(count)]
-
-    def _ask(self, number: int) -> None:
-        fields = {"model": self._server.name, "prompt": "on and on", "temperature": 0}
-        body = {**fields, "max_tokens": 150, "stream": bool(number % 2)}
-        with httpx.Client(base_url=self._server.url, timeout=120) as http:
-            while not self._stop.is_set():
+    def ask(number: int) -> None:
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+            while not stop.is_set():
                 try:
-                    reply = http.post("/v1/completions", json=body)
+                    reply = http.post("/v1/completions", json={**fields, "stream": number % 2 > 0})
+                    last[number] = (reply.status_code, reply.text)
                 except httpx.TransportError as error:
-                    self.last[number] = (0, type(error).__name__)
-                    return
-                self.last[number] = (reply.status_code, reply.text)
-                if reply.status_code != 200 or '"error"' in reply.text:
+                    last[number] = (0, type(error).__name__)
+                if failed(last[number]):
                     return
 
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
+    with ThreadPoolExecutor(count) as pool:
+        asking = pool.map(ask, range(count))
         time.sleep(2)
-        return self
+        try:
+            yield last
+        finally:
+            stop.set()
+            list(asking)
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
-            assert not thread.is_alive()
 
-    def errors(self) -> list[tuple[int, str]]:
-        return [one for one in self.last if one[0] != 200 or '"error"' in one[1]]
+def failed(reply: tuple[int, str]) -> bool:
+    return reply[0] != 200 or '"error"' in reply[1]
 
 
 def gone(pid: int) -> bool:
@@ -91,12 +84,12 @@ def leaving_nothing(server: served.Server) -> Iterator[list[int]]:
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_rank_is_killed_under_load(folder: Path, rank: int) -> None:
     with served.server(folder) as server, leaving_nothing(server) as ranks:
-        with Load(server) as load:
+        with load(server) as last:
             os.kill(ranks[rank], signal.SIGKILL)
             assert server.process.wait(30) == 1
-        assert len(load.errors()) == len(load.last)
+        assert all(map(failed, last))
         if rank == 1:  # otherwise nobody is left to answer
-            texts = [text for status, text in load.last if status]
+            texts = [text for status, text in last if status]
             assert texts and all(
                 "the generation failed" in text or "stopping" in text for text in texts
             )
@@ -106,12 +99,12 @@ def test_a_rank_is_killed_under_load(folder: Path, rank: int) -> None:
 
 def test_a_rank_is_stopped(folder: Path) -> None:
     with served.server(folder) as server, leaving_nothing(server) as ranks:
-        with Load(server) as load:
+        with load(server) as last:
             begin = time.monotonic()
             os.kill(ranks[1], signal.SIGSTOP)
             assert server.process.wait(PEER_S + 60) == 1
             assert time.monotonic() - begin > PEER_S - 5
-        assert len(load.errors()) == len(load.last)
+        assert all(map(failed, last))
         assert "stopped by a signal" in server.output()
 
 
@@ -119,33 +112,28 @@ def test_a_rank_is_stopped(folder: Path) -> None:
 def test_running_requests_end_before_the_server(folder: Path, sign: signal.Signals) -> None:
     """The signal goes to all of its processes, as supervisors and terminals send it."""
     with served.server(folder, "--grace", 60) as server, leaving_nothing(server):
-        answers: list[Any] = []
         body = {"model": server.name, "prompt": "a", "temperature": 0, "max_tokens": 190}
-
-        def ask() -> None:
-            answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=120))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        time.sleep(0.3)
-        os.killpg(server.process.pid, sign)
-        assert server.process.wait(90) == 0, server.output()
-        asking.join(10)
-        assert answers[0].status_code == 200
-        assert answers[0].json()["usage"]["completion_tokens"] > 0
+        with ThreadPoolExecutor(1) as pool:
+            url = f"{server.url}/v1/completions"
+            answer = pool.submit(httpx.post, url, json=body, timeout=120)
+            time.sleep(0.3)
+            os.killpg(server.process.pid, sign)
+            assert server.process.wait(90) == 0, server.output()
+        assert answer.result().status_code == 200
+        assert answer.result().json()["usage"]["completion_tokens"] > 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
 
 
 def test_requests_that_take_too_long_are_cut_off(folder: Path) -> None:
     with served.server(folder, "--grace", 0) as server, leaving_nothing(server):
-        with Load(server, count=32) as load:
+        with load(server, count=32) as last:
             begin = time.monotonic()
             assert server.stop() == 0, server.output()
             assert time.monotonic() - begin < 30
         assert "Traceback" not in server.output()
-    cut_off = [(status, text) for status, text in load.errors() if status]
-    assert cut_off, load.last
+    cut_off = [reply for reply in last if failed(reply) and reply[0]]
+    assert cut_off, last
     for status, text in cut_off:
         assert "the server is stopping" in text, text
         assert status == 503 or text.endswith("data: [DONE]\n\n"), (status, text)

@@ -70,82 +70,79 @@ def metric(what: Service, name: str) -> float:
     return 0.0
 
 
-async def hang_up(stream: bool, **options: Any) -> None:
-    manager = FakeManager(tokens_of(LONG), held=True, before_hold=3, **options)
-    what = service(manager)
+def started(manager: FakeManager, **options: Any) -> tuple[Service, Any]:
+    what = service(manager, **options)
     what.batcher.start()
-    client = Client(app_of(what), stream=stream)
-    await until(lambda: metric(what, "tpkernels_requests_running") == 1)
-    if stream:
-        await until(lambda: "a" in client.text)
-    client.cut.set()
-    await asyncio.wait_for(client.done, 10)
-    assert set(manager.cancelled) == {"request-0"}
-    assert metric(what, "tpkernels_requests_running") == 0
-    assert metric(what, 'tpkernels_requests_total{status="499"}') == 1
-    if manager.forgetful:
-        # transformers went on: its next output cancels the request once more.
-        manager.held = False
-        await until(lambda: len(manager.cancelled) >= 2)
-    # The place is free, and the others are served.
-    manager.held = False
-    other = Client(app_of(what), stream=stream)
-    await asyncio.wait_for(other.done, 10)
-    assert metric(what, 'tpkernels_requests_total{status="200"}') == 1
+    return what, app_of(what)
+
+
+async def ended(*clients: Client) -> None:
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(client.done for client in clients))
 
 
 @pytest.mark.parametrize(("stream", "forgetful"), [(False, False), (True, False), (True, True)])
 def test_a_client_hangs_up(stream: bool, forgetful: bool) -> None:
     """``forgetful``: its cancellation is lost, and repeated."""
-    asyncio.run(hang_up(stream, forgetful=forgetful))
 
+    async def test() -> None:
+        manager = FakeManager(tokens_of(LONG), held=True, before_hold=3, forgetful=forgetful)
+        what, app = started(manager)
+        client = Client(app, stream=stream)
+        await until(lambda: metric(what, "tpkernels_requests_running") == 1)
+        if stream:
+            await until(lambda: "a" in client.text)
+        client.cut.set()
+        await ended(client)
+        assert set(manager.cancelled) == {"request-0"}
+        assert metric(what, "tpkernels_requests_running") == 0
+        assert metric(what, 'tpkernels_requests_total{status="499"}') == 1
+        # The place is free, and the others are served.
+        manager.held = False
+        if forgetful:  # transformers went on: its next output cancels the request once more
+            await until(lambda: len(manager.cancelled) >= 2)
+        await ended(Client(app, stream=stream))
+        assert metric(what, 'tpkernels_requests_total{status="200"}') == 1
 
-async def slow_reader() -> None:
-    manager = FakeManager(tokens_of(LONG))
-    what = service(manager, most=1)
-    what.batcher.start()
-    slow = Client(app_of(what), reads=False, stream=True)
-    await until(
-        lambda: metric(what, "tpkernels_generated_tokens_total") == len(tokens_of(LONG)) - 1
-    )
-    assert not slow.done.done()
-    other = Client(app_of(what))
-    await asyncio.wait_for(other.done, 10)
-    assert other.sent[0]["status"] == 200
-    slow.reads.set()
-    await asyncio.wait_for(slow.done, 10)
-    pieces = [json.loads(line[6:]) for line in slow.text.split("\n\n")[:-2]]
-    assert "".join(piece["choices"][0]["text"] for piece in pieces) == LONG
+    asyncio.run(test())
 
 
 def test_a_slow_reader_holds_no_place() -> None:
     """The manager is done with its request long before the client has read the answer."""
-    asyncio.run(slow_reader())
 
+    async def test() -> None:
+        what, app = started(FakeManager(tokens_of(LONG)), most=1)
+        slow, count = Client(app, reads=False, stream=True), len(tokens_of(LONG)) - 1
+        await until(lambda: metric(what, "tpkernels_generated_tokens_total") == count)
+        assert not slow.done.done()
+        other = Client(app)
+        await ended(other)
+        assert other.sent[0]["status"] == 200
+        slow.reads.set()
+        await ended(slow)
+        pieces = [json.loads(line[6:]) for line in slow.text.split("\n\n")[:-2]]
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == LONG
 
-async def failing() -> None:
-    manager = FakeManager(tokens_of(LONG), held=True, before_hold=3)
-    what = service(manager)
-    what.batcher.start()
-    app = app_of(what)
-    clients = [Client(app, stream=stream) for stream in (False, True)]
-    await until(lambda: metric(what, "tpkernels_requests_running") == 2)
-    await until(lambda: "a" in clients[1].text)
-    manager.background_thread_status.fatal_error = RuntimeError("a rank died")
-    assert what.batcher.failure() == "RuntimeError: a rank died"
-    what.batcher.fail(503, "the server is stopping")
-    for client in clients:
-        await asyncio.wait_for(client.done, 10)
-        assert "the server is stopping" in client.text
-    assert clients[0].sent[0]["status"] == 503
-    assert clients[1].text.endswith("data: [DONE]\n\n")
-    late = Client(app)
-    await asyncio.wait_for(late.done, 10)
-    assert late.sent[0]["status"] == 503
+    asyncio.run(test())
 
 
 def test_a_generation_that_fails_ends_all_answers() -> None:
-    asyncio.run(failing())
+    async def test() -> None:
+        manager = FakeManager(tokens_of(LONG), held=True, before_hold=3)
+        what, app = started(manager)
+        clients = whole, streamed = [Client(app, stream=stream) for stream in (False, True)]
+        await until(lambda: metric(what, "tpkernels_requests_running") == 2)
+        await until(lambda: "a" in streamed.text)
+        manager.background_thread_status.fatal_error = RuntimeError("a rank died")
+        assert what.batcher.failure() == "RuntimeError: a rank died"
+        what.batcher.fail(503, "the server is stopping")
+        late = Client(app)
+        await ended(*clients, late)
+        assert all("the server is stopping" in client.text for client in clients)
+        assert whole.sent[0]["status"] == late.sent[0]["status"] == 503
+        assert streamed.text.endswith("data: [DONE]\n\n")
+
+    asyncio.run(test())
 
 
 def test_headers_that_are_late_or_no_http() -> None:

@@ -31,9 +31,7 @@ from tpkernels.integrations.transformers.serving.batcher import Router  # noqa: 
 VOCAB = 50
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"temperature": 0.5},
     {"temperature": 2.0, "top_k": 3},
-    {"top_k": 1},
     {"top_p": 0.7},
     {"min_p": 0.1},
     {"top_k": 1000, "top_p": 0.01},
@@ -120,6 +118,7 @@ def test_tiny_temperatures_give_probabilities() -> None:
 
 NEW = 12
 LONG = [3 + i % 40 for i in range(140)]
+DRAWN, PENALIZED = of({}, seed=9), Sampling(repetition_penalty=1.5, presence_penalty=0.5)
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": [3, 4, 5], "sampling": Sampling()},
     {"prompt": [4, 4, 5], "sampling": Sampling(temperature=1.5, top_p=0.95, seed=7)},
@@ -129,18 +128,9 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": LONG, "sampling": Sampling(), "logprobs": 2, "scored": True},
     {"prompt": [*LONG[:130], 5, 6], "sampling": Sampling(), "logprobs": 1, "scored": True},
     # These end on a second page of the cache each; a small one has not enough for both.
-    {
-        "prompt": LONG[5:65],
-        "sampling": Sampling(temperature=1.0, seed=9),
-        "logprobs": 1,
-        "scored": True,
-    },
+    {"prompt": LONG[5:65], "sampling": DRAWN, "logprobs": 1, "scored": True},
     {"prompt": LONG[6:66], "sampling": Sampling(), "logprobs": 1},
-    {
-        "prompt": [7, 4, 5],
-        "sampling": Sampling(repetition_penalty=1.5, presence_penalty=0.5),
-        "logprobs": 1,
-    },
+    {"prompt": [7, 4, 5], "sampling": PENALIZED, "logprobs": 1},
 ]
 
 
@@ -151,8 +141,7 @@ def served(model: Any, cache_tokens: int) -> list[Any]:
         manager = server.make_manager(model, options)
         manager.start()
         got: dict[str, Any] = {}
-        waves = [range(5), range(5, len(REQUESTS))]
-        for wave in waves:
+        for wave in (range(5), range(5, len(REQUESTS))):
             for i in wave:  # on ranks other than 0 without effect
                 fields = dict(REQUESTS[i])
                 prompt = fields.pop("prompt")

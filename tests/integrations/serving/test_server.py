@@ -16,7 +16,6 @@ from tests.support import served
 
 transformers = pytest.importorskip("transformers")
 openai = pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
 pytestmark = pytest.mark.thorough
@@ -80,17 +79,10 @@ def test_the_openai_client(server: served.Server, client: Any, greedy: list[str]
 
     chat = {"model": server.name, "messages": [{"role": "user", "content": "how are you?"}]}
     whole = client.chat.completions.create(**chat, temperature=0, max_tokens=NEW)
-    chunks = list(
-        client.chat.completions.create(
-            **chat,
-            temperature=0,
-            max_tokens=NEW,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
-    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
-    assert streamed == whole.choices[0].message.content
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**chat, temperature=0, max_tokens=NEW, **streamed))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == whole.choices[0].message.content
     assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens > 0
 
 
@@ -119,32 +111,3 @@ def test_idle_ranks_meet_once_a_second(server: served.Server, client: Any) -> No
         client.completions.create(**fields)
         seconds.append(time.monotonic() - begin)
     assert sorted(seconds)[2] < 0.5, seconds
-
-
-def requests_of(http: Any) -> dict[str, float]:
-    shown = http.get("/metrics").text
-    found = re.findall(r"^tpkernels_requests_(\S*) (\S+)$", shown, re.MULTILINE)
-    return {name: float(number) for name, number in found}
-
-
-def test_clients_that_hang_up(server: served.Server, client: Any, greedy: list[str]) -> None:
-    """Their requests are cancelled, in streams and out of them, and others are answered right."""
-    fields = body(server, max_tokens=150)
-    with httpx.Client(base_url=server.url) as http:
-        for i in range(12):
-            if i % 2:
-                with http.stream(
-                    "POST", "/v1/completions", json={**fields, "stream": True}, timeout=60
-                ) as reply:
-                    assert next(reply.iter_text())
-            else:
-                with pytest.raises(httpx.ReadTimeout):
-                    http.post("/v1/completions", json=fields, timeout=0.05)
-        answer = client.completions.create(**body(server, max_tokens=NEW))
-        assert answer.choices[0].text == greedy[0]
-        # A client has its answer, or has hung up, before the server has put the request away.
-        deadline = time.monotonic() + 20
-        while (numbers := requests_of(http))["running"] or numbers["waiting"]:
-            assert time.monotonic() < deadline, numbers
-            time.sleep(0.02)
-    assert numbers['total{status="499"}'] == 12

@@ -1,7 +1,7 @@
 """How the next token of a text is chosen (`Sampling`, `choose`), and its log-probability.
 
-transformers' own warpers sort the whole vocabulary for every row. These leave alone the rows that
-do not ask for them: two sorts of 32 rows of 49152 logits take longer than a step of a small model.
+transformers' warpers limit the tokens, but only in the rows that ask for it: two sorts of 32 rows
+of 49152 logits take longer than a step of a small model.
 
 A token is drawn with one random number, which its text's seed and its place in the text determine.
 So all ranks draw the same token, as their logits are the same to the bit, and a seed gives the
@@ -11,9 +11,9 @@ same text in any batch and on any number of ranks, up to rounding.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,14 +96,14 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], most: int) -> list[Log
 
 def _penalized(scores: torch.Tensor, text: Text) -> torch.Tensor:
     """Return one row of scores, less those of tokens that the text has."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
     sampling = text.sampling
-    repetition = sampling.repetition_penalty
     presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
-    if repetition != 1:
-        seen = torch.tensor([*text.prompt, *text.generated], device=scores.device)
-        values = scores[seen]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        scores = scores.index_put((seen,), values)
+    if sampling.repetition_penalty != 1:
+        processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+        seen = torch.tensor([[*text.prompt, *text.generated]], device=scores.device)
+        scores = processor(seen, scores[None])[0]
     if text.generated and (presence or frequency):
         tokens = torch.tensor(text.generated, device=scores.device)
         seen, counts = tokens.unique(return_counts=True)
@@ -124,38 +124,23 @@ def probabilities(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.
     """Return the probabilities of all tokens, a row for each of ``samplings``, none of which has
     temperature 0."""
 
-    def column(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        values = [[getattr(sampling, name)] for sampling in samplings]
-        return torch.tensor(values, dtype=dtype, device=scores.device)
-
+    temperatures = torch.tensor([[s.temperature] for s in samplings], device=scores.device)
     # Scores of at most 0 may overflow to -inf at a tiny temperature, but not to nan.
     scores = scores - scores.amax(1, keepdim=True)
-    scores = scores / column("temperature").clamp(min=torch.finfo(torch.float32).tiny)
-    for values, neutral, limited in (
-        (column("top_k", torch.int64), 0, _top_k),
-        (column("top_p"), 1, _top_p),
-        (column("min_p"), 0, _min_p),
-    ):
-        rows = (values != neutral).squeeze(1).nonzero().squeeze(1)
-        if len(rows):
-            scores = scores.index_copy(0, rows, limited(scores[rows], values[rows]))
+    scores = scores / temperatures.clamp(min=torch.finfo(torch.float32).tiny)
+    for row, sampling in enumerate(samplings):
+        for warper in _warpers(sampling):
+            scores[row] = warper(None, scores[row : row + 1])[0]
     return scores.softmax(1)
 
 
-def _top_k(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    kept = top_k.clamp(max=scores.size(1))
-    best = scores.topk(int(kept.max()), dim=1).values
-    return scores.masked_fill(scores < best.gather(1, kept - 1), -torch.inf)
+def _warpers(sampling: Sampling) -> Iterator[Any]:
+    """Yield what limits the tokens of a text."""
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-
-def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the most likely tokens up to the first at which their probability reaches ``top_p``."""
-    ordered, order = scores.softmax(dim=1).sort(dim=1, descending=True)
-    before = ordered.cumsum(dim=1) - ordered
-    dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, before >= top_p)
-    dropped.scatter_(1, order[:, :1], False)
-    return scores.masked_fill(dropped, -torch.inf)
-
-
-def _min_p(scores: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    return scores.masked_fill(scores < scores.amax(1, keepdim=True) + min_p.log(), -torch.inf)
+    if sampling.top_k:
+        yield TopKLogitsWarper(sampling.top_k)
+    if sampling.top_p < 1:
+        yield TopPLogitsWarper(sampling.top_p)
+    if sampling.min_p:
+        yield MinPLogitsWarper(sampling.min_p)

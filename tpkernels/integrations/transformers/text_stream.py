@@ -48,9 +48,8 @@ class TextStream:
     ``stop``, or at a token of ``end_tokens``, which has no text."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], end_tokens: Collection[int]) -> None:
-        self._tokenizer, self._stop, self._end_tokens = tokenizer, stop, end_tokens
+        self._stop, self._end_tokens = stop, end_tokens
         self._decoder = Decoder(tokenizer)
-        self._tokens: list[int] = []
         self._text = ""  # of the tokens so far
         self._sent = 0  # characters of it
         self.stopped = False  #: a stop string was found, or a token that ends the answer
@@ -64,23 +63,16 @@ class TextStream:
             if token in self._end_tokens:
                 self.stopped = True
                 break
-            self._tokens.append(token)
             self._text += self._decoder.step(token)
         last = last or self.stopped
         if last:
-            self._complete()
+            self._text += self._decoder.rest()
         end = self._find_stop(searched)
         if end is None:
             end = len(self._text) - (0 if last else self._held())
         piece = self._text[self._sent : end]
         self._sent = max(self._sent, end)
         return piece
-
-    def _complete(self) -> None:
-        """Add what the decoder still holds."""
-        whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        begun = whole.startswith(self._text)
-        self._text = whole if begun else self._text + self._decoder.rest()
 
     def _find_stop(self, searched: int) -> int | None:
         """Return where the first stop string begins; the text before ``searched`` contains none."""

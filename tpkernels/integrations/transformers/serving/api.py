@@ -70,7 +70,7 @@ def _utf8(text: str, most: int) -> str:
 
 def _only(*neutral: Any) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
-        if value is None or value in neutral:
+        if value in neutral:
             return value
         allowed = "".join(f", or pass {value!r}" for value in neutral)
         raise ValueError(f"not supported by this server; leave it out{allowed}")
@@ -88,7 +88,6 @@ def _whole_characters(text: str) -> str:
 
 
 _Text = Annotated[str, AfterValidator(_whole_characters)]
-_Unsupported = Annotated[Any, AfterValidator(_only())]
 _One = Annotated[Any, AfterValidator(_only(1))]
 _No = Annotated[Any, AfterValidator(_only(False))]
 _Empty = Annotated[Any, AfterValidator(_only({}, []))]
@@ -152,18 +151,18 @@ class Request(_Strict):
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    temperature: _Number | None = Field(None, ge=0, le=2)
-    top_p: _Number | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
-    min_p: _Number | None = Field(None, ge=0, le=1)
-    stop: _Stop | list[_Stop] | None = None
+    temperature: _Number = Field(1.0, ge=0, le=2)
+    top_p: _Number = Field(1.0, ge=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    min_p: _Number = Field(0.0, ge=0, le=1)
+    stop: _Stop | list[_Stop] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    n: int | None = Field(None, ge=1, le=_MOST_ANSWERS)
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repetition_penalty: _Number | None = Field(None, gt=0, le=100)
+    n: int = Field(1, ge=1, le=_MOST_ANSWERS)
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: _Number = Field(1.0, gt=0, le=100)
     logit_bias: _Empty = None
     # These label a request, or say where it may be computed or kept.
     user: Any = None
@@ -196,34 +195,32 @@ class Request(_Strict):
         ApiError if they do not fit, or options exclude each other."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        asked, logprobs = self.asked_tokens(), self.asked_logprobs()
         seed = secrets.randbits(63) if self.seed is None else self.seed
-        each = [prompt for prompt in prompts for _ in range(self.n or 1)]
-        samplings = [self._sampling(most - len(p.tokens), seed + i) for i, p in enumerate(each)]
-        logprobs = self.asked_logprobs()
-        return [Wanted(*pair, stops, logprobs) for pair in zip(each, samplings, strict=True)]
-
-    def _sampling(self, room: int, seed: int) -> Sampling:
-        """Return how to generate after a prompt that leaves ``room`` tokens."""
-        asked = self.asked_tokens()
-        if asked is not None and asked > room:
-            raise ApiError(
-                400,
-                f"max_tokens is {asked}, but the prompt leaves room for {room} tokens",
-                param="max_tokens",
-                code="context_length_exceeded",
+        answers = []
+        for i, prompt in enumerate(prompt for prompt in prompts for _ in range(self.n)):
+            room = most - len(prompt.tokens)
+            if asked is not None and asked > room:
+                raise ApiError(
+                    400,
+                    f"max_tokens is {asked}, but the prompt leaves room for {room} tokens",
+                    param="max_tokens",
+                    code="context_length_exceeded",
+                )
+            sampling = Sampling(
+                max_new_tokens=room if asked is None else asked,
+                temperature=self.temperature,
+                top_k=max(self.top_k, 0),
+                top_p=max(self.top_p, _LEAST_TOP_P),
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=seed + i,
             )
-        return Sampling(
-            max_new_tokens=room if asked is None else asked,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else max(self.top_p, _LEAST_TOP_P),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            seed=seed,
-        )
+            answers.append(Wanted(prompt, sampling, stops, logprobs))
+        return answers
 
     @property
     def include_usage(self) -> bool:
@@ -235,8 +232,8 @@ class CompletionRequest(Request):
     """The body of ``POST /v1/completions``."""
 
     prompt: list[_Text | list[StrictInt]] = Field(max_length=_MOST_PROMPTS)
-    max_tokens: int | None = Field(None, ge=0)
-    echo: bool | None = None
+    max_tokens: int | None = Field(_COMPLETION_TOKENS, ge=0)
+    echo: bool = False
     best_of: _One = None
     logprobs: _Logprobs | None = None
     suffix: Annotated[Any, AfterValidator(_only(""))] = None
@@ -255,7 +252,7 @@ class CompletionRequest(Request):
     def asked_tokens(self) -> int | None:
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens is 0, which needs echo", param="max_tokens")
-        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.max_tokens
 
     def asked_logprobs(self) -> int | None:
         return self.logprobs
@@ -289,8 +286,8 @@ class ChatRequest(Request):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: _Logprobs | None = None
+    logprobs: bool = False
+    top_logprobs: _Logprobs = 0
     tools: _Empty = None
     tool_choice: Annotated[Any, AfterValidator(_only("none", "auto"))] = None
     parallel_tool_calls: Any = None  # says how tools are called, and there are none
@@ -303,7 +300,7 @@ class ChatRequest(Request):
     def asked_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return self.top_logprobs if self.logprobs else None
 
 
 def _bytes_of(name: str) -> list[int] | None:
@@ -414,7 +411,7 @@ class Replies:
     def __init__(self, body: Request, prompts: Prompts, sent: Sequence[Prompt]) -> None:
         self._chat, self._model = isinstance(body, ChatRequest), body.model
         self._prompts, self._prompt_tokens = prompts, sum(len(one.tokens) for one in sent)
-        self._echoes = [one.echo or "" for one in sent for _ in range(body.n or 1)]
+        self._echoes = [one.echo or "" for one in sent for _ in range(body.n)]
         self._id, self._created = uuid.uuid4().hex, int(time.time())
         self._tokens: dict[int, int] = {}  # of each answer
         self._places: dict[int, tuple[Decoder, int]] = {}  # where its next token begins in its text

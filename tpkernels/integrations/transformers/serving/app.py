@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -76,8 +77,7 @@ def make_app(service: Service, lifespan: Callable[[FastAPI], Any] | None = None)
     @app.post("/v1/completions")
     async def complete(body: api.CompletionRequest, request: Request) -> Response:
         _check_name(body.model, service)
-        echo = bool(body.echo)
-        prompts = [await service.prompts.of_completion(prompt, echo) for prompt in body.prompt]
+        prompts = [await service.prompts.of_completion(one, body.echo) for one in body.prompt]
         return await _answer(service, request, body, prompts)
 
     @app.post("/v1/chat/completions")
@@ -207,45 +207,38 @@ class _Guard:
             await send(message)
 
         try:
-            self._check_key(scope)
             try:
-                body = await asyncio.wait_for(self._read(receive), _BODY_S)
-            except TimeoutError as error:
-                raise ApiError(408, f"the body took longer than {_BODY_S:g} s") from error
-        except ApiError as error:
-            reply = JSONResponse(error.body(), error.status)
-            await reply(scope, receive, noting)
-        else:
-            if body is not None:
-                unread = [body]
+                unread = [await self._read(Request(scope, receive))]
+            except ApiError as error:
+                await JSONResponse(error.body(), error.status)(scope, receive, noting)
+                return
+            except ClientDisconnect:
+                return
 
-                async def replay() -> Message:
-                    if not unread:
-                        return await receive()
-                    return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            async def replay() -> Message:
+                if not unread:
+                    return await receive()
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
 
-                await self._app(scope, replay, noting)
+            await self._app(scope, replay, noting)
         finally:
             self._service.batcher.metrics.requests.labels(str(outcome["status"])).inc()
 
-    def _check_key(self, scope: Scope) -> None:
-        sent = dict(scope["headers"]).get(b"authorization", b"")
-        key = self._service.key
-        if key is not None and not hmac.compare_digest(sent, f"Bearer {key}".encode()):
+    async def _read(self, request: Request) -> bytes:
+        """Return the body. Raise ApiError if the key is wrong, or the body late or too large."""
+        sent, key = request.headers.get("authorization", ""), self._service.key
+        if key is not None and not hmac.compare_digest(sent.encode(), f"Bearer {key}".encode()):
             raise ApiError(401, "wrong API key", code="invalid_api_key")
-
-    async def _read(self, receive: Receive) -> bytes | None:
-        """Return the body; None if the client has gone."""
         body, most = bytearray(), self._service.most_bytes
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > most:
-                raise ApiError(413, f"the body has more than {most} bytes")
-            if not message.get("more_body", False):
-                return bytes(body)
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise ApiError(413, f"the body has more than {most} bytes")
+        except TimeoutError as error:
+            raise ApiError(408, f"the body took longer than {_BODY_S:g} s") from error
+        return bytes(body)
 
 
 class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
