@@ -167,8 +167,9 @@ def test_refusals_leave_the_ranks_usable(ranks: RanksFixture) -> None:
 def test_a_rank_that_waits_for_one_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.3)
     for use in ("run", "call"):
-        begin = time.monotonic()
         with Ranks(2, Held) as pool:
+            pool.run(sum_of_ranks)  # imports this module
+            begin = time.monotonic()
             act: Callable[[], object] = partial(pool.run, raise_on, 0, then_wait=True)
             if use == "call":
                 act = partial(pool.call, "fail", [0], how="then wait")
@@ -209,6 +210,7 @@ def test_a_rank_that_dies_at_work_is_reported_within_a_second(where: str) -> Non
         pid = ranks.pids[1]
         act: Callable[[], object] = partial(ranks.call, "signal", 1, int(signal.SIGKILL))
         if where == "function":
+            ranks.run(sum_of_ranks)  # imports this module
             act = partial(ranks.run, die_on, 1)
         elif where == "step":
             act = partial(list, ranks.stream("die_in_step", 2, 1))

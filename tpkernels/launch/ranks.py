@@ -127,10 +127,11 @@ class Job:
         return [outcome for _, outcome in sorted((self._outcomes | late).items())]
 
 
-_preparation_data = spawn.get_preparation_data  # of a process, which includes the main script
+_preparation_data = spawn.get_preparation_data
 
 
 def _without_main_script(name: str) -> dict[str, Any]:
+    """Return what a process gets when it starts, without the main script to import."""
     data = _preparation_data(name).items()
     return {key: value for key, value in data if not key.startswith("init_main_from_")}
 
