@@ -209,7 +209,7 @@ def _explain_model(
     machine = machine_by_name(
         machine_name, max(worlds), "cuda" if torch.cuda.is_available() else "cpu"
     )
-    layers = [
+    layers: list[dict[str, Any]] = [
         {"phase": phase, "tp": world}
         | layer_costs(model, world, rows, phase == "prefill", machine, dtype.itemsize)
         for phase, rows in phases.items()
