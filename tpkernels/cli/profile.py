@@ -160,7 +160,7 @@ def record_op(spec: Spec, algorithm: str, calls: int) -> Recording:
     return _recording(recorder, dist.get_rank(), f", {plan.algorithm}: {plan.reason}")
 
 
-def record_script(path: str, arguments: Sequence[str], port: int, with_events: bool) -> Recording:
+def record_script(path: str, arguments: Sequence[str], port: int) -> Recording:
     """Profile a script in an environment like torchrun's. ``port`` belongs to a running store.
 
     Raises:
