@@ -165,11 +165,8 @@ def test_a_plan_in_a_file(folder: Path, tmp_path: Path) -> None:
     assert dims[layer + "self_attn.q_proj.weight"] is None
     for content, part in (
         ("{", "is not JSON: "),
-        ("[" * 100_000, "is not JSON: "),
         (b"\xff", "is not JSON: "),
         ("[]", "is not a plan: one object with a style for each module, such as "),
-        ("{}", "is not a plan"),
-        ('{"a": 1}', "is not a plan"),
         ('{"model.layers.*.mlp.up_proj": "colwize"}', "is 'colwize'; a style is one of colwise, "),
         ('{"layers.*.mlp.up_proj": "colwise"}', "; did you mean model.layers.*.mlp.up_proj, "),
         ('{"model.layers.*.mlp.up_proj": "colwise"}', "one row-parallel one"),
@@ -189,7 +186,6 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     transformers.BertConfig().save_pretrained(bert)
     for arguments, part in (
         (["--model", folder], "pass --out DIR to write the shards to, or --dry-run"),
-        (["--model", folder, "--dry-run", "--tp", "0"], "--tp"),
         (["--model", folder, "--dry-run", "--dtype", "int8"], "unknown dtype 'int8'"),
         (["--model", folder, "--dry-run", "--expert-parallel"], "LlamaForCausalLM has none in its"),
         (["--model", tmp_path / "none", "--dry-run"], "there is no "),

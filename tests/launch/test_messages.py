@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import io
 import pickle
 import random
@@ -121,20 +120,14 @@ def test_tensors_are_copies_without_gradients() -> None:
     assert x.sum() == 4
 
 
-class Colour(enum.IntEnum):
-    RED = 1
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
         (object(), r"^args is a builtins\.object, which cannot be sent; allowed: None, bool"),
         ([1, {"a": (2, {3})}], r"^args\[1\]\['a'\]\[1\] is a builtins\.set,"),
         ({frozenset(): 1}, r"^the key frozenset\(\) of args is a builtins\.frozenset"),
-        (Colour.RED, r"^args is a tests.*\.Colour,"),
         ((torch.Size([2]),), r"^args\[0\] is a torch\.Size,"),
         (np.float32(1), r"^args is a numpy\.float32,"),
-        (len, r"builtin_function_or_method"),
         (torch.empty(1, device="meta"), r"^args is a tensor on meta; send tensor\.cpu\(\)"),
         (torch.eye(2).to_sparse(), r"layout torch\.sparse_coo; send tensor\.to_dense\(\)"),
         (torch.ones(1).as_subclass(nn.UninitializedBuffer), "a UninitializedBuffer; send a plain"),
@@ -183,23 +176,16 @@ def tensor_of(dtype: Any, shape: Any) -> bytes:
         framed(b"\xc1"),
         framed(b"\x81\x90\x00"),  # a list as a key
         framed(b"\xa1\xff"),  # no UTF-8
-        framed(b"\x91" * 5000 + b"\xc0"),
         framed(b"\xdd\xff\xff\xff\xff"),  # a list of 2^32 items
-        framed(b"\xc0", b"1234"),
         struct.pack("<QQ", 1 << 62, 0),
         struct.pack("<QQ", 1, 1 << 62) + b"\xc0",
         framed(msgpack.packb(msgpack.ExtType(3, b""))),
         framed(msgpack.packb(msgpack.ExtType(1, b"x"))),
-        framed(msgpack.packb(msgpack.ExtType(1, b""))),
-        framed(msgpack.packb([0, msgpack.ExtType(1, b"")])),
         framed(msgpack.packb(msgpack.ExtType(2, b"\xc1"))),
         framed(tensor_of("float32", [2]), b"1234"),
         framed(tensor_of("float32", [1]), b"12345"),
         framed(tensor_of("float32", [-1]), b"1234"),
-        framed(tensor_of("float32", [True]), b"1234"),
-        framed(tensor_of("float32", 1), b"1234"),
         framed(tensor_of("float32", [1 << 62, 1 << 62, 0])),
-        framed(tensor_of("Tensor", [1]), b"1234"),
         framed(tensor_of("__class__", [1]), b"1234"),
         framed(tensor_of(["float32"], [1]), b"1234"),
         framed(tensor_of("bool", [2]), b"\1\2"),

@@ -129,7 +129,7 @@ def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
 
 
 def machine_by_name(name: str | None, ranks: int, device: str) -> Profile:
-    """Return a machine for `tpkernels plan`. ``UsageError`` if there is none of that name, or this
+    """Return a machine for `tpkernels explain`. ``UsageError`` if the name is unknown, or if this
     one has not been measured.
 
     Args:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tpkernels.launch import RankError
 
 COMMANDS = (
-    *("info", "demo", "bench", "compare", "tune", "explain", "plan", "shard", "generate", "serve"),
+    *("info", "demo", "bench", "compare", "tune", "explain", "shard", "generate", "serve"),
     "profile",
     "qualify",
 )

@@ -1,15 +1,20 @@
-"""``tpkernels explain``."""
+"""``tpkernels explain``: the choice of an algorithm, and the predicted times of a model's layer."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.markup import escape
 from typer import Option
 
+from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.specs import Spec, check_split, spec_of, unsupported_kernels
+from tpkernels.bench.sweep import LAYER, MODELS, projection
 from tpkernels.cli import options
+from tpkernels.integers import ceil_div
 from tpkernels.launch.session import check_device
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store, trust
@@ -20,7 +25,15 @@ from tpkernels.planning.choose import (
     unsupported_algorithms,
     why_unqualified,
 )
-from tpkernels.planning.cost import all_reduce_way
+from tpkernels.planning.cost import (
+    MEASURED,
+    Profile,
+    all_reduce_way,
+    collective_seconds,
+    fused_seconds,
+    machines,
+    matmul_seconds,
+)
 from tpkernels.planning.machine import cpu_flags, this_machine
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.planning.trust import SUMS, Trust
@@ -29,19 +42,27 @@ from tpkernels.symm.node import why_not_hierarchical
 from tpkernels.terminal import (
     UsageError,
     at_least,
+    byte_size,
     check_known,
     check_workers,
     console,
     dtype_named,
     milliseconds,
+    number_in,
     table,
 )
 from tpkernels.text import counted
 from tpkernels.tuning.contest import ELIGIBLE, is_eligible
 
+_MODELS = [name for name, model in MODELS.items() if not model.experts]
+_NO_GAIN = 0.98  # of the time without overlap; less is within the spread of a measurement
+_LEGEND = """\
+ms per layer, predicted, without attention and norms. qkv and gate_up are split by columns, out and
+down by rows. weights/rank: of a layer."""
+
 
 def explain(
-    op: Annotated[str, Option(help="The op.")],
+    op: Annotated[str | None, Option(help="The op.")] = None,
     m: Annotated[int | None, Option(help="Rows, over all ranks.")] = None,
     n: Annotated[int | None, Option(help="Columns of the result, over all ranks.")] = None,
     k: Annotated[int | None, Option(help="Contraction extent, over all ranks.")] = None,
@@ -49,16 +70,48 @@ def explain(
         str | None,
         Option("--bytes", help="Size of a collective's tensor, instead of --m, --n, --k."),
     ] = None,
-    world: Annotated[int, Option("--tp", "--nproc", help="Number of ranks.")] = 2,
+    tp: Annotated[
+        str,
+        Option("--tp", "--nproc", help="Number of ranks; with --model also several: 1,2,4,8."),
+    ] = "2",
     dtype: options.Dtype = "bf16",
     device: Annotated[str, Option(help="cpu | cuda")] = "cpu",
     hosts: Annotated[
         int, Option(help="Number of hosts; ranks on several hosts share no memory.")
     ] = 1,
     threads: options.Threads = 1,
+    model: Annotated[
+        str | None, Option(help=f"Predict a layer of a model instead: {', '.join(_MODELS)}.")
+    ] = None,
+    prefill: Annotated[int, Option(help="Tokens of a prefill, for --model.")] = 8192,
+    decode: Annotated[int, Option(help="Sequences of a decode step, for --model.")] = 64,
+    machine_name: Annotated[
+        str | None,
+        Option(
+            "--machine",
+            help=f"For --model: {', '.join(machines())}, or {MEASURED} as measured by tpkernels "
+            "tune --machine. Default: this one.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="For --model: print one JSON object.")] = False,
 ) -> None:
     """Show which algorithm auto chooses for a problem and why, with the times that `tpkernels tune`
-    measured here. Starts no ranks."""
+    measured here; or predict a layer of a model. Starts no ranks."""
+    if (op is None) == (model is None):
+        raise UsageError("pass either --op or --model")
+    worlds = list(map(number_in, tp.split(",")))
+    if not all(worlds):
+        raise UsageError(f"--tp is '{tp}'; pass numbers of ranks such as 1,2,8")
+    if model is not None:
+        if (m, n, k, nbytes) != (None,) * 4:
+            raise UsageError("--m, --n, --k and --bytes are for --op; leave out --model")
+        phases = {"prefill": prefill, "decode": decode}
+        _explain_model(model, worlds, machine_name, phases, dtype_named(dtype), as_json)
+        return
+    if len(worlds) > 1 or machine_name is not None or as_json:
+        raise UsageError("several --tp, --machine and --json are for --model; leave out --op")
+    assert op is not None  # one of the two is given
+    (world,) = worlds
     check_workers(tp=world, threads=threads)
     at_least(1, hosts=hosts)
     check_device(device)
@@ -131,3 +184,77 @@ def _times(name: str, cases: list[Measurement]) -> str:
         if name in case.ms
     ]
     return ", ".join(times) or "not measured"
+
+
+# A layer of a model.
+
+
+def _explain_model(
+    model: str,
+    worlds: list[int],
+    machine_name: str | None,
+    phases: dict[str, int],
+    dtype: torch.dtype,
+    as_json: bool,
+) -> None:
+    """Show the layer on each number of ranks. ``phases``: rows of the activations, by phase."""
+    check_known("model", [model], _MODELS)
+    at_least(1, **phases)
+    heads = MODELS[model].heads
+    if max(worlds) > heads:
+        raise UsageError(
+            f"--tp is {max(worlds)}; it must be at most the {heads} heads of {model}, which are "
+            "not split"
+        )
+    machine = machine_by_name(
+        machine_name, max(worlds), "cuda" if torch.cuda.is_available() else "cpu"
+    )
+    layers: list[dict[str, Any]] = [
+        {"phase": phase, "tp": world}
+        | layer_costs(model, world, rows, phase == "prefill", machine, dtype.itemsize)
+        for phase, rows in phases.items()
+        for world in worlds
+    ]
+    if as_json:
+        typer.echo(json.dumps({"machine": machine.title, "layers": layers}, indent=2))
+        return
+    times = ("matmuls", "communication", "unfused", "overlapped")
+    grid = table("phase", ("TP", "nodes", "weights/rank", *times), "overlap")
+    for layer in layers:
+        phase, world, weight_bytes, *seconds = layer.values()
+        *_, unfused, overlapped = seconds
+        grid.add_row(
+            *(phase, str(world), str(ceil_div(world, machine.node)), byte_size(weight_bytes)),
+            *(milliseconds(1e3 * value) for value in seconds),
+            f"{unfused / overlapped:.2f}x" if overlapped < _NO_GAIN * unfused else "no gain",
+        )
+    screen = console()
+    sizes = " and ".join(f"{phase} {rows}" for phase, rows in phases.items())
+    screen.print(f"{model}, a layer on {machine.title}, rows: {sizes}", markup=False)
+    screen.print(grid)
+    screen.print(_LEGEND, markup=False)
+
+
+def layer_costs(
+    model: str, world: int, rows: int, sequence_parallel: bool, machine: Profile, itemsize: int
+) -> dict[str, Any]:
+    """Predict the matmuls of a layer: bytes of the weights on a rank; seconds of the matmuls alone,
+    of the collectives alone, of both in turn, and with each collective fused with its matmul.
+
+    ``sequence_parallel``: rows are sharded between the matmuls, else replicated.
+    """
+    costs = []
+    for name in LAYER:
+        matmul = projection(MODELS[model], name, world)
+        k = matmul.k if matmul.column else ceil_div(matmul.k, world)
+        n = ceil_div(matmul.n, world) if matmul.column else matmul.n
+        move = 0.0
+        if sequence_parallel or not matmul.column:
+            nbytes = rows * (k if matmul.column else n) * itemsize
+            passes = 1 if sequence_parallel else 2
+            move = collective_seconds(machine, nbytes, world, passes=passes)
+        alone = matmul_seconds(machine, rows, k, n, itemsize)
+        fused = fused_seconds(machine, (rows, k, n), 0, move, world, itemsize)
+        costs.append((k * n * itemsize, alone, move, alone + move, fused))
+    names = ("weight_bytes", "matmul", "communication", "unfused", "overlapped")
+    return dict(zip(names, map(sum, zip(*costs, strict=True)), strict=True))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import re
 import runpy
-import socket
 import sys
 import tempfile
 from collections import defaultdict
@@ -22,6 +19,8 @@ import torch.distributed as dist
 import typer
 from numpy.typing import NDArray
 from torch import profiler
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 from typer import Option
 
@@ -53,30 +52,14 @@ from tpkernels.terminal import (
 )
 from tpkernels.text import counted
 
-Event = dict[str, Any]
-Spans = dict[str, list[tuple[float, float]]]  # [begin, end) in microseconds, by kind of time
-
-CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
-# COPY: the rank itself copies, excluding waits within the copy. MOVE: data moves without the rank.
-# QUEUED: a host's ops, which count as compute unless the rank runs kernels on a GPU.
-COMPUTE, QUEUED, COPY, MOVE, WAIT = "compute", "queued", "copy", "transfer", "wait"
-_KERNEL = "kernel"  # of a GPU, whatever it does
+_CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
-# ATen ops that create, move or view tensors and compute nothing.
-_NO_COMPUTE = frozenset(
-    re.findall(
-        r"\w+",
-        "empty empty_strided empty_like resize_ copy_ to _to_copy clone contiguous item "
-        "_local_scalar_dense is_nonzero view _unsafe_view as_strided slice select narrow split "
-        "chunk unbind t transpose permute reshape flatten expand squeeze unsqueeze detach alias",
-    )
-)
-PIDS = 100  # process ids reserved for each rank in the merged trace
+# ATen ops that move data and compute nothing.
+_NO_COMPUTE = ("copy_", "_to_copy", "to", "clone", "contiguous", "item", "_local_scalar_dense")
 _WARM_UP = 3
 _LEGEND = """\
-Each moment of a rank counts once: as compute, else copy, else wait. overlapped: the fraction of the
-time in which data moves (copies, messages in flight, matmuls that read a peer's memory) during
-which the rank also computes."""
+overlapped: the fraction of the time in which data moves (copies, messages in flight, matmuls that
+read a peer's memory) during which the rank also computes. wait: without computing."""
 
 
 def profile(
@@ -90,12 +73,15 @@ def profile(
     dtype: options.Dtype = "bf16",
     algorithm: Annotated[str, Option(help="auto or an algorithm.")] = "auto",
     calls: Annotated[int, Option(help="Number of calls of the op.")] = 3,
-    out: Annotated[Path, Option(help="Folder for trace.json.")] = Path("tpkernels-profile"),
+    out: Annotated[
+        Path | None,
+        Option(help="Write trace.json of all ranks to this folder, for Perfetto."),
+    ] = None,
     threads: options.Threads = 1,
     timeout: options.Timeout = 600,
 ) -> None:
-    """Profile an op or a script on all ranks: one trace for Perfetto or chrome://tracing, and
-    a table of how each rank spends its time.
+    """Profile an op or a script on all ranks with torch.profiler: show how each rank spends its
+    time, and write one trace of all.
 
     Options precede the script; everything after it belongs to the script. Its ranks run on this
     machine, in an environment like torchrun's, and create their process group themselves.
@@ -115,10 +101,10 @@ def profile(
         raise UsageError("a script's ranks are started here: run this command without torchrun")
     elif script and not Path(script[0]).is_file():
         raise UsageError(f"no script '{script[0]}'")
-    file: Path | None = None
-    if is_leader():
+    trace_file = None
+    if out is not None and is_leader():
         make_output_folder(out)
-        file = writable(out / "trace.json")
+        trace_file = writable(out / "trace.json")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reports begin and end itself
     with open_session(world, threads=threads, timeout=timeout) as run:
         if op is not None:
@@ -126,42 +112,26 @@ def profile(
             recordings = run(record_op, spec, algorithm, calls)
         else:
             assert script  # one of the two is given
-            what = " ".join(script)
-            store = loopback_store()
+            what, store = " ".join(script), loopback_store()
             recordings = run(record_script, script[0], script[1:], store.port)
-        if file is not None:
-            _report(recordings, what, file)
-
-
-def _report(recordings: list[Recording], what: str, trace_file: Path) -> None:
-    """Write the trace and print the summary."""
-    trace = merge([json.loads(gzip.decompress(recording.trace)) for recording in recordings])
-    hosts = sorted({recording.host for recording in recordings})  # whose clocks are not aligned
-    trace["otherData"] = {"what": what, "ranks": len(recordings), "hosts": hosts}
-    spent = times(trace, len(recordings))
-    if not any(time.compute or time.copy or time.wait or time.moved for time in spent):
+    if not any(recording.times[1:] > (0.0,) * 4 for recording in recordings):
         raise UsageError(f"{what} computed and moved nothing with torch on any rank")
-    moved = sum(time.moved for time in spent)
-    overlapped = sum(time.overlapped for time in spent) / moved if moved else 0.0
-    with writing(trace_file):
-        trace_file.write_text(json.dumps(trace))
-    out = console()
-    plan = f", {recordings[0].plan}" if recordings[0].plan else ""
-    out.print(f"{what}, {counted(len(spent), 'rank')}{plan}", markup=False)
-    columns = ("ms", "compute", "copy", "wait", "other", "data\nmoves, ms")
-    grid = table("rank", columns, "overlapped")
-    for rank, time in enumerate(spent):
-        parts = time.compute, time.copy, time.wait
-        total = time.total or 1.0  # nothing was recorded
-        shares = [f"{part / total:.1%}" for part in (*parts, time.total - sum(parts))]
-        share = f"{time.overlapped / time.moved:.0%}" if time.moved else "nothing moves"
-        grid.add_row(str(rank), milliseconds(time.total), *shares, milliseconds(time.moved), share)
-    out.print(grid)
-    out.print(_LEGEND)
-    out.print(f"Overlapped: {overlapped:.0%} of {milliseconds(moved)} ms in which data moves.")
-    if len(hosts) > 1:
-        out.print(f"Ranks are on {len(hosts)} hosts, whose clocks are not aligned.")
-    out.print(f"{trace_file} (ui.perfetto.dev)", markup=False)
+    if not is_leader():
+        return
+    grid = table("rank", ("ms", "compute", "wait", "data moves"), "overlapped")
+    for rank, recording in enumerate(recordings):
+        *shown, moved, overlapped = recording.times
+        share = f"{overlapped / moved:.0%}" if moved else "nothing moves"
+        grid.add_row(str(rank), *map(milliseconds, (*shown, moved)), share)
+    screen = console()
+    screen.print(f"{what}, {counted(world, 'rank')}{recordings[0].plan}", markup=False)
+    screen.print(grid)
+    screen.print(_LEGEND)
+    if trace_file is not None:
+        events = [event for recording in recordings for event in recording.events]
+        with writing(trace_file):
+            trace_file.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+        screen.print(f"{trace_file} (ui.perfetto.dev)", markup=False)
 
 
 # On a rank.
@@ -169,10 +139,10 @@ def _report(recordings: list[Recording], what: str, trace_file: Path) -> None:
 
 @dataclass(frozen=True)
 class Recording:
-    """One rank's compressed trace and its host; for an op also the plan in words."""
+    """One rank's `times`, the events of its Chrome trace, and the plan of an op in words."""
 
-    trace: bytes
-    host: str
+    times: tuple[float, ...]
+    events: list[dict[str, Any]]
     plan: str = ""
 
 
@@ -183,11 +153,11 @@ def record_op(spec: Spec, algorithm: str, calls: int) -> Recording:
     for _ in range(_WARM_UP):
         run_tpkernels(case, algorithm)
     with _profiler() as recorder:
-        for i in range(calls):
+        for _ in range(calls):
             dist.barrier()
-            with record_function(f"{CALL} {i}"):
+            with record_function(_CALL):
                 run_tpkernels(case, algorithm)
-    return _recording(recorder, f"{plan.algorithm}: {plan.reason}")
+    return _recording(recorder, dist.get_rank(), f", {plan.algorithm}: {plan.reason}")
 
 
 def record_script(path: str, arguments: Sequence[str], port: int) -> Recording:
@@ -217,136 +187,61 @@ def record_script(path: str, arguments: Sequence[str], port: int) -> Recording:
             if end.code not in (None, 0):
                 raise
     sys.stdout.flush()
-    return _recording(recorder)
+    return _recording(recorder, int(rank))
 
 
 def _profiler() -> profiler.profile:
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    return profiler.profile(activities=activities)
+    gpu = (ProfilerActivity.CUDA,) if torch.cuda.is_available() else ()
+    return profiler.profile(activities=(ProfilerActivity.CPU, *gpu))
 
 
-def _recording(recorder: profiler.profile, plan: str = "") -> Recording:
+def _recording(recorder: profiler.profile, rank: int, plan: str = "") -> Recording:
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        recorder.export_chrome_trace(str(file))
-        return Recording(gzip.compress(file.read_bytes(), 1), socket.gethostname(), plan)
-
-
-# Traces.
-
-
-def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge traces, given by rank, into one Chrome trace that starts at its first event. Each rank
-    has its own processes, such as "rank 0" and "rank 0, GPU 0"; flows stay within a rank."""
-    base = min(trace["baseTimeNanoseconds"] for trace in traces)
-    events: list[Event] = []
-    for rank, trace in enumerate(traces):
-        shift = (trace["baseTimeNanoseconds"] - base) / 1e3
-        events += _of_rank(rank, trace["traceEvents"], shift)
-    begin = min((event["ts"] for event in events if event["ph"] == "X"), default=0.0)
-    for event in events:
-        event["ts"] = max(0.0, event["ts"] - begin)
-    return {"displayTimeUnit": "ms", "traceEvents": events}
-
-
-def _of_rank(rank: int, events: Iterable[Event], shift: float) -> Iterable[Event]:
-    pids: dict[int, int] = {}
-    labels = {e["pid"]: e["args"]["labels"] for e in events if e["name"] == "process_labels"}
-    for event in events:
-        if not isinstance(event.get("pid"), int):  # bookkeeping of the profiler
-            continue
-        old = event["pid"]
-        new = dict(event, ts=event["ts"] + shift)
-        new["pid"] = pids.setdefault(old, rank * PIDS + len(pids))
-        if "id" in event:
-            new["id"] = f"{rank}:{event['id']}"
+        recorder.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    for event in events:  # each rank has processes and flows of its own
         if event["name"] == "process_name":
-            label = labels.get(old, "CPU")
-            new["args"] = {"name": f"rank {rank}" if label == "CPU" else f"rank {rank}, {label}"}
-        elif event["name"] == "process_sort_index":
-            new["args"] = {"sort_index": new["pid"]}
-        yield new
+            event["args"] = {"name": f"rank {rank}, process or GPU {event['pid']}"}
+        event |= {key: f"rank {rank}: {event[key]}" for key in ("pid", "id") if key in event}
+    return Recording(times(recorder.events() or []), events, plan)
 
 
-def kinds(event: Event) -> tuple[str, ...]:
-    """Return the kinds of time an event counts as; possibly none or several."""
-    name, category = event["name"], event.get("cat", "")
-    if name == ranges.WAIT or (category == "cuda_runtime" and "Synchronize" in name):
-        return (WAIT,)
-    if name == ranges.COPY:
-        return (COPY,)
-    if name == ranges.TRANSFER or category in ("gpu_memcpy", "gpu_memset"):
-        return (MOVE,)
-    if category == "kernel":
-        if name.startswith("nccl"):
-            return (_KERNEL, MOVE)
-        return (_KERNEL, COMPUTE, MOVE) if name in _FUSED else (_KERNEL, COMPUTE)
+def times(events: Iterable[FunctionEvent]) -> tuple[float, ...]:
+    """Return milliseconds: of the calls of an op, or of a script from its first event to the last;
+    and during which the rank computes, waits without computing, moves data, and computes while data
+    moves."""
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        for kind in ("all", *kinds(event)):
+            spans[kind].append((event.time_range.start, event.time_range.end))
+    edges = np.unique(np.array(spans["all"]))
+
+    def during(kind: str) -> NDArray[np.bool_]:
+        """Return in which of the intervals between edges there is an event of this kind."""
+        covered = np.zeros(max(0, len(edges) - 1), bool)
+        for begin, end in np.searchsorted(edges, np.array(spans[kind]).reshape(-1, 2)):
+            covered[begin:end] = True
+        return covered
+
+    # A rank that runs kernels on a GPU computes there; the ops of the host only queue them.
+    compute, waits = during("kernel" if spans["gpu"] else "op"), during(ranges.WAIT)
+    moves = (during(ranges.COPY) & ~waits) | during(ranges.TRANSFER)
+    within = during(_CALL) if spans[_CALL] else during("all") | True
+    masks = (within, compute, waits & ~compute, moves, moves & compute)
+    return tuple(float(np.diff(edges)[mask & within].sum()) / 1e3 for mask in masks)
+
+
+def kinds(event: FunctionEvent) -> tuple[str, ...]:
+    """Return the kinds of time that an event counts as."""
+    name = event.name
     namespace, _, op = name.partition("::")
-    computes = name == ranges.MATMUL or (namespace == "aten" and op not in _NO_COMPUTE)
-    return (QUEUED,) if computes else ()
-
-
-@dataclass(frozen=True)
-class RankTime:
-    """What one rank spent its time on, in milliseconds.
-
-    Attributes:
-        total: all time considered.
-        compute: at least one lane computes.
-        copy: data moves and nothing is computed.
-        wait: the rank waits, without computing or moving data.
-        moved: data moves.
-        overlapped: the part of ``moved`` during which something is computed.
-    """
-
-    total: float
-    compute: float
-    copy: float
-    wait: float
-    moved: float
-    overlapped: float
-
-
-def times(trace: dict[str, Any], ranks: int) -> list[RankTime]:
-    """Return the times of all ranks in a merged trace, within calls if there are any."""
-    by_rank: list[Spans] = [defaultdict(list) for _ in range(ranks)]
-    for (pid, _), lane in lanes(trace).items():
-        for kind, spans in lane.items():
-            by_rank[pid // PIDS][kind] += spans
-    return [_rank_time(spans) for spans in by_rank]
-
-
-def _rank_time(spans: Spans) -> RankTime:
-    """Cut time at every begin and end: each piece is of a kind as a whole, or not at all."""
-    edges = np.unique([edge for every in spans.values() for span in every for edge in span])
-
-    def covered(kind: str) -> NDArray[np.bool_]:
-        """Return which pieces the spans of a kind cover."""
-        pieces = np.searchsorted(edges, np.array(spans[kind]).reshape(-1, 2))
-        changes = np.zeros(len(edges) + 1, int)
-        np.add.at(changes, pieces[:, 0], 1)
-        np.add.at(changes, pieces[:, 1], -1)
-        return changes.cumsum()[: max(0, len(edges) - 1)] > 0
-
-    within = covered("calls") if spans["calls"] else np.ones(max(0, len(edges) - 1), bool)
-    compute = covered(COMPUTE if spans[_KERNEL] else QUEUED) & within
-    wait = covered(WAIT) & within & ~compute
-    moved = (covered(COPY) & ~wait | covered(MOVE)) & within
-    copy = moved & ~compute
-    parts = (within, compute, copy, wait & ~copy, moved, moved & compute)
-    return RankTime(*(float(np.diff(edges)[part].sum()) / 1e3 for part in parts))
-
-
-def lanes(trace: dict[str, Any]) -> dict[tuple[int, Any], Spans]:
-    """Return the spans of each kind of time, of all events and of calls, by process and thread or
-    stream."""
-    found: dict[tuple[int, Any], Spans] = {}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            lane = found.setdefault((event["pid"], event["tid"]), defaultdict(list))
-            called = ("calls",) if event["name"].startswith(CALL) else ()
-            for kind in ("all", *called, *kinds(event)):
-                lane[kind].append((event["ts"], event["ts"] + event["dur"]))
-    return found
+    if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+        if name.startswith(("Memcpy", "Memset")):
+            return (ranges.TRANSFER,)
+        moves = (ranges.TRANSFER,) if name.startswith("nccl") or name in _FUSED else ()
+        return ("gpu", *moves, *(() if name.startswith("nccl") else ("kernel",)))
+    if name.startswith("cuda") and "Synchronize" in name:
+        return (ranges.WAIT,)
+    if name == ranges.MATMUL or (namespace == "aten" and op not in _NO_COMPUTE):
+        return ("op",)
+    return (name,) if name in (_CALL, ranges.WAIT, ranges.COPY, ranges.TRANSFER) else ()

@@ -88,7 +88,7 @@ def tune(
         bool,
         Option(
             "--machine",
-            help="Measure this machine's rates instead, for tpkernels plan --machine this and for "
+            help="Measure this machine's rates instead, for explain --machine this and for "
             "products on meshes.",
         ),
     ] = False,

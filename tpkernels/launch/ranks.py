@@ -29,11 +29,10 @@ import socket
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, forkserver, spawn
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -128,18 +127,13 @@ class Job:
         return [outcome for _, outcome in sorted((self._outcomes | late).items())]
 
 
-class _WithoutFile(types.ModuleType):
-    """Stands for the main script while a rank starts: multiprocessing finds no file that the rank
-    would import. Other threads find all else."""
+_preparation_data = spawn.get_preparation_data
 
-    def __init__(self, main: types.ModuleType) -> None:
-        super().__init__(main.__name__)
-        self._main = main
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "__file__":
-            raise AttributeError(name)
-        return getattr(self._main, name)
+def _without_main_script(name: str) -> dict[str, Any]:
+    """Return what a process gets when it starts, without the main script to import."""
+    data = _preparation_data(name).items()
+    return {key: value for key, value in data if not key.startswith("init_main_from_")}
 
 
 class Ranks:
@@ -159,12 +153,12 @@ class Ranks:
         lost_grace: seconds that the other ranks have in `run` to report after one has died.
         shared: an object that may hold descriptors, pickled by multiprocessing as the ranks start.
             Every function gets it as the keyword ``shared``.
+        import_main: whether the ranks import the main script. What it defines can only then be
+            called there.
 
     Raises:
         RankError: a rank did not start, or the factory failed.
     """
-
-    _imports_main = True  # whether ranks import the main script
 
     def __init__(
         self,
@@ -178,6 +172,7 @@ class Ranks:
         start_timeout: float = 60.0,
         lost_grace: float = LOST_GRACE_SECONDS,
         shared: Any = None,
+        import_main: bool = True,
         **kwargs: Any,
     ) -> None:
         if world < 1 or threads < 1:
@@ -212,7 +207,7 @@ class Ranks:
             try:
                 context = fork_server()
                 for rank in range(world):
-                    self._start(context, rank, setup)
+                    self._start(context, rank, setup, import_main)
                 self._run(self._job, messages.encode(("join",)), close_on_error=True)
             except BaseException:
                 self.close()
@@ -506,15 +501,16 @@ class Ranks:
 
     # The transport.
 
-    def _start(self, context: ForkServerContext, rank: int, setup: worker.Setup) -> None:
+    def _start(
+        self, context: ForkServerContext, rank: int, setup: worker.Setup, import_main: bool
+    ) -> None:
         ours, theirs = context.Pipe(duplex=True)
         process = context.Process(
             target=worker.main, args=(rank, setup, theirs), name=f"tpkernels-rank-{rank}"
         )
         with theirs, _starting:
-            main = sys.modules["__main__"]
-            if not self._imports_main:
-                sys.modules["__main__"] = _WithoutFile(main)
+            if not import_main:
+                spawn.get_preparation_data = _without_main_script
             try:
                 process.start()
             except BaseException as error:
@@ -523,7 +519,7 @@ class Ranks:
                     raise RuntimeError("the fork server died; see stderr for the cause") from error
                 raise
             finally:
-                sys.modules["__main__"] = main
+                spawn.get_preparation_data = _preparation_data
         self._processes.append(process)
         self._pipes.append(ours)
 
@@ -625,28 +621,17 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
     with _starting:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOAD, *preload])
-        _run_fork_server()
+        # OpenMP and BLAS size their thread pools when they load, and a forked child cannot shrink a
+        # pool that has started. Ranks raise the number through torch.set_num_threads.
+        saved = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.pop("OMP_NUM_THREADS")
+            if saved is not None:
+                os.environ["OMP_NUM_THREADS"] = saved
     return context
-
-
-def _run_fork_server() -> None:
-    # OpenMP and BLAS size their thread pools when they load, and a forked child cannot shrink a
-    # pool that has started. Ranks raise the number through torch.set_num_threads.
-    saved = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ[worker.SERVER_VARIABLE] = ""
-    # A Ctrl-C is for this process alone. The server ignores it only once it has imported, so it
-    # inherits a mask, which its children lift.
-    resource_tracker.ensure_running()  # or the server starts it, and that lifts the mask
-    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-        os.environ.pop(worker.SERVER_VARIABLE)
-        os.environ.pop("OMP_NUM_THREADS")
-        if saved is not None:
-            os.environ["OMP_NUM_THREADS"] = saved
 
 
 def loopback_store() -> dist.TCPStore:

@@ -27,10 +27,6 @@ from tpkernels.launch.ranks import Ranks
 _NAMES = ("x", "y", "z")  # of the mesh's dims
 
 
-class _RanksWithoutMain(Ranks):
-    _imports_main = False
-
-
 def spmd(
     fn: Callable[..., Any],
     nprocs: int,
@@ -110,7 +106,7 @@ def spmd(
             "copied inside of the function"
         ) from error
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    with _RanksWithoutMain(nprocs, backend=backend, threads=threads) as ranks:
+    with Ranks(nprocs, backend=backend, threads=threads, import_main=False) as ranks:
         results = ranks.run(
             function_of_spmd, file.getvalue(), device, shape, names, timeout=timeout
         )

@@ -58,7 +58,6 @@ from tpkernels.launch.messages import Bytes, Message
 CLOSE = ("close",)
 LEAVE_SECONDS = 3.0  # destroy_process_group may wait for peers that are gone
 STACK_FILE = "tpkernels-stack"  # the memory file that SIGUSR1 dumps the Python stacks into
-SERVER_VARIABLE = "TPKERNELS_IS_FORK_SERVER"  # in the environment that the fork server starts with
 RING_BYTES = 1 << 20
 # Waking from sleep takes some 50 us, and a wait polls before it sleeps, but not where the polling
 # would keep a core from the process that is waited for.
@@ -301,12 +300,6 @@ def shut_down() -> None:
 # folder that the parent removes on exit. A killed parent cannot, but the server outlives it until
 # all ranks are gone, and removes the folder then.
 _IMPORTER, _PARENT = os.getpid(), os.getppid()
-
-# It has SIGINT blocked, which its children, also those of other code, are not to inherit.
-if os.environ.pop(SERVER_VARIABLE, None) is not None:
-    os.register_at_fork(
-        after_in_child=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGINT})
-    )
 
 
 @atexit.register
