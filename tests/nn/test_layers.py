@@ -21,6 +21,7 @@ from tpkernels.nn.sharding import Split
 
 ROWS, BATCH, WIDTH = 7, 2, 5
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 2
+BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def part(x: torch.Tensor, split: Split | None) -> torch.Tensor:
     return x if split is None else split.shard(x)
 
 
-def wrong(check: Check, sizes: list[int] | None) -> Iterator[str]:
+def verify(check: Check, sizes: list[int] | None) -> None:
     check.plain.zero_grad()
     learns = check.x.is_floating_point()
     whole = check.x.clone().requires_grad_(learns)
@@ -94,49 +95,39 @@ def wrong(check: Check, sizes: list[int] | None) -> Iterator[str]:
     wants = outputs(check.plain, whole)
     gots = outputs(check.layer, mine, **({} if sizes is None else {"shard_sizes": sizes}))
     grads = [torch.randn_like(want) for want in wants]
-    differences: dict[str, str | None] = {}
+    pairs: dict[str, tuple[torch.Tensor | None, torch.Tensor]] = {}
     sums: list[torch.Tensor] = []
     for i, (got, want, split) in enumerate(zip(gots, wants, check.y_splits, strict=True)):
         here = part(want, split)
         width = here.shape[-1]
         # A rank without heads returns zeros for one group.
         extra = isinstance(check.layer, tnn.QKVParallelLinear) and not width
-        differences[f"output {i}"] = far(got[..., :width] if extra else got, here)
-        if got[..., width:].any():
-            differences[f"output {i}"] = "has values of no head"
+        assert not got[..., width:].any(), f"{check.layer}: output {i} has values of no head"
+        pairs[f"output {i}"] = (got[..., :width] if extra else got, here)
         sums.append((got[..., :width] * part(grads[i], split)).sum())
     torch.autograd.backward(wants, grads)
     torch.stack(sums).sum().backward()
     if learns:
         assert whole.grad is not None
-        differences["x"] = far(mine.grad, part(whole.grad, check.x_split))
-    theirs = dict(check.plain.named_parameters())
-    for name, parameter in check.layer.named_parameters():
-        grad = theirs.pop(name).grad
+        pairs["x"] = (mine.grad, part(whole.grad, check.x_split))
+    theirs, ours = (dict(each.named_parameters()) for each in (check.plain, check.layer))
+    assert theirs.keys() == ours.keys()
+    for name, parameter in ours.items():
+        grad = theirs[name].grad
         assert grad is not None
-        differences[name] = far(parameter.grad, shard(check.layer, name, grad))
-    differences["parameters"] = f"there is no {sorted(theirs)}" if theirs else None
-    for what, difference in differences.items():
-        if difference is not None:
-            yield f"{type(check.layer).__name__}: {what}: {difference}"
+        pairs[name] = (parameter.grad, shard(check.layer, name, grad))
+    for what, (one, other) in pairs.items():
+        assert (difference := far(one, other)) is None, f"{check.layer}: {what}: {difference}"
 
 
 @pytest.mark.parametrize("world", SWEEP)
 @on_ranks()
-def test_layers_are_the_unsharded_ones() -> list[str]:
-    failures = []
+def test_layers_are_the_unsharded_ones() -> None:
     with fresh_group() as group:
         for sequence in (True, False):
             sizes = tpkernels.shard_sizes(ROWS, group.size()) if sequence else None
             for check in checks(group, sequence):
-                failures += [f"{sequence=} {failure}" for failure in wrong(check, sizes)]
-    return failures
-
-
-# What the layers refuse, and what they accept: masks, biases, autocast.
-
-
-BF16 = torch.bfloat16
+                verify(check, sizes)
 
 
 @on_ranks(2)
@@ -185,23 +176,19 @@ def test_refusals() -> list[str]:
 
 
 @on_ranks(2)
-def test_autocast() -> list[str]:
+def test_autocast() -> None:
     with fresh_group() as group:
-        failures = []
         for sequence in (False, True):
             layer = tnn.ParallelMLP(8, 12, group, sequence_parallel=sequence)
             x = torch.randn(6, 8)
             with torch.autocast("cpu", dtype=BF16):
                 y = layer(x)
             y.float().sum().backward()
-            if y.dtype != BF16 or layer.gate_proj.weight.grad.dtype != torch.float32:
-                failures.append(f"{sequence}: {y.dtype}, {layer.gate_proj.weight.grad.dtype}")
+            assert y.dtype == BF16 and layer.gate_proj.weight.grad.dtype == torch.float32, sequence
             stream = 1e3 + torch.rand(6, 8)  # bf16 would round this to multiples of 4
             with torch.autocast("cpu", dtype=BF16), torch.no_grad():
                 added, alone = layer(x, residual=stream), layer(x)
-            if added.dtype != torch.float32 or (added - alone - stream).abs().max() > 0.02:
-                failures.append(f"{sequence}: a residual stream becomes {added.dtype}")
-        return failures
+            assert added.dtype == torch.float32 and (added - alone - stream).abs().max() <= 0.02
 
 
 @on_ranks(2)

@@ -4,8 +4,7 @@ configuration is that of transformers."""
 from __future__ import annotations
 
 import json
-import struct
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,35 +29,7 @@ gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-TOKENS = "tokenizer.ggml.tokens"
 MANY = 1500  # more entries than a configuration has
-
-BOXES = {
-    "all": ((0, 0), (10, 8)),
-    "rows": ((3, 0), (4, 8)),
-    "columns": ((0, 3), (10, 2)),
-    "both": ((3, 2), (3, 3)),
-    "nothing": ((4, 0), (0, 8)),
-    "no columns": ((0, 8), (10, 0)),
-}
-
-
-@pytest.mark.parametrize("rows", [[10], [4, 1, 5]])
-def test_slices_of_one_piece_and_of_several(tmp_path: Path, rows: list[int]) -> None:
-    full = torch.arange(80, dtype=torch.bfloat16).view(10, 8)
-    pieces, begin = [], 0
-    for count in rows:
-        path = tmp_path / f"{begin}.safetensors"
-        safetensors.save_file({"w": full[begin : begin + count].contiguous()}, path)
-        [piece] = checkpoints._tensors_of(path)["w"].pieces
-        pieces.append(replace(piece, box=Box((begin, 0), (count, 8))))
-        begin += count
-    tensor = StoredTensor((10, 8), torch.bfloat16, tuple(pieces))
-    for offsets, shape in BOXES.values():
-        for dtype in (torch.bfloat16, torch.float32):
-            box, out = Box(offsets, shape), torch.full(shape, -1, dtype=dtype)
-            tensor.read(box, out)
-            assert torch.equal(out, full[box.slices].to(dtype))
 
 
 def test_a_file_that_is_cut_off_after_it_was_opened(tmp_path: Path) -> None:
@@ -71,23 +42,28 @@ def test_a_file_that_is_cut_off_after_it_was_opened(tmp_path: Path) -> None:
         stored.read(Box.full((4, 4)), torch.empty(4, 4))
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
-def test_gguf_is_read_as_transformers_reads_it(tmp_path: Path, kind: str) -> None:
-    """In chunks that end within a head, and in one."""
-    path = hf_folders.gguf_file(tmp_path / "model.gguf", kind)
-    checkpoint = open_checkpoint(tmp_path)
-    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
+def tensors_of(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of a GGUF file, to be read in chunks that end within a head, and in one."""
+    checkpoint = open_checkpoint(path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(checkpoint.config())
-    stored, weights = checkpoint.tensors(model), expected.state_dict()
-    assert set(stored) == set(weights)
     for chunk in (1000, checkpoints.CHUNK):
         with mock.patch.object(checkpoints, "CHUNK", chunk):
-            for name, tensor in stored.items():
-                box = Box(tuple(n // 3 for n in tensor.shape), tuple(n // 2 for n in tensor.shape))
-                out = torch.empty(box.shape)
-                tensor.read(box, out)
-                assert torch.equal(out, weights[name][box.slices]), name
+            yield from checkpoint.tensors(model).items()
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_1"])
+def test_gguf_is_read_as_transformers_reads_it(tmp_path: Path, kind: str) -> None:
+    path = hf_folders.gguf_file(tmp_path / "model.gguf", kind)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
+    weights, read = expected.state_dict(), set()
+    for name, tensor in tensors_of(tmp_path):
+        box = Box(tuple(n // 3 for n in tensor.shape), tuple(n // 2 for n in tensor.shape))
+        out = torch.empty(box.shape)
+        tensor.read(box, out)
+        assert torch.equal(out, weights[name][box.slices]), name
+        read.add(name)
+    assert read == set(weights)
 
 
 @pytest.mark.parametrize(
@@ -96,32 +72,26 @@ def test_gguf_is_read_as_transformers_reads_it(tmp_path: Path, kind: str) -> Non
 )
 def test_integers_of_gguf_are_those_that_it_decodes(tmp_path: Path, kind: str, group: int) -> None:
     """Also of heads whose halves are interleaved; whole groups alone."""
-    path = hf_folders.gguf_file(tmp_path / "model.gguf", kind)
-    checkpoint = open_checkpoint(path)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(checkpoint.config())
-    for chunk in (1000, checkpoints.CHUNK):
-        with mock.patch.object(checkpoints, "CHUNK", chunk):
-            for name, tensor in checkpoint.tensors(model).items():
-                if len(tensor.shape) != 2:
-                    assert tensor.integers is None, name
-                    continue
-                rows, columns = tensor.shape
-                box = Box((rows // 3, 32), (rows // 2, columns - 32))
-                parts = tensor.read_integers(box)
-                if group == 0:
-                    assert parts is None
-                    continue
-                assert parts is not None
-                integers, scales = parts
-                assert integers.dtype == torch.int8 and scales.dtype == torch.float32
-                assert scales.shape == (rows // 2, (columns - 32) // group)
-                values = torch.empty(box.shape)
-                tensor.read(box, values)
-                got = integers.unflatten(1, (-1, group)) * scales.unsqueeze(2)
-                assert torch.equal(got.flatten(1), values), name
-                for begin, count in ((32, columns - 36), (4, group)):
-                    assert tensor.read_integers(Box((0, begin), (rows, count))) is None
+    for name, tensor in tensors_of(hf_folders.gguf_file(tmp_path / "model.gguf", kind)):
+        if len(tensor.shape) != 2:
+            assert tensor.integers is None, name
+            continue
+        rows, columns = tensor.shape
+        box = Box((rows // 3, 32), (rows // 2, columns - 32))
+        parts = tensor.read_integers(box)
+        if group == 0:
+            assert parts is None
+            continue
+        assert parts is not None
+        integers, scales = parts
+        assert integers.dtype == torch.int8 and scales.dtype == torch.float32
+        assert scales.shape == (rows // 2, (columns - 32) // group)
+        values = torch.empty(box.shape)
+        tensor.read(box, values)
+        got = integers.unflatten(1, (-1, group)) * scales.unsqueeze(2)
+        assert torch.equal(got.flatten(1), values), name
+        for begin, count in ((32, columns - 36), (4, group)):
+            assert tensor.read_integers(Box((0, begin), (rows, count))) is None
 
 
 @pytest.mark.parametrize(("vocabulary", "names_size"), [(MANY, False), (47, True)])
@@ -143,43 +113,23 @@ def test_the_configuration_of_a_gguf_file_is_read_without_its_vocabulary(
     assert not small.exists()
 
 
-def test_a_count_of_tokens_that_the_file_cannot_hold(tmp_path: Path) -> None:
-    path = hf_folders.gguf_file(tmp_path / "model.gguf", "F16", vocabulary=MANY)
-    field = gguf.GGUFReader(path).fields[TOKENS]
-    data = bytearray(path.read_bytes())
-    at = field.offset + sum(part.nbytes for part in field.parts[:4])
-    assert struct.unpack_from("<Q", data, at) == (MANY,)
-    struct.pack_into("<Q", data, at, 1 << 60)
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match="cannot be read as a GGUF model"):
-        GGUFCheckpoint(path).config()
-
-
-def test_tensors_that_no_index_names_and_the_widest_dtype(tmp_path: Path) -> None:
+def test_which_tensors_of_a_folder_are_read(tmp_path: Path) -> None:
+    """Those that the index names, in the widest of their dtypes; as in transformers, one file goes
+    before an index."""
     tensors = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(2)}
-    safetensors.save_file(
-        tensors | {"c": torch.ones(2, dtype=torch.complex64)}, tmp_path / "x.safetensors"
-    )
-    index: dict[str, dict[str, str]] = {
-        "metadata": {},
-        "weight_map": dict.fromkeys(tensors, "x.safetensors"),
-    }
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    others = {"c": torch.ones(2, dtype=torch.complex64)}
+    safetensors.save_file(tensors | others, tmp_path / "x.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "x.safetensors")}
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text(json.dumps(index))
     assert SafetensorsCheckpoint(tmp_path).dtype() == torch.float32
     index["weight_map"]["c"] = "x.safetensors"
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    file.write_text(json.dumps(index))
     with pytest.raises(NotImplementedError, match="c has dtype"):
         SafetensorsCheckpoint(tmp_path).dtype()
-
-
-def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
-    """As in transformers."""
-    for name, value in (("old.safetensors", 1.0), ("model.safetensors", 2.0)):
-        safetensors.save_file({"w": torch.full((2,), value)}, tmp_path / name)
-    index = {"metadata": {}, "weight_map": {"w": "old.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    safetensors.save_file({"a": torch.full((2,), 2.0)}, tmp_path / "model.safetensors")
     out = torch.empty(2)
-    SafetensorsCheckpoint(tmp_path)._stored["w"].read(Box.full((2,)), out)
+    SafetensorsCheckpoint(tmp_path)._stored["a"].read(Box.full((2,)), out)
     assert out.tolist() == [2, 2]
 
 

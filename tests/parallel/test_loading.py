@@ -4,6 +4,7 @@ ranks, from folders, from the shards of other numbers of ranks, and from GGUF fi
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 import tpkernels
 from tests.support import hf_folders, hf_models
 from tests.support.cases import RanksFixture
-from tests.support.ranked import report
+from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 from tpkernels.launch import Ranks
@@ -30,34 +31,28 @@ pytest.importorskip("safetensors")
 RESET = Path("/proc/self/clear_refs")
 
 
-def loaded_job(path: str, whole_path: str, new: int, options: dict[str, Any]) -> list[str]:
-    """What is wrong with a model that was loaded by shards."""
+def loaded_job(path: str, whole_path: str, options: dict[str, Any]) -> None:
+    """A model that was loaded by shards is as transformers loads it."""
     model = tpkernels.from_pretrained(path, hf_models.mesh_of_all(), **options)
     file = Path(whole_path)
     place = {"gguf_file": file.name} if file.is_file() else {}
     folder = file.parent if file.is_file() else file
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder, **place)
     ids = torch.arange(3 * 11).view(3, 11) % (whole.config.vocab_size - 1) + 1
-    failures = []
     with torch.no_grad():
-        failures.append(hf_models.wrong_logits(model(ids).logits, whole, ids))
-    settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    want = whole.generate(ids[:1], **settings)
-    got = model.generate(ids[:1], **settings)
-    failures.append(None if torch.equal(got, want) else f"tokens {got}, expected {want}")
+        assert (wrong := hf_models.wrong_logits(model(ids).logits, whole, ids)) is None, wrong
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids[:1], **settings), whole.generate(ids[:1], **settings))
     weights, state = whole.state_dict(), tnn.full_state_dict(model)
-    if set(weights) != set(state) or not all(torch.equal(weights[n], state[n]) for n in weights):
-        failures.append("the weights differ")
+    assert set(weights) == set(state)
+    assert all(torch.equal(weights[name], state[name]) for name in weights)
     heads = [each.lm_head.weight is each.model.embed_tokens.weight for each in (whole, model)]
     begins = [each.generation_config.bos_token_id for each in (whole, model)]
-    if heads[0] != heads[1] or begins[0] != begins[1] or model.training:
-        failures.append(f"{model.training=}, tied {heads}, generation begins with {begins}")
-    return [failure for failure in failures if failure]
+    assert heads[0] == heads[1] and begins[0] == begins[1] and not model.training
 
 
 def check(ranks: RanksFixture, world: int, path: Path, whole: Path, **options: Any) -> None:
-    results = ranks(world).run(loaded_job, str(path), str(whole), 6, options, timeout=120)
-    report(f"{path.name}: {failure}" for rank in results for failure in rank)
+    ranks(world).run(loaded_job, str(path), str(whole), options, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -116,56 +111,38 @@ def test_a_gguf_file_and_its_shards(ranks: RanksFixture, tmp_path: Path) -> None
     check(ranks, 2, tmp_path / "shards", path)
 
 
-def integers_job(path: str, group: int) -> list[str]:
-    """What is wrong with the integers of a GGUF file in 8 bits."""
+def integers_job(path: str, group: int) -> None:
+    """The integers of a GGUF file are packed as they are."""
     file = Path(path)
     whole = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    names: list[str] = []
+    names: set[str] = set()
     read = pretrained._read
 
     def recorded(slot: pretrained.Slot, device: torch.device) -> None:
-        if slot.part().size:
-            names.append(slot.name)
+        if slot.parts()[0].size and "norm" not in slot.name:
+            names.add(slot.name)
         read(slot, device)
 
-    mesh, failures = hf_models.mesh_of_all(), []
+    mesh, ids = hf_models.mesh_of_all(), torch.arange(3 * 11).view(3, 11) % 46 + 1
     for dtype in (torch.float32, torch.bfloat16):
         names.clear()
         with mock.patch.object(pretrained, "_read", recorded):
             model = tpkernels.from_pretrained(path, mesh, dtype=dtype, pack="int8")
-        layers = {
-            f"{name}.weight": layer
-            for name, layer in model.named_modules()
-            if isinstance(layer, ParallelLinear)
-        }
-        if {name for name in names if "norm" not in name} != {"model.embed_tokens.weight"}:
-            failures.append(f"{dtype}: read as floats: {names}")
-        groups = {n: x._packed.shape[2] - 4 for n, x in layers.items() if not x.empty}
-        if set(groups.values()) != {group}:
-            failures.append(f"{dtype}: groups of {groups}")
-        if (model.lm_head.weight is model.model.embed_tokens.weight) != (
-            whole.config.tie_word_embeddings
-        ):
-            failures.append(
-                f"{dtype}: the head's weight is not the embedding's, or is without need"
-            )
-        ids = torch.arange(3 * 11).view(3, 11) % 46 + 1
+        assert names == {"model.embed_tokens.weight"}, names  # read as floats
+        layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
+        packed = [layer._packed["weight"] for layer in layers if not layer.empty]
+        assert {each.shape[2] - 4 for each in packed} == {group}
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        assert tied == whole.config.tie_word_embeddings
         twice = tpkernels.parallelize(copy.deepcopy(whole).to(dtype), mesh, pack="int8")
         with torch.no_grad():
             want = whole(ids).logits
             once_off, twice_off = ((each(ids).logits - want).norm() for each in (model, twice))
-        if not once_off < twice_off < 0.1 * want.norm():
-            failures.append(f"{dtype}: logits are off by {once_off}; quantised twice, {twice_off}")
-        for how, one in (
-            ("", model),
-            ("moved, ", model.to("cpu")),
-            ("rounded, ", model.bfloat16()),
-        ):
+        assert once_off < twice_off < 0.1 * want.norm(), (once_off, twice_off)
+        for one in (model, model.to("cpu"), model.bfloat16()):
             state = tnn.full_state_dict(one)
             for name, value in whole.state_dict().items():
-                if not torch.equal(state[name], value.to(one.dtype)):
-                    failures.append(f"{dtype}, {how}{name}: another weight")
-    return failures
+                assert torch.equal(state[name], value.to(one.dtype)), (dtype, one.dtype, name)
 
 
 @pytest.mark.parametrize(
@@ -175,39 +152,38 @@ def integers_job(path: str, group: int) -> list[str]:
 def test_integers_of_a_gguf_file(
     ranks: RanksFixture, tmp_path: Path, kind: str, world: int
 ) -> None:
-    """They are packed as they are, without the weights in fp32 between."""
     path = hf_folders.gguf_file(tmp_path / "model.gguf", kind, tied=world == 1)
-    results = ranks(world).run(integers_job, str(path), 16 if kind == "Q6_K" else 32, timeout=120)
-    report(failure for rank in results for failure in rank)
+    ranks(world).run(integers_job, str(path), 16 if kind == "Q6_K" else 32, timeout=120)
 
 
-def dtype_job(path: str) -> list[str]:
-    mesh, failures = hf_models.mesh_of_all(), []
+def folder_of_all(save: Callable[[Path], Any], path: Path) -> Path:
+    """The path, after rank 0 has saved to it."""
+    if dist.get_rank() == 0:
+        save(path)
+    dist.barrier()
+    return path
+
+
+@on_ranks(2)
+def test_dtypes_and_packing(tmp_path: Path) -> None:
+    path = folder_of_all(hf_models.make("llama").bfloat16().save_pretrained, tmp_path)
+    mesh = hf_models.mesh_of_all()
     for dtype, want in ((None, torch.bfloat16), (torch.float32, torch.float32)):
         model = tpkernels.from_pretrained(path, mesh, dtype=dtype, pack=dtype is not None)
         found = {parameter.dtype for parameter in model.parameters()} | {model.dtype}
-        if found != {want} or model.model.rotary_emb.inv_freq.dtype != torch.float32:
-            failures.append(f"{dtype}: {found}")
-        packed = model.model.layers[0].mlp.up_proj._packed
-        if (None if packed is None else packed.dtype) != dtype:
-            failures.append(f"{dtype}: {packed=}")
+        assert found == {want} and model.model.rotary_emb.inv_freq.dtype == torch.float32
+        packed = model.model.layers[0].mlp.up_proj._packed.values()
+        assert [each.dtype for each in packed] == ([] if dtype is None else [dtype])
     model = tpkernels.from_pretrained(path, mesh, pack="int8")
-    if model.model.layers[0].mlp.up_proj._packed.dtype != torch.int8:
-        failures.append("int8: another dtype")
-    if any(
-        layer.weight.dim() == 2 for layer in model.modules() if isinstance(layer, ParallelLinear)
-    ):
-        failures.append("int8: plain weights are kept")
-    return failures
+    assert model.model.layers[0].mlp.up_proj._packed["weight"].dtype == torch.int8
+    layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
+    assert all(layer.weight.dim() == 3 for layer in layers), "plain weights are kept"
 
 
-def test_dtypes_and_packing(ranks: RanksFixture, tmp_path: Path) -> None:
-    hf_models.make("llama").bfloat16().save_pretrained(tmp_path)
-    report(failure for rank in ranks(2).run(dtype_job, str(tmp_path)) for failure in rank)
-
-
-def plan_job(path: str) -> list[str]:
+@on_ranks(2)
+def test_a_plan(tmp_path: Path) -> None:
     """A plan's parameters are DTensors with the values of torch's own."""
+    path = folder_of_all(lambda path: hf_models.make("llama").save_pretrained(path), tmp_path)
     plan: dict[str, ParallelStyle] = {
         "model.layers.*.mlp.gate_proj": ColwiseParallel(),
         "model.layers.*.mlp.up_proj": FusedColwiseParallel(),
@@ -217,19 +193,10 @@ def plan_job(path: str) -> list[str]:
     whole = transformers.AutoModelForCausalLM.from_pretrained(path)
     ids = torch.arange(12).view(1, 12)
     wrong = hf_models.wrong_logits(model(ids).logits.detach(), whole, ids)
-    failures = [] if wrong is None else [wrong]
+    assert wrong is None, wrong
     weight = model.model.layers[1].mlp.down_proj.weight
-    if weight.to_local().shape[1] != (22 + 1) // dist.get_world_size():
-        failures.append(f"the shard has shape {weight.to_local().shape}")
-    if not torch.equal(weight.full_tensor(), whole.model.layers[1].mlp.down_proj.weight):
-        failures.append("down_proj differs")
-    return failures
-
-
-def test_a_plan(ranks: RanksFixture, tmp_path: Path) -> None:
-    path = hf_folders.folder(tmp_path)
-    results = ranks(2).run(plan_job, str(path), timeout=120)
-    report(failure for rank in results for failure in rank)
+    assert weight.to_local().shape[1] == (22 + 1) // dist.get_world_size()
+    assert torch.equal(weight.full_tensor(), whole.model.layers[1].mlp.down_proj.weight)
 
 
 def test_a_base_model_and_tensors_without_use(ranks: RanksFixture, tmp_path: Path) -> None:

@@ -63,12 +63,9 @@ def configure(**values: Any) -> Callable[[Path], Any]:
     return lambda path: hf_folders.change_config(path, **values)
 
 
-def truncate(path: Path) -> None:
-    os.truncate(files(path)[2], files(path)[2].stat().st_size - 8)
-
-
-def misplace(path: Path) -> None:
-    rewrite(lambda weights: weights.update({NORM: files(path)[0].name}))(path)
+def name_file(file: Callable[[Path], str]) -> Callable[[Path], Any]:
+    """Names another file for a tensor in the index."""
+    return lambda path: rewrite(lambda weights: weights.update({NORM: file(path)}))(path)
 
 
 NORM = "model.norm.weight"
@@ -77,10 +74,10 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "FileNotFoundError: there is no .*pass a local folder": shutil.rmtree,
     "FileNotFoundError: .*has no config.json": lambda path: (path / "config.json").unlink(),
     "FileNotFoundError: .*has neither model.safetensors nor": lambda path: (path / INDEX).unlink(),
-    "FileNotFoundError: .*safetensors is missing, and the index": lambda path: files(path)[
-        2
-    ].unlink(),
-    "ValueError: .*is damaged or truncated": truncate,
+    "FileNotFoundError: .*is missing, and the index": lambda path: files(path)[2].unlink(),
+    "ValueError: .*is damaged or truncated": (
+        lambda path: os.truncate(files(path)[2], files(path)[2].stat().st_size - 8)
+    ),
     r"NotImplementedError: .*\(model_type 'gpt2'\) is not supported without": (
         configure(model_type="gpt2")
     ),
@@ -93,9 +90,11 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "NotImplementedError: .*is quantised": configure(quantization_config={"bits": 4}),
     "ValueError: .*is not JSON": lambda path: (path / INDEX).write_text("{"),
     "ValueError: .*names the file '../model.safetensors', not one in its folder": (
-        rewrite(lambda weights: weights.update({NORM: "../model.safetensors"}))
+        name_file(lambda path: "../model.safetensors")
     ),
-    f"ValueError: .*has no {NORM}, which the index says it has": misplace,
+    f"ValueError: .*has no {NORM}, which the index says it has": (
+        name_file(lambda path: files(path)[0].name)
+    ),
 }
 
 

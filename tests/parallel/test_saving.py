@@ -26,25 +26,21 @@ pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 
-def differences(model: Any, folder: Path, wanted: Path) -> list[str]:
-    """How the files in a folder differ from those in ``wanted``, and the model from ``model``."""
-    files = [sorted(path.name for path in place.iterdir()) for place in (folder, wanted)]
-    _, wrong, missing = filecmp.cmpfiles(folder, wanted, files[1], shallow=False)
-    if files[0] != files[1] or wrong or missing:
-        return [f"{folder.name} has the files {files[0]}, not {files[1]}; {wrong} differ"]
-    again, failures = type(model).from_pretrained(folder), []
-    if again.generation_config.to_dict() != model.generation_config.to_dict():
-        failures.append(f"{folder.name}: another generation config")
+def check_files(model: Any, folder: Path, wanted: Path) -> None:
+    """The files in a folder are those in ``wanted``, and they are of ``model``."""
+    names = sorted(path.name for path in wanted.iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert filecmp.cmpfiles(folder, wanted, names, shallow=False)[0] == names
+    again = type(model).from_pretrained(folder)
+    assert again.generation_config.to_dict() == model.generation_config.to_dict()
     tied = again.lm_head.weight is again.model.embed_tokens.weight
-    if tied != model.config.tie_word_embeddings:
-        failures.append(f"{folder.name}: the embeddings are not tied as they were")
-    return failures + unequal(again.state_dict(), model.state_dict())
+    assert tied == model.config.tie_word_embeddings
+    check_equal(again.state_dict(), model.state_dict())
 
 
-def unequal(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    if set(state) != set(expected):
-        return [f"has {list(state)}, not {list(expected)}"]
-    return [f"{n} differs" for n in expected if not torch.equal(state[n], expected[n])]
+def check_equal(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(state) == set(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +48,7 @@ def unequal(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     sweep([("llama", True, 2), ("qwen3", False, 3), ("qwen3", True, 1)]),
 )
 @on_ranks()
-def test_the_files_are_the_unsharded_models(
-    tmp_path: Path, model_type: str, tied: bool
-) -> list[str]:
-    folder, failures = tmp_path, []
+def test_the_files_are_the_unsharded_models(tmp_path: Path, model_type: str, tied: bool) -> None:
     model = hf_models.make(model_type, tied=tied)
     model.generation_config.update(temperature=0.5, do_sample=True)
     ways: dict[str, dict[str, Any]] = {
@@ -67,24 +60,19 @@ def test_the_files_are_the_unsharded_models(
         parallel = copy.deepcopy(model)
         tpkernels.parallelize(parallel, hf_models.mesh_of_all(), sequence_parallel=sequence)
         for way, options in ways.items():
-            wanted, saved = folder / f"{way} {sequence} wanted", folder / f"{way} {sequence}"
+            wanted, saved = tmp_path / f"{way} {sequence} wanted", tmp_path / f"{way} {sequence}"
             if dist.get_rank() == 0:
                 model.save_pretrained(wanted, **options)
             parallel.save_pretrained(saved, **options)
+            assert (saved / "config.json").exists(), "a rank returns before it is written"
+            assert (len(list(saved.glob("*.safetensors"))) > 2) == (way == "several")
             if dist.get_rank() == 0 and way != "variant":
-                failures += differences(model, saved, wanted)
-            if not (saved / "config.json").exists():
-                failures.append(f"rank {dist.get_rank()} returns before {saved} is written")
-            parts = len(list(saved.glob("*.safetensors")))
-            if (parts > 2) != (way == "several"):
-                failures.append(f"{saved} has {parts} files of weights")
-    return failures
+                check_files(model, saved, wanted)
 
 
 @on_ranks(1)
-def test_a_model_that_was_saved_before_is_replaced(tmp_path: Path) -> list[str]:
+def test_a_model_that_was_saved_before_is_replaced(tmp_path: Path) -> None:
     """In another number of files."""
-    failures: list[str] = []
     parallel = tpkernels.parallelize(hf_models.make("llama"), hf_models.mesh_of_all())
     for variant in (None, "small"):
         folder, several = tmp_path / str(variant), {"max_shard_size": "8KB"}
@@ -93,20 +81,16 @@ def test_a_model_that_was_saved_before_is_replaced(tmp_path: Path) -> list[str]:
                 parallel.model.norm.weight.mul_(2)
             parallel.save_pretrained(folder, variant=variant, **options)
             again = type(parallel).from_pretrained(folder, variant=variant)
-            if not torch.equal(again.model.norm.weight, parallel.model.norm.weight):
-                failures.append(f"{variant}, {options}: transformers reads older weights")
+            assert torch.equal(again.model.norm.weight, parallel.model.norm.weight), "older weights"
             files = sorted(path.name for path in folder.glob("model*"))
-            index = any("index" in name for name in files)
-            if not (len(files) > 1) == index == bool(options):
-                failures.append(f"{variant}, {options}: {files}")
-    return failures
+            assert (len(files) > 1) == any("index" in name for name in files) == bool(options)
 
 
 @on_ranks(2)
-def test_arguments(tmp_path: Path) -> list[str]:
+def test_arguments(tmp_path: Path) -> None:
     """Saves the caller's state dict, whole or sharded; the base model alone; a copy; a pickled one;
     and twice."""
-    folder, failures, mesh = tmp_path, [], hf_models.mesh_of_all()
+    folder, mesh = tmp_path, hf_models.mesh_of_all()
     model = hf_models.make("llama")
     parallel = tpkernels.parallelize(copy.deepcopy(model), mesh)
     torch.save(parallel, folder / f"{dist.get_rank()}.pt")
@@ -133,9 +117,7 @@ def test_arguments(tmp_path: Path) -> list[str]:
             "copy": state | zeroed,
         }
         for name, values in expected.items():
-            saved = safetensors.load_file(folder / name / "model.safetensors")
-            failures += [f"{name}: {wrong}" for wrong in unequal(saved, values)]
-    return failures
+            check_equal(safetensors.load_file(folder / name / "model.safetensors"), values)
 
 
 def saves(model: Any, does: Callable[..., None]) -> Any:
@@ -166,7 +148,7 @@ def test_rank_0_alone_calls_transformers() -> None:
 
 @pytest.mark.thorough
 @on_ranks(3)
-def test_a_group_that_is_not_all_ranks(tmp_path: Path) -> list[str]:
+def test_a_group_that_is_not_all_ranks(tmp_path: Path) -> None:
     """Ranks 1 and 2 of three, which are ranks 0 and 1 of their mesh."""
     mesh, rank = DeviceMesh("cpu", [1, 2]), dist.get_rank()
     model = hf_models.make("llama")
@@ -176,7 +158,8 @@ def test_a_group_that_is_not_all_ranks(tmp_path: Path) -> list[str]:
     else:
         tpkernels.parallelize(copy.deepcopy(model), mesh).save_pretrained(folder)
     dist.barrier()
-    return differences(model, folder, wanted) if rank == 0 else []
+    if rank == 0:
+        check_files(model, folder, wanted)
 
 
 @on_ranks(2)

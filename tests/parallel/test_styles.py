@@ -1,19 +1,26 @@
 """One Linear under the fused styles against the unsharded one: every layout, also with uneven
-shards; layouts that the fused styles leave to torch's; and refusals."""
+shards; layouts that the fused styles leave to torch's; and refusals. A model with styles of both
+kinds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support.ranked import on_ranks, recorded_calls, unlike
@@ -38,22 +45,20 @@ def _whole(
     return x.full_tensor()
 
 
-def _one(
+def _check(
     style: Any,
     shape: tuple[int, ...],
     layout: Placement,
     as_dtensor: bool,
     output: Placement,
     uneven: int = 0,
-) -> list[str]:
-    """Checks one Linear under the style, in float64, with its input laid out as ``layout``.
+) -> None:
+    """Check one Linear under the style, in float64, with its input laid out as ``layout``.
     ``uneven``: by how much the numbers of features exceed a multiple of the ranks."""
     mesh = _mesh()
-    features = 6 * mesh.size() + uneven
     torch.manual_seed(1)
-    whole, linear = (nn.Linear(shape[-1], features).double() for _ in range(2))
-    linear.load_state_dict(whole.state_dict())
-    parallelize_module(linear, mesh, style)
+    whole = nn.Linear(shape[-1], 6 * mesh.size() + uneven).double()
+    linear = parallelize_module(deepcopy(whole), mesh, style)
     x = torch.randn(shape, dtype=F64, requires_grad=True)
     mine: Any = distribute_tensor(x.detach(), mesh, [layout])
     mine = (mine if as_dtensor else mine.to_local()).requires_grad_()
@@ -64,32 +69,26 @@ def _one(
     with recorded_calls() as calls:
         y = linear(mine)
     case = f"{style}, {layout}"
-    if isinstance(y, DTensor) == style.use_local_output:
-        return [f"{case}: gives {type(y)}"]
-    if isinstance(y, DTensor) and y.placements != (output,):
-        return [f"{case}: gives {y.placements}"]
+    assert isinstance(y, DTensor) != style.use_local_output, f"{case}: gives {type(y)}"
+    assert not isinstance(y, DTensor) or y.placements == (output,), f"{case}: {y.placements}"
     part: Any = distribute_tensor(cotangent, mesh, [output])
     y.backward(part if isinstance(y, DTensor) else part.to_local())
     pairs = {"y": (_whole(y.detach(), mesh, output, expected), expected)}
     pairs["x"] = (_whole(mine.grad, mesh, layout, x), x.grad)
     for name, p in linear.named_parameters():
         pairs[name] = (p.grad.full_tensor(), getattr(whole, name).grad)  # type: ignore[union-attr]
-    failures = [
-        f"{case}: {name} differs by {(got - want).abs().max()}"
-        for name, (got, want) in pairs.items()
-        if not torch.allclose(got, want, rtol=1e-12, atol=1e-12)
-    ]
+    for name, (got, want) in pairs.items():
+        assert torch.allclose(got, want, rtol=1e-12, atol=1e-12), f"{case}: {name}"
     op = "all_gather_matmul"
     if isinstance(style, FusedRowwiseParallel):
         replicated = style.output_layouts[0].is_replicate()
         op = f"matmul_{'all_reduce' if replicated else 'reduce_scatter'}"
-    return failures + ([] if calls == [op] else [f"{case}: {calls}"])
+    assert calls == [op], f"{case}: {calls}"
 
 
 @on_ranks(2)
-def test_every_layout() -> list[str]:
+def test_every_layout() -> None:
     world = dist.get_world_size()
-    failures = []
     k, even = 4 * world, 2 * world
     for dim, local in ((0, True), (1, True), (1, False), (-2, True)):
         shape = (even, 3, k) if dim == 0 else (3, even, k)
@@ -97,53 +96,38 @@ def test_every_layout() -> list[str]:
         column = FusedColwiseParallel(input_layouts=Shard(dim), use_local_output=local)
         row = FusedRowwiseParallel(output_layouts=Shard(dim), use_local_output=local)
         for as_dtensor in (True, False):
-            failures += _one(column, shape, at, as_dtensor, Shard(2))
-            failures += _one(row, shape, Shard(2), as_dtensor, at)
+            _check(column, shape, at, as_dtensor, Shard(2))
+            _check(row, shape, Shard(2), as_dtensor, at)
     shape, spread = (3, even, k), FusedColwiseParallel(input_layouts=Shard(1), output_layouts=WHOLE)
-    failures += _one(spread, shape, Shard(1), False, WHOLE)
-    failures += _one(FusedRowwiseParallel(), shape, Shard(2), False, WHOLE)
-    failures += _one(FusedRowwiseParallel(input_layouts=WHOLE), shape, WHOLE, False, WHOLE)
-    row = FusedRowwiseParallel(output_layouts=Shard(-1))
-    failures += _one(row, shape, Shard(2), True, Shard(2))
-    return failures
+    _check(spread, shape, Shard(1), False, WHOLE)
+    _check(FusedRowwiseParallel(), shape, Shard(2), False, WHOLE)
+    _check(FusedRowwiseParallel(input_layouts=WHOLE), shape, WHOLE, False, WHOLE)
+    _check(FusedRowwiseParallel(output_layouts=Shard(-1)), shape, Shard(2), True, Shard(2))
 
 
 @on_ranks(3)
-def test_uneven_shards() -> list[str]:
+def test_uneven_shards() -> None:
     """DTensors know the unsharded size; with one row, some ranks have none."""
     world = dist.get_world_size()
-    failures = []
     column = FusedColwiseParallel(input_layouts=Shard(1), use_local_output=False)
-    row = FusedRowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    last = FusedRowwiseParallel(output_layouts=Shard(2), use_local_output=False)
     for rows in (2 * world + 1, 1):
         shape = (3, rows, 4 * world + 1)
-        failures += _one(column, shape, Shard(1), True, Shard(2), uneven=1)
-        failures += _one(row, shape, Shard(2), True, Shard(1), uneven=1)
-        failures += _one(last, shape, Shard(2), True, Shard(2), uneven=1)
-    failures += _one(FusedRowwiseParallel(), shape, Shard(2), False, WHOLE, uneven=1)
-    return failures
+        _check(column, shape, Shard(1), True, Shard(2), uneven=1)
+        for dim in (1, 2):
+            row = FusedRowwiseParallel(output_layouts=Shard(dim), use_local_output=False)
+            _check(row, shape, Shard(2), True, Shard(dim), uneven=1)
+    _check(FusedRowwiseParallel(), shape, Shard(2), False, WHOLE, uneven=1)
 
 
 @on_ranks(2)
-def test_nothing_to_fuse() -> list[str]:
+def test_nothing_to_fuse() -> None:
     """Layouts with nothing to fuse give the bits of torch's styles."""
-    mesh, failures = _mesh(), []
-    x = torch.randn(2, 4, 8)
-    dist.broadcast(x, 0)
+    torch.manual_seed(3)
+    mesh, x, plain = _mesh(), torch.randn(2, 4, 8), nn.Linear(8, 6)
     for options in ({}, {"output_layouts": WHOLE}):
-        fused, plain = FusedColwiseParallel(**options), ColwiseParallel(**options)
-        torch.manual_seed(3)
-        linear = nn.Linear(8, 6)
-        results = []
-        for style in (fused, plain):
-            copy = nn.Linear(8, 6)
-            copy.load_state_dict(linear.state_dict())
-            parallelize_module(copy, mesh, style)
-            results.append(copy(x))
-        if not torch.equal(*results):
-            failures.append(f"{fused}: {results}")
-    return failures
+        styles_of_both = FusedColwiseParallel(**options), ColwiseParallel(**options)
+        results = [parallelize_module(deepcopy(plain), mesh, s)(x) for s in styles_of_both]
+        assert torch.equal(*results), options
 
 
 @on_ranks(2)
@@ -222,3 +206,50 @@ def test_torchs_style_stays_unless_the_op_is_faster(op: str) -> None:
             parallelize_module(linear, mesh, STYLES[op]())
         tables.pop("cuda", None)
         assert type(linear).__name__ == name, (ms, at)
+
+
+# The fused styles in a model, together with torch's.
+
+WIDTH, HIDDEN = 8, 12
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(x + self.down(self.up(self.norm(x)).relu()))
+
+
+PLAN = {
+    "norm": SequenceParallel(),
+    "up": FusedColwiseParallel(input_layouts=Shard(1)),
+    "down": FusedRowwiseParallel(output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=WHOLE),
+}
+
+
+@on_ranks(2)
+def test_among_torchs_styles() -> None:
+    """Gradients, a step of an optimizer and the state dict are those of the unsharded model."""
+    mesh = _mesh()
+    torch.manual_seed(2)
+    whole = Model().double()
+    model = parallelize_module(deepcopy(whole), mesh, PLAN)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (whole, model)]
+    x = torch.randn(4, 12, WIDTH, dtype=F64)
+    mine = x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+    for module, rows in ((whole, x), (model, mine)):
+        (module(rows) ** 2).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        got = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        assert torch.allclose(got, q.grad, rtol=1e-12, atol=1e-12), f"the gradient of {name}"
+    for optimizer in optimizers:
+        optimizer.step()
+    full = dcp_state.StateDictOptions(full_state_dict=True)
+    state = dcp_state.get_model_state_dict(model, options=full)
+    assert list(state) == list(whole.state_dict())
+    for name, want in whole.state_dict().items():
+        assert torch.allclose(state[name], want, rtol=1e-9, atol=1e-9), name

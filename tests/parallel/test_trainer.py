@@ -69,30 +69,30 @@ def test_gradients_and_weights() -> list[str]:
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     of_launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
     of_launcher |= {"LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    failures, results = [], {}
+    results = {}
 
-    def train(model: Any, launched: dict[str, str]) -> Any:
+    def forget_ranks() -> None:
         for state in (AcceleratorState, GradientState, PartialState):
             state._shared_state.clear()
+
+    def train(model: Any, launched: dict[str, str]) -> Any:
+        forget_ranks()
         with mock.patch.dict(os.environ, launched):
             return _trained(model)
 
     try:
-        results["single"] = train(single, {})
+        norms, weights = train(single, {})
         results["spmd"] = train(parallel, {})
-        failures += unlike(
+        failures = unlike(
             {"DistributedDataParallel would treat the pa": lambda: train(parallel, of_launcher)}
         )
         with mock.patch.object(ParallelismConfig, "_validate_accelerator"):  # refuses CPUs
             results["accelerate"] = train(declared, of_launcher)
     finally:
         os.environ.update(environment)
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._shared_state.clear()
-    norms, weights = results.pop("single")
+        forget_ranks()
     for name, (got_norms, got) in results.items():
-        if not torch.allclose(torch.tensor(got_norms), torch.tensor(norms), rtol=1e-4):
-            failures.append(f"{name}: norms {got_norms}, not {norms}")
-        far = [key for key in weights if not torch.allclose(got[key], weights[key], atol=1e-4)]
-        failures += [f"{name}: {far} differ"] if far else []
+        assert torch.allclose(torch.tensor(got_norms), torch.tensor(norms), rtol=1e-4), name
+        for key, want in weights.items():
+            assert torch.allclose(got[key], want, atol=1e-4), (name, key)
     return failures

@@ -22,11 +22,12 @@ from tpkernels.nn.linear import (
     QKVParallelLinear,
     RowParallelLinear,
     column_parallel,
-    pack_,
 )
 from tpkernels.nn.moe import MoE
+from tpkernels.nn.packing import pack_
 from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ranks
-from tpkernels.nn.sharding import ShardTensor, clip_grad_norm_, full_state_dict
+from tpkernels.nn.sharding import ShardTensor, full_state_dict
+from tpkernels.nn.torch_tools import clip_grad_norm_
 from tpkernels.nn.vocabulary import (
     ParallelLMHead,
     VocabParallelEmbedding,

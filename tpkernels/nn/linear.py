@@ -3,12 +3,10 @@ features (row-parallel), and several column-parallel layers of one input."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, ClassVar, Self, TypeVar, Unpack, cast
+from typing import Any, ClassVar, Self, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +14,12 @@ from torch import nn
 
 from tpkernels import groups
 from tpkernels.groups import GroupLike
-from tpkernels.local.packed import (
-    check_finite,
-    check_packable,
-    is_packed,
-    pack_shard,
-    scale_group,
-    unpack,
-)
+from tpkernels.nn import packing
+from tpkernels.nn.packing import PackableModule
 from tpkernels.nn.regions import gather_from_ranks
 from tpkernels.nn.sharding import (
     LayerOptions,
     SequenceOptions,
-    ShardedModule,
-    ShardTensor,
     Split,
     check_parameter,
     check_plain,
@@ -42,54 +32,17 @@ from tpkernels.ops.matmul_reduce_scatter import run_matmul_reduce_scatter
 from tpkernels.ops.registration import bias_list
 from tpkernels.shards import shard_sizes as balanced_sizes
 
-Module = TypeVar("Module", bound=nn.Module)
 QKV = ("q_proj", "k_proj", "v_proj")
-
-
-class PackableModule(ShardedModule):
-    """A layer whose weights `pack_` packs."""
-
-    def pack_(self, *, drop: bool = False, dtype: torch.dtype | None = None) -> Self:
-        """Pack the weights for inference on CPUs; return the layer."""
-        raise NotImplementedError
-
-    def check_packable(self, what: str, dtype: torch.dtype | None) -> None:
-        """Raise what `pack_` raises. ``what`` precedes the names of weights in messages."""
-        raise NotImplementedError
-
-    def _load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
-        """If the layer is packed, use ``plain`` weights, into which a checkpoint will be read,
-        until it is packed again."""
-        raise NotImplementedError
-
-    def _follow_loads(
-        self, state_dict: Mapping[str, Any], prefix: str, plain: Mapping[str, nn.Parameter]
-    ) -> None:
-        """Have `_load_into` called before a checkpoint is read into a state dict with the ``plain``
-        weights."""
-        layer = weakref.ref(self)
-
-        def before_load() -> None:
-            if (alive := layer()) is not None:
-                alive._load_into(plain)
-
-        for name in plain:
-            if isinstance(value := state_dict.get(prefix + name), ShardTensor):
-                value._before_load = before_load
 
 
 class ParallelLinear(PackableModule):
     """``x @ weight^T + bias``, the weight [out_features, in_features] split along one of its
     dims."""
 
+    packable = ("weight",)
     _split_dim: ClassVar[int]  # 0: the output features, and the bias with them; 1: the input's
     weight: nn.Parameter
     bias: nn.Parameter | None
-    _packed: torch.Tensor | None = None  # what the ops get in place of weight.t()
-    _asked_dtype: torch.dtype | None = None  # that `pack_` was given
-    _plain_dtype: torch.dtype | None = None  # of a weight that it dropped
-    # The packed weight before `_load_into`, and whether the plain one was dropped.
-    _packed_before: tuple[torch.Tensor, bool] | None = None
 
     def __init__(
         self,
@@ -119,8 +72,14 @@ class ParallelLinear(PackableModule):
         bias, device and dtype are those of ``linear``; ``options`` are the constructor's others.
         Raise TypeError if ``linear`` is not a plain ``nn.Linear``, NotImplementedError if its
         weight is quantised or distributed."""
-        check_linear(linear, "linear")
-        layer = cls(
+        layer = cls.like(check_linear(linear, "linear"), group, **options)
+        layer.adopt(linear)
+        return layer
+
+    @classmethod
+    def like(cls, linear: nn.Linear, group: GroupLike, **options: Any) -> Self:
+        """Make the layer of `from_linear` on the meta device."""
+        return cls(
             linear.in_features,
             linear.out_features,
             group,
@@ -129,8 +88,6 @@ class ParallelLinear(PackableModule):
             dtype=linear.weight.dtype,
             **options,
         )
-        layer.adopt(linear)
-        return layer
 
     def reset_parameters(self) -> None:
         """Draw weight and bias as ``nn.Linear`` does, by the unsharded fan-in."""
@@ -139,141 +96,20 @@ class ParallelLinear(PackableModule):
             bound = self.in_features**-0.5
             nn.init.uniform_(full, -bound, bound)
 
-        with self._plain_weight():
+        with self._unpacked():
             for name, _ in self.named_parameters():
                 self.fill(name, draw)
 
-    def pack_(self, *, drop: bool = False, dtype: torch.dtype | None = None) -> Self:
-        """Pack the weight for inference on CPUs, as `tpkernels.pack`; return the layer.
-
-        State dicts stay as they are, and ``load_state_dict``, ``to`` and copies of the layer pack
-        the new weight, unless 8 bits have its values already. Other changes of ``weight`` do not
-        reach the packed one: pack it again. ``torch.distributed.checkpoint.load`` into a state dict
-        of the layer unpacks it, even if that fails; ``load_state_dict`` packs it again. Where a
-        gradient would be needed, the layer raises NotImplementedError. A rank without features has
-        nothing to pack.
-
-        Args:
-            drop: do not keep the plain weight, which takes as much memory again. ``weight`` is then
-                the packed one, of three dims; a state dict unpacks it. An embedding that is tied to
-                the layer keeps the weight that they shared.
-            dtype: of the packed weight: the weight's (default), or int8, which is used where K is a
-                multiple of 4. Its scales are those of the unsharded weight, so a row-parallel layer
-                is split at multiples of their groups: ValueError if it is not. A dropped weight of
-                int8 needs no gradient, also when it is unpacked.
-        """
-        fits = self._fits("", dtype)
-        self.unpack_()
-        if not self.empty:
-            packed = pack_shard(self.weight.t(), dtype if fits else None, self.in_features)
-            self.use_packed(packed, drop=drop, dtype=dtype)
-        return self
-
-    def check_packable(self, what: str, dtype: torch.dtype | None) -> None:
-        """Raise what `pack_` raises."""
-        if self._packed is None and not self.empty:
-            check_packable(self.weight, f"{what}weight")
-        if self._fits(what, dtype) and dtype == torch.int8 and not self.empty:
-            check_finite(self.weight, f"{what}weight")
-
-    def use_packed(self, packed: torch.Tensor, *, drop: bool, dtype: torch.dtype | None) -> None:
-        """Do what `pack_` does, given the packed weight. If it is dropped, the plain one may be on
-        the meta device."""
-        if drop:
-            self._plain_dtype = self.weight.dtype
-            trained = self.weight.requires_grad and packed.is_floating_point()
-            self.weight = nn.Parameter(packed, trained)
-        self._packed, self._asked_dtype = packed, dtype
-
-    def _fits(self, what: str, dtype: torch.dtype | None) -> bool:
-        """Return whether the weight's K allows packing it in ``dtype``, or raise ValueError."""
-        sizes = self.splits["weight"].sizes if self._split_dim == 1 else ()
-        return dtype != torch.int8 or scale_group(self.in_features, f"{what}weight", sizes) > 1
-
-    def unpack_(self) -> Self:
-        """Undo `pack_`; return the layer. A dropped weight has the values that were packed."""
-        self._packed_before = None
-        if self._packed is not None:
-            self.weight = self._dense_weight()
-            self._packed = None
-        return self
-
-    def _load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
-        weight, dropped = plain["weight"], is_packed(self.weight)
-        dtype = self._plain_dtype if dropped else self.weight.dtype
-        if (weight.dtype, weight.device) != (dtype, self.weight.device):
-            return  # the state dict is older than a move of the layer
-        if self._packed is not None:
-            self._packed_before = self._packed, dropped
-        if self._packed_before is not None:
-            weight.requires_grad_(self.weight.requires_grad)
-            self.weight, self._packed = weight, None
-
-    def _dense_weight(self) -> nn.Parameter:
-        if not is_packed(self.weight):
-            return self.weight
-        weight = unpack(self.weight).t().to(self._plain_dtype)
-        return nn.Parameter(weight, self.weight.requires_grad)
-
-    @contextmanager
-    def _plain_weight(self) -> Iterator[None]:
-        """Unpack the layer within the block, and pack it again after it, even if it raises.
-        Integers are kept if the weight still has their values: they would be quantised again."""
-        packed, drop = self._packed_before or (self._packed, is_packed(self.weight))
-        self.unpack_()
-        try:
-            yield
-        finally:
-            if packed is not None:
-                self._pack_again(packed, drop)
-
-    def _pack_again(self, packed: torch.Tensor, drop: bool) -> None:
-        weight = self.weight.detach()
-        kept = packed.dtype == torch.int8 and weight.is_cpu and weight.dtype != torch.float64
-        if kept and torch.equal(weight, unpack(packed).t().to(weight.dtype)):
-            self.use_packed(packed, drop=drop, dtype=torch.int8)
-            return
-        try:
-            self.pack_(drop=drop, dtype=self._asked_dtype)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{error}; call unpack_() before") from None
+    def unsharded_k(self, name: str) -> int:
+        return self.in_features
 
     def _operand(self, x: torch.Tensor) -> torch.Tensor:
         """Return the weight [K, N] as the ops take it, or refuse a gradient of a packed one."""
-        if self._packed is None:
+        if not self._packed:
             return self.weight.t()
-        if torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in (x, self.weight, self.bias)
-        ):
-            raise NotImplementedError(
-                f"{self!r} is packed and has no gradient; call it under torch.no_grad(), or "
-                "unpack_() it"
-            )
-        return self._packed
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        with self._plain_weight():
-            super()._apply(fn, recurse)
-        return self
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        with self._plain_weight():
-            super()._load_from_state_dict(*args)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        weight, plain = self.weight, self._dense_weight()
-        self._parameters["weight"] = plain
-        try:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-        finally:
-            self._parameters["weight"] = weight
-        self._follow_loads(destination, prefix, {"weight": plain})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, whose weight is the packed one again where that is all there was."""
-        super().__setstate__(state)
-        if is_packed(self.weight):
-            self._packed = self.weight.detach()
+        if torch.is_grad_enabled():
+            self._refuse_gradient(x)
+        return self._packed["weight"]
 
     def extra_repr(self) -> str:
         features: list[Any] = [self.out_features, self.in_features]
@@ -491,7 +327,7 @@ class _SharedInputLinears(nn.Module):
 
     def pack_(self, *, drop: bool = False, dtype: torch.dtype | None = None) -> Self:
         """Pack each layer's weight; see `ColumnParallelLinear.pack_`."""
-        return pack_(self, drop=drop, dtype=dtype)
+        return packing.pack_(self, drop=drop, dtype=dtype)
 
     @classmethod
     def _from(cls, linears: Mapping[str, nn.Linear], *args: Any, **options: Any) -> Self:
@@ -623,7 +459,7 @@ class Heads:
         sizes = [width if n else 0 for n in self.query_heads]
         pairs = zip(group_of_rank, sizes, strict=True)
         ranges = tuple(((group * width, size),) for group, size in pairs)
-        return {"out_sizes": Split(0, tuple(sizes), 0, ranges), "stand_in": width}
+        return {"out_sizes": Split(0, ranges), "stand_in": width}
 
 
 class QKVParallelLinear(_SharedInputLinears):
@@ -697,19 +533,6 @@ class QKVParallelLinear(_SharedInputLinears):
         [..., key-value heads of this rank * head_dim]."""
         q, k, v = column_parallel(x, self.layers, shard_sizes=shard_sizes)
         return q, k, v
-
-
-def pack_(module: Module, *, drop: bool = False, dtype: torch.dtype | None = None) -> Module:
-    """Pack every parallel linear layer and `MoE` in a module, as `ColumnParallelLinear.pack_`;
-    return the module, which is unchanged if a layer cannot be packed."""
-    layers = {
-        name: layer for name, layer in module.named_modules() if isinstance(layer, PackableModule)
-    }
-    for name, layer in layers.items():
-        layer.check_packable(f"{name}." if name else "", dtype)
-    for layer in layers.values():
-        layer.pack_(drop=drop, dtype=dtype)
-    return module
 
 
 def check_linear(module: nn.Module, name: str) -> nn.Linear:

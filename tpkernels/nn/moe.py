@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self, Unpack
 
@@ -13,15 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpkernels.groups import GroupLike, name_of
-from tpkernels.local.packed import (
-    check_finite,
-    check_packable,
-    is_packed_stack,
-    pack_shard,
-    scale_group,
-    unpack,
-)
-from tpkernels.nn.linear import PackableModule
+from tpkernels.nn.packing import PackableModule
 from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ranks
 from tpkernels.nn.sharding import LayerOptions, Split
 from tpkernels.ops.all_gather import all_gather
@@ -122,8 +113,7 @@ class MoE(PackableModule):
     is split, a rank adds its columns of ``down_proj_bias``.
     """
 
-    # Whether to drop the plain weights again; None: `_load_into` has undone nothing.
-    _drop_again: bool | None = None
+    packable = PROJECTIONS
 
     def __init__(
         self,
@@ -151,6 +141,7 @@ class MoE(PackableModule):
         self.bias, self.transposed, self.interleaved = bias, transposed, interleaved
         self.max_rows = max_rows
         outer, inner = (2, 1) if transposed else (1, 2)
+        self._k_dim = inner
         width = Split.of(0, intermediate_size, self.group, "intermediate_size", width_sizes)
         widths = width.sizes
         for name, shape in _shapes(
@@ -167,9 +158,6 @@ class MoE(PackableModule):
                 sizes = pairs if interleaved else Split.packed(dim, [widths, widths])
             self.add_parameter(name, shape, Split.of(dim, shape[dim], self.group, name, sizes))
         self.empty = self.splits[PROJECTIONS[1]].size == 0  #: no experts here, or no width
-        self._packed: dict[str, torch.Tensor] = {}
-        self._asked_dtype: torch.dtype | None = None
-        self._plain_dtype: torch.dtype | None = None
         self.reset_parameters()
 
     @classmethod
@@ -191,8 +179,9 @@ class MoE(PackableModule):
         def draw(inputs: int, full: torch.Tensor) -> None:
             nn.init.uniform_(full, -(inputs**-0.5), inputs**-0.5)
 
-        for name in self.splits:
-            self.fill(name, partial(draw, self._inputs[name.removesuffix("_bias")]))
+        with self._unpacked():
+            for name in self.splits:
+                self.fill(name, partial(draw, self.unsharded_k(name.removesuffix("_bias"))))
 
     def forward(
         self,
@@ -322,139 +311,22 @@ class MoE(PackableModule):
             of_gate_up = F.pad(of_gate_up, (0, 2)) if self.empty else of_gate_up
         return of_gate_up, of_down
 
-    def _by_inputs(self, w: torch.Tensor) -> torch.Tensor:
-        """Map weights as the layer has them to [experts, K, N], or back."""
-        return w if self.transposed else w.transpose(1, 2)
+    def _transposed(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight if self.transposed else weight.mT
 
     def _operands(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the weights [experts, K, N] as the ops take them."""
-        parameters: Any = self._parameters
         if self._packed:
-            if torch.is_grad_enabled() and (
-                x.requires_grad or parameters[PROJECTIONS[0]].requires_grad
-            ):
-                raise NotImplementedError(
-                    f"{self!r} is packed and has no gradient; call it under torch.no_grad(), or "
-                    "unpack_() it"
-                )
+            self._refuse_gradient(x)
             return [self._packed[name] for name in PROJECTIONS]
-        gate_up, down = (self._by_inputs(parameters[name]) for name in PROJECTIONS)
+        gate_up, down = (self._transposed(self.get_parameter(name)) for name in PROJECTIONS)
         if self.empty and not self.expert_parallel:
             # A width of zeros keeps this rank's backward in step with the others'.
             gate_up, down = F.pad(gate_up, (0, 2)), F.pad(down, (0, 0, 0, 1))
         return [gate_up, down]
 
-    @property
-    def _inputs(self) -> dict[str, int]:
-        """Return the unsharded K of each weight."""
-        return dict(zip(PROJECTIONS, (self.hidden_size, self.intermediate_size), strict=True))
-
-    def _fits(self, what: str, name: str, dtype: torch.dtype | None) -> bool:
-        """Return whether the K of a weight allows packing it in ``dtype``, or raise ValueError."""
-        split = name == PROJECTIONS[1] and not self.expert_parallel
-        sizes = self.splits[name].sizes if split else ()
-        return dtype != torch.int8 or scale_group(self._inputs[name], what + name, sizes) > 1
-
-    def check_packable(self, what: str, dtype: torch.dtype | None) -> None:
-        """Raise what `pack_` raises."""
-        for name in PROJECTIONS:
-            self._fits(what, name, dtype)
-        if self._packed or self.empty:
-            return
-        for name in PROJECTIONS:
-            w = self.get_parameter(name)
-            check_packable(self._by_inputs(w), f"{what}{name}")
-            if dtype == torch.int8:
-                check_finite(w, f"{what}{name}")
-
-    def pack_(self, *, drop: bool = False, dtype: torch.dtype | None = None) -> Self:
-        """Pack the weights for inference on CPUs, as `ColumnParallelLinear.pack_`; return the
-        layer. The scales of int8 are those of the unsharded experts: ValueError if the width is
-        not split at multiples of their groups."""
-        self._fits("", PROJECTIONS[1], dtype)
-        self.unpack_()
-        for name in PROJECTIONS:
-            self.pack_parameter(name, drop=drop, dtype=dtype)
-        return self
-
-    def pack_parameter(self, name: str, *, drop: bool, dtype: torch.dtype | None) -> None:
-        """Pack one of the weights; the layer needs both packed, or none. Biases are not packed."""
-        if self.empty or name not in PROJECTIONS:
-            return
-        w = self.get_parameter(name)
-        self._asked_dtype, self._plain_dtype = dtype, w.dtype
-        w_kn = self._by_inputs(w)
-        packed = pack_shard(
-            w_kn, dtype if self._fits("", name, dtype) else None, self._inputs[name]
-        )
-        if drop:
-            trained = w.requires_grad and packed.is_floating_point()
-            self.register_parameter(name, nn.Parameter(packed, trained))
-        self._packed[name] = packed
-
-    def unpack_(self) -> Self:
-        """Undo `pack_`; return the layer. A dropped weight has the values that were packed."""
-        self._packed, self._drop_again = {}, None
-        for name in PROJECTIONS:
-            w = self.get_parameter(name)
-            if is_packed_stack(w):
-                plain = self._by_inputs(unpack(w)).to(self._plain_dtype)
-                self.register_parameter(name, nn.Parameter(plain, w.requires_grad))
-        return self
-
-    def _load_into(self, plain: Mapping[str, nn.Parameter]) -> None:
-        now, weight = self.get_parameter(PROJECTIONS[0]), plain[PROJECTIONS[0]]
-        dropped = is_packed_stack(now)
-        dtype = self._plain_dtype if dropped else now.dtype
-        if (weight.dtype, weight.device) != (dtype, now.device):
-            return  # the state dict is older than a move of the layer
-        if self._packed:
-            self._drop_again = dropped
-        if self._drop_again is not None:
-            for name, w in plain.items():
-                w.requires_grad_(self.get_parameter(name).requires_grad)
-            self._parameters.update(plain)
-            self._packed = {}
-
-    @contextmanager
-    def _plain_weights(self, *, changed: bool) -> Iterator[None]:
-        """Unpack the layer within the block; after it, also if it raises, pack it again, or restore
-        what was packed if nothing has ``changed``."""
-        packed, parameters, drop = self._packed, dict(self._parameters), self._drop_again
-        if packed:
-            drop = is_packed_stack(self.get_parameter(PROJECTIONS[0]))
-        if changed or packed:
-            self.unpack_()
-        try:
-            yield
-        finally:
-            if changed and drop is not None:
-                self.pack_(drop=drop, dtype=self._asked_dtype)
-            elif packed:
-                self._parameters.update(parameters)
-                self._packed = packed
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        with self._plain_weights(changed=True):
-            super()._apply(fn, recurse)
-        return self
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        with self._plain_weights(changed=True):
-            super()._load_from_state_dict(*args)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        with self._plain_weights(changed=False):
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-            plain = {name: self.get_parameter(name) for name in PROJECTIONS}
-        self._follow_loads(destination, prefix, plain)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, whose weights are the packed ones again where that is all there was."""
-        super().__setstate__(state)
-        for name in self._packed:
-            if is_packed_stack(w := self.get_parameter(name)):
-                self._packed[name] = w.detach()
+    def unsharded_k(self, name: str) -> int:
+        return self.hidden_size if name == PROJECTIONS[0] else self.intermediate_size
 
     def extra_repr(self) -> str:
         return (

@@ -22,7 +22,6 @@ from tpkernels import dtypes, groups
 from tpkernels.groups import GroupLike
 from tpkernels.nn.torch_tools import Mark, mark
 from tpkernels.ops.all_gather import all_gather
-from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.shards import check_sizes, shard_sizes
 
 if TYPE_CHECKING:
@@ -64,13 +63,11 @@ position._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class Split:
-    """Rank r has ``sizes[r]`` entries of dim ``dim``, in rank order; ``rank`` is this rank."""
+    """Rank r has the ``ranges[r]`` of dim ``dim``, each a (begin, size); ``rank`` is this rank."""
 
     dim: int
-    sizes: tuple[int, ...]
-    rank: int
-    #: (begin, size) of the ranges that make up each rank's shard, if it is not a single one
-    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    rank: int = 0
 
     @classmethod
     def of(
@@ -81,27 +78,27 @@ class Split:
         rank, world = position(group)
         if isinstance(sizes, Split):
             return replace(sizes, rank=rank)
-        if sizes is None:
-            return cls(dim, tuple(shard_sizes(total, world)), rank)
-        checked = check_sizes(sizes, world)
+        checked = shard_sizes(total, world) if sizes is None else check_sizes(sizes, world)
         if sum(checked) != total:
             raise ValueError(f"the split {list(checked)} of {what} does not add up to {total}")
-        return cls(dim, checked, rank)
+        return replace(cls.packed(dim, [checked]), rank=rank)
 
     @classmethod
     def packed(cls, dim: int, parts: Sequence[Sequence[int]]) -> Split:
         """Split a dim of which one part follows another: rank r has ``part[r]`` entries of each."""
-        ranges = []
-        for r in range(len(parts[0])):
-            begins = accumulate(map(sum, parts), initial=0)
-            pairs = zip(begins, parts, strict=False)
-            ranges.append(tuple((begin + sum(part[:r]), part[r]) for begin, part in pairs))
-        return cls(dim, tuple(map(sum, zip(*parts, strict=True))), 0, tuple(ranges))
+        ends = iter(accumulate(size for part in parts for size in part))
+        by_part = [[(next(ends) - size, size) for size in part] for part in parts]
+        return cls(dim, tuple(zip(*by_part, strict=True)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the size of each rank's shard."""
+        return tuple(sum(size for _, size in ranges) for ranges in self.ranges)
 
     @property
     def offset(self) -> int:
         """Return the index of the first entry of this rank's shard."""
-        return sum(self.sizes[: self.rank])
+        return self.ranges[self.rank][0][0]
 
     @property
     def size(self) -> int:
@@ -111,9 +108,12 @@ class Split:
     @property
     def total(self) -> int:
         """Return the unsharded size."""
-        if self.ranges is None:
-            return sum(self.sizes)
         return max(begin + size for ranges in self.ranges for begin, size in ranges)
+
+    @property
+    def in_order(self) -> bool:
+        """Return whether the shards, each of one range, follow each other."""
+        return self.ranges == Split.packed(self.dim, [self.sizes]).ranges
 
     @property
     def replicated(self) -> bool:
@@ -123,27 +123,22 @@ class Split:
     @property
     def is_first(self) -> bool:
         """Return whether no rank before this one has its entries."""
-        return self.ranges is None or self.ranges.index(self.ranges[self.rank]) == self.rank
+        return self.ranges.index(self.ranges[self.rank]) == self.rank
 
     def shard(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of an unsharded tensor, as a view if it is one range."""
-        if self.ranges is None:
-            return full.narrow(self.dim, self.offset, self.size)
-        return torch.cat(
-            [full.narrow(self.dim, *each) for each in self.ranges[self.rank]], self.dim
-        )
+        parts = [full.narrow(self.dim, *each) for each in self.ranges[self.rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def chunks(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Return the ranges of this rank's shard ``local``, as views, with where they begin."""
-        if self.ranges is None:
-            return [(self.offset, local)]
         begins, sizes = zip(*self.ranges[self.rank], strict=True)
         return list(zip(begins, local.split(sizes, self.dim), strict=True))
 
     def unsharded(self, shards: torch.Tensor, *, add: bool = False) -> torch.Tensor:
         """Return the unsharded tensor, given the concatenated shards of all ranks. Entries that
         several ranks have are the same, or are to be added."""
-        if self.ranges is None:
+        if self.in_order:
             return shards
         full = torch.zeros(self.full_shape(shards.shape), dtype=shards.dtype, device=shards.device)
         for rank, shard in enumerate(shards.split(self.sizes, self.dim)):
@@ -524,46 +519,3 @@ def gather_state(module: nn.Module, shards: Mapping[str, Any], rank0_only: bool)
         if keep:
             state[name] = gathered[key]
     return state
-
-
-def clip_grad_norm_(
-    module: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False
-) -> torch.Tensor:
-    """Scale all gradients of a module with sharded layers so that their 2-norm over all ranks is at
-    most ``max_norm``. ``torch.nn.utils.clip_grad_norm_`` does the same with more collectives.
-
-    A sharded parameter counts with the shards of all ranks, a replicated one once. Sums are in
-    float64. Collective: all ranks call it, with gradients for the same parameters. Return the norm
-    before clipping, a float32 scalar with the same bits on every rank.
-
-    Raises:
-        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
-    """
-    shards = {
-        id(part.get_parameter(name)): (part.group, split.is_first)
-        for part in module.modules()
-        if isinstance(part, ShardedModule)
-        for name, split in part.splits.items()
-    }
-    gradients = [
-        (p.grad, *shards.get(id(p), (None, True)))
-        for p in module.parameters()
-        if p.grad is not None
-    ]
-    device = gradients[0][0].device if gradients else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    # Groups in the order of the modules, which is the same on every rank.
-    for group in dict.fromkeys([None, *(owner for owner, _ in shards.values())]):
-        squares = torch.zeros(1, dtype=torch.float64, device=device)
-        for gradient, owner, is_first in gradients:
-            if owner == group and is_first:
-                square: Any = gradient.detach().to(torch.float64).square().sum()
-                squares += square.full_tensor() if hasattr(square, "full_tensor") else square
-        total += (squares if group is None else all_reduce(squares, group)).squeeze()
-    norm = total.sqrt()
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
-    for gradient, *_ in gradients:
-        gradient.detach().mul_(factor)
-    return norm.float()

@@ -18,6 +18,7 @@ too, in its unsharded and its sharded form. Then
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,39 @@ def _norms(
         for i, norm in zip(sharded, torch.linalg.vector_norm(gathered, ord, 0), strict=True):
             norms[i] = norm
     return norms
+
+
+def clip_grad_norm_(
+    module: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale all gradients of a module with sharded layers so that their 2-norm over all ranks is at
+    most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does, but with sums in float64.
+
+    A sharded parameter counts with the shards of all ranks, a replicated one once. Collective: all
+    ranks call it, with gradients for the same parameters. Return the norm before clipping, a
+    float32 scalar with the same bits on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+    """
+    by_kind: dict[object, list[torch.Tensor]] = {}  # one call takes DTensors or plain tensors
+    for parameter in module.parameters():
+        if (shard := _mark_of(parameter)) is not None:
+            _mark_gradient(shard, parameter)  # which may have been assigned
+        if (gradient := parameter.grad) is not None:
+            by_kind.setdefault(type(gradient), []).append(gradient)
+    norms = [torch.zeros((), dtype=torch.float64)]
+    for gradients in by_kind.values():
+        with torch._C.DisableTorchFunctionSubclass():
+            local = torch._foreach_norm(gradients, 2, torch.float64)
+        norms += _norms(gradients, local)
+    norm = torch.linalg.vector_norm(torch.stack(norms[1:] or norms))
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+    for gradient in itertools.chain(*by_kind.values()):
+        gradient.detach().mul_(factor)
+    return norm.float()
 
 
 def marked_groups(parameters: Iterable[torch.Tensor]) -> list[str]:

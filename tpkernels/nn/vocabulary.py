@@ -152,8 +152,19 @@ class VocabParallelEmbedding(ShardedModule):
         """Make a layer with a copy of this rank's shard of ``embedding``'s vectors. Raise TypeError
         if it is not a plain ``nn.Embedding``, NotImplementedError if its weight is quantised or an
         option of it is not supported."""
-        check_embedding(embedding, "embedding")
-        layer = cls(
+        layer = cls.like(check_embedding(embedding, "embedding"), group, **options)
+        layer.adopt(embedding)
+        return layer
+
+    @classmethod
+    def like(
+        cls, embedding: nn.Embedding, group: GroupLike, **options: Unpack[SequenceOptions]
+    ) -> Self:
+        """Make the layer of `from_embedding` on the meta device.
+
+        :meta private:
+        """
+        return cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
             group,
@@ -162,8 +173,6 @@ class VocabParallelEmbedding(ShardedModule):
             dtype=embedding.weight.dtype,
             **options,
         )
-        layer.adopt(embedding)
-        return layer
 
     def forward(
         self, ids: torch.Tensor, *, shard_sizes: Sequence[int] | None = None

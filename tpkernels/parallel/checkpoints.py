@@ -43,7 +43,6 @@ FORMAT = "tpkernels-shards/1"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CHUNK = 1 << 20  #: bytes of a GGUF file that are decoded at once
-_MOST_JSON = 1 << 28  # bytes of an index
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -96,6 +95,12 @@ class Box:
         """Return the index of this part in the tensor."""
         pairs = zip(self.offsets, self.shape, strict=True)
         return tuple(slice(begin, begin + size) for begin, size in pairs)
+
+    def narrow(self, dim: int, begin: int, size: int) -> Box:
+        """Return some entries of a dim, as ``torch.narrow``."""
+        offsets, shape = list(self.offsets), list(self.shape)
+        offsets[dim], shape[dim] = offsets[dim] + begin, size
+        return Box(tuple(offsets), tuple(shape))
 
     def common(self, other: Box) -> Box:
         """Return the intersection, whose size may be 0."""
@@ -224,11 +229,9 @@ class SafetensorsCheckpoint:
 def _conversions(model: nn.Module) -> tuple[list[Any], list[Any]]:
     """Return how the names of checkpoints of a model differ from its own today, and which of its
     tensors are those of single experts there."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
-    except ImportError:  # older transformers
-        return [], []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
     changes = get_model_conversion_mapping(model)
     merges = [
         change
@@ -362,8 +365,6 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > _MOST_JSON:
-        raise ValueError(f"{path} has more than {_MOST_JSON} bytes; it is no index")
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:

@@ -310,11 +310,10 @@ def packed_dtype(pack: Pack) -> torch.dtype | None:
 
 def check_packing(model: nn.Module, experts: Container[str], pack: Pack) -> None:
     """Raise if the weights of a model and its ``experts`` are to be packed and cannot be."""
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if pack else ():
         weights = ["weight"] if isinstance(module, nn.Linear) else []
         for key in PROJECTIONS if name in experts else weights:
-            if pack:
-                check_packable(getattr(module, key), f"{name}.{key}")
+            check_packable(getattr(module, key), f"{name}.{key}")
             if pack == "int8":
                 check_finite(getattr(module, key), f"{name}.{key}")
 

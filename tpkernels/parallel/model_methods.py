@@ -77,9 +77,9 @@ def declare_ranks(model: Any, world: int) -> None:
         for name, module in model.named_modules()
     ):
         model._tp_plan = {}  # by which caches would have a share of the heads
-    with contextlib.suppress(ImportError, TypeError):  # older transformers
-        from transformers.distributed import DistributedConfig
+    from transformers.distributed import DistributedConfig
 
+    with contextlib.suppress(TypeError):  # transformers 5.0
         model.config.distributed_config = DistributedConfig(tp_size=world)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -92,21 +92,45 @@ def parallelize(
             is shared with what is split in another way.
     """
     check_mesh(mesh)
-    of_torch, of_names = split_plan(plan)
-    sequence_parallel = check_options(of_torch, sequence_parallel, ffn_only, pack)
-    if of_torch is not None:
+    rows_split = check_options(plan, sequence_parallel, ffn_only, pack)
+    return split_model(
+        model,
+        mesh,
+        plan,
+        sequence_parallel=rows_split,
+        ffn_only=ffn_only,
+        expert_parallel=expert_parallel,
+        pack=pack,
+    )
+
+
+def split_model(
+    model: Model,
+    mesh: DeviceMesh,
+    plan: Mapping[str, ParallelStyle] | Mapping[str, str] | None,
+    *,
+    sequence_parallel: SequenceParallel,
+    ffn_only: bool,
+    expert_parallel: bool,
+    pack: Pack,
+    read_later: bool = False,
+) -> Model:
+    """Do what `parallelize` does, after its checks. ``read_later``: the caller reads the weights
+    and packs them."""
+    if plan is not None and not _has_names(plan):
         if expert_parallel:
             raise ValueError("expert_parallel=True and a plan of torch's styles; leave out one")
-        return _apply_plan(model, mesh, of_torch)
+        return _apply_plan(model, mesh, cast("Mapping[str, ParallelStyle]", plan))
     with torch.device("cpu"):  # of what tries the model's code, whatever the caller's default is
         plans.apply(
             model,
             groups.name_of(mesh),
-            plan=of_names,
+            plan=cast("Mapping[str, str] | None", plan),
             sequence_parallel=sequence_parallel,
             ffn_only=ffn_only,
             expert_parallel=expert_parallel,
             pack=pack,
+            read_later=read_later,
         )
     model_methods.attach(model, mesh)
     return model
@@ -124,17 +148,16 @@ def check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def split_plan(
-    plan: Mapping[str, Any] | None,
-) -> tuple[Mapping[str, ParallelStyle] | None, Mapping[str, str] | None]:
-    """Return a plan of torch's styles, and one of names of styles; at least one is None."""
-    if plan and all(isinstance(style, str) for style in plan.values()):
-        return None, plan
-    return plan, None
+def _has_names(plan: Mapping[str, Any]) -> bool:
+    """Return whether a plan is one of names of styles."""
+    return bool(plan) and all(isinstance(style, str) for style in plan.values())
 
 
 def check_options(
-    plan: object, sequence_parallel: SequenceParallel | None, ffn_only: bool, pack: Pack
+    plan: Mapping[str, Any] | None,
+    sequence_parallel: SequenceParallel | None,
+    ffn_only: bool,
+    pack: Pack,
 ) -> SequenceParallel:
     """Check that the options can be combined; return when rows are split."""
     if sequence_parallel not in (True, False, "prefill", None):
@@ -143,11 +166,12 @@ def check_options(
         )
     if pack not in (True, False, "int8"):
         raise ValueError(f'pack is {pack!r}; it can be True, False or "int8"')
-    if plan is not None and pack:
+    of_torch = plan is not None and not _has_names(plan)
+    if of_torch and pack:
         raise NotImplementedError(
             f"pack={pack!r} packs the layers of tpkernels.nn, and a plan makes none; leave out one"
         )
-    if plan is not None and ffn_only:
+    if of_torch and ffn_only:
         raise ValueError("ffn_only=True and a plan both say what is split; leave out one")
     if ffn_only and sequence_parallel:
         raise ValueError(

@@ -222,11 +222,13 @@ def apply(
         _draw(layers, block, group, rows)
     for module in experts.values():
         form: Any = form_of(module)
-        layer = SplitRowsMoE.from_experts(
-            _on_meta(module),
-            group,
+        layer = SplitRowsMoE(
+            **form,
+            group=group,
             expert_parallel=expert_parallel,
             width_sizes=_cut(form["intermediate_size"], group, pack),
+            device="meta",
+            dtype=module.get_parameter("down_proj").dtype,
         )
         layer.rows, layers[module] = rows, layer
     if not ffn_only:
@@ -404,7 +406,7 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str, pack: P
         if _is_elementwise(block.module, columns, block.row, inner):
             sizes = _cut(inner, group, pack)
             block.columns = {
-                child: _column([sizes] * (linear.out_features // inner))
+                child: {"out_sizes": Split.packed(0, [sizes] * (linear.out_features // inner))}
                 for child, linear in columns.items()
             }
             block.row_options = {"in_sizes": sizes}
@@ -431,11 +433,6 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str, pack: P
 
 def _is_attention(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__
-
-
-def _column(parts: list[list[int]]) -> dict[str, Any]:
-    """Return the options of a column-parallel layer of packed parts, or of one."""
-    return {"out_sizes": parts[0] if len(parts) == 1 else Split.packed(0, parts)}
 
 
 def _split_heads(
@@ -638,16 +635,6 @@ class _Constant(nn.Module):
         return self.output
 
 
-def _on_meta(module: Any) -> Any:
-    """Return a copy of a module whose own parameters have no memory."""
-    copied = copy.copy(module)
-    copied._parameters = {
-        key: None if value is None else nn.Parameter(value.detach().to("meta"), value.requires_grad)
-        for key, value in module._parameters.items()
-    }
-    return copied
-
-
 def _draw(layers: dict[nn.Module, nn.Module], block: Block, group: str, rows: Rows | None) -> None:
     """Make the parallel projections of a block, on the meta device, or raise."""
     by_rows = {"sequence_parallel": rows is not None, "sequence_dim": -2}
@@ -664,7 +651,7 @@ def _draw(layers: dict[nn.Module, nn.Module], block: Block, group: str, rows: Ro
         drawn[block.row] = (SplitInputLinear if whole_input else SplitRowsLinear, options)
     for child, (kind, options) in drawn.items():
         old = getattr(block.module, child)
-        new = kind.from_linear(_on_meta(old), group, **options)
+        new = kind.like(old, group, **options)
         if isinstance(new, SplitRowsLinear):
             new.rows = rows
         other = layers.setdefault(old, new)
@@ -686,16 +673,14 @@ def _draw_ends(layers: dict[nn.Module, nn.Module], model: Any, group: str) -> No
         check_parameter(embedding.weight, "the embedding's weight")
         known = [key for key in embedding._buffers if hasattr(embedding, f"scalar_{key}")]
         check_plain(embedding, "the embedding", ["weight", *known])
-        plain = nn.Embedding(1, 1, device="meta")
-        plain.__dict__ |= {**_on_meta(embedding).__dict__, "_buffers": {}}
-        parallel = layers[embedding] = VocabParallelEmbedding.from_embedding(plain, group)
+        parallel = layers[embedding] = VocabParallelEmbedding.like(embedding, group)
         if factor != 1:
             parallel.register_forward_hook(partial(_scale, factor))
     elif head is not None and head.weight is getattr(embedding, "weight", None):
         return
     if head is not None:
-        plain_head = _on_meta(check_linear(head, "lm_head"))
-        layers[head] = ParallelLMHead.from_linear(plain_head, group, gather_output=True)
+        check_linear(head, "lm_head")
+        layers[head] = ParallelLMHead.like(head, group, gather_output=True)
 
 
 def _check_shared(

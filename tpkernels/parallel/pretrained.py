@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import dtypes, groups
 from tpkernels.local.packed import check_finite, pack_integers
-from tpkernels.nn import MoE
-from tpkernels.nn.linear import ParallelLinear
+from tpkernels.nn.packing import PackableModule
 from tpkernels.nn.sharding import ShardedModule, Split
-from tpkernels.parallel import model_methods, plans
+from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
 from tpkernels.parallel.decoder import Pack, SequenceParallel, packed_dtype
 from tpkernels.parallel.joint_work import joint_work
-from tpkernels.parallel.parallelize import check_mesh, check_options, parallelize, split_plan
-from tpkernels.shards import shard_sizes
+from tpkernels.parallel.parallelize import check_mesh, check_options, split_model
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -59,9 +58,8 @@ class Slot:
         module, attribute = self.owners[0]
         return module.get_parameter(attribute)
 
-    def part(self, rank: int | None = None) -> Box:
-        """Return the part that a rank holds, by default this one; a plan's only of this one. If
-        that is not one range of its own, return this rank's share in a balanced split."""
+    def parts(self, rank: int | None = None) -> list[Box]:
+        """Return the parts that a rank holds, by default this one; a plan's only of this one."""
         data: Any = self.parameter.data
         if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -69,37 +67,19 @@ class Slot:
             shape, offsets = compute_local_shape_and_global_offset(
                 self.shape, data.device_mesh, data.placements
             )
-            return Box(tuple(offsets), tuple(shape))
+            return [Box(tuple(offsets), tuple(shape))]
+        full = Box.full(self.shape)
         if self.split is None:
-            return Box.full(self.shape)
-        split = self.split if rank is None else replace(self.split, rank=rank)
-        if split.ranges is not None:
-            sizes = shard_sizes(split.total, len(split.sizes))
-            split = Split(split.dim, tuple(sizes), split.rank)
-        return self._box(split.offset, split.size)
+            return [full]
+        ranges = self.split.ranges[self.split.rank if rank is None else rank]
+        return [full.narrow(self.split.dim, *each) for each in ranges]
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """Return the shape of what a rank holds, by default this one."""
         if self.split is None:
-            return self.part().shape
+            return self.parts()[0].shape
         split = self.split if rank is None else replace(self.split, rank=rank)
         return split.local_shape(self.shape)
-
-    def ranges(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-        """Return the parts that make up this rank's, and where each is in the ``local`` tensor."""
-        if self.split is None or self.split.ranges is None:
-            return [(self.part(), local)]
-        dim = self.split.dim
-        return [(self._box(at, part.shape[dim]), part) for at, part in self.split.chunks(local)]
-
-    def _box(self, begin: int, size: int) -> Box:
-        assert self.split is not None
-        full, dim = Box.full(self.shape), self.split.dim
-        offsets, shape = (
-            (*values[:dim], value, *values[dim + 1 :])
-            for values, value in ((full.offsets, begin), (full.shape, size))
-        )
-        return Box(offsets, shape)
 
 
 @dataclass(frozen=True)
@@ -115,19 +95,19 @@ class Blueprint:
         """Return a digest that is equal on all ranks if they make the same model."""
         facts = [str(self.model.config)]
         for slot in self.slots:
-            split = slot.split and (slot.split.sizes, slot.split.ranges)
-            facts.append(f"{slot.name} {slot.shape} {slot.parameter.dtype} {split}")
+            ranges = slot.split and slot.split.ranges
+            facts.append(f"{slot.name} {slot.shape} {slot.parameter.dtype} {ranges}")
         return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def draw(
     checkpoint: Checkpoint,
     dtype: torch.dtype | None,
-    parallelize: Callable[[nn.Module], nn.Module],
+    split: Callable[[nn.Module], nn.Module],
     any_architecture: bool,
 ) -> Blueprint:
     """Draw the blueprint of a checkpoint's model; raise what `from_pretrained` raises for files.
-    ``parallelize`` splits a model on the meta device in place: those that
+    ``split`` splits a model on the meta device in place: those that
     `tpkernels.parallel.decoder` knows, or ``any_architecture``."""
     transformers = package("transformers")
     config = checkpoint.config()
@@ -151,7 +131,7 @@ def draw(
     generation_config = checkpoint.generation_config()
     if generation_config is not None:
         model.generation_config = generation_config
-    slots = tuple(_slots(parallelize(model), sources))
+    slots = tuple(_slots(split(model), sources))
     unexpected = [name for name in stored if name not in names and not _IGNORED.search(name)]
     return Blueprint(model, slots, buffers, tuple(unexpected))
 
@@ -254,29 +234,21 @@ def from_pretrained(
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
     check_mesh(mesh)
-    of_torch, of_names = split_plan(plan)
-    rows_split = check_options(of_torch, sequence_parallel, ffn_only, pack)
+    rows_split = check_options(plan, sequence_parallel, ffn_only, pack)
     group = groups.name_of(mesh)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-
-    def split(model: nn.Module) -> nn.Module:
-        if of_torch is not None:
-            return parallelize(model, mesh, plan=of_torch, expert_parallel=expert_parallel)
-        plans.apply(
-            model,
-            group,
-            plan=of_names,
-            sequence_parallel=rows_split,
-            ffn_only=ffn_only,
-            expert_parallel=expert_parallel,
-            pack=pack,
-            read_later=True,
-        )
-        model_methods.attach(model, mesh)
-        return model
-
+    split = partial(
+        split_model,
+        mesh=mesh,
+        plan=plan,
+        sequence_parallel=rows_split,
+        ffn_only=ffn_only,
+        expert_parallel=expert_parallel,
+        pack=pack,
+        read_later=True,
+    )
     with joint_work(group, device, f"opening {path}") as work:
         blueprint = draw(open_checkpoint(path), dtype, split, plan is not None)
         work.text = f"{blueprint.digest()} {sorted(plan or ())} {ffn_only=} {rows_split=} {pack=}"
@@ -307,36 +279,30 @@ def from_pretrained(
 def _fill(slot: Slot, device: torch.device, pack: Pack) -> None:
     """Read this rank's part of a parameter, and pack it for the linear layers that have it."""
     layers = [
-        module
-        for module, attribute in slot.owners
-        if pack and attribute == "weight" and isinstance(module, ParallelLinear)
+        (module, name)
+        for module, name in slot.owners
+        if pack and isinstance(module, PackableModule) and name in module.packable
     ]
-    dtype, tied = packed_dtype(pack), len(slot.owners) > 1
-    packed = _packed_integers(slot, device) if layers and dtype == torch.int8 else None
-    if packed is None or tied:
+    dtype, drop = packed_dtype(pack), len(slot.owners) == 1
+    packed = _packed_integers(slot, device) if pack == "int8" and layers else None
+    if packed is None or not drop:
         _read(slot, device)
-    for module, attribute in slot.owners:
-        if pack and isinstance(module, MoE):
-            module.pack_parameter(attribute, drop=True, dtype=dtype)
-    for layer in layers:
+    for layer, name in layers:
         if packed is None:
-            layer.pack_(drop=not tied, dtype=dtype)
+            layer.pack_parameter(name, drop=drop, dtype=dtype)
         else:
-            layer.use_packed(packed, drop=not tied, dtype=dtype)
+            layer.use_packed(name, packed, drop=drop, dtype=dtype)
 
 
 def _packed_integers(slot: Slot, device: torch.device) -> torch.Tensor | None:
     """Return this rank's part packed from the checkpoint's integers, or None if they are not
     readable as such or cannot be packed."""
-    [(part, _), *others] = slot.ranges(slot.parameter.data)
-    if others:
+    [part, *others] = slot.parts()
+    fits = device.type == "cpu" and slot.parameter.dtype != torch.float64 and part.size
+    found = slot.stored.read_integers(part) if fits and not others else None
+    if found is None:
         return None
-    if device.type != "cpu" or slot.parameter.dtype == torch.float64 or part.size == 0:
-        return None
-    parts = slot.stored.read_integers(part)
-    if parts is None:
-        return None
-    integers, scales = parts
+    integers, scales = found
     check_finite(scales, slot.name)
     return pack_integers(integers.t(), scales.t())
 
@@ -345,8 +311,9 @@ def _read(slot: Slot, device: torch.device) -> None:
     """Give a parameter memory and read this rank's part into it."""
     empty = slot.parameter
     local = torch.empty(slot.local_shape(), dtype=empty.dtype, device=device)
-    for box, range_of_local in slot.ranges(local):
-        slot.stored.read(box, range_of_local)
+    chunks = [local] if slot.split is None else [x for _, x in slot.split.chunks(local)]
+    for box, chunk in zip(slot.parts(), chunks, strict=True):
+        slot.stored.read(box, chunk)
     value = local
     if type(empty.data) is not torch.Tensor:
         from torch.distributed.tensor import DTensor

@@ -14,9 +14,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ import torch
 from torch import nn
 
 from tpkernels import dtypes
-from tpkernels.nn.sharding import planned
+from tpkernels.nn.sharding import Split, planned
 from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, Box, open_checkpoint, package
 from tpkernels.parallel.pretrained import Blueprint, Slot, draw
+from tpkernels.shards import shard_sizes
 
 _COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
 _OLD = "model-*-of-*.safetensors"  # ours and those of transformers
@@ -52,9 +52,9 @@ class ShardPlan:
 
     def nbytes(self, rank: int) -> int:
         """Count the bytes of the parameters that a rank holds."""
-        itemsizes = [slot.parameter.dtype.itemsize for slot in self.slots]
-        sizes = [prod(slot.local_shape(rank)) for slot in self.slots]
-        return sum(map(mul, sizes, itemsizes))
+        return sum(
+            prod(slot.local_shape(rank)) * slot.parameter.dtype.itemsize for slot in self.slots
+        )
 
     def without(self) -> dict[int, list[str]]:
         """Name the parameters of which a rank has nothing, by the rank."""
@@ -175,7 +175,7 @@ def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], Non
         file = f"model-rank-{rank:05}-of-{plan.ranks:05}.safetensors"
         shard: dict[str, torch.Tensor] = {}
         for slot in plan.slots:
-            part = slot.part(rank)
+            part = _share(slot, rank)
             if part.size == 0 or (slot.split is None and rank != 0):
                 continue
             shard[slot.name] = torch.empty(part.shape, dtype=slot.parameter.dtype)
@@ -197,3 +197,14 @@ def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], Non
     }
     (partial / INDEX).write_text(json.dumps(index, indent=1))
     return files
+
+
+def _share(slot: Slot, rank: int) -> Box:
+    """Return the part of a parameter that is in the file of a rank: what the rank holds if that is
+    one range of its own, else a share of a balanced split."""
+    split = slot.split
+    if split is not None and not split.in_order:
+        sizes = shard_sizes(split.total, len(split.ranges))
+        slot = replace(slot, split=Split.packed(split.dim, [sizes]))
+    [part] = slot.parts(rank)
+    return part
