@@ -36,7 +36,6 @@ LEAVES = {
     "text",
     "integers",
     "records",
-    "interleaved",
     "nvml",
 }
 ALLOWED = {
@@ -56,18 +55,17 @@ ALLOWED = {
     "backends": LEAVES
     | {"call", "planning", "local", "transport", "kernels", "cuda", "algorithms"},
     "validation": LEAVES | {"groups", "local"},
-    "tuning": LEAVES
-    | {"planning", "groups", "call", "backends", "local", "cuda", "symm", "tuning"},
+    "tuning": LEAVES | {"planning", "groups", "call", "backends", "timing", "tuning"},
     "ops": LEAVES
-    | {"planning", "groups", "call", "backends", "algorithms", "local", "cuda"}
+    | {"planning", "groups", "call", "backends", "algorithms", "local", "cuda", "symm"}
     | {"validation", "tuning", "ops"},
     "nccl": LEAVES | {"symm", "groups", "nccl"},
     "numerics": {"dtypes", "shards", "numerics"},
-    "compile": {"dtypes", "op_spec", "groups", "tuning", "ops", "compile"},
+    "compile": {"dtypes", "op_spec", "groups", "ops", "compile"},
     "mesh": LEAVES - {"_C"} | {"planning", "groups", "validation", "ops", "mesh"},
     "nn": LEAVES - {"_C"} | {"groups", "validation", "ops", "local", "nn"},
-    "parallel": LEAVES - {"_C"} | {"groups", "tuning", "ops", "local", "nn", "parallel"},
-    "timing": {"groups", "interleaved"},
+    "parallel": LEAVES - {"_C"} | {"groups", "ops", "local", "nn", "parallel"},
+    "timing": {"groups"},
     "terminal": {"dtypes", "text"},
     "launch": {"_C", "defaults", "groups", "terminal", "launch"},
 }

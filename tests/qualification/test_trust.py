@@ -110,7 +110,7 @@ def test_products_of_gathered_tokens_go_by_the_kernels_that_overlap_them() -> No
     assert chosen.algorithm == "fused" and "2 a token" in chosen.text
     key, one = alone.tuning_key or (None, 0)
     assert key is not None and asked.tuning_key is None
-    times = Table((Measurement(key, one, 0, {"unfused": 1.0, "direct": 0.1}, "2026-11-25"),))
+    times = Table((Measurement(key, one, {"unfused": 1.0, "direct": 0.1}, "2026-11-25"),))
     for ways, world in ((set(), 2), ({"fused/all_gather", "direct/ll"}, 2), ({"fused/routed"}, 1)):
         trusted = means(Trust(frozenset(ways)))
         sizes = (64,) if world == 1 else asked.sizes
@@ -122,7 +122,7 @@ def test_products_of_gathered_tokens_go_by_the_kernels_that_overlap_them() -> No
 def test_auto_takes_nothing_else_whatever_the_times() -> None:
     series, extent = problem().tuning_key or (None, 0)
     assert series is not None
-    times = Table((Measurement(series, extent, 0, {"unfused": 1.0, "direct": 0.1}, "2026-11-25"),))
+    times = Table((Measurement(series, extent, {"unfused": 1.0, "direct": 0.1}, "2026-11-25"),))
     assert choose(problem(), means(TRUSTED), tuned=times).algorithm == "direct"
     for trusted in (Trust(), Trust(frozenset({"direct/one_shot"})), RECORD.trust(4)):
         plan = choose(problem(), means(trusted), tuned=times)

@@ -88,7 +88,7 @@ def _config(call: Call, x: torch.Tensor, w: torch.Tensor) -> MatmulConfig:
     if routes is not None:
         rows = sum(call.problem.sizes) * routes[1] // routes[0]
         columns *= len(w)  # of all experts here, whose tiles share the grid
-    return choose(x.device, x.dtype, rows, columns, call.plan.config)
+    return choose(x.device, x.dtype, rows, columns)
 
 
 def _place(x: torch.Tensor) -> Hashable:

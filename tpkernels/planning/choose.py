@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -23,7 +23,7 @@ from tpkernels.planning.algorithms import (
     step_rows,
 )
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
-from tpkernels.planning.table import Config, Series, Table
+from tpkernels.planning.table import Table
 from tpkernels.planning.trust import Trust
 
 # Where one algorithm becomes faster than another, before anything was measured on the machine.
@@ -95,7 +95,6 @@ class Plan:
     text: str = field(repr=False)
     signature: int = field(repr=False)
     numerics: str = ORDERED
-    config: Config = ()  #: block sizes of the fused kernels; empty: those of the built-in table
 
 
 NOTHING_TUNED = Table()
@@ -147,31 +146,22 @@ def choose(
         if reason is None and problem.world > 1 and problem.device == "cuda":
             return _plan(problem, "fused", "experts multiply while tokens travel")
         problem = problem.without_experts
-    tuning_key = problem.tuning_key if tuned.measurements and problem.world > 1 else None
-    if tuning_key is not None and captured:
-        tuning_key = tuning_key[0].captured, tuning_key[1]
     if requested != "auto":
         check_algorithm(requested)
         reason = _unsupported(problem, requested, means)
         if reason is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {reason}")
-        return _with_tuned_config(_plan(problem, requested, "asked for"), tuned, tuning_key)
+        return _plan(problem, requested, "asked for")
     ruled = _by_rule(problem, means)
     if ruled[0] in means.unsupported:
         ruled = "unfused", f"'{ruled[0]}' {means.unsupported[ruled[0]]}"
-    if tuning_key is not None:
-        measured = tuned.choice(*tuning_key, candidates(problem, means), default=ruled[0])
+    if tuned.measurements and problem.world > 1 and problem.tuning_key is not None:
+        series, extent = problem.tuning_key
+        series = series.captured if captured else series
+        measured = tuned.choice(series, extent, candidates(problem, means), default=ruled[0])
         if measured is not None:
-            return _with_tuned_config(_plan(problem, *measured), tuned, tuning_key)
+            return _plan(problem, *measured)
     return _plan(problem, *ruled)
-
-
-def _with_tuned_config(plan: Plan, tuned: Table, tuning_key: tuple[Series, int] | None) -> Plan:
-    """Return the plan with the block sizes measured to be best for its kernels, if there are
-    any."""
-    if tuning_key is None or "Triton" not in ALGORITHMS[plan.algorithm].kernels.values():
-        return plan
-    return replace(plan, config=tuned.config(*tuning_key))
 
 
 def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
