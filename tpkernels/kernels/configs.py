@@ -213,7 +213,9 @@ TABLE: dict[tuple[int, int, bool], MatmulConfig] = {
 for _arch in (80, 90, 100):
     TABLE[_arch, 4, True] = MatmulConfig(block_m=16, block_n=64, block_k=16)
     TABLE[_arch, 4, False] = MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8)
-SMALLER = MatmulConfig(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=5, tma=True)
+SMALLER_TILES = MatmulConfig(
+    block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=5, tma=True
+)
 # The smaller tiles are taken if their waves are shorter by more than this: an element of a tile
 # takes them 4 to 7 % longer (1024x8192x3584, 4096x3584x8192).
 _LONGER = 1.07
@@ -246,7 +248,7 @@ def choose(device: torch.device, dtype: torch.dtype, rows: int, columns: int) ->
     config = replace(config, programs=config.programs or programs)
     if few or dtype.itemsize != 2 or capability != 90:  # smaller tiles were measured there only
         return config
-    smaller = replace(SMALLER, programs=config.programs)
+    smaller = replace(SMALLER_TILES, programs=config.programs)
     shorter = _LONGER * smaller.waves(rows, columns) < config.waves(rows, columns)
     return smaller if shorter else config
 
