@@ -17,9 +17,9 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
-import tpkernels
 from tpkernels.bench.cases import Inputs, planned, random_case, run_tpkernels
 from tpkernels.bench.specs import Spec
+from tpkernels.launch import Ranks
 from tpkernels.terminal import DTYPES
 from tpkernels.timing import interleaved, slowest
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--budget", type=float, default=4.0)
     options = parser.parse_args()
-    with tpkernels.Ranks(2) as ranks:
+    with Ranks(2) as ranks:
         for op in options.op:
             for dtype in options.dtype:
                 for rows in options.rows:

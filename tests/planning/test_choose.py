@@ -247,24 +247,27 @@ def test_the_choice_is_pure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpu_flags", "dtype", "fewest"),
+    ("cpu_flags", "dtype", "min_rows", "splits_all_reduce"),
     [
-        ({"avx2"}, torch.bfloat16, 256),
-        ({"avx2", "amx_bf16", "avx512_bf16"}, torch.bfloat16, 1024),
-        ({"avx2", "avx512_bf16"}, torch.bfloat16, 1024),
-        ({"avx2", "avx512_bf16"}, torch.float16, 256),
-        ({"avx2", "amx_bf16"}, torch.float32, 256),
-        (set(), torch.bfloat16, 1024),
+        ({"avx2"}, torch.bfloat16, 256, True),
+        ({"avx2", "amx_bf16", "avx512_bf16"}, torch.bfloat16, 1024, True),
+        ({"avx2", "avx512_bf16"}, torch.bfloat16, 1024, False),
+        ({"avx2", "avx512_bf16"}, torch.float16, 256, True),
+        ({"avx2", "amx_bf16"}, torch.float32, 256, True),
+        (set(), torch.bfloat16, 1024, True),
     ],
 )
 def test_the_kind_of_cpu_decides_how_many_rows_are_many(
-    cpu_flags: set[str], dtype: torch.dtype, fewest: int
+    cpu_flags: set[str], dtype: torch.dtype, min_rows: int, splits_all_reduce: bool
 ) -> None:
     means = Means(shared_memory=True, cpu_flags=frozenset(cpu_flags))
-    for rows, algorithm in [(fewest, "pipelined"), (fewest - 1, "direct")]:
-        one = problem("all_gather_matmul", shape=(4 * rows, 512), sizes=(rows,) * 4, dtype=dtype)
-        plan = choose(one, means)
-        assert plan.algorithm == algorithm and str(fewest) in plan.reason
+    for rows, splits in [(min_rows, True), (min_rows - 1, False)]:
+        shape, sizes = (4 * rows, 512), (rows,) * 4
+        plan = choose(problem("all_gather_matmul", shape=shape, sizes=sizes, dtype=dtype), means)
+        assert plan.algorithm == ("pipelined" if splits else "direct")
+        assert str(min_rows) in plan.reason
+        plan = choose(problem("matmul_all_reduce", shape=shape, dtype=dtype), means)
+        assert plan.algorithm == ("pipelined" if splits and splits_all_reduce else "direct")
 
 
 def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> None:
@@ -279,17 +282,6 @@ def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> No
     ]:
         one = problem(op, shape=shape, dim=dim, sizes=(size,) * 4)
         assert choose(one, Means(shared_memory=True)).algorithm == algorithm, shape
-
-
-def test_before_an_all_reduce_some_cpus_do_not_split() -> None:
-    for op, cpu_flags, algorithm in [
-        ("matmul_all_reduce", {"avx512_bf16"}, "direct"),
-        ("matmul_reduce_scatter", {"avx512_bf16"}, "pipelined"),
-        ("matmul_all_reduce", {"avx2"}, "pipelined"),
-        ("matmul_all_reduce", set(), "pipelined"),
-    ]:
-        means = Means(shared_memory=True, cpu_flags=frozenset(cpu_flags))
-        assert choose(problem(op), means).algorithm == algorithm, (op, cpu_flags)
 
 
 # The number of hops of a small all-reduce on GPUs, by the model of hops.
@@ -323,16 +315,3 @@ def test_only_what_is_qualified() -> None:
         for way in (ONE, TWO, FENCED):
             assert all_reduce_way(nbytes, 4, frozenset({way})) == way
     assert all_reduce_way(1 << 10, 4, frozenset({TWO, FENCED})) == TWO
-
-
-def test_published_table() -> None:
-    """benchmarks/results/gpu-by-construction.md, in us."""
-    for (world, kib), wanted in {
-        (8, 16): (1.1, 1.3, 6.9),
-        (8, 512): (16.9, 5.3, 8.8),
-        (8, 2048): (65.8, 17.5, 15.0),
-        (4, 64): (1.5, 1.6, 7.0),
-        (2, 512): (2.9, 3.5, 8.0),
-    }.items():
-        found = [round(1e6 * hop_seconds(way, kib * KIB, world), 1) for way in (ONE, TWO, FENCED)]
-        assert tuple(found) == wanted
