@@ -20,8 +20,8 @@ from tpkernels.bench.specs import Spec
 from tpkernels.cli.tune import tune_case
 from tpkernels.launch import session
 from tpkernels.planning import store
-from tpkernels.planning.choose import NOTHING_TUNED, Means, choose, split_rule
-from tpkernels.planning.machine import cpu_flags, this_machine
+from tpkernels.planning.choose import NOTHING_TUNED, PIPELINED_MIN_ROWS, Means, choose
+from tpkernels.planning.machine import this_machine
 from tpkernels.terminal import milliseconds
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
@@ -48,8 +48,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert before.exit_code == 0, before.output
     assert before.output.count("not measured") == 4
     assert "needs" in before.output or "runs Triton kernels" in before.output  # fused
-    fewest = split_rule(torch.bfloat16, cpu_flags()).min_rows
-    assert f"auto chooses direct: 16 rows a rank < {fewest}" in before.output
+    assert f"auto chooses direct: 16 rows a rank < {PIPELINED_MIN_ROWS}" in before.output
     assert "Nothing was measured here with 2 ranks x 1 thread" in before.output
 
     with warnings.catch_warnings():

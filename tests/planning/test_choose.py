@@ -15,19 +15,18 @@ from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning import cost
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import (
+    PIPELINED_MIN_ROWS,
     RING_MIN_BYTES,
     RING_MIN_ROWS,
     Means,
     Plan,
     choose,
-    split_rule,
     unsupported_algorithms,
 )
 from tpkernels.planning.cost import all_reduce_way, hop_seconds
 from tpkernels.planning.problem import Problem
 
-PIPELINE_MIN_ROWS = split_rule(torch.bfloat16, ()).min_rows  # of a CPU that is not known
-LARGE = 4 * PIPELINE_MIN_ROWS
+LARGE = 4 * PIPELINED_MIN_ROWS
 
 
 def problem(op: str, **changes: Any) -> Problem:
@@ -39,7 +38,7 @@ def problem(op: str, **changes: Any) -> Problem:
         world=4,
         shape=(LARGE, 512),
         dim=None if reduces_all else 0,
-        sizes=() if reduces_all else (PIPELINE_MIN_ROWS,) * 4,
+        sizes=() if reduces_all else (PIPELINED_MIN_ROWS,) * 4,
         dtype=torch.bfloat16,
         options=Options(x_dtype=torch.bfloat16),
     )
@@ -48,7 +47,7 @@ def problem(op: str, **changes: Any) -> Problem:
 
 def small(op: str) -> Problem:
     """One row a rank less than what is worth splitting."""
-    sizes = (PIPELINE_MIN_ROWS, PIPELINE_MIN_ROWS - 1, PIPELINE_MIN_ROWS, 0)
+    sizes = (PIPELINED_MIN_ROWS, PIPELINED_MIN_ROWS - 1, PIPELINED_MIN_ROWS, 0)
     if "all_reduce" in op:
         return problem(op, shape=(LARGE - 1, 512))
     return problem(op, shape=(sum(sizes), 512), sizes=sizes)
@@ -89,9 +88,10 @@ def test_the_rules(op: str) -> None:
         with pytest.raises(NotImplementedError, match=f"'fused' of {op} has no kernel for oper"):
             choose(problem(op), Means(shared_memory=True), requested="fused")
     else:
-        assert (large.algorithm, few.algorithm) == ("pipelined", "direct")
-        assert f"{PIPELINE_MIN_ROWS} rows a rank" in large.reason
-        assert f"{PIPELINE_MIN_ROWS - 1} rows a rank" in few.reason
+        by_rule = "direct" if "all_reduce" in op else "pipelined"
+        assert (large.algorithm, few.algorithm) == (by_rule, "direct")
+        assert "before an all-reduce" in large.reason or f"{PIPELINED_MIN_ROWS} r" in large.reason
+        assert f"{PIPELINED_MIN_ROWS - 1} rows a rank" in few.reason
 
 
 @pytest.mark.parametrize("op", PLAIN_OPS)
@@ -207,7 +207,7 @@ def variants(op: str) -> list[Problem]:
     if base.dim is not None:
         changed.append(replace(base, shape=(LARGE, LARGE), dim=0))
         changed.append(replace(base, shape=(LARGE, LARGE), dim=1))
-        sizes = (PIPELINE_MIN_ROWS - 1, PIPELINE_MIN_ROWS + 1, *base.sizes[2:])
+        sizes = (PIPELINED_MIN_ROWS - 1, PIPELINED_MIN_ROWS + 1, *base.sizes[2:])
         changed.append(replace(base, sizes=sizes))
         changed.append(replace(base, sizes=sizes[::-1]))
     return [base, *changed]
@@ -243,37 +243,10 @@ def test_the_choice_is_pure() -> None:
             assert choose(one, Means(shared_memory=shared)).reason.strip()
 
 
-# From which rows on a CPU splits a matmul.
-
-
-@pytest.mark.parametrize(
-    ("cpu_flags", "dtype", "min_rows", "splits_all_reduce"),
-    [
-        ({"avx2"}, torch.bfloat16, 256, True),
-        ({"avx2", "amx_bf16", "avx512_bf16"}, torch.bfloat16, 1024, True),
-        ({"avx2", "avx512_bf16"}, torch.bfloat16, 1024, False),
-        ({"avx2", "avx512_bf16"}, torch.float16, 256, True),
-        ({"avx2", "amx_bf16"}, torch.float32, 256, True),
-        (set(), torch.bfloat16, 1024, True),
-    ],
-)
-def test_the_kind_of_cpu_decides_how_many_rows_are_many(
-    cpu_flags: set[str], dtype: torch.dtype, min_rows: int, splits_all_reduce: bool
-) -> None:
-    means = Means(shared_memory=True, cpu_flags=frozenset(cpu_flags))
-    for rows, splits in [(min_rows, True), (min_rows - 1, False)]:
-        shape, sizes = (4 * rows, 512), (rows,) * 4
-        plan = choose(problem("all_gather_matmul", shape=shape, sizes=sizes, dtype=dtype), means)
-        assert plan.algorithm == ("pipelined" if splits else "direct")
-        assert str(min_rows) in plan.reason
-        plan = choose(problem("matmul_all_reduce", shape=shape, dtype=dtype), means)
-        assert plan.algorithm == ("pipelined" if splits and splits_all_reduce else "direct")
-
-
 def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> None:
     """Blocks before the split dim are separate products. Columns are split if there are many
     rows."""
-    many = PIPELINE_MIN_ROWS
+    many = PIPELINED_MIN_ROWS
     for op, shape, dim, size, algorithm in [
         ("all_gather_matmul", (8, many // 2, 512), 0, 2, "pipelined"),
         ("all_gather_matmul", (many, 8, 512), 1, 2, "direct"),

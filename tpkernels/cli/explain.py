@@ -20,7 +20,7 @@ from tpkernels.planning.choose import (
     why_unqualified,
 )
 from tpkernels.planning.cost import all_reduce_way
-from tpkernels.planning.machine import cpu_flags, this_machine
+from tpkernels.planning.machine import this_machine
 from tpkernels.planning.table import Table
 from tpkernels.planning.trust import SUMS, Trust
 from tpkernels.shards import shard_sizes
@@ -65,7 +65,6 @@ def explain(
     shared_memory, problem = hosts == 1, spec.problem(world, device)
     means = Means(
         shared_memory,
-        cpu_flags=cpu_flags(),
         unsupported=unsupported_kernels(device),
         why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
         trust=trust.of_this_machine(world) if device == "cuda" else Trust(),

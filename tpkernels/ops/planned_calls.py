@@ -17,7 +17,6 @@ from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.groups.group import Group
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
-from tpkernels.planning.machine import cpu_flags
 from tpkernels.planning.problem import VENDOR, Problem
 from tpkernels.planning.trust import Trust
 from tpkernels.symm import streams
@@ -132,7 +131,6 @@ def _means(group: Group, device: str, unsupported: Mapping[str, str] | None = No
     return Means(
         shared_memory,
         group.usable_bytes,
-        cpu_flags(),
         dict(unsupported or {}),
         group.why_no_node,
         group.trust() if device == "cuda" else Trust(),
