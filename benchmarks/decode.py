@@ -32,8 +32,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tpkernels
-from tpkernels.interleaved import interleaved
 from tpkernels.launch import Ranks
+from tpkernels.timing import interleaved
 
 LAYERS, WARMUP = 12, 10
 

@@ -25,8 +25,8 @@ import torch
 
 import tpkernels
 from benchmarks.decode import multiply_by_vllm, pack_for_vllm
-from tpkernels.interleaved import interleaved
 from tpkernels.local.matmul import new_product
+from tpkernels.timing import interleaved
 
 COLD_BYTES = 64 << 20
 

@@ -36,7 +36,6 @@ LEAVES = {
     "text",
     "integers",
     "records",
-    "interleaved",
     "nvml",
 }
 ALLOWED = {
@@ -56,18 +55,17 @@ ALLOWED = {
     "backends": LEAVES
     | {"call", "planning", "local", "transport", "kernels", "cuda", "algorithms"},
     "validation": LEAVES | {"groups", "local"},
-    "tuning": LEAVES
-    | {"planning", "groups", "call", "backends", "local", "cuda", "symm", "tuning"},
+    "tuning": LEAVES | {"planning", "groups", "call", "backends", "timing", "tuning"},
     "ops": LEAVES
-    | {"planning", "groups", "call", "backends", "algorithms", "local", "cuda"}
+    | {"planning", "groups", "call", "backends", "algorithms", "local", "cuda", "symm"}
     | {"validation", "tuning", "ops"},
     "nccl": LEAVES | {"symm", "groups", "nccl"},
     "numerics": {"dtypes", "shards", "numerics"},
-    "compile": {"dtypes", "op_spec", "groups", "tuning", "ops", "compile"},
+    "compile": {"dtypes", "op_spec", "groups", "ops", "compile"},
     "mesh": LEAVES - {"_C"} | {"planning", "groups", "validation", "ops", "mesh"},
     "nn": LEAVES - {"_C"} | {"groups", "validation", "ops", "local", "nn"},
-    "parallel": LEAVES - {"_C"} | {"groups", "tuning", "ops", "local", "nn", "parallel"},
-    "timing": {"groups", "interleaved"},
+    "parallel": LEAVES - {"_C"} | {"groups", "ops", "local", "nn", "parallel"},
+    "timing": {"groups"},
     "terminal": {"dtypes", "text"},
     "launch": {"_C", "defaults", "groups", "terminal", "launch"},
 }
@@ -169,6 +167,7 @@ def test_an_op_has_one_name_everywhere(op: str) -> None:
 
 def test_every_op_is_in_the_table() -> None:
     shared = {"autograd", "column_matmul", "execution", "problems", "registration", "scaled"}
+    shared |= {"planned_calls", "replacement"}
     shared |= {"shortcut", "grouped_matmul", "scaled_grouped_matmul", "experts"}
     files = {path.stem for path in (PACKAGE / "ops").glob("[!_]*.py")}
     assert files - shared == set(OPS)

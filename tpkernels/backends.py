@@ -92,8 +92,7 @@ def bind(
     if defaults.python_calls():
         return None
     if problem.device == "cpu":
-        on_trial = call.function is not implementation(problem, call.plan)
-        by_itself = call.plan.algorithm == "direct" and not on_trial
+        by_itself = call.plan.algorithm == "direct"
         return direct.bind(call, given, arguments, in_place) if by_itself else None
     if group.workspace is None:
         return None

@@ -31,12 +31,10 @@ def init(
             several steps; not on GPUs, where buffers grow to what a call needs. If a rank lacks the
             memory there, ``auto`` takes `unfused`, a named algorithm raises
             ``WorkspaceMemoryError`` on all ranks, and the group can go on.
-        autotune: None: ``algorithm="auto"`` tries the algorithms in the first calls of a problem
-            and keeps the fastest. That happens on CPUs, between ranks that share memory, and for
-            ops with a matmul; all algorithms give the same bits. On GPUs it times, on the spot,
-            what `tpkernels qualify` has seen to be right there, and takes torch's calls where it
-            has not run. True: it times them on the spot on CPUs, too (`autotune`). False: measured
-            thresholds and the times of `tpkernels tune` decide.
+        autotune: None: ``algorithm="auto"`` follows rules and the times of `tpkernels tune`. On
+            GPUs it also times each problem when it is first met, over the algorithms that
+            `tpkernels qualify` has found right there; it takes torch's calls if that has not run.
+            True: it times each new problem on CPUs, too (`autotune`). False: it times nothing.
         numerics: how reductions of CUDA tensors sum. "ordered": in fp32, in rank order, rounded
             once, so the bits are the same in every run and for every algorithm. "vendor": `unfused`
             leaves the sum to NCCL, which adds in the wire dtype and in an order of its own, and

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels import groups
 from tpkernels.groups import GroupLike
-from tpkernels.interleaved import interleaved
 
 _SECONDS = 0.5  # of timed calls by `benchmark`, by default
-_LEAST_MS = 1e-4  # less than any Python call; a coarse clock may measure 0
+_MIN_CALL_MS = 1e-4  # less than any Python call; a coarse clock may measure 0
 _REGION_SECONDS = 4e-3  # of a region timed by `measure`, if _MOST_CALLS suffice
-_MOST_CALLS = 100
+_MAX_CALLS = 100
 _WARM_SECONDS = 0.25  # a variant that takes longer is warm after one call
-_LONG_SECONDS = 0.5  # a variant that takes longer needs no warm-up at all
+_ROUNDS_BEFORE_DROP = 3
 
 
 @dataclass(frozen=True)
@@ -116,70 +116,6 @@ def benchmark(
         NotImplementedError: another kind of device.
     """
     clock = torch.device(device) if device is not None else _device_of(args)
-    _check(warmup, iterations, min_seconds, calls)
-    if clock.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"device {clock} has no clock here; use cpu or cuda")
-    if flush_l2 and clock.type != "cuda":
-        raise ValueError(f"flush_l2 needs a CUDA device, not {clock}")
-    seconds = _SECONDS if min_seconds is None else min_seconds
-    pg = None if group is None else groups.get(groups.name_of(group)).pg
-    if pg is not None:
-        _check_alike(pg, warmup=warmup, iterations=iterations or 0, calls=calls, seconds=seconds)
-    on_cuda, scratch = clock.type == "cuda", None
-    if flush_l2:
-        size = 2 * torch.cuda.get_device_properties(clock).L2_cache_size
-        scratch = torch.empty(size, dtype=torch.uint8, device=clock)
-
-    def samples(count: int, calls: int) -> list[float]:
-        stamps = []
-        with torch.cuda.device(clock) if on_cuda else contextlib.nullcontext():
-            for _ in range(count):
-                if scratch is not None:
-                    scratch.zero_()
-                if pg is not None:
-                    if on_cuda:
-                        torch.cuda.synchronize(clock)
-                    dist.barrier(group=pg)
-                begin = _stamp(on_cuda)
-                for _ in range(calls):
-                    fn(*args)
-                stamps.append((begin, _stamp(on_cuda)))
-            if on_cuda:
-                torch.cuda.synchronize()
-        times = [_milliseconds(begin, end) / calls for begin, end in stamps]
-        return times if pg is None or not times else slowest(times, pg)
-
-    warm = samples(warmup, 1)
-    if iterations is None:
-        call = max(statistics.median(warm), _LEAST_MS)
-        iterations = max(1, math.ceil(1e3 * seconds / (calls * call)))
-    return Timing.of(samples(iterations, calls), warmup=warmup, calls=calls)
-
-
-def _stamp(on_cuda: bool) -> Any:
-    """Return the time of the host's clock, or an event on the current stream."""
-    if not on_cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(begin: Any, end: Any) -> float:
-    between: float = 1e3 * (end - begin) if isinstance(end, float) else begin.elapsed_time(end)
-    return between
-
-
-def slowest(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Return the maximum of each value over all ranks, which pass equally many. Collective."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    everyone = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(everyone, dist.ReduceOp.MAX, group=group)
-    largest: list[float] = everyone.tolist()
-    return largest
-
-
-def _check(warmup: int, iterations: int | None, min_seconds: float | None, calls: int) -> None:
     if warmup < 0 or calls < 1 or (iterations is not None and iterations < 1):
         raise ValueError(
             f"warmup={warmup}, iterations={iterations}, calls={calls} must be at least 0, 1 and 1"
@@ -192,18 +128,76 @@ def _check(warmup: int, iterations: int | None, min_seconds: float | None, calls
         )
     if iterations is None and warmup == 0:
         raise ValueError("warmup=0 leaves nothing to estimate the iterations from; give iterations")
+    if clock.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device {clock} has no clock here; use cpu or cuda")
+    on_cuda = clock.type == "cuda"
+    if flush_l2 and not on_cuda:
+        raise ValueError(f"flush_l2 needs a CUDA device, not {clock}")
+    seconds = _SECONDS if min_seconds is None else min_seconds
+    pg = None if group is None else groups.get(groups.name_of(group)).pg
+    if pg is not None:
+        _check_alike(pg, warmup=warmup, iterations=iterations or 0, calls=calls, seconds=seconds)
+    scratch = None
+    if flush_l2:
+        size = 2 * torch.cuda.get_device_properties(clock).L2_cache_size
+        scratch = torch.empty(size, dtype=torch.uint8, device=clock)
+
+    def stamp() -> Any:
+        """Return the host's time, or an event on the current stream."""
+        if not on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def samples(count: int, calls: int) -> list[float]:
+        stamps = []
+        with torch.cuda.device(clock) if on_cuda else contextlib.nullcontext():
+            for _ in range(count):
+                if scratch is not None:
+                    scratch.zero_()
+                if pg is not None:
+                    if on_cuda:
+                        torch.cuda.synchronize(clock)
+                    dist.barrier(group=pg)
+                begin = stamp()
+                for _ in range(calls):
+                    fn(*args)
+                stamps.append((begin, stamp()))
+            if on_cuda:
+                torch.cuda.synchronize()
+        times = [
+            (begin.elapsed_time(end) if on_cuda else 1e3 * (end - begin)) / calls
+            for begin, end in stamps
+        ]
+        return times if pg is None or not times else slowest(times, pg)
+
+    warm = samples(warmup, 1)
+    if iterations is None:
+        call = max(statistics.median(warm), _MIN_CALL_MS)
+        iterations = max(1, math.ceil(1e3 * seconds / (calls * call)))
+    return Timing.of(samples(iterations, calls), warmup=warmup, calls=calls)
+
+
+def slowest(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Return the maximum of each value over all ranks, which pass equally many. Collective."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    everyone = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(everyone, dist.ReduceOp.MAX, group=group)
+    largest: list[float] = everyone.tolist()
+    return largest
 
 
 def _check_alike(pg: dist.ProcessGroup, **options: float) -> None:
     """Refuse options that differ: ranks with different iteration counts would deadlock."""
     values = list(options.values())
-    most = slowest([*values, *(-value for value in values)], pg)
+    largest = slowest([*values, *(-value for value in values)], pg)
     for i, (name, value) in enumerate(options.items()):
-        least = -most[len(values) + i]
-        if least != most[i]:
+        smallest = -largest[len(values) + i]
+        if smallest != largest[i]:
             raise ValueError(
-                f"rank {pg.rank()} has {name}={value:g}, but in the group it ranges from {least:g} "
-                f"to {most[i]:g}; all ranks must pass the same value"
+                f"rank {pg.rank()} has {name}={value:g}, but in the group it ranges from "
+                f"{smallest:g} to {largest[i]:g}; all ranks must pass the same value"
             )
 
 
@@ -211,6 +205,52 @@ def _device_of(value: object) -> torch.device:
     """Return the device of the first tensor in ``value``; the CPU if there is none."""
     tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+# Several variants, interleaved.
+
+
+def interleaved(names: Iterable[str], rounds: int, seed: int = 0) -> Iterator[str]:
+    """Yield each name once per round, in a new random order each time, the same on all ranks:
+    a variant is affected by the caches and the busy threads that its predecessor leaves behind."""
+    candidates, chance = list(names), random.Random(seed)
+    for _ in range(rounds):
+        yield from chance.sample(candidates, len(candidates))
+
+
+def time_interleaved(
+    names: Iterable[str],
+    sample: Callable[[str], float],
+    elapsed: Callable[[], float],
+    *,
+    rounds: int,
+    budget: float,
+    min_rounds: int,
+    drop_beyond: float = math.inf,
+) -> dict[str, list[float]]:
+    """Take one sample of each variant per round, in the order of `interleaved`.
+
+    Args:
+        sample: runs a variant and returns its seconds.
+        elapsed: returns the seconds so far, the same on all ranks.
+        budget: seconds after which no further round starts, once there are ``min_rounds``.
+        drop_beyond: after three rounds, a variant whose shortest time exceeds the fastest's by
+            this factor drops out, and the last one that remains ends the timing. Needs samples
+            that are the same on all ranks.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    remaining = list(seconds)
+    for done in range(rounds):
+        if done >= min_rounds and elapsed() > budget:
+            break
+        for name in interleaved(remaining, 1, seed=done):
+            seconds[name].append(sample(name))
+        if drop_beyond < math.inf and done >= _ROUNDS_BEFORE_DROP - 1:
+            limit = drop_beyond * min(map(min, seconds.values()))
+            remaining = [name for name in remaining if min(seconds[name]) <= limit]
+            if len(remaining) == 1:
+                break
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -241,35 +281,29 @@ def measure(
     """Time each variant ``repeat`` times, interleaved. Collective.
 
     Args:
-        budget: seconds after which no further repetition starts, once there are three. With a
-            budget, the warm-up counts as a repetition if every variant takes long.
+        budget: seconds after which no further repetition starts, once there are three.
         synchronize: waits for the work that a variant queues, as calls on CUDA tensors do.
     """
-    if not variants:
-        return {}
     finish = synchronize or (lambda: None)
-    started = time.perf_counter()
-    warmed = {name: _warm(variant, finish) for name, variant in variants.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    counted = budget < math.inf and all(warm.slowest >= _LONG_SECONDS for warm in warmed.values())
-    if counted:
-        seconds = {name: [warm.seconds] for name, warm in warmed.items()}
-    else:
-        started = time.perf_counter()
-    # As many calls make a timed region long enough; the same on all ranks.
-    per_region = {
-        name: min(max(1, math.ceil(_REGION_SECONDS / warm.slowest)), _MOST_CALLS)
-        for name, warm in warmed.items()
-    }
-    for repetition in range(int(counted), repeat):
-        for name in interleaved(variants, 1, seed=repetition):
-            seconds[name].append(_region(variants[name], per_region[name], finish))
-        (elapsed,) = slowest([time.perf_counter() - started])
-        if elapsed > budget and repetition >= 2:
-            break
+    warmup, per_region = {}, {}
+    for name, variant in variants.items():
+        warmup[name], longest = 0, 0.0
+        while warmup[name] < 2 and longest < _WARM_SECONDS:
+            (longest,) = slowest([_region(variant, 1, finish)])
+            warmup[name] += 1
+        # As many calls make a timed region long enough; the same on all ranks.
+        per_region[name] = min(max(1, math.ceil(_REGION_SECONDS / longest)), _MAX_CALLS)
+    begun = time.perf_counter()
+    seconds = time_interleaved(
+        variants,
+        lambda name: _region(variants[name], per_region[name], finish),
+        lambda: slowest([time.perf_counter() - begun])[0],
+        rounds=repeat,
+        budget=budget,
+        min_rounds=3,
+    )
     return {
-        name: Samples(tuple(seconds[name]), per_region[name], 0 if counted else warm.calls)
-        for name, warm in warmed.items()
+        name: Samples(tuple(seconds[name]), per_region[name], warmup[name]) for name in variants
     }
 
 
@@ -290,21 +324,3 @@ def _region(variant: Variant, calls: int, finish: Callable[[], object]) -> float
         variant.run()
     finish()
     return (time.perf_counter() - begin) / calls
-
-
-class _Warmed(NamedTuple):
-    """A variant's warm-up: seconds of its last call here and on the slowest rank, and the number of
-    calls."""
-
-    seconds: float
-    slowest: float
-    calls: int
-
-
-def _warm(variant: Variant, finish: Callable[[], object]) -> _Warmed:
-    calls, longest = 0, 0.0
-    while calls < 2 and longest < _WARM_SECONDS:
-        seconds = _region(variant, 1, finish)
-        (longest,) = slowest([seconds])
-        calls += 1
-    return _Warmed(seconds, longest, calls)

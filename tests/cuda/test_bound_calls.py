@@ -24,7 +24,7 @@ from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels import _C, backends, groups
 from tpkernels.call import Call
-from tpkernels.tuning import planned_calls
+from tpkernels.ops import planned_calls
 
 # Functions of Python in a warm call, those of Triton's launcher included.
 MOST_FUNCTIONS = {"all_gather_matmul": 58, "matmul_reduce_scatter": 47, "matmul_all_reduce": 42}

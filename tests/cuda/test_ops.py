@@ -400,7 +400,7 @@ class NoPointers(SharedMemory):
 
 def lacking(way: str, text: str) -> Callable[[pytest.MonkeyPatch], None]:
     """The algorithm ``way`` cannot run on this rank."""
-    place, why = "tpkernels.tuning.planned_calls.unsupported", {way: text}
+    place, why = "tpkernels.ops.planned_calls.unsupported", {way: text}
     return lambda patch: patch.setattr(place, lambda name, *_: why.get(name))
 
 

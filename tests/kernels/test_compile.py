@@ -32,7 +32,7 @@ from tests.support.kernel_builds import (
 from tests.support.tiers import sweep, thorough
 from tpkernels.kernels import all_gather_matmul, configs
 from tpkernels.kernels.all_gather_matmul import BLOCK, RING_BYTES, fetching_of
-from tpkernels.kernels.configs import CANDIDATES, TABLE, MatmulConfig
+from tpkernels.kernels.configs import SMALLER_TILES, TABLE, MatmulConfig
 from tpkernels.symm.device import SCRATCH_BYTES, DeviceWorkspace
 
 DTYPES = {2: (tl.bfloat16, tl.float16), 4: (tl.float32,)}
@@ -165,6 +165,14 @@ def test_smaller_tiles_where_the_last_wave_would_be_nearly_empty(
             blocks[size] = chosen.block_n, chosen.num_stages
     smaller, table = (128, 5), (256, 3)
     assert list(blocks.values()) == [smaller, smaller, table, table, table], blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"shard"}))
+def test_smaller_tiles_compile(name: str) -> None:
+    found = build(name, tl.bfloat16, 90, SMALLER_TILES)
+    assert found.stack == 0 and found.count(TENSOR_CORES[90]) > 0
+    assert found.shared <= SHARED_BYTES[90] and 512 * found.scratch <= SCRATCH_BYTES
 
 
 @pytest.mark.parametrize("name", COMMUNICATING)

@@ -199,7 +199,7 @@ def test_torchs_style_stays_unless_the_op_is_faster(op: str) -> None:
             spec = Spec(op, (64, 40, at) if gathers else (64, at, 24), torch.float32)
             key = spec.problem(world, "cuda").tuning_key
             assert key is not None
-            one = Measurement(*key, other=spec.other, ms=ms, date="2026-11-22")
+            one = Measurement(*key, ms=ms, date="2026-11-22")
             tables["cuda"] = Table((one,))
         linear = nn.Linear(24, 40)
         with mock.patch.object(styles, "_has_gpus", lambda mesh: True):

@@ -44,8 +44,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return store.path_for(MACHINE)
 
 
-CUT = replace(measured(spec(9), ring=2, direct=3), config=(("block_m", 64), ("num_warps", 8)))
-TABLE = Table((measured(spec(64), unfused=1.5, direct=1.0), CUT))
+FEW = measured(spec(9), ring=2, direct=3)
+TABLE = Table((measured(spec(64), unfused=1.5, direct=1.0), FEW))
 
 
 def test_a_table_comes_back(cache: Path) -> None:
@@ -56,9 +56,9 @@ def test_a_table_comes_back(cache: Path) -> None:
         assert store.load_or_warn(MACHINE) == TABLE
     assert [file.name for file in cache.parent.iterdir()] == [cache.name]
     newer = measured(spec(64), unfused=0.5, direct=1.0)  # of the same case
-    assert store.update(MACHINE, newer)[1].measurements == (CUT, newer)
-    assert store.load_or_warn(MACHINE).measurements == (CUT, newer)
-    assert plan(spec(64), CUT, newer).algorithm == "unfused"
+    assert store.update(MACHINE, newer)[1].measurements == (newer, FEW)
+    assert store.load_or_warn(MACHINE).measurements == (newer, FEW)
+    assert plan(spec(64), FEW, newer).algorithm == "unfused"
 
 
 def test_each_machine_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,28 +83,20 @@ def first(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
     "empty": (b"", "it is not JSON"),
-    "cut off": (b'{"format": "tpk', "it is not JSON"),
     "a pickle": (pickle.dumps({"format": store.FORMAT}), "it is not text"),
     "deep": (b"[" * 100_000, "recursion"),
+    "a list": (b"[]", "'format' is missing"),
     "a huge number": (b'{"format": ' + b"9" * 5000 + b"}", "digits"),
     "too large": (b" " * (2 << 20), "more than 1048576 bytes"),
-    "a list": (b"[]", "'format' is missing"),
     "another format": (edited(format="tpkernels tuning 1"), "format is 'tpkernels tuning 1'"),
-    "a config of text": (first(config=[["block_m", "64"]]), "[0][1] is '64', not of type int"),
-    "no config": (first(config={}), "measurements[0].config is {}, not of type list"),
     "another torch": (edited(versions={"tpkernels": tpkernels.__version__, "torch": "1.0"}),
                       "torch is '1.0', here it is"),
     "another device": (lambda c: c | {"machine": c["machine"] | {"device": "a\x1b[2J\nb"}},
                        r"device is 'a\\x1b[2J\\nb', here it is".replace("\\\\", "\\")),
     "other ranks": (lambda c: c | {"machine": c["machine"] | {"ranks": 4}}, "ranks is 4, here"),
     "no measurements": (edited(measurements={"a": 1}), "measurements is {'a': 1}, not"),
-    "no series": (first(series=7), "measurements[0].series is 7, not of type dict"),
     "no time": (first(ms={"direct": 0.0}), "the time of 'direct' is 0.0"),
     "not a number": (first(ms={"direct": float("nan")}), "measurements[0].ms.direct is nan"),
-    "a time too long": (first(ms={"direct": 10**400}), "measurements[0].ms.direct is 1000"),
-    "true": (first(ms={"direct": True}), "measurements[0].ms.direct is True, not of type float"),
-    "rows below one": (first(extent=-5), "'extent' is -5"),
-    "rows beyond use": (first(extent=10**400), "measurements[0].extent is 1000"),
     "no date": (first(date="yesterday\n"), r"a date is 'yesterday\n'"),
 }  # fmt: skip
 
@@ -132,17 +124,7 @@ def test_a_bad_file_is_ignored_with_one_warning(cache: Path) -> None:
         assert reason in str(warning.message), case
         assert "\x1b" not in str(warning.message)
         assert cache.read_bytes() == content  # kept for inspection
-        with pytest.warns(RuntimeWarning, match="is ignored"):
-            store.update(MACHINE, *TABLE.measurements)
-        assert store.load_or_warn(MACHINE) == TABLE
-
-
-def test_a_table_that_another_user_can_have_written_is_ignored(cache: Path) -> None:
-    """tests/test_cache.py has all that is not trusted."""
-    store.update(MACHINE, *TABLE.measurements)
-    cache.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match=r"is ignored: .* has mode 777.*: chmod go-w"):
-        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+        cache.unlink()
 
 
 def test_no_table_without_a_home_or_a_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +152,13 @@ def update_often(home: str) -> None:
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": home}):
         dist.barrier()
         for i in range(UPDATES):
-            store.update(MACHINE, measured(spec(1 + i, n=512 * (1 + dist.get_rank())), direct=1.0))
+            store.update(MACHINE, measured(spec(2 * i + 1 + dist.get_rank()), direct=1.0))
 
 
 def test_updates_of_two_processes_are_all_kept(ranks: RanksFixture, cache: Path) -> None:
     ranks(2).run(update_often, str(cache.parent.parent))
-    kept = {(one.extent, one.other) for one in store.load_or_warn(MACHINE).measurements}
-    assert kept == {(1 + i, 512 * n) for i in range(UPDATES) for n in (1, 2)}
+    kept = {one.extent for one in store.load_or_warn(MACHINE).measurements}
+    assert kept == set(range(1, 2 * UPDATES + 1))
 
 
 def test_a_lock_that_is_never_given_back_is_an_error(

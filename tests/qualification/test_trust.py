@@ -98,7 +98,7 @@ def test_routed_rows_of_a_static_number_go_by_kernels(
 def test_auto_takes_nothing_else_whatever_the_times() -> None:
     series, extent = problem().tuning_key or (None, 0)
     assert series is not None
-    times = Table((Measurement(series, extent, 0, {"unfused": 1.0, "direct": 0.1}, "2026-11-25"),))
+    times = Table((Measurement(series, extent, {"unfused": 1.0, "direct": 0.1}, "2026-11-25"),))
     assert choose(problem(), means(TRUSTED), tuned=times).algorithm == "direct"
     for trusted in (Trust(), Trust(frozenset({"direct/one_shot"})), RECORD.trust(4)):
         plan = choose(problem(), means(trusted), tuned=times)

@@ -41,7 +41,6 @@ from tpkernels.algorithms import unfused
 from tpkernels.launch import Outcome
 from tpkernels.symm import host, rendezvous
 from tpkernels.tuning import tuner
-from tpkernels.tuning.contest import MOST_CALLS
 
 KINDS = ("kill", "stop", "interrupt", "exception", "no memory", "mismatch", "fork")
 KINDS += ("turn", "late", "destroyed")
@@ -74,7 +73,6 @@ STEPS: dict[str, Callable[[dist.ProcessGroup], object]] = {
     "empty": lambda group: tpkernels.empty(1 << 20, group=group),
     "backward": _backward,
     "autotune": _tune,
-    "trial": lambda group: [call("matmul_all_reduce", group) for _ in range(MOST_CALLS)],
 }
 # The function that the victim is to run at a moment of a step.
 PLACES: dict[tuple[str, str], tuple[Any, str]] = {
@@ -85,7 +83,7 @@ PLACES: dict[tuple[str, str], tuple[Any, str]] = {
     ("init", "map"): (rendezvous._Arena, "_map"),
     ("backward", "before"): (torch.Tensor, "backward"),
     ("autotune", "run"): (tuner._Tuner, "_timed"),
-    ("trial", "times"): (tuner, "exchange_numbers"),
+    ("autotune", "times"): (tuner._Tuner, "_exchange"),
 }
 
 

@@ -93,7 +93,7 @@ def pretending(
     is qualified; None: what a record says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "device", lambda _: "cuda")
-        patch.setattr("tpkernels.tuning.planned_calls.unsupported", lambda *_: None)
+        patch.setattr("tpkernels.ops.planned_calls.unsupported", lambda *_: None)
         patch.setattr(gpu_memory, "symmetric", memory)
         patch.setattr(multimem, "_ops", Multimem())
         if trust is not None:

@@ -60,7 +60,7 @@ def watched(
     clock = mock.Mock(perf_counter=lambda: now) if seconds and not sleep else tuner.time
     with (
         mock.patch.dict(table, wrapped),
-        mock.patch.object(tuner, "_MOST_FLUSH_BYTES", 1 << 10),
+        mock.patch.object(tuner, "_MAX_FLUSH_BYTES", 1 << 10),
         mock.patch.object(tuner, "time", clock),
     ):
         yield made

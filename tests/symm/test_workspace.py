@@ -25,8 +25,7 @@ from tests.support.ranked import check, fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.cuda.layouts import LL_BYTES, ll_words
-from tpkernels.planning.choose import split_rule
-from tpkernels.planning.machine import cpu_flags
+from tpkernels.planning.choose import PIPELINED_MIN_ROWS
 from tpkernels.symm import host
 from tpkernels.symm.host import Segments, is_crowded
 
@@ -99,7 +98,7 @@ def wide_job(nbytes: int, width: int) -> tuple[list[str], str, str]:
     group = faults.group_of(dist.new_group())
     others = shared_memory()
     tpkernels.init(group, 20.0, nbytes)
-    rows = split_rule(torch.float32, cpu_flags()).min_rows * group.size()
+    rows = PIPELINED_MIN_ROWS * group.size()
     case = Case(op="matmul_reduce_scatter", shape=(rows, width), k=(2,), integers=True)
     failures = check(case, group)  # by auto
     auto = groups.get(group.group_name).planned_calls()[0].plan
@@ -118,7 +117,7 @@ def test_auto_does_not_split_what_hardly_fits(ranks: RanksFixture) -> None:
     """One row of each of the two ranks takes 16 KB here: many of them do not fit into 1 MiB."""
     for failures, auto, refused in ranks(2).run(wide_job, MIB, 2048, timeout=100):
         assert not failures and not refused, (failures, refused)
-        fewest = split_rule(torch.float32, cpu_flags()).min_rows
+        fewest = PIPELINED_MIN_ROWS
         assert auto == f"direct: the workspace holds 63 rows a rank < {fewest}", auto
 
 

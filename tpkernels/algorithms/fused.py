@@ -79,7 +79,7 @@ def _config(call: Call, x: torch.Tensor, w: torch.Tensor) -> MatmulConfig:
     that sum choose the same."""
     from tpkernels.kernels.configs import choose
 
-    return choose(x.device, x.dtype, call.problem.rows, w.shape[-1], call.plan.config)
+    return choose(x.device, x.dtype, call.problem.rows, w.shape[-1])
 
 
 def _place(x: torch.Tensor) -> Hashable:

@@ -10,7 +10,6 @@ local_matmul   the local matmul that the algorithms use, no communication
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,8 +31,6 @@ from tpkernels.planning.machine import last_level_cache_bytes
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.limits import available_bytes
 from tpkernels.timing import slowest
-from tpkernels.tuning.contest import UNDISTURBED_CALLS
-from tpkernels.tuning.tuner import TrialRunner
 
 Outputs = list[torch.Tensor]
 Scaled = tuple[torch.Tensor, torch.Tensor]  # an operand's elements and its scales
@@ -207,20 +204,6 @@ def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
     (call,) = group.planned_calls()
     plan: Plan = call.plan
     return outputs, plan
-
-
-def settle(case: Case, seconds: float) -> None:
-    """Run ``auto`` until it has tried the algorithms and keeps one, unless that might take longer
-    than ``seconds``. Collective."""
-    group = world_group()
-    group.forget_calls()
-    begin = time.perf_counter()
-    run_tpkernels(case.copy())
-    (call_seconds,) = slowest([time.perf_counter() - begin])
-    while call_seconds * UNDISTURBED_CALLS <= seconds and any(
-        isinstance(call.function, TrialRunner) for call in group.planned_calls()
-    ):
-        run_tpkernels(case.copy())
 
 
 def run_torch(case: Case) -> Outputs:

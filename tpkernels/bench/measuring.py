@@ -30,7 +30,6 @@ from tpkernels.bench.cases import (
     run_matmul,
     run_torch,
     run_tpkernels,
-    settle,
     with_norm,
 )
 from tpkernels.bench.specs import Spec
@@ -87,8 +86,6 @@ def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
     names = list(dict.fromkeys([*method.algorithms, "unfused"]))
     seconds = math.inf if method.seconds is None else method.seconds
     expected = spec.cost(dist.get_world_size()).flops / rates.torch_flops
-    if "auto" in names:
-        settle(case, seconds)
     affordable = expected * _FEWEST <= seconds
     with_torch = affordable and method.baselines and _torch_multiplies(case)
     planned_runs = {name: planned(case.copy(), name) for name in names}

@@ -20,7 +20,6 @@ from tpkernels.op_spec import OPS
 from tpkernels.planning import store, trust
 from tpkernels.planning.choose import (
     Means,
-    candidates,
     choose,
     unsupported_algorithms,
     why_unqualified,
@@ -34,8 +33,8 @@ from tpkernels.planning.cost import (
     machines,
     matmul_seconds,
 )
-from tpkernels.planning.machine import cpu_flags, this_machine
-from tpkernels.planning.table import Measurement, Table
+from tpkernels.planning.machine import this_machine
+from tpkernels.planning.table import Table
 from tpkernels.planning.trust import SUMS, Trust
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
@@ -52,7 +51,6 @@ from tpkernels.terminal import (
     table,
 )
 from tpkernels.text import counted
-from tpkernels.tuning.contest import ELIGIBLE, is_eligible
 
 _MODELS = [name for name, model in MODELS.items() if not model.experts]
 _NO_GAIN = 0.98  # of the time without overlap; less is within the spread of a measurement
@@ -120,7 +118,6 @@ def explain(
     shared_memory, problem = hosts == 1, spec.problem(world, device)
     means = Means(
         shared_memory,
-        cpu_flags=cpu_flags(),
         unsupported=unsupported_kernels(device),
         why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
         trust=trust.of_this_machine(world) if device == "cuda" else Trust(),
@@ -130,24 +127,19 @@ def explain(
         machine = this_machine(device, world, hosts, shared_memory, threads=threads)
         known = store.load_or_warn(machine)
     chosen = choose(problem, means, tuned=known)
-    cases = [] if problem.tuning_key is None else known.at(*problem.tuning_key)
+    measured = None if problem.tuning_key is None else known.at(*problem.tuning_key)
+    ms = {} if measured is None else measured.ms
     grid = table("algorithm", ("ms",), "why not")
     for name, unsupported in unsupported_algorithms(problem, means).items():
         reason = unsupported or why_unqualified(problem, name, means)
         label = f"[bold green]{name}[/]" if name == chosen.algorithm else name
-        times = _times(name, cases) if reason is None else ""
-        grid.add_row(label, times, escape(reason or ""))
+        time = milliseconds(ms[name]) if name in ms else "not measured"
+        grid.add_row(label, "" if reason else time, escape(reason or ""))
     notes = []
     if device == "cuda" and op in ("all_reduce", "matmul_all_reduce"):
         way = all_reduce_way(problem.nbytes, world, frozenset(SUMS))
         notes.append(f"direct sums by {way}, for these bytes and ranks by the model of hops")
     notes.append(f"auto chooses [bold]{chosen.algorithm}[/]: {escape(chosen.reason)}")
-    if is_eligible(problem, shared_memory, known):
-        tries = ", ".join(name for name in candidates(problem, means) if name in ELIGIBLE)
-        notes.append(
-            f"In the first calls it tries {tries}, and keeps the fastest "
-            "(tpkernels.init(autotune=False): it does not)"
-        )
     if machine is not None:
         count = len(known.measurements)
         where = f"{counted(world, 'rank')} x {counted(threads, 'thread')}"
@@ -174,16 +166,6 @@ def _spec_of_extents(
     if excluded or not complete:
         raise UsageError(f"{op} takes {needed}, not {unused}")
     return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
-
-
-def _times(name: str, cases: list[Measurement]) -> str:
-    """Return the time for each measured extent that is not part of the problem."""
-    times = [
-        milliseconds(case.ms[name]) + (f" ({case.other})" if len(cases) > 1 else "")
-        for case in cases
-        if name in case.ms
-    ]
-    return ", ".join(times) or "not measured"
 
 
 # A layer of a model.

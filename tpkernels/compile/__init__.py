@@ -138,7 +138,7 @@ def fuse_collectives(*only: GroupLike, norms: bool | None = None) -> CollectiveF
         TypeError: an argument is not a group.
     """
     from tpkernels.compile.fusion import CollectiveFusion
-    from tpkernels.tuning.replacement import read_times
+    from tpkernels.ops.replacement import read_times
 
     names = [groups.name_of(group) for group in only]
     for name in names:

@@ -10,7 +10,7 @@ import os
 import socket
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -50,21 +50,15 @@ _NCCL = timedelta(minutes=10)  # torch's default, where this torch was built wit
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tune on the spot; see ``tpkernels.autotune``.
+    """Tune problems when they are first met; see ``tpkernels.autotune``.
 
     Attributes:
         limit: seconds after which no further round of a problem starts.
         save: add the times to the file that `tpkernels tune` writes.
-        rounds: the most rounds of a problem.
-        among: the algorithms that may be taken; None: all that can run and may be faster.
-        anew: also tune problems that have been measured.
     """
 
     limit: float = TUNING_SECONDS
     save: bool = False
-    rounds: int = 40
-    among: Collection[str] | None = None
-    anew: bool = False
 
 
 _ON_QUALIFIED_GPUS = Tuning(limit=2.0)  # of the seconds of a model's first step, for each problem
@@ -80,9 +74,7 @@ class Measured:
     """The measurements and settings that calls are planned from, the same on all ranks."""
 
     tables: dict[str, Table] = field(default_factory=dict)  #: by device type; see `Group.tuned`
-    #: See `with_trial` in tuning/tuner.py.
-    trials: dict[Hashable, Any] = field(default_factory=dict)
-    tuning: Tuning | None = None  #: on the spot
+    tuning: Tuning | None = None
     #: The algorithms that failed when a problem was tuned, and why; empty if none did.
     failures: dict[tuple[Series | Problem, int], dict[str, str]] = field(default_factory=dict)
 

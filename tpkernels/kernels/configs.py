@@ -22,7 +22,6 @@ from tpkernels.integers import ceil_div
 from tpkernels.kernels import release_of
 from tpkernels.kernels.bound import BoundKernel, WithScratch
 from tpkernels.kernels.words import INTERPRETED
-from tpkernels.planning.table import Config
 
 _TMA_ALIGNMENT = 16  # bytes, of addresses and strides
 _SMALL_M = 64
@@ -206,18 +205,12 @@ TABLE: dict[tuple[int, int, bool], MatmulConfig] = {
 for _arch in (80, 90, 100):
     TABLE[_arch, 4, True] = MatmulConfig(block_m=16, block_n=64, block_k=16)
     TABLE[_arch, 4, False] = MatmulConfig(block_m=64, block_n=64, block_k=16, num_warps=8)
-# What `tpkernels tune` and the GPU suite try besides the table, for 16-bit operands.
-_FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
-_SMALLER = (128, 128, 64, 4, 5)
-_FEW = (64, 32, 128, 4, 6), (64, 128, 128, 4, 4)
-_MANY = _SMALLER, (128, 256, 64, 8, 3), (128, 256, 64, 8, 4)
+SMALLER_TILES = MatmulConfig(
+    block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=5, tma=True
+)
 # The smaller tiles are taken if their waves are shorter by more than this: an element of a tile
 # takes them 4 to 7 % longer (1024x8192x3584, 4096x3584x8192).
 _LONGER = 1.07
-CANDIDATES: dict[bool, tuple[Config, ...]] = {
-    few: tuple(tuple(zip(_FIELDS, values, strict=True)) for values in blocks)
-    for few, blocks in ((True, _FEW), (False, _MANY))
-}
 INTERPRETER = MatmulConfig(
     block_m=32, block_n=32, block_k=32, group_m=2, num_warps=1, programs=4, fetchers=2,
     piece_bytes=1 << 10, tma=True,
@@ -225,30 +218,15 @@ INTERPRETER = MatmulConfig(
 
 
 @functools.lru_cache
-def choose(
-    device: torch.device, dtype: torch.dtype, rows: int, columns: int, tuned: Config = ()
-) -> MatmulConfig:
-    """Return the config for a product of so many rows and columns: the table's, with the fields
-    that ``tuned`` replaces, or with smaller tiles whose last wave leaves fewer multiprocessors
-    idle. A ``tuned`` that is not among the candidates is ignored.
+def choose(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> MatmulConfig:
+    """Return the config for a product of so many rows and columns: the table's, or one with smaller
+    tiles if their last wave leaves fewer multiprocessors idle.
 
     Raises:
         NotImplementedError: the device is older than sm_80.
     """
-    few = rows <= _SMALL_M
-    config = _chosen(device, dtype, few, tuned)
-    # Smaller tiles were measured there only.
-    measured = dtype.itemsize == 2 and not INTERPRETED and properties_of(device)[0] == 90
-    if few or not measured or tuned in CANDIDATES[few]:
-        return config
-    smaller = _chosen(device, dtype, few, tuple(zip(_FIELDS, _SMALLER, strict=True)))
-    shorter = _LONGER * smaller.waves(rows, columns) < config.waves(rows, columns)
-    return smaller if shorter else config
-
-
-def _chosen(device: torch.device, dtype: torch.dtype, few: bool, tuned: Config) -> MatmulConfig:
     if INTERPRETED:
-        return replace(INTERPRETER, **dict[str, Any](tuned))
+        return INTERPRETER
     capability, programs = properties_of(device)
     if capability < 80:
         raise NotImplementedError(
@@ -257,14 +235,14 @@ def _chosen(device: torch.device, dtype: torch.dtype, few: bool, tuned: Config) 
     # Devices from 12.0 on have the matrix instructions of 8.0 and, as 8.6 and 8.9, 99 KiB of shared
     # memory for a block; the blocks of 8.0 take 80 at most.
     known = 80 if capability >= 120 else max(arch for arch, _, _ in TABLE if arch <= capability)
+    few = rows <= _SMALL_M
     config = TABLE[known, dtype.itemsize, few]
-    better = dict[str, Any](tuned if dtype.itemsize == 2 and tuned in CANDIDATES[few] else ())
-    return replace(config, programs=config.programs or programs, **better)
-
-
-def candidates(dtype: torch.dtype, rows: int) -> tuple[Config, ...]:
-    """Return configs worth measuring for a product of that many rows."""
-    return CANDIDATES[rows <= _SMALL_M] if dtype.itemsize == 2 else ()
+    config = replace(config, programs=config.programs or programs)
+    if few or dtype.itemsize != 2 or capability != 90:  # smaller tiles were measured there only
+        return config
+    smaller = replace(SMALLER_TILES, programs=config.programs)
+    shorter = _LONGER * smaller.waves(rows, columns) < config.waves(rows, columns)
+    return smaller if shorter else config
 
 
 def _properties(device: torch.device) -> tuple[int, int]:

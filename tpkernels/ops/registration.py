@@ -23,9 +23,9 @@ from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import LocalProduct
 from tpkernels.op_spec import OPS, OpSpec
 from tpkernels.ops import execution
+from tpkernels.ops.planned_calls import plan_call
 from tpkernels.ops.problems import fake_result, problem_of
 from tpkernels.ops.shortcut import PLAIN_KEYS, arguments_of, kernel_above, shortcut
-from tpkernels.tuning.planned_calls import plan_call
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -117,7 +117,7 @@ def define(
         except Replaced as replaced:
             return execute_once(replaced.call, given)
 
-    def on_trial(given: Any) -> Callable[[Call], Any]:
+    def for_tuning(given: Any) -> Callable[[Call], Any]:
         """Return what runs a planned call and overwrites none of the caller's arguments."""
         copies = given._replace(**{name: getattr(given, name).clone() for name in written})
         return lambda call: backends.run(call, lambda: call, execute, copies)
@@ -125,7 +125,7 @@ def define(
     def plan(given: Any) -> tuple[Call, _C.calls.Bound | None]:
         validation.tensors(given._asdict())
         group = groups.get(given.group)
-        make_run = functools.partial(on_trial, given)
+        make_run = functools.partial(for_tuning, given)
         call = plan_call(group, problem_of(record, group, given), given, make_run)
         return call, backends.bind(call, given, arguments, execute, bool(written))
 

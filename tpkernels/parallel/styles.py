@@ -24,8 +24,8 @@ from tpkernels.nn.linear import row_parallel
 from tpkernels.nn.sharding import check_parameter
 from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
+from tpkernels.ops.replacement import read_times, why_left_to_torch
 from tpkernels.shards import chunk_sizes
-from tpkernels.tuning.replacement import read_times, why_left_to_torch
 
 
 class _FusedLinear(nn.Linear):
@@ -188,7 +188,7 @@ class _FusedStyle(ParallelStyle):
 
     def _is_left_to_torch(self, linear: nn.Linear, mesh: DeviceMesh, op: str) -> bool:
         """Return whether the style does what torch's does instead of calling the op
-        (`tuning.replacement`). Collective on a mesh of GPUs."""
+        (`ops.replacement`). Collective on a mesh of GPUs."""
         if not _has_gpus(mesh):
             return False
         name, dtype = groups.name_of(mesh), linear.weight.dtype

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -23,7 +23,7 @@ from tpkernels.planning.algorithms import (
     step_rows,
 )
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
-from tpkernels.planning.table import Config, Series, Table
+from tpkernels.planning.table import Table
 from tpkernels.planning.trust import Trust
 
 # Where one algorithm becomes faster than another, before anything was measured on the machine.
@@ -43,45 +43,22 @@ RING_MIN_ROWS = 256
 TRIED_MIN_ROWS = 16
 
 
-@dataclass(frozen=True)
-class SplitRule:
-    """Says from how many rows per rank splitting the matmul pays off on CPUs with ``cpu_flag``, for
-    ``dtypes``, and whether it also does before an all-reduce, whose results are copied between the
-    ranks either way. With fewer rows the matmul is bound by streaming the weight, and a split
-    streams it once per part."""
-
-    cpu_flag: str
-    dtypes: frozenset[torch.dtype]
-    min_rows: int
-    splits_all_reduce: bool = True
-
-
-_ANY = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
-
-# The first that fits counts.
-_RULES = (
-    # Intel Xeon with AMX, 2 cores, 480 MB L3, 2 ranks x 1 thread, 2026-11: `tpkernels bench`,
-    # (M, 4096, 4096) bf16: with 256, 512, 1024 and 2048 rows a rank `pipelined` takes 1.14 to 1.18,
-    # 1.06 to 1.12, 1.0 and 0.88 of the time of `direct`.
-    SplitRule("amx_bf16", frozenset({torch.bfloat16}), 1024),
-    # AMD EPYC Zen 4, 2 cores, 32 MB L3, 2 ranks x 1 thread, 2026-11-22
-    # (benchmarks/results/cpu-2core-auto.md): with 128, 256, 512 and 1024 rows a rank `pipelined`
-    # takes 0.90 to 1.47, 1.03 to 1.21, 0.73 to 1.11 and 0.90 to 1.06 of the time of `direct`,
-    # in the median 1.16, 1.11, 0.97 and 1.01. Zen 5, the same, 2026-11-23: with 1024 and 2048 rows
-    # a rank 0.99 to 1.06 and, before an all-reduce, 1.04 to 1.13.
-    SplitRule("avx512_bf16", frozenset({torch.bfloat16}), 1024, splits_all_reduce=False),
-    # AMD EPYC Zen 3, 2 ranks x 1 thread, 2026-11-21: `tpkernels bench` (benchmarks/results).
-    SplitRule("avx2", _ANY, 256),
-)
-_UNKNOWN_CPU = SplitRule("", _ANY, 1024)  # `direct` loses less where it is wrong
-
-
-def split_rule(dtype: torch.dtype, cpu_flags: Collection[str]) -> SplitRule:
-    """Return when `pipelined` pays off on a CPU with these flags."""
-    for rule in _RULES:
-        if rule.cpu_flag in cpu_flags and dtype in rule.dtypes:
-            return rule
-    return _UNKNOWN_CPU
+# Fewest rows per rank from which `pipelined` splits the matmul on CPUs that share memory. With
+# fewer rows the matmul is bound by streaming the weight, and a split streams it once per part.
+# `direct` multiplies like `unfused` and communicates in less time, so it is the choice wherever a
+# split might not pay off. The time of `pipelined` over that of `direct`, 2 ranks x 1 thread, bf16:
+#   rows per rank   256            512            1024           2048
+#   Zen 1           1.04 to 1.09                  0.93 to 0.96
+#   Zen 4           1.03 to 1.21   0.73 to 1.11   0.90 to 1.06
+#   Zen 5                                         0.99 to 1.06   0.99 to 1.06
+#   Xeon, AMX       1.14 to 1.18   1.06 to 1.12   1.00           0.88
+# Before an all-reduce, whose results are copied between the ranks in any case, it is 0.93 on Zen 1,
+# but 1.04 to 1.13 on Zen 5.
+# AMD EPYC Zen 1, bf16 and fp32, geometric means by op, 2026-11-27
+# (benchmarks/results/cpu-2core-auto-rules.md). Zen 4, 2026-11-22, and Zen 5, 2026-11-23
+# (benchmarks/results/cpu-2core-auto.md). Intel Xeon with AMX, 480 MB L3, 2026-11, (M, 4096, 4096):
+# `tpkernels bench`.
+PIPELINED_MIN_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -95,7 +72,6 @@ class Plan:
     text: str = field(repr=False)
     signature: int = field(repr=False)
     numerics: str = ORDERED
-    config: Config = ()  #: block sizes of the fused kernels; empty: those of the built-in table
 
 
 NOTHING_TUNED = Table()
@@ -113,8 +89,6 @@ class Means:
 
     shared_memory: bool  #: all ranks of the group can map each other's memory
     workspace_bytes: int = defaults.WORKSPACE_BYTES  #: the limit of each of two data buffers
-    #: Flags from /proc/cpuinfo.
-    cpu_flags: frozenset[str] = frozenset()
     #: Algorithm name -> why it cannot run here.
     unsupported: Mapping[str, str] = field(default_factory=dict)
     why_no_node: str | None = None  #: what the group lacks for `hierarchical`; None: nothing
@@ -142,31 +116,22 @@ def choose(
         NotImplementedError: the requested algorithm cannot run this problem; the message says
             what it needs.
     """
-    tuning_key = problem.tuning_key if tuned.measurements and problem.world > 1 else None
-    if tuning_key is not None and captured:
-        tuning_key = tuning_key[0].captured, tuning_key[1]
     if requested != "auto":
         check_algorithm(requested)
         reason = _unsupported(problem, requested, means)
         if reason is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {reason}")
-        return _with_tuned_config(_plan(problem, requested, "asked for"), tuned, tuning_key)
+        return _plan(problem, requested, "asked for")
     ruled = _by_rule(problem, means)
     if ruled[0] in means.unsupported:
         ruled = "unfused", f"'{ruled[0]}' {means.unsupported[ruled[0]]}"
-    if tuning_key is not None:
-        measured = tuned.choice(*tuning_key, candidates(problem, means), default=ruled[0])
+    if tuned.measurements and problem.world > 1 and problem.tuning_key is not None:
+        series, extent = problem.tuning_key
+        series = series.captured if captured else series
+        measured = tuned.choice(series, extent, candidates(problem, means), default=ruled[0])
         if measured is not None:
-            return _with_tuned_config(_plan(problem, *measured), tuned, tuning_key)
+            return _plan(problem, *measured)
     return _plan(problem, *ruled)
-
-
-def _with_tuned_config(plan: Plan, tuned: Table, tuning_key: tuple[Series, int] | None) -> Plan:
-    """Return the plan with the block sizes measured to be best for its kernels, if there are
-    any."""
-    if tuning_key is None or "Triton" not in ALGORITHMS[plan.algorithm].kernels.values():
-        return plan
-    return replace(plan, config=tuned.config(*tuning_key))
 
 
 def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
@@ -195,17 +160,16 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     if problem.spec.scaled:
         return "direct", _ONE_PRODUCT
     rows, most = _rows_per_part(problem), step_rows(problem, means.workspace_bytes)
-    rule = split_rule(problem.dtype, means.cpu_flags)
     reason = _unsupported(problem, "pipelined", means)
     if reason is not None:
         return "direct", f"pipelined {reason}"
-    if rows < rule.min_rows:
-        return "direct", f"{rows} rows a rank < {rule.min_rows}: one matmul, not split"
-    if most < rule.min_rows:
-        return "direct", f"the workspace holds {most} rows a rank < {rule.min_rows}"
-    if problem.dim is None and not rule.splits_all_reduce:
-        return "direct", "before an all-reduce one matmul is faster on this kind of CPU"
-    return "pipelined", f"{rows} rows a rank >= {rule.min_rows}"
+    if rows < PIPELINED_MIN_ROWS:
+        return "direct", f"{rows} rows a rank < {PIPELINED_MIN_ROWS}: one matmul, not split"
+    if most < PIPELINED_MIN_ROWS:
+        return "direct", f"the workspace holds {most} rows a rank < {PIPELINED_MIN_ROWS}"
+    if problem.dim is None:
+        return "direct", "before an all-reduce one matmul is as fast as a split one"
+    return "pipelined", f"{rows} rows a rank >= {PIPELINED_MIN_ROWS}"
 
 
 def candidates(problem: Problem, means: Means) -> list[str]:

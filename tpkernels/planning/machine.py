@@ -99,7 +99,11 @@ def nccl_version() -> str:
 
 def processor() -> str:
     """Return the processor's name."""
-    return _cpuinfo().get("model name", platform.machine())
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
 
 
 def last_level_cache_bytes(device: str) -> int:
@@ -112,19 +116,6 @@ def last_level_cache_bytes(device: str) -> int:
         if text.endswith("K") and text[:-1].isdecimal():
             sizes.append(int(text[:-1]) << 10)
     return max(sizes, default=_CACHE_BYTES)
-
-
-@functools.cache
-def cpu_flags() -> frozenset[str]:
-    """Return the processor's flags."""
-    return frozenset(_cpuinfo().get("flags", "").split())
-
-
-@functools.cache
-def _cpuinfo() -> dict[str, str]:
-    """Return what the kernel says about the first core."""
-    pairs = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
-    return {key.strip(): value.strip() for key, colon, value in reversed(list(pairs)) if colon}
 
 
 @functools.cache

@@ -17,28 +17,25 @@ from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.groups.group import Group
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
-from tpkernels.planning.machine import cpu_flags
 from tpkernels.planning.problem import VENDOR, Problem
 from tpkernels.planning.trust import Trust
 from tpkernels.symm import streams
-from tpkernels.tuning.tuner import tune_if_new, with_trial
+from tpkernels.tuning.tuner import tune_if_new
 
 
 def plan_call(
     group: Group, problem: Problem, given: Any, make_run: Callable[[], Callable[[Call], object]]
 ) -> Call:
     """Plan a call with the arguments ``given``, which have been checked. A group's first call sets
-    up its workspace. ``make_run()`` makes what runs a planned call on trial."""
-    plan = functools.partial(_plan_call, problem=problem, device=given.x.device)
+    up its workspace. ``make_run()`` makes a function that runs a planned call while it is tuned."""
+    x: torch.Tensor = given.x
+    plan = functools.partial(_plan_call, problem=problem, device=x.device)
     call = plan(group, given.algorithm)
-    if given.algorithm != "auto":
+    tuning = group.tuning_on(problem.device) if given.algorithm == "auto" else None
+    if tuning is None:
         return call
-    tuning = group.tuning_on(problem.device)
-    if tuning is not None:
-        names = candidates(call.problem, _means(group, call.problem.device))
-        again = tune_if_new(call, tuning, names, plan, make_run, given)
-        return plan(group, "auto") if again else call
-    return with_trial(call, functools.partial(plan, group))
+    names = candidates(call.problem, _means(group, call.problem.device))
+    return plan(group, "auto") if tune_if_new(call, tuning, names, plan, make_run, x) else call
 
 
 def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.device) -> Call:
@@ -134,7 +131,6 @@ def _means(group: Group, device: str, unsupported: Mapping[str, str] | None = No
     return Means(
         shared_memory,
         group.usable_bytes,
-        cpu_flags(),
         dict(unsupported or {}),
         group.why_no_node,
         group.trust() if device == "cuda" else Trust(),
