@@ -41,7 +41,7 @@ def test_all_that_a_machine_can_run_fits_the_time(machine: str) -> None:
     assert tuple(dict.fromkeys(stage.world for stage in stages)) == worlds
     assert sum(stage.seconds for stage in run_of(stages)) <= budget
     left_out = {stage.name: stage.why_not for stage in stages if stage.why_not}
-    shared = {stage.name for stage in stages if stage.name.startswith("ring/")} | {"fused/routed"}
+    shared = {stage.name for stage in stages if stage.name.startswith("ring/")}
     switch = {stage.name for stage in stages if stage.name.startswith("multimem")}
     wanted = shared if topology.gpus == 1 else set()
     wanted |= set() if topology.multicast else switch
@@ -61,7 +61,6 @@ def test_what_a_way_relies_on_comes_before_it(machine: str) -> None:
             assert stage.relies_on or stage.is_litmus or torchs
             on_virtual_ranks = {test for test in stage.relies_on if test.startswith(VIRTUAL)}
             virtual = topology.gpus == 1 and not (stage.is_litmus or torchs)
-            virtual = virtual and stage.name != "fused/routed"
             assert on_virtual_ranks == ({VIRTUAL + stage.name} if virtual else set())
     fused = next(stage for stage in stages if stage.name == "fused/reduce_scatter")
     assert ("bulk" in fused.relies_on) == (topology.capability >= 90)
@@ -74,7 +73,7 @@ def test_every_way_of_every_op_has_a_stage() -> None:
         for name, algorithm in ALGORITHMS.items()
         for op, spec in OPS.items()
         if name != "unfused" and op not in algorithm.lacks.get("cuda", ())
-        if spec.has_matmul or spec.routed or not algorithm.overlaps_matmul
+        if spec.has_matmul or not algorithm.overlaps_matmul
         for way in ways_of(spec, name)
     }
     assert names == needed | set(LITMUS) | {"fused/copy_engines"}

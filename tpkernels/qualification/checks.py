@@ -46,12 +46,6 @@ _LARGE = ((2, 4096, 128), (1021, 1032, 2056), (2048, 1536, 4096))
 _LARGEST_DEVIATION = 32  # of sums of integers: 8 of it is 256, from where on bfloat16 has gaps
 _REPLAYS = 10
 TOP_K = 3  # experts of a token
-_WITH_EXPERTS = {
-    "moe_dispatch": "dispatch_grouped_matmul",
-    "moe_combine": "grouped_matmul_combine",
-    "all_gather": "all_gather_grouped_matmul",
-    "reduce_scatter": "grouped_matmul_reduce_scatter",
-}
 
 
 @dataclass(frozen=True)
@@ -65,11 +59,9 @@ class Call:
     delayed: bool
     seed: int
     replayed: bool = False
-    multiplied: bool = False  #: by experts
 
     def __str__(self) -> str:
         data = "integers" if self.exact else "random data"
-        data += ", times experts" if self.multiplied else ""
         how = ", delayed" if self.delayed else ", replayed" if self.replayed else ""
         shape = "x".join(map(str, self.shape))
         return f"{self.op} {shape} {dtypes.name(self.dtype)}, {data}{how}"
@@ -79,8 +71,7 @@ def ops_of(way: str) -> list[str]:
     """Return the ops by which a way is checked."""
     algorithm, _, name = way.partition("/")
     if name == "routed":
-        whole = ["moe_dispatch", "moe_combine"]
-        return [*whole, "all_gather", "reduce_scatter"] if algorithm == "fused" else whole
+        return ["moe_dispatch", "moe_combine"]
     if algorithm == "direct":
         found = ["all_reduce", "matmul_all_reduce"] if name in SUMS else []
         found += ["all_reduce_rms_norm"] if name in NORMED_SUMS else []
@@ -110,13 +101,13 @@ def calls_of(way: str, device: str, repeats: int) -> Iterator[Call]:
     shapes, kinds = shapes_on(device), _DTYPES[:2] if device == "cpu" else _DTYPES
     if way.startswith("multimem/"):
         kinds = kinds[:2]  # torch has no kernel that sums float16
-    seed, experts = itertools.count(1), way == "fused/routed"
+    seed = itertools.count(1)
     for _ in range(repeats):
         for delayed, exact in ((False, True), (True, True), (False, False)):
             for shape, dtype, op in itertools.product(shapes, kinds, ops_of(way)):
-                yield Call(op, shape, dtype, exact, delayed, next(seed), multiplied=experts)
+                yield Call(op, shape, dtype, exact, delayed, next(seed))
     for op in ops_of(way) if device == "cuda" else ():
-        yield Call(op, shapes[1], torch.bfloat16, True, False, next(seed), True, experts)
+        yield Call(op, shapes[1], torch.bfloat16, True, False, next(seed), replayed=True)
 
 
 def check_way(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
@@ -216,7 +207,7 @@ class Operands:
         # A factor is -1 or 1 with probability 2 / (2 * most + 1), else 0.
         added = max(world, TOP_K) * k
         most = math.ceil((2 * math.sqrt(added) / _LARGEST_DEVIATION - 1) / 2)
-        most = max(1, most) if spec.has_matmul or call.multiplied else 1
+        most = max(1, most) if spec.has_matmul else 1
 
         def make(*shape: int) -> torch.Tensor:
             if not call.exact:
@@ -237,10 +228,7 @@ class Operands:
             self.wanted, self.bound = [whole.double()], [torch.zeros(())]
             self.options = {"gather_dim": 1, "scatter_dim": 0}
             return
-        if call.multiplied and spec.reduces:
-            self._sum_experts(make, generator, rank, sizes, own)
-            return
-        if spec.routed or call.multiplied:
+        if spec.routed:
             self._route(make, generator, rank, sizes, own)
             return
         width = k if spec.has_matmul else n
@@ -280,102 +268,39 @@ class Operands:
 
     def _route(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
         """Make rows of tokens or, of a combine, of routes; as many as there may be, or of random
-        data as there are. The last expert gets none. Unless tokens travel to ranks, each has all
-        experts."""
-        (m, n, k), held = self.call.shape, shard_sizes(2 * len(sizes) + 1, len(sizes))
-        if not self.spec.routed:
-            rank, held = 0, [sum(held)]
-        multiplied, width = self.call.multiplied, k if self.call.multiplied else n
+        data as there are. The last expert gets none."""
+        (m, n, _), held = self.call.shape, shard_sizes(2 * len(sizes) + 1, len(sizes))
         each = 1 if self.spec.combines else TOP_K  # routes with the same row
-        of_routes = make(m * TOP_K // each, width).repeat_interleave(each, 0)
+        of_routes = make(m * TOP_K // each, n).repeat_interleave(each, 0)
         shape, device = (m, TOP_K), of_routes.device
         routes = torch.randint(sum(held) - 1, shape, generator=generator, device=device)
         counts = routes.flatten().bincount(minlength=sum(held)).split(held)
         order = routes.flatten().argsort(stable=True).split([int(part.sum()) for part in counts])
         rows = of_routes[order[rank]]
-        self.options = {"shard_sizes": sizes}
-        if self.spec.routed:
-            self.options["num_experts"] = sum(held)
-        if self.call.exact and self.spec.routed:
+        self.options = {"shard_sizes": sizes, "num_experts": sum(held)}
+        if self.call.exact:
             self.options["max_rows"] = m * TOP_K
-            rows = torch.cat([rows, rows.new_zeros(m * TOP_K - len(rows), width)])
-        experts: list[torch.Tensor] = []
-        made, size = of_routes.double(), of_routes.new_zeros(()).double()
-        if multiplied:
-            w, bias = make(sum(held), k, n), make(sum(held), n)
-            experts = [part.split(held)[rank].contiguous() for part in (w, bias)]
-            made, size = made.new_empty(len(made), n), made.new_empty(len(made), n)
-            for expert, (weight, row) in enumerate(zip(w, bias, strict=True)):
-                here = (routes.flatten() == expert).nonzero().flatten()
-                product, magnitude = _product(of_routes[here], weight, self.call.exact)
-                made[here], size[here] = product + row.double(), magnitude + row.double().abs()
-        dtype, rounding, zero = self.call.dtype, torch.zeros(()), torch.zeros(())
-        if multiplied:
-            rounding = _rounding(made, dtype) + math.sqrt(k) * _FLOAT32_EPS * size
-        if self.spec.gathers:
-            tokens = of_routes[::TOP_K][own].contiguous()
-            self.factors = [tokens, *experts, order[rank], counts[rank]]
-            bound = zero if self.call.exact else rounding[order[rank]]
-            self.wanted, self.bound = [made[order[rank]]], [bound]
-            return
+            rows = torch.cat([rows, rows.new_zeros(m * TOP_K - len(rows), n)])
+        zero = torch.zeros(())
         if self.spec.dispatches:
-            self.factors = [of_routes[::TOP_K][own].contiguous(), routes, *experts]
+            self.factors = [of_routes[::TOP_K][own].contiguous(), routes]
             self.wanted, self.bound = [counts[rank].double(), rows.double()], [zero, zero]
-            if multiplied:
-                self.wanted.append(made[order[rank]])
-                self.bound.append(zero if self.call.exact else rounding[order[rank]])
             return
         weights = make(*shape).float()
-        self.factors = [rows, *experts, *([counts[rank]] if multiplied else [])]
-        self.factors += [weights[own], routes]
-        terms = (weights[..., None].double() * made.view(*shape, n))[own]
+        self.factors = [rows, weights[own], routes]
+        terms = (weights[..., None].double() * of_routes.double().view(*shape, n))[own]
         exact, magnitude = terms.sum(1), terms.abs().sum(1)
-        bound = _rounding(exact, dtype) + TOP_K * _FLOAT32_EPS * magnitude
-        if multiplied:
-            bound += (weights[..., None].abs() * rounding.view(*shape, n))[own].sum(1)
+        bound = _rounding(exact, self.call.dtype) + TOP_K * _FLOAT32_EPS * magnitude
         self.wanted, self.bound = [exact], [zero if self.call.exact else bound]
-
-    def _sum_experts(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
-        """Make rows by expert on each rank, of which each has a part of all experts. The last
-        expert gets none."""
-        (m, n, k), experts = self.call.shape, 2 * len(sizes) + 1
-        shape, device = (m, TOP_K), generator.device
-        routes = torch.randint(experts - 1, shape, generator=generator, device=device).flatten()
-        order, counts = routes.argsort(stable=True), routes.bincount(minlength=experts)
-        weights, places = make(*shape).float(), order.argsort()
-        exact, bound = (torch.zeros(m, n, dtype=torch.float64, device=device) for _ in range(2))
-        dtype = self.call.dtype
-        for source in range(len(sizes)):
-            rows, w, bias = make(m * TOP_K, k), make(experts, k, n), make(experts, n)
-            if source == rank:
-                self.factors = [rows, w, bias, order, counts, weights]
-            parts = zip(rows.split(counts.tolist()), w, bias.double(), strict=True)
-            pairs = [(_product(part, own_w, self.call.exact), b) for part, own_w, b in parts]
-            made = torch.cat([product + b for (product, _), b in pairs])[places].view(*shape, n)
-            size = torch.cat([size + b.abs() for (_, size), b in pairs])[places].view(*shape, n)
-            error = _rounding(made, dtype) + math.sqrt(k) * _FLOAT32_EPS * size
-            terms, scale = weights[..., None].double() * made, weights[..., None].abs()
-            exact += terms.sum(1)
-            bound += _rounding(terms.sum(1), dtype) + (scale * error).sum(1)
-            bound += TOP_K * _FLOAT32_EPS * terms.abs().sum(1)
-        bound += _rounding(exact, dtype)
-        self.options = {"shard_sizes": sizes}
-        self.wanted, self.bound = [exact[own]], [bound[own] * (not self.call.exact)]
-
-    @property
-    def op(self) -> str:
-        """Return the name of the op in ``torch.ops.tpkernels``."""
-        return _WITH_EXPERTS[self.call.op] if self.call.multiplied else self.call.op
 
     def run(self, algorithm: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Make the call; return its results, the sum first."""
-        raw = self.spec.routed or self.call.multiplied
-        function = getattr(torch.ops.tpkernels if raw else tpkernels, self.op)
+        function = getattr(torch.ops.tpkernels if self.spec.routed else tpkernels, self.call.op)
         options = {"group": group.group_name, "algorithm": algorithm, **self.options}
         results = function(*self.factors, **options)
         if isinstance(results, torch.Tensor):
             return [results]
-        return [results[1], results[0], *results[2:]]
+        return [results[1], results[0]]
 
     def expected(self, results: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return what each result is to be, and how far it may be from it. Rows are normalised
@@ -386,11 +311,6 @@ class Operands:
             normed = torch.nn.functional.rms_norm(total, weight.shape, weight, _EPS)
             pairs.append((normed, 2 * torch.finfo(self.call.dtype).eps * normed.abs() + 1e-6))
         return pairs
-
-    def counted(self, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a result that are defined: of products, those that are counted."""
-        most = self.options.get("max_rows") if self.call.multiplied else None
-        return got[: len(want)] if len(got) == most else got
 
     def refill(self, seed: int) -> Operands:
         """Put other values where the operands are, as a replay reads them there."""
@@ -443,7 +363,7 @@ def compared(
     were expected of the last one."""
     where = str(operands.call), operands.rank
     for got, (want, bound) in zip(results, operands.expected(results), strict=True):
-        failure = difference(operands.counted(got, want), want, bound, previous, *where)
+        failure = difference(got, want, bound, previous, *where)
         if failure is not None:
             return failure
     previous[:] = operands.wanted

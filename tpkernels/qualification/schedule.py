@@ -3,9 +3,9 @@ a `Topology` alone, so tests can ask about machines that are not here.
 
 Order: worlds from the largest down, since most jobs use all GPUs of a host; in each the ways from
 the simplest protocol to the most involved, and before them the litmus tests that they rely on. If
-ranks share a GPU, all ways except `fused/routed` first run on virtual ranks, whose kernels run
-concurrently (virtual.py). A way that fails there is not run in processes. A stage that does not fit
-the budget is not run, and its way is not qualified.
+ranks share a GPU, all ways first run on virtual ranks, whose kernels run concurrently (virtual.py).
+A way that fails there is not run in processes. A stage that does not fit the budget is not run, and
+its way is not qualified.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
 # EPYC Zen 5, 2026-11-25, tests/support/kernel_builds.py. On AMD EPYC Zen 1, 2026-11-26, 0.7 to
 # 1.6 s.
 START_S, CALLS_S, COMPILE_S = 4.0, 2.0, 1.0
-_KERNELS = {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 18, COPY_ENGINES: 6, "routed": 42}
+_KERNELS = {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 18, COPY_ENGINES: 6}
 _VIRTUAL_KERNELS = 5  # more: for 4 and 8 ranks, and without waits
 _THOROUGH = 4.0  # as many calls
 _FAULT_S = 15.0
@@ -42,7 +42,7 @@ _RELY_ON = {
     "words": ("direct/ll", "direct/ll_two_shot"),
     "messages": (
         *("direct/two_shot", "direct/one_shot", "direct/routed"),
-        *(f"fused/{kind}" for kind in (*KINDS, "routed")),
+        *(f"fused/{kind}" for kind in KINDS),
     ),
     "copies": (*(f"pipelined/{kind}" for kind in KINDS), f"fused/{COPY_ENGINES}"),
     "bulk": ("fused/reduce_scatter", "fused/all_reduce"),
@@ -201,19 +201,18 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     direct = [f"direct/{way}" for way in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1], "routed"))]
     pipelined = [f"pipelined/{kind}" for kind in KINDS]
     kernels = {f"fused/{kind}": count for kind, count in _KERNELS.items()}
-    *first, last = (*direct, *pipelined, *kernels)  # the last one compiles most
-    for way in first:
+    ways = (*direct, *pipelined, *kernels)
+    for way in ways:
         if shared:
             more = COMPILE_S * (kernels[way] + _VIRTUAL_KERNELS) if way in kernels else 0.0
             add(VIRTUAL + way, START_S + calls + more)
-    for way in first:
+    for way in ways:
         compiled = VIRTUAL + way in stages  # into Triton's cache
         add(way, START_S + calls + (0.0 if compiled else COMPILE_S * kernels.get(way, 0)))
     for kind in KINDS:
         add(f"multimem/{kind}", backend="nccl")  # gloo's groups sum in order
     for kind in (*KINDS, "all_to_all"):
         add(f"ring/{kind}", backend="nccl")
-    add(last, START_S + calls + COMPILE_S * kernels[last])
     for fault, algorithm in itertools.product(FAULTS, ("direct", "pipelined", "fused")):
         if thorough:
             add(f"{fault}, {algorithm}", START_S + _FAULT_S)
