@@ -17,7 +17,6 @@ namespace tpkernels::test {
 namespace {
 
 using host::Pool;
-using host::size_class;
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
@@ -36,18 +35,6 @@ void check_usage(const Pool& pool, std::size_t in_use, std::size_t idle) {
 }
 
 }  // namespace
-
-TEST_CASE(size_classes_waste_less_than_an_eighth, kThreads) {
-  std::size_t classes = 0, last = 0;
-  for (std::size_t bytes = 4 * kMiB; bytes <= 64 * kMiB; bytes += 4096 + 64) {
-    const std::size_t size = size_class(bytes);
-    CHECK(size >= bytes && (size - bytes) * 8 < bytes, std::to_string(bytes));
-    CHECK(size >= last && size % 4096 == 0 && size_class(size) == size, std::to_string(size));
-    classes += size != last;
-    last = size;
-  }
-  CHECK(classes == 4 * 8 + 1, std::to_string(classes));
-}
 
 TEST_CASE(no_memory_is_no_block, kThreads) {
   Pool pool;

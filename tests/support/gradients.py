@@ -21,7 +21,7 @@ from tests.support.cases import Case, RanksFixture
 from tests.support.ranked import check_job, difference, fresh_group, options_of, place
 from tests.support.reference import draw
 from tpkernels import groups
-from tpkernels.ops.reference import Expected, bounded
+from tpkernels.ops.reference import Expected, bounded, unrounded
 
 Named = dict[str, torch.Tensor]
 _FLOAT64_ERROR = 1e-11  # relative, of a normalisation
@@ -123,7 +123,7 @@ def expected(case: Case, rank: int, world: int, used: Sequence[int]) -> dict[str
             return Expected(whole, torch.zeros_like(whole), dtype)
         travels = sum(partials) if name == "x" and len(partials) > 1 else None
         if case.integers:
-            return Expected(whole, torch.zeros_like(whole), dtype)
+            return unrounded(whole, dtype)
         return bounded(
             whole,
             terms[name],

@@ -29,7 +29,7 @@ from tpkernels.dtypes import accumulator
 from tpkernels.shards import shard_sizes
 
 __all__ = ["Expected", "Term", "assignments", "bounded", "moe_combine", "moved", "product"]
-__all__ += ["rms_norm", "summed"]
+__all__ += ["rms_norm", "summed", "unrounded"]
 
 #: A summand: x and w of a rank's matmul, or the summand itself and None.
 Term = tuple[torch.Tensor, torch.Tensor | None]
@@ -46,7 +46,7 @@ class Expected:
     dtype: torch.dtype
 
     def wrong(self, result: torch.Tensor) -> torch.Tensor:
-        """Return which elements of a result of the same shape are out of bounds. A NaN always is."""
+        """Return which elements of a result are out of bounds. A NaN always is."""
         return ~((result.double() - self.exact).abs() <= self.bound)
 
 
@@ -115,9 +115,7 @@ def summed(
         exact, magnitude = exact + extra.double(), magnitude + extra.double().abs()
         total = total + extra.to(low)
     if integers:
-        if not torch.equal(exact.to(out).double(), exact):
-            raise ValueError(f"{out} does not hold all sums: these are no integers to test with")
-        return Expected(exact, torch.zeros_like(exact), out)
+        return unrounded(exact, out)
     return bounded(
         exact,
         magnitude,
@@ -130,6 +128,17 @@ def summed(
         roundings=roundings,
         sum_roundings=sum_roundings,
     )
+
+
+def unrounded(exact: torch.Tensor, out: torch.dtype) -> Expected:
+    """Return a result of ``out`` that has no error, such as a sum of small integers.
+
+    Raises:
+        ValueError: ``out`` does not hold it.
+    """
+    if not torch.equal(exact.to(out).double(), exact):
+        raise ValueError(f"these are no integers to test with: {out} does not hold their sums")
+    return Expected(exact, torch.zeros_like(exact), out)
 
 
 def bounded(
