@@ -125,7 +125,6 @@ class VirtualRanks:
         device: torch.device,
         nbytes: int,
         ways: frozenset[str] = frozenset(),
-        timeout: float = TIMEOUT_S,
         forked: bool | None = None,
     ) -> None:
         self.world, self.device = world, device
@@ -135,9 +134,9 @@ class VirtualRanks:
         size = region_bytes(world, words, buffer_bytes)
         regions = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
         if self._forked:
-            timeout, regions = _CPU_TIMEOUT_S, [region.share_memory_() for region in regions]
+            regions = [region.share_memory_() for region in regions]
         self._regions, addresses = regions, [region.data_ptr() for region in regions]
-        limits = words, buffer_bytes, timeout
+        limits = words, buffer_bytes, _CPU_TIMEOUT_S if self._forked else TIMEOUT_S
         self.spaces = [
             DeviceWorkspace(addresses, region, rank, *limits) for rank, region in enumerate(regions)
         ]
@@ -263,11 +262,9 @@ class VirtualRanks:
         """Return the first rank of which a wait has failed so far, and the error."""
         for space in self.spaces:
             if (found := space.failure()) is not None:
-                timeout = space.timeout_ns / 1e9
-                where = f"virtual ranks, {space.world}"
-                return space.rank, kernel_error(
-                    found, where=where, rank=space.rank, timeout=timeout
-                )
+                where, timeout = f"virtual ranks, {space.world}", space.timeout_ns / 1e9
+                error = kernel_error(found, where=where, rank=space.rank, timeout=timeout)
+                return space.rank, error
         return None
 
     def _synchronize(self) -> None:
