@@ -1,5 +1,5 @@
 """What the gradient tests run in the ranks, and what they compare with: the gradients that torch
-finds of the ops' definitions in float64, within the bound of support/reference.py.
+finds of the ops' definitions in float64, within the bound of ops/reference.py.
 
 Every rank makes the inputs of all ranks, and the gradients that reach their outputs, from the case.
 The gradients of most definitions are sums of products, so magnitudes in place of the numbers give
