@@ -162,7 +162,7 @@ class VirtualRanks:
     def bind(self, operands: Operands, algorithm: str) -> Launch:
         """Return what makes a call on the rank of its operands: the sum comes first."""
         rank = self.ranks[operands.rank]
-        arguments = arguments_of(getattr(torch.ops.tpkernels, operands.op).default._schema)
+        arguments = arguments_of(getattr(torch.ops.tpkernels, operands.call.op).default._schema)
         options = {"group": rank.name, "algorithm": algorithm, **operands.options}
         given = arguments.named(tuple(operands.factors), options)
         if isinstance(getattr(given, "weights", None), torch.Tensor):
