@@ -258,7 +258,8 @@ class Operands:
     def _make(self, *shape: int) -> torch.Tensor:
         """Return random data or integers. A factor is -1 or 1 with probability 2 / (2 * most + 1),
         else 0."""
-        call, options = self.call, {"generator": self._generator, "device": self.device}
+        call = self.call
+        options: dict[str, Any] = {"generator": self._generator, "device": self.device}
         if not call.exact:
             return torch.randn(shape, **options).to(call.dtype)
         added = max(self.world, TOP_K) * call.shape[2]
