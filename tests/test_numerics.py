@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support import ranked
-from tests.support.reference import Expected
 from tpkernels.numerics import Report, compare
+from tpkernels.ops.reference import Expected
 
 INF, NAN = math.inf, math.nan
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 from benchmarks.one_gpu.cache import SCRATCH
+from tpkernels.ops import reference
 from tpkernels.planning.trust import Failure
 from tpkernels.qualification import checks, virtual
 from tpkernels.qualification.checks import Call
@@ -207,7 +208,7 @@ def _compiling() -> Iterator[None]:
         mock.patch.object(image, "nvrtc_image", lambda capability: b"an image"),
         mock.patch.object(virtual, "VirtualRanks", UncheckedRanks),
         mock.patch.object(virtual, "rank_device", lambda device: cpu),
-        mock.patch.object(checks, "_product", _no_product),
+        mock.patch.object(reference, "product", _no_product),
         mock.patch.dict(virtual._EPOCHS, cpu=0),
     ):
         yield

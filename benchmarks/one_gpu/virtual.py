@@ -39,7 +39,7 @@ def cases(machine: Machine) -> Iterator[Case]:
 def _check(machine: Machine, variant: str) -> Row:
     begin = time.monotonic()
     found = virtual.check(variant, "cpu" if machine.kind == "rehearsal" else "cuda")
-    checks, failure = found["checks"], found["failure"]
+    checks, failure = found.checks, found.failure
     if machine.is_gpu:
         seconds = round(time.monotonic() - begin, 1)
         _record(variant, outcome_of([] if failure is None else [failure], checks, seconds))

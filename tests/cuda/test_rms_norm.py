@@ -32,6 +32,7 @@ from tests.support.tiers import sweep
 from tpkernels import cuda
 from tpkernels.cuda import calls as rows
 from tpkernels.cuda.layouts import ll_words, rows_layout
+from tpkernels.ops.reference import rms_norm
 from tpkernels.planning.cost import all_reduce_way
 from tpkernels.planning.trust import NORMED_SUMS
 from tpkernels.symm.device import EPOCH, LAST_EPOCH, DeviceWorkspace
@@ -62,17 +63,9 @@ def launch(
     return normed, total
 
 
-def exact_norm(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    rows = total.double()
-    return rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-
-
 def is_near(normed: torch.Tensor, total: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether it is within the bound of the op's documentation."""
-    exact, columns, info = exact_norm(total, weight), total.shape[-1], torch.finfo(total.dtype)
-    relative = info.eps / 2 + (columns / 128 + 8) * 2**-24
-    tiny = info.smallest_normal * info.eps  # of subnormals
-    return bool(((normed.double() - exact).abs() <= exact.abs() * relative + tiny).all())
+    return not rms_norm(total, weight, EPS).wrong(normed).any()
 
 
 def wrong_rows(space: DeviceWorkspace) -> list[str]:

@@ -50,8 +50,6 @@ def entries() -> Iterator[Any]:
     for (arch, size, few), config in TABLE.items():
         if arch == 80:
             found += [((smaller, size, few), "", config) for smaller in SMALLER]
-        for i, tried in enumerate(CANDIDATES[few] if size == 2 and arch > 80 else ()):
-            found.append(((arch, size, few), f"-tried{i}", replace(config, **dict(tried))))
     for (arch, size, few), which, config in found:
         for dtype in DTYPES[size]:
             key = arch, dtype, few

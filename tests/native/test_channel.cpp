@@ -109,26 +109,6 @@ TEST_CASE(committed_parts_cover_buffers_that_do_not_overlap, kThreads) {
   }
 }
 
-// More memory than exists must be an error, not SIGBUS, and so must what cannot be.
-TEST_CASE(an_impossible_arena_or_channel_is_an_error, kThreads) {
-  using host::Arena;
-  CHECK(contains(error_of<std::runtime_error>([] { Arena::create(0, 2); }), "cannot size"));
-  const std::size_t most = std::size_t{1} << 63;  // exceeds off_t
-  CHECK(contains(error_of<std::runtime_error>([&] { Arena::create(most, 1); }), "cannot size"));
-  const int fd = Arena::create(4096, 2);
-  const std::string wrong = error_of<std::runtime_error>([&] { Arena(fd, 8192, 2); });
-  CHECK(contains(wrong, "holds 8192 bytes, expected 16384"), wrong);
-  error_of<std::runtime_error>([] { Arena(-1, 4096, 2); });
-  close(fd);
-  const auto arena = make_arena(2, Channel::region_bytes(2, 4096));
-  const std::vector<int> two(2, -1), three(3, -1);
-  error_of<std::invalid_argument>([&] { Channel(arena, 2, two, two, {}, 4096, 0); });
-  error_of<std::invalid_argument>([&] { Channel(arena, -1, two, two, {}, 4096, 0); });
-  error_of<std::invalid_argument>([&] { Channel(arena, 0, three, two, {}, 4096, 0); });
-  error_of<std::invalid_argument>([&] { Channel(arena, 0, two, three, {}, 4096, 0); });
-  error_of<std::invalid_argument>([&] { Channel(arena, 0, two, two, {}, 4097, 0); });
-}
-
 // Calls.
 
 TEST_CASE(words_order_data_under_delays, kThreads) {
@@ -163,26 +143,6 @@ TEST_CASE(buffers_grow_between_calls, kThreads) {
     }
     error_of<std::invalid_argument>([&] { channel.grow(setup.limit * 2); });
   });
-}
-
-// The texts are long: peers read them while others write theirs, and never beyond their end.
-TEST_CASE(every_rank_detects_a_mismatch, kThreads) {
-  for (int odd = 0; odd < 3; ++odd) {
-    on_threads({.world = 3}, [=](Channel& channel) {
-      for (int i = 0; i < 2; ++i) exchange_values(channel, 3);  // fill the text slots
-      if (odd == 1 && channel.rank() == 2) sleep_ms(100);       // the others have failed by then
-      const bool different = channel.rank() == odd;
-      const std::string text = (different ? "other(" : "call(") + std::string(5000, 'x') + ")";
-      const Failure failure = failure_of(FailureKind::kMismatch, [&] {
-        channel.begin(different ? kOther : kCall + 1, text);
-        channel.barrier();
-      });
-      const std::string what = failure.what();
-      CHECK(contains(what, "call(xxx") && contains(what, "other(xxx"), what);
-      CHECK(contains(what, "both as call #3 of the group") && what.size() < 2000, what);
-      CHECK(different ? failure.peer != odd : failure.peer == odd, what);
-    });
-  }
 }
 
 // Peers read a segment in place, and it is the user's again once a rank has left the call.

@@ -1,5 +1,5 @@
-// Runs the C++ tests: test_host [--threads-only] [--only=NAME] [--calls=N] [--seed=N]
-// [--single-buffer] [--skip-waits]. Exit code 0 if all cases pass.
+// Runs the C++ tests: test_host [--threads-only] [--only=NAME] [--single-buffer] [--skip-waits].
+// Exit code 0 if all cases pass.
 #include <signal.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -192,10 +192,6 @@ int run_all(int argc, char** argv) {
       given.skip_waits = true;
     } else if (name == "--only") {
       only = value;
-    } else if (name == "--calls") {
-      given.calls = std::stoi(value);
-    } else if (name == "--seed") {
-      given.seed = std::stoull(value);
     } else {
       std::fprintf(stderr, "unknown argument %s\n", argv[i]);
       return 2;

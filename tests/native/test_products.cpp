@@ -221,22 +221,4 @@ TEST_CASE(products_of_8_bits_have_the_same_bits_and_stay_within_the_operands, kT
   }
 }
 
-#if defined(__x86_64__)
-TEST_CASE(processors_may_have_tiles_for_bf16_or_8_bits_alone, kThreads) {
-  constexpr int kAt = static_cast<int>(DType::kBF16);
-  const VectorUnit& none = host::avx512_bf16_unit();
-  CHECK(host::amx_units(false, false).empty());
-  for (const bool bf16 : {false, true}) {
-    for (const bool int8 : {false, true}) {
-      const auto units = host::amx_units(bf16, int8);
-      CHECK(units.size() == std::size_t{bf16} + std::size_t{int8});
-      if (units.empty()) continue;
-      CHECK((units.back()->panels[kAt] != none.panels[kAt]) == bf16);
-      CHECK((units.back()->int8[kAt] != none.int8[kAt]) == int8);
-      CHECK((units.back()->most_few_rows[kAt] != none.most_few_rows[kAt]) == bf16);
-    }
-  }
-}
-#endif
-
 }  // namespace tpkernels::test

@@ -1,14 +1,11 @@
 // How ranks wait: in which order, what wakes them, when they give up, and what waiting costs.
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <ctime>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "check.h"
-#include "host/sharing.h"
 #include "host/wait.h"
 
 namespace tpkernels::test {
@@ -133,42 +130,6 @@ TEST_CASE(polling_never_takes_more_than_half_of_the_time, kThreads) {
     }
     CHECK(polled < 0.51 * 10e6, std::to_string(polled) + " us");
   }
-}
-
-// How a chunk of `bytes` is stored after large chunks, of which those that are measured run at
-// `speed` bytes per second.
-bool goes_past_caches(std::size_t bytes, double speed, int chunks) {
-  host::Sharing sharing;
-  const std::size_t large = host::Sharing::kLarge;
-  for (int i = 0; i < chunks; ++i) {
-    sharing.begin(large);
-    if (!sharing.past_caches()) sharing.took(static_cast<double>(large) / speed);
-  }
-  sharing.begin(bytes);
-  return sharing.past_caches();
-}
-
-TEST_CASE(large_data_goes_through_the_caches_where_that_is_fast, kThreads) {
-  const double slow = host::Sharing::kSlow / 2, fast = host::Sharing::kSlow * 2;
-  CHECK(goes_past_caches(1 << 20, fast, 0), "until it is measured");
-  CHECK(!goes_past_caches(1 << 20, fast, 10));
-  CHECK(goes_past_caches(1 << 20, slow, 10));
-  for (const double speed : {slow, fast}) {
-    CHECK(!goes_past_caches(4 << 10, speed, 10), "small data");
-    CHECK(goes_past_caches(64 << 10, speed, 10), "medium data");
-  }
-}
-
-TEST_CASE(the_way_through_the_caches_is_measured_again, kThreads) {
-  host::Sharing sharing;
-  int measured = 0;
-  for (unsigned i = 0; i < 4 * host::Sharing::kEvery; ++i) {
-    sharing.begin(host::Sharing::kLarge);
-    const bool through = !sharing.past_caches();
-    measured += through;
-    if (through) sharing.timed([] { std::this_thread::sleep_for(std::chrono::milliseconds(2)); });
-  }
-  CHECK(measured == 4, std::to_string(measured) + " chunks");
 }
 
 }  // namespace tpkernels::test

@@ -1,5 +1,5 @@
 """Every op on calls that nobody thought of: any shape, dim, split, dtype, layout and option, by
-every algorithm that can, against float64 (support/reference.py)."""
+every algorithm that can, against float64 (ops/reference.py)."""
 
 from __future__ import annotations
 

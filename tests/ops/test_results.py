@@ -1,5 +1,5 @@
 """Results of the ops on real ranks against float64: exact for integers, else within the derived
-bounds of support/reference.py. Every test is a list of cases of one op; the op's record says which
+bounds of ops/reference.py. Every test is a list of cases of one op; the op's record says which
 it has."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The ops on scaled operands on real ranks against float64: exact for small integers with powers of
-two as scales, else within the derived bound of support/reference.py. Across hosts, under autocast
+two as scales, else within the derived bound of ops/reference.py. Across hosts, under autocast
 and ``torch.compile``."""
 
 from __future__ import annotations

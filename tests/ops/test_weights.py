@@ -1,5 +1,5 @@
 """The ops with weights that are packed, or known to the caller alone, against float64: exact for
-integers, else within the derived bound of support/reference.py. What they may not be used for is
+integers, else within the derived bound of ops/reference.py. What they may not be used for is
 refused at the call; a caller's product that goes wrong breaks the group."""
 
 from __future__ import annotations

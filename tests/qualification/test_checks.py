@@ -14,7 +14,7 @@ def test_every_sum_of_integers_fits_the_dtype(op: str, dtype: torch.dtype) -> No
     """Else a right result, which is rounded, would differ from the exact one."""
     call = Call(op, (192, 160, 8192), dtype, exact=True, delayed=False, seed=1)
     operands = Operands(call, 1, 8, torch.device("cpu"))
-    (wanted,) = operands.wanted
+    wanted = operands.expected[0].exact
     assert torch.equal(wanted.to(dtype).double(), wanted)
     assert wanted.std() > 8 and (wanted == 0).double().mean() < 0.1  # and yet they say much
     assert all((factor != 0).any() for factor in operands.factors)
@@ -26,7 +26,7 @@ def test_operands_of_a_rank_add_up() -> None:
     every = [Operands(call, rank, 4, torch.device("cpu")) for rank in range(4)]
     total = sum(x.double() @ w.double() for x, w in (one.factors for one in every))
     residual = torch.cat([one.options["residual"] for one in every])
-    assert torch.equal(torch.cat([one.wanted[0] for one in every]), total + residual)
+    assert torch.equal(torch.cat([one.expected[0].exact for one in every]), total + residual)
 
 
 @pytest.mark.parametrize("op", ["moe_combine", "all_reduce", "matmul_reduce_scatter"])
@@ -35,6 +35,6 @@ def test_a_result_that_is_rounded_once_is_right(op: str) -> None:
     for seed in range(12):
         call = Call(op, (256, 1536, 1), torch.float16, False, False, seed)
         operands = Operands(call, 0, 2, torch.device("cpu"))
-        results = [wanted.to(call.dtype) for wanted in operands.wanted]
+        results = [want.exact.to(call.dtype) for want in operands.expected]
         failure = compared(operands, results, [])
         assert failure is None, failure

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tests.support.processes import running
 from tpkernels import groups
 from tpkernels.backends import TABLES
 from tpkernels.launch import Outcome, Ranks
@@ -268,13 +269,7 @@ def _left_files(before: dict[str, set[str]], pids: list[int]) -> list[str]:
 
 def _left_processes(leaders: list[int]) -> list[str]:
     """Processes in the ranks' process groups, of which each rank leads one."""
-    left = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            pid, name, state, _, group = re.split(r" \(|\) | ", stat.read_text())[:5]
-            if state != "Z" and int(group) in leaders:
-                left.append(f"{pid} ({name})")
-    return left
+    return [f"{one.pid} ({one.name})" for one in running() if one.group in leaders]
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 """What the gradient tests run in the ranks, and what they compare with: the gradients that torch
-finds of the ops' definitions in float64, within the bound of support/reference.py.
+finds of the ops' definitions in float64, within the bound of ops/reference.py.
 
 Every rank makes the inputs of all ranks, and the gradients that reach their outputs, from the case.
 The gradients of most definitions are sums of products, so magnitudes in place of the numbers give
@@ -9,7 +9,6 @@ The gradients of most definitions are sums of products, so magnitudes in place o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
 from tests.support.ranked import check_job, difference, fresh_group, options_of, place
-from tests.support.reference import Expected, draw
+from tests.support.reference import draw
 from tpkernels import groups
+from tpkernels.ops.reference import Expected, bounded, unrounded
 
 Named = dict[str, torch.Tensor]
 _FLOAT64_ERROR = 1e-11  # relative, of a normalisation
@@ -122,10 +122,18 @@ def expected(case: Case, rank: int, world: int, used: Sequence[int]) -> dict[str
         if not gathers and (name == "residual" or "w" not in dtypes):  # passed on as it is
             return Expected(whole, torch.zeros_like(whole), dtype)
         travels = sum(partials) if name == "x" and len(partials) > 1 else None
-        of_dtype = replace(case, out_dtype=dtype, wire_dtype=case.dtype)
-        k = int(counts[name].max()) if whole.numel() else 1
-        rounded = unfused[name].to(dtype)
-        return reference.bounded(of_dtype, whole, rounded, terms[name], k, travels)
+        if case.integers:
+            return unrounded(whole, dtype)
+        return bounded(
+            whole,
+            terms[name],
+            int(counts[name].max()) if whole.numel() else 1,
+            dtype=case.dtype,
+            out=dtype,
+            wire=case.dtype,
+            partials=travels,
+            unfused=unfused[name].to(dtype),
+        )
 
     exact, terms = derived(torch.Tensor.double), derived(lambda x: x.double().abs())
     unfused = derived(lambda x: x.to(case.dtype, copy=True))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from tests.support.paths import ROOT
 
@@ -55,20 +56,28 @@ def interrupted(
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=seconds)
     deadline = time.monotonic() + seconds
-    while processes_of_session(process.pid):
+    while any(one.session == process.pid for one in running()):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.02)
     return process.returncode, *output
 
 
-def processes_of_session(leader: int) -> set[int]:
-    """Ids of the processes in the session that ``leader`` started, except zombies."""
-    pids = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(of) == leader and state != "Z":
-            pids.add(int(entry.name))
-    return pids
+class Process(NamedTuple):
+    """A process of this machine."""
+
+    pid: int
+    name: str
+    parent: int
+    group: int
+    session: int
+
+
+def running() -> Iterator[Process]:
+    """All processes, except zombies."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            head, _, tail = stat.read_text().rpartition(") ")
+            pid, _, name = head.partition(" (")
+            state, *ids = tail.split()[:4]
+            if state != "Z":
+                yield Process(int(pid), name, *map(int, ids))

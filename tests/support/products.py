@@ -12,6 +12,7 @@ import torch
 import tpkernels
 from tpkernels import _C
 from tpkernels.local.packed import columns_of
+from tpkernels.ops.reference import summed
 
 FILLER = 77  # around what is read and written, and in what is neither
 COLUMNS = _C.calls.PANEL_COLUMNS
@@ -39,15 +40,11 @@ def product(
 
 
 def within_rounding(
-    got: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | float = 0.0
+    got: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None
 ) -> bool:
     """Whether a product is as close to the exact one as sums in fp32, rounded once, must be."""
-    x, w = x.double(), w.double()
-    exact = x @ w + bias
-    bound = x.shape[1] ** 0.5 * torch.finfo(torch.float32).eps * (x.abs() @ w.abs())
-    if got.dtype != torch.float32 or isinstance(bias, torch.Tensor):
-        bound += torch.finfo(got.dtype).eps * exact.abs()
-    return bool(((got.double() - exact).abs() <= bound).all())
+    want = summed([(x, w)], [bias], dtype=x.dtype, out=got.dtype, unfused=False)
+    return not want.wrong(got).any()
 
 
 @contextlib.contextmanager

@@ -22,10 +22,11 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
-from tests.support.reference import Expected, Operand, scale_of_w, scale_of_x
+from tests.support.reference import Operand, scale_of_w, scale_of_x
 from tpkernels import LocalProduct, backends, groups
 from tpkernels.groups import GroupLike
 from tpkernels.launch import Ranks
+from tpkernels.ops.reference import Expected
 from tpkernels.symm import colocation
 from tpkernels.transport import point_to_point
 from tpkernels.transport.point_to_point import PeerLinks
@@ -268,15 +269,15 @@ def call(
 
 def difference(got: torch.Tensor, want: Expected) -> str | None:
     """What is wrong with a result, or None."""
-    exact, bound = want.exact, want.bound
+    exact = want.exact
     if got.shape != exact.shape or got.dtype != want.dtype or not got.is_contiguous():
         return (
             f"{list(got.shape)} {got.dtype} strides {got.stride()}, "
             f"expected contiguous {list(exact.shape)} {want.dtype}"
         )
-    if ((got.double() - exact).abs() <= bound).all():  # never so for NaN
+    if not want.wrong(got).any():
         return None
-    return str(tpkernels.numerics.compare(exact, got, atol=bound, rtol=0.0))
+    return str(tpkernels.numerics.compare(exact, got, atol=want.bound, rtol=0.0))
 
 
 def check(case: Case, group: dist.ProcessGroup, group_like: GroupLike | None = None) -> list[str]:

@@ -1,26 +1,12 @@
-"""What the correctness tests compare with: inputs that every rank can make for all ranks, float64
-results, and the bound on the error.
+"""What the correctness tests run on: inputs that every rank can make for all ranks, and the results
+and bounds of `tpkernels.ops.reference` for them.
 
-The bound is derived, not chosen. The error of an op may be, element by element, as large as that of
-the unfused reference (one torch.matmul per rank in the same dtype, then their sum) plus the smaller
-of
-
-    sqrt(K) * eps * (|A| @ |B|)                       the contract of all ops
-    eps/2 * (|y| + sum_r |p_r|) + n * u * |A| @ |B|   one rounding of the result y and of each
-                                                      partial p_r that travels, and n in the
-                                                      accumulator, whose eps is u
-
-since with large K the first exceeds 16-bit results themselves. Integers are so small that every
-partial and result is exact: no error at all.
-
-Rows are normalised after the sum is rounded. So they are compared with what float64 makes of the
-sum that the op returns, within the bound that tpkernels/ops/all_reduce_rms_norm.py states.
+Integers are so small that every partial and result is exact: no error at all.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
@@ -28,22 +14,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 from tests.support.cases import Case
-from tpkernels.dtypes import accumulator
+from tpkernels.ops import reference
+from tpkernels.ops.reference import Expected
 
 # The largest magnitude up to which a dtype holds every integer.
 _EXACT = {torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}
 NORM_EPS = 0.03  # so large that it shows
-_SECOND_ORDER = 1.01  # products of roundings, which the second bound leaves out
-
-
-@dataclass(frozen=True)
-class Expected:
-    """One result in float64, and how far a result of ``dtype`` may be off, element by element."""
-
-    exact: torch.Tensor
-    bound: torch.Tensor
-    dtype: torch.dtype
-
 
 _Cached = TypeVar("_Cached", bound=Callable[..., Any])
 
@@ -242,103 +218,49 @@ def norm_weight(case: Case) -> torch.Tensor:
 # Results.
 
 
-def bounded(
-    case: Case,
-    exact: torch.Tensor,
-    unfused: torch.Tensor | None,
-    terms: torch.Tensor,
-    k: int,
-    partials: torch.Tensor | None = None,
-) -> Expected:
-    """Args:
-    unfused: the reference's result; None for one without error.
-    terms: ``|A| @ |B|``, plus the magnitude of everything else that is added.
-    k: summands of an element.
-    partials: ``sum_r |p_r|`` of the partials that travel, rounded to the wire's dtype.
-    """
-    if case.integers:
-        if not torch.equal(exact.to(case.out).double(), exact):
-            raise AssertionError(f"{case} is not an exact test: it does not fit {case.out}")
-        return Expected(exact, torch.zeros_like(exact), case.out)
-    tiny = torch.finfo(case.out).smallest_normal * torch.finfo(case.out).eps  # of subnormals
-    error = torch.zeros_like(exact) if unfused is None else (unfused.double() - exact).abs()
-    eps, wire = torch.finfo(case.out).eps, torch.finfo(case.wire).eps
-    unit = torch.finfo(accumulator(case.dtype)).eps
-    if case.scales:
-        unit /= 2  # products of 8-bit numbers are exact, so that only sums of them are rounded
-    rounding = eps / 2 * exact.abs() + (k + 2) * unit * terms
-    if partials is not None:
-        eps, rounding = max(eps, wire), rounding + wire / 2 * partials
-    contract = math.sqrt(k) * eps * terms
-    bound = error + torch.minimum(contract, _SECOND_ORDER * rounding) + tiny
-    return Expected(exact, bound, case.out)
-
-
-def _product(x: Any, w: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x @ w`` and ``|x| @ |w|`` in float64."""
-    left, right = x, w
-    if isinstance(x, Operand):
-        left, right = x.worth, w.worth.t()
-    left, right = left.double(), right.double()
-    return left @ right, left.abs() @ right.abs()
-
-
 @_by_values
 def _gathered_products(case: Case, rank: int) -> list[Expected]:
-    x = gathered_x(case)
-    narrow = case.dtype if case.out == case.dtype else torch.float32
-    products = []
+    x, products = gathered_x(case), []
     for w, bias in column_weights(case, rank):
-        exact, terms = _product(x, w)
-        if bias is not None:
-            exact, terms = exact + bias.double(), terms + bias.double().abs()
-        if case.scales:  # each factor has a scale, whose product is rounded
-            products.append(bounded(case, exact, None, terms, case.shape[-1] + 4))
-            continue
-        unfused = torch.matmul(x.to(narrow), w.to(narrow))
-        if bias is not None:
-            unfused = unfused + bias.to(narrow)
-        products.append(bounded(case, exact, unfused.to(case.out), terms, case.shape[-1]))
+        terms, scaled = [_term(x, w)], bool(case.scales)
+        products.append(
+            reference.summed(
+                terms,
+                [bias],
+                dtype=case.dtype,
+                out=case.out,
+                integers=case.integers,
+                unfused=not scaled,
+                roundings=4 * scaled,
+            )
+        )
     return products
 
 
 @_by_values
 def _reduced(case: Case, world: int) -> Expected:
-    wide, sizes, partials = [], [], []  # by rank, then bias and residual
-    for rank in range(world):
-        x, w = partial_factors(case, rank, world)
-        if w is None:
-            partials.append(x)
-            wide.append(x.double())
-            sizes.append(x.double().abs())
-        else:
-            if not case.scales:
-                partials.append(torch.matmul(x.to(case.wire), w.to(case.wire)))
-            exact, terms = _product(x, w)
-            wide.append(exact)
-            sizes.append(terms)
-    for extra in (reduction_bias(case), reduction_residual(case)):
-        if extra is not None:
-            partials.append(extra.to(case.wire))
-            wide.append(extra.double())
-            sizes.append(extra.double().abs())
-    exact, terms = functools.reduce(torch.add, wide), functools.reduce(torch.add, sizes)
-    travelling = functools.reduce(torch.add, [part.abs() for part in wide[:world]])
-    ks = [case.k[rank % len(case.k)] if case.k else 1 for rank in range(world)]
-    if case.scales:  # each partial is a sum of its own, whose scales are rounded
-        return bounded(case, exact, None, terms, max(ks) + world + 4, travelling)
-    unfused = functools.reduce(torch.add, partials).to(case.out)
-    return bounded(case, exact, unfused, terms, sum(ks), travelling)
+    return reference.summed(
+        (_term(*partial_factors(case, rank, world)) for rank in range(world)),
+        [reduction_bias(case), reduction_residual(case)],
+        dtype=case.dtype,
+        out=case.out,
+        wire=case.wire,
+        integers=case.integers,
+        unfused=not case.scales,
+        roundings=4 if case.scales else 0,  # each factor has a scale, whose product is rounded
+    )
+
+
+def _term(x: Any, w: Any) -> reference.Term:
+    return (x.worth, w.worth.t()) if isinstance(x, Operand) else (x, w)
 
 
 def expected(case: Case, rank: int, world: int) -> list[Expected]:
     """What a rank gets, in the order in which the op returns it."""
     if "all_gather" in case.op:
-        whole = gathered_x(case)
-        if case.scales:  # compared by bytes
-            whole = whole.elements.view(torch.uint8)
-        exact, dtype = whole.double(), whole.dtype
-        gathered = Expected(exact, torch.zeros_like(exact), dtype)
+        x = gathered_x(case)
+        # Scaled elements are compared by bytes.
+        gathered = reference.moved(x.elements.view(torch.uint8) if case.scales else x)
         results = [gathered] if case.return_gathered or not case.n else []
         return results + _gathered_products(case, rank)
     sum_ = _reduced(case, world)
@@ -350,11 +272,4 @@ def expected(case: Case, rank: int, world: int) -> list[Expected]:
 
 def normalised(case: Case, total: torch.Tensor) -> Expected:
     """What an op is to make of the rows of its sum."""
-    columns, dtype = total.shape[-1], case.dtype
-    rows, weight = total.double(), norm_weight(case).double()
-    exact = rows / (rows.square().mean(-1, keepdim=True) + NORM_EPS).sqrt() * weight
-    unit = torch.finfo(accumulator(dtype)).eps / 2
-    sums = columns if dtype == torch.float64 else columns / 128  # fp64 is added up plainly
-    relative = torch.finfo(dtype).eps / 2 + (sums + 8) * unit
-    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    return Expected(exact, exact.abs() * relative + tiny, dtype)
+    return reference.rms_norm(total, norm_weight(case), NORM_EPS)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support import hf_folders, hf_models
+from tests.support import hf_folders, hf_models, processes
 from tests.support.paths import ROOT
 
 LENGTH = 200  # tokens of a prompt and its answer
@@ -92,21 +92,14 @@ class Server:
 
     def ranks(self) -> list[int]:
         """Process ids by rank: the forks of the server's fork server, in order."""
-        children = {pid: _parent(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))}
-        servers = [pid for pid, parent in children.items() if parent == self.process.pid]
-        return sorted(pid for pid, parent in children.items() if parent in servers)
+        everyone = list(processes.running())
+        servers = [one.pid for one in everyone if one.parent == self.process.pid]
+        return sorted(one.pid for one in everyone if one.parent in servers)
 
     def stop(self, sign: signal.Signals = signal.SIGTERM, timeout: float = 60) -> int:
         """Sends a signal and returns the exit code."""
         self.process.send_signal(sign)
         return self.process.wait(timeout)
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
 
 
 @contextlib.contextmanager

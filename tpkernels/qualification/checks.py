@@ -2,10 +2,9 @@
 itself, compares, and reports the first wrong call.
 
 Small integers have exact sums and products, whatever the order, where bfloat16 holds each: operands
-of a product are the sparser the more they add up. Random data may differ from float64 by the
-contract's bound: a rounding of each partial to its dtype on the wire and of the sum, and those of
-float32 within the products. All ranks can make the inputs of all, where these are needed: a host
-would take seconds for those of a large call.
+of a matmul are the sparser the more they add up. Random data may differ from float64 by the bound
+of `tpkernels.ops.reference`, without an error of the unfused program. All ranks can make the inputs
+of all, where these are needed: a host would take seconds for those of a large call.
 """
 
 from __future__ import annotations
@@ -27,6 +26,15 @@ from tpkernels.algorithms import fused
 from tpkernels.errors import PeerLostError, TpkernelsError, WorkspaceMemoryError
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.op_spec import OPS
+from tpkernels.ops.reference import (
+    Expected,
+    Term,
+    assignments,
+    moe_combine,
+    moved,
+    rms_norm,
+    summed,
+)
 from tpkernels.planning.trust import COPY_ENGINES, NORMED_SUMS, SHARDS, SUMS, Failure, Trust
 from tpkernels.shards import shard_sizes
 from tpkernels.text import of_error, short
@@ -35,7 +43,6 @@ from tpkernels.tuning.tuner import graph_of
 Run = Callable[[], list[torch.Tensor]]
 TIMEOUT_S = 10.0  # of a wait
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-_FLOAT32_EPS = torch.finfo(torch.float32).eps
 _EPS = 1e-5  # of the norm
 _FIRST, _TEXT = 16, 2000  # wrong elements, and characters of an error, that are kept
 DELAY_US = 200
@@ -110,38 +117,60 @@ def calls_of(way: str, device: str, repeats: int) -> Iterator[Call]:
         yield Call(op, shapes[1], torch.bfloat16, True, False, next(seed), replayed=True)
 
 
-def check_way(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
-    """Check a way on this rank; return how many calls were right, and the first `Failure`, or
-    None."""
-    where, checks = rank_device(device), 0
-    call: Call | str = "the set-up"
+@dataclass
+class Report:
+    """What a rank reports of a stage."""
+
+    checks: int = 0  #: calls, or packs of a litmus test, that were right
+    failure: Failure | None = None  #: the first one
+    call: str = "the set-up"  #: under way
+
+
+class Failed(Exception):
+    """Ends a stage on this rank."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+@contextlib.contextmanager
+def reporting(rank: int = 0) -> Iterator[Report]:
+    """Give a report, which takes what is raised within: whatever it is, it fails the stage."""
+    report = Report()
     try:
-        with _one_way(way, where) as group:
-            previous: list[torch.Tensor] = []
-            for call in calls_of(way, device, repeats):
-                workspace = groups.get(group.group_name).workspace
-                if workspace is not None:
-                    delay = DELAY_US if call.delayed else 0
-                    workspace.set_chaos(seed=group.rank(), max_delay_us=delay)
-                operands = Operands(call, group.rank(), group.size(), where)
-                run = functools.partial(operands.run, way.partition("/")[0], group)
-                if call.replayed:
-                    failure = _replay(operands, run, previous)
-                else:
-                    results = run()
-                    if (wait := synchronizer(device)) is not None:
-                        wait()
-                    tpkernels.check(group)  # a failed wait says more than the NaN that it leaves
-                    failure = compared(operands, results, previous)
-                if failure is not None:
-                    return {"checks": checks, "failure": failure}
-                checks += 1
-            tpkernels.check(group)
-            # Nobody leaves before all have looked.
-            groups.get(group.group_name).exchange_in_turn("the end", checks, "cpu")
-    except Exception as error:  # whatever it is, it disqualifies the way
-        return {"checks": checks, "failure": failure_of(error, str(call), dist.get_rank())}
-    return {"checks": checks, "failure": None}
+        yield report
+    except Failed as error:
+        report.failure = error.failure
+    except Exception as error:
+        report.failure = failure_of(error, report.call, rank)
+
+
+def check_way(way: str, device: str, repeats: int = 1) -> Report:
+    """Check a way on this rank."""
+    where, previous = rank_device(device), list[torch.Tensor]()
+    with reporting(dist.get_rank()) as report, _one_way(way, where) as group:
+        own = groups.get(group.group_name)
+        for call in calls_of(way, device, repeats):
+            report.call = str(call)
+            if own.workspace is not None:
+                delay = DELAY_US if call.delayed else 0
+                own.workspace.set_chaos(seed=group.rank(), max_delay_us=delay)
+            operands = Operands(call, group.rank(), group.size(), where)
+            run = functools.partial(operands.run, way.partition("/")[0], group)
+            if call.replayed:
+                _replay(operands, run, previous)
+            else:
+                results = run()
+                if (wait := synchronizer(device)) is not None:
+                    wait()
+                tpkernels.check(group)  # a failed wait says more than the NaN that it leaves
+                require(operands, results, previous)
+            report.checks += 1
+        tpkernels.check(group)
+        # Nobody leaves before all have looked.
+        own.exchange_in_turn("the end", report.checks, "cpu")
+    return report
 
 
 def failure_of(error: BaseException, call: str, rank: int) -> Failure:
@@ -198,100 +227,109 @@ def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
 
 
 class Operands:
-    """The inputs of all ranks, and what is expected of this one. ``factors``: what the op is called
-    with."""
+    """The inputs of this rank, and what it must return.
+
+    Attributes:
+        factors: what the op is called with.
+        options: its options besides group and algorithm.
+        expected: the op's results; of normalised rows, only the sum before.
+    """
 
     def __init__(self, call: Call, rank: int, world: int, device: torch.device) -> None:
-        (m, n, k), spec, generator = call.shape, OPS[call.op], torch.Generator(device)
-        generator.manual_seed(call.seed)
-        # A factor is -1 or 1 with probability 2 / (2 * most + 1), else 0.
-        added = max(world, TOP_K) * k
-        most = math.ceil((2 * math.sqrt(added) / _LARGEST_DEVIATION - 1) / 2)
-        most = max(1, most) if spec.has_matmul else 1
-
-        def make(*shape: int) -> torch.Tensor:
-            if not call.exact:
-                return torch.randn(shape, generator=generator, device=device).to(call.dtype)
-            options: dict[str, Any] = {"generator": generator, "device": device}
-            drawn = torch.randint(-most, most + 1, shape, dtype=torch.int16, **options)
-            return (drawn * (drawn.abs() <= 1)).to(call.dtype)
-
-        self.call, self.spec, self.options = call, spec, dict[str, Any]()
+        self.call, self.spec = call, OPS[call.op]
         self.rank, self.world, self.device = rank, world, device
-        sizes = tuple(shard_sizes(m, world))
-        own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        if spec.exchanges:  # rows of x to all ranks, columns from all: sizes of a rank are alike
-            m, n = (world * math.ceil(size / world) for size in (m, n))
-            x = make(world, m, n)
+        self.factors, self.options = list[torch.Tensor](), dict[str, Any]()
+        self._generator = torch.Generator(device).manual_seed(call.seed)
+        m, n, _ = call.shape
+        self._sizes = tuple(shard_sizes(m, world))
+        self._own = slice(sum(self._sizes[:rank]), sum(self._sizes[: rank + 1]))
+        if self.spec.routed:
+            self.expected = self._route()
+        elif self.spec.exchanges:  # rows of x to all ranks, columns from all
+            m, n = (world * math.ceil(size / world) for size in (m, n))  # sizes of a rank are alike
+            x = self._make(world, m, n)
             self.factors = [x[rank].contiguous()]
-            whole = torch.cat([part[rank * m // world : (rank + 1) * m // world] for part in x], 1)
-            self.wanted, self.bound = [whole.double()], [torch.zeros(())]
             self.options = {"gather_dim": 1, "scatter_dim": 0}
-            return
-        if spec.routed:
-            self._route(make, generator, rank, sizes, own)
-            return
-        width = k if spec.has_matmul else n
-        if spec.gathers:
-            x, w = make(m, width), make(k, n) if spec.has_matmul else None
-            self.factors = [x[own].contiguous(), *([] if w is None else [w])]
-            exact, magnitude = _product(x, w, call.exact)
-            partials = torch.zeros_like(exact)
-            self.options["shard_sizes"] = sizes
+            shards = [part[rank * m // world : (rank + 1) * m // world] for part in x]
+            self.expected = [moved(torch.cat(shards, 1))]
         else:
-            exact, magnitude, partials = (
-                torch.zeros(m, n, dtype=torch.float64, device=device) for _ in range(3)
-            )
-            for source in range(world):
-                x, w = make(m, width), make(k, n) if spec.has_matmul else None
-                if source == rank:
-                    self.factors = [part for part in (x, w) if part is not None]
-                partial, size = _product(x, w, call.exact)
-                exact += partial
-                magnitude += size
-                partials += _rounding(partial, call.dtype)
-            if spec.has_matmul or spec.normed:
-                residual = make(m, n)
-                exact = exact + residual.double()
-                partials += _rounding(residual.double(), call.dtype)
-                self.options["residual"] = residual
-        if spec.scatters:
-            exact, magnitude, partials = exact[own], magnitude[own], partials[own]
-            self.options["shard_sizes"] = sizes
-            if "residual" in self.options:
-                self.options["residual"] = self.options["residual"][own].contiguous()
-        bound = partials + _rounding(exact, call.dtype) + math.sqrt(k) * _FLOAT32_EPS * magnitude
-        self.wanted, self.bound = [exact], [torch.zeros(()) if call.exact else bound]
-        if spec.normed:
-            self.factors.append(make(n))
-            self.options["eps"] = _EPS
+            self.expected = [self._sum()]
 
-    def _route(self, make: Any, generator: Any, rank: int, sizes: Any, own: slice) -> None:
-        """Make rows of tokens or, of a combine, of routes; as many as there may be, or of random
-        data as there are. The last expert gets none."""
-        (m, n, _), held = self.call.shape, shard_sizes(2 * len(sizes) + 1, len(sizes))
-        each = 1 if self.spec.combines else TOP_K  # routes with the same row
-        of_routes = make(m * TOP_K // each, n).repeat_interleave(each, 0)
-        shape, device = (m, TOP_K), of_routes.device
-        routes = torch.randint(sum(held) - 1, shape, generator=generator, device=device)
-        counts = routes.flatten().bincount(minlength=sum(held)).split(held)
-        order = routes.flatten().argsort(stable=True).split([int(part.sum()) for part in counts])
-        rows = of_routes[order[rank]]
-        self.options = {"shard_sizes": sizes, "num_experts": sum(held)}
-        if self.call.exact:
+    def _make(self, *shape: int) -> torch.Tensor:
+        """Return random data or integers. A factor is -1 or 1 with probability 2 / (2 * most + 1),
+        else 0."""
+        call = self.call
+        options: dict[str, Any] = {"generator": self._generator, "device": self.device}
+        if not call.exact:
+            return torch.randn(shape, **options).to(call.dtype)
+        added = max(self.world, TOP_K) * call.shape[2]
+        most = math.ceil((2 * math.sqrt(added) / _LARGEST_DEVIATION - 1) / 2)
+        most = max(1, most) if self.spec.has_matmul else 1
+        drawn = torch.randint(-most, most + 1, shape, dtype=torch.int16, **options)
+        return (drawn * (drawn.abs() <= 1)).to(call.dtype)
+
+    def _sum(self) -> Expected:
+        """Make a gathered tensor, or partials and a residual, and weights."""
+        (m, n, k), spec, dtype = self.call.shape, self.spec, self.call.dtype
+        residual = None
+        if spec.reduces and (spec.has_matmul or spec.normed):
+            residual = self.options["residual"] = self._make(m, n)
+
+        def term(source: int) -> Term:
+            x = self._make(m, k if spec.has_matmul else n)
+            w = self._make(k, n) if spec.has_matmul else None
+            if source == self.rank:
+                self.factors = [factor for factor in (x, w) if factor is not None]
+            return x, w
+
+        if spec.gathers:
+            x, w = term(self.rank)
+            self.factors[0] = x[self._own].contiguous()
+            result = moved(x)
+            if w is not None:
+                result = summed([(x, w)], dtype=dtype, integers=self.call.exact, unfused=False)
+        else:
+            result = summed(
+                map(term, range(self.world)),
+                [residual],
+                dtype=dtype,
+                wire=dtype,
+                integers=self.call.exact,
+                unfused=False,
+                sum_roundings=1,  # by a switch
+            )
+        if spec.scatters:
+            result = Expected(result.exact[self._own], result.bound[self._own], dtype)
+            if residual is not None:
+                self.options["residual"] = residual[self._own].contiguous()
+        if spec.gathers or spec.scatters:
+            self.options["shard_sizes"] = self._sizes
+        if spec.normed:
+            self.factors.append(self._make(n))
+            self.options["eps"] = _EPS
+        return result
+
+    def _route(self) -> list[Expected]:
+        """Make rows of tokens or, of a combine, of assignments: as many as there may be, or of
+        random data as there are. The last expert gets none."""
+        (m, n, _), exact, experts = self.call.shape, self.call.exact, 2 * self.world + 1
+        each = 1 if self.spec.combines else TOP_K  # assignments with the same row
+        made = self._make(m * TOP_K // each, n).repeat_interleave(each, 0)
+        options: dict[str, Any] = {"generator": self._generator, "device": self.device}
+        topk_ids = torch.randint(experts - 1, (m, TOP_K), **options)
+        order, counts = assignments(topk_ids, experts, self.world)
+        rows = made[order[self.rank]]
+        self.options = {"shard_sizes": self._sizes, "num_experts": experts}
+        if exact:
             self.options["max_rows"] = m * TOP_K
             rows = torch.cat([rows, rows.new_zeros(m * TOP_K - len(rows), n)])
-        zero = torch.zeros(())
         if self.spec.dispatches:
-            self.factors = [of_routes[::TOP_K][own].contiguous(), routes]
-            self.wanted, self.bound = [counts[rank].double(), rows.double()], [zero, zero]
-            return
-        weights = make(*shape).float()
-        self.factors = [rows, weights[own], routes]
-        terms = (weights[..., None].double() * of_routes.double().view(*shape, n))[own]
-        exact, magnitude = terms.sum(1), terms.abs().sum(1)
-        bound = _rounding(exact, self.call.dtype) + TOP_K * _FLOAT32_EPS * magnitude
-        self.wanted, self.bound = [exact], [zero if self.call.exact else bound]
+            self.factors = [made[::TOP_K][self._own].contiguous(), topk_ids]
+            return [moved(counts[self.rank]), moved(rows)]
+        weights = self._make(m, TOP_K).float()
+        self.factors = [rows, weights[self._own], topk_ids]
+        combined = made.view(m, TOP_K, n)[self._own], weights[self._own]
+        return [moe_combine(*combined, dtype=self.call.dtype, integers=exact)]
 
     def run(self, algorithm: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Make the call; return its results, the sum first."""
@@ -301,16 +339,6 @@ class Operands:
         if isinstance(results, torch.Tensor):
             return [results]
         return [results[1], results[0]]
-
-    def expected(self, results: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return what each result is to be, and how far it may be from it. Rows are normalised
-        after the sum was rounded, whose bits are checked before."""
-        pairs = list(zip(self.wanted, self.bound, strict=True))
-        if self.spec.normed:
-            total, weight = results[0].double(), self.factors[-1].double()
-            normed = torch.nn.functional.rms_norm(total, weight.shape, weight, _EPS)
-            pairs.append((normed, 2 * torch.finfo(self.call.dtype).eps * normed.abs() + 1e-6))
-        return pairs
 
     def refill(self, seed: int) -> Operands:
         """Put other values where the operands are, as a replay reads them there."""
@@ -323,26 +351,7 @@ class Operands:
         return made
 
 
-def _rounding(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return how far from ``values`` a rounding to a dtype may be, twice over: subnormal numbers
-    are as far apart as the smallest normal ones."""
-    found = torch.finfo(dtype)
-    return found.eps * values.abs().clamp_min(found.tiny)
-
-
-def _product(
-    x: torch.Tensor, w: torch.Tensor | None, integers: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x @ w in float64, as if nothing were rounded, and |x| @ |w|. Float32 has all sums of
-    products of these integers, and some GPUs take 60 times as long for float64."""
-    if w is None:
-        return x.double(), torch.zeros_like(x, dtype=torch.float64)
-    magnitude = (x.float().abs() @ w.float().abs()).double()
-    exact = (x.float() @ w.float()).double() if integers else x.double() @ w.double()
-    return exact, magnitude
-
-
-def _replay(operands: Operands, run: Run, previous: list[torch.Tensor]) -> Failure | None:
+def _replay(operands: Operands, run: Run, previous: list[torch.Tensor]) -> None:
     """Capture a call in a graph, and replay it with new values each time."""
     made: list[list[torch.Tensor]] = []
     replay = graph_of(lambda: made.append(run()), calls=1)
@@ -350,50 +359,50 @@ def _replay(operands: Operands, run: Run, previous: list[torch.Tensor]) -> Failu
         renewed = operands.refill(operands.call.seed + 1000 * (i + 1))
         replay()
         torch.cuda.synchronize()
-        failure = compared(renewed, made[-1], previous)
-        if failure is not None:
-            return failure
-    return None
+        require(renewed, made[-1], previous)
+
+
+def require(operands: Operands, results: list[torch.Tensor], previous: list[torch.Tensor]) -> None:
+    """Raise `Failed` if the results of a call are wrong; ``previous`` is that of `compared`."""
+    if (failure := compared(operands, results, previous)) is not None:
+        raise Failed(failure)
 
 
 def compared(
     operands: Operands, results: list[torch.Tensor], previous: list[torch.Tensor]
 ) -> Failure | None:
-    """Return what is wrong with the results of a call; None: nothing. ``previous`` holds those that
-    were expected of the last one."""
-    where = str(operands.call), operands.rank
-    for got, (want, bound) in zip(results, operands.expected(results), strict=True):
-        failure = difference(got, want, bound, previous, *where)
+    """Return what is wrong with the results of a call; None: nothing. ``previous`` holds the values
+    that were expected of the last one. Rows are normalised after the sum was rounded, whose values
+    are checked before."""
+    expected = operands.expected
+    if operands.spec.normed:
+        expected = [*expected, rms_norm(results[0], operands.factors[-1], _EPS)]
+    for got, want in zip(results, expected, strict=True):
+        failure = _difference(got, want, previous, str(operands.call), operands.rank)
         if failure is not None:
             return failure
-    previous[:] = operands.wanted
+    previous[:] = [want.exact for want in operands.expected]
     return None
 
 
-def difference(
-    got: torch.Tensor,
-    want: torch.Tensor,
-    bound: torch.Tensor,
-    previous: list[torch.Tensor],
-    call: str,
-    rank: int,
+def _difference(
+    got: torch.Tensor, want: Expected, previous: list[torch.Tensor], call: str, rank: int
 ) -> Failure | None:
-    """Return what is wrong with a result; None: nothing. NaN always is."""
-    distance = (got.double() - want).abs()
-    wrong = ~(distance <= bound.to(distance.device))
+    """Return what is wrong with a result; None: nothing."""
+    wrong = want.wrong(got)
     if not wrong.any():
         return None
     at = wrong.flatten().nonzero().flatten()
-    values, wanted = got.flatten()[at].double().cpu(), want.flatten()[at].cpu()
+    values, wanted = got.flatten()[at].double().cpu(), want.exact.flatten()[at].cpu()
     looks = ""
     if values.isnan().all():
         looks = "NaN"
     elif (values == 0).all():
         looks = "zero"
-    elif previous and previous[0].shape == want.shape:
+    elif previous and previous[0].shape == want.exact.shape:
         stale = previous[0].flatten()[at].cpu()
         looks = "the previous call's" if torch.equal(stale, values) else ""
     triples = zip(at.tolist(), values.tolist(), wanted.tolist(), strict=True)
     first = tuple((i, f"{a:.6g}", f"{b:.6g}") for i, a, b in itertools.islice(triples, _FIRST))
-    counts = want.numel(), len(at)
+    counts = want.exact.numel(), len(at)
     return Failure("wrong", call, rank, None, "", *counts, first, looks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from tpkernels.errors import (
 )
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning.trust import Failure
+from tpkernels.qualification.checks import Report
 from tpkernels.text import of_error
 
 _TIMEOUT_S = 3.0
@@ -34,9 +34,9 @@ _ERRORS = {
 CULPRIT = 1  # the rank with the fault
 
 
-def check(name: str, device: str) -> dict[str, Any]:
-    """Make a fault, such as "late, direct", on one rank; return, on the others, the `Failure` if
-    they are not told what happened, in time."""
+def check(name: str, device: str) -> Report:
+    """Make a fault, such as "late, direct", on one rank; the others report whether they are told
+    what happened, in time."""
     kind, _, algorithm = name.partition(", ")
     where = rank_device(device)
     group = dist.new_group()
@@ -60,7 +60,7 @@ def check(name: str, device: str) -> dict[str, Any]:
             call(32)
         except TpkernelsError:  # it is told as well
             time.sleep(_TIMEOUT_S)
-        return {"checks": 1, "failure": None}
+        return Report(1)
     begin, result, error = time.monotonic(), None, None
     try:
         result = call()
@@ -75,8 +75,8 @@ def check(name: str, device: str) -> dict[str, Any]:
         return _failed(name, f"not told of a {_ERRORS[kind].__name__}: {error and of_error(error)}")
     if seconds > 4 * _TIMEOUT_S:
         return _failed(name, f"told after {seconds:.1f} s: {error}")
-    return {"checks": 1, "failure": None}
+    return Report(1)
 
 
-def _failed(name: str, text: str) -> dict[str, Any]:
-    return {"checks": 0, "failure": Failure("error", name, dist.get_rank(), CULPRIT, text)}
+def _failed(name: str, text: str) -> Report:
+    return Report(0, Failure("error", name, dist.get_rank(), CULPRIT, text))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from tpkernels.cuda.operands import space_of
 from tpkernels.integers import ceil_div
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning.trust import Failure
-from tpkernels.qualification.checks import TIMEOUT_S, failure_of
+from tpkernels.qualification.checks import TIMEOUT_S, Failed, Report, reporting
 from tpkernels.symm.device import DeviceWorkspace
 
 _RECORDS = 16
@@ -31,27 +30,19 @@ _SIZES = {"cpu": (280, 20), "cuda": (7 << 13, 160)}
 _COPY_ROUNDS = 20
 
 
-def check(name: str, device: str, repeats: int = 1) -> dict[str, Any]:
-    """Run a litmus test on this rank; return how many packs of 16 bytes arrived right, and the
-    first `Failure`, or None."""
-    where, checks = rank_device(device), 0
-    try:
-        with _space(name, where) as space:
-            if name == "copies":
-                results = _copies(space, repeats)
-            else:
-                results = _stores(name, space, device, repeats)
-            for count, failure in results:
-                if failure is not None:
-                    return {"checks": checks, "failure": failure}
-                checks += count
-    except Exception as error:  # whatever it is, it fails the test
-        return {"checks": checks, "failure": failure_of(error, name, dist.get_rank())}
-    return {"checks": checks, "failure": None}
+def check(name: str, device: str, repeats: int = 1) -> Report:
+    """Run a litmus test on this rank; report how many packs of 16 bytes arrived right."""
+    with reporting(dist.get_rank()) as report, _space(rank_device(device)) as space:
+        report.call = name
+        if name == "copies":
+            _copies(space, repeats, report)
+        else:
+            _stores(name, space, device, repeats, report)
+    return report
 
 
 @contextlib.contextmanager
-def _space(name: str, device: torch.device) -> Iterator[DeviceWorkspace]:
+def _space(device: torch.device) -> Iterator[DeviceWorkspace]:
     """Make a group with a workspace that holds a round; its kernels' failures are raised."""
     group = dist.new_group()
     assert group is not None  # all ranks are in it
@@ -70,9 +61,7 @@ def _space(name: str, device: torch.device) -> Iterator[DeviceWorkspace]:
         dist.destroy_process_group(group)
 
 
-def _stores(
-    name: str, space: DeviceWorkspace, device: str, repeats: int
-) -> Iterator[tuple[int, Failure | None]]:
+def _stores(name: str, space: DeviceWorkspace, device: str, repeats: int, report: Report) -> None:
     """Run the rounds of a kernel."""
     packs, rounds = _SIZES[device]
     nbytes = packs * PACK_BYTES
@@ -84,28 +73,17 @@ def _stores(
         launch(f"litmus_{name}", found.device, words, arguments, blocks=blocks)
     if (wait := synchronizer(device)) is not None:
         wait()
-    checked, wrong, *records = found.tolist()
+    report.checks, wrong, *records = found.tolist()
     if not wrong:
-        yield checked, None
         return
     taken = [records[i : i + 4] for i in range(0, 4 * min(wrong, _RECORDS), 4)]
     first = tuple((at, f"{got:#x}", f"{want:#x}") for _, at, got, want in taken)
-    yield (
-        checked,
-        Failure(
-            "wrong",
-            f"litmus test of {name}, all pairs at once",
-            space.rank,
-            taken[0][0],
-            "values that arrived with their flag, or after it, and are not those that were sent",
-            checked,
-            wrong,
-            first,
-        ),
-    )
+    call = f"litmus test of {name}, all pairs at once"
+    text = "values that arrived with their flag, or after it, and are not those that were sent"
+    raise Failed(Failure("wrong", call, space.rank, taken[0][0], text, report.checks, wrong, first))
 
 
-def _copies(space: DeviceWorkspace, repeats: int) -> Iterator[tuple[int, Failure | None]]:
+def _copies(space: DeviceWorkspace, repeats: int, report: Report) -> None:
     """Fetch, by copy engines, what each peer has put into its memory and announced."""
     count, device = 1 << 10, space.regions.device
     peers = [(space.rank + i) % space.world for i in range(1, space.world)]
@@ -125,9 +103,8 @@ def _copies(space: DeviceWorkspace, repeats: int) -> Iterator[tuple[int, Failure
             if wrong:
                 first = tuple((i, str(int(values[i])), str(int(want[i]))) for i in wrong[:_RECORDS])
                 call_text, counts = f"litmus test of copies, round {number}", (count, len(wrong))
-                yield 0, Failure("wrong", call_text, space.rank, peer, "", *counts, first)
-                return
-        yield count * len(peers), None
+                raise Failed(Failure("wrong", call_text, space.rank, peer, "", *counts, first))
+        report.checks += count * len(peers)
 
 
 def _value(number: int, rank: int) -> int:

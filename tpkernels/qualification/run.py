@@ -29,6 +29,7 @@ from tpkernels.planning.trust import (
     Record,
 )
 from tpkernels.qualification import checks, faults, litmus, virtual
+from tpkernels.qualification.checks import Report
 from tpkernels.qualification.schedule import LITMUS, VIRTUAL, Stage, Topology
 
 _CUDA: Any = DeviceType.CUDA
@@ -123,8 +124,8 @@ def _outcome(
         for one in ended
         if not one.ok and not (killed and one.rank == faults.CULPRIT and one.exitcode == -9)
     ]
-    failures += [one["failure"] for one in reports if one["failure"] is not None]
-    count = min((one["checks"] for one in reports), default=0)
+    failures += [one.failure for one in reports if one.failure is not None]
+    count = min((one.checks for one in reports), default=0)
     return outcome_of(failures, count, seconds)
 
 
@@ -140,7 +141,7 @@ def outcome_of(failures: Sequence[Failure], count: int, seconds: float) -> Outco
 
 def _reports(
     stage: Stage, device: str, repeats: int, around: Around | None
-) -> tuple[list[dict[str, Any]], list[Ended]]:
+) -> tuple[list[Report], list[Ended]]:
     """Return what the ranks report, and how those ended that do not."""
     world, env = stage.world, {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     if stage.is_virtual:
@@ -159,7 +160,7 @@ def _reports(
         return [one.value for one in error.outcomes if one.ok], list(error.outcomes)
 
 
-def run_on_rank(name: str, device: str, repeats: int, around: Around | None) -> dict[str, Any]:
+def run_on_rank(name: str, device: str, repeats: int, around: Around | None) -> Report:
     """Run a rank's part of a stage."""
     with around() if around is not None else contextlib.nullcontext():
         if name.startswith(VIRTUAL):

@@ -45,12 +45,15 @@ from tpkernels.qualification.checks import (
     DELAY_US,
     TOP_K,
     Call,
+    Failed,
     Operands,
+    Report,
     accumulate_in_float32,
     calls_of,
     compared,
     copying,
     failure_of,
+    reporting,
     shapes_on,
 )
 from tpkernels.symm.device import FAILED, DeviceWorkspace, kernel_error, region_bytes
@@ -122,7 +125,6 @@ class VirtualRanks:
         device: torch.device,
         nbytes: int,
         ways: frozenset[str] = frozenset(),
-        timeout: float = TIMEOUT_S,
         forked: bool | None = None,
     ) -> None:
         self.world, self.device = world, device
@@ -132,9 +134,9 @@ class VirtualRanks:
         size = region_bytes(world, words, buffer_bytes)
         regions = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
         if self._forked:
-            timeout, regions = _CPU_TIMEOUT_S, [region.share_memory_() for region in regions]
+            regions = [region.share_memory_() for region in regions]
         self._regions, addresses = regions, [region.data_ptr() for region in regions]
-        limits = words, buffer_bytes, timeout
+        limits = words, buffer_bytes, _CPU_TIMEOUT_S if self._forked else TIMEOUT_S
         self.spaces = [
             DeviceWorkspace(addresses, region, rank, *limits) for rank, region in enumerate(regions)
         ]
@@ -159,27 +161,27 @@ class VirtualRanks:
 
     def bind(self, operands: Operands, algorithm: str) -> Launch:
         """Return what makes a call on the rank of its operands: the sum comes first."""
-        rank, op = self.ranks[operands.rank], operands.call.op
-        arguments = arguments_of(getattr(torch.ops.tpkernels, op).default._schema)
+        rank = self.ranks[operands.rank]
+        arguments = arguments_of(getattr(torch.ops.tpkernels, operands.call.op).default._schema)
         options = {"group": rank.name, "algorithm": algorithm, **operands.options}
         given = arguments.named(tuple(operands.factors), options)
         if isinstance(getattr(given, "weights", None), torch.Tensor):
             given = given._replace(weights=[given.weights])
-        problem = problem_of(op, cast(Any, rank), given)
+        problem = problem_of(operands.call.op, cast(Any, rank), given)
         problem = replace(problem, device="cuda")  # also of CPU tensors, in a rehearsal
         plan = choose(problem, Means(shared_memory=True), requested=algorithm)
         function = backends.implementation(problem, plan)
         call = PlannedCall(cast(Any, rank), problem, plan, function, 0)
-        execute = execution_of(OPS[op])
+        execute = execution_of(OPS[operands.call.op])
 
         def launch() -> Results:
             results = execute(call, given)
             if isinstance(results, torch.Tensor):
                 return [results]
-            first, second = results
+            first, second, *more = results
             if isinstance(second, list):  # an all-gather's: its products
                 return second
-            return [second, first]
+            return [second, first, *more]
 
         return launch
 
@@ -260,11 +262,9 @@ class VirtualRanks:
         """Return the first rank of which a wait has failed so far, and the error."""
         for space in self.spaces:
             if (found := space.failure()) is not None:
-                timeout = space.timeout_ns / 1e9
-                where = f"virtual ranks, {space.world}"
-                return space.rank, kernel_error(
-                    found, where=where, rank=space.rank, timeout=timeout
-                )
+                where, timeout = f"virtual ranks, {space.world}", space.timeout_ns / 1e9
+                error = kernel_error(found, where=where, rank=space.rank, timeout=timeout)
+                return space.rank, error
         return None
 
     def _synchronize(self) -> None:
@@ -316,40 +316,29 @@ def _in_forks(jobs: Sequence[Callable[[], Failure | None]]) -> Failure | None:
     return next(filter(None, failures), None)
 
 
-def check(way: str, device: str, repeats: int = 1) -> dict[str, Any]:
+def check(way: str, device: str, repeats: int = 1) -> Report:
     """Check a variant on 2, 4 and 8 virtual ranks: exact integers over several epochs, without and
-    with random delays, and in replayed graphs. Then skip all waits, which must give wrong results.
-    Return how many calls were right, and the first `Failure`, or None."""
+    with random delays, and in replayed graphs. Then skip all waits, which must give wrong
+    results."""
     accumulate_in_float32()
-    checks = 0
-    call: Call | str = "the set-up"
-    try:
+    copies = way.startswith("pipelined/") or way == f"fused/{COPY_ENGINES}"
+    with reporting() as report:
         where = rank_device(device)
-        for world in worlds_of(way, device):
+        for world in WORLDS[:1] if device == "cpu" else WORLDS:
+            if copies and world > _MAX_COPYING_RANKS:
+                continue
             with sharing(where, world), copying(way):
                 calls = list(_calls(way, device, world, repeats))
                 ranks = ranks_for(way, where, world, calls)
                 for call in calls:
-                    failure = _check_call(ranks, call, way)
-                    if failure is not None:
-                        return {"checks": checks, "failure": failure}
-                    checks += 1
-        call = f"{way} without waits"
+                    report.call = str(call)
+                    _check_call(ranks, call, way)
+                    report.checks += 1
+        report.call = f"{way} without waits"
         with sharing(where, WORLDS[0]), copying(way):
             typical = _calls(way, device, WORLDS[1], 1)
-            late = next(one for one in typical if one.delayed)
-            failure = _check_control(way, where, late)
-    except Exception as error:  # whatever it is, it fails the check
-        failure = failure_of(error, str(call), 0)
-    return {"checks": checks, "failure": failure}
-
-
-def worlds_of(way: str, device: str) -> tuple[int, ...]:
-    """Return the numbers of virtual ranks on which a variant is checked."""
-    if device == "cpu":
-        return WORLDS[:1]
-    copies = way.startswith("pipelined/") or way == f"fused/{COPY_ENGINES}"
-    return tuple(world for world in WORLDS if not copies or world <= _MAX_COPYING_RANKS)
+            _check_control(way, where, next(call for call in typical if call.delayed))
+    return report
 
 
 def _calls(way: str, device: str, world: int, repeats: int) -> Iterator[Call]:
@@ -369,8 +358,8 @@ def ranks_for(way: str, device: torch.device, world: int, calls: Sequence[Call])
     return VirtualRanks(world, device, rows * max(sizes), ways)
 
 
-def _check_call(ranks: VirtualRanks, call: Call, way: str) -> Failure | None:
-    """Make a call over several epochs, with new values in each."""
+def _check_call(ranks: VirtualRanks, call: Call, way: str) -> None:
+    """Make a call over several epochs, with new values in each; raise `Failed` if it is wrong."""
     ranks.set_chaos(DELAY_US if call.delayed else 0)
     operands, launches = ranks.prepare(call, way)
     replay = ranks.capture(launches) if call.replayed else None
@@ -380,10 +369,9 @@ def _check_call(ranks: VirtualRanks, call: Call, way: str) -> Failure | None:
         failure = ranks.run(launches, partial(_compare, renewed, previous), replay=replay)
         if (failed := ranks.failed_wait()) is not None:
             rank, error = failed
-            return failure_of(error, str(call), rank)
+            failure = failure_of(error, str(call), rank)
         if failure is not None:
-            return failure
-    return None
+            raise Failed(failure)
 
 
 def _compare(
@@ -392,7 +380,7 @@ def _compare(
     return compared(operands[rank], results, previous[rank])
 
 
-def _check_control(way: str, device: torch.device, call: Call) -> Failure | None:
+def _check_control(way: str, device: torch.device, call: Call) -> None:
     """Skip the waits of a call whose ranks start late, until its results are wrong."""
     for _ in range(_CONTROLS):
         ranks = ranks_for(way, device, WORLDS[0], [call])
@@ -401,6 +389,6 @@ def _check_control(way: str, device: torch.device, call: Call) -> Failure | None
         check = partial(_compare, operands, [[] for _ in operands])
         failure = ranks.run(launches, check, late=True)
         if failure is not None and failure.kind == "wrong" and ranks.failed_wait() is None:
-            return None
+            return
     text = f"right results in {_CONTROLS} runs without waits: these checks would miss a lost wait"
-    return Failure("error", f"{call}, without waits", 0, text=text)
+    raise Failed(Failure("error", f"{call}, without waits", 0, text=text))
