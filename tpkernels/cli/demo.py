@@ -27,7 +27,7 @@ from tpkernels.bench.cases import (
     run_torch,
     run_tpkernels,
 )
-from tpkernels.bench.verification import Verdict, verify
+from tpkernels.bench.verification import Verdict, check
 from tpkernels.cli import options
 from tpkernels.integers import ceil_div
 from tpkernels.launch.session import (
@@ -37,10 +37,7 @@ from tpkernels.launch.session import (
     open_session,
     world_size,
 )
-from tpkernels.local.packed import native
-from tpkernels.planning.choose import Plan
-from tpkernels.shards import shard_sizes
-from tpkernels.terminal import (
+from tpkernels.launch.terminal import (
     UsageError,
     at_least,
     check_workers,
@@ -49,6 +46,9 @@ from tpkernels.terminal import (
     milliseconds,
     table,
 )
+from tpkernels.local.packed import native
+from tpkernels.planning.choose import Plan
+from tpkernels.shards import shard_sizes
 from tpkernels.text import counted
 from tpkernels.timing import Samples, Variant, measure, summary
 
@@ -294,7 +294,7 @@ def _decoding(weights: tuple[torch.Tensor, ...], rank: int, world: int) -> Case:
 def _examine(name: str, case: Case, outputs: Outputs, plan: Plan, repeat: int) -> TimedOp:
     """Verify the op's result in the layer, and time the op on the same inputs."""
     unfused = run_tpkernels(case, "unfused")
-    verdicts = verify(case, run_torch(case), {"tpkernels": outputs, "unfused": unfused})
+    verdicts = check(case, {"tpkernels": outputs, "unfused": unfused}, run_torch(case))
     local = gathered(case)
     variants = {
         "torch": Variant(lambda: run_torch(case)),

@@ -11,6 +11,16 @@ from typer import Option
 from tpkernels.bench.specs import Spec, check_split, spec_of, unsupported_kernels
 from tpkernels.cli import options
 from tpkernels.launch.session import check_device
+from tpkernels.launch.terminal import (
+    UsageError,
+    at_least,
+    check_known,
+    check_workers,
+    console,
+    dtype_named,
+    milliseconds,
+    table,
+)
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store, trust
 from tpkernels.planning.choose import (
@@ -26,16 +36,6 @@ from tpkernels.planning.table import Measurement, Table
 from tpkernels.planning.trust import SUMS, Trust
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
-from tpkernels.terminal import (
-    UsageError,
-    at_least,
-    check_known,
-    check_workers,
-    console,
-    dtype_named,
-    milliseconds,
-    table,
-)
 from tpkernels.text import counted
 from tpkernels.tuning.contest import ELIGIBLE, is_eligible
 

@@ -19,6 +19,17 @@ from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.sweep import LAYER, MODELS, Model, projection
 from tpkernels.cli import options
 from tpkernels.integers import ceil_div
+from tpkernels.launch.terminal import (
+    UsageError,
+    at_least,
+    byte_size,
+    check_known,
+    console,
+    dtype_named,
+    milliseconds,
+    number_in,
+    table,
+)
 from tpkernels.mesh.layout import Placements, placements_text
 from tpkernels.mesh.planner import Estimate, MatmulProblem, ranked
 from tpkernels.planning.cost import (
@@ -29,17 +40,6 @@ from tpkernels.planning.cost import (
     fused_seconds,
     machines,
     matmul_seconds,
-)
-from tpkernels.terminal import (
-    UsageError,
-    at_least,
-    byte_size,
-    check_known,
-    console,
-    dtype_named,
-    milliseconds,
-    number_in,
-    table,
 )
 
 _HELPS = 0.98  # of the time without overlap; less is within the spread of a measurement

@@ -25,20 +25,13 @@ from tpkernels.bench.cases import (
 )
 from tpkernels.bench.probes import measure_machine, profile_of, rates_text
 from tpkernels.bench.specs import Spec, check_split, specs_of
-from tpkernels.bench.verification import Verdict, verify
+from tpkernels.bench.verification import Verdict, check
 from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli import options
 from tpkernels.groups.group import Group, Tuning
 from tpkernels.launch import session as sessions
 from tpkernels.launch.session import Run, all_gather_objects, synchronizer
-from tpkernels.op_spec import OPS
-from tpkernels.planning import store
-from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.choose import Means, Plan, candidates
-from tpkernels.planning.machine import Machine, cpu_flags, this_machine
-from tpkernels.planning.table import Config, Measurement, Table
-from tpkernels.planning.trust import Trust
-from tpkernels.terminal import (
+from tpkernels.launch.terminal import (
     UsageError,
     at_least,
     check_known,
@@ -50,6 +43,13 @@ from tpkernels.terminal import (
     writable,
     writing,
 )
+from tpkernels.op_spec import OPS
+from tpkernels.planning import store
+from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.choose import Means, Plan, candidates
+from tpkernels.planning.machine import Machine, cpu_flags, this_machine
+from tpkernels.planning.table import Config, Measurement, Table
+from tpkernels.planning.trust import Trust
 from tpkernels.timing import Variant, measure, slowest
 from tpkernels.tuning.tuner import tuning_by
 
@@ -236,7 +236,7 @@ def tune_case(spec: Spec, repeat: int, budget: float, device: str = "cpu") -> Tu
     for name in candidates(spec.problem(group.world, device), means):
         with contextlib.suppress(NotImplementedError):  # kernels that do not run on these GPUs
             results[name] = run_tpkernels(case.copy(), name)
-    verdicts = verify(case, None, results)
+    verdicts = check(case, results)
 
     def as_others(name: str) -> bool:
         """Return whether an algorithm's bits are those of `unfused` on all ranks."""
