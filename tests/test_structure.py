@@ -35,13 +35,11 @@ LEAVES = {
     "defaults",
     "text",
     "integers",
-    "records",
     "nvml",
 }
 ALLOWED = {
-    **{leaf: set[str]() for leaf in LEAVES - {"_C", "op_spec", "records"}},
+    **{leaf: set[str]() for leaf in LEAVES - {"_C", "op_spec"}},
     "op_spec": {"dtypes"},
-    "records": {"text"},
     "planning": LEAVES | {"planning"},
     "symm": LEAVES | {"symm"},
     "groups": LEAVES | {"symm", "planning", "groups"},
@@ -66,8 +64,7 @@ ALLOWED = {
     "nn": LEAVES - {"_C"} | {"groups", "validation", "ops", "local", "nn"},
     "parallel": LEAVES - {"_C"} | {"groups", "ops", "local", "nn", "parallel"},
     "timing": {"groups"},
-    "terminal": {"dtypes", "text"},
-    "launch": {"_C", "defaults", "groups", "terminal", "launch"},
+    "launch": {"_C", "defaults", "dtypes", "text", "groups", "launch"},
 }
 # From here on anything goes but `cli`: they use the package as its users do.
 USERS = {"", "__main__", "bench", "cli", "initialization", "integrations", "qualification"}

@@ -60,7 +60,7 @@ def test_every_op_across_hosts() -> None:
         "cuda.test_failures.test_a_rank_that_does_not_come_is_a_timeout",
         "cuda.test_ops.test_a_killed_rank_ends_the_wait",
         "nccl.test_native.test_a_call_that_never_ends_is_given_up",
-        "bench.test_files.test_no_damage_ends_in_a_traceback",
+        "bench.test_results.test_a_damaged_file_is_refused_in_one_line",
     ],
 )
 def test_every_kind_of_fault(name: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.one_gpu.machine import Machine
 from benchmarks.one_gpu.stages import Case, Row
-from tpkernels.bench.results import versions
+from tpkernels.planning.machine import versions
 
 _QUERY = (
     *("driver_version", "clocks.sm", "clocks.mem", "power.draw", "power.limit"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from examples.parallel_kernel_bench import __doc__ as description
 from examples.parallel_kernel_bench.gallery import PROBLEMS, Examined, Problem, examine
 from tpkernels.launch.session import is_leader, open_session, world_size
-from tpkernels.terminal import UsageError, at_least, console, milliseconds, table, writable
+from tpkernels.launch.terminal import UsageError, at_least, console, milliseconds, table, writable
 from tpkernels.timing import summary
 
 WORLDS = (2, 4, 8)

@@ -1,42 +1,31 @@
-"""The cases of a benchmark: sweeps of models, options and YAML files; what a case costs; and that
-verification looks at everything."""
+"""The cases of a benchmark: what the options of `tpkernels bench` name, what a case costs, and that
+verification checks every element."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.damage import invoke
+from tests.cli.test_cli import invoke, one_element_off
 from tests.support.ranked import on_ranks
-from tpkernels import dtypes
-from tpkernels.bench.cases import random_case, run_torch, run_tpkernels
+from tpkernels.bench.cases import Outputs, random_case, run_torch, run_tpkernels
 from tpkernels.bench.specs import Spec, square_of
-from tpkernels.bench.sweep import (
-    LAYER,
-    MODELS,
-    PROJECTIONS,
-    Settings,
-    Sweep,
-    plan_sweep,
-    projection,
-)
-from tpkernels.bench.verification import verify
+from tpkernels.bench.sweep import LAYER, MODELS, PROJECTIONS, Item, Method, projection
+from tpkernels.bench.verification import check
 from tpkernels.cli import bench as command
+from tpkernels.launch import Ranks
 from tpkernels.op_spec import OPS, Options
 from tpkernels.planning.cost import Rates
 from tpkernels.planning.problem import ORDERED, Problem
 
 BF16, F32 = torch.bfloat16, torch.float32
 SCALED = tuple(op for op, spec in OPS.items() if spec.scaled)
-
-
-def cases(**options: object) -> list[str]:
-    sweep = plan_sweep(Settings(**options), ranks=None, device="cpu")  # type: ignore[arg-type]
-    return [item.key for item in sweep.items]
+Sweep = Callable[[str], tuple[list[Item], Method]]
 
 
 def test_the_products_of_a_model() -> None:
@@ -61,37 +50,47 @@ def test_the_products_of_a_model() -> None:
             assert (matmul.n if matmul.column else matmul.k) % world == 0
 
 
-def test_a_sweep_is_a_product() -> None:
-    names = cases(
-        model=("llama3-8b",),
-        m=("16,256",),
-        tp=("2", "4"),
-        dtype=("bf16,fp32",),
-        projection=("out",),
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    """What `tpkernels bench` would measure with some options."""
+    found: list[tuple[list[Item], Method]] = []
+    monkeypatch.setattr(command, "measure_all", lambda *given: found.append(given[:2]) or [])
+
+    def planned(options: str) -> tuple[list[Item], Method]:
+        ended = invoke("bench", *options.split())
+        assert ended.exit_code == 0, ended.output
+        return found.pop()
+
+    return planned
+
+
+def test_a_sweep_is_a_product(sweep: Sweep) -> None:
+    items, _ = sweep(
+        "--model llama3-8b --m 16,256 --tp 2 --tp 4 --dtype bf16,fp32 --projection out"
     )
-    assert names == [
+    assert [item.key for item in items] == [
         f"matmul_reduce_scatter {m}x4096x4096 {dtype} tp{world}"
         for world in (2, 4)
         for dtype in ("bfloat16", "float32")
         for m in (16, 256)
     ]
-    assert len(cases()) == 7 * 2 + 7 * 3  # matmul ops by shapes, collectives by sizes
-    assert cases(shape=("9,32,64",), op=("all_gather_matmul",), uneven=True)
+    items, method = sweep("")
+    assert len(items) == 7 * 2 + 7 * 3  # matmul ops by shapes, collectives by sizes
+    assert {item.world for item in items} == {2} and method.algorithms == ["auto"]
+    (item,), _ = sweep("--shape 9,32,64 --op all_gather_matmul --tp 2")  # uneven rows
+    assert item.spec.shape == (9, 32, 64)
+    items, _ = sweep("--bytes 4K,1M --op all_reduce --dtype fp32")
+    assert [item.spec.shape for item in items] == [(1024,), (262144,)]
 
 
-def test_ops_of_a_model() -> None:
+def test_ops_of_a_model(sweep: Sweep) -> None:
     """Without sequence parallelism the row-parallel products end in an all-reduce. Models that
     share a product share the case."""
-    names = cases(model=("llama3-8b",), m=("1",), op=("matmul_all_reduce",))
-    assert [each.split()[:2] for each in names] == [
-        ["matmul_all_reduce", "1x4096x4096"],
-        ["matmul_all_reduce", "1x4096x14336"],
-    ]
-    given = Settings(model=("llama3-8b,llama2-7b",), m=("16",), projection=("out",))
-    (item,) = plan_sweep(given, ranks=None, device="cpu").items
+    items, _ = sweep("--model llama3-8b --m 1 --op matmul_all_reduce")
+    assert [item.spec.shape for item in items] == [(1, 4096, 4096), (1, 4096, 14336)]
+    (item,), _ = sweep("--model llama3-8b,llama2-7b --m 16 --projection out")
     assert item.labels == ("llama3-8b out", "llama2-7b out")
-    given = Settings(model=("llama3-8b",), m=("16",), op=SCALED)
-    items = plan_sweep(given, ranks=None, device="cpu").items
+    items, _ = sweep(f"--model llama3-8b --m 16 --op {','.join(SCALED)}")
     row_parallel = ["scaled_matmul_reduce_scatter", "scaled_matmul_all_reduce"]
     assert [(item.spec.op, item.labels[0]) for item in items] == [
         ("all_gather_scaled_matmul", "llama3-8b qkv"),
@@ -101,46 +100,23 @@ def test_ops_of_a_model() -> None:
     ]
 
 
-def test_quick_and_what_overrides_it() -> None:
-    def effort(**options: object) -> tuple[int, float | None]:
-        effort = plan_sweep(Settings(**options), ranks=None, device="cpu").method  # type: ignore[arg-type]
-        return effort.repeat, effort.seconds
-
-    assert effort() == (20, None)
-    assert effort(quick=True) == (10, 2.0)
-    assert effort(quick=True, repeat=3) == (3, 2.0)
-    assert effort(quick=True, seconds=9.0, repeat=50) == (50, 9.0)
-
-
-def sweep_of(monkeypatch: pytest.MonkeyPatch, path: Path, *options: str) -> Sweep:
-    """What `tpkernels bench --config` would measure."""
-    found: list[Sweep] = []
-    monkeypatch.setattr(command, "run_sweep", lambda sweep, *_, **__: found.append(sweep))
-    ended = invoke("bench", "--config", str(path), *options)
-    assert ended.exit_code == 0, ended.output
-    return found[0]
-
-
-def test_a_yaml_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "sweep.yaml"
-    path.write_text(
-        "op: [all_gather_matmul, all_reduce]\ntp: 2\nshape: [[16, 32, 64], '2,32,64']\n"
-        "bytes: [4K, 1M]\ndtype: fp32\nseconds: 2\nquick: true\nwarm: true\n"
-    )
-    sweep = sweep_of(monkeypatch, path)
-    assert [(item.spec.op, item.spec.shape) for item in sweep.items] == [
-        ("all_gather_matmul", (16, 32, 64)),
-        ("all_gather_matmul", (2, 32, 64)),
-        ("all_reduce", (1024,)),
-        ("all_reduce", (262144,)),
-    ]
-    assert {dtypes.name(item.spec.dtype) for item in sweep.items} == {"float32"}
-    assert (sweep.method.repeat, sweep.method.seconds, sweep.method.cold) == (10, 2.0, False)
-    sweep = sweep_of(monkeypatch, path, "--dtype", "bf16", "--cold", "--op", "all_gather")
-    assert {(item.spec.op, dtypes.name(item.spec.dtype)) for item in sweep.items} == {
-        ("all_gather", "bfloat16")
-    }
-    assert sweep.method.cold and sweep.method.seconds == 2.0
+@pytest.mark.parametrize(
+    ("options", "effort"),
+    [
+        ("", (20, None)),
+        ("--quick", (10, 2.0)),
+        ("--quick --repeat 3", (3, 2.0)),
+        ("--quick --seconds 9 --repeat 50", (50, 9.0)),
+    ],
+)
+def test_quick_and_what_overrides_it(
+    sweep: Sweep, options: str, effort: tuple[int, float | None]
+) -> None:
+    _, method = sweep(options)
+    assert (method.repeat, method.seconds) == effort
+    assert method.cold and method.baselines
+    _, method = sweep("--warm --no-baselines")
+    assert not method.cold and not method.baselines
 
 
 def test_costs() -> None:
@@ -178,7 +154,7 @@ def test_a_square_of_elements() -> None:
 
 
 def test_every_case_can_be_tuned() -> None:
-    """But of routed tokens. Scaled products are summed in order, on GPUs too, as the ops plan
+    """Except routed tokens. Scaled products are summed in order, on GPUs too, as the ops plan
     them."""
     for op in OPS:
         spec = Spec(op, (33, 48, 96) if "matmul" in op else (4096,), BF16)
@@ -186,29 +162,85 @@ def test_every_case_can_be_tuned() -> None:
         assert op not in SCALED or spec.problem(2, "cuda").numerics == ORDERED, op
 
 
-def exchange(
-    shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], scattered: tuple[int, tuple[int, ...]]
-) -> Problem:
-    return Problem("all_to_all", "cpu", 2, shape, dim, sizes, F32, Options(scattered=scattered))
-
-
 def test_which_exchanges_are_tuned() -> None:
     """Even ones of the first two dims, which all move rows of one length."""
-    even = exchange((6, 8, 5), 0, (3, 3), (1, (4, 4)))
-    key = even.tuning_key
-    assert key is not None and key[1] == 6 * 8 * 5
-    other = exchange((4, 6, 10), 0, (2, 2), (1, (3, 3))).tuning_key
-    assert other is not None and other[0] == key[0]
-    for sizes, columns in (((2, 4), (4, 4)), ((3, 3), (5, 3))):
-        uneven = exchange((6, 8, 5), 0, sizes, (1, columns))
-        assert uneven.tuning_key is None
-    assert exchange((6, 8), 1, (4, 4), (0, (3, 3))).tuning_key is None
-    assert exchange((6, 8, 4), 0, (3, 3), (2, (2, 2))).tuning_key is None
+
+    def key(
+        shape: tuple[int, ...],
+        dim: int,
+        sizes: tuple[int, int],
+        scattered: int,
+        to: tuple[int, int],
+    ) -> tuple[object, int] | None:
+        options = Options(scattered=(scattered, to))
+        return Problem("all_to_all", "cpu", 2, shape, dim, sizes, F32, options).tuning_key  # type: ignore[return-value]
+
+    even = key((6, 8, 5), 0, (3, 3), 1, (4, 4))
+    other = key((4, 6, 10), 0, (2, 2), 1, (3, 3))
+    assert even is not None and other is not None
+    assert even[1] == 6 * 8 * 5 and other[0] == even[0]
+    assert key((6, 8, 5), 0, (2, 4), 1, (4, 4)) is None
+    assert key((6, 8, 5), 0, (3, 3), 1, (5, 3)) is None
+    assert key((6, 8), 1, (4, 4), 0, (3, 3)) is None
+    assert key((6, 8, 4), 0, (3, 3), 2, (2, 2)) is None
+
+
+# Verification.
+
+
+def corruptions(op: str, outputs: Outputs) -> dict[str, Outputs]:
+    """Wrong results of ``op``, of kinds that a faulty fused op may produce."""
+    y, *normed = outputs
+    last = dist.get_rank() == dist.get_world_size() - 1
+    wrong = {
+        "nothing written": torch.zeros_like(y),
+        "rows in another order": y.flip(0),
+        "rows missing": y[:-1],
+        "not a number in one element of one rank": y.clone(),
+        "one element of one rank": one_element_off(y) if last else y,
+        "another dtype": y.double(),
+    }
+    if last:
+        wrong["not a number in one element of one rank"].view(-1)[-1] = math.nan
+    if "reduce" in op and dist.get_world_size() > 1:
+        wrong["a partial left out"] = y - y / dist.get_world_size()
+    found = {name: [value, *normed] for name, value in wrong.items()}
+    if normed:
+        del found["rows missing"]
+        found["wrong rows"] = [y, one_element_off(normed[0])]
+        found["no rows"] = [y, torch.zeros_like(y)]
+    return found
+
+
+def judge(specs: list[Spec]) -> list[dict[str, bool]]:
+    """Which results verification accepts on this rank."""
+    judged = []
+    for spec in specs:
+        case = random_case(spec)
+        outputs = run_tpkernels(case.copy())
+        expected = None if case.spec.routed else run_torch(case.copy())
+        results = {"right": outputs, **corruptions(spec.op, outputs)}
+        verdicts = check(case, results, expected)
+        judged.append({name: verdict.right for name, verdict in verdicts.items()})
+    return judged
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_check_tells_right_from_wrong(ranks: Callable[[int], Ranks], dtype: torch.dtype) -> None:
+    # K is so large that sqrt(K) * eps * (|A| @ |B|) exceeds the result in bf16.
+    # Elements of an all-to-all need columns for each rank.
+    specs = [
+        Spec(op, (33, 16, 1024) if "matmul" in op else (4002 - (op != "all_to_all"),), dtype)
+        for op in OPS
+    ]
+    for judged in ranks(2).run(judge, specs):
+        for spec, verdicts in zip(specs, judged, strict=True):
+            assert [name for name in verdicts if verdicts[name]] == ["right"], spec
 
 
 @on_ranks(2)
 def test_scales_are_verified() -> None:
-    """What verification says of results with the scales of other rows, or of other columns."""
+    """Results with the scales of other rows, or of other columns, are wrong."""
     found = []
     for op in SCALED:
         case = random_case(Spec(op, (24, 32, 64), BF16))
@@ -220,16 +252,16 @@ def test_scales_are_verified() -> None:
             "w": replace(case, scales=(of_x, of_w.roll(1, 1).contiguous())),
         }
         outputs = {name: run_tpkernels(each) for name, each in swapped.items()}
-        verdicts = verify(case, run_torch(case), outputs)
+        verdicts = check(case, outputs, run_torch(case))
         found.append({name: verdict.right for name, verdict in verdicts.items()})
     assert found == [{"right": True, "x": False, "w": False}] * len(SCALED)
 
 
 @on_ranks(2)
 def test_all_ranks_must_have_the_same_sum() -> None:
-    """What verification says of a sum that differs on rank 1 where rank 0 compares."""
+    """A sum that differs on rank 1 in the shard that rank 0 checks is wrong."""
     case = random_case(Spec("all_reduce", (64,), F32))
     (y,) = run_tpkernels(case.copy())
     if dist.get_rank() == 1:
         y[0] += 1
-    assert not verify(case, None, {"sum": [y]})["sum"].right
+    assert not check(case, {"sum": [y]})["sum"].right

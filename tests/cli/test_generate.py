@@ -23,7 +23,7 @@ from tests.support.processes import output_of, torchrun
 from tests.support.ranked import on_ranks
 from tests.support.tiers import thorough
 from tpkernels.integrations.transformers.sampling import Sampling
-from tpkernels.terminal import UsageError
+from tpkernels.launch.terminal import UsageError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("uvicorn")

@@ -19,10 +19,10 @@ from tests.support.tuned import watched
 from tpkernels.bench.specs import Spec
 from tpkernels.cli.tune import tune_case
 from tpkernels.launch import session
+from tpkernels.launch.terminal import milliseconds
 from tpkernels.planning import store
 from tpkernels.planning.choose import NOTHING_TUNED, PIPELINED_MIN_ROWS, Means, choose
 from tpkernels.planning.machine import this_machine
-from tpkernels.terminal import milliseconds
 
 SMALL = ["--op", "all_gather_matmul", "--shape", "9,64,32", "--shape", "33,64,32"]
 EXPLAIN = ["explain", "--op", "all_gather_matmul", "--n", "64", "--k", "32", "--tp", "2"]

@@ -1,9 +1,8 @@
-"""Measuring ops: the library behind the commands that verify and time them.
+"""Benchmarks of the ops: every result is verified, then timed next to its baselines.
 
-specs, sweep          ops on global shapes; sweeps by options, models and YAML files
-cases                 one rank's data, and enough copies of it to miss the cache
-verification          results against float64
-measuring, probes     one case and its baselines on one rank; what the machine can reach
-statistics, results   confidence intervals; result files
-report                the table, in the terminal and as text
+specs, sweep         ops on global shapes; the cases that the options of `tpkernels bench` name
+cases, verification  one rank's data, each implementation of an op, and the float64 check
+measuring, probes    one case on one rank; the rates that this machine reaches
+results              statistics of a case, and the JSON lines
+report, charts       the table in the terminal; the HTML report
 """

@@ -1,17 +1,12 @@
-"""`Case`: one rank's part of an op's data; the implementations of the op that are compared; and
-`Inputs`: copies of the data.
-
-torch          torch.distributed collective and torch.matmul
-tpkernels      the op, with any algorithm
-matmul         torch.matmul of the local sizes, no communication
-local_matmul   the local matmul that the algorithms use, no communication
-"""
+"""`Case`: one rank's data of an op; the implementations that are compared; `Inputs`: copies of the
+data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -20,7 +15,6 @@ from torch.nn.functional import rms_norm
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.algorithms.routes import RowExchange
 from tpkernels.bench.specs import EXPERTS, NORM_EPS, OPERANDS, TOP_K, Spec, matrix_of, square_of
 from tpkernels.groups.group import Group
 from tpkernels.local.matmul import local_matmul
@@ -38,7 +32,7 @@ Scaled = tuple[torch.Tensor, torch.Tensor]  # an operand's elements and its scal
 # Inputs are cold if all copies exceed the last-level cache by this factor: a copy is then evicted
 # before its next use.
 COLD = 2.0
-_MOST_COPIES = 1 << 14  # creating them takes 0.2 s; with 4 KiB inputs they exceed 32 MiB
+_MAX_COPIES = 1 << 14  # creating them takes 0.2 s; with 4 KiB inputs they exceed 32 MiB
 
 # Renamed in torch 2.13; the old names warn.
 _gather_shards = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,9 +54,9 @@ class Case:
     weights: tuple[torch.Tensor, ...] = ()
     residual: torch.Tensor | None = None
     norm_weight: torch.Tensor | None = None  #: of an op that normalises
-    scales: tuple[torch.Tensor, ...] = ()  #: of x and the weight, where they are scaled
-    dtype: torch.dtype | None = None  #: of the results, where x has another
-    #: Of all tokens [all rows, TOP_K], and this rank's tokens' weights [rows, TOP_K] for the sum.
+    scales: tuple[torch.Tensor, ...] = ()  #: of x and the weight, if they are scaled
+    dtype: torch.dtype | None = None  #: of the results, if it differs from the dtype of x
+    #: Expert ids of all tokens [all rows, TOP_K], and weights of the local tokens [rows, TOP_K].
     routes: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
 
@@ -73,7 +67,7 @@ class Case:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Return that of the results, and of partials on the wire."""
+        """Return the dtype of the results and of partials that are sent."""
         return self.dtype or self.x.dtype
 
     @property
@@ -207,10 +201,9 @@ def planned(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
 
 
 def run_torch(case: Case) -> Outputs:
-    """Run the same op by torch.distributed and torch.matmul; all-reduces of ``x`` work in place."""
+    """Run the same op by torch.distributed and torch.matmul; all-reduces of ``x`` work in place.
+    Not for routed ops, which `unfused` runs by torch.distributed."""
     op, x = case.spec, case.x
-    if op.routed:
-        return [_all_to_all_of_rows(case)]
     if op.gathers and op.has_matmul:
         return run_matmul(gathered(case))
     if op.gathers:
@@ -223,11 +216,8 @@ def run_torch(case: Case) -> Outputs:
             y = _reduce_scatter(y, case.sizes)
         else:
             dist.all_reduce(y)
-    return with_norm(case, y if case.residual is None else y + case.residual)
-
-
-def with_norm(case: Case, y: torch.Tensor) -> Outputs:
-    """Return the results of an op with sum ``y``."""
+    if case.residual is not None:
+        y = y + case.residual
     if case.norm_weight is None:
         return [y]
     return [y, rms_norm(y, [y.shape[-1]], case.norm_weight, NORM_EPS)]
@@ -278,36 +268,12 @@ def _all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 
 def _all_to_all(x: torch.Tensor, sizes: tuple[int, ...], columns: list[int]) -> torch.Tensor:
-    """Exchange: the rows of all ranks, and this rank's columns."""
-    mine = columns[dist.get_rank()]
-    sent = torch.cat([part.reshape(-1) for part in x.split(columns, 1)])
-    whole = x.new_empty(sum(sizes), mine)
-    lengths_out = [x.shape[0] * count for count in columns]
-    lengths_in = [size * mine for size in sizes]
-    dist.all_to_all_single(whole.view(-1), sent, lengths_in, lengths_out)
-    return whole
-
-
-def _all_to_all_of_rows(case: Case) -> torch.Tensor:
-    """Exchange routed tokens, or the experts' rows, and sum these; the counts are known."""
-    assert case.routes is not None and case.topk_weights is not None  # a routed case has both
-    problem = Spec(case.op, (1,), case.x.dtype).problem(len(case.sizes))
-    found = RowExchange.of(replace(problem, sizes=case.sizes), dist.get_rank(), case.routes)
-    x, tokens = case.x, case.topk_weights.shape[0]
-    if case.spec.dispatches:
-        sent, counts = x[found.leaving // TOP_K], (found.arrived, found.left)
-    else:
-        sent, counts = (
-            x.new_empty(x.shape).index_copy_(0, found.order, x),
-            (found.left, found.arrived),
-        )
-    received = x.new_empty(sum(counts[0]), x.shape[1])
-    dist.all_to_all_single(received, sent, *counts)
-    if case.spec.dispatches:
-        return received[found.order]
-    by_slot = torch.empty_like(received).index_copy_(0, found.leaving, received)
-    by_slot = by_slot.view(tokens, TOP_K, x.shape[1])
-    return (by_slot.float() * case.topk_weights[..., None]).sum(1).to(x.dtype)
+    """Exchange rows for columns: return this rank's columns of the rows of all ranks."""
+    width = columns[dist.get_rank()]
+    send = torch.cat([part.reshape(-1) for part in x.split(columns, 1)])
+    out, received = x.new_empty(sum(sizes), width), [size * width for size in sizes]
+    dist.all_to_all_single(out.view(-1), send, received, [len(x) * count for count in columns])
+    return out
 
 
 def _reduce_scatter(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -319,36 +285,21 @@ def _reduce_scatter(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     return out
 
 
-# Enough copies of a case's inputs that a call finds none of them in the cache.
-
-
 def memory_budget(device: str) -> int:
     """Return the bytes that each rank may use for copies: an equal part of half the memory
     available now. The same on all ranks. Collective."""
     available = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
-    (most,) = slowest([-float(available)])  # no rank allocates before all have measured
-    return int(-most) // (2 * dist.get_world_size())
-
-
-def copies(nbytes: int, *, footprint: int, cache: int, room: int) -> int:
-    """Return how many copies of the inputs make them cold (`COLD`), as far as memory allows.
-
-    Args:
-        nbytes: bytes of a copy that one call reads.
-        footprint: bytes of memory that a copy occupies.
-        cache: bytes of the last-level cache.
-        room: bytes of memory that all copies may occupy.
-    """
-    wanted = math.ceil(COLD * cache / max(1, nbytes))
-    return max(1, min(wanted, _MOST_COPIES, room // max(1, footprint)))
+    (largest,) = slowest([-float(available)])  # no rank allocates before all have measured
+    return int(-largest) // (2 * dist.get_world_size())
 
 
 class Inputs:
-    """Copies of ``case``, used in rotation by `sharded` and `whole`.
+    """Copies of ``case``, used in rotation, so many that a call finds none of its inputs in the
+    cache. Collective.
 
-    Every variant uses the next copy. Before a copy is used again, copies of ``over_cache`` times
-    the cache's size have been read. From `COLD` on, a call reads its weights from memory, as it
-    does in a model, whose other layers evict them. Collective.
+    Before a copy is used again, copies of ``over_cache`` times the size of the last-level cache
+    have been read. From `COLD` on, a call reads its weights from memory, as in a model whose other
+    layers evict them.
 
     Args:
         cold: make as many copies as that needs, memory permitting; otherwise make one.
@@ -357,43 +308,35 @@ class Inputs:
     over_cache: float  #: bytes of all copies over the last-level cache; inf if a rank has no input
 
     def __init__(self, case: Case, *, cold: bool) -> None:
-        self._case = case
-        device = case.x.device.type
-        local = gathered(case)
-        nbytes = sum(t.numel() * t.element_size() for t in (case.x, *case.weights))
-        footprint = nbytes + (local.x.nbytes if case.weights else 0)
-        cache, count = last_level_cache_bytes(device), 1
+        device, local, count = case.x.device.type, gathered(case), 1
+        nbytes = sum(tensor.nbytes for tensor in (case.x, *case.weights))
+        cache = last_level_cache_bytes(device)
         if cold:
-            room = memory_budget(device)
-            count = copies(nbytes, footprint=footprint, cache=cache, room=room)
+            footprint = nbytes + (local.x.nbytes if case.weights else 0)
+            fitting = memory_budget(device) // max(1, footprint)
+            count = min(math.ceil(COLD * cache / max(1, nbytes)), _MAX_COPIES, max(1, fitting))
         self.over_cache = count * nbytes / cache if nbytes else math.inf
-        self._sharded = [
+        self._case = case
+        self._copies = [
             replace(case, x=case.x.clone(), weights=tuple(w.clone() for w in case.weights))
             for _ in range(count)
         ]
-        self._whole: list[Case] = []
-        if case.weights:
-            self._whole = [
-                replace(each, x=local.x.clone(), scales=local.scales) for each in self._sharded
-            ]
-        self._next = 0
-        self._used: set[int] = set()
+        self._sharded = cycle(self._copies)
+        self._gathered = cycle(
+            [replace(copy, x=local.x.clone(), scales=local.scales) for copy in self._copies]
+            if case.weights
+            else []
+        )
 
     def sharded(self) -> Case:
         """Return the next copy, as an op takes it."""
-        return self._sharded[self._turn()]
+        return next(self._sharded)
 
-    def whole(self) -> Case:
-        """Return the next copy, as the local matmul takes it: see `gathered`."""
-        return self._whole[self._turn()]
+    def gathered(self) -> Case:
+        """Return the next copy with the operands of the local matmul: see `gathered`."""
+        return next(self._gathered)
 
     def restore(self) -> None:
-        """Restore the copies that in-place calls have overwritten since the last time."""
-        for turn in self._used:
-            self._sharded[turn].x.copy_(self._case.x)
-        self._used.clear()
-
-    def _turn(self) -> int:
-        turn, self._next = self._next, (self._next + 1) % len(self._sharded)
-        self._used.add(turn)
-        return turn
+        """Restore the copies, which in-place calls overwrite."""
+        for copy in self._copies:
+            copy.x.copy_(self._case.x)

@@ -1,52 +1,40 @@
 """One case of `tpkernels bench` on one rank: verified first, then timed with its baselines.
 
 unfused        the op with algorithm "unfused": the same local matmul, nothing overlapped
-torch          a torch.distributed collective and torch.matmul
-matmul         torch.matmul of the local sizes, no communication
-local_matmul   the local matmul that the algorithms use, no communication
-nccl           torch.matmul and NCCL through `tpkernels.nccl.Communicator` (CUDA)
+torch          a torch.distributed collective (gloo, or NCCL on GPUs) and torch.matmul
+local_matmul   the local matmul that the algorithms use, no communication: no op can be faster
 symm_mem       torch.ops.symm_mem.fused_* (CUDA)
-
-A fused op cannot be faster than the faster of `matmul` and `local_matmul`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from tpkernels import nccl
 from tpkernels.bench.cases import (
     Case,
     Inputs,
     planned,
     random_case,
     run_local_matmul,
-    run_matmul,
     run_torch,
     run_tpkernels,
-    with_norm,
+    world_group,
 )
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Method
-from tpkernels.bench.verification import Verdict, verify
-from tpkernels.errors import TpkernelsError
+from tpkernels.bench.verification import Verdict, check
 from tpkernels.launch.session import all_gather_objects, rank_device, synchronizer
 from tpkernels.local.packed import native
 from tpkernels.local.scaled import ScaledMatrix, torch_takes
 from tpkernels.planning.cost import Rates
 from tpkernels.timing import Samples, Variant, measure
 
-BASELINES = ("unfused", "torch", "matmul", "local_matmul", "nccl", "symm_mem")
-LOCAL = ("matmul", "local_matmul")  # without communication
-_FEWEST = 3  # repetitions, however long they take: see `timing.measure`
-
-Runs = dict[str, Callable[[], object]]
+BASELINES = ("unfused", "torch", "local_matmul", "symm_mem")
+_MIN_REPEAT = 3  # repetitions, however long they take: see `timing.measure`
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ class CaseReport:
     """One rank's report on a case.
 
     Attributes:
-        choices: by the algorithm's requested name.
+        choices: by the requested name of the algorithm.
         samples: of the baselines and, by requested name, of the algorithms whose result is right.
         left_out: the baselines that were not run, with the reasons.
         inputs_over_cache: `Inputs.over_cache`.
@@ -76,24 +64,21 @@ class CaseReport:
 
 
 def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
-    """Verify a case, then time whatever is right, interleaved with the baselines. `unfused` is
+    """Verify a case, then time the right results, interleaved with the baselines. `unfused` is
     always included. Collective.
 
     Args:
-        rates: the same on all ranks.
+        rates: the rates of the slowest rank, identical on all ranks.
     """
     case = random_case(spec, rank_device(method.device))
-    names = list(dict.fromkeys([*method.algorithms, "unfused"]))
-    seconds = math.inf if method.seconds is None else method.seconds
-    expected = spec.cost(dist.get_world_size()).flops / rates.torch_flops
-    affordable = expected * _FEWEST <= seconds
-    with_torch = affordable and method.baselines and _torch_multiplies(case)
-    planned_runs = {name: planned(case.copy(), name) for name in names}
-    # Without torch's result the bound makes no allowance for its error.
-    verdicts = verify(
+    left_out = _left_out(case, method, rates)
+    planned_runs = {
+        name: planned(case.copy(), name) for name in dict.fromkeys([*method.algorithms, "unfused"])
+    }
+    verdicts = check(
         case,
-        run_torch(case.copy()) if with_torch else None,
         {name: outputs for name, (outputs, _) in planned_runs.items()},
+        None if "torch" in left_out else run_torch(case.copy()),
     )
     choices = {
         name: Choice(plan.algorithm, plan.reason, verdicts[name])
@@ -101,108 +86,74 @@ def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
     }
     del planned_runs  # frees their results
     inputs = Inputs(case, cold=method.cold)
-    with contextlib.ExitStack() as stack:
-        runs: Runs = {}
-        left_out: dict[str, str] = {}
-        if case.weights:
-            runs["local_matmul"] = lambda: run_local_matmul(inputs.whole())
-        if method.baselines:
-            by_torch, left_out = _torch_baselines(case, inputs, stack)
-            if not affordable:
-                slow = "" if native(case.x.dtype) else ": no instructions for this dtype"
-                reason = f"torch.matmul would take about {expected:.2g} s a call{slow}"
-                by_torch, left_out = {}, left_out | dict.fromkeys(by_torch, reason)
-            runs |= by_torch
-        for name in names:
-            if verdicts[name].right:
-                runs[name] = lambda name=name: run_tpkernels(inputs.sharded(), name)  # type: ignore[misc]
-        # all_reduce works in place, and so does torch with what is normalised: each timed region
-        # starts from the same values.
-        undo = inputs.restore if case.spec.keeps_sum and not case.weights else None
-        variants = {name: Variant(run, undo) for name, run in runs.items()}
-        synchronize = synchronizer(method.device)
-        samples = measure(variants, repeat=method.repeat, budget=seconds, synchronize=synchronize)
-    return CaseReport(choices, samples, left_out, inputs.over_cache)
+    runs: dict[str, Callable[[], object]] = {
+        "torch": lambda: run_torch(inputs.sharded()),
+        "local_matmul": lambda: run_local_matmul(inputs.gathered()),
+        "symm_mem": lambda: _run_symm_mem(inputs.sharded()),
+    }
+    runs = {name: run for name, run in runs.items() if name not in left_out}
+    for name, choice in choices.items():
+        if choice.verdict.right:
+            runs[name] = lambda name=name: run_tpkernels(inputs.sharded(), name)  # type: ignore[misc]
+    # all_reduce works in place, and so does torch with a sum that is normalised: each timed region
+    # starts from the same values.
+    undo = inputs.restore if case.spec.keeps_sum and not case.weights else None
+    samples = measure(
+        {name: Variant(run, undo) for name, run in runs.items()},
+        repeat=method.repeat,
+        budget=math.inf if method.seconds is None else method.seconds,
+        synchronize=synchronizer(method.device),
+    )
+    reasons = {name: reason for name, reason in left_out.items() if reason}
+    return CaseReport(choices, samples, reasons, inputs.over_cache)
 
 
-def _torch_baselines(
-    case: Case, inputs: Inputs, stack: contextlib.ExitStack
-) -> tuple[Runs, dict[str, str]]:
-    """Prepare the baselines that use torch.matmul, and say why others are left out. Collective.
-    ``stack`` closes what they need."""
-    runs: Runs = {"torch": lambda: run_torch(inputs.sharded())}
-    left_out: dict[str, str] = {}
-    if case.weights:
-        runs["matmul"] = lambda: run_matmul(inputs.whole())
-    if not _torch_multiplies(case):
-        reason = "torch._scaled_mm does not take these operands on this GPU"
-        runs, left_out = {}, dict.fromkeys(runs, reason)
-    if case.x.is_cuda:
-        for name, prepare in {"nccl": _nccl, "symm_mem": _symm_mem}.items():
-            run, reason = None, ""
-            try:
-                run = prepare(inputs.sharded(), stack)
-            except (NotImplementedError, RuntimeError, AttributeError, TpkernelsError) as error:
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            reasons = list(filter(None, all_gather_objects(reason)))
-            if reasons:
-                left_out[name] = reasons[0]
-            elif run is not None:
-                runs[name] = lambda run=run: run(inputs.sharded())  # type: ignore[misc]
-    return runs, left_out
+def _left_out(case: Case, method: Method, rates: Rates) -> dict[str, str]:
+    """Return the baselines that are not run, with the reasons; "" if the user expects none.
+    Collective."""
+    left_out = {} if case.weights else {"local_matmul": ""}
+    rows = sum(case.sizes) if case.spec.gathers else len(case.x)
+    expected = sum(2 * rows * w.numel() for w in case.weights) / rates.torch_flops
+    if case.spec.routed or not method.baselines:
+        left_out["torch"] = ""  # `unfused` already runs routed ops by torch's all-to-all
+    elif case.scales and case.x.is_cuda and not _torch_multiplies(case):
+        left_out["torch"] = "torch._scaled_mm does not support these operands on this GPU"
+    elif method.seconds is not None and expected * _MIN_REPEAT > method.seconds:
+        slow = "" if native(case.x.dtype) else ": no instructions for this dtype"
+        left_out["torch"] = f"torch.matmul would take about {expected:.2g} s a call{slow}"
+    if not (method.baselines and case.x.is_cuda):
+        left_out["symm_mem"] = ""
+    elif reasons := [reason for reason in all_gather_objects(_try_symm_mem(case)) if reason]:
+        left_out["symm_mem"] = reasons[0]
+    return left_out
 
 
 def _torch_multiplies(case: Case) -> bool:
-    """Return whether torch has the product of a case. On CPUs it has all that are in cases."""
-    if not (case.scales and case.x.is_cuda):
-        return True
+    """Return whether torch has a kernel for scaled operands on this GPU."""
     x, w = (ScaledMatrix(*operand) for operand in case.operands)
     return torch_takes(x, w, case.out_dtype)
 
 
-def _nccl(case: Case, stack: contextlib.ExitStack) -> Callable[[Case], object]:
-    """Prepare the op's collective by NCCL and torch.matmul; run it once."""
-    if case.scales or case.spec.exchanges or case.spec.routed:
-        raise NotImplementedError(f"no {case.op} is made of tpkernels.nccl here")
-    group = _world_of_equal_shards(case, "NCCL")
-    comm = stack.enter_context(nccl.Communicator(group))
-
-    def run(copy: Case) -> object:
-        if copy.spec.gathers:
-            whole = comm.all_gather(copy.x)
-            return [torch.matmul(whole, w) for w in copy.weights] or whole
-        y = torch.matmul(copy.x, copy.weights[0]) if copy.weights else copy.x
-        if copy.spec.scatters:
-            return comm.reduce_scatter(y)
-        return with_norm(copy, comm.all_reduce(y))
-
-    run(case)
-    comm.wait()
-    return run
-
-
-def _symm_mem(case: Case, stack: contextlib.ExitStack) -> Callable[[Case], object]:
-    """Prepare torch's own fused op; run it once."""
+def _try_symm_mem(case: Case) -> str:
+    """Run the fused op of torch once; return why it cannot run, or "". Collective."""
     if case.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
-        raise NotImplementedError(f"torch.ops.symm_mem has no fused {case.op}")
-    name, ops = _world_of_equal_shards(case, "torch.ops.symm_mem").group_name, torch.ops.symm_mem
+        return f"torch.ops.symm_mem has no fused {case.op}"
+    if min(case.sizes) != max(case.sizes):
+        return "torch.ops.symm_mem needs equal shards"
     import torch.distributed._symmetric_memory as symmetric
 
-    symmetric.enable_symm_mem_for_group(name)
-
-    def run(copy: Case) -> object:
-        if copy.spec.gathers:
-            return ops.fused_all_gather_matmul(copy.x, list(copy.weights), 0, name)
-        return ops.fused_matmul_reduce_scatter(copy.x, copy.weights[0], "sum", 0, name)
-
-    run(case)
-    torch.cuda.synchronize()
-    return run
+    try:
+        symmetric.enable_symm_mem_for_group(world_group().pg.group_name)
+        _run_symm_mem(case)
+        torch.cuda.synchronize()
+    except (NotImplementedError, RuntimeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
 
 
-def _world_of_equal_shards(case: Case, who: str) -> dist.ProcessGroup:
-    """Return the group of all ranks; refuse uneven shards, which a baseline cannot have."""
-    if min(case.sizes) != max(case.sizes):
-        raise NotImplementedError(f"{who} needs equal shards")
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
+def _run_symm_mem(case: Case) -> object:
+    """Run the fused op of torch."""
+    name, ops = world_group().name, torch.ops.symm_mem
+    if case.spec.gathers:
+        return ops.fused_all_gather_matmul(case.x, list(case.weights), 0, name)
+    return ops.fused_matmul_reduce_scatter(case.x, case.weights[0], "sum", 0, name)

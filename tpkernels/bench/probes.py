@@ -1,8 +1,9 @@
-"""Probes of a machine: how fast its ranks multiply, copy and exchange, all at once, because they
-share memory channels, clocks and possibly cores.
+"""Measure how fast the ranks of this machine multiply, copy and communicate. All ranks run the
+probes simultaneously, because they share memory channels, clocks and possibly cores.
 
-`bench` takes its rooflines from them: a call takes at least as long as its flops at the matmul's
-rate, and as the bytes it must touch at the copy's rate. `tune --machine` keeps them as a `Profile`.
+`tpkernels bench` draws its rooflines from the rates: a call needs at least the time of its flops at
+the rate of the matmul, and the time of its bytes at the rate of the copy. `tpkernels tune
+--machine` saves them as a `Profile`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from tpkernels.bench.cases import (
     world_group,
 )
 from tpkernels.launch.session import rank_device, synchronizer
+from tpkernels.launch.terminal import UsageError, check_known
 from tpkernels.planning import store
 from tpkernels.planning.cost import MEASURED, Link, Profile, Rates, machine_named, machines
 from tpkernels.planning.machine import Machine, last_level_cache_bytes, this_machine
-from tpkernels.terminal import UsageError, check_known
 from tpkernels.text import counted
 from tpkernels.timing import Variant, measure
 
@@ -76,8 +77,8 @@ def slowest_rates(ranks: Sequence[Rates]) -> Rates:
 
 @dataclass(frozen=True)
 class MachineReport:
-    """One rank's report: its rates, by the order of `_DTYPES`, and the seconds of an all-gather of
-    `_SMALL` and of `_LARGE` bytes."""
+    """The rates of one rank for each of `_DTYPES`, and the seconds of all-gathers of `_SMALL` and
+    `_LARGE` bytes."""
 
     machine: Machine
     rates: tuple[Rates, ...]
@@ -86,7 +87,7 @@ class MachineReport:
 
 
 def measure_machine(device: str) -> MachineReport:
-    """Measure this rank's share of the machine while the others measure theirs. Collective."""
+    """Measure the rates of this rank while all ranks measure. Collective."""
     group = world_group().ready(device)
     rates = tuple(measure_rates(dtype, device) for dtype in _DTYPES)
     place, variants = rank_device(device), {}
@@ -101,12 +102,12 @@ def measure_machine(device: str) -> MachineReport:
 
 
 def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
-    """Return the rates that all ranks reach at once."""
+    """Return the rates that every rank reaches while all ranks run."""
     machine, world = reports[0].machine, len(reports)
     by_dtype = [slowest_rates(rates) for rates in zip(*(r.rates for r in reports), strict=True)]
     flops16, flops32, flops64 = (rates.flops for rates in by_dtype)
     small, large = (
-        min(max(each) for each in zip(*seconds, strict=True))  # the best, as `measure_rates` takes
+        min(max(each) for each in zip(*seconds, strict=True))  # the fastest, as in `measure_rates`
         for seconds in ([r.small for r in reports], [r.large for r in reports])
     )
     received = _LARGE * (world - 1) / world
@@ -129,12 +130,12 @@ def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
 
 
 def machine_by_name(name: str | None, ranks: int, device: str) -> Profile:
-    """Return a machine for `tpkernels explain`. ``UsageError`` if the name is unknown, or if this
-    one has not been measured.
+    """Return the profile of a machine for `tpkernels explain`. ``UsageError`` if the name is
+    unknown, or if this machine has not been measured.
 
     Args:
-        name: of `machines.yaml`, or "this"; None: as a product on a mesh takes it.
-        ranks: of the mesh, for "this".
+        name: a name in `machines.yaml`, or "this"; None: the profile that `tpkernels.mesh` uses.
+        ranks: the number of ranks of the mesh, for "this".
     """
     if name is None:
         return store.machine_here(device, ranks)[1]

@@ -1,4 +1,4 @@
-"""`Spec`: an op on global shapes; and the specs that a command's options name."""
+"""`Spec`: an op on global shapes, and the specs that the options of a command name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tpkernels import dtypes
 from tpkernels.backends import unsupported
 from tpkernels.kernels import NO_GPU
 from tpkernels.launch.session import on_one_host
+from tpkernels.launch.terminal import UsageError, byte_size, check_known, shape_of, sizes_of
 from tpkernels.local.scaled import Packing, scaling_of
 from tpkernels.op_spec import NO_OPTIONS, OPS, OpSpec, Options
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
-from tpkernels.terminal import UsageError, byte_size, check_known, shape_of, sizes_of
 
 NORM_EPS = 1e-6
 EXPERTS, TOP_K = 8, 2  # of an op on routed tokens
@@ -168,25 +168,16 @@ def check_algorithm(spec: Spec, world: int, algorithm: str, device: str = "cpu")
     raise UsageError(str(errors[-1])) from errors[-1]
 
 
-def check_split(spec: Spec, world: int, *, label: str = "", uneven: bool = True) -> None:
-    """Raise ``UsageError`` if the ranks cannot split a spec.
+def check_split(spec: Spec, world: int, *, label: str = "") -> None:
+    """Raise ``UsageError`` if the ranks cannot split N or K evenly. Rows may be uneven.
 
     Args:
         label: the user's name for the shape, added to the message.
-        uneven: whether some ranks may have one row more.
     """
-    if not spec.op_spec.has_matmul:
-        return
-    m = spec.shape[0]
-    name = " ".join(filter(None, [",".join(map(str, spec.shape)), label]))
-    if spec.other % world:
+    if spec.op_spec.has_matmul and spec.other % world:
         extent = "N" if spec.op_spec.gathers else "K"
+        name = " ".join(filter(None, [",".join(map(str, spec.shape)), label]))
         raise UsageError(
             f"{extent} of {name} is {spec.other}, which is not divisible by the {world} ranks that "
             f"{spec.op} splits it over"
-        )
-    if m % world and spec.problem(world).dim is not None and not uneven:
-        raise UsageError(
-            f"M of {name} is {m}, which is not divisible by the {world} ranks that {spec.op} "
-            "splits it over; --uneven gives some ranks one row more"
         )

@@ -1,57 +1,32 @@
-"""The cases that `tpkernels bench` measures, from options and a YAML file, checked before any rank
-starts.
-
-Options mean the same on the command line, which takes precedence, and in a YAML file, where a list
-may replace comma-separated values.
-"""
+"""The cases that `tpkernels bench` measures, checked before any rank starts; widths of models."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
 
 import torch
-import yaml
 
 from tpkernels import dtypes
-from tpkernels.bench.specs import (
-    Spec,
-    algorithms_named,
-    check_algorithm,
-    check_split,
-    specs_of,
-)
+from tpkernels.bench.specs import Spec, check_algorithm, check_split, specs_of
+from tpkernels.launch.terminal import UsageError, check_known
 from tpkernels.op_spec import OPS
-from tpkernels.terminal import (
-    UsageError,
-    at_least,
-    check_known,
-    check_workers,
-    dtype_named,
-    number_in,
-    read_input,
-)
-from tpkernels.text import counted, printable, shown
 
 PROJECTIONS = ("qkv", "out", "gate_up", "down", "lm_head")
 LAYER = PROJECTIONS[:4]  # those of a layer; a model has one lm_head
-ROWS = ("16", "256", "2048")  # of a model, without --m
+ROWS = (16, 256, 2048)  # of a model, without --m
 SHAPES = ("16,2048,2048", "1024,2048,2048")
-BYTES = ("64K", "1M", "32M")
-REPEAT, QUICK_REPEAT, QUICK_SECONDS = 20, 10, 2.0
+BYTES = "64K,1M,32M"
 _LAYER_OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
-_MOST_BYTES = 1 << 20  # of a YAML file
 
 
 @dataclass(frozen=True)
 class Model:
-    """Widths of a transformer, before the split. ``ffn`` is the inner width of the MLP, or of each
-    of ``experts``, of which a token takes ``top_k``; a ``gated`` MLP has two matrices of that
-    width, gate and up."""
+    """Widths of a transformer before the split. ``ffn`` is the inner width of the MLP, or of each
+    expert if there are ``experts``; each token is routed to ``top_k`` of them. A ``gated`` MLP has
+    two matrices of that width, gate and up."""
 
     hidden: int
     ffn: int
@@ -106,78 +81,14 @@ def projection(model: Model, name: str, world: int) -> Projection:
     }[name]
 
 
-Many: TypeAlias = Sequence[str] | None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options of a sweep by name; None: not given."""
-
-    op: Many = None
-    model: Many = None
-    projection: Many = None
-    m: Many = None
-    shape: Many = None
-    bytes: Many = None
-    tp: Many = None
-    dtype: Many = None
-    algorithm: Many = None
-    repeat: int | None = None
-    seconds: float | None = None
-    threads: int | None = None
-    quick: bool | None = None
-    warm: bool | None = None
-    uneven: bool | None = None
-    baselines: bool | None = None
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses aliases: a few lines of them can expand beyond memory."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not supported")
-        return super().compose_node(parent, index)
-
-
-def read_file(path: Path) -> dict[str, list[str]]:
-    """Read `Settings` by name from a YAML file, as text that stands for them on a command line: a
-    list has an item for each time that its option is given, and an inner list is joined by
-    commas."""
-    content = read_input(path, most=_MOST_BYTES)
-    known = [field.name for field in dataclasses.fields(Settings)]
-    try:
-        options = yaml.load(content, _Loader)
-    except Exception as error:  # malformed tags and deep nesting raise errors of any class
-        text = " ".join(str(error).split())
-        raise UsageError(f"'{path}' is not YAML: {text}") from error
-    if not isinstance(options, dict):
-        raise UsageError(f"'{path}' has no mapping from options to values, such as 'tp: [2, 4]'")
-    texts = {}
-    for name, value in options.items():
-        if name not in known:
-            raise UsageError(f"'{path}': unknown key {shown(name)}; choose from {', '.join(known)}")
-        items = [
-            item if isinstance(item, list) else [item]
-            for item in (value if isinstance(value, list) else [value])
-        ]
-        try:
-            if not all(isinstance(part, (str, int, float)) for item in items for part in item):
-                raise ValueError(value)
-            texts[name] = [",".join(printable(str(part)) for part in item) for item in items]
-        except ValueError as error:  # also an integer with more digits than Python converts
-            raise UsageError(f"'{path}': {name}: {shown(value)} is no value of it") from error
-    return texts
-
-
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """How all cases are measured.
 
     Attributes:
         repeat: interleaved repetitions of all variants.
-        seconds: after which no further repetition starts, once there are three. Baselines that
-            use torch.matmul and need longer for three repetitions are left out.
+        seconds: time after which no further repetition starts, once there are three. Baselines
+            that use torch.matmul and need longer for three repetitions are left out.
         cold: inputs are not in the cache, memory permitting.
         baselines: whether to run baselines that use torch.matmul.
     """
@@ -185,7 +96,7 @@ class Method:
     algorithms: list[str]
     threads: int = 1
     device: str = "cpu"
-    repeat: int = REPEAT
+    repeat: int = 20
     seconds: float | None = None
     cold: bool = True
     baselines: bool = True
@@ -206,94 +117,50 @@ class Item:
         return f"{self.spec.op} {size} {dtypes.name(self.spec.dtype)} tp{self.world}"
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """Everything that a run measures, and how."""
-
-    items: tuple[Item, ...]
-    method: Method
-
-
-def plan_sweep(settings: Settings, *, ranks: int | None, device: str) -> Sweep:
-    """Return the sweep for the given options.
-
-    Args:
-        ranks: the number of ranks that a launcher started; None without a launcher.
+def plan_sweep(
+    method: Method,
+    *,
+    worlds: Sequence[int],
+    types: Sequence[torch.dtype],
+    ops: Sequence[str] = (),
+    models: Sequence[str] = (),
+    projections: Sequence[str] = (),
+    rows: Sequence[int] = (),
+    shapes: Sequence[str] = (),
+    sizes: str = BYTES,
+) -> list[Item]:
+    """Return the product of the given options. A matmul that several models share is one case.
 
     Raises:
-        UsageError: some of it cannot be measured.
+        UsageError: a name is unknown, or a case cannot be measured.
     """
-    repeat, seconds = settings.repeat, settings.seconds
-    if settings.quick:
-        repeat = QUICK_REPEAT if repeat is None else repeat
-        seconds = QUICK_SECONDS if seconds is None else seconds
-    method = Method(
-        algorithms=algorithms_named(_split(settings.algorithm) or ["auto"]),
-        threads=1 if settings.threads is None else settings.threads,
-        device=device,
-        repeat=REPEAT if repeat is None else repeat,
-        seconds=seconds,
-        cold=not settings.warm,
-        baselines=settings.baselines is not False,
-    )
-    at_least(1, repeat=method.repeat)
-    check_workers(threads=method.threads)
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise UsageError(f"--seconds is {seconds:g}; it must be positive and finite")
-    types = dict.fromkeys(dtype_named(name) for name in _split(settings.dtype) or ["bf16"])
-    worlds = _numbers("tp", settings.tp) or [2 if ranks is None else ranks]
-    for world in worlds:
-        check_workers(tp=world)
-        if ranks is not None and world != ranks:
-            raise UsageError(
-                f"--tp is {world} but torchrun started {counted(ranks, 'rank')} (WORLD_SIZE); "
-                "leave --tp out"
-            )
-    items: dict[tuple[Spec, int], Item] = {}
-    for world in worlds:
-        for dtype in types:
-            for item in _items(settings, world, dtype):
-                same = items.setdefault((item.spec, world), item)
-                labels = tuple(dict.fromkeys((*same.labels, *item.labels)))
-                items[item.spec, world] = dataclasses.replace(item, labels=labels)
-    for item in items.values():
-        label = " ".join(item.labels[:1])
-        check_split(item.spec, item.world, label=label, uneven=bool(settings.uneven))
-        for name in method.algorithms:
-            check_algorithm(item.spec, item.world, name, device)
-    return Sweep(tuple(items.values()), method)
-
-
-def _split(values: Many) -> list[str]:
-    return [part.strip() for value in values or () for part in value.split(",")]
-
-
-def _numbers(name: str, values: Many) -> list[int]:
-    """Parse positive integers, without repetitions."""
-    parts = _split(values)
-    for part in parts:
-        if not number_in(part):
-            raise UsageError(f"--{name}: '{part}' is not a positive number")
-    return list(dict.fromkeys(map(number_in, parts)))
-
-
-def _items(settings: Settings, world: int, dtype: torch.dtype) -> Iterator[Item]:
-    models = check_known("model", _split(settings.model), MODELS)
-    rows = _numbers("m", settings.m)
-    if not models and (rows or settings.projection):
+    check_known("model", models, MODELS)
+    if not models and (rows or projections):
         option = "m" if rows else "projection"
         raise UsageError(f"--{option} needs --model; a --shape already contains M")
-    shapes = settings.shape or (() if models else SHAPES)
-    ops = check_known("op", _split(settings.op) or (_LAYER_OPS if models else OPS), OPS)
-    names = check_known("projection", _split(settings.projection) or LAYER, PROJECTIONS)
-    for model in models:
-        for name in names:
+    ops = check_known("op", ops or (_LAYER_OPS if models else OPS), OPS)
+    projections = check_known("projection", projections or LAYER, PROJECTIONS)
+    shapes = shapes or (() if models else SHAPES)
+
+    def cases(world: int, dtype: torch.dtype) -> Iterator[Item]:
+        for model, name in itertools.product(models, projections):
             matmul = projection(MODELS[model], name, world)
-            for m in rows or map(int, ROWS):
-                spec_shape = (m, matmul.n, matmul.k)
-                for op in ops:
-                    if OPS[op].has_matmul and OPS[op].gathers == matmul.column:
-                        yield Item(Spec(op, spec_shape, dtype), world, (f"{model} {name}",))
-    for op in ops:
-        for spec in specs_of(op, shapes, ",".join(settings.bytes or BYTES), dtype):
-            yield Item(spec, world)
+            for m, op in itertools.product(rows or ROWS, ops):
+                if OPS[op].has_matmul and OPS[op].gathers == matmul.column:
+                    spec = Spec(op, (m, matmul.n, matmul.k), dtype)
+                    yield Item(spec, world, (f"{model} {name}",))
+        for op in ops:
+            for spec in specs_of(op, shapes, sizes, dtype):
+                yield Item(spec, world)
+
+    items: dict[tuple[Spec, int], Item] = {}
+    for world, dtype in itertools.product(worlds, types):
+        for item in cases(world, dtype):
+            known = items.setdefault((item.spec, world), item)
+            labels = tuple(dict.fromkeys((*known.labels, *item.labels)))
+            items[item.spec, world] = dataclasses.replace(item, labels=labels)
+    for item in items.values():
+        check_split(item.spec, item.world, label=" ".join(item.labels[:1]))
+        for algorithm in method.algorithms:
+            check_algorithm(item.spec, item.world, algorithm, method.device)
+    return list(items.values())

@@ -1,28 +1,23 @@
-"""Verifies results against float64, within a bound derived from the op's contract.
+"""Verify results against float64, within a bound derived from the op's contract.
 
 The error of an element may be as large as torch's own on the same inputs, plus the smaller of
 
     sqrt(K) * eps * (|A| @ |B|)                           the contract of all ops
-    eps/2 * (|y| + sum_r |p_r|) + K * 2^-24 * |A| @ |B|   products and sums in fp32, one rounding of
+    eps/2 * (|y| + sum_r |p_r|) + K * 2^-24 * |A| @ |B|   fp32 accumulation, then one rounding of
                                                           the result y and of each partial p_r
 
-A and B are scaled operands times their scales, which is exact in float64; products and scales are
-then two more roundings in fp32.
-
-The first alone is too weak for 16-bit dtypes: on random data in bf16 it exceeds the result itself
-from about K = 256. A residual is one more term of the sum. On CUDA tensors NCCL may sum, and the
-bound has eps/2 * (W - 1) * sum_r |p_r| more. Each rank checks its own rows; all ranks get the same
-verdict.
-
-Normalised rows are compared with what float64 makes of the op's own sum, within
-eps/2 + (N/128 + 8) * 2^-24 of the result. On CUDA tensors torch may add up the squares in any
-order: eps/2 + (N/2 + 8) * 2^-24.
+In 16-bit dtypes the first bound exceeds the result itself from about K = 256. A and B are scaled
+operands times their scales, which is exact in float64 and costs two roundings in fp32. A residual
+is one more term of the sum. On CUDA tensors NCCL may sum: eps/2 * (W - 1) * sum_r |p_r| more.
+Normalised rows are compared with rms_norm in float64 of the op's own sum, within
+eps/2 + (N/128 + 8) * 2^-24 of the result; on CUDA tensors, where torch adds up the squares in any
+order, within eps/2 + (N/2 + 8) * 2^-24.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +29,10 @@ from tpkernels.bench.specs import EXPERTS, NORM_EPS, TOP_K
 from tpkernels.launch.session import all_gather_objects, all_gather_tensors
 from tpkernels.shards import shard_sizes
 
-_PANEL_ELEMENTS = 1 << 21  # of the result, compared at a time
-_SECOND_ORDER = 1.01  # allows for products of roundings, which the second bound ignores
+_SECOND_ORDER = 1.01  # products of roundings, which the second bound leaves out
+
+# One summand of a result: x and w of a matmul, or the summand itself and None.
+Term = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, order=True)
@@ -53,166 +50,117 @@ class Verdict:
 
 WRONG = Verdict(math.inf, math.inf, 0.0)
 
-# One summand of the result: rows of A and B, or the summand itself and None.
-Term = tuple[torch.Tensor, torch.Tensor | None]
 
-
-def verify(
-    case: Case, baseline: Outputs | None, candidates: Mapping[str, Outputs]
+def check(
+    case: Case, results: Mapping[str, Outputs], torch_outputs: Outputs | None = None
 ) -> dict[str, Verdict]:
-    """Compare results for ``case`` with float64. Collective.
+    """Compare results of ``case``, by name, with float64. Collective: each rank checks its rows,
+    and all ranks return the verdict on all rows.
 
     Args:
-        baseline: torch's result, whose error is added to the bound; None: the bound stays as it is.
-        candidates: results by name.
+        torch_outputs: torch's result, whose error is added to the bound.
     """
     verdicts = {
-        name: max(_same_everywhere(case, outputs), _normalised(case, outputs))
-        for name, outputs in candidates.items()
+        name: max(_same_on_all_ranks(case, outputs), _normalised(case, outputs))
+        for name, outputs in results.items()
     }
     for i, terms in enumerate(_terms(case)):
-        shape, dtype = _shape(case, i), case.out_dtype
-        for name, outputs in candidates.items():
-            if outputs[i].shape != shape or outputs[i].dtype != dtype:
+        exact, bound = _expected(case, terms)
+        if torch_outputs is not None:
+            bound += (_mine(case, torch_outputs[i]) - exact).abs()
+        shape = exact.shape[1:] if case.x.dim() == 1 else exact.shape
+        if case.spec.keeps_sum:  # this rank checks its shard only
+            shape = torch.Size([sum(case.sizes), *shape[1:]])
+        for name, outputs in results.items():
+            y = outputs[i]
+            if (y.shape, y.dtype) != (shape, case.out_dtype):
                 verdicts[name] = WRONG
-        results = {name: _mine(case, outputs[i]) for name, outputs in candidates.items()}
-        residual = None if case.residual is None else _mine(case, case.residual)
-        for columns, exact, bound in _panels(case, terms, residual):
-            allowed = bound
-            if baseline is not None:
-                allowed = bound + (_mine(case, baseline[i])[:, columns] - exact).abs()
-            for name, result in results.items():
-                if verdicts[name] != WRONG:
-                    worst = _worst(result[:, columns], exact, allowed)
-                    verdicts[name] = max(verdicts[name], worst)
-    return {
-        name: max(everyone[name] for everyone in all_gather_objects(verdicts)) for name in verdicts
-    }
+            elif exact.numel():
+                verdicts[name] = max(verdicts[name], _worst(_mine(case, y), exact, bound))
+    ranks = all_gather_objects(verdicts)
+    return {name: max(rank[name] for rank in ranks) for name in verdicts}
 
 
-def _shape(case: Case, i: int) -> torch.Size:
-    """Return the shape of this rank's result ``i``."""
-    rows, rank = case.x.shape[0], dist.get_rank()
-    if case.topk_weights is not None:
-        tokens = case.topk_weights.shape[0]
-        rows = _rows_here(case).numel() if case.spec.dispatches else tokens
-    elif case.spec.exchanges:
-        return torch.Size([sum(case.sizes), case.columns[rank]])
-    elif case.spec.gathers:
-        rows = sum(case.sizes)
-    elif case.spec.scatters:
-        rows = case.sizes[rank]
-    return torch.Size([rows, *(case.weights[i] if case.weights else case.x).shape[1:]])
+def _mine(case: Case, y: torch.Tensor) -> torch.Tensor:
+    """Return the rows that this rank checks, as a matrix: its shard of an all-reduce, else all."""
+    if case.spec.keeps_sum:
+        y = y.split(list(case.sizes))[dist.get_rank()]
+    return y.view(1, -1) if y.dim() == 1 else y
 
 
 def _terms(case: Case) -> list[list[Term]]:
     """Gather, for each output, the summands of the rows that this rank checks."""
-    rank = dist.get_rank()
-    x, weights = case.x, list(case.weights)
+    x, weights, rank = case.x, list(case.weights), dist.get_rank()
     if case.scales:
-        # What scaled elements stand for, exactly.
-        x, *weights = [elements.double() * scale.double() for elements, scale in case.operands]
-    everyone = all_gather_tensors(x)
+        x, *weights = (elements.double() * scale.double() for elements, scale in case.operands)
+    shards = all_gather_tensors(x)
     if case.topk_weights is not None:
-        return [_routed_terms(case, torch.cat(everyone), case.topk_weights)]
+        return [_routed_terms(case, torch.cat(shards), case.topk_weights)]
     if not case.spec.reduces:
-        whole = torch.cat(everyone)
-        if weights:
-            return [[(whole, w)] for w in weights]
+        gathered = torch.cat(shards)
         if case.spec.exchanges:
-            whole = whole.split(case.columns, 1)[rank]
-        return [[(_matrix(whole), None)]]
-    shards = [_matrix(x.split(list(case.sizes))[rank]) for x in everyone]
-    if not weights:
-        return [[(shard, None) for shard in shards]]
-    return [list(zip(shards, all_gather_tensors(weights[0]), strict=True))]
+            gathered = gathered.split(case.columns, 1)[rank]
+        gathered = gathered.view(1, -1) if gathered.dim() == 1 else gathered
+        return [[(gathered, w)] for w in weights] or [[(gathered, None)]]
+    mine = [shard.split(list(case.sizes))[rank] for shard in shards]
+    mine = [rows.view(1, -1) if rows.dim() == 1 else rows for rows in mine]
+    factors = all_gather_tensors(weights[0]) if weights else [None] * len(mine)
+    residual = [] if case.residual is None else [(_mine(case, case.residual), None)]
+    return [[*zip(mine, factors, strict=True), *residual]]
 
 
-def _rows_here(case: Case) -> torch.Tensor:
-    """Return the routes to this rank's experts, in the order of its rows."""
+def _received(case: Case) -> torch.Tensor:
+    """Return the assignments to this rank's experts, in the order of its rows."""
     assert case.routes is not None  # a routed case has some
-    held, rank = shard_sizes(EXPERTS, len(case.sizes)), dist.get_rank()
+    held = shard_sizes(EXPERTS, len(case.sizes))
     counts = torch.bincount(case.routes.flatten(), minlength=EXPERTS).split(held)
-    return case.sorted_routes().split([int(count.sum()) for count in counts])[rank]
+    return case.sorted_routes().split([int(count.sum()) for count in counts])[dist.get_rank()]
 
 
-def _routed_terms(case: Case, whole: torch.Tensor, weights: torch.Tensor) -> list[Term]:
-    """Return the rows of ``whole``, of all ranks, that each of this rank's rows is a sum of."""
+def _routed_terms(case: Case, x: torch.Tensor, weights: torch.Tensor) -> list[Term]:
+    """Return the rows of ``x``, of all ranks, that each of this rank's rows is a sum of."""
     if case.spec.dispatches:
-        return [(whole[_rows_here(case) // TOP_K], None)]
+        return [(x[_received(case) // TOP_K], None)]
     place = case.sorted_routes().argsort().view(-1, TOP_K).split(list(case.sizes))[dist.get_rank()]
-    terms = [whole[place[:, slot]].double() * weights[:, slot, None] for slot in range(TOP_K)]
-    return [(term, None) for term in terms]
+    return [(x[place[:, slot]].double() * weights[:, slot, None], None) for slot in range(TOP_K)]
 
 
-def _mine(case: Case, whole: torch.Tensor) -> torch.Tensor:
-    """Return the rows that this rank checks, as a matrix: all its rows, or its part of an
-    all-reduce."""
-    if case.spec.keeps_sum:
-        whole = whole.split(list(case.sizes))[dist.get_rank()]
-    return _matrix(whole)
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    return x.view(1, -1) if x.dim() == 1 else x
-
-
-def _panels(
-    case: Case, terms: list[Term], residual: torch.Tensor | None
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Yield panels of columns: the columns, the exact result, and the bound without torch's
+def _expected(case: Case, terms: list[Term]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the exact result of the rows that this rank checks, and the bound without torch's
     error."""
-    first, factor = terms[0]
-    rows, width = first.shape[0], (first if factor is None else factor).shape[1]
-    step = max(1, _PANEL_ELEMENTS // max(rows, 1))
-    # Rounded before they travel.
-    partials = factor is not None and not case.spec.gathers
-    depth = sum(1 if b is None else a.shape[1] for a, b in terms)
-    for begin in range(0, width if rows else 0, step):
-        columns = slice(begin, min(begin + step, width))
-        total = first.new_zeros(rows, columns.stop - begin, dtype=torch.float64)
-        rounded, magnitude = torch.zeros_like(total), torch.zeros_like(total)
-        summands = list(terms) if residual is None else [*terms, (residual, None)]
-        for a, b in summands:
-            if b is None:
-                part = a[:, columns].double()
-                magnitude += part.abs()
-            else:
-                part = a.double() @ b[:, columns].double()
-                magnitude += a.float().abs() @ b[:, columns].float().abs()
-                rounded += part.abs() if partials else 0
-            total += part
-        yield columns, total, _bound(case, total, rounded, magnitude, depth)
-
-
-def _bound(
-    case: Case, total: torch.Tensor, rounded: torch.Tensor, magnitude: torch.Tensor, depth: int
-) -> torch.Tensor:
+    exact = magnitude = partials = torch.zeros((), dtype=torch.float64)
+    for x, w in terms:
+        if w is None:
+            term = x.double()
+            magnitude = magnitude + term.abs()
+        else:
+            term = x.double() @ w.double()
+            magnitude = magnitude + x.float().abs() @ w.float().abs()
+            if case.spec.reduces:  # partials are rounded before they are sent
+                partials = partials + term.abs()
+        exact = exact + term
     if not (case.spec.reduces or case.spec.combines or case.weights):
-        return torch.zeros_like(total)
-    eps = torch.finfo(case.out_dtype).eps
-    contract = math.sqrt(depth) * eps * magnitude
-    world = len(case.sizes)
-    additions = depth + world + 1 + len(case.scales)
-    rounding = eps / 2 * (total.abs() + rounded) + additions * 2.0**-24 * magnitude
+        return exact, torch.zeros_like(exact)  # rows are only moved
+    depth, world = sum(1 if w is None else x.shape[1] for x, w in terms), len(case.sizes)
+    eps, additions = torch.finfo(case.out_dtype).eps, depth + world + 1 + len(case.scales)
+    rounding = eps / 2 * (exact.abs() + partials) + additions * 2.0**-24 * magnitude
     if case.x.is_cuda and case.spec.reduces:  # NCCL rounds each addition
-        rounding += (world - 1) * eps / 2 * (rounded if case.weights else magnitude)
-    return torch.minimum(contract, _SECOND_ORDER * rounding)
+        rounding += (world - 1) * eps / 2 * (partials if case.weights else magnitude)
+    contract = math.sqrt(depth) * eps * magnitude
+    return exact, torch.minimum(contract, _SECOND_ORDER * rounding)
 
 
-def _worst(result: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> Verdict:
+def _worst(result: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> Verdict:
     error = (result - exact).abs()
-    ratio = torch.where(error == 0, 0.0, error / allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+    ratio = torch.where(error == 0, 0.0, error / bound).nan_to_num(nan=math.inf, posinf=math.inf)
     at = int(ratio.argmax())
-    return Verdict(*(float(values.view(-1)[at]) for values in (ratio, error, allowed)))
+    return Verdict(*(float(values.view(-1)[at]) for values in (ratio, error, bound)))
 
 
-def _same_everywhere(case: Case, outputs: Outputs) -> Verdict:
+def _same_on_all_ranks(case: Case, outputs: Outputs) -> Verdict:
     """Check that an all-reduce produces the same bits on every rank."""
-    if not case.spec.keeps_sum:
-        return Verdict()
     same = True
-    for output in outputs:
+    for output in outputs if case.spec.keeps_sum else []:
         bits = output.contiguous().view(torch.uint8)
         first = bits.clone()
         dist.broadcast(first, src=0)
@@ -229,7 +177,7 @@ def _normalised(case: Case, outputs: Outputs) -> Verdict:
         return WRONG
     if not total.numel():
         return Verdict()
-    columns = total.shape[1]
-    exact = rms_norm(total.double(), [columns], case.norm_weight.double(), NORM_EPS)
+    columns, weight = total.shape[1], case.norm_weight.double()
+    exact = rms_norm(total.double(), [columns], weight, NORM_EPS)
     eps, depth = torch.finfo(total.dtype).eps, columns / (2 if total.is_cuda else 128)
     return _worst(normed.double(), exact, (eps / 2 + (depth + 8) * 2.0**-24) * exact.abs())

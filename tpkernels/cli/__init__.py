@@ -36,7 +36,7 @@ _MOST_MESSAGE = 1000  # characters of an error
 def exit_codes() -> Iterator[None]:
     """Turn errors that need no traceback into a message and an exit code."""
     from tpkernels.launch import RankError
-    from tpkernels.terminal import UsageError
+    from tpkernels.launch.terminal import UsageError
     from tpkernels.text import printable, short
 
     try:

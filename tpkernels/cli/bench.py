@@ -2,229 +2,205 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import track
 from typer import Option
 
-from tpkernels import dtypes
+from tpkernels.bench import charts, sweep
 from tpkernels.bench.measuring import run_case
 from tpkernels.bench.probes import measure_rates, slowest_rates
-from tpkernels.bench.report import show, write
-from tpkernels.bench.results import (
-    Report,
-    Roofline,
-    new_report,
-    result,
-    result_file,
-    resumed,
-    save,
-)
-from tpkernels.bench.sweep import (
-    BYTES,
-    LAYER,
-    MODELS,
-    PROJECTIONS,
-    QUICK_REPEAT,
-    QUICK_SECONDS,
-    REPEAT,
-    ROWS,
-    SHAPES,
-    Settings,
-    Sweep,
-    plan_sweep,
-    read_file,
-)
-from tpkernels.cli import exit_codes, options
+from tpkernels.bench.report import show
+from tpkernels.bench.results import Row, line, new_run, rows_of
+from tpkernels.bench.specs import algorithms_named
+from tpkernels.cli import options
 from tpkernels.launch.session import is_leader, launched_ranks, open_session, resolve_device
+from tpkernels.launch.terminal import (
+    DTYPES,
+    UsageError,
+    at_least,
+    check_workers,
+    console,
+    dtype_named,
+    make_output_folder,
+    number_in,
+    writing,
+)
 from tpkernels.op_spec import OPS
-from tpkernels.terminal import DTYPES, UsageError, at_least, console
+from tpkernels.text import counted
 
+_REPEAT, _QUICK_REPEAT, _QUICK_SECONDS = 20, 10, 2.0
 Many = list[str] | None
-_MANY = "Repeatable, or comma-separated."
 
 
-def _use_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the options in a file the defaults of those that the command line does not give."""
-    if path is None:
-        return None
-    with exit_codes():
-        options = read_file(path)
-        several = {param.name for param in context.command.params if getattr(param, "multiple", 0)}
-        for name, values in options.items():
-            if name not in several and len(values) != 1:
-                raise UsageError(f"'{path}': {name} takes one value, not {len(values)}")
-        context.default_map = {
-            name: values if name in several else values[0] for name, values in options.items()
-        }
-    return path
+def _many(text: str, *names: str) -> Any:
+    return Option(*names, help=f"{text} Repeatable, or comma-separated.")
 
 
 def bench(
-    context: typer.Context,
-    op: Annotated[Many, Option(help=f"{', '.join(OPS)}; default: all. {_MANY}")] = None,
+    op: Annotated[Many, _many(f"{', '.join(OPS)}; default: all.")] = None,
     model: Annotated[
-        Many,
-        Option(help=f"Measure the matmuls of a model's layers: {', '.join(MODELS)}. {_MANY}"),
+        Many, _many(f"Measure the matmuls of a model's layers: {', '.join(sweep.MODELS)}.")
     ] = None,
     projection: Annotated[
-        Many,
-        Option(
-            help=f"Which of the model's: {', '.join(PROJECTIONS)}; default: {', '.join(LAYER)}."
-        ),
+        Many, _many(f"{', '.join(sweep.PROJECTIONS)} of --model; default: those of a layer.")
     ] = None,
-    m: Annotated[
-        Many,
-        Option(help=f"Tokens for --model, over all ranks; default: {','.join(ROWS)}."),
-    ] = None,
+    m: Annotated[Many, _many(f"Tokens for --model, over all ranks; default: {sweep.ROWS}.")] = None,
     shape: Annotated[
         Many,
         Option(
             help="M,N,K of a matmul op, over all ranks; repeatable. Default without --model: "
-            f"{' and '.join(SHAPES)}."
+            f"{' and '.join(sweep.SHAPES)}."
         ),
     ] = None,
     bytes: Annotated[
-        Many,
-        Option(help=f"Sizes of a collective's tensor, over all ranks; default: {','.join(BYTES)}."),
+        Many, _many(f"Sizes of a collective's tensor, over all ranks; default: {sweep.BYTES}.")
     ] = None,
     tp: Annotated[
-        Many,
-        Option("--tp", "--nproc", help=f"Number of ranks; default 2, or torchrun's. {_MANY}"),
+        Many, _many("Number of ranks; default 2, or torchrun's.", "--tp", "--nproc")
     ] = None,
-    dtype: Annotated[Many, Option(help=f"{' | '.join(DTYPES)}; default: bf16. {_MANY}")] = None,
-    algorithm: Annotated[Many, Option(help=f"auto (default) or an algorithm. {_MANY}")] = None,
+    dtype: Annotated[Many, _many(f"{' | '.join(DTYPES)}; default: bf16.")] = None,
+    algorithm: Annotated[Many, _many("auto (default) or an algorithm.")] = None,
     repeat: Annotated[
-        int | None, Option(help=f"Maximum number of repetitions per case; default: {REPEAT}.")
+        int | None, Option(help=f"Maximum number of repetitions per case; default: {_REPEAT}.")
     ] = None,
     seconds: Annotated[
         float | None,
         Option(
             help="Start no further repetition of a case after this time, once there are three; "
-            "leave out baselines that use torch.matmul and need longer for three. Default: no "
-            "limit."
+            "leave out torch.matmul if it needs longer for three."
         ),
     ] = None,
-    threads: Annotated[int | None, Option(help="Threads per rank; default: 1.")] = None,
+    threads: options.Threads = 1,
     quick: Annotated[
-        bool | None,
-        Option(
-            "--quick/--full", help=f"Same as --repeat {QUICK_REPEAT} --seconds {QUICK_SECONDS:g}."
-        ),
-    ] = None,
-    warm: Annotated[
-        bool | None, Option("--warm/--cold", help="Allow inputs in the cache; default: cold.")
-    ] = None,
-    uneven: Annotated[
-        bool | None,
-        Option("--uneven/--even", help="Allow an M that is not divisible by the number of ranks."),
-    ] = None,
+        bool,
+        Option("--quick", help=f"Same as --repeat {_QUICK_REPEAT} --seconds {_QUICK_SECONDS:g}."),
+    ] = False,
+    warm: Annotated[bool, Option("--warm", help="Allow inputs in the cache.")] = False,
     baselines: Annotated[
-        bool | None,
-        Option(help="Run baselines that use torch.matmul, slow in 16 bits on old CPUs."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        Option(help="YAML file with these options by name.", callback=_use_file, is_eager=True),
-    ] = None,
+        bool, Option(help="Run baselines that use torch.matmul, slow in 16 bits on old CPUs.")
+    ] = True,
     device: options.Device = None,
     out: Annotated[
-        Path | None,
-        Option(help="Write bench.json and report.txt to this folder."),
+        Path | None, Option(help="Write bench.jsonl and report.html, with charts, to this folder.")
     ] = None,
-    json_file: Annotated[Path | None, Option("--json", help="Write the JSON to this file.")] = None,
-    resume: Annotated[
-        bool, Option("--resume", help="Only measure cases that the JSON does not contain.")
-    ] = False,
     timeout: options.Timeout = 1800,
 ) -> None:
     """Verify ops on random data, then time them against baselines.
 
     Each case is timed interleaved with its baselines: the unfused op, torch.distributed with
-    torch.matmul, and the local matmul alone; on GPUs also NCCL and torch.ops.symm_mem. Times are
-    medians of the slowest rank. Wrong results are not timed, and the exit code is 1. An interrupted
-    run (exit code 130) keeps the finished cases in its file. Also under torchrun:
+    torch.matmul, and the local matmul alone; on GPUs also torch.ops.symm_mem. Times are medians of
+    the slowest rank. Wrong results are not timed, and the exit code is 1. An interrupted run (exit
+    code 130) keeps the finished cases. Also under torchrun:
     torchrun --nproc-per-node 2 -m -- tpkernels bench
     """
-    settings = Settings(
-        **{field.name: context.params[field.name] for field in dataclasses.fields(Settings)}
+    if quick:
+        repeat = _QUICK_REPEAT if repeat is None else repeat
+        seconds = _QUICK_SECONDS if seconds is None else seconds
+    method = sweep.Method(
+        algorithms=algorithms_named(_split(algorithm) or ["auto"]),
+        threads=threads,
+        device=resolve_device(device),
+        repeat=_REPEAT if repeat is None else repeat,
+        seconds=seconds,
+        cold=not warm,
+        baselines=baselines,
     )
-    at_least(1, timeout=timeout)
-    sweep = plan_sweep(settings, ranks=launched_ranks(), device=resolve_device(device))
-    with result_file(out, json_file, resume=resume) as file:
-        report = new_report(sweep)
-        if resume and file is not None and is_leader():
-            report = resumed(file, report)
-        interrupted = False
-        try:
-            run_sweep(sweep, report, file, timeout=timeout)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            if is_leader():
-                show(report, console())
-            if is_leader() and out is not None:
-                write(report, out / "report.txt")
-                console().print(f"Written: {out}/report.txt", markup=False, soft_wrap=True)
-    if interrupted:
-        measured = f"{len(report.results)} of {len(report.cases)} cases"
-        hint = "" if file is None else "; use --resume to continue"
-        typer.echo(f"Interrupted: {measured} are measured{hint}.", err=True)
-        raise typer.Exit(130)
-    if not all(case.is_right for case in report.results):
+    at_least(1, repeat=method.repeat, timeout=timeout)
+    check_workers(threads=threads)
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UsageError(f"--seconds is {seconds:g}; it must be positive and finite")
+    items = sweep.plan_sweep(
+        method,
+        worlds=_worlds(tp),
+        types=list(dict.fromkeys(dtype_named(name) for name in _split(dtype) or ["bf16"])),
+        ops=_split(op),
+        models=_split(model),
+        projections=_split(projection),
+        rows=_numbers("m", m),
+        shapes=shape or (),
+        sizes=",".join(bytes or [sweep.BYTES]),
+    )
+    run, rows, leader, screen = new_run(method), list[Row](), is_leader(), Console(stderr=True)
+    if out is not None and leader:
+        make_output_folder(out)
+        _write(out, line(run), "w")
+    cases = track(
+        measure_all(items, method, timeout),
+        total=len(items),
+        console=screen,
+        transient=True,
+        disable=not (screen.is_terminal and leader),
+    )
+    try:
+        for case in cases:
+            rows += case
+            if out is not None and leader:
+                _write(out, "".join(map(line, case)), "a")
+    finally:
+        if leader:
+            show(run, rows, console())
+            if len(measured := {row.case for row in rows}) < len(items):
+                typer.echo(f"{len(measured)} of {len(items)} cases are measured.", err=True)
+        if out is not None and leader:
+            with writing(out / "report.html"):
+                missing = charts.write(run, rows, out / "report.html")
+            typer.echo("\n".join([f"Written: {out}/bench.jsonl, {out}/report.html", *missing]))
+    if any(row.status == "wrong" for row in rows):
         raise typer.Exit(1)
 
 
-def run_sweep(sweep: Sweep, report: Report, path: Path | None, *, timeout: int) -> None:
-    """Measure the cases that ``report`` lacks and adds them, saving to ``path`` after every case.
-    Under a launcher, rank 0's report decides.
+def measure_all(items: list[sweep.Item], method: sweep.Method, timeout: int) -> Iterator[list[Row]]:
+    """Measure the cases one by one; yield the rows of each.
 
     Raises:
         RankError: ranks failed. Like an interrupt, this loses the case being measured.
     """
-    method, path = sweep.method, path if is_leader() else None
-    screen = Console(stderr=True)
-    with Progress(
-        *(MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left")),
-        *(TimeRemainingColumn(), TextColumn("{task.description}")),
-        console=screen,
-        transient=True,
-        disable=not (screen.is_terminal and is_leader()),
-    ) as progress:
-        bar = progress.add_task("", total=len(sweep.items))
-        for world in dict.fromkeys(item.world for item in sweep.items):
-            items = [item for item in sweep.items if item.world == world]
-            if launched_ranks() is None and {item.key for item in items} <= report.done:
-                continue  # no need to start ranks
-            with open_session(
-                world, threads=method.threads, timeout=timeout, device=method.device
-            ) as run:
-                done, rooflines = run(tuple, (report.done, report.rooflines))[0]
-                rates = {entry.dtype: entry.rates for entry in rooflines if entry.tp == world}
-                for item in items:
-                    progress.update(bar, description=item.key)
-                    if item.key not in done:
-                        spec, dtype = item.spec, dtypes.name(item.spec.dtype)
-                        if dtype not in rates:
-                            measured = run(measure_rates, spec.dtype, method.device)
-                            rates[dtype] = slowest_rates(measured)
-                            report.rooflines.append(Roofline(world, dtype, rates[dtype]))
-                        ranks = run(run_case, spec, method, rates[dtype])
-                        report.results.append(result(item, rates[dtype], ranks))
-                        if path is not None:
-                            save(report, path)
-                    progress.advance(bar)
-    report.complete = True
-    if path is not None:
-        save(report, path)
+    for world in dict.fromkeys(item.world for item in items):
+        with open_session(
+            world, threads=method.threads, timeout=timeout, device=method.device
+        ) as run:
+            rates = {}
+            for item in (item for item in items if item.world == world):
+                dtype = item.spec.dtype
+                if dtype not in rates:
+                    rates[dtype] = slowest_rates(run(measure_rates, dtype, method.device))
+                reports = run(run_case, item.spec, method, rates[dtype])
+                yield rows_of(item, rates[dtype], reports)
+
+
+def _write(folder: Path, text: str, mode: str) -> None:
+    path = folder / "bench.jsonl"
+    with writing(path), path.open(mode) as file:
+        file.write(text)
+
+
+def _split(values: Many) -> list[str]:
+    return [part.strip() for value in values or () for part in value.split(",")]
+
+
+def _numbers(name: str, values: Many) -> list[int]:
+    """Parse positive integers, without repetitions."""
+    for part in _split(values):
+        if not number_in(part):
+            raise UsageError(f"--{name}: '{part}' is not a positive number")
+    return list(dict.fromkeys(map(number_in, _split(values))))
+
+
+def _worlds(tp: Many) -> list[int]:
+    """Return the numbers of ranks, which under torchrun are torchrun's."""
+    ranks = launched_ranks()
+    worlds = _numbers("tp", tp) or [ranks or 2]
+    for world in worlds:
+        check_workers(tp=world)
+        if ranks not in (None, world):
+            raise UsageError(
+                f"--tp is {world} but torchrun started {counted(ranks or 0, 'rank')} (WORLD_SIZE); "
+                "leave --tp out"
+            )
+    return worlds

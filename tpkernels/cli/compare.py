@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,142 +9,72 @@ import typer
 from rich.markup import escape
 from typer import Option
 
-from tpkernels.bench.cases import COLD
-from tpkernels.bench.measuring import BASELINES
-from tpkernels.bench.results import Report, Result, load
-from tpkernels.bench.statistics import Array, Speedup, independent, ratio
-from tpkernels.terminal import UsageError, check_known, console, milliseconds, table
+from tpkernels.bench.results import Row, load, quartiles
+from tpkernels.launch.terminal import UsageError, console, milliseconds, table
 
-_VOLATILE = {"launcher"}  # of an environment: may differ without notice
+_REGRESSION = "[bold red]REGRESSION[/]"
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(help="bench.json, or the folder that contains it.")],
-    second: Annotated[Path, typer.Argument(help="The same of the later run.")],
+    first: Annotated[Path, typer.Argument(help="bench.jsonl, or the folder that contains it.")],
+    second: Annotated[Path, typer.Argument(help="bench.jsonl of the later run, or its folder.")],
     threshold: Annotated[float, Option(help="Tolerated slowdown: 0.05 is 5 percent.")] = 0.05,
-    relative_to: Annotated[
-        str | None,
-        Option(
-            help="Compare times relative to a baseline in the same run, for machines with other "
-            f"load: {', '.join(BASELINES)}."
-        ),
-    ] = None,
 ) -> None:
-    """Compare two results of `tpkernels bench`, case by case.
+    """Compare the medians of two results of `tpkernels bench`, case by case.
 
-    The exit code is 1 on a regression: the 95 % interval of the ratio of the times lies entirely
-    above the threshold, or a result has become wrong.
+    The exit code is 1 on a regression: the median is slower by more than the threshold and the
+    quartiles of the two runs do not overlap, or a result has become wrong.
     """
     if not threshold >= 0:
         raise UsageError(f"--threshold is {threshold:g}; it must be at least 0")
-    if relative_to is not None:
-        check_known("baseline", [relative_to], BASELINES)
-    a, b = (load(path / "bench.json" if path.is_dir() else path) for path in (first, second))
-    earlier = {result.case: result for result in a.results}
-    pairs = [(earlier[now.case], now) for now in b.results if now.case in earlier]
-    changes = [
-        Change.of(before, now, name, relative_to)
-        for before, now in pairs
-        for name in b.sweep.algorithms
-        if name in a.sweep.algorithms
-    ]
-    if all(change.ratio is None and change.timed_in_both for change in changes):
-        with_baseline = f" with baseline '{relative_to}'" if relative_to else ""
-        raise UsageError(
-            f"'{first}' and '{second}' have no case and algorithm in common{with_baseline}"
-        )
+    paths = [path / "bench.jsonl" if path.is_dir() else path for path in (first, second)]
+    (a, old), (b, new) = map(load, paths)
+    algorithms = set(a.method.algorithms) & set(b.method.algorithms)
+    before = {(row.case, row.variant): row for row in old if row.variant in algorithms}
+    pairs = [(before[key], row) for row in new if (key := (row.case, row.variant)) in before]
+    if not pairs:
+        raise UsageError(f"'{paths[0]}' and '{paths[1]}' have no case and algorithm in common")
     grid = table("case", ("algorithm", "first\nms", "second\nms", "second /\nfirst"), "")
-    for change in changes:
-        grid.add_row(*change.cells(threshold))
-    regressions = sum(change.regressed(threshold) for change in changes)
-    undecided = sum(change.ratio is not None and change.ratio.low is None for change in changes)
-    parts = [f"{len(changes)} compared, {regressions} slower by more than {100 * threshold:g} % "]
-    parts[0] += "or wrong"
-    if undecided:
-        parts.append(f"{undecided} undecided: fewer than 6 repetitions")
-    if a.done ^ b.done:
-        parts.append(f"{len(a.done ^ b.done)} cases in one file only")
+    regressions = 0
+    for earlier, later in pairs:
+        ratio, verdict = _compared(earlier, later, threshold)
+        regressions += verdict == _REGRESSION
+        cells = map(escape, (later.case, later.variant))
+        grid.add_row(*cells, _time(earlier), _time(later), ratio, verdict)
     out = console()
-    for line in differences(a, b):
-        out.print(line, markup=False)
+    facts = (
+        {**run.environment, "cold": run.method.cold, "threads": run.method.threads}
+        for run in (a, b)
+    )
+    one, other = facts
+    for name in sorted(one.keys() | other.keys()):
+        if one.get(name) != other.get(name):
+            text = f"{name} differs: {one.get(name)} and {other.get(name)}"
+            out.print(text, markup=False, soft_wrap=True)
     out.print(grid)
-    out.print("; ".join(parts) + ".")
+    out.print(f"{len(pairs)} compared, {regressions} slower by more than {threshold:.4g} or wrong.")
     if regressions:
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class Change:
-    """A case and algorithm in both files, and the second time over the first, each relative to its
-    baseline if there is one; None unless all of them were timed."""
-
-    first: Result
-    second: Result
-    algorithm: str
-    ratio: Speedup | None
-
-    @classmethod
-    def of(cls, first: Result, second: Result, name: str, relative_to: str | None) -> Change:
-        """Compare the times of an algorithm."""
-        names = [name] if relative_to is None else [name, relative_to]
-        if not all(one in result.times for result in (first, second) for one in names):
-            return cls(first, second, name, None)
-        series = [[result.times[one].samples for one in names] for result in (second, first)]
-        function = ratio if relative_to is None else _ratio_to_baselines
-        return cls(first, second, name, Speedup.of(independent(function, *series)))
-
-    @property
-    def timed_in_both(self) -> bool:
-        """Return whether neither result was wrong, and so not timed."""
-        return self.algorithm in self.first.times and self.algorithm in self.second.times
-
-    def regressed(self, threshold: float) -> bool:
-        """Return whether it is newly wrong, or slower by more than ``threshold`` over the whole
-        interval."""
-        if not self.second.algorithms[self.algorithm].right:
-            return self.algorithm in self.first.times
-        low = None if self.ratio is None else self.ratio.low
-        return low is not None and low > 1 + threshold
-
-    def cells(self, threshold: float) -> Iterator[str]:
-        """Yield the cells of a row of the table."""
-        yield from (escape(self.second.case), escape(self.algorithm))
-        for result in (self.first, self.second):
-            time = result.times.get(self.algorithm)
-            yield "WRONG" if time is None else milliseconds(time.median)
-        estimate = self.ratio
-        value = "" if estimate is None else f"{estimate.value:.3f}"
-        if estimate is not None and estimate.low is not None:
-            value += f" [dim]{estimate.low:.3f}..{estimate.high:.3f}[/]"
-        yield value
-        if self.regressed(threshold):
-            yield "[bold red]REGRESSION[/]"
-        elif estimate is None:
-            yield "not timed in both"
-        else:  # the ratio is one of times: above 1 is slower
-            words = {"faster": "slower, within the threshold", "slower": "faster"}
-            yield words.get(estimate.verdict, estimate.verdict)
+def _compared(earlier: Row, later: Row, threshold: float) -> tuple[str, str]:
+    """Return the ratio of the medians, and what it means."""
+    if not (earlier.ms and later.ms):
+        broken = earlier.ms and later.status == "wrong"
+        return "", _REGRESSION if broken else "not timed in both"
+    (low, median, high), (now_low, now, now_high) = quartiles(earlier.ms), quartiles(later.ms)
+    if now_low <= high and low <= now_high:
+        verdict = "no difference: quartiles overlap"
+    elif now > median * (1 + threshold):
+        verdict = _REGRESSION
+    else:
+        verdict = "slower, within the threshold" if now > median else "faster"
+    return f"{now / median:.3f}", verdict
 
 
-def _ratio_to_baselines(b: Array, b_base: Array, a: Array, a_base: Array) -> Array:
-    return (b / b_base) / (a / a_base)
-
-
-def differences(first: Report, second: Report) -> Iterator[str]:
-    """Yield sentences on what differs between the runs besides the code."""
-    old, new = first.environment, second.environment
-    for name in sorted((old.keys() | new.keys()) - _VOLATILE):
-        if old.get(name) != new.get(name):
-            yield f"{name} differs: {old.get(name)} and {new.get(name)}"
-    for name in ("cold", "threads"):
-        a, b = getattr(first.sweep, name), getattr(second.sweep, name)
-        if a != b:
-            yield f"{name} differs: {a} and {b}"
-    earlier = {result.case: result.inputs_over_cache for result in first.results}
-    for result in second.results:
-        before, now = earlier.get(result.case), result.inputs_over_cache
-        if before is not None and (before < COLD) != (now < COLD):
-            yield (
-                f"the inputs of {result.case} differ: {before:.2g}x and {now:.2g}x the "
-                f"last-level cache (cold from {COLD:g}x)"
-            )
+def _time(row: Row) -> str:
+    """Return the median with quartiles."""
+    if not row.ms:
+        return row.status.upper()
+    low, median, high = map(milliseconds, quartiles(row.ms))
+    return f"{median} [dim]{low}..{high}[/]"

@@ -14,8 +14,7 @@ from typer import Option
 import tpkernels
 from tpkernels.cli import options
 from tpkernels.launch.session import is_leader, open_session, world_size
-from tpkernels.shards import shard_sizes
-from tpkernels.terminal import (
+from tpkernels.launch.terminal import (
     UsageError,
     at_least,
     check_workers,
@@ -24,6 +23,7 @@ from tpkernels.terminal import (
     milliseconds,
     table,
 )
+from tpkernels.shards import shard_sizes
 from tpkernels.text import counted
 from tpkernels.timing import Samples, Variant, measure, summary
 

@@ -16,6 +16,18 @@ from tpkernels.bench.sweep import LAYER, MODELS, projection
 from tpkernels.cli import options
 from tpkernels.integers import ceil_div
 from tpkernels.launch.session import check_device
+from tpkernels.launch.terminal import (
+    UsageError,
+    at_least,
+    byte_size,
+    check_known,
+    check_workers,
+    console,
+    dtype_named,
+    milliseconds,
+    number_in,
+    table,
+)
 from tpkernels.op_spec import OPS
 from tpkernels.planning import store, trust
 from tpkernels.planning.choose import (
@@ -38,18 +50,6 @@ from tpkernels.planning.table import Table
 from tpkernels.planning.trust import SUMS, Trust
 from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
-from tpkernels.terminal import (
-    UsageError,
-    at_least,
-    byte_size,
-    check_known,
-    check_workers,
-    console,
-    dtype_named,
-    milliseconds,
-    number_in,
-    table,
-)
 from tpkernels.text import counted
 
 _MODELS = [name for name, model in MODELS.items() if not model.experts]

@@ -34,8 +34,8 @@ from tpkernels.launch.session import (
     under_torchrun,
     world_size,
 )
+from tpkernels.launch.terminal import UsageError, check_workers, dtype_named, note_crowd
 from tpkernels.parallel.joint_work import PeerFailedError
-from tpkernels.terminal import UsageError, check_workers, dtype_named, note_crowd
 from tpkernels.text import counted
 
 

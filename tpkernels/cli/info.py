@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from typing import Any
 
 import torch
@@ -13,16 +15,16 @@ from rich.table import Table
 
 from tpkernels import _C, cuda, dtypes, kernels, nccl
 from tpkernels.backends import TABLES
-from tpkernels.bench.results import devices, vector_units, versions
 from tpkernels.bench.specs import Spec, unsupported_kernels
 from tpkernels.cli import options
+from tpkernels.launch.terminal import DTYPES, byte_size, console, table
 from tpkernels.local.packed import native
 from tpkernels.op_spec import OPS
-from tpkernels.planning import trust
+from tpkernels.planning import machine, trust
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.symm import colocation
-from tpkernels.terminal import DTYPES, byte_size, console, table
+from tpkernels.symm.limits import available_bytes
 
 _MATMULS = {
     "native": "native: torch multiplies it at full speed",
@@ -56,14 +58,30 @@ def facts() -> dict[str, Any]:
         for shared in (True, False)
     )
     return {
-        "versions": versions(),
+        "versions": {
+            **machine.versions(),
+            "python": platform.python_version(),
+            "kernel": f"{platform.system()} {platform.release()}",
+        },
         "extension": {"file": _C.__file__, "holds": public},
-        "vector_unit": vector_units(),
+        "vector_unit": {
+            "in_use": _C.host.vector_unit(),
+            "available": _C.host.vector_units(),
+            "failed": _C.host.failed_vector_units(),
+            "amx_refused": _C.host.amx_refused(),  # "": AMX can be used
+        },
         "local_matmul": {
             dtypes.name(dtype): "native" if native(dtype) else "converted"
             for dtype in DTYPES.values()
         },
-        "devices": devices(),
+        "devices": {
+            "cpu": machine.processor(),
+            "cores": os.cpu_count(),
+            "usable_cores": sorted(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "available_bytes": available_bytes(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
         "shared_memory": colocation.unsupported(),
         "cuda": {"kernels": cuda.image_status(), "driver": cuda.driver_status()},
         "nccl": nccl.facts(),

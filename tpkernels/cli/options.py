@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from tpkernels.terminal import DTYPES, UsageError, read_input
+from tpkernels.launch.terminal import DTYPES, UsageError, read_input
 
 Ranks = Annotated[
     int | None, Option("--nproc", "--tp", help="Number of ranks; default 2, or torchrun's.")

@@ -35,9 +35,7 @@ from tpkernels.bench.specs import (
 from tpkernels.cli import options
 from tpkernels.launch.ranks import loopback_store
 from tpkernels.launch.session import is_leader, open_session, under_torchrun, world_size
-from tpkernels.local import ranges
-from tpkernels.op_spec import OPS
-from tpkernels.terminal import (
+from tpkernels.launch.terminal import (
     UsageError,
     at_least,
     check_known,
@@ -50,6 +48,8 @@ from tpkernels.terminal import (
     writable,
     writing,
 )
+from tpkernels.local import ranges
+from tpkernels.op_spec import OPS
 from tpkernels.text import counted
 
 _CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`

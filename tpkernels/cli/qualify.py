@@ -12,6 +12,15 @@ from typer import Option
 from tpkernels.cli import options
 from tpkernels.kernels import unsupported
 from tpkernels.launch import session as sessions
+from tpkernels.launch.terminal import (
+    UsageError,
+    at_least,
+    check_workers,
+    console,
+    table,
+    writable,
+    writing,
+)
 from tpkernels.planning import trust
 from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
 from tpkernels.qualification.run import run, topology_here
@@ -22,15 +31,6 @@ from tpkernels.qualification.schedule import (
     Topology,
     budget_of,
     schedule,
-)
-from tpkernels.terminal import (
-    UsageError,
-    at_least,
-    check_workers,
-    console,
-    table,
-    writable,
-    writing,
 )
 
 _LEFT_OUT = "Left out, because the budget is {:.0f} s: {}. Give them time with --budget"

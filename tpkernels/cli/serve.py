@@ -9,7 +9,7 @@ from typer import Option
 
 from tpkernels.cli import options
 from tpkernels.launch.session import under_torchrun
-from tpkernels.terminal import (
+from tpkernels.launch.terminal import (
     UsageError,
     at_least,
     check_workers,

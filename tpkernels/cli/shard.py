@@ -15,10 +15,17 @@ from rich.markup import escape
 from typer import Option
 
 from tpkernels.cli import options
+from tpkernels.launch.terminal import (
+    UsageError,
+    byte_size,
+    check_workers,
+    console,
+    dtype_named,
+    table,
+)
 from tpkernels.nn import MoE
 from tpkernels.parallel.pretrained import Slot
 from tpkernels.parallel.shard_files import ShardPlan, plan_shards, write_shards
-from tpkernels.terminal import UsageError, byte_size, check_workers, console, dtype_named, table
 
 
 def shard(

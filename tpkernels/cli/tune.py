@@ -19,12 +19,7 @@ from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli import options
 from tpkernels.launch import session as sessions
 from tpkernels.launch.session import Run
-from tpkernels.op_spec import OPS
-from tpkernels.planning import store
-from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.choose import NOTHING_TUNED, Plan
-from tpkernels.planning.machine import this_machine
-from tpkernels.terminal import (
+from tpkernels.launch.terminal import (
     UsageError,
     at_least,
     check_known,
@@ -36,6 +31,11 @@ from tpkernels.terminal import (
     writable,
     writing,
 )
+from tpkernels.op_spec import OPS
+from tpkernels.planning import store
+from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.choose import NOTHING_TUNED, Plan
+from tpkernels.planning.machine import this_machine
 
 _TUNED = [name for name, spec in OPS.items() if not spec.routed]
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]

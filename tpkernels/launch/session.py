@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tpkernels import groups
 from tpkernels.launch.ranks import Ranks
-from tpkernels.terminal import UsageError, check_known, check_workers, note_crowd
+from tpkernels.launch.terminal import UsageError, check_known, check_workers, note_crowd
 
 DEVICES = ("cpu", "cuda")
 

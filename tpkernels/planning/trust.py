@@ -26,7 +26,7 @@ from tpkernels.cache import cache_folder, read_trusted, replace_file
 from tpkernels.op_spec import OPS, OpSpec
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.machine import nccl_version, versions
-from tpkernels.records import from_json
+from tpkernels.planning.records import from_json
 from tpkernels.text import shown
 
 FORMAT = "tpkernels qualified 1"

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
 from tpkernels.launch import fork_server
+from tpkernels.launch.terminal import UsageError
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import locate
 from tpkernels.parallel.decoder import JOINED, join_norms
-from tpkernels.terminal import UsageError
 
 
 def preload() -> None:

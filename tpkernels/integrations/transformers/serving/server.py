@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from tpkernels.integrations.transformers.loading import end_tokens, load_model, load_tokenizer
 from tpkernels.launch import Outcome, RankError, Ranks, fork_server
-from tpkernels.terminal import UsageError
+from tpkernels.launch.terminal import UsageError
 from tpkernels.text import counted
 
 _PRELOAD = [
