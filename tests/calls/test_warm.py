@@ -77,11 +77,8 @@ def test_nor_does_one_with_a_large_result(op: str) -> list[str]:
         first, second = (arguments(op, False, group, 3 << 16) for _ in range(2))
         overload(*first, algorithm="direct")
         with functions_called("tpkernels") as warm:
-            result = overload(*second, algorithm="direct")
-    results = flat(result) if op != "all_reduce_" else []
-    failures = [f"{op}: {name}" for name in warm]
-    assert not any(x.nbytes and x.untyped_storage().resizable() for x in results), op
-    return failures
+            overload(*second, algorithm="direct")
+    return [f"{op}: {name}" for name in warm]
 
 
 def variants(op: str, dtype: torch.dtype) -> list[Case]:

@@ -45,18 +45,18 @@ SHARED_BYTES |= dict.fromkeys(SMALLER, 99 << 10)
 
 
 def entries() -> Iterator[Any]:
-    """The table's configs, also for GPUs with less shared memory, and those that tuning tries."""
-    found = [(key, "", config) for key, config in TABLE.items()]
+    """The table's configs, also for GPUs with less shared memory."""
+    found = list(TABLE.items())
     for (arch, size, few), config in TABLE.items():
         if arch == 80:
-            found += [((smaller, size, few), "", config) for smaller in SMALLER]
-    for (arch, size, few), which, config in found:
+            found += [((smaller, size, few), config) for smaller in SMALLER]
+    for (arch, size, few), config in found:
         for dtype in DTYPES[size]:
             key = arch, dtype, few
-            marks = [pytest.mark.thorough if key in THOROUGH and not which else pytest.mark.slow]
-            if key == (90, tl.bfloat16, False) and not which:
+            marks = [pytest.mark.thorough if key in THOROUGH else pytest.mark.slow]
+            if key == (90, tl.bfloat16, False):
                 marks = []
-            what = f"sm_{arch}-{dtype}-{'few' if few else 'many'}{which}"
+            what = f"sm_{arch}-{dtype}-{'few' if few else 'many'}"
             yield pytest.param(arch, dtype, config, id=what, marks=marks)
 
 
@@ -147,7 +147,7 @@ def test_the_table_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "INTERPRETED", False)
     for arch, few in itertools.product(SMALLER, (True, False)):
         with configs.assuming(arch, 84):
-            chosen = configs._chosen(torch.device("cpu"), torch.bfloat16, few, ())
+            chosen = configs.choose(torch.device("cpu"), torch.bfloat16, 1 if few else 4096, 4096)
         assert replace(chosen, programs=0) == TABLE[80, 2, few]
 
 

@@ -43,7 +43,7 @@ def within_rounding(
     got: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None
 ) -> bool:
     """Whether a product is as close to the exact one as sums in fp32, rounded once, must be."""
-    want = summed([(x, w)], [bias], dtype=x.dtype, out=got.dtype, unfused=False)
+    want = summed([(x, w)], [bias], dtype=got.dtype, unfused=False)
     return not want.wrong(got).any()
 
 

@@ -1,2 +1,2 @@
-"""Generation and serving with models of transformers on several ranks: loading the model on each
-rank, choosing tokens, and moving tokens and text. transformers batches the requests of a server."""
+"""Generation and serving with models of transformers on several ranks. transformers generates,
+batches and samples; what is here loads the model on each rank and moves tokens and text."""

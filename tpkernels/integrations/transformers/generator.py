@@ -1,10 +1,20 @@
-"""Generation: prompts to text, by `Completions`, which drives a `Generator` on every rank."""
+"""Generation: prompts to text, by `Completions`, which drives a `Generator` on every rank.
+
+Problem: an executor steps a generator on all ranks alike, and may end it after any step. But
+``generate`` runs to its end, and calls a streamer with each token on the way.
+
+Algorithm: ``generate`` runs in a thread. Its streamer hands over a token and waits for the next
+step, so a rank is never ahead of what it was allowed. If the generator is closed instead, the
+streamer raises, and ``generate`` ends before the next forward, on all ranks after the same token.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Stream
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -55,42 +65,96 @@ class Generator:
         """Yield the next token of each prompt, until all have ended or have ``max_new_tokens``.
         A prompt that has ended goes on with tokens that mean nothing. ``sampling`` is a dict of
         `Sampling`, whose seed is that of the first prompt; each next one has the next."""
-        chosen, device = Sampling(**sampling), self._model.device
-        ends, longest = set(end_tokens(self._model)), max(map(len, prompts))
-        new: list[list[int]] = [[] for _ in prompts]
-        texts = [
-            Text(replace(chosen, seed=chosen.seed + i), prompt, new[i])
-            for i, prompt in enumerate(prompts)
-        ]
-        # Padded on the left: new tokens follow those of the prompt.
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]).to(device)
-        cache = None
-        for _ in range(chosen.max_new_tokens):
-            tokens, cache = self._step(ids, mask, cache, texts)
-            ids, mask = tokens[:, None], torch.cat([mask, torch.ones_like(tokens[:, None])], 1)
-            for text, token in zip(new, tokens.tolist(), strict=True):
-                text.append(token)
-            yield tokens.tolist()
-            if not any(ends.isdisjoint(text) for text in new):
-                break
+        from transformers import GenerationConfig, LogitsProcessorList
 
-    @torch.no_grad()
-    def _step(
-        self, ids: torch.Tensor, mask: torch.Tensor, cache: Any, texts: list[Text]
-    ) -> tuple[torch.Tensor, Any]:
-        """Return the next tokens after ``ids``, and the cache with these. ``mask`` is 0 where a row
-        is padded, also in what the cache holds."""
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = self._model(
-            ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
+        chosen = Sampling(**sampling)
+        model, longest = self._model, max(map(len, prompts))
+        config = GenerationConfig.from_dict(model.generation_config.to_dict())
+        ends = end_tokens(model)
+        config.update(
+            max_new_tokens=chosen.max_new_tokens,
+            max_length=None,
+            do_sample=False,
+            temperature=None,
+            top_k=None,
+            top_p=None,
+            pad_token_id=ends[0] if ends else 0,
         )
-        return choose(output.logits[:, -1].float(), texts), output.past_key_values
+
+        def chosen_tokens(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            texts = [
+                Text(replace(chosen, seed=chosen.seed + i), prompt, new)
+                for i, (prompt, new) in enumerate(
+                    zip(prompts, ids[:, longest:].tolist(), strict=True)
+                )
+            ]
+            return scores.scatter(1, choose(scores, texts).unsqueeze(1), torch.inf)
+
+        # Padded on the left: new tokens follow those of the prompt.
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        steps = _Steps()
+
+        def run() -> None:
+            model.generate(
+                ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([chosen_tokens]),
+                streamer=steps,
+            )
+
+        yield from steps.of(run)
+
+
+class _Closed(BaseException):
+    """The consumer has closed the generator."""
+
+
+class _Steps:
+    """A streamer of transformers that waits after each token until the next is wanted."""
+
+    def __init__(self) -> None:
+        self._tokens: queue.SimpleQueue[list[int] | BaseException | None] = queue.SimpleQueue()
+        self._wanted = threading.Semaphore(0)
+        self._closed = False
+        self._prompt_seen = False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Called by ``generate``, first with the prompt, then with the next token of each row."""
+        if self._prompt_seen:
+            self._tokens.put(tokens.tolist())
+            self._wanted.acquire()
+        self._prompt_seen = True
+        if self._closed:
+            raise _Closed
+
+    def end(self) -> None:
+        """Called by ``generate`` at its end."""
+
+    def of(self, run: Callable[[], None]) -> Iterator[list[int]]:
+        """Yield the tokens of ``run``, which calls ``generate``."""
+
+        def guarded() -> None:
+            try:
+                run()
+                self._tokens.put(None)
+            except BaseException as error:
+                self._tokens.put(error)
+
+        thread = threading.Thread(target=guarded, name="tpkernels-generate", daemon=True)
+        thread.start()
+        try:
+            # Not bounded here: each wait in a forward is, and the thread always puts an end.
+            while (tokens := self._tokens.get()) is not None:
+                if isinstance(tokens, BaseException):
+                    raise tokens
+                yield tokens
+                self._wanted.release()
+        finally:
+            self._closed = True
+            self._wanted.release()
+            thread.join()
 
 
 class Driver(Protocol):
