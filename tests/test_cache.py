@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tpkernels import cache
+from tpkernels.common import cache
 
 
 def kept(folder: Path, content: bytes = b"content") -> Path:

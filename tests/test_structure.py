@@ -15,59 +15,44 @@ import torch
 import tpkernels
 from tests.ops import test_results
 from tests.support.paths import ROOT
-from tpkernels.backends import TABLES
-from tpkernels.op_spec import OPS
+from tpkernels.algorithms.backends import TABLES
 from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.op_spec import OPS
 
 PACKAGE = ROOT / "tpkernels"
 
-# What the modules of a layer may import of the package; imports that only type checkers see count.
-# ops -> tuning -> planning, call, backends -> algorithms
-# -> local, transport, kernels, cuda -> symm -> _C.
-LEAVES = {
-    "_C",
-    "op_spec",
-    "errors",
-    "dtypes",
-    "shards",
-    "version",
-    "cache",
-    "defaults",
-    "text",
-    "integers",
-    "nvml",
-}
-ALLOWED = {
-    **{leaf: set[str]() for leaf in LEAVES - {"_C", "op_spec"}},
-    "op_spec": {"dtypes"},
-    "planning": LEAVES | {"planning"},
-    "symm": LEAVES | {"symm"},
-    "groups": LEAVES | {"symm", "planning", "groups"},
-    "call": LEAVES | {"symm", "planning", "groups"},
-    "local": LEAVES | {"symm", "local"},
-    "transport": LEAVES | {"call", "groups", "local", "transport"},
-    "kernels": LEAVES | {"symm", "planning", "kernels"},
-    "cuda": LEAVES | {"symm", "planning", "call", "cuda"},
-    "algorithms": LEAVES
-    | {"call", "planning", "local", "transport", "symm", "kernels", "cuda", "algorithms"},
-    "backends": LEAVES
-    | {"call", "planning", "local", "transport", "kernels", "cuda", "algorithms"},
-    "validation": LEAVES | {"groups", "local"},
-    "tuning": LEAVES | {"planning", "groups", "call", "backends", "timing", "tuning"},
-    "ops": LEAVES
-    | {"planning", "groups", "call", "backends", "algorithms", "local", "cuda", "symm"}
-    | {"validation", "tuning", "ops"},
-    "nccl": LEAVES | {"symm", "groups", "nccl"},
-    "numerics": {"dtypes", "shards", "numerics"},
-    "compile": {"dtypes", "op_spec", "groups", "ops", "compile"},
-    "mesh": LEAVES - {"_C"} | {"planning", "groups", "validation", "ops", "mesh"},
-    "nn": LEAVES - {"_C"} | {"groups", "validation", "ops", "local", "nn"},
-    "parallel": LEAVES - {"_C"} | {"groups", "ops", "local", "nn", "parallel"},
+BASE = {"_C", "common", "errors"}
+# The three storeys, and what the modules of a part may import of the package besides BASE and their
+# own part. Imports that only type checkers see count.
+CORE: dict[str, set[str]] = {
+    "common": set(),
+    "errors": set(),
+    "planning": set(),
+    "symm": set(),
+    "groups": {"planning", "symm"},
+    "local": {"symm"},
+    "kernels": {"symm"},
+    "cuda": {"groups", "planning", "symm"},
+    "algorithms": {"cuda", "groups", "kernels", "local", "planning", "symm"},
     "timing": {"groups"},
-    "launch": {"_C", "defaults", "dtypes", "text", "groups", "launch"},
+    "ops": {"algorithms", "cuda", "groups", "local", "planning", "symm", "timing"},
+    "nccl": {"groups", "symm"},
 }
-# From here on anything goes but `cli`: they use the package as its users do.
-USERS = {"", "__main__", "bench", "cli", "initialization", "integrations", "qualification"}
+MODELS: dict[str, set[str]] = {
+    "compile": {"groups", "ops", "planning"},
+    "mesh": {"groups", "ops", "planning"},
+    "nn": {"groups", "local", "ops"},
+    "parallel": {"groups", "local", "nn", "ops", "planning"},
+    "integrations": {"", "groups", "launch", "local", "nn", "ops", "parallel"},
+}
+TOOLS: dict[str, set[str]] = {
+    "numerics": set(),
+    "launch": {"groups", "planning", "qualification"},
+    "qualification": {"", *CORE, "launch"},
+    "bench": {"", *CORE, "launch"},
+    "cli": {"", *CORE, *MODELS, "bench", "launch", "qualification"},
+}
+FACADE = {"", "__main__"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -103,22 +88,34 @@ def _imports(name: str, path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize(("name", "path"), dict(modules()).items(), ids=dict(modules()))
 def test_imports_point_one_way(name: str, path: Path) -> None:
-    layer = name.partition(".")[0]
-    if layer in USERS:
-        if layer == "bench":
-            assert not any(one.partition(".")[0] == "cli" for one in imports(name, path))
-            assert "import typer" not in path.read_text()
+    part = name.partition(".")[0]
+    if part in FACADE:
         return
-    assert layer in ALLOWED, f"{path} is in no layer: say in this test what it may import"
+    parts = CORE | MODELS | TOOLS
+    assert part in parts, f"{path} is in no storey: say in this test what it may import"
     for imported in imports(name, path):
         target = imported.partition(".")[0]
-        assert target in ALLOWED[layer], f"{name} imports {imported or 'the whole package'}"
+        base = BASE - {"_C"} if part in MODELS else BASE
+        allowed = {part, *base, *parts[part]}
+        assert target in allowed, f"{name} imports {imported or 'the whole package'}"
+    if part != "cli":
+        assert "import typer" not in path.read_text()
+
+
+def test_the_core_imports_neither_models_nor_tools() -> None:
+    assert not set().union(*CORE.values()) - set(CORE)
+    assert not {*CORE} & {*MODELS} and not {*CORE, *MODELS} & {*TOOLS}
+
+
+def test_the_top_of_the_package_fits_a_screen() -> None:
+    entries = {path.name for path in PACKAGE.iterdir() if not path.name.startswith("_C.")}
+    assert len(entries - {"__pycache__"}) <= 26
 
 
 def test_imports_are_found() -> None:
     """The test above would pass if it saw none."""
     found = {name: set(imports(name, path)) for name, path in modules()}
-    assert "algorithms.unfused" in found["backends"]
+    assert "algorithms.unfused" in found["algorithms.backends"]
     assert "ops.registration.define" in found["ops.all_gather"]
     assert "_C.host.Phase" in found["algorithms.pipelined.cpu"]
     assert "kernels.configs.MatmulConfig" in found["algorithms.fused"]  # for types only
@@ -164,7 +161,7 @@ def test_an_op_has_one_name_everywhere(op: str) -> None:
 
 def test_every_op_is_in_the_table() -> None:
     shared = {"autograd", "column_matmul", "execution", "problems", "registration", "scaled"}
-    shared |= {"planned_calls", "reference", "replacement"}
+    shared |= {"planned_calls", "reference", "replacement", "tuner", "validation"}
     shared |= {"shortcut", "grouped_matmul", "scaled_grouped_matmul", "experts"}
     files = {path.stem for path in (PACKAGE / "ops").glob("[!_]*.py")}
     assert files - shared == set(OPS)

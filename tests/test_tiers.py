@@ -10,8 +10,8 @@ import pytest
 from tests.ops import test_all_to_all, test_moe, test_results, test_scaled
 from tests.support.cases import COLLECTIVE_ALGORITHMS, MATMUL_ALGORITHMS
 from tests.support.paths import ROOT
-from tpkernels.backends import TABLES
-from tpkernels.op_spec import OPS
+from tpkernels.algorithms.backends import TABLES
+from tpkernels.planning.op_spec import OPS
 
 LEFT_OUT = {"slow", "thorough"}
 

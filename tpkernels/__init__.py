@@ -7,6 +7,8 @@ DeviceMesh (dimension) or a group's name.
 from typing import TYPE_CHECKING, Any
 
 from tpkernels import compile, mesh, nccl, nn, numerics, ops
+from tpkernels.common.shards import shard_sizes
+from tpkernels.common.version import VERSION
 from tpkernels.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -17,19 +19,17 @@ from tpkernels.errors import (
     WorkspaceMemoryError,
 )
 from tpkernels.groups import check, empty, finalize
-from tpkernels.initialization import init
+from tpkernels.launch.initialization import init
 from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack, unpack
 from tpkernels.local.product import LocalProduct
 from tpkernels.ops import *  # noqa: F403
 from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.scaled_grouped_matmul import scaled_grouped_matmul
+from tpkernels.ops.tuner import autotune
 from tpkernels.parallel import from_pretrained, parallelize
 from tpkernels.qualification import qualify
-from tpkernels.shards import shard_sizes
 from tpkernels.timing import benchmark
-from tpkernels.tuning.tuner import autotune
-from tpkernels.version import VERSION
 
 __version__ = VERSION
 

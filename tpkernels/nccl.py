@@ -33,7 +33,9 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from tpkernels import _C, defaults, dtypes, groups
+from tpkernels import _C, groups
+from tpkernels.common import defaults, dtypes
+from tpkernels.common.text import of_error
 from tpkernels.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -42,7 +44,6 @@ from tpkernels.errors import (
 )
 from tpkernels.groups import GroupLike
 from tpkernels.symm.exchange import Participant
-from tpkernels.text import of_error
 
 __all__ = ["Communicator", "facts", "load"]
 

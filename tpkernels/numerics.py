@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tpkernels import dtypes
-from tpkernels.shards import shard_sizes
+from tpkernels.common import dtypes
+from tpkernels.common.shards import shard_sizes
 
 __all__ = ["Element", "Region", "Report", "compare"]
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import tpkernels
 from benchmarks.one_gpu.machine import Machine
 from benchmarks.one_gpu.stages import Case, Row
-from tpkernels.text import of_error
+from tpkernels.common.text import of_error
+from tpkernels.ops.tuner import graph_of
 from tpkernels.timing import benchmark
-from tpkernels.tuning.tuner import graph_of
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
 ALGORITHMS = ("unfused", "direct", "pipelined", "fused")

@@ -11,9 +11,9 @@ import torch
 from benchmarks.one_gpu.machine import Machine, failed_wait, ranks_of, run_once
 from benchmarks.one_gpu.stages import Case, Row
 from tpkernels import cuda
+from tpkernels.ops.tuner import graph_of
 from tpkernels.qualification.checks import Call
 from tpkernels.qualification.virtual import WORLDS, Launch, Results
-from tpkernels.tuning.tuner import graph_of
 
 VARIANTS = ("ll", "ll_two_shot", "two_shot")
 KIB = (8, 32, 128, 512, 2048)

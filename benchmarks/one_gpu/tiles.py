@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.one_gpu.machine import Machine
 from benchmarks.one_gpu.stages import Case, Row
+from tpkernels.common.text import of_error
 from tpkernels.kernels import configs, matmul
 from tpkernels.kernels.configs import MatmulConfig
-from tpkernels.text import of_error
 
 # The local GEMM of a rank of 8: the weight of the layer, rows of all ranks, columns and sums.
 SHAPES = {

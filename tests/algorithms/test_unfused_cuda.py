@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tests.support.launches import Queue, queued
 from tpkernels import shard_sizes
+from tpkernels.algorithms.backends import TABLES
 from tpkernels.algorithms.direct import cuda
-from tpkernels.backends import TABLES
-from tpkernels.call import Call
 from tpkernels.errors import CaptureError
+from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.ops.experts import _routes_of_experts
 from tpkernels.ops.grouped_matmul import grouped_matmul

@@ -19,8 +19,8 @@ from tpkernels.bench.sweep import LAYER, MODELS, PROJECTIONS, Item, Method, proj
 from tpkernels.bench.verification import check
 from tpkernels.cli import bench as command
 from tpkernels.launch import Ranks
-from tpkernels.op_spec import OPS, Options
 from tpkernels.planning.cost import Rates
+from tpkernels.planning.op_spec import OPS, Options
 from tpkernels.planning.problem import ORDERED, Problem
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -22,10 +22,10 @@ from tpkernels.bench.results import Row, rows_of
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Item, Method
 from tpkernels.launch import Ranks
-from tpkernels.op_spec import OPS
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.cost import Rates
 from tpkernels.planning.machine import last_level_cache_bytes
+from tpkernels.planning.op_spec import OPS
 
 RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10, copy_over_cache=8.0)
 SPEC = Spec("matmul_reduce_scatter", (8, 16, 32), torch.float32)

@@ -21,7 +21,8 @@ from tests.support.cases import RanksFixture
 from tests.support.processes import output_of
 from tests.support.ranked import fresh_group, functions_called, on_ranks
 from tests.support.tiers import sweep
-from tpkernels import _C, defaults
+from tpkernels import _C
+from tpkernels.common import defaults
 from tpkernels.ops import shortcut
 from tpkernels.ops.shortcut import is_plain
 
@@ -169,7 +170,7 @@ def warm_calls_job() -> list[tuple[str, str, bool, bool]]:
             with functions_called("tpkernels") as names:
                 result = call()
             short = "tpkernels.ops.shortcut.dispatched" not in names
-            found.append((op, str(result), short, "tpkernels.backends.run" not in names))
+            found.append((op, str(result), short, "tpkernels.algorithms.backends.run" not in names))
         assert is_plain(torch.ones(1)) == all(short for _, _, short, _ in found)
     return found
 

@@ -18,7 +18,7 @@ from tests.support.cases import PACKABLE, Case
 from tests.support.ranked import call, fresh_group, functions_called, on_ranks, planned_in_python
 from tests.support.tiers import sweep
 from tpkernels import groups
-from tpkernels.op_spec import OPS as SPECS
+from tpkernels.planning.op_spec import OPS as SPECS
 
 WORLD = 3
 OPS = (

@@ -13,7 +13,7 @@ import torch
 import tpkernels
 from tests.cli.test_cli import invoke
 from tpkernels import _C, cuda, nccl
-from tpkernels.op_spec import OPS
+from tpkernels.planning.op_spec import OPS
 
 
 def test_info_shows_what_is_here() -> None:
@@ -65,7 +65,7 @@ def test_remedies_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rich would interpret the extra of a `pip install` as markup."""
     remedy = "pip install 'tpkernels[cu13]' (or [cu12])"
     monkeypatch.setattr(cuda, "image_status", lambda: f"none: {remedy}")
-    for name in ("tpkernels.backends", "tpkernels.bench.specs"):
+    for name in ("tpkernels.algorithms.backends", "tpkernels.bench.specs"):
         module = importlib.import_module(name)
         monkeypatch.setattr(
             module, "unsupported", lambda way, *_: remedy if way == "fused" else None

@@ -22,8 +22,9 @@ from tests.support.cuda_rehearsal import FUSED_OPS, pretending, space_of
 from tests.support.faults import Ending
 from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
-from tpkernels import _C, backends, groups
-from tpkernels.call import Call
+from tpkernels import _C, groups
+from tpkernels.algorithms import backends
+from tpkernels.groups.call import Call
 from tpkernels.ops import planned_calls
 
 # Functions of Python in a warm call, those of Triton's launcher included.

@@ -22,7 +22,7 @@ from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.emulated import on_ranks
 from tests.support.tiers import sweep, thorough
 from tpkernels import groups
-from tpkernels.op_spec import OPS
+from tpkernels.planning.op_spec import OPS
 from tpkernels.symm import cuda, streams
 from tpkernels.symm.device import ABORT, FAILED, PEER, STATUS, TIMEOUT, DeviceWorkspace
 

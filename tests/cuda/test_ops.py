@@ -39,10 +39,11 @@ from tests.support.emulated import BF16, F32, interpreted, on_ranks, require_non
 from tests.support.faults import Ending
 from tests.support.ranked import check_cases, fresh_group
 from tests.support.tiers import sweep, thorough
-from tpkernels import dtypes, groups
+from tpkernels import groups
 from tpkernels.algorithms import reduction as summing
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.op_spec import OPS
+from tpkernels.common import dtypes
+from tpkernels.planning.op_spec import OPS
 from tpkernels.symm import gpu_memory
 from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace

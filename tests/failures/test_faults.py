@@ -24,9 +24,9 @@ from tests.support.ranked import on_hosts, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.algorithms import hierarchical, unfused
+from tpkernels.algorithms import point_to_point as links
+from tpkernels.algorithms import waits as waiting
 from tpkernels.planning import store
-from tpkernels.transport import point_to_point as links
-from tpkernels.transport import waits as waiting
 
 WORLD = 4
 VICTIM = 2

@@ -18,7 +18,8 @@ from tests.support.cuda_rehearsal import pretending, space_of
 from tests.support.faults import Ending
 from tests.support.ranked import apart, on_ranks
 from tests.support.tiers import sweep
-from tpkernels import defaults, groups
+from tpkernels import groups
+from tpkernels.common import defaults
 from tpkernels.groups.group import timeout_on_gpus
 
 

@@ -24,7 +24,8 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
 from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep, thorough
-from tpkernels import backends, groups
+from tpkernels import groups
+from tpkernels.algorithms import backends
 from tpkernels.nccl import Communicator
 
 WORLD = 2

@@ -16,7 +16,7 @@ from tests.support.cases import PACKABLE
 from tests.support.products import product, threads, within_rounding
 from tests.support.ranked import place
 from tpkernels import _C
-from tpkernels.dtypes import CODES
+from tpkernels.common.dtypes import CODES
 from tpkernels.local import matmul
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -21,9 +21,10 @@ from tests.support.products import (
     within_rounding,
 )
 from tests.support.ranked import fresh_group, on_ranks, unlike
-from tpkernels import _C, validation
+from tpkernels import _C
 from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.packed import is_packed, pack_integers
+from tpkernels.ops import validation
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 COLUMNS = _C.calls.PANEL_COLUMNS

@@ -12,7 +12,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.dtypes import CODES
+from tpkernels.common.dtypes import CODES
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALVES = (F16, BF16)

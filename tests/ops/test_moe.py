@@ -23,7 +23,7 @@ from tests.support.ranked import (
     report_cases,
 )
 from tpkernels import shard_sizes
-from tpkernels.dtypes import accumulator
+from tpkernels.common.dtypes import accumulator
 
 ALGORITHMS = ("auto", "unfused", "direct")
 Router = Callable[[int, int, int, torch.Generator], torch.Tensor]

@@ -20,7 +20,7 @@ from tests.support.cases import (
 )
 from tests.support.ranked import SMALLEST_WORKSPACE, run_cases
 from tests.support.tiers import sweep
-from tpkernels.op_spec import OPS
+from tpkernels.planning.op_spec import OPS
 
 LAYOUTS = ("plain", "transposed", "sliced", "offset", "symmetric", "symmetric_end", "mixed")
 WEIGHT_LAYOUTS = ("plain", "linear", "sliced", "offset")

@@ -24,7 +24,7 @@ from tests.support.cases import (
 )
 from tests.support.ranked import SMALLEST_WORKSPACE, run_cases
 from tests.support.tiers import sweep
-from tpkernels.op_spec import OPS, OpSpec
+from tpkernels.planning.op_spec import OPS, OpSpec
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 ONE_SHOT_BYTES = 16 << 10  # csrc/host/collectives.h: above, every rank sums a part

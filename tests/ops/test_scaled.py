@@ -14,8 +14,8 @@ from tests.support.cases import MATMUL_ALGORITHMS, QUICK_WORLDS, Case, RanksFixt
 from tests.support.ranked import fresh_group, on_ranks, run_cases, unlike
 from tests.support.reference import E4M3, E8M0, SCALES, scaled_case
 from tests.support.tiers import sweep
+from tpkernels.common.shards import shard_sizes
 from tpkernels.local.scaled import ScaledMatrix, scaled_matmul
-from tpkernels.shards import shard_sizes
 
 F32, F16, BF16, E5M2 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2
 GATHER, SCATTER = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"

@@ -29,8 +29,8 @@ from tests.support.cases import (
 from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, messages_of, on_ranks, run_cases
 from tests.support.tiers import sweep
 from tpkernels import LocalProduct, groups
+from tpkernels.common.shards import shard_sizes
 from tpkernels.local.matmul import new_product
-from tpkernels.shards import shard_sizes
 
 F32, BF16 = torch.float32, torch.bfloat16
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tpkernels.backends import TABLES
-from tpkernels.op_spec import NO_OPTIONS, OPS, Options
+from tpkernels.algorithms.backends import TABLES
 from tpkernels.planning import cost
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import (
@@ -24,6 +23,7 @@ from tpkernels.planning.choose import (
     unsupported_algorithms,
 )
 from tpkernels.planning.cost import all_reduce_way, hop_seconds
+from tpkernels.planning.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning.problem import Problem
 
 LARGE = 4 * PIPELINED_MIN_ROWS

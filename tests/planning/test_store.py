@@ -27,11 +27,11 @@ from tests.support.ranked import apart, fresh_group
 from tpkernels import groups
 from tpkernels.bench.cases import random_case, run_tpkernels
 from tpkernels.bench.specs import Spec
-from tpkernels.cache import locked
-from tpkernels.op_spec import OPS
+from tpkernels.common.cache import locked
 from tpkernels.planning import machine, store
 from tpkernels.planning.choose import NOTHING_TUNED
 from tpkernels.planning.machine import Machine, this_machine
+from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.table import Table
 
 MACHINE = this_machine("cpu", 2, 1, True, threads=1)
@@ -299,8 +299,8 @@ def test_times_on_gpus_are_those_of_their_links_and_libraries(
 ) -> None:
     """And of nothing on the host: `tpkernels tune` has other threads than torchrun."""
     nvml = str(emulated.build(cxx_cache, "nvml.cpp", "-fPIC", "-shared"))
-    monkeypatch.setattr("tpkernels.nvml.LIBRARY", nvml)
-    monkeypatch.setattr("tpkernels.nvml.uuid_of", lambda number: f"GPU-{number}")
+    monkeypatch.setattr("tpkernels.common.nvml.LIBRARY", nvml)
+    monkeypatch.setattr("tpkernels.common.nvml.uuid_of", lambda number: f"GPU-{number}")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
@@ -320,7 +320,7 @@ def test_times_on_gpus_are_those_of_their_links_and_libraries(
         others.add(found().file_name)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 1))
     others.add(found().file_name)
-    monkeypatch.setattr("tpkernels.nvml.LIBRARY", "libmissing.so")
+    monkeypatch.setattr("tpkernels.common.nvml.LIBRARY", "libmissing.so")
     assert found().gpus == "4, links unknown: OSError; driver unknown, NCCL 2.28.1"
     assert len(others | {first.file_name, found().file_name}) == 5
     machine._gpus.cache_clear()

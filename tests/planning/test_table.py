@@ -9,8 +9,8 @@ import torch
 
 from tests.support.cuda_rehearsal import TRUSTED
 from tpkernels.bench.specs import Spec
-from tpkernels.op_spec import Options
 from tpkernels.planning.choose import Means, Plan, choose
+from tpkernels.planning.op_spec import Options
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.table import Measurement, Table
 

@@ -21,7 +21,7 @@ from tests.support.multimem_rehearsal import Multimem
 from tests.support.nccl_rehearsal import over_nccl
 from tests.support.tiers import sweep, thorough
 from tpkernels.algorithms import fused, multimem
-from tpkernels.backends import TABLES
+from tpkernels.algorithms.backends import TABLES
 from tpkernels.cuda import layouts
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.launch.session import rank_device

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tpkernels.op_spec import OPS
 from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.trust import ways_of
 from tpkernels.qualification.schedule import (
     AUTOMATIC_S,

@@ -19,9 +19,9 @@ from tests.support import ranked
 from tests.support.cuda_rehearsal import TRUSTED
 from tests.support.nccl_rehearsal import over_nccl
 from tpkernels import groups, qualification
-from tpkernels.op_spec import Options
 from tpkernels.planning import trust
 from tpkernels.planning.choose import Means, candidates, choose
+from tpkernels.planning.op_spec import Options
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Measurement, Table
 from tpkernels.planning.trust import (

@@ -36,11 +36,11 @@ from tests.support import faults
 from tests.support.faults import AT_ONCE, CASES, CASES_APART, PROMPT, Ending, Report
 from tests.support.ranked import apart, on_hosts
 from tests.support.tuned import call
-from tpkernels import backends, groups
-from tpkernels.algorithms import unfused
+from tpkernels import groups
+from tpkernels.algorithms import backends, unfused
 from tpkernels.launch import Outcome
+from tpkernels.ops import tuner
 from tpkernels.symm import host, rendezvous
-from tpkernels.tuning import tuner
 
 KINDS = ("kill", "stop", "interrupt", "exception", "no memory", "mismatch", "fork")
 KINDS += ("turn", "late", "destroyed")

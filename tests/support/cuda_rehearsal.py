@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from tests.support import faults
 from tests.support.multimem_rehearsal import Multimem
-from tpkernels import groups, validation
+from tpkernels import groups
 from tpkernels.algorithms import multimem
 from tpkernels.groups.group import Group
-from tpkernels.op_spec import OPS
+from tpkernels.ops import validation
 from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.trust import COPY_ENGINES, Trust, ways_of
 from tpkernels.symm import gpu_memory, host
 from tpkernels.symm.cuda import CudaWorkspace

@@ -25,8 +25,8 @@ from tests.support.cxx import compiled
 from tests.support.paths import NATIVE, ROOT
 from tpkernels import _C
 from tpkernels.algorithms.reduction import Reduction
+from tpkernels.common.dtypes import CODES
 from tpkernels.cuda import calls, image
-from tpkernels.dtypes import CODES
 from tpkernels.symm.device import DeviceWorkspace
 
 EMULATED = NATIVE / "emulated"

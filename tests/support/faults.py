@@ -27,9 +27,9 @@ import torch.distributed as dist
 import tpkernels
 from tests.support.processes import running
 from tpkernels import groups
-from tpkernels.backends import TABLES
+from tpkernels.algorithms.backends import TABLES
 from tpkernels.launch import Outcome, Ranks
-from tpkernels.op_spec import OPS
+from tpkernels.planning.op_spec import OPS
 from tpkernels.symm.host import HostWorkspace
 
 WORKSPACE_BYTES = 1 << 16

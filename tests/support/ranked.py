@@ -23,13 +23,13 @@ import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
 from tests.support.reference import Operand, scale_of_w, scale_of_x
-from tpkernels import LocalProduct, backends, groups
+from tpkernels import LocalProduct, groups
+from tpkernels.algorithms import backends, point_to_point
+from tpkernels.algorithms.point_to_point import PeerLinks
 from tpkernels.groups import GroupLike
 from tpkernels.launch import Ranks
 from tpkernels.ops.reference import Expected
 from tpkernels.symm import colocation
-from tpkernels.transport import point_to_point
-from tpkernels.transport.point_to_point import PeerLinks
 
 SMALLEST_WORKSPACE = 1 << 16
 TIMEOUT = 20.0  # s, after which ranks no longer wait for one that failed alone

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.backends import TABLES
+from tpkernels.algorithms.backends import TABLES
 from tpkernels.groups.group import Group
-from tpkernels.op_spec import OPS
-from tpkernels.tuning import tuner
+from tpkernels.ops import tuner
+from tpkernels.planning.op_spec import OPS
 
 WORLD = 3
 ROWS = 16 * WORLD  # 16 of each rank, the fewest that are split

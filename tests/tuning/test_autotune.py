@@ -30,15 +30,14 @@ from tests.support.cuda_rehearsal import TRUSTED, SharedMemory, pretending
 from tests.support.ranked import apart, check_job, fresh_group, on_ranks
 from tests.support.tiers import covering, thorough
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
-from tpkernels.backends import TABLES
+from tpkernels.algorithms.backends import TABLES
 from tpkernels.errors import CollectiveTimeoutError, WorkspaceMemoryError
 from tpkernels.groups.group import Group
-from tpkernels.op_spec import OPS
-from tpkernels.ops import planned_calls
+from tpkernels.ops import planned_calls, tuner
+from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.table import Table
 from tpkernels.symm import streams
 from tpkernels.symm.cuda import CudaWorkspace
-from tpkernels.tuning import tuner
 
 OP = "matmul_all_reduce"
 
@@ -289,7 +288,7 @@ def test_captures_go_by_times_of_graphs(fault: str) -> None:
         patch.setattr(tuner, "_takes_graphs", lambda _: True)
         patch.setattr(tuner, "graph_of", graph_of)
         patch.setattr(tuner._Tuner, "_timed", timed)
-        patch.setattr("tpkernels.backends.TABLES", {**TABLES, "cuda": wrapped})
+        patch.setattr("tpkernels.algorithms.backends.TABLES", {**TABLES, "cuda": wrapped})
         group = faults.new_group()
         own(group).measured.tables["cuda"] = Table()
         own(group)._trust["cuda"] = TRUSTED

@@ -27,8 +27,8 @@ from tpkernels._C.host import Phase
 from tpkernels.algorithms.parts import Products
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.call import Call
 from tpkernels.cuda.queued import queue_alike, queued
+from tpkernels.groups.call import Call
 from tpkernels.planning.trust import COPY_ENGINES
 from tpkernels.symm.cuda import Watch
 from tpkernels.symm.device import Prepared, kernel_error

@@ -42,18 +42,18 @@ from itertools import accumulate
 
 import torch
 
-from tpkernels import dtypes
 from tpkernels._C.host import Phase
 from tpkernels.algorithms import transfers
 from tpkernels.algorithms.parts import Partials
+from tpkernels.algorithms.point_to_point import Started, enter
 from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.call import Call
+from tpkernels.algorithms.waits import announce_done
+from tpkernels.common import dtypes
+from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
 from tpkernels.planning.algorithms import chunk_bytes
 from tpkernels.symm.node import Node
-from tpkernels.transport.point_to_point import Started, enter
-from tpkernels.transport.waits import announce_done
 
 # Who sends what to which host; pure, the same on all ranks. The ranks of another host are spread
 # over those of this one: rank i of a host of m ranks deals with the ranks i, i + m, i + 2m, ... of

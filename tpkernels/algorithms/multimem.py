@@ -43,8 +43,8 @@ import torch
 from tpkernels.algorithms.parts import Products, as_rows, partial_of, shard_counts
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.call import Call
-from tpkernels.integers import round_up
+from tpkernels.common.integers import round_up
+from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tpkernels.call import Call
-from tpkernels.integers import ceil_div, round_up
+from tpkernels.common.integers import ceil_div, round_up
+from tpkernels.groups.call import Call
 from tpkernels.local.exactness import multiplies_parts_exactly
 from tpkernels.local.matmul import layout_of, local_matmul
 from tpkernels.local.memory import empty

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tpkernels.algorithms.parts import Products
-from tpkernels.call import Call
+from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
 
 

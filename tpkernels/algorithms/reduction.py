@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
-from tpkernels import _C, cuda, dtypes
-from tpkernels.call import Call
-from tpkernels.integers import ceil_div
+from tpkernels import _C, cuda
+from tpkernels.common import dtypes
+from tpkernels.common.integers import ceil_div
+from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, recorded

@@ -38,12 +38,12 @@ import torch
 
 from tpkernels.algorithms import transfers
 from tpkernels.algorithms.parts import Partials, pieces_of
+from tpkernels.algorithms.point_to_point import enter
 from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.call import Call
+from tpkernels.algorithms.waits import announce_done
+from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.ranges import TRANSFER, recorded
-from tpkernels.transport.point_to_point import enter
-from tpkernels.transport.waits import announce_done
 
 
 @dataclass(frozen=True)

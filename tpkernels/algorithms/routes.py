@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels import _C
+from tpkernels.common.shards import shard_sizes
 from tpkernels.errors import CaptureError, RoutingError
 from tpkernels.planning.problem import Problem
-from tpkernels.shards import shard_sizes
 from tpkernels.symm import streams
 
 

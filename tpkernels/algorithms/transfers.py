@@ -21,7 +21,7 @@ from tpkernels.algorithms.parts import (
     shard_counts,
 )
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.call import Call
+from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 

@@ -41,17 +41,17 @@ from torch._C._distributed_c10d import (
 )
 
 from tpkernels.algorithms.parts import Products, as_rows, new_partial, pieces_of, shard_counts
+from tpkernels.algorithms.point_to_point import enter
 from tpkernels.algorithms.rank_order import by_owner, join
 from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.algorithms.routes import RowExchange, filled, weigh_rows
-from tpkernels.call import Call
-from tpkernels.integers import ceil_div, round_up
+from tpkernels.algorithms.waits import announce_done, finish
+from tpkernels.common.integers import ceil_div, round_up
+from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.planning.problem import VENDOR
-from tpkernels.transport.point_to_point import enter
-from tpkernels.transport.waits import announce_done, finish
 
 # A reduction on the host moves in steps of this size, so that the allocator can reuse their buffers
 # instead of taking fresh pages.

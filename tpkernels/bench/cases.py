@@ -16,13 +16,13 @@ from torch.nn.functional import rms_norm
 import tpkernels
 from tpkernels import groups
 from tpkernels.bench.specs import EXPERTS, NORM_EPS, OPERANDS, TOP_K, Spec, matrix_of, square_of
+from tpkernels.common.shards import shard_sizes
 from tpkernels.groups.group import Group
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.scaled import ScaledMatrix, scaled_matmul
-from tpkernels.op_spec import OPS, OpSpec
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.machine import last_level_cache_bytes
-from tpkernels.shards import shard_sizes
+from tpkernels.planning.op_spec import OPS, OpSpec
 from tpkernels.symm.limits import available_bytes
 from tpkernels.timing import slowest
 

@@ -20,8 +20,8 @@ from rich.terminal_theme import TerminalTheme
 
 from tpkernels.bench.report import WIDTH, show
 from tpkernels.bench.results import Row, Run
+from tpkernels.common.text import counted
 from tpkernels.launch.terminal import byte_size
-from tpkernels.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

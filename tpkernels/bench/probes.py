@@ -21,12 +21,12 @@ from tpkernels.bench.cases import (
     run_matmul,
     world_group,
 )
+from tpkernels.common.text import counted
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.launch.terminal import UsageError, check_known
 from tpkernels.planning import store
 from tpkernels.planning.cost import MEASURED, Link, Profile, Rates, machine_named, machines
 from tpkernels.planning.machine import Machine, last_level_cache_bytes, this_machine
-from tpkernels.text import counted
 from tpkernels.timing import Variant, measure
 
 # A square matmul that is long compared with its overheads and short compared with a case: 2 GFLOP

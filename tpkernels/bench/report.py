@@ -11,8 +11,8 @@ from rich.table import Table
 
 from tpkernels.bench.cases import COLD
 from tpkernels.bench.results import Row, Run, by_case
+from tpkernels.common.text import counted
 from tpkernels.launch.terminal import byte_size, milliseconds
-from tpkernels.text import counted
 
 WIDTH = 100
 LEGEND = """\

@@ -22,14 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpkernels import _C, dtypes
+from tpkernels import _C
 from tpkernels.bench.measuring import CaseReport
 from tpkernels.bench.sweep import Item, Method
+from tpkernels.common import dtypes
+from tpkernels.common.text import all_printable, short
 from tpkernels.launch.terminal import UsageError, read_input
 from tpkernels.planning import machine
 from tpkernels.planning.cost import Rates
 from tpkernels.planning.records import from_json
-from tpkernels.text import all_printable, short
 
 FORMAT = "tpkernels-bench/5"
 _MAX_BYTES = 256 << 20  # a row takes about 1 KiB

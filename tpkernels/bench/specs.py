@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tpkernels import dtypes
-from tpkernels.backends import unsupported
+from tpkernels.algorithms.backends import unsupported
+from tpkernels.common import dtypes
 from tpkernels.kernels import NO_GPU
 from tpkernels.launch.session import on_one_host
 from tpkernels.launch.terminal import UsageError, byte_size, check_known, shape_of, sizes_of
 from tpkernels.local.scaled import Packing, scaling_of
-from tpkernels.op_spec import NO_OPTIONS, OPS, OpSpec, Options
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.cost import Cost
+from tpkernels.planning.op_spec import NO_OPTIONS, OPS, OpSpec, Options
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 
 NORM_EPS = 1e-6

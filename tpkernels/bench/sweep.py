@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels import dtypes
 from tpkernels.bench.specs import Spec, check_algorithm, check_split, specs_of
+from tpkernels.common import dtypes
 from tpkernels.launch.terminal import UsageError, check_known
-from tpkernels.op_spec import OPS
+from tpkernels.planning.op_spec import OPS
 
 PROJECTIONS = ("qkv", "out", "gate_up", "down", "lm_head")
 LAYER = PROJECTIONS[:4]  # those of a layer; a model has one lm_head

@@ -26,8 +26,8 @@ from torch.nn.functional import rms_norm
 
 from tpkernels.bench.cases import Case, Outputs
 from tpkernels.bench.specs import EXPERTS, NORM_EPS, TOP_K
+from tpkernels.common.shards import shard_sizes
 from tpkernels.launch.session import all_gather_objects, all_gather_tensors
-from tpkernels.shards import shard_sizes
 
 _SECOND_ORDER = 1.01  # products of roundings, which the second bound leaves out
 

@@ -35,9 +35,9 @@ _MOST_MESSAGE = 1000  # characters of an error
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Turn errors that need no traceback into a message and an exit code."""
+    from tpkernels.common.text import printable, short
     from tpkernels.launch import RankError
     from tpkernels.launch.terminal import UsageError
-    from tpkernels.text import printable, short
 
     try:
         yield
@@ -93,7 +93,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from tpkernels.version import VERSION
+        from tpkernels.common.version import VERSION
 
         typer.echo(f"tpkernels {VERSION}")
         raise typer.Exit

@@ -19,6 +19,7 @@ from tpkernels.bench.report import show
 from tpkernels.bench.results import Row, line, new_run, rows_of
 from tpkernels.bench.specs import algorithms_named
 from tpkernels.cli import options
+from tpkernels.common.text import counted
 from tpkernels.launch.session import is_leader, launched_ranks, open_session, resolve_device
 from tpkernels.launch.terminal import (
     DTYPES,
@@ -31,8 +32,7 @@ from tpkernels.launch.terminal import (
     number_in,
     writing,
 )
-from tpkernels.op_spec import OPS
-from tpkernels.text import counted
+from tpkernels.planning.op_spec import OPS
 
 _REPEAT, _QUICK_REPEAT, _QUICK_SECONDS = 20, 10, 2.0
 Many = list[str] | None

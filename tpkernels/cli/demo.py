@@ -13,6 +13,8 @@ from typer import Option
 
 import tpkernels
 from tpkernels.cli import options
+from tpkernels.common.shards import shard_sizes
+from tpkernels.common.text import counted
 from tpkernels.launch.session import is_leader, open_session, world_size
 from tpkernels.launch.terminal import (
     UsageError,
@@ -23,8 +25,6 @@ from tpkernels.launch.terminal import (
     milliseconds,
     table,
 )
-from tpkernels.shards import shard_sizes
-from tpkernels.text import counted
 from tpkernels.timing import Samples, Variant, measure, summary
 
 ALGORITHMS = ("unfused", "auto")

@@ -14,7 +14,9 @@ from tpkernels.bench.probes import machine_by_name
 from tpkernels.bench.specs import Spec, check_split, spec_of, unsupported_kernels
 from tpkernels.bench.sweep import LAYER, MODELS, projection
 from tpkernels.cli import options
-from tpkernels.integers import ceil_div
+from tpkernels.common.integers import ceil_div
+from tpkernels.common.shards import shard_sizes
+from tpkernels.common.text import counted
 from tpkernels.launch.session import check_device
 from tpkernels.launch.terminal import (
     UsageError,
@@ -28,7 +30,6 @@ from tpkernels.launch.terminal import (
     number_in,
     table,
 )
-from tpkernels.op_spec import OPS
 from tpkernels.planning import store, trust
 from tpkernels.planning.choose import (
     Means,
@@ -46,11 +47,10 @@ from tpkernels.planning.cost import (
     matmul_seconds,
 )
 from tpkernels.planning.machine import this_machine
+from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.table import Table
 from tpkernels.planning.trust import SUMS, Trust
-from tpkernels.shards import shard_sizes
 from tpkernels.symm.node import why_not_hierarchical
-from tpkernels.text import counted
 
 _MODELS = [name for name, model in MODELS.items() if not model.experts]
 _NO_GAIN = 0.98  # of the time without overlap; less is within the spread of a measurement

@@ -17,6 +17,7 @@ import typer
 from typer import Option
 
 from tpkernels.cli import options
+from tpkernels.common.text import counted
 from tpkernels.integrations.transformers.generator import (
     Completions,
     Driver,
@@ -36,7 +37,6 @@ from tpkernels.launch.session import (
 )
 from tpkernels.launch.terminal import UsageError, check_workers, dtype_named, note_crowd
 from tpkernels.parallel.joint_work import PeerFailedError
-from tpkernels.text import counted
 
 
 def generate(

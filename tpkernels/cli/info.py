@@ -13,16 +13,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tpkernels import _C, cuda, dtypes, kernels, nccl
-from tpkernels.backends import TABLES
+from tpkernels import _C, cuda, kernels, nccl
+from tpkernels.algorithms.backends import TABLES
 from tpkernels.bench.specs import Spec, unsupported_kernels
 from tpkernels.cli import options
+from tpkernels.common import dtypes
 from tpkernels.launch.terminal import DTYPES, byte_size, console, table
 from tpkernels.local.packed import native
-from tpkernels.op_spec import OPS
 from tpkernels.planning import machine, trust
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, unsupported_algorithms
+from tpkernels.planning.op_spec import OPS
 from tpkernels.symm import colocation
 from tpkernels.symm.limits import available_bytes
 

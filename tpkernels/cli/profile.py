@@ -33,6 +33,7 @@ from tpkernels.bench.specs import (
     spec_of,
 )
 from tpkernels.cli import options
+from tpkernels.common.text import counted
 from tpkernels.launch.ranks import loopback_store
 from tpkernels.launch.session import is_leader, open_session, under_torchrun, world_size
 from tpkernels.launch.terminal import (
@@ -49,8 +50,7 @@ from tpkernels.launch.terminal import (
     writing,
 )
 from tpkernels.local import ranges
-from tpkernels.op_spec import OPS
-from tpkernels.text import counted
+from tpkernels.planning.op_spec import OPS
 
 _CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")

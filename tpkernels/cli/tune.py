@@ -15,8 +15,8 @@ import tpkernels
 from tpkernels.bench.cases import planned, random_case, world_group
 from tpkernels.bench.probes import measure_machine, profile_of, rates_text
 from tpkernels.bench.specs import Spec, check_split, specs_of
-from tpkernels.cache import cache_folder, check_folder, make_folder
 from tpkernels.cli import options
+from tpkernels.common.cache import cache_folder, check_folder, make_folder
 from tpkernels.launch import session as sessions
 from tpkernels.launch.session import Run
 from tpkernels.launch.terminal import (
@@ -31,11 +31,11 @@ from tpkernels.launch.terminal import (
     writable,
     writing,
 )
-from tpkernels.op_spec import OPS
 from tpkernels.planning import store
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import NOTHING_TUNED, Plan
 from tpkernels.planning.machine import this_machine
+from tpkernels.planning.op_spec import OPS
 
 _TUNED = [name for name, spec in OPS.items() if not spec.routed]
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]

@@ -15,7 +15,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import is_mutation_op, stable_topological_sort
 from torch.distributed import distributed_c10d
 
-from tpkernels import dtypes, groups
+from tpkernels import groups
+from tpkernels.common import dtypes
 from tpkernels.compile import LeftAlone, Report, Rewritten, Site, rewrites
 from tpkernels.compile.graph import (
     FP8,

@@ -20,8 +20,8 @@ from torch.utils._sympy.functions import FloorDiv
 
 from tpkernels import groups
 from tpkernels.compile.layout import Axis, Size, same, same_shape, shape_of, value
-from tpkernels.op_spec import NO_OPTIONS, Options
 from tpkernels.ops.replacement import why_left_to_torch
+from tpkernels.planning.op_spec import NO_OPTIONS, Options
 
 aten = torch.ops.aten
 

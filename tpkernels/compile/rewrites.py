@@ -28,7 +28,7 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import is_mutation_op
 
-from tpkernels import dtypes
+from tpkernels.common import dtypes
 from tpkernels.compile import layout as moving
 from tpkernels.compile.graph import (
     Collective,
@@ -43,7 +43,7 @@ from tpkernels.compile.graph import (
     row_scale,
 )
 from tpkernels.compile.layout import Axis, Layout, Size, same, same_shape, shape_of, size_of, value
-from tpkernels.op_spec import OPS, Options
+from tpkernels.planning.op_spec import OPS, Options
 
 aten = torch.ops.aten
 

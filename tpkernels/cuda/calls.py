@@ -21,11 +21,11 @@ from collections.abc import Sequence
 import torch
 
 from tpkernels import _C
+from tpkernels.common.dtypes import CODES
+from tpkernels.common.integers import ceil_div, round_up
 from tpkernels.cuda import layouts, operands
 from tpkernels.cuda.image import device_and_stream, launch
 from tpkernels.cuda.operands import epilogue, space_of
-from tpkernels.dtypes import CODES
-from tpkernels.integers import ceil_div, round_up
 from tpkernels.planning.cost import all_reduce_way
 from tpkernels.planning.trust import NORMED_SUMS, SHARDS, SUMS, usable
 from tpkernels.symm.device import DeviceWorkspace, Launch

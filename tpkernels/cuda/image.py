@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tpkernels import _C
-from tpkernels.cache import cache_folder, read_trusted, replace_file
+from tpkernels.common.cache import cache_folder, read_trusted, replace_file
 from tpkernels.errors import CaptureError
 from tpkernels.symm import streams
 

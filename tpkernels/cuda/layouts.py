@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpkernels.integers import ceil_div, round_up
+from tpkernels.common.integers import ceil_div, round_up
 
 # Largest tensor that is gathered or scattered by LL, in bytes, counted over all ranks. NCCL's range
 # for LL, not measured over a link. Of all-reduces: planning/cost.py.

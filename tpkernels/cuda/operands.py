@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpkernels import _C
-from tpkernels.dtypes import CODES, name
+from tpkernels.common.dtypes import CODES, name
 from tpkernels.symm.device import DeviceWorkspace
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

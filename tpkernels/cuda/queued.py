@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels.call import Call
+from tpkernels.groups.call import Call
 from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import Prepared
 

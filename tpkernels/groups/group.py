@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 from torch.distributed import constants
 
-from tpkernels import _C, defaults
+from tpkernels import _C
+from tpkernels.common import defaults
+from tpkernels.common.text import named_values, of_error
 from tpkernels.errors import (
     CaptureError,
     CollectiveMismatchError,
@@ -39,7 +41,6 @@ from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.node import Node, make_node
-from tpkernels.text import named_values, of_error
 
 _logger = logging.getLogger("tpkernels")
 TUNING_SECONDS = 5.0  # for one problem

@@ -24,7 +24,8 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 from vllm.model_executor.utils import replace_parameter
 
 import tpkernels
-from tpkernels import dtypes, groups
+from tpkernels import groups
+from tpkernels.common import dtypes
 from tpkernels.integrations.vllm import logger
 from tpkernels.ops.autograd import matmul
 from tpkernels.ops.experts import ACTIVATIONS

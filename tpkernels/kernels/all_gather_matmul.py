@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.integers import ceil_div
+from tpkernels.common.integers import ceil_div
 from tpkernels.kernels import matmul, sync, words
 from tpkernels.kernels.bound import BoundKernel
 from tpkernels.kernels.configs import MatmulConfig

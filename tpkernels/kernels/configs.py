@@ -18,7 +18,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tpkernels.integers import ceil_div
+from tpkernels.common.integers import ceil_div
 from tpkernels.kernels import release_of
 from tpkernels.kernels.bound import BoundKernel, WithScratch
 from tpkernels.kernels.words import INTERPRETED

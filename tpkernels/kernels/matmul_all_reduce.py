@@ -19,11 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.integers import ceil_div
+from tpkernels.common.integers import ceil_div
+from tpkernels.common.shards import shard_sizes
 from tpkernels.kernels import matmul, sync
 from tpkernels.kernels import matmul_reduce_scatter as scatter
 from tpkernels.kernels.configs import MatmulConfig, contiguous_rows
-from tpkernels.shards import shard_sizes
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
 # Largest partial, in bytes, that is reduced one-shot. Not measured.

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.integers import round_up
+from tpkernels.common.integers import round_up
 from tpkernels.kernels import matmul, sync, words
 from tpkernels.kernels.configs import MatmulConfig, contiguous_rows
 from tpkernels.symm.device import DeviceWorkspace, Prepared

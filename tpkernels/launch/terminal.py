@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpkernels import dtypes
-from tpkernels.text import counted
+from tpkernels.common import dtypes
+from tpkernels.common.text import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -25,7 +25,8 @@ from typing import TypeGuard
 
 import torch
 
-from tpkernels import _C, dtypes
+from tpkernels import _C
+from tpkernels.common import dtypes
 from tpkernels.local.product import Weight
 
 _GROUP_BYTES = 4

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels.common import dtypes
 
 
 class Product(ABC):

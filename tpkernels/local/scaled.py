@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels.integers import ceil_div, round_up
+from tpkernels.common.integers import ceil_div, round_up
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Product
 

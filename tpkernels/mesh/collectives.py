@@ -10,7 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from tpkernels import dtypes, ops
+from tpkernels import ops
+from tpkernels.common import dtypes
 from tpkernels.groups import name_of
 from tpkernels.mesh.layout import checked_placements, placements_text
 

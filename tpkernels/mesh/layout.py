@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from tpkernels.shards import chunk_sizes
+from tpkernels.common.shards import chunk_sizes
 
 Placements: TypeAlias = tuple[Placement, ...]
 

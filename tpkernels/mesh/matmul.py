@@ -15,13 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from tpkernels import dtypes, ops, validation
+from tpkernels import ops
+from tpkernels.common import dtypes
+from tpkernels.common.shards import chunk_sizes
 from tpkernels.mesh.agreement import Agreement, machine_of
 from tpkernels.mesh.layout import Placements, checked_placements, local_shape, placements_text
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, choose, ranked
+from tpkernels.ops import validation
 from tpkernels.ops.autograd import algorithm_like, matmul
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
-from tpkernels.shards import chunk_sizes
 
 _MOST_MESH_DIMS = 2
 

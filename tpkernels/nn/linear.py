@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpkernels import groups
+from tpkernels.common.shards import shard_sizes as balanced_sizes
 from tpkernels.groups import GroupLike
 from tpkernels.nn import packing
 from tpkernels.nn.packing import PackableModule
@@ -30,7 +31,6 @@ from tpkernels.ops.column_matmul import column_matmul
 from tpkernels.ops.matmul_all_reduce import run_matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import run_matmul_reduce_scatter
 from tpkernels.ops.registration import bias_list
-from tpkernels.shards import shard_sizes as balanced_sizes
 
 QKV = ("q_proj", "k_proj", "v_proj")
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tpkernels.common.shards import shard_sizes as balanced_sizes
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.nn.packing import PackableModule
 from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ranks
@@ -22,8 +23,7 @@ from tpkernels.ops.grouped_matmul import check_operands, grouped_matmul
 from tpkernels.ops.moe_combine import moe_combine
 from tpkernels.ops.moe_dispatch import Handle, gather_routes, moe_dispatch
 from tpkernels.ops.reduce_scatter import reduce_scatter
-from tpkernels.shards import shard_sizes as balanced_sizes
-from tpkernels.validation import topk
+from tpkernels.ops.validation import topk
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")

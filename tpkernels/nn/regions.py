@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from tpkernels import groups
+from tpkernels.common.shards import check_sizes
 from tpkernels.groups import GroupLike
 from tpkernels.nn.sharding import Split, position
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
-from tpkernels.shards import check_sizes
 
 
 class _Copy(torch.autograd.Function):

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from tpkernels import dtypes, groups
+from tpkernels import groups
+from tpkernels.common import dtypes
+from tpkernels.common.shards import check_sizes, shard_sizes
 from tpkernels.groups import GroupLike
 from tpkernels.nn.torch_tools import Mark, mark
 from tpkernels.ops.all_gather import all_gather
-from tpkernels.shards import check_sizes, shard_sizes
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tpkernels import dtypes, groups, validation
+from tpkernels import groups
+from tpkernels.common import dtypes
 from tpkernels.groups import GroupLike
 from tpkernels.nn.linear import ColumnParallelLinear
 from tpkernels.nn.sharding import (
@@ -32,6 +33,7 @@ from tpkernels.nn.sharding import (
     check_plain,
     position,
 )
+from tpkernels.ops import validation
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.reduce_scatter import reduce_scatter

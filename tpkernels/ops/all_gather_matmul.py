@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels.common import dtypes
 from tpkernels.groups import GroupLike, break_if_interrupted, name_of
 from tpkernels.local.product import LocalProduct, Weight
 from tpkernels.ops.autograd import ColumnGrads, algorithm_like, matmul

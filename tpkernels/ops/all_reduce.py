@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tpkernels import validation
 from tpkernels.groups import GroupLike, break_if_interrupted, name_of
+from tpkernels.ops import validation
 from tpkernels.ops.registration import define, documented
 
 SCHEMA = (

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes
 from tpkernels.algorithms.parts import as_rows
+from tpkernels.common import dtypes
 from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from tpkernels import _C, groups, validation
+from tpkernels import _C, groups
 from tpkernels.algorithms.parts import as_rows
 from tpkernels.groups import GroupLike
 from tpkernels.local.matmul import new_product
 from tpkernels.local.packed import columns_of, is_packed
 from tpkernels.local.ranges import profiling
+from tpkernels.ops import validation
 from tpkernels.ops.autograd import ColumnGrads
 from tpkernels.ops.registration import bias_list, define_local
 from tpkernels.ops.shortcut import is_plain

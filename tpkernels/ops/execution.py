@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes
 from tpkernels.algorithms.parts import Products, result_shape, splits_columns
 from tpkernels.algorithms.reduction import Reduction, RmsNorm
-from tpkernels.call import Call
+from tpkernels.common import dtypes
+from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
 from tpkernels.local.scaled import Packing

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tpkernels import dtypes, validation
 from tpkernels.algorithms.routes import places_of, weigh_rows
+from tpkernels.common import dtypes
 from tpkernels.local.memory import empty
+from tpkernels.ops import validation
 from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.registration import define_local
 

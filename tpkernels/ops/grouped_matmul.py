@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpkernels import _C, dtypes, validation
+from tpkernels import _C
+from tpkernels.common import dtypes
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import is_packed_stack
 from tpkernels.local.ranges import MATMUL, recorded
+from tpkernels.ops import validation
 from tpkernels.ops.registration import define_local
 from tpkernels.ops.shortcut import is_plain
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels.common import dtypes
 from tpkernels.groups import break_if_interrupted
 from tpkernels.ops.moe_dispatch import Handle
 from tpkernels.ops.registration import define, define_local

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpkernels import dtypes, validation
+from tpkernels.common import dtypes
 from tpkernels.errors import CollectiveMismatchError
 from tpkernels.groups import GroupLike, break_if_interrupted, name_of
 from tpkernels.local.scaled import Packing
-from tpkernels.ops import scaled
+from tpkernels.ops import scaled, validation
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.registration import define
 

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from tpkernels import cuda
-from tpkernels.backends import implementation, unsupported
-from tpkernels.call import Call, Replaced
+from tpkernels.algorithms.backends import implementation, unsupported
 from tpkernels.errors import WorkspaceMemoryError
+from tpkernels.groups.call import Call, Replaced
 from tpkernels.groups.group import Group
+from tpkernels.ops.tuner import tune_if_new
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.planning.problem import VENDOR, Problem
 from tpkernels.planning.trust import Trust
 from tpkernels.symm import streams
-from tpkernels.tuning.tuner import tune_if_new
 
 
 def plan_call(

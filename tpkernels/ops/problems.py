@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes, validation
+from tpkernels.common import dtypes
+from tpkernels.common.shards import shard_sizes
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import columns_of
 from tpkernels.local.scaled import Packing, numbers_in, scaling_of
-from tpkernels.op_spec import OPS, OpSpec, Options
-from tpkernels.ops import scaled
+from tpkernels.ops import scaled, validation
+from tpkernels.planning.op_spec import OPS, OpSpec, Options
 from tpkernels.planning.problem import Problem
-from tpkernels.shards import shard_sizes
 
 
 def problem_of(op: str, group: Group, given: Any) -> Problem:

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels.dtypes import accumulator
-from tpkernels.shards import shard_sizes
+from tpkernels.common.dtypes import accumulator
+from tpkernels.common.shards import shard_sizes
 
 __all__ = ["Expected", "Term", "assignments", "bounded", "moe_combine", "moved", "product"]
 __all__ += ["rms_norm", "summed", "unrounded"]

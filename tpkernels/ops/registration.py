@@ -17,15 +17,16 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
-from tpkernels import _C, backends, groups, validation
-from tpkernels.call import Call, Replaced
+from tpkernels import _C, groups
+from tpkernels.algorithms import backends
 from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups.call import Call, Replaced
 from tpkernels.local.product import LocalProduct
-from tpkernels.op_spec import OPS, OpSpec
-from tpkernels.ops import execution
+from tpkernels.ops import execution, validation
 from tpkernels.ops.planned_calls import plan_call
 from tpkernels.ops.problems import fake_result, problem_of
 from tpkernels.ops.shortcut import PLAIN_KEYS, arguments_of, kernel_above, shortcut
+from tpkernels.planning.op_spec import OPS, OpSpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

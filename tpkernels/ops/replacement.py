@@ -11,8 +11,8 @@ import torch
 
 from tpkernels import groups
 from tpkernels.groups.group import Group
-from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.planning.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning.problem import ORDERED, Problem
 from tpkernels.planning.table import Table
 

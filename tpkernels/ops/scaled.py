@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from tpkernels import dtypes
-from tpkernels.integers import ceil_div
+from tpkernels.common import dtypes
+from tpkernels.common.integers import ceil_div
 from tpkernels.local.scaled import (
     BLOCK,
     FP4,

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpkernels import validation
 from tpkernels.local.memory import empty
 from tpkernels.local.scaled import BLOCK, ScaledMatrix, scaled_matmul, torch_takes
-from tpkernels.ops import scaled
+from tpkernels.ops import scaled, validation
 from tpkernels.ops.grouped_matmul import check_counts, ranges_of
 from tpkernels.ops.registration import define_local
 

@@ -14,9 +14,11 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from tpkernels import _C, defaults, validation
+from tpkernels import _C
+from tpkernels.common import defaults
 from tpkernels.local.ranges import profiling
-from tpkernels.op_spec import OPS
+from tpkernels.ops import validation
+from tpkernels.planning.op_spec import OPS
 
 Result = TypeVar("Result")
 _State: TypeAlias = tuple[int, int, bool, list[int]]  # PlainState of csrc/calls/shortcut.h

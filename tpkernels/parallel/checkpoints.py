@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpkernels.text import of_error, shown
+from tpkernels.common.text import of_error, shown
 
 FORMAT = "tpkernels-shards/1"
 INDEX = "model.safetensors.index.json"

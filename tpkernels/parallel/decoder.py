@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tpkernels.common.shards import shard_sizes
 from tpkernels.local.packed import check_finite, check_packable
 from tpkernels.nn import (
     ColumnParallelLinear,
@@ -54,7 +55,6 @@ from tpkernels.nn.linear import QKV, Heads
 from tpkernels.nn.moe import PROJECTIONS
 from tpkernels.nn.sharding import additions, position
 from tpkernels.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
-from tpkernels.shards import shard_sizes
 
 GATE_UP = ("gate_proj", "up_proj")
 PROMPT_ROWS = 16  #: tokens per rank from which ``sequence_parallel="prefill"`` splits a sequence

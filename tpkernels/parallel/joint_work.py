@@ -19,9 +19,9 @@ from collections.abc import Iterator
 import torch
 
 from tpkernels import groups
+from tpkernels.common.text import of_error
 from tpkernels.groups.group import Group
 from tpkernels.ops.all_gather import all_gather
-from tpkernels.text import of_error
 
 THREAD = "tpkernels-joint-work"
 _INTERVAL = 1.0  # s, between rounds

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from tpkernels.common.shards import shard_sizes
 from tpkernels.local.packed import scale_group
 from tpkernels.nn import (
     ColumnParallelLinear,
@@ -67,7 +68,6 @@ from tpkernels.parallel.decoder import (
     SplitRowsLinear,
     SplitRowsMoE,
 )
-from tpkernels.shards import shard_sizes
 
 GATHERED = {"colwise_gather_output", "colwise_rep", "mla_kv_a_proj"}
 SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}

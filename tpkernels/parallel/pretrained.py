@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels import dtypes, groups
+from tpkernels import groups
+from tpkernels.common import dtypes
 from tpkernels.local.packed import check_finite, pack_integers
 from tpkernels.nn.packing import PackableModule
 from tpkernels.nn.sharding import ShardedModule, Split

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpkernels import dtypes
+from tpkernels.common import dtypes
+from tpkernels.common.shards import shard_sizes
 from tpkernels.nn.sharding import Split, planned
 from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, Box, open_checkpoint, package
 from tpkernels.parallel.pretrained import Blueprint, Slot, draw
-from tpkernels.shards import shard_sizes
 
 _COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
 _OLD = "model-*-of-*.safetensors"  # ours and those of transformers

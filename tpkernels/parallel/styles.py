@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from tpkernels import groups
+from tpkernels.common.shards import chunk_sizes
 from tpkernels.nn.linear import row_parallel
 from tpkernels.nn.sharding import check_parameter
-from tpkernels.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.replacement import read_times, why_left_to_torch
-from tpkernels.shards import chunk_sizes
+from tpkernels.planning.op_spec import NO_OPTIONS, OPS, Options
 
 
 class _FusedLinear(nn.Linear):

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from tpkernels.integers import ceil_div, round_up
-from tpkernels.op_spec import OPS
+from tpkernels.common.integers import ceil_div, round_up
+from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.problem import Problem
 
 LINE_BYTES = 64  # parts of a step are aligned to cache lines

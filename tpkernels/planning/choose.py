@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from tpkernels import defaults, dtypes
+from tpkernels.common import defaults, dtypes
 from tpkernels.planning.algorithms import (
     ALGORITHMS,
     Algorithm,

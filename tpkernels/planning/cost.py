@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tpkernels.integers import ceil_div
+from tpkernels.common.integers import ceil_div
 from tpkernels.planning.problem import Problem
 
 # Calls.

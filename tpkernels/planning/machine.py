@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from tpkernels import _C, nvml
-from tpkernels.version import VERSION
+from tpkernels import _C
+from tpkernels.common import nvml
+from tpkernels.common.version import VERSION
 
 _CACHE_BYTES = 32 << 20  # assumed if the machine does not report its cache
 

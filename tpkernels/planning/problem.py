@@ -12,10 +12,10 @@ from math import prod
 
 import torch
 
-from tpkernels import dtypes
-from tpkernels.op_spec import NO_OPTIONS, OPS, OpSpec, Options
+from tpkernels.common import dtypes
+from tpkernels.common.shards import shard_sizes
+from tpkernels.planning.op_spec import NO_OPTIONS, OPS, OpSpec, Options
 from tpkernels.planning.table import Series
-from tpkernels.shards import shard_sizes
 
 # How a reduction sums: in fp32 and in rank order, rounded once; or as the process group does it.
 ORDERED, VENDOR = "ordered", "vendor"

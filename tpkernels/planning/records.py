@@ -9,7 +9,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from tpkernels.text import printable, short, shown
+from tpkernels.common.text import printable, short, shown
 
 T = TypeVar("T")
 _MOST = 1e30  # larger numbers were not measured

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from tpkernels.cache import cache_folder, locked, make_folder, read_trusted, replace_file
+from tpkernels.common.cache import cache_folder, locked, make_folder, read_trusted, replace_file
+from tpkernels.common.text import shown
 from tpkernels.planning.cost import DEFAULTS, MEASURED, Profile, gpu_named, machine_named
 from tpkernels.planning.machine import Machine, this_machine, versions
 from tpkernels.planning.records import from_json
 from tpkernels.planning.table import Measurement, Table
-from tpkernels.text import shown
 
 FORMAT = "tpkernels tuning 3"
 _PROFILE_FORMAT = "tpkernels machine 3"

@@ -18,7 +18,7 @@ import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tpkernels.op_spec import OPS, OpSpec
+from tpkernels.planning.op_spec import OPS, OpSpec
 
 # Times within this ratio of the fastest count as equally fast. Medians of 40 interleaved
 # repetitions of the same algorithm in two runs differ by 1 to 4 %. AMD EPYC Zen 3, 2 ranks,

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
-from tpkernels import _C, nvml
-from tpkernels.cache import cache_folder, read_trusted, replace_file
-from tpkernels.op_spec import OPS, OpSpec
+from tpkernels import _C
+from tpkernels.common import nvml
+from tpkernels.common.cache import cache_folder, read_trusted, replace_file
+from tpkernels.common.text import shown
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.machine import nccl_version, versions
+from tpkernels.planning.op_spec import OPS, OpSpec
 from tpkernels.planning.records import from_json
-from tpkernels.text import shown
 
 FORMAT = "tpkernels qualified 1"
 QUALIFIED, DISQUALIFIED, NOT_RUN = "qualified", "disqualified", "not run"

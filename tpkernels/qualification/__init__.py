@@ -13,11 +13,11 @@ import sys
 
 import torch
 
+from tpkernels.common.text import of_error, short
 from tpkernels.groups import GroupLike, named_or_default
 from tpkernels.planning.trust import Trust
 from tpkernels.qualification.schedule import AUTOMATIC_S
 from tpkernels.symm import streams
-from tpkernels.text import of_error, short
 
 _GRACE_S = 60.0  # to start Python, and to end the stage that is under way
 

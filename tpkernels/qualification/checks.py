@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tpkernels import cuda, dtypes, groups
+from tpkernels import cuda, groups
 from tpkernels.algorithms import fused
+from tpkernels.common import dtypes
+from tpkernels.common.shards import shard_sizes
+from tpkernels.common.text import of_error, short
 from tpkernels.errors import PeerLostError, TpkernelsError, WorkspaceMemoryError
 from tpkernels.launch.session import rank_device, synchronizer
-from tpkernels.op_spec import OPS
 from tpkernels.ops.reference import (
     Expected,
     Term,
@@ -35,10 +37,9 @@ from tpkernels.ops.reference import (
     rms_norm,
     summed,
 )
+from tpkernels.ops.tuner import graph_of
+from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.trust import COPY_ENGINES, NORMED_SUMS, SHARDS, SUMS, Failure, Trust
-from tpkernels.shards import shard_sizes
-from tpkernels.text import of_error, short
-from tpkernels.tuning.tuner import graph_of
 
 Run = Callable[[], list[torch.Tensor]]
 TIMEOUT_S = 10.0  # of a wait

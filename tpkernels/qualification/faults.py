@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
+from tpkernels.common.text import of_error
 from tpkernels.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -23,7 +24,6 @@ from tpkernels.errors import (
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning.trust import Failure
 from tpkernels.qualification.checks import Report
-from tpkernels.text import of_error
 
 _TIMEOUT_S = 3.0
 _ERRORS = {

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import tpkernels
 from tpkernels import _C, cuda, groups
+from tpkernels.common.integers import ceil_div
 from tpkernels.cuda.image import launch
 from tpkernels.cuda.layouts import MOST_BLOCKS, PACK_BYTES, ll_words
 from tpkernels.cuda.operands import space_of
-from tpkernels.integers import ceil_div
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning.trust import Failure
 from tpkernels.qualification.checks import TIMEOUT_S, Failed, Report, reporting

@@ -16,7 +16,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from tpkernels import nvml
+from tpkernels.common import nvml
 from tpkernels.launch import RankError, Ranks
 from tpkernels.launch.ranks import Outcome as Ended
 from tpkernels.launch.session import SHARED_GPU

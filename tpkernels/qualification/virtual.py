@@ -30,16 +30,17 @@ from typing import Any, cast
 
 import torch
 
-from tpkernels import backends
-from tpkernels.call import Call as PlannedCall
+from tpkernels.algorithms import backends
 from tpkernels.cuda import layouts
 from tpkernels.errors import TpkernelsError
+from tpkernels.groups.call import Call as PlannedCall
 from tpkernels.launch.session import rank_device
-from tpkernels.op_spec import OPS
 from tpkernels.ops.problems import problem_of
 from tpkernels.ops.registration import execution_of
 from tpkernels.ops.shortcut import arguments_of
+from tpkernels.ops.tuner import graph_of
 from tpkernels.planning.choose import Means, choose
+from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.trust import COPY_ENGINES, Failure
 from tpkernels.qualification.checks import (
     DELAY_US,
@@ -59,7 +60,6 @@ from tpkernels.qualification.checks import (
 from tpkernels.symm.device import FAILED, DeviceWorkspace, kernel_error, region_bytes
 from tpkernels.symm.gpu_memory import GpuSegments
 from tpkernels.symm.streams import SideStream
-from tpkernels.tuning.tuner import graph_of
 
 Results = list[torch.Tensor]
 Launch = Callable[[], Results]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from tpkernels.common.integers import ceil_div, round_up
 from tpkernels.errors import (
     CaptureError,
     CollectiveMismatchError,
@@ -21,7 +22,6 @@ from tpkernels.errors import (
     PeerLostError,
     TpkernelsError,
 )
-from tpkernels.integers import ceil_div, round_up
 from tpkernels.symm import streams
 
 _Made = TypeVar("_Made")

@@ -34,8 +34,8 @@ from typing import Any
 
 from torch.distributed import Store
 
+from tpkernels.common.text import of_error
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
-from tpkernels.text import of_error
 
 _PAUSES = 1e-4, 0.01  # s between polls of the store: the first, and the longest
 _RARELY = 0.05  # s between checks for the unexpected: notices of failure, changed messages

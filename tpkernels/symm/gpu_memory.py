@@ -30,7 +30,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tpkernels import nvml
+from tpkernels.common import nvml
 from tpkernels.symm import streams
 from tpkernels.symm.device import DeviceWorkspace, lasting, region_bytes
 from tpkernels.symm.exchange import Participant

@@ -22,8 +22,8 @@ import torch
 
 from tpkernels import _C
 from tpkernels._C.host import Phase
+from tpkernels.common.integers import round_up
 from tpkernels.errors import CaptureError, WorkspaceMemoryError
-from tpkernels.integers import round_up
 from tpkernels.symm import streams
 from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace, region_bytes

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tpkernels import _C
+from tpkernels.common.text import of_error
 from tpkernels.symm.colocation import MOST_RANKS
 from tpkernels.symm.exchange import Participant, Presence
 from tpkernels.symm.host import HostWorkspace
-from tpkernels.text import of_error
 
 
 @dataclass

@@ -24,7 +24,7 @@ from tpkernels import _C
 from tpkernels.algorithms.parts import Products, partial_of, result_shape
 from tpkernels.algorithms.reduction import Reduction, RmsNorm
 from tpkernels.algorithms.routes import check_room, experts_of, filled, routing_of
-from tpkernels.call import Call
+from tpkernels.groups.call import Call
 from tpkernels.local.matmul import converts
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of, is_packed

@@ -12,8 +12,8 @@ from tpkernels.algorithms.parts import Products, as_rows, new_partial, partial_o
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction, RmsNorm, normalising
 from tpkernels.algorithms.routes import Places, filled, most_rows, places_of
-from tpkernels.call import Call
 from tpkernels.cuda.queued import queued
+from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight

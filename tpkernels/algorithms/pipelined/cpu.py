@@ -26,7 +26,7 @@ import torch
 from tpkernels._C.host import Phase
 from tpkernels.algorithms.parts import Products, SplitProducts, partials_of_product
 from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.call import Call
+from tpkernels.groups.call import Call
 from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, TRANSFER, recorded
 

@@ -29,14 +29,14 @@ import torch
 from tpkernels.algorithms.parts import Products, as_rows
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.call import Call
+from tpkernels.common.integers import ceil_div, round_up
+from tpkernels.common.shards import shard_sizes
 from tpkernels.cuda import CopyCall, sum_partials
 from tpkernels.cuda.queued import queued
-from tpkernels.integers import ceil_div, round_up
+from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
-from tpkernels.shards import shard_sizes
 from tpkernels.symm.streams import SideStream
 
 # Words of a call: the first and the last are the call's own.

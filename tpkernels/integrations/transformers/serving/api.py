@@ -28,9 +28,9 @@ from pydantic import (
     model_validator,
 )
 
+from tpkernels.common.text import short
 from tpkernels.integrations.transformers.sampling import Logprob, Sampling
 from tpkernels.integrations.transformers.text_stream import Decoder
-from tpkernels.text import short
 
 DONE = "data: [DONE]\n\n"
 _MOST_STOPS = 16

@@ -25,10 +25,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from tpkernels.common.text import counted
 from tpkernels.integrations.transformers.loading import end_tokens, load_model, load_tokenizer
 from tpkernels.launch import Outcome, RankError, Ranks, fork_server
 from tpkernels.launch.terminal import UsageError
-from tpkernels.text import counted
 
 _PRELOAD = [
     "transformers.generation.continuous_batching",

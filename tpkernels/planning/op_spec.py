@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels.common import dtypes
 
 
 @dataclass(frozen=True)

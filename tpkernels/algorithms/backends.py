@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 
-from tpkernels import _C, cuda, defaults, kernels
+from tpkernels import _C, cuda, kernels
 from tpkernels.algorithms import fused, hierarchical, multimem, ring, unfused
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
+from tpkernels.algorithms.point_to_point import hang_up
 from tpkernels.algorithms.reduction import normalising
-from tpkernels.call import Call
+from tpkernels.common import defaults
 from tpkernels.errors import HARMLESS, TpkernelsError
+from tpkernels.groups.call import Call
 from tpkernels.local.ranges import profiling, recorded_waits
-from tpkernels.op_spec import OPS, OpSpec
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
+from tpkernels.planning.op_spec import OPS, OpSpec
 from tpkernels.planning.problem import Problem
-from tpkernels.transport.point_to_point import hang_up
 
 
 def _function(module: Any, spec: OpSpec) -> Callable[..., Any] | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tpkernels import defaults, qualification
+from tpkernels import qualification
+from tpkernels.common import defaults
 from tpkernels.groups import GroupLike, named_or_default
 from tpkernels.planning.problem import NUMERICS
 

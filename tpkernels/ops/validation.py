@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tpkernels import dtypes
+from tpkernels.common import dtypes
+from tpkernels.common.shards import check_sizes
 from tpkernels.local.packed import check_packed, columns_of, is_packed, rows_of
 from tpkernels.local.product import LocalProduct, Weight
-from tpkernels.shards import check_sizes
 
 _OVERLAPS = 1  # torch's answer; 0 is no, 2 is too hard to tell
 

@@ -14,8 +14,8 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from tpkernels._C.host import Phase
-from tpkernels.call import Call
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
+from tpkernels.groups.call import Call
 from tpkernels.local.ranges import TRANSFER, WAIT, recorded
 
 _LOOK = timedelta(seconds=0.02)  # between two looks at the peers

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from tpkernels import backends
-from tpkernels.call import Call
+from tpkernels.algorithms import backends
+from tpkernels.common.text import of_error
 from tpkernels.errors import (
     CollectiveMismatchError,
     PeerLostError,
@@ -36,6 +36,7 @@ from tpkernels.errors import (
     WorkspaceMemoryError,
 )
 from tpkernels.groups import GroupLike, named_or_default
+from tpkernels.groups.call import Call
 from tpkernels.groups.group import TUNING_SECONDS, Group, Tuning
 from tpkernels.planning import store
 from tpkernels.planning.algorithms import ALGORITHMS
@@ -43,7 +44,6 @@ from tpkernels.planning.choose import is_worth_trying
 from tpkernels.planning.machine import last_level_cache_bytes, this_machine
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Measurement
-from tpkernels.text import of_error
 from tpkernels.timing import time_interleaved
 
 _MAX_ROUNDS = 40

@@ -23,9 +23,9 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from tpkernels.call import Call
+from tpkernels.algorithms.waits import finish, raise_failure
 from tpkernels.errors import CollectiveMismatchError
-from tpkernels.transport.waits import finish, raise_failure
+from tpkernels.groups.call import Call
 
 Message: TypeAlias = tuple[torch.Tensor, int]  # the data, and the rank at the other end
 Started: TypeAlias = tuple[Any, int]  # a work, and the rank at the other end

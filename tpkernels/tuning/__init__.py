@@ -1,1 +1,0 @@
-"""How a call is planned, by rule, by measured times, or by times taken on the spot."""
