@@ -67,7 +67,7 @@ __all__ = [
 __all__ += ops.__all__
 
 if TYPE_CHECKING:
-    from tpkernels.mesh.matmul import sharded_matmul
+    from tpkernels.mesh.products import sharded_matmul
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from benchmarks.one_gpu.machine import Machine, failed_wait, ranks_of, run_once
 from benchmarks.one_gpu.stages import Case, Row
 from tpkernels import cuda
 from tpkernels.ops.tuner import graph_of
-from tpkernels.qualification.checks import Call
+from tpkernels.qualification.checks import CheckedCall
 from tpkernels.qualification.virtual import WORLDS, Launch, Results
 
 VARIANTS = ("ll", "ll_two_shot", "two_shot")
@@ -42,7 +42,7 @@ def _floor(machine: Machine) -> Row:
 
 
 def _measure(machine: Machine, variant: str, world: int, kib: int) -> Row:
-    call = Call("all_reduce", (kib, 512, 1), torch.bfloat16, True, False, 1)  # rows of 1 KiB
+    call = CheckedCall("all_reduce", (kib, 512, 1), torch.bfloat16, True, False, 1)  # rows of 1 KiB
     with ranks_of(machine, f"direct/{variant}", call, world) as (ranks, launches, operands):
         row: Row = {"variant": variant, "world": world, "kib": kib}
         error = run_once(ranks, launches, operands)

@@ -24,7 +24,7 @@ from benchmarks.one_gpu.cache import SCRATCH
 from tpkernels.ops import reference
 from tpkernels.planning.trust import Failure
 from tpkernels.qualification import checks, virtual
-from tpkernels.qualification.checks import Call
+from tpkernels.qualification.checks import CheckedCall
 from tpkernels.qualification.virtual import Launch, Results, VirtualRanks
 
 # About 6 ms, in which the host queues the launches: an idle GPU would wait for each of them.
@@ -118,8 +118,12 @@ class Machine:
 
 @contextlib.contextmanager
 def ranks_of(
-    machine: Machine, variant: str, call: Call, world: int, timeout: float = virtual.TIMEOUT_S
-) -> Iterator[tuple[VirtualRanks, list[Launch], list[checks.Operands]]]:
+    machine: Machine,
+    variant: str,
+    call: CheckedCall,
+    world: int,
+    timeout: float = virtual.TIMEOUT_S,
+) -> Iterator[tuple[VirtualRanks, list[Launch], list[checks.CheckedOperands]]]:
     """Give virtual ranks, their loaded launches of a call, and the call's operands."""
     with virtual.sharing(machine.device, world), checks.copying(variant):
         ranks = virtual.ranks_for(variant, machine.device, world, [call])
@@ -130,7 +134,7 @@ def ranks_of(
 
 
 def run_once(
-    ranks: VirtualRanks, launches: Sequence[Launch], operands: Sequence[checks.Operands]
+    ranks: VirtualRanks, launches: Sequence[Launch], operands: Sequence[checks.CheckedOperands]
 ) -> str:
     """Run the launches of all ranks once; return what is wrong, or ""."""
     failure = ranks.run(

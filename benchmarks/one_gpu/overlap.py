@@ -24,7 +24,7 @@ from benchmarks.one_gpu.stages import Case, Row
 from benchmarks.one_gpu.tiles import MAX_ERROR
 from tpkernels.kernels import all_gather_matmul, configs, matmul
 from tpkernels.kernels.words import clock, pause_for
-from tpkernels.qualification.checks import Call
+from tpkernels.qualification.checks import CheckedCall
 from tpkernels.qualification.virtual import Launch, Results, VirtualRanks
 from tpkernels.symm.device import FLAGS_AT
 from tpkernels.symm.streams import SideStream
@@ -146,7 +146,7 @@ def _link(
 
 def _halves(machine: Machine, op: str, shape: tuple[int, int, int]) -> Row:
     """Time both ranks of an op, and their two GEMMs alone."""
-    call = Call(op, shape, torch.bfloat16, False, False, 1)
+    call = CheckedCall(op, shape, torch.bfloat16, False, False, 1)
     with ranks_of(machine, f"fused/{op.removeprefix('matmul_')}", call, 2) as given:
         ranks, launches, operands = given
         row: Row = {"error": run_once(ranks, launches, operands)}

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.one_gpu.machine import Machine, opened, ranks_of, run_once
 from benchmarks.one_gpu.stages import Case, Row
-from tpkernels.qualification.checks import Call, ops_of
+from tpkernels.qualification.checks import CheckedCall, ops_of
 
 # Tools, and numbers of virtual ranks.
 _TOOLS = (("memcheck", 1), ("racecheck", 1), ("synccheck", 1), ("memcheck", 2))
@@ -56,7 +56,7 @@ def _sanitize(machine: Machine, tool: str, world: int) -> Row:
 def _make_calls(machine: Machine, world: int) -> Row:
     """Make the calls; print which were right."""
     for variant in _VARIANTS:
-        call = Call(ops_of(variant)[0], _SHAPE, torch.bfloat16, True, False, 1)
+        call = CheckedCall(ops_of(variant)[0], _SHAPE, torch.bfloat16, True, False, 1)
         with ranks_of(machine, variant, call, world, _TIMEOUT_S) as ranks:
             error = run_once(*ranks)
         print(variant, f"wrong: {error}" if error else "right", flush=True)

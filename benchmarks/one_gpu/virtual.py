@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks.one_gpu.machine import Machine
 from benchmarks.one_gpu.stages import Case, Row
 from tpkernels.planning import trust
-from tpkernels.planning.trust import Outcome, Record
+from tpkernels.planning.trust import Record, StageOutcome
 from tpkernels.qualification import virtual
 from tpkernels.qualification.run import outcome_of
 from tpkernels.qualification.schedule import VIRTUAL
@@ -47,7 +47,7 @@ def _check(machine: Machine, variant: str) -> Row:
     return row if failure is None else row | {"error": str(failure)}
 
 
-def _record(variant: str, outcome: Outcome) -> None:
+def _record(variant: str, outcome: StageOutcome) -> None:
     """Add an outcome to the machine's record, as `tpkernels qualify --tp 2` would."""
     known, _ = trust.load("cuda")
     new = Record(date.today().isoformat(), litmus={"2": {VIRTUAL + variant: outcome}})

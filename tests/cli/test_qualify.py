@@ -10,7 +10,7 @@ import pytest
 from tests.cli.test_cli import invoke
 from tpkernels.cli import qualify as command
 from tpkernels.planning import trust
-from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Failure, Outcome
+from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Failure, StageOutcome
 from tpkernels.qualification import run as stages
 from tpkernels.qualification.schedule import Stage, Topology
 
@@ -33,15 +33,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     stage of `ring` somebody presses Ctrl-C."""
     ran: list[str] = []
 
-    def outcome(stage: Stage, *_: object) -> Outcome:
+    def outcome(stage: Stage, *_: object) -> StageOutcome:
         if stage.name == "ring/all_gather":
             raise KeyboardInterrupt
         if stage.why_not:
-            return Outcome(NOT_RUN, why=stage.why_not)
+            return StageOutcome(NOT_RUN, why=stage.why_not)
         ran.append(stage.name)
         wrong = Failure("wrong", "all_reduce", 0, elements=4, wrong=2, first=((1, "0", "3"),))
         bad = stage.name == "direct/ll"
-        return Outcome(DISQUALIFIED if bad else QUALIFIED, 9, failure=wrong if bad else None)
+        return StageOutcome(DISQUALIFIED if bad else QUALIFIED, 9, failure=wrong if bad else None)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(command.sessions, "resolve_device", lambda _: "cuda")

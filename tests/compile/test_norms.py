@@ -21,7 +21,7 @@ from tests.support.compiled import graph_runner, ops_in, reduce, rewritten
 from tests.support.ranked import check_job, fresh_group
 from tpkernels import groups
 from tpkernels.bench.specs import Spec
-from tpkernels.compile import Report
+from tpkernels.compile import FusionReport
 from tpkernels.compile import graph as compile_graph
 from tpkernels.planning.table import Table
 
@@ -84,7 +84,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, dict[str, to
 
 def traced(
     function: Callable[..., Any], given: Any, norms: bool = True, symbolic: bool = False
-) -> tuple[Any, Counter[str], Report]:
+) -> tuple[Any, Counter[str], FusionReport]:
     """The results of the graph after the pass, its ops, and the report."""
     with torch.no_grad():
         module, told = rewritten(function, given, symbolic=symbolic, norms=norms)

@@ -25,7 +25,7 @@ from tpkernels.algorithms.backends import TABLES
 from tpkernels.cuda import layouts
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.launch.session import rank_device
-from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
+from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Record, StageOutcome
 from tpkernels.qualification import checks, faults, litmus, virtual
 from tpkernels.qualification.run import run
 from tpkernels.qualification.schedule import VIRTUAL, Stage, Topology, schedule
@@ -59,7 +59,7 @@ def rehearsal(
         yield
 
 
-def qualified(around: Any, *names: str, on: Topology = TWO) -> dict[str, Outcome]:
+def qualified(around: Any, *names: str, on: Topology = TWO) -> dict[str, StageOutcome]:
     """The outcomes of the stages with these names, or of all."""
     stages = [stage for stage in schedule(on) if not names or stage.name in names]
     record: Record = run(stages, "cpu", around=around)
@@ -237,7 +237,7 @@ def test_a_virtual_rank_that_makes_no_call_is_named() -> None:
     with mock.patch.object(virtual, "_CPU_TIMEOUT_S", 0.5):
         ranks = virtual.VirtualRanks(2, torch.device("cpu"), 1 << 12)
     call = next(checks.calls_of("direct/one_shot", "cpu", 1))
-    operands = [checks.Operands(call, rank, 2, ranks.device) for rank in range(2)]
+    operands = [checks.CheckedOperands(call, rank, 2, ranks.device) for rank in range(2)]
     call_of_0 = ranks.bind(operands[0], "direct")
     assert ranks.failed_wait() is None
     ranks.run([call_of_0, list], lambda rank, results: None)
@@ -277,7 +277,7 @@ def check_loading(way: str) -> None:
     call = next(one for one in checks.calls_of(way, "cpu", 1) if one.dtype == torch.float32)
     ranks = virtual.ranks_for(way, torch.device("cpu"), 2, [call])
     algorithm = way.partition("/")[0]
-    operands = [checks.Operands(call, rank, 2, ranks.device) for rank in range(2)]
+    operands = [checks.CheckedOperands(call, rank, 2, ranks.device) for rank in range(2)]
     launches, begin = [ranks.bind(one, algorithm) for one in operands], time.monotonic()
     ranks._forked = False
     ranks.load(launches)
@@ -341,11 +341,11 @@ def test_stages_go_by_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     """Planned with 6 s each; the first takes 9 s, the others 2 s."""
     clock = [100.0]
 
-    def outcome(stage: Stage, *_: object) -> Outcome:
+    def outcome(stage: Stage, *_: object) -> StageOutcome:
         if stage.why_not:
-            return Outcome(NOT_RUN, why=stage.why_not)
+            return StageOutcome(NOT_RUN, why=stage.why_not)
         clock[0] += 9.0 if stage.name == "direct/a" else 2.0
-        return Outcome(QUALIFIED)
+        return StageOutcome(QUALIFIED)
 
     monkeypatch.setattr("tpkernels.qualification.run._outcome", outcome)
     monkeypatch.setattr("tpkernels.qualification.run.time.monotonic", lambda: clock[0])

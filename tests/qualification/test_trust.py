@@ -29,8 +29,8 @@ from tpkernels.planning.trust import (
     NOT_RUN,
     QUALIFIED,
     Failure,
-    Outcome,
     Record,
+    StageOutcome,
     Trust,
 )
 from tpkernels.symm import streams
@@ -38,12 +38,12 @@ from tpkernels.symm import streams
 WRONG = Failure("wrong", "all_reduce 2x2 float32", 1, elements=4, wrong=1, first=((3, "0", "2"),))
 RECORD = Record(
     "2026-11-25",
-    {"2": {"words": Outcome(QUALIFIED, 100, 1.0)}},
+    {"2": {"words": StageOutcome(QUALIFIED, 100, 1.0)}},
     {
         "2": {
-            "direct/two_shot": Outcome(QUALIFIED, 9, 1.0),
-            "direct/ll": Outcome(DISQUALIFIED, 3, 1.0, failure=WRONG),
-            "direct/one_shot": Outcome(NOT_RUN, why="the budget"),
+            "direct/two_shot": StageOutcome(QUALIFIED, 9, 1.0),
+            "direct/ll": StageOutcome(DISQUALIFIED, 3, 1.0, failure=WRONG),
+            "direct/one_shot": StageOutcome(NOT_RUN, why="the budget"),
         }
     },
 )
@@ -121,7 +121,7 @@ def test_a_record_is_read_back(cache: Path) -> None:
     path = trust.save("cpu", RECORD)
     assert path.parent == cache and trust.load("cpu") == (RECORD, "")
     assert RECORD.has("direct/ll", 2) and not RECORD.has("direct/one_shot", 2)
-    later = Record("2026-11-26", ways={"4": {"direct/ll": Outcome(QUALIFIED)}})
+    later = Record("2026-11-26", ways={"4": {"direct/ll": StageOutcome(QUALIFIED)}})
     both = RECORD.extended(later)
     assert both.trust(4).ways == {"direct/ll"} and both.trust(2) == RECORD.trust(2).__class__(
         RECORD.trust(2).ways, RECORD.trust(2).reasons, both.trust(2).record
@@ -147,11 +147,11 @@ SPOILT: dict[str, Callable[[Path], Any]] = {
     "a number of ranks is 'two'": spoilt(two={}),
     "a number of ranks is '-1'": spoilt(**{"-1": {}}),
     "a number of ranks is ' 2 '": spoilt(**{" 2 ": {}}),
-    "a way is 'directll'": spoilt(**{"2": {"directll": asdict(Outcome(QUALIFIED))}}),
-    "a way is 'direct/ll/c'": spoilt(**{"2": {"direct/ll/c": asdict(Outcome(QUALIFIED))}}),
-    "a way is 'another/ll'": spoilt(**{"2": {"another/ll": asdict(Outcome(QUALIFIED))}}),
+    "a way is 'directll'": spoilt(**{"2": {"directll": asdict(StageOutcome(QUALIFIED))}}),
+    "a way is 'direct/ll/c'": spoilt(**{"2": {"direct/ll/c": asdict(StageOutcome(QUALIFIED))}}),
+    "a way is 'another/ll'": spoilt(**{"2": {"another/ll": asdict(StageOutcome(QUALIFIED))}}),
     "a status is 'QUALIFIED'": spoilt(
-        **{"2": {"direct/ll": asdict(Outcome(QUALIFIED)) | {"status": "QUALIFIED"}}}
+        **{"2": {"direct/ll": asdict(StageOutcome(QUALIFIED)) | {"status": "QUALIFIED"}}}
     ),
     "Expecting value": lambda path: path.write_text("no JSON"),
 }

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import tpkernels
 from tests.support.ranked import fresh_group
-from tpkernels.compile import Report
+from tpkernels.compile import FusionReport
 from tpkernels.groups import GroupLike
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -108,7 +108,7 @@ def rewritten(
     only: Sequence[GroupLike] = (),
     symbolic: bool = False,
     norms: bool | None = None,
-) -> tuple[fx.GraphModule, Report]:
+) -> tuple[fx.GraphModule, FusionReport]:
     """The function's graph after the pass, ready to run, and the pass's report. With ``norms``, ops
     are decomposed as inductor does it."""
     from torch._inductor.decomposition import select_decomp_table

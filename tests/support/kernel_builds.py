@@ -51,7 +51,7 @@ def do_nothing(context, owner, tile_m):  # type: ignore[no-untyped-def]
 _DATA = {"a", "b", "bias", "residual", "out", "gathered", "x"}
 _WORDS = {"regions", "state", "control"}
 _ALIGNED = _DATA | _WORDS | {"starts", "slot_bytes", "results_at", "buffers_at", "buffer_stride"}
-_TUPLES: dict[str, Any] = {"segments": matmul.Segments, "workspace": Workspace}
+_TUPLES: dict[str, Any] = {"segments": matmul.RowSegments, "workspace": Workspace}
 
 
 @dataclass(frozen=True)

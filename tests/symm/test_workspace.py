@@ -27,7 +27,7 @@ from tpkernels import groups
 from tpkernels.cuda.layouts import LL_BYTES, ll_words
 from tpkernels.planning.choose import PIPELINED_MIN_ROWS
 from tpkernels.symm import host
-from tpkernels.symm.host import Segments, is_crowded
+from tpkernels.symm.host import HostSegments, is_crowded
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -189,11 +189,11 @@ def test_nobody_takes_memory_before_all_have_checked_for_it() -> None:
 
 
 class _Region(SimpleNamespace):
-    """A region as `Segments` sees it."""
+    """A region as `HostSegments` sees it."""
 
 
 def test_segments_are_told_apart() -> None:
-    segments = Segments()
+    segments = HostSegments()
     memory = torch.zeros(10_000, dtype=torch.uint8)
     base = memory.data_ptr()
     regions: dict[int, Any] = {}

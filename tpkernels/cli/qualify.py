@@ -22,7 +22,7 @@ from tpkernels.launch.terminal import (
     writing,
 )
 from tpkernels.planning import trust
-from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Outcome, Record
+from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Record, StageOutcome
 from tpkernels.qualification.run import run, topology_here
 from tpkernels.qualification.schedule import (
     LITMUS,
@@ -93,7 +93,7 @@ def qualify(
 
     left_out = []
 
-    def report(stage: Stage, outcome: Outcome, record: Record) -> None:
+    def report(stage: Stage, outcome: StageOutcome, record: Record) -> None:
         _report(stage, outcome)
         if OVER_BUDGET in outcome.reason:
             left_out.append(stage.name)
@@ -119,7 +119,7 @@ def _disqualified(record: Record) -> bool:
     return any(one.status == DISQUALIFIED for world in worlds for one in world.values())
 
 
-def _report(stage: Stage, outcome: Outcome) -> None:
+def _report(stage: Stage, outcome: StageOutcome) -> None:
     """Print a line as the stage ends."""
     style = _STYLES[outcome.status]
     where = stage.name if stage.is_virtual else f"{stage.name} on {stage.world} ranks"

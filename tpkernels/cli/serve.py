@@ -82,7 +82,7 @@ def serve(
         from tpkernels.integrations.transformers.serving import server
     except ImportError as error:
         raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
-    asked = server.Options(
+    asked = server.ServerOptions(
         model=model,
         name=name or Path(model).resolve().stem,
         dtype=None if dtype is None else dtype_named(dtype),

@@ -18,7 +18,7 @@ from tpkernels.groups import GroupLike
 if TYPE_CHECKING:
     from tpkernels.compile.fusion import CollectiveFusion
 
-__all__ = ["LeftAlone", "Report", "Rewritten", "Site", "fuse_collectives"]
+__all__ = ["FusionReport", "LeftAlone", "Rewritten", "Site", "fuse_collectives"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LeftAlone:
 
 
 @dataclass
-class Report:
+class FusionReport:
     """What the pass did with the graphs that it saw, in their order.
 
     A graph from inductor's cache is not compiled again and does not appear here. To see all graphs,
@@ -131,7 +131,7 @@ def fuse_collectives(*only: GroupLike, norms: bool | None = None) -> CollectiveF
         norms: whether norms become part of all-reduces. None: only of CUDA tensors.
 
     Returns:
-        The pass; its ``report`` is a `Report`.
+        The pass; its ``report`` is a `FusionReport`.
 
     Raises:
         ValueError: this rank has no group of that name.

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from tpkernels import groups
 from tpkernels.common import dtypes
-from tpkernels.compile import LeftAlone, Report, Rewritten, Site, rewrites
+from tpkernels.compile import FusionReport, LeftAlone, Rewritten, Site, rewrites
 from tpkernels.compile.graph import (
     FP8,
     Collective,
@@ -56,7 +56,7 @@ class CollectiveFusion(CustomGraphPass):
     """Created by ``tpkernels.compile.fuse_collectives``, which documents it."""
 
     def __init__(self, only: Iterable[str] | None = None, norms: bool | None = None) -> None:
-        self.report = Report()
+        self.report = FusionReport()
         self._only, self._norms = None if only is None else frozenset(only), norms
         self._entered: list[Any] = []
 
@@ -69,7 +69,7 @@ class CollectiveFusion(CustomGraphPass):
         """Pass these to ``torch.compile(model, options=...)``."""
         return {_SLOT: self, **_ALIKE}
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> FusionReport:
         passes = self._after(getattr(inductor_config, _SLOT))
         patch = inductor_config.patch({_SLOT: passes, **_ALIKE})
         patch.__enter__()

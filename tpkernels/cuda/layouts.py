@@ -24,7 +24,7 @@ _LL_THREADS, _FIRST_WORD, _PACK_WORDS = 256, 2, 4  # csrc/cuda/ll.cuh
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """How a call is cut, and where it keeps its data in a buffer."""
 
     blocks: int
@@ -47,29 +47,31 @@ def _ll_blocks(nbytes: int, lane_bytes: int) -> int:
     return min(MOST_BLOCKS, max(1, ceil_div(nbytes, _LL_THREADS * lane_bytes)))
 
 
-def all_reduce_layout(way: str, count: int, world: int, x_bytes: int, out_bytes: int) -> Layout:
+def all_reduce_layout(
+    way: str, count: int, world: int, x_bytes: int, out_bytes: int
+) -> BufferLayout:
     """Return the layout for ``count`` elements of ``x_bytes`` each, which become ``out_bytes``
     each."""
     segment = count if way == "ll" else round_up(ceil_div(count, world), SEGMENT_UNIT)
     nbytes = segment * x_bytes
     if way == "ll":
-        return Layout(_ll_blocks(nbytes, LANE * x_bytes), ll_words(nbytes), segment)
+        return BufferLayout(_ll_blocks(nbytes, LANE * x_bytes), ll_words(nbytes), segment)
     if way == "ll_two_shot":
         words = ll_words(nbytes, segment * out_bytes)
-        return Layout(_ll_blocks(nbytes, LANE * x_bytes), words, segment)
+        return BufferLayout(_ll_blocks(nbytes, LANE * x_bytes), words, segment)
     blocks = min(MOST_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARE)))
     return _in_two_hops(blocks, segment, nbytes, world, count * out_bytes)
 
 
-def _in_two_hops(blocks: int, segment: int, slot: int, world: int, results: int) -> Layout:
+def _in_two_hops(blocks: int, segment: int, slot: int, world: int, results: int) -> BufferLayout:
     """Return the layout of a call whose results lie behind slots of so many bytes for partials."""
     slot, results = (round_up(nbytes, _SLOT_ALIGNMENT) for nbytes in (slot, results))
-    return Layout(blocks, 1 + 2 * blocks, segment, slot, world * slot, world * slot + results)
+    return BufferLayout(blocks, 1 + 2 * blocks, segment, slot, world * slot, world * slot + results)
 
 
 def rows_layout(
     way: str, rows: int, columns: int, world: int, x_bytes: int, cluster: int
-) -> Layout:
+) -> BufferLayout:
     """Return the same for an all-reduce of whole rows, each normalised by ``cluster`` blocks."""
     segment_rows = rows if way == "ll" else ceil_div(rows, world)
     segment = segment_rows * columns
@@ -78,25 +80,25 @@ def rows_layout(
     blocks = cluster * max(1, min(MOST_BLOCKS // cluster, clusters))
     if by_ll:
         hops = 1 if way == "ll" else 2
-        return Layout(blocks, ll_words(*[segment * x_bytes] * hops), segment)
+        return BufferLayout(blocks, ll_words(*[segment * x_bytes] * hops), segment)
     nbytes = rows * columns * x_bytes
     return _in_two_hops(blocks, segment, segment * x_bytes, world, nbytes)
 
 
-def routed_layout(tokens: int, k: int, row: int, itemsize: int, combines: bool) -> Layout:
+def routed_layout(tokens: int, k: int, row: int, itemsize: int, combines: bool) -> BufferLayout:
     """Return the layout for rows of at most so many tokens of a rank, each with ``k`` routes. A
     block has some columns of all rows."""
     nbytes = tokens * row * itemsize
     units, shares = ceil_div(row, SEGMENT_UNIT), ceil_div(k * nbytes, _SHARD_SHARE)
     blocks = max(1, min(MOST_BLOCKS, units, shares))
-    return Layout(blocks, 1 + blocks, nbytes=nbytes * (k if combines else 1))
+    return BufferLayout(blocks, 1 + blocks, nbytes=nbytes * (k if combines else 1))
 
 
-def shards_layout(way: str, shard_bytes: int, world: int, lane_bytes: int) -> Layout:
+def shards_layout(way: str, shard_bytes: int, world: int, lane_bytes: int) -> BufferLayout:
     """Return the layout for shards of at most so many bytes; ``lane_bytes``: what a thread takes at
     a time by LL."""
     if way == "ll":
-        return Layout(_ll_blocks(shard_bytes, lane_bytes), ll_words(shard_bytes))
+        return BufferLayout(_ll_blocks(shard_bytes, lane_bytes), ll_words(shard_bytes))
     blocks = min(MOST_BLOCKS, max(1, ceil_div(shard_bytes, _SHARD_SHARE)))
     slot = round_up(shard_bytes, _SLOT_ALIGNMENT)
-    return Layout(blocks, 1 + blocks, slot_bytes=slot, nbytes=world * slot)
+    return BufferLayout(blocks, 1 + blocks, slot_bytes=slot, nbytes=world * slot)

@@ -34,7 +34,7 @@ logger = logging.getLogger("vllm.tpkernels")  # has vLLM's handlers
 
 
 @dataclass(frozen=True)
-class Choice:
+class Replacement:
     """What is replaced, and why; ``warn``: that is not what a user would expect."""
 
     mode: str
@@ -42,29 +42,29 @@ class Choice:
     warn: bool = False
 
 
-def choose(requested: str, version: str, platform: str, fast_products: bool) -> Choice:
+def choose(requested: str, version: str, platform: str, fast_products: bool) -> Replacement:
     """Return what to replace in a vLLM of that version on "cpu", "cuda" or another platform.
     ``fast_products``: products by packed weights were measured to be faster. Raise ValueError if
     ``requested`` is none of `MODES`."""
     if requested not in MODES:
         raise ValueError(f"{VARIABLE} is '{requested}'; it must be one of {', '.join(MODES)}")
     if requested == "off":
-        return Choice("off", f"{VARIABLE}=off")
+        return Replacement("off", f"{VARIABLE}=off")
     if ".".join(version.split(".")[:2]) not in TESTED:
         tested = ", ".join(f"{release}.*" for release in TESTED)
-        return Choice("off", f"vLLM {version} has not been tested, only {tested}", warn=True)
+        return Replacement("off", f"vLLM {version} has not been tested, only {tested}", warn=True)
     if platform == "cpu" and requested == "auto":
         if fast_products:
-            return Choice("fused", "products by packed weights are fast on this processor")
-        return Choice("all_reduce", "vLLM's own products may be faster on this processor")
+            return Replacement("fused", "products by packed weights are fast on this processor")
+        return Replacement("all_reduce", "vLLM's own products may be faster on this processor")
     if platform == "cpu":
-        return Choice(requested, f"{VARIABLE}={requested}")
+        return Replacement(requested, f"{VARIABLE}={requested}")
     if platform == "cuda" and requested == "fused":
-        return Choice("fused", f"{VARIABLE}=fused; not measured on GPUs")
+        return Replacement("fused", f"{VARIABLE}=fused; not measured on GPUs")
     reason = f"there are no kernels for '{platform}'"
     if platform == "cuda":
         reason = "on GPUs nothing is known to be faster than vLLM"
-    return Choice("off", reason, warn=requested != "auto")
+    return Replacement("off", reason, warn=requested != "auto")
 
 
 def _has_fast_products() -> bool:

@@ -51,7 +51,7 @@ def group_for(group: torch.distributed.ProcessGroup, what: str = "all-reduces") 
     return None
 
 
-class Communicator(CpuCommunicator):
+class VllmCommunicator(CpuCommunicator):
     """vLLM's communicator of CPU tensors, with another all-reduce for tensor parallelism."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -70,8 +70,8 @@ class Communicator(CpuCommunicator):
 
 
 def replace_communicator(platform: type) -> None:
-    """Make vLLM's ``platform`` use `Communicator`."""
-    name = f"{Communicator.__module__}.{Communicator.__qualname__}"
+    """Make vLLM's ``platform`` use `VllmCommunicator`."""
+    name = f"{VllmCommunicator.__module__}.{VllmCommunicator.__qualname__}"
     platform.get_device_communicator_cls = classmethod(lambda cls: name)  # type: ignore[attr-defined]
 
 

@@ -179,7 +179,7 @@ def all_gather_matmul_kernel(
         fetch_rows(peers, gathered, segments, K, lane, fetching)
     else:
         matmul.matmul_tiles(
-            matmul.Product(a, b, N, K, K, stride_bk, stride_bn), segments, rank,
+            matmul.MatmulOperands(a, b, N, K, K, stride_bk, stride_bn), segments, rank,
             lane - fetching.programs, tl.num_programs(0) - fetching.programs,
             _await_rows,
             _Arrivals(

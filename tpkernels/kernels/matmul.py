@@ -32,7 +32,7 @@ from tpkernels.symm.device import DeviceWorkspace
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-class Product(NamedTuple):
+class MatmulOperands(NamedTuple):
     """The operands of ``a @ b``. a [M, K] has contiguous rows; b [K, N] has any strides. What TMA
     loads is a descriptor (`MatmulConfig.operands`)."""
 
@@ -45,7 +45,7 @@ class Product(NamedTuple):
     stride_bn: Any
 
 
-class Segments(NamedTuple):
+class RowSegments(NamedTuple):
     """How the M rows of a product are split. It is a launch argument because ``number`` must be
     known at compile time: Triton makes a runtime value of such a field when a kernel assigns the
     tuple to a variable."""
@@ -63,10 +63,10 @@ def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return () if even else sizes
 
 
-def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> Segments:
+def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> RowSegments:
     """Return the launch argument for segments of ``sizes`` rows."""
     starts = space.starts(sizes) if table_of(sizes) else None
-    return Segments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
+    return RowSegments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
 
 
 class Tile(NamedTuple):
@@ -287,7 +287,7 @@ def matmul_kernel(
 ):  # fmt: skip
     """Compute ``out = round(a @ b + bias)``."""
     matmul_tiles(
-        Product(a, b, N, K, stride_am, stride_bk, stride_bn), Segments(None, M, M, 1), 0,
+        MatmulOperands(a, b, N, K, stride_am, stride_bk, stride_bn), RowSegments(None, M, M, 1), 0,
         tl.program_id(0), tl.num_programs(0), before, None, store_result, Result(out, bias, N),
         tiling,
     )  # fmt: skip

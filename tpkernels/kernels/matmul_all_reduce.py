@@ -109,7 +109,7 @@ def matmul_all_reduce_kernel(
     own = 0 if ONE_SHOT else rank
     begin, _ = matmul.segment(segments, own)
     matmul.matmul_tiles(
-        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
+        matmul.MatmulOperands(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
         (own + 1) % segments.number, lane, lanes, None, None,
         _push_to_all if ONE_SHOT else scatter.push_tile,
         scatter.Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling,

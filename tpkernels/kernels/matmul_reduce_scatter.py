@@ -157,7 +157,7 @@ def matmul_reduce_scatter_kernel(
     sync.enter(peers)
     lane, lanes = tl.program_id(0), tl.num_programs(0)
     matmul.matmul_tiles(
-        matmul.Product(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
+        matmul.MatmulOperands(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
         (rank + 1) % workspace.world, lane, lanes, None, None, push_tile,
         Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling, publish_tile,
     )  # fmt: skip

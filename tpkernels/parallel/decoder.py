@@ -68,7 +68,7 @@ JOINED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass
-class Rows:
+class ResidualRows:
     """The rows of the residual stream in the forward that is running: how they are split and, where
     `join_norms` was called, what a block's last projection does besides."""
 
@@ -82,7 +82,7 @@ class Rows:
     normed: torch.Tensor | None = None  #: that sum, normalised
 
     @classmethod
-    def of(cls, group: str, when: SequenceParallel) -> Rows:
+    def of(cls, group: str, when: SequenceParallel) -> ResidualRows:
         """Make those of a model on the ranks of a group."""
         _, world = position(group)
         return cls(world, PROMPT_ROWS * world if when == "prefill" else 1)
@@ -131,7 +131,7 @@ class SharedInputLinear(ColumnParallelLinear):
 class SplitRowsLinear(RowParallelLinear):
     """A row-parallel projection that knows the split of the sequence."""
 
-    rows: Rows | None = None  #: None: no sequence parallelism
+    rows: ResidualRows | None = None  #: None: no sequence parallelism
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         rows = self.rows
@@ -140,7 +140,9 @@ class SplitRowsLinear(RowParallelLinear):
         sizes = None if rows is None else rows.sizes_of(x)
         return super().forward(x, shard_sizes=sizes, sequence_parallel=sizes is not None)
 
-    def _end_block(self, rows: Rows, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _end_block(
+        self, rows: ResidualRows, residual: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
         rows.residual = None
         if rows.norm is None:
             rows.sum = super().forward(x, residual=residual, sequence_parallel=False)
@@ -156,7 +158,7 @@ class SplitRowsLinear(RowParallelLinear):
 class SplitRowsMoE(MoE):
     """Experts that know the split of the sequence."""
 
-    rows: Rows | None = None  #: None: no sequence parallelism
+    rows: ResidualRows | None = None  #: None: no sequence parallelism
 
     def forward(self, hidden_states: torch.Tensor, *routes: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         sizes = None if self.rows is None else self.rows.sizes_of(hidden_states)
@@ -168,7 +170,7 @@ class SplitRowsMoE(MoE):
 class SplitRowsNorm(RMSNorm):
     """A norm of this rank's rows, or of all rows while the sequence is not split."""
 
-    rows: Rows
+    rows: ResidualRows
 
     def shared_weight(self) -> torch.Tensor:
         return self.weight if self.rows.sizes is None else super().shared_weight()
@@ -193,7 +195,7 @@ def project(
 
 
 def share_input(
-    names: tuple[str, ...], rows: Rows | None, module: nn.Module, args: Any, kwargs: Any
+    names: tuple[str, ...], rows: ResidualRows | None, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     """Forward pre-hook (with keyword arguments) of the parent of the projections ``names``."""
     x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -212,7 +214,7 @@ def share_input(
     return (placeholder, *args[1:]), kwargs
 
 
-def split_rows(group: str, rows: Rows, module: nn.Module, args: Any) -> Any:
+def split_rows(group: str, rows: ResidualRows, module: nn.Module, args: Any) -> Any:
     """Forward pre-hook of the first layer: each rank keeps its rows."""
     x, *others = args
     rows.split(x.shape[0], x.shape[SEQUENCE_DIM])
@@ -221,7 +223,7 @@ def split_rows(group: str, rows: Rows, module: nn.Module, args: Any) -> Any:
     return (split_over_ranks(x, group, SEQUENCE_DIM, rows.sizes), *others)
 
 
-def gather_rows(group: str, rows: Rows, module: nn.Module, args: Any, output: Any) -> Any:
+def gather_rows(group: str, rows: ResidualRows, module: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of the last norm or layer: all ranks get all rows again."""
     if rows.sizes is None:
         return output
@@ -232,7 +234,7 @@ def gather_rows(group: str, rows: Rows, module: nn.Module, args: Any, output: An
 
 def gather_recorded(
     group: str,
-    rows: Rows | None,
+    rows: ResidualRows | None,
     heads_of_layers: Sequence[list[int] | None],
     module: Any,
     args: Any,
@@ -284,7 +286,11 @@ def join_norms(model: Any) -> None:
 
 
 def joined_layer(
-    layer: Any, rows: Rows, next_norm: RMSNorm | None, hidden_states: torch.Tensor, **options: Any
+    layer: Any,
+    rows: ResidualRows,
+    next_norm: RMSNorm | None,
+    hidden_states: torch.Tensor,
+    **options: Any,
 ) -> torch.Tensor | None:
     """Do what the decoder layer's ``forward`` does; see `join_norms`."""
     rows.residual = None  # of a forward that an exception has ended
@@ -344,7 +350,7 @@ def share_rotary_key(attention: nn.Module, group: str) -> None:
         projection.register_forward_hook(partial(_copy_last, group, width))
 
 
-def parallel_norm(norm: Any, group: str, rows: Rows | None) -> RMSNorm:
+def parallel_norm(norm: Any, group: str, rows: ResidualRows | None) -> RMSNorm:
     """Return a norm with the weight of `is_rms_norm`'s, whose gradient is summed over the ranks,
     each of which applies it to its part of the input: its rows, while they are split, or without
     ``rows`` its heads."""
@@ -357,7 +363,9 @@ def parallel_norm(norm: Any, group: str, rows: Rows | None) -> RMSNorm:
     return trained
 
 
-def share_weights(module: nn.Module, parts: list[nn.Module], group: str, rows: Rows | None) -> None:
+def share_weights(
+    module: nn.Module, parts: list[nn.Module], group: str, rows: ResidualRows | None
+) -> None:
     """Sum the gradients of weights that only the ``forward`` of a module uses, as
     `parallel_norm`."""
     module.register_forward_pre_hook(partial(_lend_copies, group, rows, parts))
@@ -377,7 +385,7 @@ def is_rms_norm(norm: Any) -> bool:
 
 
 def _lend_copies(
-    group: str, rows: Rows | None, parts: list[nn.Module], module: nn.Module, args: Any
+    group: str, rows: ResidualRows | None, parts: list[nn.Module], module: nn.Module, args: Any
 ) -> None:
     if not torch.is_grad_enabled() or (rows is not None and rows.sizes is None):
         return

@@ -62,7 +62,7 @@ from tpkernels.parallel import decoder
 from tpkernels.parallel.decoder import (
     GATE_UP,
     Pack,
-    Rows,
+    ResidualRows,
     SequenceParallel,
     SharedInputLinear,
     SplitRowsLinear,
@@ -216,7 +216,7 @@ def apply(
     stack = None if ffn_only else _stack(model, blocks, experts)
     rows = None
     if stack is not None and sequence_parallel and stack.by_row:
-        rows = Rows.of(group, sequence_parallel)
+        rows = ResidualRows.of(group, sequence_parallel)
     layers: dict[nn.Module, nn.Module] = {}  # by the module that each replaces, without memory
     for block in blocks:
         _draw(layers, block, group, rows)
@@ -233,7 +233,7 @@ def apply(
         layer.rows, layers[module] = rows, layer
     if not ffn_only:
         _draw_ends(layers, model, group)
-    norms: dict[nn.Module, Rows | None] = {}
+    norms: dict[nn.Module, ResidualRows | None] = {}
     for block in blocks:
         norms |= dict.fromkeys(block.shared.values())
     if stack is not None and rows is not None:
@@ -635,7 +635,9 @@ class _Constant(nn.Module):
         return self.output
 
 
-def _draw(layers: dict[nn.Module, nn.Module], block: Block, group: str, rows: Rows | None) -> None:
+def _draw(
+    layers: dict[nn.Module, nn.Module], block: Block, group: str, rows: ResidualRows | None
+) -> None:
     """Make the parallel projections of a block, on the meta device, or raise."""
     by_rows = {"sequence_parallel": rows is not None, "sequence_dim": -2}
     inputs = block.inputs
@@ -735,7 +737,7 @@ def _put(model: nn.Module, layers: dict[nn.Module, nn.Module]) -> None:
             parent._modules[child] = layer
 
 
-def _connect(block: Block, group: str, rows: Rows | None) -> None:
+def _connect(block: Block, group: str, rows: ResidualRows | None) -> None:
     """Adapt a block to its parallel projections."""
     parent = block.module
     inputs = [

@@ -141,7 +141,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """How a way did, or a litmus test: ``status``, the calls that were checked, and why not."""
 
     status: str
@@ -171,8 +171,8 @@ class Record:
     """
 
     date: str = ""
-    litmus: Mapping[str, Mapping[str, Outcome]] = field(default_factory=dict)
-    ways: Mapping[str, Mapping[str, Outcome]] = field(default_factory=dict)
+    litmus: Mapping[str, Mapping[str, StageOutcome]] = field(default_factory=dict)
+    ways: Mapping[str, Mapping[str, StageOutcome]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for world in (*self.litmus, *self.ways):

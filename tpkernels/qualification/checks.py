@@ -57,7 +57,7 @@ TOP_K = 3  # experts of a token
 
 
 @dataclass(frozen=True)
-class Call:
+class CheckedCall:
     """A call of an op on x [m, k], or [m, n] of a collective, and w [k, n] of each rank."""
 
     op: str
@@ -103,7 +103,7 @@ def shapes_on(device: str) -> tuple[tuple[int, int, int], ...]:
     return _SMALL if device == "cpu" else _LARGE
 
 
-def calls_of(way: str, device: str, repeats: int) -> Iterator[Call]:
+def calls_of(way: str, device: str, repeats: int) -> Iterator[CheckedCall]:
     """Return the calls by which a way is checked: on integers, then random data, without delays
     and with them, then replays of graphs."""
     shapes, kinds = shapes_on(device), _DTYPES[:2] if device == "cpu" else _DTYPES
@@ -113,13 +113,13 @@ def calls_of(way: str, device: str, repeats: int) -> Iterator[Call]:
     for _ in range(repeats):
         for delayed, exact in ((False, True), (True, True), (False, False)):
             for shape, dtype, op in itertools.product(shapes, kinds, ops_of(way)):
-                yield Call(op, shape, dtype, exact, delayed, next(seed))
+                yield CheckedCall(op, shape, dtype, exact, delayed, next(seed))
     for op in ops_of(way) if device == "cuda" else ():
-        yield Call(op, shapes[1], torch.bfloat16, True, False, next(seed), replayed=True)
+        yield CheckedCall(op, shapes[1], torch.bfloat16, True, False, next(seed), replayed=True)
 
 
 @dataclass
-class Report:
+class StageReport:
     """What a rank reports of a stage."""
 
     checks: int = 0  #: calls, or packs of a litmus test, that were right
@@ -136,9 +136,9 @@ class Failed(Exception):
 
 
 @contextlib.contextmanager
-def reporting(rank: int = 0) -> Iterator[Report]:
+def reporting(rank: int = 0) -> Iterator[StageReport]:
     """Give a report, which takes what is raised within: whatever it is, it fails the stage."""
-    report = Report()
+    report = StageReport()
     try:
         yield report
     except Failed as error:
@@ -147,7 +147,7 @@ def reporting(rank: int = 0) -> Iterator[Report]:
         report.failure = failure_of(error, report.call, rank)
 
 
-def check_way(way: str, device: str, repeats: int = 1) -> Report:
+def check_way(way: str, device: str, repeats: int = 1) -> StageReport:
     """Check a way on this rank."""
     where, previous = rank_device(device), list[torch.Tensor]()
     with reporting(dist.get_rank()) as report, _one_way(way, where) as group:
@@ -157,7 +157,7 @@ def check_way(way: str, device: str, repeats: int = 1) -> Report:
             if own.workspace is not None:
                 delay = DELAY_US if call.delayed else 0
                 own.workspace.set_chaos(seed=group.rank(), max_delay_us=delay)
-            operands = Operands(call, group.rank(), group.size(), where)
+            operands = CheckedOperands(call, group.rank(), group.size(), where)
             run = functools.partial(operands.run, way.partition("/")[0], group)
             if call.replayed:
                 _replay(operands, run, previous)
@@ -227,7 +227,7 @@ def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
-class Operands:
+class CheckedOperands:
     """The inputs of this rank, and what it must return.
 
     Attributes:
@@ -236,7 +236,7 @@ class Operands:
         expected: the op's results; of normalised rows, only the sum before.
     """
 
-    def __init__(self, call: Call, rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, call: CheckedCall, rank: int, world: int, device: torch.device) -> None:
         self.call, self.spec = call, OPS[call.op]
         self.rank, self.world, self.device = rank, world, device
         self.factors, self.options = list[torch.Tensor](), dict[str, Any]()
@@ -341,10 +341,10 @@ class Operands:
             return [results]
         return [results[1], results[0]]
 
-    def refill(self, seed: int) -> Operands:
+    def refill(self, seed: int) -> CheckedOperands:
         """Put other values where the operands are, as a replay reads them there."""
         call = replace(self.call, seed=seed)
-        made = Operands(call, self.rank, self.world, self.device)
+        made = CheckedOperands(call, self.rank, self.world, self.device)
         for old, new in zip(self.factors, made.factors, strict=True):
             old.copy_(new)
         if "residual" in self.options:
@@ -352,7 +352,7 @@ class Operands:
         return made
 
 
-def _replay(operands: Operands, run: Run, previous: list[torch.Tensor]) -> None:
+def _replay(operands: CheckedOperands, run: Run, previous: list[torch.Tensor]) -> None:
     """Capture a call in a graph, and replay it with new values each time."""
     made: list[list[torch.Tensor]] = []
     replay = graph_of(lambda: made.append(run()), calls=1)
@@ -363,14 +363,16 @@ def _replay(operands: Operands, run: Run, previous: list[torch.Tensor]) -> None:
         require(renewed, made[-1], previous)
 
 
-def require(operands: Operands, results: list[torch.Tensor], previous: list[torch.Tensor]) -> None:
+def require(
+    operands: CheckedOperands, results: list[torch.Tensor], previous: list[torch.Tensor]
+) -> None:
     """Raise `Failed` if the results of a call are wrong; ``previous`` is that of `compared`."""
     if (failure := compared(operands, results, previous)) is not None:
         raise Failed(failure)
 
 
 def compared(
-    operands: Operands, results: list[torch.Tensor], previous: list[torch.Tensor]
+    operands: CheckedOperands, results: list[torch.Tensor], previous: list[torch.Tensor]
 ) -> Failure | None:
     """Return what is wrong with the results of a call; None: nothing. ``previous`` holds the values
     that were expected of the last one. Rows are normalised after the sum was rounded, whose values

@@ -23,7 +23,7 @@ from tpkernels.errors import (
 )
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning.trust import Failure
-from tpkernels.qualification.checks import Report
+from tpkernels.qualification.checks import StageReport
 
 _TIMEOUT_S = 3.0
 _ERRORS = {
@@ -34,7 +34,7 @@ _ERRORS = {
 CULPRIT = 1  # the rank with the fault
 
 
-def check(name: str, device: str) -> Report:
+def check(name: str, device: str) -> StageReport:
     """Make a fault, such as "late, direct", on one rank; the others report whether they are told
     what happened, in time."""
     kind, _, algorithm = name.partition(", ")
@@ -60,7 +60,7 @@ def check(name: str, device: str) -> Report:
             call(32)
         except TpkernelsError:  # it is told as well
             time.sleep(_TIMEOUT_S)
-        return Report(1)
+        return StageReport(1)
     begin, result, error = time.monotonic(), None, None
     try:
         result = call()
@@ -75,8 +75,8 @@ def check(name: str, device: str) -> Report:
         return _failed(name, f"not told of a {_ERRORS[kind].__name__}: {error and of_error(error)}")
     if seconds > 4 * _TIMEOUT_S:
         return _failed(name, f"told after {seconds:.1f} s: {error}")
-    return Report(1)
+    return StageReport(1)
 
 
-def _failed(name: str, text: str) -> Report:
-    return Report(0, Failure("error", name, dist.get_rank(), CULPRIT, text))
+def _failed(name: str, text: str) -> StageReport:
+    return StageReport(0, Failure("error", name, dist.get_rank(), CULPRIT, text))

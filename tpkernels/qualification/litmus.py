@@ -21,7 +21,7 @@ from tpkernels.cuda.layouts import MOST_BLOCKS, PACK_BYTES, ll_words
 from tpkernels.cuda.operands import space_of
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning.trust import Failure
-from tpkernels.qualification.checks import TIMEOUT_S, Failed, Report, reporting
+from tpkernels.qualification.checks import TIMEOUT_S, Failed, StageReport, reporting
 from tpkernels.symm.device import DeviceWorkspace
 
 _RECORDS = 16
@@ -30,7 +30,7 @@ _SIZES = {"cpu": (280, 20), "cuda": (7 << 13, 160)}
 _COPY_ROUNDS = 20
 
 
-def check(name: str, device: str, repeats: int = 1) -> Report:
+def check(name: str, device: str, repeats: int = 1) -> StageReport:
     """Run a litmus test on this rank; report how many packs of 16 bytes arrived right."""
     with reporting(dist.get_rank()) as report, _space(rank_device(device)) as space:
         report.call = name
@@ -61,7 +61,9 @@ def _space(device: torch.device) -> Iterator[DeviceWorkspace]:
         dist.destroy_process_group(group)
 
 
-def _stores(name: str, space: DeviceWorkspace, device: str, repeats: int, report: Report) -> None:
+def _stores(
+    name: str, space: DeviceWorkspace, device: str, repeats: int, report: StageReport
+) -> None:
     """Run the rounds of a kernel."""
     packs, rounds = _SIZES[device]
     nbytes = packs * PACK_BYTES
@@ -83,7 +85,7 @@ def _stores(name: str, space: DeviceWorkspace, device: str, repeats: int, report
     raise Failed(Failure("wrong", call, space.rank, taken[0][0], text, report.checks, wrong, first))
 
 
-def _copies(space: DeviceWorkspace, repeats: int, report: Report) -> None:
+def _copies(space: DeviceWorkspace, repeats: int, report: StageReport) -> None:
     """Fetch, by copy engines, what each peer has put into its memory and announced."""
     count, device = 1 << 10, space.regions.device
     peers = [(space.rank + i) % space.world for i in range(1, space.world)]

@@ -18,18 +18,18 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from tpkernels.common import nvml
 from tpkernels.launch import RankError, Ranks
-from tpkernels.launch.ranks import Outcome as Ended
+from tpkernels.launch.ranks import Outcome
 from tpkernels.launch.session import SHARED_GPU
 from tpkernels.planning.trust import (
     DISQUALIFIED,
     NOT_RUN,
     QUALIFIED,
     Failure,
-    Outcome,
     Record,
+    StageOutcome,
 )
 from tpkernels.qualification import checks, faults, litmus, virtual
-from tpkernels.qualification.checks import Report
+from tpkernels.qualification.checks import StageReport
 from tpkernels.qualification.schedule import LITMUS, VIRTUAL, Stage, Topology
 
 _CUDA: Any = DeviceType.CUDA
@@ -72,7 +72,7 @@ def run(
     budget: float = math.inf,
     known: Record | None = None,
     around: Around | None = None,
-    report: Callable[[Stage, Outcome, Record], None] = lambda stage, outcome, record: None,
+    report: Callable[[Stage, StageOutcome, Record], None] = lambda stage, outcome, record: None,
 ) -> Record:
     """Run stages in their order; return the record.
 
@@ -104,17 +104,17 @@ def _outcome(
     device: str,
     repeats: int,
     around: Around | None,
-    litmus_tests: Mapping[str, Outcome],
-) -> Outcome:
+    litmus_tests: Mapping[str, StageOutcome],
+) -> StageOutcome:
     if stage.why_not:
-        return Outcome(NOT_RUN, why=stage.why_not)
+        return StageOutcome(NOT_RUN, why=stage.why_not)
     for test in stage.relies_on:
         if device == "cpu" and test not in litmus_tests:
             continue
-        relied_on = litmus_tests.get(test, Outcome(NOT_RUN, why="it was not run"))
+        relied_on = litmus_tests.get(test, StageOutcome(NOT_RUN, why="it was not run"))
         if relied_on.status != QUALIFIED:
             what = test if "/" in test else f"the litmus test of {test}"
-            return Outcome(NOT_RUN, why=f"{what}: {relied_on.reason}")
+            return StageOutcome(NOT_RUN, why=f"{what}: {relied_on.reason}")
     begin = time.monotonic()
     reports, ended = _reports(stage, device, repeats, around)
     seconds = round(time.monotonic() - begin, 1)
@@ -129,19 +129,19 @@ def _outcome(
     return outcome_of(failures, count, seconds)
 
 
-def outcome_of(failures: Sequence[Failure], count: int, seconds: float) -> Outcome:
+def outcome_of(failures: Sequence[Failure], count: int, seconds: float) -> StageOutcome:
     """Return the outcome of a stage with ``count`` right calls, and the failures of its ranks."""
     if not failures:
-        return Outcome(QUALIFIED, count, seconds)
+        return StageOutcome(QUALIFIED, count, seconds)
     first = min(failures, key=lambda failure: _KINDS.index(failure.kind))
     if first.kind == "unsupported":  # on all ranks that say anything
-        return Outcome(NOT_RUN, count, seconds, why=first.text)
-    return Outcome(DISQUALIFIED, count, seconds, failure=first)
+        return StageOutcome(NOT_RUN, count, seconds, why=first.text)
+    return StageOutcome(DISQUALIFIED, count, seconds, failure=first)
 
 
 def _reports(
     stage: Stage, device: str, repeats: int, around: Around | None
-) -> tuple[list[Report], list[Ended]]:
+) -> tuple[list[StageReport], list[Outcome]]:
     """Return what the ranks report, and how those ended that do not."""
     world, env = stage.world, {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     if stage.is_virtual:
@@ -160,7 +160,7 @@ def _reports(
         return [one.value for one in error.outcomes if one.ok], list(error.outcomes)
 
 
-def run_on_rank(name: str, device: str, repeats: int, around: Around | None) -> Report:
+def run_on_rank(name: str, device: str, repeats: int, around: Around | None) -> StageReport:
     """Run a rank's part of a stage."""
     with around() if around is not None else contextlib.nullcontext():
         if name.startswith(VIRTUAL):
@@ -172,7 +172,7 @@ def run_on_rank(name: str, device: str, repeats: int, around: Around | None) -> 
         return faults.check(name, device)
 
 
-def _ending(ended: Ended, stage: Stage) -> Failure:
+def _ending(ended: Outcome, stage: Stage) -> Failure:
     """Return how a rank failed that did not report."""
     call = f"{stage.name} on {stage.world} ranks"
     if ended.timed_out:

@@ -33,7 +33,7 @@ import torch
 from tpkernels.algorithms import backends
 from tpkernels.cuda import layouts
 from tpkernels.errors import TpkernelsError
-from tpkernels.groups.call import Call as PlannedCall
+from tpkernels.groups.call import Call
 from tpkernels.launch.session import rank_device
 from tpkernels.ops.problems import problem_of
 from tpkernels.ops.registration import execution_of
@@ -45,10 +45,10 @@ from tpkernels.planning.trust import COPY_ENGINES, Failure
 from tpkernels.qualification.checks import (
     DELAY_US,
     TOP_K,
-    Call,
+    CheckedCall,
+    CheckedOperands,
     Failed,
-    Operands,
-    Report,
+    StageReport,
     accumulate_in_float32,
     calls_of,
     compared,
@@ -152,14 +152,16 @@ class VirtualRanks:
         self._first = 0  # the rank whose launch is queued first, another one each time
         self._synchronize()
 
-    def prepare(self, call: Call, way: str) -> tuple[list[Operands], list[Launch]]:
+    def prepare(self, call: CheckedCall, way: str) -> tuple[list[CheckedOperands], list[Launch]]:
         """Return the operands of a call on all ranks, and its launches, which are loaded."""
-        operands = [Operands(call, rank, self.world, self.device) for rank in range(self.world)]
+        operands = [
+            CheckedOperands(call, rank, self.world, self.device) for rank in range(self.world)
+        ]
         launches = [self.bind(one, way.partition("/")[0]) for one in operands]
         self.load(launches)
         return operands, launches
 
-    def bind(self, operands: Operands, algorithm: str) -> Launch:
+    def bind(self, operands: CheckedOperands, algorithm: str) -> Launch:
         """Return what makes a call on the rank of its operands: the sum comes first."""
         rank = self.ranks[operands.rank]
         arguments = arguments_of(getattr(torch.ops.tpkernels, operands.call.op).default._schema)
@@ -171,7 +173,7 @@ class VirtualRanks:
         problem = replace(problem, device="cuda")  # also of CPU tensors, in a rehearsal
         plan = choose(problem, Means(shared_memory=True), requested=algorithm)
         function = backends.implementation(problem, plan)
-        call = PlannedCall(cast(Any, rank), problem, plan, function, 0)
+        call = Call(cast(Any, rank), problem, plan, function, 0)
         execute = execution_of(OPS[operands.call.op])
 
         def launch() -> Results:
@@ -316,7 +318,7 @@ def _in_forks(jobs: Sequence[Callable[[], Failure | None]]) -> Failure | None:
     return next(filter(None, failures), None)
 
 
-def check(way: str, device: str, repeats: int = 1) -> Report:
+def check(way: str, device: str, repeats: int = 1) -> StageReport:
     """Check a variant on 2, 4 and 8 virtual ranks: exact integers over several epochs, without and
     with random delays, and in replayed graphs. Then skip all waits, which must give wrong
     results."""
@@ -341,7 +343,7 @@ def check(way: str, device: str, repeats: int = 1) -> Report:
     return report
 
 
-def _calls(way: str, device: str, world: int, repeats: int) -> Iterator[Call]:
+def _calls(way: str, device: str, world: int, repeats: int) -> Iterator[CheckedCall]:
     """Return the calls on integers; of more than two ranks, those of one shape and dtype."""
     for call in calls_of(way, device, repeats):
         typical = call.shape == shapes_on(device)[1] and call.dtype == torch.bfloat16
@@ -349,7 +351,9 @@ def _calls(way: str, device: str, world: int, repeats: int) -> Iterator[Call]:
             yield call
 
 
-def ranks_for(way: str, device: torch.device, world: int, calls: Sequence[Call]) -> VirtualRanks:
+def ranks_for(
+    way: str, device: torch.device, world: int, calls: Sequence[CheckedCall]
+) -> VirtualRanks:
     """Return virtual ranks that hold these calls and use no other variant."""
     algorithm, _, name = way.partition("/")
     sizes = (m * max(n, k) * call.dtype.itemsize for call in calls for m, n, k in [call.shape])
@@ -358,7 +362,7 @@ def ranks_for(way: str, device: torch.device, world: int, calls: Sequence[Call])
     return VirtualRanks(world, device, rows * max(sizes), ways)
 
 
-def _check_call(ranks: VirtualRanks, call: Call, way: str) -> None:
+def _check_call(ranks: VirtualRanks, call: CheckedCall, way: str) -> None:
     """Make a call over several epochs, with new values in each; raise `Failed` if it is wrong."""
     ranks.set_chaos(DELAY_US if call.delayed else 0)
     operands, launches = ranks.prepare(call, way)
@@ -375,12 +379,12 @@ def _check_call(ranks: VirtualRanks, call: Call, way: str) -> None:
 
 
 def _compare(
-    operands: Sequence[Operands], previous: list[Results], rank: int, results: Results
+    operands: Sequence[CheckedOperands], previous: list[Results], rank: int, results: Results
 ) -> Failure | None:
     return compared(operands[rank], results, previous[rank])
 
 
-def _check_control(way: str, device: torch.device, call: Call) -> None:
+def _check_control(way: str, device: torch.device, call: CheckedCall) -> None:
     """Skip the waits of a call whose ranks start late, until its results are wrong."""
     for _ in range(_CONTROLS):
         ranks = ranks_for(way, device, WORLDS[0], [call])

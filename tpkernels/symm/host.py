@@ -71,7 +71,7 @@ def _make_channel(link: MappedArena, participant: Participant, capacity: int) ->
     )
 
 
-class Segments(_C.host.Segments):
+class HostSegments(_C.host.Segments):
     """This rank's regions of the segments of a group, each for as long as its tensor lives."""
 
     def register(self, region: _C.host.Region) -> int:
@@ -98,7 +98,7 @@ class HostWorkspace:
         self.participant = participant
         self.workspace_bytes = workspace_bytes
         self._may_grow = True
-        self.segments = Segments()
+        self.segments = HostSegments()
         self._chaos: dict[str, Any] | None = None
         self._device: DeviceWorkspace | None = None
         self.alarm = _C.calls.Alarm()

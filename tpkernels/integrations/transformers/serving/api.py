@@ -395,7 +395,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """More text of an answer, which has ``tokens`` tokens so far."""
 
     index: int  #: of the answer
@@ -416,9 +416,9 @@ class Replies:
         self._tokens: dict[int, int] = {}  # of each answer
         self._places: dict[int, tuple[Decoder, int]] = {}  # where its next token begins in its text
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         """Return the reply that is not a stream."""
-        choices, answers = [], defaultdict[int, list[Piece]](list)
+        choices, answers = [], defaultdict[int, list[TextPiece]](list)
         for piece in pieces:
             answers[piece.index].append(piece)
         for _, own in sorted(answers.items()):
@@ -431,10 +431,10 @@ class Replies:
     def start(self, answers: int) -> Iterator[str]:
         """Yield the first events of a stream, which only chats have."""
         for index in range(answers if self._chat else 0):
-            piece = Piece(index, "", 0, None, [])
+            piece = TextPiece(index, "", 0, None, [])
             yield self._chunk(piece, {"delta": {"role": "assistant", "content": ""}})
 
-    def piece(self, piece: Piece) -> Iterator[str]:
+    def piece(self, piece: TextPiece) -> Iterator[str]:
         """Yield the events of a stream with more text, and with the reason of its end."""
         if piece.text or piece.logprobs:
             text = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
@@ -447,16 +447,16 @@ class Replies:
         """Return the event of a stream with the numbers of tokens."""
         return event(self._body("chat.completion.chunk", []) | self._usage())
 
-    def _chunk(self, piece: Piece, content: dict[str, Any]) -> str:
+    def _chunk(self, piece: TextPiece, content: dict[str, Any]) -> str:
         return event(self._body("chat.completion.chunk", [self._choice(piece, content)]))
 
-    def _choice(self, piece: Piece, content: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, piece: TextPiece, content: dict[str, Any]) -> dict[str, Any]:
         self._tokens[piece.index] = piece.tokens
         logprobs = self._logprobs(piece) if piece.logprobs else None
         reason = {"logprobs": logprobs, "finish_reason": piece.finish}
         return {"index": piece.index, **content, **reason}
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: TextPiece) -> dict[str, Any]:
         if self._chat:
             content = [
                 {**self._entry(token, value), "top_logprobs": [self._entry(*each) for each in top]}

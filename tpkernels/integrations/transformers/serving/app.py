@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tpkernels.integrations.transformers.serving import api
-from tpkernels.integrations.transformers.serving.api import ApiError, Piece, Prompt, Replies
+from tpkernels.integrations.transformers.serving.api import ApiError, Prompt, Replies, TextPiece
 from tpkernels.integrations.transformers.serving.batcher import Answers, Batcher
 
 _HUNG_UP = 499  # nginx's status for a client that has gone
@@ -121,9 +121,9 @@ async def _answer(
     return JSONResponse(replies.whole(received))
 
 
-async def _take(pieces: AsyncIterator[Piece], count: int | None) -> list[Piece]:
+async def _take(pieces: AsyncIterator[TextPiece], count: int | None) -> list[TextPiece]:
     """Return so many pieces, or all."""
-    received: list[Piece] = []
+    received: list[TextPiece] = []
     while len(received) != count and (piece := await anext(pieces, None)) is not None:
         received.append(piece)
     return received
@@ -150,8 +150,8 @@ async def _events(
     request: Request,
     replies: Replies,
     answers: int,
-    first: Piece,
-    more: AsyncIterator[Piece],
+    first: TextPiece,
+    more: AsyncIterator[TextPiece],
     include_usage: bool,
 ) -> AsyncIterator[str]:
     """Yield the events of a stream. ``request.state.status`` tells the metrics how it ended."""

@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
 from tpkernels.integrations.transformers.sampling import Logprob
-from tpkernels.integrations.transformers.serving.api import ApiError, Piece, Wanted
+from tpkernels.integrations.transformers.serving.api import ApiError, TextPiece, Wanted
 from tpkernels.integrations.transformers.text_stream import TextStream
 
 FAILED = 500, "the generation failed; the server's log says why"
@@ -221,9 +221,9 @@ class Answer:
         self._error, self._finished = (status, why), True
         self._arrived.set()
 
-    def take(self) -> Piece | None:
+    def take(self) -> TextPiece | None:
         """Return the text that has come since the last call, if any; the last piece has
-        `Piece.finish`. Raise ApiError if the generation failed."""
+        `TextPiece.finish`. Raise ApiError if the generation failed."""
         if self._error is not None:
             raise ApiError(*self._error)
         last = self._finished
@@ -239,7 +239,7 @@ class Answer:
             self.close()
         logprobs = self._logprobs[self._sent :]
         self._sent += len(logprobs)
-        return Piece(self._index, text, self._seen, finish, logprobs)
+        return TextPiece(self._index, text, self._seen, finish, logprobs)
 
     def close(self) -> None:
         """Cancel the request unless it has ended. Idempotent."""
@@ -254,7 +254,7 @@ class Answers:
         self.arrived = asyncio.Event()  #: set when one of them has received something
         self.all: list[Answer] = []
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[TextPiece]:
         """Yield the texts as they are generated. Raise ApiError if the generation failed or took
         too long."""
         left = list(self.all)

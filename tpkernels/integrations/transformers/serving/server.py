@@ -55,7 +55,7 @@ _REPLY_S = 3  # for clients to get the errors of answers that are cut off
 
 
 @dataclass(frozen=True)
-class Options:
+class ServerOptions:
     """What ``tpkernels serve`` was asked for. See its options."""
 
     model: str
@@ -77,7 +77,7 @@ class Options:
 # The process of the command.
 
 
-def serve(options: Options, *, ranks: int, threads: int, host: str, port: int) -> None:
+def serve(options: ServerOptions, *, ranks: int, threads: int, host: str, port: int) -> None:
     """Serve until SIGINT or SIGTERM, on which running requests get ``options.grace`` seconds. A
     second signal ends everything at once.
 
@@ -183,7 +183,7 @@ def _outcomes(ranks: Ranks, stopping: SimpleNamespace, grace: float) -> list[Out
 # The ranks.
 
 
-def run_rank(options: Options, shared: socket.socket) -> None:
+def run_rank(options: ServerOptions, shared: socket.socket) -> None:
     """Serve on ``shared``, a bound socket, until rank 0 is told to stop. Raise RuntimeError if the
     generation failed."""
     first = dist.get_rank() == 0
@@ -221,7 +221,7 @@ def run_rank(options: Options, shared: socket.socket) -> None:
     manager.destroy()
 
 
-def make_manager(model: Any, options: Options) -> Any:
+def make_manager(model: Any, options: ServerOptions) -> Any:
     """Return a manager of transformers, with a cache of a fixed size. Collective."""
     import transformers
 
@@ -275,7 +275,7 @@ def _report_once(manager: Any) -> None:
 
 
 async def _serve_http(
-    options: Options, model: Any, tokenizer: Any, manager: Any, listener: socket.socket
+    options: ServerOptions, model: Any, tokenizer: Any, manager: Any, listener: socket.socket
 ) -> None:
     import uvicorn
 
