@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of each generate")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--warmup", type=int, default=4, help="repetitions before: auto's trials")
+    parser.add_argument("--warmup", type=int, default=4, help="repetitions before")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="speed-ups as bars")
     args = parser.parse_args()

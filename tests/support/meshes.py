@@ -27,8 +27,8 @@ Placements = tuple[Placement, ...]
 
 
 def make_mesh(shape: Sequence[int], names: Sequence[str] = ("a", "b")) -> DeviceMesh:
-    """A mesh of all ranks with groups of its own, which are set up for the ops: without trials, and
-    with a timeout that a test can wait for.
+    """A mesh of all ranks with groups of its own, which are set up for the ops: with a
+    timeout that a test can wait for.
 
     DTensor caches results of its own operators by the mesh's shape and names, and a cached mesh has
     groups that ended with an earlier test. A job that uses these operators gives other names.
