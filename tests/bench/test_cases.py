@@ -220,8 +220,8 @@ def judge(specs: list[Spec]) -> list[dict[str, bool]]:
         outputs = run_tpkernels(case.copy())
         expected = None if case.spec.routed else run_torch(case.copy())
         results = {"right": outputs, **corruptions(spec.op, outputs)}
-        verdicts = check(case, results, expected)
-        judged.append({name: verdict.right for name, verdict in verdicts.items()})
+        worst = check(case, results, expected)
+        judged.append({name: error <= 1 for name, error in worst.items()})
     return judged
 
 
@@ -252,8 +252,8 @@ def test_scales_are_verified() -> None:
             "w": replace(case, scales=(of_x, of_w.roll(1, 1).contiguous())),
         }
         outputs = {name: run_tpkernels(each) for name, each in swapped.items()}
-        verdicts = check(case, outputs, run_torch(case))
-        found.append({name: verdict.right for name, verdict in verdicts.items()})
+        worst = check(case, outputs, run_torch(case))
+        found.append({name: error <= 1 for name, error in worst.items()})
     assert found == [{"right": True, "x": False, "w": False}] * len(SCALED)
 
 
@@ -264,4 +264,4 @@ def test_all_ranks_must_have_the_same_sum() -> None:
     (y,) = run_tpkernels(case.copy())
     if dist.get_rank() == 1:
         y[0] += 1
-    assert not check(case, {"sum": [y]})["sum"].right
+    assert check(case, {"sum": [y]})["sum"] == math.inf

@@ -52,7 +52,6 @@ class Case:
     x: torch.Tensor
     sizes: tuple[int, ...]
     weights: tuple[torch.Tensor, ...] = ()
-    residual: torch.Tensor | None = None
     norm_weight: torch.Tensor | None = None  #: of an op that normalises
     scales: tuple[torch.Tensor, ...] = ()  #: of x and the weight, if they are scaled
     dtype: torch.dtype | None = None  #: of the results, if it differs from the dtype of x
@@ -75,11 +74,6 @@ class Case:
         """Return x and the weight with their scales."""
         (w,), (scale_x, scale_w) = self.weights, self.scales
         return (self.x, scale_x), (w, scale_w)
-
-    def sorted_routes(self) -> torch.Tensor:
-        """Return all routes by expert, the order of the rows of all ranks, as token * k + slot."""
-        assert self.routes is not None  # only for cases that have some
-        return self.routes.flatten().argsort(stable=True)
 
     @property
     def columns(self) -> list[int]:
@@ -175,8 +169,6 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
         options |= {"gather_sizes": case.sizes, "scatter_sizes": case.columns}
     elif not op.keeps_sum:
         options["shard_sizes"] = case.sizes
-    if case.residual is not None:
-        options["residual"] = case.residual
     name = "all_reduce_" if case.op == "all_reduce" else case.op
     result = getattr(tpkernels, name)(*operands, dist.group.WORLD, **options)
     if isinstance(result, torch.Tensor):
@@ -216,8 +208,6 @@ def run_torch(case: Case) -> Outputs:
             y = _reduce_scatter(y, case.sizes)
         else:
             dist.all_reduce(y)
-    if case.residual is not None:
-        y = y + case.residual
     if case.norm_weight is None:
         return [y]
     return [y, rms_norm(y, [y.shape[-1]], case.norm_weight, NORM_EPS)]
