@@ -130,9 +130,9 @@ def test_costs() -> None:
     assert Spec("matmul_all_reduce", (64, 32, 16), BF16).cost(4).traffic == 2 * reduce.traffic
     alone = Spec("all_reduce", (64,), F32).cost(1)
     assert (alone.flops, alone.traffic) == (0, 0)
-    rates = Rates(flops=1e3, torch_flops=1.0, copy_bytes=1e9, copy_over_cache=8.0)
+    rates = Rates(flops=1e3, torch_flops=1.0, copy_bytes=1e9)
     assert rates.least_seconds(gather) == pytest.approx(gather.flops / 1e3)
-    rates = Rates(flops=1e12, torch_flops=1.0, copy_bytes=1e2, copy_over_cache=8.0)
+    rates = Rates(flops=1e12, torch_flops=1.0, copy_bytes=1e2)
     assert rates.least_seconds(gather) == pytest.approx(gather.touched / 1e2)
 
     gather = Spec("all_gather_scaled_matmul", (64, 32, 28), BF16).cost(4)
@@ -244,7 +244,7 @@ def test_scales_are_verified() -> None:
     found = []
     for op in SCALED:
         case = random_case(Spec(op, (24, 32, 64), BF16))
-        assert case.weights[0].shape == ((64, 16) if OPS[op].gathers else (32, 32))
+        assert case.w is not None and case.w.shape == ((64, 16) if OPS[op].gathers else (32, 32))
         of_x, of_w = case.scales
         swapped = {
             "right": case,

@@ -47,7 +47,7 @@ def test_a_core_that_copies_does_not_multiply() -> None:
 
 
 def report(flops: float, small: float) -> MachineReport:
-    rates = Rates(flops=flops, torch_flops=flops, copy_bytes=10 * flops, copy_over_cache=8.0)
+    rates = Rates(flops=flops, torch_flops=flops, copy_bytes=10 * flops)
     machine = this_machine("cpu", 2, 1, True, threads=1)
     large = (small + 8e-3, small + 9e-3)
     return MachineReport(machine, (rates,) * 3, (small, 2 * small), large)

@@ -41,7 +41,7 @@ _reduce_shards = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """An op with this rank's inputs: x [rows, K] and weights [K, N] of a matmul op; x [elements] of
+    """An op with this rank's inputs: x [rows, K] and w [K, N] of a matmul op; x [elements] of
     a collective, [rows, N] of one that normalises or routes, or of an all-to-all, which splits N.
 
     Dim 0 is gathered or scattered, ``sizes[r]`` of it on rank ``r``. For an all-reduce ``sizes`` is
@@ -51,7 +51,7 @@ class Case:
     op: str
     x: torch.Tensor
     sizes: tuple[int, ...]
-    weights: tuple[torch.Tensor, ...] = ()
+    w: torch.Tensor | None = None
     norm_weight: torch.Tensor | None = None  #: of an op that normalises
     scales: tuple[torch.Tensor, ...] = ()  #: of x and the weight, if they are scaled
     dtype: torch.dtype | None = None  #: of the results, if it differs from the dtype of x
@@ -72,8 +72,9 @@ class Case:
     @property
     def operands(self) -> tuple[Scaled, Scaled]:
         """Return x and the weight with their scales."""
-        (w,), (scale_x, scale_w) = self.weights, self.scales
-        return (self.x, scale_x), (w, scale_w)
+        assert self.w is not None  # only for cases with scales
+        scale_x, scale_w = self.scales
+        return (self.x, scale_x), (self.w, scale_w)
 
     @property
     def columns(self) -> list[int]:
@@ -111,11 +112,11 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
         n, k = (n // world, k) if op.gathers else (n, k // world)
         scale = 1 / math.sqrt(spec.shape[2])
         x, w = normal(rows, k), normal(n, k, scale=1.0 if op.scaled else scale)
-        case = Case(spec.op, x, sizes, (w.t(),))
+        case = Case(spec.op, x, sizes, w.t())
         if op.scaled:
             (x, scale_x), (w, scale_w) = _quantised(x), _quantised(w)
             scales = scale_x, scale_w.t() * scale
-            case = Case(spec.op, x, sizes, (w.t(),), scales=scales, dtype=spec.dtype)
+            case = Case(spec.op, x, sizes, w.t(), scales=scales, dtype=spec.dtype)
     if op.normed:  # the same on all ranks
         weight = torch.linspace(0.5, 1.5, columns[0]).to(case.x)
         case = replace(case, norm_weight=weight)
@@ -155,13 +156,10 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
         name, options = world_group().name, options | {"shard_sizes": case.sizes}
         result = run(case.x, *weights, case.routes, EXPERTS, name, **options)
         return [result[0] if op.dispatches else result]
+    if case.w is not None:
+        operands += [case.w, *case.scales]
     if op.scaled:
-        operands += [*case.weights, *case.scales]
         options["out_dtype"] = case.out_dtype
-    elif op.gathers and op.has_matmul:
-        operands.append(case.weights)  # type: ignore[arg-type]
-    else:
-        operands += case.weights
     if case.norm_weight is not None:
         operands.append(case.norm_weight)
         options["eps"] = NORM_EPS
@@ -197,13 +195,13 @@ def run_torch(case: Case) -> Outputs:
     Not for routed ops, which `unfused` runs by torch.distributed."""
     op, x = case.spec, case.x
     if op.gathers and op.has_matmul:
-        return run_matmul(gathered(case))
+        return [run_matmul(gathered(case))]
     if op.gathers:
-        y = _all_gather(x, case.sizes)
+        y = all_gather(x, case.sizes)
     elif op.exchanges:
         y = _all_to_all(x, case.sizes, case.columns)
     else:
-        y = run_matmul(case)[0] if op.has_matmul else x
+        y = run_matmul(case) if op.has_matmul else x
         if op.scatters:
             y = _reduce_scatter(y, case.sizes)
         else:
@@ -213,36 +211,37 @@ def run_torch(case: Case) -> Outputs:
     return [y, rms_norm(y, [y.shape[-1]], case.norm_weight, NORM_EPS)]
 
 
-def run_matmul(case: Case) -> Outputs:
+def run_matmul(case: Case) -> torch.Tensor:
     """Run torch.matmul, or torch._scaled_mm, on local operands, see `gathered`."""
     if case.scales:
         (x, scale_x), (w, scale_w) = case.operands
-        return [torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=case.out_dtype)]
-    return [torch.matmul(case.x, w) for w in case.weights]
+        return torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=case.out_dtype)
+    assert case.w is not None  # only for ops with a matmul
+    return torch.matmul(case.x, case.w)
 
 
-def run_local_matmul(case: Case) -> Outputs:
+def run_local_matmul(case: Case) -> torch.Tensor:
     """Run the local matmul of this package on local operands, see `gathered`."""
-    rows = case.x.shape[0]
+    assert case.w is not None  # only for ops with a matmul
+    out = case.x.new_empty(case.x.shape[0], case.w.shape[1], dtype=case.out_dtype)
     if case.scales:
         x, w = (ScaledMatrix(*operand) for operand in case.operands)
-        out = case.x.new_empty(rows, w.elements.shape[1], dtype=case.out_dtype)
-        return [scaled_matmul(x, w, out)]
-    return [local_matmul(case.x, w, case.x.new_empty(rows, w.shape[1])) for w in case.weights]
+        return scaled_matmul(x, w, out)
+    return local_matmul(case.x, case.w, out)
 
 
 def gathered(case: Case) -> Case:
     """Return the case with the operands of its local matmul: all rows of an all-gather."""
-    if not (case.spec.gathers and case.weights):
+    if not case.spec.gathers or case.w is None:
         return case
-    x = _all_gather(case.x.view(torch.uint8) if case.scales else case.x, case.sizes)
+    x = all_gather(case.x.view(torch.uint8) if case.scales else case.x, case.sizes)
     if not case.scales:
         return replace(case, x=x)
     scale, of_w = case.scales
-    return replace(case, x=x.view(case.x.dtype), scales=(_all_gather(scale, case.sizes), of_w))
+    return replace(case, x=x.view(case.x.dtype), scales=(all_gather(scale, case.sizes), of_w))
 
 
-def _all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+def all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     """Gather all shards. The collective needs equal shards, so uneven ones are padded."""
     largest = max(sizes)
     padded = x
@@ -299,23 +298,24 @@ class Inputs:
 
     def __init__(self, case: Case, *, cold: bool) -> None:
         device, local, count = case.x.device.type, gathered(case), 1
-        nbytes = sum(tensor.nbytes for tensor in (case.x, *case.weights))
+        w = case.w
+        nbytes = case.x.nbytes + (0 if w is None else w.nbytes)
         cache = last_level_cache_bytes(device)
         if cold:
-            footprint = nbytes + (local.x.nbytes if case.weights else 0)
+            footprint = nbytes + (0 if w is None else local.x.nbytes)
             fitting = memory_budget(device) // max(1, footprint)
             count = min(math.ceil(COLD * cache / max(1, nbytes)), _MAX_COPIES, max(1, fitting))
         self.over_cache = count * nbytes / cache if nbytes else math.inf
         self._case = case
         self._copies = [
-            replace(case, x=case.x.clone(), weights=tuple(w.clone() for w in case.weights))
+            replace(case, x=case.x.clone(), w=None if w is None else w.clone())
             for _ in range(count)
         ]
         self._sharded = cycle(self._copies)
         self._gathered = cycle(
-            [replace(copy, x=local.x.clone(), scales=local.scales) for copy in self._copies]
-            if case.weights
-            else []
+            []
+            if w is None
+            else [replace(copy, x=local.x.clone(), scales=local.scales) for copy in self._copies]
         )
 
     def sharded(self) -> Case:

@@ -97,7 +97,7 @@ def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
             runs[name] = lambda name=name: run_tpkernels(inputs.sharded(), name)  # type: ignore[misc]
     # all_reduce works in place, and so does torch with a sum that is normalised: each timed region
     # starts from the same values.
-    undo = inputs.restore if case.spec.keeps_sum and not case.weights else None
+    undo = inputs.restore if case.spec.keeps_sum and case.w is None else None
     samples = measure(
         {name: Variant(run, undo) for name, run in runs.items()},
         repeat=method.repeat,
@@ -111,9 +111,9 @@ def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
 def _left_out(case: Case, method: Method, rates: Rates) -> dict[str, str]:
     """Return the baselines that are not run, with the reasons; "" if the user expects none.
     Collective."""
-    left_out = {} if case.weights else {"local_matmul": ""}
+    left_out = {"local_matmul": ""} if case.w is None else {}
     rows = sum(case.sizes) if case.spec.gathers else len(case.x)
-    expected = sum(2 * rows * w.numel() for w in case.weights) / rates.torch_flops
+    expected = 2 * rows * (0 if case.w is None else case.w.numel()) / rates.torch_flops
     if case.spec.routed or not method.baselines:
         left_out["torch"] = ""  # `unfused` already runs routed ops by torch's all-to-all
     elif case.scales and case.x.is_cuda and not _torch_multiplies(case):
@@ -155,5 +155,5 @@ def _run_symm_mem(case: Case) -> object:
     """Run the fused op of torch."""
     name, ops = world_group().name, torch.ops.symm_mem
     if case.spec.gathers:
-        return ops.fused_all_gather_matmul(case.x, list(case.weights), 0, name)
-    return ops.fused_matmul_reduce_scatter(case.x, case.weights[0], "sum", 0, name)
+        return ops.fused_all_gather_matmul(case.x, [case.w], 0, name)
+    return ops.fused_matmul_reduce_scatter(case.x, case.w, "sum", 0, name)

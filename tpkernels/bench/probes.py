@@ -47,9 +47,9 @@ def measure_rates(dtype: torch.dtype, device: str) -> Rates:
     place, synchronize = rank_device(device), synchronizer(device)
     size = _SIZE[device]
     x, w = (torch.randn(size, size).to(place, dtype) for _ in range(2))
-    case = Case("matmul_all_reduce", x, (), (w.t(),))
-    cache = last_level_cache_bytes(device)
-    nbytes = max(_LEAST_BYTES, min(_COPY_BYTES * cache, memory_budget(device) // 2))
+    case = Case("matmul_all_reduce", x, (), w.t())
+    most = min(_COPY_BYTES * last_level_cache_bytes(device), memory_budget(device) // 2)
+    nbytes = max(_LEAST_BYTES, most)
     source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
     variants = {
@@ -66,7 +66,6 @@ def measure_rates(dtype: torch.dtype, device: str) -> Rates:
         flops=max(flops.values()),
         torch_flops=flops["matmul"],
         copy_bytes=2 * nbytes / best["copy"],
-        copy_over_cache=2 * nbytes / cache,
     )
 
 

@@ -9,15 +9,16 @@ torch adds up the squares of a norm in any order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from tpkernels.bench.cases import Case, Outputs
+from tpkernels.bench.cases import Case, Outputs, all_gather
 from tpkernels.bench.specs import EXPERTS, NORM_EPS, TOP_K
-from tpkernels.launch.session import all_gather_objects, all_gather_tensors
+from tpkernels.launch.session import all_gather_objects
 from tpkernels.ops.reference import Expected, assignments, moe_combine, moved, rms_norm, summed
 
 
@@ -31,23 +32,19 @@ def check(
     Args:
         torch_outputs: torch's result, whose error is added to the bound.
     """
-    worst = {
-        name: 0.0 if _same_on_all_ranks(case, outputs) else math.inf
-        for name, outputs in results.items()
-    }
-    for i, derived in enumerate(_expected(case)):
-        bound = derived.bound
-        if torch_outputs is not None:
-            bound = bound + (_mine(case, torch_outputs[i]) - derived.exact).abs()
-        expected = replace(derived, bound=bound)
-        for name, outputs in results.items():
-            worst[name] = max(worst[name], _worst(case, outputs[i], expected))
+    expected = _expected(case)
+    if torch_outputs is not None:
+        torch_error = (_mine(case, torch_outputs[0]) - expected.exact).abs()
+        expected = replace(expected, bound=expected.bound + torch_error)
+    worst = {}
     for name, outputs in results.items():
+        worst[name] = _worst(case, outputs[0], expected)
         if case.norm_weight is not None and worst[name] <= 1:  # normalised rows of a right sum
-            total, normed = outputs
-            total = _mine(case, total)
-            expected = rms_norm(total, case.norm_weight, NORM_EPS, any_order=total.is_cuda)
-            worst[name] = max(worst[name], _worst(case, normed, expected))
+            total = _mine(case, outputs[0])
+            normed = rms_norm(total, case.norm_weight, NORM_EPS, any_order=total.is_cuda)
+            worst[name] = max(worst[name], _worst(case, outputs[1], normed))
+        if not _same_on_all_ranks(case, outputs):
+            worst[name] = math.inf
     ranks = all_gather_objects(worst)
     return {name: max(rank[name] for rank in ranks) for name in worst}
 
@@ -57,50 +54,51 @@ def _mine(case: Case, y: torch.Tensor) -> torch.Tensor:
     return y.split(list(case.sizes))[dist.get_rank()] if case.spec.keeps_sum else y
 
 
-def _expected(case: Case) -> Iterator[Expected]:
-    """Yield the reference of each output, for the rows that this rank checks."""
-    x, weights, rank = case.x, list(case.weights), dist.get_rank()
+def _expected(case: Case) -> Expected:
+    """Return the reference of the first output, for the rows that this rank checks."""
+    x, w, sizes, rank = case.x, case.w, case.sizes, dist.get_rank()
     if case.scales:
-        x, *weights = (elements.double() * scale.double() for elements, scale in case.operands)
-    shards = all_gather_tensors(x)
+        x, w = (elements.double() * scale.double() for elements, scale in case.operands)
     if case.routes is not None:
-        yield _routed(case, torch.cat(shards))
-    elif case.spec.reduces:
-        mine = [shard.split(list(case.sizes))[rank] for shard in shards]
-        factors = all_gather_tensors(weights[0]) if weights else [None] * len(mine)
-        # Roundings to the wire dtype: one of a matmul's partial, and one of each sum by NCCL.
-        on_wire = len(weights) + (len(mine) - 1 if x.is_cuda else 0)
-        yield summed(
-            zip(mine, factors, strict=True),
-            dtype=case.x.dtype,
-            out=case.out_dtype,
-            wire=case.out_dtype if on_wire else None,
-            unfused=False,
-            roundings=len(case.scales),
-            sum_roundings=on_wire - 1,
-        )
-    elif case.spec.exchanges:
-        yield moved(torch.cat(shards).split(case.columns, 1)[rank])
-    elif not weights:
-        yield moved(torch.cat(shards))
-    for w in weights if case.spec.gathers else ():
-        yield summed(
-            [(torch.cat(shards), w)],
-            dtype=case.x.dtype,
-            out=case.out_dtype,
-            unfused=False,
-            roundings=len(case.scales),
-        )
+        return _routed(case)
+    derive = partial(
+        summed,
+        dtype=case.x.dtype,
+        out=case.out_dtype,
+        unfused=False,
+        roundings=len(case.scales),
+    )
+    if not case.spec.reduces:
+        rows = all_gather(x, sizes)
+        if case.spec.exchanges:
+            rows = rows.split(case.columns, 1)[rank]
+        return moved(rows) if w is None else derive([(rows, w)])
+    shards = [shard.split(list(sizes))[rank] for shard in _of_all_ranks(x)]
+    factors = [None] * len(sizes) if w is None else _of_all_ranks(w)
+    # Roundings to the wire dtype: one of a matmul's partial, and one of each sum by NCCL.
+    on_wire = (w is not None) + (len(sizes) - 1 if x.is_cuda else 0)
+    return derive(
+        zip(shards, factors, strict=True),
+        wire=case.out_dtype if on_wire else None,
+        sum_roundings=on_wire - 1,
+    )
 
 
-def _routed(case: Case, x: torch.Tensor) -> Expected:
-    """Return the reference of routed tokens; ``x`` has the rows of all ranks."""
+def _of_all_ranks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gather ``x``, whose shape is the same on all ranks."""
+    rows = len(x)
+    return all_gather(x.contiguous(), (rows,) * dist.get_world_size()).split(rows)
+
+
+def _routed(case: Case) -> Expected:
+    """Return the reference of routed tokens."""
     assert case.routes is not None and case.topk_weights is not None  # a routed case has both
-    rows, rank = assignments(case.routes, EXPERTS, len(case.sizes))[0], dist.get_rank()
+    assigned, _ = assignments(case.routes, EXPERTS, len(case.sizes))
     if case.spec.dispatches:
-        return moved(x[rows[rank] // TOP_K])
-    places = torch.cat(rows).argsort().view(-1, TOP_K).split(list(case.sizes))[rank]
-    return moe_combine(x[places], case.topk_weights, dtype=case.x.dtype)
+        return moved(all_gather(case.x, case.sizes)[assigned[dist.get_rank()] // TOP_K])
+    rows = all_gather(case.x, tuple(map(len, assigned)))
+    places = torch.cat(assigned).argsort().view(-1, TOP_K).split(list(case.sizes))
+    return moe_combine(rows[places[dist.get_rank()]], case.topk_weights, dtype=case.x.dtype)
 
 
 def _worst(case: Case, y: torch.Tensor, expected: Expected) -> float:
