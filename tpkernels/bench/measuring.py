@@ -33,7 +33,6 @@ from tpkernels.local.scaled import ScaledMatrix, torch_takes
 from tpkernels.planning.cost import Rates
 from tpkernels.timing import Samples, Variant, measure
 
-BASELINES = ("unfused", "torch", "local_matmul", "symm_mem")
 _MIN_REPEAT = 3  # repetitions, however long they take: see `timing.measure`
 
 

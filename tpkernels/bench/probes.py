@@ -14,16 +14,11 @@ from dataclasses import astuple, dataclass
 import torch
 
 from tpkernels import ops
-from tpkernels.bench.cases import (
-    Case,
-    memory_budget,
-    run_local_matmul,
-    run_matmul,
-    world_group,
-)
+from tpkernels.bench.cases import memory_budget, world_group
 from tpkernels.common.text import counted
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.launch.terminal import UsageError, check_known
+from tpkernels.local.matmul import local_matmul
 from tpkernels.planning import store
 from tpkernels.planning.cost import MEASURED, Link, Profile, Rates, machine_named, machines
 from tpkernels.planning.machine import Machine, last_level_cache_bytes, this_machine
@@ -47,18 +42,18 @@ def measure_rates(dtype: torch.dtype, device: str) -> Rates:
     place, synchronize = rank_device(device), synchronizer(device)
     size = _SIZE[device]
     x, w = (torch.randn(size, size).to(place, dtype) for _ in range(2))
-    case = Case("matmul_all_reduce", x, (), w.t())
+    w, product = w.t(), torch.empty_like(x)
     most = min(_COPY_BYTES * last_level_cache_bytes(device), memory_budget(device) // 2)
     nbytes = max(_LEAST_BYTES, most)
     source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
     variants = {
-        "local_matmul": Variant(lambda: run_local_matmul(case)),
+        "local_matmul": Variant(lambda: local_matmul(x, w, product)),
         "copy": Variant(lambda: target.copy_(source)),
     }
     samples = measure(variants, repeat=_REPEAT, budget=_SECONDS, synchronize=synchronize)
     # Separate, and only once: without instructions for the dtype it takes many times as long.
-    alone = {"matmul": Variant(lambda: run_matmul(case))}
+    alone = {"matmul": Variant(lambda: torch.matmul(x, w))}
     samples |= measure(alone, repeat=1, synchronize=synchronize)
     best = {name: min(each.seconds) for name, each in samples.items()}
     flops = {name: 2 * size**3 / best[name] for name in ("local_matmul", "matmul")}

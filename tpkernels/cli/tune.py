@@ -14,7 +14,7 @@ from typer import Option
 import tpkernels
 from tpkernels.bench.cases import planned, random_case, world_group
 from tpkernels.bench.probes import measure_machine, profile_of, rates_text
-from tpkernels.bench.specs import Spec, check_split, specs_of
+from tpkernels.bench.specs import Spec, check_spec, specs_of
 from tpkernels.cli import options
 from tpkernels.common.cache import cache_folder, check_folder, make_folder
 from tpkernels.launch import session as sessions
@@ -89,7 +89,7 @@ def tune(
         for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
     ]
     for spec in () if machine else specs:
-        check_split(spec, world)
+        check_spec(spec, world)
     device = sessions.resolve_device(device)
     if device == "cuda" and sessions.ranks_share_gpus(world):
         raise UsageError(
