@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.bench.specs import EXPERTS, NORM_EPS, OPERANDS, TOP_K, Spec, matrix_of, square_of
+from tpkernels.bench.specs import EXPERTS, NORM_EPS, OPERANDS, TOP_K, Spec
 from tpkernels.common.shards import shard_sizes
 from tpkernels.groups.group import Group
 from tpkernels.local.matmul import local_matmul
@@ -95,11 +95,7 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(device, spec.dtype)
 
-    rows, *columns = spec.shape  # before the split
-    if op.routed or (op.normed and not op.has_matmul):
-        rows, *columns = matrix_of(rows)
-    elif op.exchanges:
-        rows, *columns = square_of(rows)
+    rows, *columns = spec.extents
     sizes = tuple(shard_sizes(rows, world))
     if op.routed:
         return _routed_case(spec, sizes, columns[0], normal)

@@ -42,6 +42,13 @@ class Spec:
         return OPS[self.op]
 
     @property
+    def extents(self) -> tuple[int, ...]:
+        """Return M, N, K of a matmul op, else the extents of the tensor, before the split."""
+        if self.op_spec.routed or (self.op_spec.normed and not self.op_spec.has_matmul):
+            return matrix_of(self.shape[0])
+        return square_of(self.shape[0]) if self.op_spec.exchanges else self.shape
+
+    @property
     def other(self) -> int:
         """Return the extent of the matmul that is not part of the problem, split over the ranks: N
         of an all-gather, K of a reduction; 0 without a matmul."""
@@ -53,14 +60,10 @@ class Spec:
     def problem(self, world: int, device: str = "cpu") -> Problem:
         """Return the problem that is planned. Dim 0 is gathered or scattered, evenly if
         possible."""
-        shape, dtype, op = self.shape, self.dtype, self.op_spec
+        shape, dtype, op = self.extents, self.dtype, self.op_spec
         if op.has_matmul:
-            m, n, k = self.shape
+            m, n, k = shape
             shape = (m, k) if op.gathers else (m, n)
-        elif op.normed or op.routed:
-            shape = matrix_of(self.shape[0])
-        elif op.exchanges:
-            shape = square_of(self.shape[0])
         options = NO_OPTIONS
         if op.reduces:
             options = Options(x_dtype=OPERANDS if op.scaled else dtype, out_dtype=dtype)
