@@ -130,9 +130,9 @@ def test_costs() -> None:
     assert Spec("matmul_all_reduce", (64, 32, 16), BF16).cost(4).traffic == 2 * reduce.traffic
     alone = Spec("all_reduce", (64,), F32).cost(1)
     assert (alone.flops, alone.traffic) == (0, 0)
-    rates = Rates(flops=1e3, torch_flops=1.0, copy_bytes=1e9, copy_over_cache=8.0)
+    rates = Rates(flops=1e3, torch_flops=1.0, copy_bytes=1e9)
     assert rates.least_seconds(gather) == pytest.approx(gather.flops / 1e3)
-    rates = Rates(flops=1e12, torch_flops=1.0, copy_bytes=1e2, copy_over_cache=8.0)
+    rates = Rates(flops=1e12, torch_flops=1.0, copy_bytes=1e2)
     assert rates.least_seconds(gather) == pytest.approx(gather.touched / 1e2)
 
     gather = Spec("all_gather_scaled_matmul", (64, 32, 28), BF16).cost(4)
@@ -220,8 +220,8 @@ def judge(specs: list[Spec]) -> list[dict[str, bool]]:
         outputs = run_tpkernels(case.copy())
         expected = None if case.spec.routed else run_torch(case.copy())
         results = {"right": outputs, **corruptions(spec.op, outputs)}
-        verdicts = check(case, results, expected)
-        judged.append({name: verdict.right for name, verdict in verdicts.items()})
+        worst = check(case, results, expected)
+        judged.append({name: error <= 1 for name, error in worst.items()})
     return judged
 
 
@@ -244,7 +244,7 @@ def test_scales_are_verified() -> None:
     found = []
     for op in SCALED:
         case = random_case(Spec(op, (24, 32, 64), BF16))
-        assert case.weights[0].shape == ((64, 16) if OPS[op].gathers else (32, 32))
+        assert case.w is not None and case.w.shape == ((64, 16) if OPS[op].gathers else (32, 32))
         of_x, of_w = case.scales
         swapped = {
             "right": case,
@@ -252,8 +252,8 @@ def test_scales_are_verified() -> None:
             "w": replace(case, scales=(of_x, of_w.roll(1, 1).contiguous())),
         }
         outputs = {name: run_tpkernels(each) for name, each in swapped.items()}
-        verdicts = check(case, outputs, run_torch(case))
-        found.append({name: verdict.right for name, verdict in verdicts.items()})
+        worst = check(case, outputs, run_torch(case))
+        found.append({name: error <= 1 for name, error in worst.items()})
     assert found == [{"right": True, "x": False, "w": False}] * len(SCALED)
 
 
@@ -264,4 +264,4 @@ def test_all_ranks_must_have_the_same_sum() -> None:
     (y,) = run_tpkernels(case.copy())
     if dist.get_rank() == 1:
         y[0] += 1
-    assert not check(case, {"sum": [y]})["sum"].right
+    assert check(case, {"sum": [y]})["sum"] == math.inf

@@ -128,7 +128,7 @@ def test_demo_fails_when_something_is_wrong(
         (f"{LAYERS} --decode 0", "--decode is 0; it must be at least 1"),
         (LAYERS.replace("h200", "tpu"), "unknown machine 'tpu'; choose from this, a100-pcie"),
         (LAYERS.replace("h200", "this"), "with 64 ranks of 1 thread; run tpkernels tune --machine"),
-        (LAYERS.replace("64", "0"), "16,32,0'; pass numbers of ranks such as 1,2,8"),
+        (LAYERS.replace("64", "0"), "--tp: '0' is not a positive number"),
         (LAYERS.replace("64", "128"), "--tp is 128; it must be at most the 64 heads of llama3-70b"),
     ],
 )

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.cli.test_cli import LAYERS, invoke
-from tpkernels.bench.probes import MachineReport, profile_of
+from tpkernels.bench import probes
 from tpkernels.cli.explain import layer_costs
+from tpkernels.launch import Ranks
 from tpkernels.planning import store
-from tpkernels.planning.cost import Rates, machine_named
-from tpkernels.planning.machine import this_machine
+from tpkernels.planning.cost import Profile, machine_named
+from tpkernels.planning.machine import Machine
+from tpkernels.timing import Samples
 
 SMOLLM = "explain --model smollm2-135m --tp 2 --machine this"
 
@@ -46,23 +51,40 @@ def test_a_core_that_copies_does_not_multiply() -> None:
     assert layer["overlapped"] >= 0.98 * layer["unfused"]
 
 
-def report(flops: float, small: float) -> MachineReport:
-    rates = Rates(flops=flops, torch_flops=flops, copy_bytes=10 * flops, copy_over_cache=8.0)
-    machine = this_machine("cpu", 2, 1, True, threads=1)
-    large = (small + 8e-3, small + 9e-3)
-    return MachineReport(machine, (rates,) * 3, (small, 2 * small), large)
+def measured_in_turn() -> tuple[Machine, Profile]:
+    """On a rank: what is measured if rank 1 takes twice as long as rank 0, and every other
+    repetition twice as long as the shortest."""
+    size, slower = 64, 1 + dist.get_rank()
+
+    def measure(variants: Iterable[str], **_: object) -> dict[str, Samples]:
+        seconds = {
+            "local_matmul": slower * 2 * size**3 / 2e9,
+            "matmul": slower * 2 * size**3 / 1e9,
+            "copy": slower * 2 * (1 << 20) / 2e10,
+            "small": slower * 1e-5,
+            "large": slower * 1e-5 + 8e-3,
+        }
+        return {name: Samples((2 * seconds[name], seconds[name]), 1, 1) for name in variants}
+
+    with (
+        mock.patch.object(probes, "measure", measure),
+        mock.patch.object(probes, "last_level_cache_bytes", lambda _: 1 << 18),
+        mock.patch.dict(probes._SIZE, {"cpu": size}),
+    ):
+        return probes.measure_machine("cpu", "2026-11-22")
 
 
 def test_this_machine_is_what_tune_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    reports = [report(2e9, 1e-5), report(1e9, 2e-5)]
-    profile = profile_of(reports, "2026-11-22")
-    assert profile.flops == (1e9,) * 3 and profile.bandwidth == 1e10  # the slowest rank's
+    (machine, profile), other = ranks(2).run(measured_in_turn)
+    assert (machine, profile) == other
+    # The slowest rank's.
+    assert profile.flops == pytest.approx((1e9,) * 3) and profile.bandwidth == pytest.approx(1e10)
     assert profile.within.call == 2e-5
     assert profile.within.bandwidth == pytest.approx((8 << 20) / 8e-3)
-    store.save_profile(reports[0].machine, profile)
+    store.save_profile(machine, profile)
     layer = layers_of(f"{SMOLLM} --decode 1")["decode", 2]
     weights = 576 * 480 + 288 * 576 + 576 * 1536 + 768 * 576  # elements on a rank
     elements = weights + (576 + 480) + (288 + 576) + (576 + 1536) + (768 + 576)

@@ -18,10 +18,11 @@ def test_the_bound_of_a_sum_holds_and_is_tight(dtype: torch.dtype) -> None:
     want = summed(zip(x, w, strict=True), [bias, None], dtype=dtype, wire=dtype)
     partials = (x.float() @ w.float()).to(dtype)
     right = (partials.float().sum(0) + bias.float()).to(dtype)
-    assert not want.wrong(right).any()
+    assert not want.wrong(right).any() and 0 < want.worst(right) <= 1
     assert want.bound.median() < 0.02 * want.exact.std()  # K roundings of the accumulator: 0.03
     for change in (right - x[0, :, :1] * w[0, :1], right - bias, right + torch.nan):
-        assert want.wrong(change).float().mean() > 0.1
+        assert want.wrong(change).float().mean() > 0.1 and want.worst(change) > 1
+    assert want.worst(right[1:]) == want.worst(right.double()) == float("inf")
 
 
 def test_integers_must_fit_the_dtype() -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm
 
 import tpkernels
 from tpkernels import groups
-from tpkernels.bench.specs import EXPERTS, NORM_EPS, OPERANDS, TOP_K, Spec, matrix_of, square_of
+from tpkernels.bench.specs import EXPERTS, NORM_EPS, OPERANDS, TOP_K, Spec
 from tpkernels.common.shards import shard_sizes
 from tpkernels.groups.group import Group
 from tpkernels.local.matmul import local_matmul
@@ -41,7 +41,7 @@ _reduce_shards = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """An op with this rank's inputs: x [rows, K] and weights [K, N] of a matmul op; x [elements] of
+    """An op with this rank's inputs: x [rows, K] and w [K, N] of a matmul op; x [elements] of
     a collective, [rows, N] of one that normalises or routes, or of an all-to-all, which splits N.
 
     Dim 0 is gathered or scattered, ``sizes[r]`` of it on rank ``r``. For an all-reduce ``sizes`` is
@@ -51,8 +51,7 @@ class Case:
     op: str
     x: torch.Tensor
     sizes: tuple[int, ...]
-    weights: tuple[torch.Tensor, ...] = ()
-    residual: torch.Tensor | None = None
+    w: torch.Tensor | None = None
     norm_weight: torch.Tensor | None = None  #: of an op that normalises
     scales: tuple[torch.Tensor, ...] = ()  #: of x and the weight, if they are scaled
     dtype: torch.dtype | None = None  #: of the results, if it differs from the dtype of x
@@ -73,13 +72,9 @@ class Case:
     @property
     def operands(self) -> tuple[Scaled, Scaled]:
         """Return x and the weight with their scales."""
-        (w,), (scale_x, scale_w) = self.weights, self.scales
-        return (self.x, scale_x), (w, scale_w)
-
-    def sorted_routes(self) -> torch.Tensor:
-        """Return all routes by expert, the order of the rows of all ranks, as token * k + slot."""
-        assert self.routes is not None  # only for cases that have some
-        return self.routes.flatten().argsort(stable=True)
+        assert self.w is not None  # only for cases with scales
+        scale_x, scale_w = self.scales
+        return (self.x, scale_x), (self.w, scale_w)
 
     @property
     def columns(self) -> list[int]:
@@ -100,11 +95,7 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(device, spec.dtype)
 
-    rows, *columns = spec.shape  # before the split
-    if op.routed or (op.normed and not op.has_matmul):
-        rows, *columns = matrix_of(rows)
-    elif op.exchanges:
-        rows, *columns = square_of(rows)
+    rows, *columns = spec.extents
     sizes = tuple(shard_sizes(rows, world))
     if op.routed:
         return _routed_case(spec, sizes, columns[0], normal)
@@ -117,11 +108,11 @@ def random_case(spec: Spec, device: torch.device | str = "cpu") -> Case:
         n, k = (n // world, k) if op.gathers else (n, k // world)
         scale = 1 / math.sqrt(spec.shape[2])
         x, w = normal(rows, k), normal(n, k, scale=1.0 if op.scaled else scale)
-        case = Case(spec.op, x, sizes, (w.t(),))
+        case = Case(spec.op, x, sizes, w.t())
         if op.scaled:
             (x, scale_x), (w, scale_w) = _quantised(x), _quantised(w)
             scales = scale_x, scale_w.t() * scale
-            case = Case(spec.op, x, sizes, (w.t(),), scales=scales, dtype=spec.dtype)
+            case = Case(spec.op, x, sizes, w.t(), scales=scales, dtype=spec.dtype)
     if op.normed:  # the same on all ranks
         weight = torch.linspace(0.5, 1.5, columns[0]).to(case.x)
         case = replace(case, norm_weight=weight)
@@ -161,13 +152,10 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
         name, options = world_group().name, options | {"shard_sizes": case.sizes}
         result = run(case.x, *weights, case.routes, EXPERTS, name, **options)
         return [result[0] if op.dispatches else result]
+    if case.w is not None:
+        operands += [case.w, *case.scales]
     if op.scaled:
-        operands += [*case.weights, *case.scales]
         options["out_dtype"] = case.out_dtype
-    elif op.gathers and op.has_matmul:
-        operands.append(case.weights)  # type: ignore[arg-type]
-    else:
-        operands += case.weights
     if case.norm_weight is not None:
         operands.append(case.norm_weight)
         options["eps"] = NORM_EPS
@@ -175,8 +163,6 @@ def run_tpkernels(case: Case, algorithm: str = "auto") -> Outputs:
         options |= {"gather_sizes": case.sizes, "scatter_sizes": case.columns}
     elif not op.keeps_sum:
         options["shard_sizes"] = case.sizes
-    if case.residual is not None:
-        options["residual"] = case.residual
     name = "all_reduce_" if case.op == "all_reduce" else case.op
     result = getattr(tpkernels, name)(*operands, dist.group.WORLD, **options)
     if isinstance(result, torch.Tensor):
@@ -205,54 +191,53 @@ def run_torch(case: Case) -> Outputs:
     Not for routed ops, which `unfused` runs by torch.distributed."""
     op, x = case.spec, case.x
     if op.gathers and op.has_matmul:
-        return run_matmul(gathered(case))
+        return [run_matmul(gathered(case))]
     if op.gathers:
-        y = _all_gather(x, case.sizes)
+        y = all_gather(x, case.sizes)
     elif op.exchanges:
         y = _all_to_all(x, case.sizes, case.columns)
     else:
-        y = run_matmul(case)[0] if op.has_matmul else x
+        y = run_matmul(case) if op.has_matmul else x
         if op.scatters:
             y = _reduce_scatter(y, case.sizes)
         else:
             dist.all_reduce(y)
-    if case.residual is not None:
-        y = y + case.residual
     if case.norm_weight is None:
         return [y]
     return [y, rms_norm(y, [y.shape[-1]], case.norm_weight, NORM_EPS)]
 
 
-def run_matmul(case: Case) -> Outputs:
+def run_matmul(case: Case) -> torch.Tensor:
     """Run torch.matmul, or torch._scaled_mm, on local operands, see `gathered`."""
     if case.scales:
         (x, scale_x), (w, scale_w) = case.operands
-        return [torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=case.out_dtype)]
-    return [torch.matmul(case.x, w) for w in case.weights]
+        return torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=case.out_dtype)
+    assert case.w is not None  # only for ops with a matmul
+    return torch.matmul(case.x, case.w)
 
 
-def run_local_matmul(case: Case) -> Outputs:
+def run_local_matmul(case: Case) -> torch.Tensor:
     """Run the local matmul of this package on local operands, see `gathered`."""
-    rows = case.x.shape[0]
+    assert case.w is not None  # only for ops with a matmul
+    out = case.x.new_empty(case.x.shape[0], case.w.shape[1], dtype=case.out_dtype)
     if case.scales:
         x, w = (ScaledMatrix(*operand) for operand in case.operands)
-        out = case.x.new_empty(rows, w.elements.shape[1], dtype=case.out_dtype)
-        return [scaled_matmul(x, w, out)]
-    return [local_matmul(case.x, w, case.x.new_empty(rows, w.shape[1])) for w in case.weights]
+        return scaled_matmul(x, w, out)
+    return local_matmul(case.x, case.w, out)
 
 
 def gathered(case: Case) -> Case:
     """Return the case with the operands of its local matmul: all rows of an all-gather."""
-    if not (case.spec.gathers and case.weights):
+    if not case.spec.gathers or case.w is None:
         return case
-    x = _all_gather(case.x.view(torch.uint8) if case.scales else case.x, case.sizes)
+    x = all_gather(case.x.view(torch.uint8) if case.scales else case.x, case.sizes)
     if not case.scales:
         return replace(case, x=x)
     scale, of_w = case.scales
-    return replace(case, x=x.view(case.x.dtype), scales=(_all_gather(scale, case.sizes), of_w))
+    return replace(case, x=x.view(case.x.dtype), scales=(all_gather(scale, case.sizes), of_w))
 
 
-def _all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+def all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     """Gather all shards. The collective needs equal shards, so uneven ones are padded."""
     largest = max(sizes)
     padded = x
@@ -309,23 +294,24 @@ class Inputs:
 
     def __init__(self, case: Case, *, cold: bool) -> None:
         device, local, count = case.x.device.type, gathered(case), 1
-        nbytes = sum(tensor.nbytes for tensor in (case.x, *case.weights))
+        w = case.w
+        nbytes = case.x.nbytes + (0 if w is None else w.nbytes)
         cache = last_level_cache_bytes(device)
         if cold:
-            footprint = nbytes + (local.x.nbytes if case.weights else 0)
+            footprint = nbytes + (0 if w is None else local.x.nbytes)
             fitting = memory_budget(device) // max(1, footprint)
             count = min(math.ceil(COLD * cache / max(1, nbytes)), _MAX_COPIES, max(1, fitting))
         self.over_cache = count * nbytes / cache if nbytes else math.inf
         self._case = case
         self._copies = [
-            replace(case, x=case.x.clone(), weights=tuple(w.clone() for w in case.weights))
+            replace(case, x=case.x.clone(), w=None if w is None else w.clone())
             for _ in range(count)
         ]
         self._sharded = cycle(self._copies)
         self._gathered = cycle(
-            [replace(copy, x=local.x.clone(), scales=local.scales) for copy in self._copies]
-            if case.weights
-            else []
+            []
+            if w is None
+            else [replace(copy, x=local.x.clone(), scales=local.scales) for copy in self._copies]
         )
 
     def sharded(self) -> Case:

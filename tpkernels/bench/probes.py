@@ -8,26 +8,18 @@ the rate of the matmul, and the time of its bytes at the rate of the copy. `tpke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-
 import torch
 
 from tpkernels import ops
-from tpkernels.bench.cases import (
-    Case,
-    memory_budget,
-    run_local_matmul,
-    run_matmul,
-    world_group,
-)
+from tpkernels.bench.cases import memory_budget, world_group
 from tpkernels.common.text import counted
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.launch.terminal import UsageError, check_known
+from tpkernels.local.matmul import local_matmul
 from tpkernels.planning import store
 from tpkernels.planning.cost import MEASURED, Link, Profile, Rates, machine_named, machines
 from tpkernels.planning.machine import Machine, last_level_cache_bytes, this_machine
-from tpkernels.timing import Variant, measure
+from tpkernels.timing import Variant, measure, slowest
 
 # A square matmul that is long compared with its overheads and short compared with a case: 2 GFLOP
 # take about 40 ms on a core of AMD EPYC Zen 3 in fp32 (2026-11-21, `tpkernels bench`: 0.058
@@ -43,77 +35,52 @@ _LINK_REPEAT, _LINK_SECONDS = 20, 2.0
 
 
 def measure_rates(dtype: torch.dtype, device: str) -> Rates:
-    """Measure this rank's rates on "cpu" or "cuda". Collective."""
+    """Measure the rates that every rank reaches on "cpu" or "cuda". Collective."""
     place, synchronize = rank_device(device), synchronizer(device)
     size = _SIZE[device]
     x, w = (torch.randn(size, size).to(place, dtype) for _ in range(2))
-    case = Case("matmul_all_reduce", x, (), (w.t(),))
-    cache = last_level_cache_bytes(device)
-    nbytes = max(_LEAST_BYTES, min(_COPY_BYTES * cache, memory_budget(device) // 2))
+    w, product = w.t(), torch.empty_like(x)
+    most = min(_COPY_BYTES * last_level_cache_bytes(device), memory_budget(device) // 2)
+    nbytes = max(_LEAST_BYTES, most)
     source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
     variants = {
-        "local_matmul": Variant(lambda: run_local_matmul(case)),
+        "local_matmul": Variant(lambda: local_matmul(x, w, product)),
         "copy": Variant(lambda: target.copy_(source)),
     }
     samples = measure(variants, repeat=_REPEAT, budget=_SECONDS, synchronize=synchronize)
     # Separate, and only once: without instructions for the dtype it takes many times as long.
-    alone = {"matmul": Variant(lambda: run_matmul(case))}
+    alone = {"matmul": Variant(lambda: torch.matmul(x, w))}
     samples |= measure(alone, repeat=1, synchronize=synchronize)
-    best = {name: min(each.seconds) for name, each in samples.items()}
-    flops = {name: 2 * size**3 / best[name] for name in ("local_matmul", "matmul")}
-    return Rates(
-        flops=max(flops.values()),
-        torch_flops=flops["matmul"],
-        copy_bytes=2 * nbytes / best["copy"],
-        copy_over_cache=2 * nbytes / cache,
-    )
+    names = ("local_matmul", "matmul", "copy")
+    local, by_torch, copy = slowest([min(samples[name].seconds) for name in names])
+    flops = 2 * size**3
+    return Rates(flops / min(local, by_torch), flops / by_torch, copy_bytes=2 * nbytes / copy)
 
 
-def slowest_rates(ranks: Sequence[Rates]) -> Rates:
-    """Return the minimum of each rate, which all ranks reach."""
-    return Rates(*map(min, zip(*map(astuple, ranks), strict=True)))
+def measure_machine(device: str, day: str) -> tuple[Machine, Profile]:
+    """Return this machine, and the rates that every rank reaches while all ranks run. Collective.
 
-
-@dataclass(frozen=True)
-class MachineReport:
-    """The rates of one rank for each of `_DTYPES`, and the seconds of all-gathers of `_SMALL` and
-    `_LARGE` bytes."""
-
-    machine: Machine
-    rates: tuple[Rates, ...]
-    small: tuple[float, ...]
-    large: tuple[float, ...]
-
-
-def measure_machine(device: str) -> MachineReport:
-    """Measure the rates of this rank while all ranks measure. Collective."""
+    Args:
+        day: of the measurement, for the profile's ``source``.
+    """
     group = world_group().ready(device)
-    rates = tuple(measure_rates(dtype, device) for dtype in _DTYPES)
-    place, variants = rank_device(device), {}
+    world, place, variants = group.world, rank_device(device), {}
+    by_dtype = [measure_rates(dtype, device) for dtype in _DTYPES]
+    flops16, flops32, flops64 = (rates.flops for rates in by_dtype)
     for name, nbytes in (("small", _SMALL), ("large", _LARGE)):
-        x = torch.zeros(nbytes // 4 // group.world, device=place)
+        x = torch.zeros(nbytes // 4 // world, device=place)
         variants[name] = Variant(lambda x=x: ops.all_gather(x, group.name))  # type: ignore[misc]
     samples = measure(
         variants, repeat=_LINK_REPEAT, budget=_LINK_SECONDS, synchronize=synchronizer(device)
     )
-    machine = this_machine(device, group.world, group.hosts, group.shared_memory)
-    return MachineReport(machine, rates, samples["small"].seconds, samples["large"].seconds)
-
-
-def profile_of(reports: Sequence[MachineReport], day: str) -> Profile:
-    """Return the rates that every rank reaches while all ranks run."""
-    machine, world = reports[0].machine, len(reports)
-    by_dtype = [slowest_rates(rates) for rates in zip(*(r.rates for r in reports), strict=True)]
-    flops16, flops32, flops64 = (rates.flops for rates in by_dtype)
-    small, large = (
-        min(max(each) for each in zip(*seconds, strict=True))  # the fastest, as in `measure_rates`
-        for seconds in ([r.small for r in reports], [r.large for r in reports])
-    )
+    # The fastest repetition, as in `measure_rates`.
+    small, large = (min(slowest(samples[name].seconds)) for name in variants)
     received = _LARGE * (world - 1) / world
     link = Link(call=small, step=0.0, bandwidth=received / max(large - small, 1e-9))
+    machine = this_machine(device, world, group.hosts, group.shared_memory)
     on_gpus = machine.kind == "cuda"
-    return Profile(
+    return machine, Profile(
         title=f"{machine.device}, {counted(world, 'rank')}"
         + ("" if on_gpus else f" x {counted(machine.threads, 'thread')}"),
         device=machine.kind,

@@ -114,8 +114,8 @@ def rows_of(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> list[Row
         row |= {"status": "left out", "reason": first.left_out.get(name, "")}
         if choice := first.choices.get(name):
             row |= {"status": "wrong", "algorithm": choice.algorithm, "reason": choice.reason}
-            if math.isfinite(choice.verdict.ratio):
-                row["error_over_bound"] = choice.verdict.ratio
+            if math.isfinite(choice.error_over_bound):
+                row["error_over_bound"] = choice.error_over_bound
         if (ms := times.get(name)) is not None:
             row |= zip(("q1", "median", "q3"), quartiles(ms), strict=True)
             row |= {"status": "timed", "ms": ms.tolist(), "calls": first.samples[name].calls}

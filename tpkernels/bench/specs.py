@@ -15,7 +15,7 @@ from tpkernels.launch.session import on_one_host
 from tpkernels.launch.terminal import UsageError, byte_size, check_known, shape_of, sizes_of
 from tpkernels.local.scaled import Packing, scaling_of
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.choose import Means, choose
+from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.planning.cost import Cost
 from tpkernels.planning.op_spec import NO_OPTIONS, OPS, OpSpec, Options
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
@@ -42,6 +42,13 @@ class Spec:
         return OPS[self.op]
 
     @property
+    def extents(self) -> tuple[int, ...]:
+        """Return M, N, K of a matmul op, else the extents of the tensor, before the split."""
+        if self.op_spec.routed or (self.op_spec.normed and not self.op_spec.has_matmul):
+            return matrix_of(self.shape[0])
+        return square_of(self.shape[0]) if self.op_spec.exchanges else self.shape
+
+    @property
     def other(self) -> int:
         """Return the extent of the matmul that is not part of the problem, split over the ranks: N
         of an all-gather, K of a reduction; 0 without a matmul."""
@@ -53,14 +60,10 @@ class Spec:
     def problem(self, world: int, device: str = "cpu") -> Problem:
         """Return the problem that is planned. Dim 0 is gathered or scattered, evenly if
         possible."""
-        shape, dtype, op = self.shape, self.dtype, self.op_spec
+        shape, dtype, op = self.extents, self.dtype, self.op_spec
         if op.has_matmul:
-            m, n, k = self.shape
+            m, n, k = shape
             shape = (m, k) if op.gathers else (m, n)
-        elif op.normed or op.routed:
-            shape = matrix_of(self.shape[0])
-        elif op.exchanges:
-            shape = square_of(self.shape[0])
         options = NO_OPTIONS
         if op.reduces:
             options = Options(x_dtype=OPERANDS if op.scaled else dtype, out_dtype=dtype)
@@ -121,7 +124,8 @@ def square_of(elements: int) -> tuple[int, int]:
 
 def specs_of(op: str, shapes: Iterable[str], sizes: str, dtype: torch.dtype) -> list[Spec]:
     """Make a matmul op with each "M,N,K" in ``shapes``, or a collective with each size in ``sizes``
-    ("64K,1M"). ``UsageError`` if one is invalid."""
+    ("64K,1M"). ``UsageError`` if the op is unknown or one is invalid."""
+    check_known("op", [op], OPS)
     if OPS[op].has_matmul:
         return [Spec(op, shape_of(text), dtype) for text in dict.fromkeys(shapes)]
     specs = []
@@ -142,11 +146,6 @@ def spec_of(op: str, shape: str, sizes: str, dtype: torch.dtype) -> Spec:
     return specs[0]
 
 
-def algorithms_named(names: Iterable[str]) -> list[str]:
-    """Return ``names`` without repetitions. ``UsageError`` if one is not an algorithm or auto."""
-    return check_known("algorithm", names, ("auto", *ALGORITHMS))
-
-
 def unsupported_kernels(device: str) -> dict[str, str]:
     """Return the algorithms whose kernels cannot run here, with the reasons."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -155,21 +154,11 @@ def unsupported_kernels(device: str) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def check_algorithm(spec: Spec, world: int, algorithm: str, device: str = "cpu") -> None:
-    """Raise ``UsageError`` if an algorithm cannot run a spec, as far as this process can tell."""
-    missing, errors = unsupported_kernels(device), []
-    for shared_memory in (True,) if on_one_host(world) else (True, False):
-        means = Means(shared_memory=shared_memory, unsupported=missing)
-        try:
-            choose(spec.problem(world, device), means, requested=algorithm)
-            return
-        except NotImplementedError as error:
-            errors.append(error)
-    raise UsageError(str(errors[-1])) from errors[-1]
-
-
-def check_split(spec: Spec, world: int, *, label: str = "") -> None:
-    """Raise ``UsageError`` if the ranks cannot split N or K evenly. Rows may be uneven.
+def check_spec(
+    spec: Spec, world: int, algorithms: Iterable[str] = (), *, device: str = "cpu", label: str = ""
+) -> None:
+    """Raise ``UsageError`` if the ranks cannot split N or K evenly (rows may be uneven), or if an
+    algorithm is unknown or cannot run the spec, as far as this process can tell.
 
     Args:
         label: the user's name for the shape, added to the message.
@@ -181,3 +170,11 @@ def check_split(spec: Spec, world: int, *, label: str = "") -> None:
             f"{extent} of {name} is {spec.other}, which is not divisible by the {world} ranks that "
             f"{spec.op} splits it over"
         )
+    problem, missing = spec.problem(world, device), unsupported_kernels(device)
+    for name in check_known("algorithm", algorithms, ("auto", *ALGORITHMS)):
+        reasons = [
+            unsupported_algorithms(problem, Means(shared_memory, unsupported=missing)).get(name)
+            for shared_memory in ([True] if on_one_host(world) else [True, False])
+        ]
+        if all(reasons):
+            raise UsageError(f"algorithm '{name}' of {spec.op} {reasons[-1]}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels.bench.specs import Spec, check_algorithm, check_split, specs_of
+from tpkernels.bench.specs import Spec, check_spec, specs_of
 from tpkernels.common import dtypes
 from tpkernels.launch.terminal import UsageError, check_known
 from tpkernels.planning.op_spec import OPS
@@ -68,8 +68,6 @@ class Projection:
 def projection(model: Model, name: str, world: int) -> Projection:
     """Return one of `PROJECTIONS`. Q, K and V form one weight, and so do gate and up. If there are
     more ranks than KV heads, each rank holds a copy of one, so N depends on ``world``."""
-    if name not in PROJECTIONS:
-        raise ValueError(f"unknown projection '{name}'; choose from {', '.join(PROJECTIONS)}")
     hidden, queries = model.hidden, model.heads * model.head_dim
     pairs = max(model.kv_heads, world) * model.head_dim
     return {
@@ -122,12 +120,12 @@ def plan_sweep(
     *,
     worlds: Sequence[int],
     types: Sequence[torch.dtype],
-    ops: Sequence[str] = (),
-    models: Sequence[str] = (),
-    projections: Sequence[str] = (),
-    rows: Sequence[int] = (),
-    shapes: Sequence[str] = (),
-    sizes: str = BYTES,
+    ops: Sequence[str],
+    models: Sequence[str],
+    projections: Sequence[str],
+    rows: Sequence[int],
+    shapes: Sequence[str],
+    sizes: str,
 ) -> list[Item]:
     """Return the product of the given options. A matmul that several models share is one case.
 
@@ -160,7 +158,6 @@ def plan_sweep(
             labels = tuple(dict.fromkeys((*known.labels, *item.labels)))
             items[item.spec, world] = dataclasses.replace(item, labels=labels)
     for item in items.values():
-        check_split(item.spec, item.world, label=" ".join(item.labels[:1]))
-        for algorithm in method.algorithms:
-            check_algorithm(item.spec, item.world, algorithm, method.device)
+        label = " ".join(item.labels[:1])
+        check_spec(item.spec, item.world, method.algorithms, device=method.device, label=label)
     return list(items.values())

@@ -14,10 +14,9 @@ from typer import Option
 
 from tpkernels.bench import charts, sweep
 from tpkernels.bench.measuring import run_case
-from tpkernels.bench.probes import measure_rates, slowest_rates
+from tpkernels.bench.probes import measure_rates
 from tpkernels.bench.report import show
 from tpkernels.bench.results import Row, line, new_run, rows_of
-from tpkernels.bench.specs import algorithms_named
 from tpkernels.cli import options
 from tpkernels.common.text import counted
 from tpkernels.launch.session import is_leader, launched_ranks, open_session, resolve_device
@@ -29,7 +28,6 @@ from tpkernels.launch.terminal import (
     console,
     dtype_named,
     make_output_folder,
-    number_in,
     writing,
 )
 from tpkernels.planning.op_spec import OPS
@@ -103,7 +101,7 @@ def bench(
         repeat = _QUICK_REPEAT if repeat is None else repeat
         seconds = _QUICK_SECONDS if seconds is None else seconds
     method = sweep.Method(
-        algorithms=algorithms_named(_split(algorithm) or ["auto"]),
+        algorithms=list(dict.fromkeys(options.split(algorithm) or ["auto"])),
         threads=threads,
         device=resolve_device(device),
         repeat=_REPEAT if repeat is None else repeat,
@@ -118,11 +116,11 @@ def bench(
     items = sweep.plan_sweep(
         method,
         worlds=_worlds(tp),
-        types=list(dict.fromkeys(dtype_named(name) for name in _split(dtype) or ["bf16"])),
-        ops=_split(op),
-        models=_split(model),
-        projections=_split(projection),
-        rows=_numbers("m", m),
+        types=list(dict.fromkeys(dtype_named(name) for name in options.split(dtype) or ["bf16"])),
+        ops=options.split(op),
+        models=options.split(model),
+        projections=options.split(projection),
+        rows=options.numbers("m", m),
         shapes=shape or (),
         sizes=",".join(bytes or [sweep.BYTES]),
     )
@@ -169,7 +167,7 @@ def measure_all(items: list[sweep.Item], method: sweep.Method, timeout: int) -> 
             for item in (item for item in items if item.world == world):
                 dtype = item.spec.dtype
                 if dtype not in rates:
-                    rates[dtype] = slowest_rates(run(measure_rates, dtype, method.device))
+                    rates[dtype] = run(measure_rates, dtype, method.device)[0]
                 reports = run(run_case, item.spec, method, rates[dtype])
                 yield rows_of(item, rates[dtype], reports)
 
@@ -180,22 +178,10 @@ def _write(folder: Path, text: str, mode: str) -> None:
         file.write(text)
 
 
-def _split(values: Many) -> list[str]:
-    return [part.strip() for value in values or () for part in value.split(",")]
-
-
-def _numbers(name: str, values: Many) -> list[int]:
-    """Parse positive integers, without repetitions."""
-    for part in _split(values):
-        if not number_in(part):
-            raise UsageError(f"--{name}: '{part}' is not a positive number")
-    return list(dict.fromkeys(map(number_in, _split(values))))
-
-
 def _worlds(tp: Many) -> list[int]:
     """Return the numbers of ranks, which under torchrun are torchrun's."""
     ranks = launched_ranks()
-    worlds = _numbers("tp", tp) or [ranks or 2]
+    worlds = options.numbers("tp", tp) or [ranks or 2]
     for world in worlds:
         check_workers(tp=world)
         if ranks not in (None, world):

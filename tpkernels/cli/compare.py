@@ -42,11 +42,10 @@ def compare(
         cells = map(escape, (later.case, later.variant))
         grid.add_row(*cells, _time(earlier), _time(later), ratio, verdict)
     out = console()
-    facts = (
+    one, other = (
         {**run.environment, "cold": run.method.cold, "threads": run.method.threads}
         for run in (a, b)
     )
-    one, other = facts
     for name in sorted(one.keys() | other.keys()):
         if one.get(name) != other.get(name):
             text = f"{name} differs: {one.get(name)} and {other.get(name)}"

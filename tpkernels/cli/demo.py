@@ -25,6 +25,7 @@ from tpkernels.launch.terminal import (
     milliseconds,
     table,
 )
+from tpkernels.ops import reference
 from tpkernels.timing import Samples, Variant, measure, summary
 
 ALGORITHMS = ("unfused", "auto")
@@ -115,24 +116,8 @@ def run_op(
         blocks = [(x.split(rows)[rank], w) for x, w in pairs]
     run = partial(getattr(tpkernels, op), *operands, dist.group.WORLD, shard_sizes=rows)
     runs = {of: partial(run, algorithm=of) for of in ALGORITHMS}
-    errors = {of: _error(run(), blocks) for of, run in runs.items()}
+    wire = dtype if len(blocks) > 1 else None
+    expected = reference.summed(blocks, dtype=dtype, wire=wire, unfused=False)
+    errors = {of: expected.worst(run()) for of, run in runs.items()}
     variants = {of: Variant(run) for of, run in runs.items()}
     return errors, measure(variants, repeat=repeat, budget=_SECONDS_PER_OP)
-
-
-def _error(y: torch.Tensor, blocks: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Return the largest error over its bound of y, the sum of ``x @ w`` over ``blocks``.
-
-    Bound: y is rounded to its dtype, and so is each of several partials; sums of K terms in float32
-    add K roundings of the sum of magnitudes. 1 % allows for products of roundings.
-    """
-    partials = [x.double() @ w.double() for x, w in blocks]
-    exact = sum(partials, torch.zeros_like(partials[0]))
-    if y.shape != exact.shape:
-        return math.inf
-    rounded = exact.abs() + sum(partial.abs() for partial in partials if len(partials) > 1)
-    magnitude = sum(x.double().abs() @ w.double().abs() for x, w in blocks)
-    additions = sum(x.shape[1] for x, _ in blocks) + len(blocks)
-    bound = 1.01 * (torch.finfo(y.dtype).eps / 2 * rounded + additions * 2.0**-24 * magnitude)
-    ratios = (y.double() - exact).abs() / bound
-    return float(ratios.nan_to_num(nan=math.inf).max()) if ratios.numel() else 0.0

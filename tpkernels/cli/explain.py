@@ -11,7 +11,7 @@ from rich.markup import escape
 from typer import Option
 
 from tpkernels.bench.probes import machine_by_name
-from tpkernels.bench.specs import Spec, check_split, spec_of, unsupported_kernels
+from tpkernels.bench.specs import Spec, check_spec, spec_of, unsupported_kernels
 from tpkernels.bench.sweep import LAYER, MODELS, projection
 from tpkernels.cli import options
 from tpkernels.common.integers import ceil_div
@@ -27,7 +27,6 @@ from tpkernels.launch.terminal import (
     console,
     dtype_named,
     milliseconds,
-    number_in,
     table,
 )
 from tpkernels.planning import store, trust
@@ -97,9 +96,7 @@ def explain(
     measured here; or predict a layer of a model. Starts no ranks."""
     if (op is None) == (model is None):
         raise UsageError("pass either --op or --model")
-    worlds = list(map(number_in, tp.split(",")))
-    if not all(worlds):
-        raise UsageError(f"--tp is '{tp}'; pass numbers of ranks such as 1,2,8")
+    worlds = options.numbers("tp", [tp])
     if model is not None:
         if (m, n, k, nbytes) != (None,) * 4:
             raise UsageError("--m, --n, --k and --bytes are for --op; leave out --model")
@@ -114,7 +111,7 @@ def explain(
     at_least(1, hosts=hosts)
     check_device(device)
     spec = _spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
-    check_split(spec, world)
+    check_spec(spec, world)
     shared_memory, problem = hosts == 1, spec.problem(world, device)
     means = Means(
         shared_memory,
@@ -158,13 +155,10 @@ def _spec_of_extents(
     """Return the spec given by either --m, --n, --k (``extents``) or --bytes, whichever ``op``
     needs."""
     check_known("op", [op], OPS)
-    needed, unused = "--m, --n and --k", "--bytes"
-    complete, excluded = None not in extents, sizes is not None
-    if not OPS[op].has_matmul:
-        needed, unused = unused, needed
-        complete, excluded = excluded, any(extent is not None for extent in extents)
-    if excluded or not complete:
-        raise UsageError(f"{op} takes {needed}, not {unused}")
+    if OPS[op].has_matmul and (sizes is not None or None in extents):
+        raise UsageError(f"{op} takes --m, --n and --k, not --bytes")
+    if not OPS[op].has_matmul and (sizes is None or extents != (None,) * 3):
+        raise UsageError(f"{op} takes --bytes, not --m, --n and --k")
     return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Option
 
-from tpkernels.launch.terminal import DTYPES, UsageError, read_input
+from tpkernels.launch.terminal import DTYPES, UsageError, number_in, read_input
 
 Ranks = Annotated[
     int | None, Option("--nproc", "--tp", help="Number of ranks; default 2, or torchrun's.")
@@ -39,6 +40,20 @@ PlanFile = Annotated[
     Option("--plan", help="JSON file with a style for each module; by default the model's plan."),
 ]
 AsJson = Annotated[bool, Option("--json", help="One JSON object instead of tables.")]
+
+
+def split(values: Iterable[str] | None) -> list[str]:
+    """Return the parts of comma-separated values."""
+    return [part.strip() for value in values or () for part in value.split(",")]
+
+
+def numbers(name: str, values: Iterable[str] | None) -> list[int]:
+    """Return the positive numbers of an option without repetitions. ``UsageError`` if one is
+    not."""
+    for part in (parts := split(values)):
+        if not number_in(part):
+            raise UsageError(f"--{name}: '{part}' is not a positive number")
+    return list(dict.fromkeys(map(number_in, parts)))
 
 
 def checked_weights(text: str | None, device: str) -> Literal["int8"] | None:

@@ -25,13 +25,7 @@ from torch.profiler import ProfilerActivity, record_function
 from typer import Option
 
 from tpkernels.bench.cases import planned, random_case, run_tpkernels
-from tpkernels.bench.specs import (
-    Spec,
-    algorithms_named,
-    check_algorithm,
-    check_split,
-    spec_of,
-)
+from tpkernels.bench.specs import Spec, check_spec, spec_of
 from tpkernels.cli import options
 from tpkernels.common.text import counted
 from tpkernels.launch.ranks import loopback_store
@@ -39,7 +33,6 @@ from tpkernels.launch.session import is_leader, open_session, under_torchrun, wo
 from tpkernels.launch.terminal import (
     UsageError,
     at_least,
-    check_known,
     check_workers,
     console,
     dtype_named,
@@ -50,7 +43,6 @@ from tpkernels.launch.terminal import (
     writing,
 )
 from tpkernels.local import ranges
-from tpkernels.planning.op_spec import OPS
 
 _CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
@@ -92,11 +84,8 @@ def profile(
     at_least(1, calls=calls, timeout=timeout)
     check_workers(threads=threads)
     if op is not None:
-        check_known("op", [op], OPS)
         spec = spec_of(op, shape, size, dtype_named(dtype))
-        check_split(spec, world)
-        algorithms_named([algorithm])
-        check_algorithm(spec, world, algorithm)
+        check_spec(spec, world, [algorithm])
     elif under_torchrun():
         raise UsageError("a script's ranks are started here: run this command without torchrun")
     elif script and not Path(script[0]).is_file():

@@ -13,8 +13,8 @@ from typer import Option
 
 import tpkernels
 from tpkernels.bench.cases import planned, random_case, world_group
-from tpkernels.bench.probes import measure_machine, profile_of, rates_text
-from tpkernels.bench.specs import Spec, check_split, specs_of
+from tpkernels.bench.probes import measure_machine, rates_text
+from tpkernels.bench.specs import Spec, check_spec, specs_of
 from tpkernels.cli import options
 from tpkernels.common.cache import cache_folder, check_folder, make_folder
 from tpkernels.launch import session as sessions
@@ -89,7 +89,7 @@ def tune(
         for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
     ]
     for spec in () if machine else specs:
-        check_split(spec, world)
+        check_spec(spec, world)
     device = sessions.resolve_device(device)
     if device == "cuda" and sessions.ranks_share_gpus(world):
         raise UsageError(
@@ -118,9 +118,8 @@ def _check_cache() -> None:
 
 
 def _tune_machine(run: Run, device: str) -> None:
-    reports = run(measure_machine, device)
+    machine, profile = run(measure_machine, device, date.today().isoformat())[0]
     if sessions.is_leader():
-        machine, profile = reports[0].machine, profile_of(reports, date.today().isoformat())
         with writing(store.profile_path_for(machine)):
             path = store.save_profile(machine, profile)
         console().print(f"{profile.title}: {rates_text(profile)}\nKept in {path}", markup=False)

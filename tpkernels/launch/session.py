@@ -108,18 +108,6 @@ def all_gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def all_gather_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Gather every rank's ``tensor``, by rank; shapes may differ."""
-    tensors = []
-    for rank, shape in enumerate(all_gather_objects(tuple(tensor.shape))):
-        local = rank == dist.get_rank()
-        shard = tensor.contiguous() if local else tensor.new_empty(shape)
-        if shard.numel():
-            dist.broadcast(shard, src=rank)
-        tensors.append(shard)
-    return tensors
-
-
 def resolve_device(name: str | None) -> str:
     """Return ``name`` after checking that the machine has such a device; by default cuda if there
     is a GPU, else cpu."""

@@ -49,6 +49,17 @@ class Expected:
         """Return which elements of a result are out of bounds. A NaN always is."""
         return ~((result.double() - self.exact).abs() <= self.bound)
 
+    def worst(self, result: torch.Tensor) -> float:
+        """Return the largest error over its bound: at most 1 is right. It is infinite for a NaN,
+        and for a result of another shape or dtype."""
+        if result.shape != self.exact.shape or result.dtype != self.dtype:
+            return math.inf
+        if not result.numel():
+            return 0.0
+        error = (result.double() - self.exact).abs()
+        ratio = torch.where(error == 0, 0.0, error / self.bound)
+        return float(ratio.nan_to_num(nan=math.inf, posinf=math.inf).max())
+
 
 def moved(x: torch.Tensor) -> Expected:
     """Return what an op must return that only moves rows: `all_gather`, `all_to_all`."""

@@ -69,7 +69,6 @@ class Rates:
     flops: float  #: per second, of the faster local matmul
     torch_flops: float  #: of torch.matmul
     copy_bytes: float  #: per second, reads plus writes
-    copy_over_cache: float  #: bytes of one copy over the size of the last-level cache
 
     def least_seconds(self, cost: Cost) -> float:
         """Return the roofline of a call."""
