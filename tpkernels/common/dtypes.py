@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 CODES: dict[torch.dtype, int] = {
@@ -19,16 +21,21 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_supported(dtype: torch.dtype, what: str, *, moved: bool = False) -> None:
-    """Check that the ops take a dtype; ``moved``: those that only move elements.
+def check_supported(
+    dtype: torch.dtype,
+    what: str,
+    allowed: Collection[torch.dtype] = tuple(CODES),
+    *,
+    verb: str = "has dtype",
+) -> None:
+    """Check that a dtype is among ``allowed``; by default those that the ops compute with.
 
     Raises:
-        NotImplementedError: they do not.
+        NotImplementedError: it is not.
     """
-    supported = (*CODES, *MOVED) if moved else CODES
-    if dtype not in supported:
-        allowed = ", ".join(name(d) for d in supported)
-        raise NotImplementedError(f"{what} has dtype {name(dtype)}; supported: {allowed}")
+    if dtype not in allowed:
+        names = ", ".join(dict.fromkeys(map(name, allowed)))
+        raise NotImplementedError(f"{what} {verb} {name(dtype)}; supported: {names}")
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

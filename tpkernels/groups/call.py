@@ -46,11 +46,3 @@ class Call:
         peer."""
         rank, world = self.group.rank, self.group.world
         return tuple((rank + i) % world for i in range(1, world))
-
-
-class Replaced(Exception):
-    """Another call is to be made in place of the one that raises it."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__(call.plan.text)
-        self.call = call

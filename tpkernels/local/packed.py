@@ -276,3 +276,8 @@ def rows_of(w: Weight) -> int:
 def columns_of(w: Weight) -> int:
     """Return N of a weight."""
     return w.shape[0] if is_packed(w) else w.shape[1]
+
+
+def columns_of_stack(stack: torch.Tensor) -> int:
+    """Return N of a stack of weights."""
+    return stack.shape[1] if is_packed_stack(stack) else stack.shape[-1]

@@ -19,11 +19,11 @@ from tpkernels.nn.sharding import LayerOptions, Split
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.experts import route, rows_by_expert, sum_routes
-from tpkernels.ops.grouped_matmul import check_operands, grouped_matmul
+from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.moe_combine import moe_combine
 from tpkernels.ops.moe_dispatch import Handle, gather_routes, moe_dispatch
 from tpkernels.ops.reduce_scatter import reduce_scatter
-from tpkernels.ops.validation import topk
+from tpkernels.ops.validation import group_operands, topk
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -203,7 +203,7 @@ class MoE(PackableModule):
         x, ids, weights = hidden_states, top_k_index, top_k_weights
         gate_up, down = self._operands(x)
         if not torch.is_autocast_enabled(x.device.type):  # autocast casts both
-            check_operands(x, gate_up)  # before tokens travel
+            group_operands(x, gate_up)  # before tokens travel
         run = self._by_experts if self.expert_parallel and self.world > 1 else self._by_width
         return run(x, ids, weights, gate_up, down, shard_sizes, split)
 

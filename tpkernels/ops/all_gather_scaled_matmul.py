@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tpkernels.groups import GroupLike, break_if_interrupted, name_of
-from tpkernels.ops import scaled
 from tpkernels.ops.registration import bias_list, define
+from tpkernels.ops.validation import NO_GRADIENT
 
 SCHEMA = (
     "all_gather_scaled_matmul(Tensor x, Tensor[] weights, Tensor scale_x, Tensor[] scales_w, "
@@ -20,7 +20,7 @@ SCHEMA = (
 )
 
 
-_run = define(SCHEMA, no_gradient=scaled.NO_GRADIENT)
+_run = define(SCHEMA, no_gradient=NO_GRADIENT)
 
 
 def all_gather_scaled_matmul(

@@ -6,7 +6,8 @@ rank alone, such as an allocation, happens here, within the call's turn (`backen
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +17,8 @@ from tpkernels.common import dtypes
 from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
-from tpkernels.local.scaled import Packing
-from tpkernels.ops.scaled import Rows, own_scale
+from tpkernels.local.scaled import Packing, ScaledMatrix, ScaledWeight, Scaling, scaling_of
+from tpkernels.planning.problem import Problem
 
 
 def gather(call: Call, given: Any) -> Any:
@@ -34,7 +35,7 @@ def gather(call: Call, given: Any) -> Any:
     dtype = problem.options.out_dtype or x.dtype
     outs = [empty((*problem.shape[:-1], columns_of(w)), dtype, x.device) for w in weights]
     if spec.scaled:
-        scale = own_scale(given.scale_x, problem, call.group.rank)
+        scale = _own_scale(given.scale_x, problem, call.group.rank)
         rows = Rows.of(x, scale, weights, given.scales_w, given.use_fast_accum)
         x, weights = rows.packed, rows.weights
     each_bias = [b if b.numel() else None for b in biases] if biases else [None] * len(weights)
@@ -99,3 +100,42 @@ def exchange(call: Call, given: Any) -> torch.Tensor:
     out = empty(result_shape(call.problem, call.group.rank), x.dtype, x.device)
     call.function(call, x, out)
     return out
+
+
+def _own_scale(scale: torch.Tensor, problem: Problem, rank: int) -> torch.Tensor:
+    """Return the scales of this rank's shard, of its own or of those of the gathered x."""
+    gathered = [*problem.shape[:-1], 1]
+    if scaling_of(scale) is Scaling.ROW and list(scale.shape) == gathered:
+        assert problem.dim is not None  # a gather has one
+        return scale.narrow(problem.dim, sum(problem.sizes[:rank]), problem.sizes[rank])
+    return scale
+
+
+class Rows(NamedTuple):
+    """An x as the algorithms move and multiply it: packed rows, and the weights that do so."""
+
+    packed: torch.Tensor
+    weights: list[ScaledWeight]
+    packing: Packing
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        fast_accum: bool,
+    ) -> Rows:
+        packing = Packing.of(x, scale)
+        made = [
+            ScaledWeight(
+                ScaledMatrix(w, _as_scalar(scale_w)), packing, _as_scalar(scale), fast_accum
+            )
+            for w, scale_w in zip(weights, scales, strict=True)
+        ]
+        return cls(packing.pack(x, scale), made, packing)
+
+
+def _as_scalar(scale: torch.Tensor) -> torch.Tensor:
+    return scale.reshape(()) if scaling_of(scale) is Scaling.TENSOR else scale

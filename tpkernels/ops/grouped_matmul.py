@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from tpkernels import _C
-from tpkernels.common import dtypes
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
-from tpkernels.local.packed import is_packed_stack
+from tpkernels.local.packed import columns_of_stack
 from tpkernels.local.ranges import MATMUL, recorded
 from tpkernels.ops import validation
 from tpkernels.ops.registration import define_local
@@ -30,15 +29,10 @@ GRADIENT = "_grouped_outer_product(Tensor x, Tensor y, Tensor counts) -> Tensor"
 _ALIGNMENT = 16  # bytes, of the rows that torch's grouped product takes
 
 
-def columns_of_stack(stack: torch.Tensor) -> int:
-    """Return the columns of a stack of weights, which may be packed."""
-    return stack.shape[1] if is_packed_stack(stack) else stack.shape[-1]
-
-
 def multiply_groups(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the product that `tpkernels.grouped_matmul` describes, without a gradient."""
     if x.is_cuda:
-        _check(x, stack, counts)
+        validation.group_operands(x, stack, counts)
         return _run_on_gpu(x, stack, counts)
     # Checks take as long as a product of one row; only one that fails is looked into.
     try:
@@ -48,58 +42,14 @@ def multiply_groups(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) 
         with recorded(MATMUL):
             left = _C.calls.grouped_multiply(x, stack, counts, out)
     except Exception:
-        _check(x, stack, counts)
+        validation.group_operands(x, stack, counts)
         raise
     if left or not x.shape[0]:
-        _check(x, stack, counts)
+        validation.group_operands(x, stack, counts)
         rows = ranges_of(counts, x)
         for group in left:
             local_matmul(x[rows[group]], stack[group], out[rows[group]])
     return out
-
-
-def _check(x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor) -> None:
-    """Raise for operands that do not fit. The values of ``counts`` are not looked at."""
-    check_operands(x, stack)
-    check_counts(counts, x, stack)
-
-
-def check_counts(counts: torch.Tensor, x: torch.Tensor, stack: torch.Tensor) -> None:
-    """Raise if ``counts`` are not those of a stack's groups, whatever their values."""
-    validation.tensors({"x": x, "counts": counts})
-    integers = counts.dtype in (torch.int32, torch.int64)
-    if tuple(counts.shape) != (len(stack),) or not integers:
-        raise ValueError(
-            f"counts is {counts.dtype} of shape {list(counts.shape)}; w has {len(stack)} groups, "
-            f"so it must be int32 or int64 of shape [{len(stack)}]"
-        )
-
-
-def check_operands(x: torch.Tensor, stack: torch.Tensor) -> None:
-    """Raise for rows and a stack of weights that do not fit."""
-    validation.tensors({"x": x, "w": stack})
-    validation.matrix_input(x)
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {list(x.shape)}; grouped_matmul takes rows [R, K]")
-    if stack.dim() not in (3, 4) or (is_packed_stack(stack) and not stack.is_contiguous()):
-        raise ValueError(
-            f"w has shape {list(stack.shape)} and strides {list(stack.stride())}; it must be a "
-            "stack [E, K, N], or what tpkernels.pack makes of one"
-        )
-    if len(stack):
-        validation.weight(stack[0], x, x.shape[1], "w[0]")
-
-
-def check_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
-    """Raise for a bias that does not fit a stack of weights."""
-    if bias is None:
-        return
-    shape = [len(stack), columns_of_stack(stack)]
-    if list(bias.shape) != shape:
-        raise ValueError(f"bias has shape {list(bias.shape)}; it must be {shape}, a row per group")
-    validation.tensors({"w": stack, "bias": bias})
-    if not bias.is_floating_point():
-        raise TypeError(f"bias is {dtypes.name(bias.dtype)}; it must be floating-point")
 
 
 def ranges_of(counts: torch.Tensor, x: torch.Tensor) -> list[slice]:
@@ -223,5 +173,5 @@ def grouped_matmul(
         product = multiply_groups(x, w, counts)
     else:
         product = torch.ops.tpkernels.grouped_matmul.default(x, w, counts)
-    check_bias(bias, w)
+    validation.group_bias(bias, w)
     return add_bias(product, bias, counts)

@@ -11,7 +11,7 @@ from tpkernels.common import dtypes
 from tpkernels.errors import CollectiveMismatchError
 from tpkernels.groups import GroupLike, break_if_interrupted, name_of
 from tpkernels.local.scaled import Packing
-from tpkernels.ops import scaled, validation
+from tpkernels.ops import validation
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.registration import define
 
@@ -64,10 +64,10 @@ def _backward(ctx: Any, needs: Any, grad_rows: torch.Tensor, _: None) -> dict[st
 
 
 def _check_scales(x: torch.Tensor, scale: torch.Tensor) -> None:
-    scaled.check_rows(x, scale)
+    validation.scaled_rows(x, scale)
     if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
         raise NotImplementedError(
-            f"moe_dispatch has no gradient with scale_x; {scaled.NO_GRADIENT}"
+            f"moe_dispatch has no gradient with scale_x; {validation.NO_GRADIENT}"
         )
 
 

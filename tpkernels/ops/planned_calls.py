@@ -13,7 +13,7 @@ import torch
 from tpkernels import cuda
 from tpkernels.algorithms.backends import implementation, unsupported
 from tpkernels.errors import WorkspaceMemoryError
-from tpkernels.groups.call import Call, Replaced
+from tpkernels.groups.call import Call
 from tpkernels.groups.group import Group
 from tpkernels.ops.tuner import tune_if_new
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
@@ -112,15 +112,16 @@ def _unless_captured(
 def _or_unfused(
     function: Callable[..., Any], group: Group, problem: Problem, device: torch.device
 ) -> Callable[..., Any]:
-    """Return a call's function that raises `Replaced`, with `unfused` for this call and those that
-    follow, where there is no memory for its workspace."""
+    """Return a call's function that falls back to `unfused`, in this call and those that follow, if
+    there is no memory for its workspace."""
 
     def run(call: Call, *operands: Any) -> Any:
         try:
             return function(call, *operands)
         except WorkspaceMemoryError as error:
             group.leave_out(problem, call.plan.algorithm, f"has no memory: {error}")
-        raise Replaced(_plan_call(group, "unfused", problem, device))
+        replacement = _plan_call(group, "unfused", problem, device)
+        return replacement.function(replacement, *operands)
 
     return run
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from tpkernels import _C, groups
 from tpkernels.algorithms import backends
 from tpkernels.groups import GroupLike, name_of
-from tpkernels.groups.call import Call, Replaced
+from tpkernels.groups.call import Call
 from tpkernels.local.product import LocalProduct
 from tpkernels.ops import execution, validation
 from tpkernels.ops.planned_calls import plan_call
@@ -110,13 +110,7 @@ def define(
     written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
     record = op.removesuffix("_") if written else op
     arguments = arguments_of(parsed, record)
-    execute_once = execution_of(OPS[record], in_place=bool(written))
-
-    def execute(call: Call, given: Any) -> Any:
-        try:
-            return execute_once(call, given)
-        except Replaced as replaced:
-            return execute_once(replaced.call, given)
+    execute = execution_of(OPS[record], in_place=bool(written))
 
     def for_tuning(given: Any) -> Callable[[Call], Any]:
         """Return what runs a planned call and overwrites none of the caller's arguments."""

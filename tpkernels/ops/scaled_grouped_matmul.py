@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from tpkernels.local.memory import empty
 from tpkernels.local.scaled import BLOCK, ScaledMatrix, scaled_matmul, torch_takes
-from tpkernels.ops import scaled, validation
-from tpkernels.ops.grouped_matmul import check_counts, ranges_of
+from tpkernels.ops import validation
+from tpkernels.ops.grouped_matmul import ranges_of
 from tpkernels.ops.registration import define_local
 
 SCHEMA = (
@@ -35,10 +35,10 @@ def _run(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     validation.tensors({"x": x, "w": stack, "scale_x": scale_x, "scale_w": scale_w})
-    scaled.check_rows(x, scale_x)
-    block = BLOCK if scaled.check_stack(stack, scale_w, x, scale_x) else None
-    check_counts(counts, x, stack)
-    dtype = scaled.out_dtype(out_dtype)
+    validation.scaled_rows(x, scale_x)
+    block = BLOCK if validation.scaled_stack(stack, scale_w, x, scale_x) else None
+    validation.group_counts(counts, x, stack)
+    dtype = validation.out_dtype(out_dtype, x, scaled=True)
     if x.is_cuda and len(stack) and _torch_takes(ScaledMatrix(x, scale_x, block), stack[0], dtype):
         row_wise, ends = F.ScalingType.RowWise, counts.cumsum(0, dtype=torch.int32)
         scales = scale_x.flatten(), row_wise, scale_w.flatten(1).contiguous(), row_wise
@@ -68,9 +68,9 @@ define_local(
     SCHEMA,
     run=_run,
     fake=lambda x, stack, *_, out_dtype=None: x.new_empty(
-        (x.shape[0], stack.shape[2]), dtype=scaled.out_dtype(out_dtype)
+        (x.shape[0], stack.shape[2]), dtype=validation.out_dtype(out_dtype, x, scaled=True)
     ),
-    no_gradient=scaled.NO_GRADIENT,
+    no_gradient=validation.NO_GRADIENT,
 )
 
 

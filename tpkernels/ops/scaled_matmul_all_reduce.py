@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from tpkernels.groups import GroupLike
-from tpkernels.ops import scaled
 from tpkernels.ops.registration import define, documented
+from tpkernels.ops.validation import NO_GRADIENT
 
 SCHEMA = (
     "scaled_matmul_all_reduce(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, str group, "
@@ -16,7 +16,7 @@ SCHEMA = (
 )
 
 
-@documented(define(SCHEMA, no_gradient=scaled.NO_GRADIENT))
+@documented(define(SCHEMA, no_gradient=NO_GRADIENT))
 def scaled_matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,

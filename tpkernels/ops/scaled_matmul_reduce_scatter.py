@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from tpkernels.groups import GroupLike
-from tpkernels.ops import scaled
 from tpkernels.ops.registration import define, documented
+from tpkernels.ops.validation import NO_GRADIENT
 
 SCHEMA = (
     "scaled_matmul_reduce_scatter(Tensor x, Tensor w, Tensor scale_x, Tensor scale_w, str group, "
@@ -19,7 +19,7 @@ SCHEMA = (
 )
 
 
-@documented(define(SCHEMA, no_gradient=scaled.NO_GRADIENT))
+@documented(define(SCHEMA, no_gradient=NO_GRADIENT))
 def scaled_matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,

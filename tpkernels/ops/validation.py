@@ -1,24 +1,92 @@
-"""Argument checks, made before anything is sent. Messages give the value and what is allowed."""
+"""Argument checks of all ops, made before anything is sent. Messages give the value and what is
+allowed. First the messages that several checks share, then single arguments, operands with scales,
+tokens with routes, groups of rows, and what `problems` checks of each op."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from tpkernels.common import dtypes
+from tpkernels.common.integers import ceil_div
 from tpkernels.common.shards import check_sizes
-from tpkernels.local.packed import check_packed, columns_of, is_packed, rows_of
+from tpkernels.groups.group import Group
+from tpkernels.local.packed import (
+    check_packed,
+    columns_of,
+    columns_of_stack,
+    is_packed,
+    is_packed_stack,
+    rows_of,
+)
 from tpkernels.local.product import LocalProduct, Weight
+from tpkernels.local.scaled import (
+    BLOCK,
+    FP4,
+    FP8,
+    TILE_ROWS,
+    Scaling,
+    block_of,
+    numbers_in,
+    scaling_of,
+    swizzled_numel,
+)
+from tpkernels.planning.op_spec import OpSpec
 
+INDICES = (torch.int32, torch.int64)
+SCALED_OUT = (torch.bfloat16, torch.float16, torch.float32)
+NO_GRADIENT = (
+    "call it under torch.no_grad(), or keep the operands in a wider dtype and use the op without "
+    "scales"
+)
 _OVERLAPS = 1  # torch's answer; 0 is no, 2 is too hard to tell
 
 
-def dim(value: int, ndim: int, what: str) -> int:
-    """Return a dim of a tensor of ``ndim`` dims; negative ones are refused."""
-    if not 0 <= value < ndim:
-        raise ValueError(f"{what} is {value}; a tensor of {ndim} dims allows 0 to {ndim - 1}")
+def _form(
+    fits: bool, tensor: torch.Tensor, what: str, form: str, *, with_dtype: bool = False
+) -> None:
+    if not fits:
+        given = f"is {dtypes.name(tensor.dtype)} of" if with_dtype else "has"
+        raise ValueError(f"{what} {given} shape {list(tensor.shape)}; it must be {form}")
+
+
+def _dtype(tensor: torch.Tensor, what: str, allowed: Sequence[torch.dtype]) -> None:
+    if tensor.dtype not in allowed:
+        names = " or ".join(dict.fromkeys(map(dtypes.name, allowed)))
+        raise TypeError(f"{what} is {dtypes.name(tensor.dtype)}; it must be {names}")
+
+
+def _floating(tensor: torch.Tensor, what: str) -> None:
+    if not tensor.is_floating_point():
+        raise TypeError(f"{what} is {dtypes.name(tensor.dtype)}; it must be floating-point")
+
+
+def _needed(
+    fits: bool, shape: Sequence[int], x: torch.Tensor, needed: str, what: str, form: str = "shape"
+) -> None:
+    if not fits:
+        given = f"{what} has {form} {list(shape)}"
+        raise ValueError(f"{given}, but x of shape {list(x.shape)} needs [{needed}]")
+
+
+# Single arguments.
+
+
+def dim(value: int, shape: Sequence[int], what: str, *, scaled: bool = False) -> int:
+    """Return a dim of ``shape``; negative ones are refused, and with scales the last one, along
+    which they are shared."""
+    if not 0 <= value < len(shape):
+        dims = len(shape)
+        raise ValueError(f"{what} is {value}; a tensor of {dims} dims allows 0 to {dims - 1}")
+    if scaled and value == len(shape) - 1:
+        raise NotImplementedError(
+            f"{what} is {value}, the last of {list(shape)}; with scales, rows are split among the "
+            "ranks"
+        )
     return value
 
 
@@ -56,27 +124,11 @@ def written_once(x: torch.Tensor) -> None:
         )
 
 
-def matrix_input(x: torch.Tensor) -> None:
-    """Check x [..., K] of a supported dtype."""
-    dtypes.check_supported(x.dtype, "x")
-    if x.dim() < 2:
-        raise ValueError(f"x must have at least 2 dims [..., K], not shape {list(x.shape)}")
-
-
-def topk(ids: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> None:
-    """Check the experts of each token of x [tokens, H], and their weights."""
-    tensors({"x": x, "topk_ids": ids, "topk_weights": weights})
-    if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[1] < 1:
-        raise ValueError(
-            f"topk_ids has shape {list(ids.shape)} and topk_weights {list(weights.shape)}; both "
-            "must be [tokens, k], k at least 1"
-        )
-    if ids.shape[:1] != x.shape[:1]:
-        raise ValueError(f"x has shape {list(x.shape)}; topk_ids have {ids.shape[0]} tokens")
-    if ids.dtype not in dtypes.MOVED:
-        raise TypeError(f"topk_ids is {dtypes.name(ids.dtype)}; it must be int32 or int64")
-    if not weights.is_floating_point():
-        raise TypeError(f"topk_weights is {dtypes.name(weights.dtype)}; it must be floating-point")
+def matrix_input(x: torch.Tensor, *, scaled: bool = False) -> None:
+    """Check x [..., K] of a dtype that is supported, or of one that has ``scaled`` forms."""
+    dtypes.check_supported(x.dtype, "x", (*FP8, FP4) if scaled else dtypes.CODES)
+    if x.dim() < 2 or (scaled and x.shape[-1] < 1):
+        raise ValueError(f"x must have at least 2 dims [..., K] with K >= 1, not {list(x.shape)}")
 
 
 def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
@@ -89,10 +141,7 @@ def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
         if w.is_cuda:
             raise NotImplementedError(f"{what} is packed, which is for CPUs; pass the plain weight")
         shape, form = [rows_of(w), columns_of(w)], "packed shape"
-    if len(shape) != 2 or shape[0] != k:
-        raise ValueError(
-            f"{what} has {form} {shape}, but x of shape {list(x.shape)} needs [{k}, N]"
-        )
+    _needed(len(shape) == 2 and shape[0] == k, shape, x, f"{k}, N", what, form)
     if shape[1] < 1:
         raise ValueError(f"{what} has shape {shape}: N must be at least 1")
     if w.dtype == torch.int8 and is_packed(w) and x.dtype != torch.float64:
@@ -103,6 +152,33 @@ def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
             f"{what} is {dtypes.name(w.dtype)} but x is {dtypes.name(x.dtype)}; they must be equal"
             f"{packed}"
         )
+
+
+def weights(
+    values: Sequence[Weight],
+    biases: Sequence[torch.Tensor] | None,
+    x: torch.Tensor,
+    k: int,
+    scaled: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
+    allowed: Sequence[torch.dtype] | None = None,
+) -> None:
+    """Check weights [k, N_i], each with a bias [N_i] of a dtype in ``allowed`` or, in the ops'
+    lists, one of no elements. ``scaled``: the scales of x, and of each weight."""
+    for name, each in (("scales", scaled[1] if scaled else None), ("biases", biases)):
+        if each is not None and len(each) != len(values):
+            raise ValueError(f"{len(each)} {name} for {len(values)} weights")
+    for i, w in enumerate(values):
+        if scaled is None:
+            weight(w, x, k, f"weights[{i}]")
+        else:
+            assert isinstance(w, torch.Tensor)  # the dispatcher takes no others
+            scaled_weight(w, scaled[1][i], x, scaled[0], f"weights[{i}]")
+        if biases is not None and biases[i].shape != (0,):
+            if isinstance(w, LocalProduct):
+                raise NotImplementedError(
+                    f"weights[{i}] is a LocalProduct with a bias; add the bias in its function"
+                )
+            bias(biases[i], x, columns_of(w), f"biases[{i}]", allowed)
 
 
 def whole(
@@ -120,33 +196,24 @@ def whole(
         result: the dtype of the product before it travels, or is returned.
         by_columns: the op splits the columns over the ranks.
     """
-    if isinstance(w, LocalProduct):
-        kind = "a LocalProduct"
-    elif is_packed(w):
-        kind = "packed"
-    else:
+    if not (isinstance(w, LocalProduct) or is_packed(w)):
         return
+    given = f"{what} is {'a LocalProduct' if isinstance(w, LocalProduct) else 'packed'}"
     if algorithm == "fused":
         raise NotImplementedError(
-            f"{what} is {kind}, and the kernels of 'fused' cannot read it; pass the plain weight, "
-            "or another algorithm"
+            f"{given}, and the kernels of 'fused' cannot read it; pass the plain weight, or "
+            "another algorithm"
         )
     if by_columns:
         raise NotImplementedError(
-            f"{what} is {kind}, and its columns cannot be split along the last dim of the result; "
-            "pass the plain weight"
+            f"{given}, and its columns cannot be split along the last dim of the result; pass the "
+            "plain weight"
         )
     if result != x.dtype:
         raise NotImplementedError(
-            f"{what} is {kind}, and its product has x's dtype {dtypes.name(x.dtype)}, not "
+            f"{given}, and its product has x's dtype {dtypes.name(x.dtype)}, not "
             f"{dtypes.name(result)}; pass the plain weight, or leave the dtype at its default"
         )
-
-
-def has_local_product(weights: Sequence[Weight], x: torch.Tensor) -> bool:
-    """Return whether all ranks must know of a `LocalProduct`. On a GPU it keeps ``auto`` from
-    taking ``fused``, whose measured times are those of plain weights."""
-    return device(x) == "cuda" and any(isinstance(w, LocalProduct) for w in weights)
 
 
 def bias(
@@ -161,32 +228,21 @@ def bias(
         return
     if tuple(value.shape) != (columns,):
         raise ValueError(f"{what} has shape {list(value.shape)}, expected [{columns}]")
-    _dtype_among(value, allowed or (x.dtype, dtypes.accumulator(x.dtype)), what)
+    _dtype(value, what, allowed or (x.dtype, dtypes.accumulator(x.dtype)))
 
 
-def residual(
-    value: torch.Tensor | None,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    allowed: Sequence[torch.dtype],
-) -> None:
-    """Check a residual of the output's shape and of a dtype in ``allowed``."""
-    if value is None:
-        return
-    if tuple(value.shape) != tuple(shape):
-        raise ValueError(f"residual has shape {list(value.shape)}, the output {list(shape)}")
-    _dtype_among(value, allowed, "residual")
-
-
-def out_dtype(value: torch.dtype | None, x: torch.Tensor, what: str = "out_dtype") -> torch.dtype:
-    """Return the requested dtype, or x's."""
-    if value is None or value == x.dtype:
-        return x.dtype
-    dtypes.check_supported(value, what)
+def out_dtype(value: torch.dtype | None, x: torch.Tensor, *, scaled: bool = False) -> torch.dtype:
+    """Return the requested dtype; by default x's, and bfloat16 of ``scaled`` operands."""
+    if scaled:
+        value = value or torch.bfloat16
+        dtypes.check_supported(value, "out_dtype", SCALED_OUT, verb="is")
+    if scaled or value is None or value == x.dtype:
+        return value or x.dtype
+    dtypes.check_supported(value, "out_dtype")
     if (value == torch.float64) != (x.dtype == torch.float64):
         raise NotImplementedError(
-            f"{what} {dtypes.name(value)} of {dtypes.name(x.dtype)} input; float64 mixes with no "
-            "other dtype"
+            f"out_dtype {dtypes.name(value)} of {dtypes.name(x.dtype)} input; float64 mixes with "
+            "no other dtype"
         )
     return value
 
@@ -205,20 +261,19 @@ def wire_dtype(value: torch.dtype | None, x: torch.dtype) -> torch.dtype:
 def gather_sizes(
     sizes: Sequence[int] | None,
     size: int,
-    rank: int,
-    world: int,
+    group: Group,
     what: str = "shard_sizes",
     name: str = "x",
 ) -> tuple[int, ...]:
     """Return the rows per rank of a dim of which this rank has ``size`` rows, as all ranks do by
     default."""
     if sizes is None:
-        return (size,) * world
-    checked = check_sizes(sizes, world)
-    if checked[rank] != size:
+        return (size,) * group.world
+    checked = check_sizes(sizes, group.world)
+    if checked[group.rank] != size:
         raise ValueError(
             f"{name} has {size} rows in the gathered dim, but {what} {list(checked)} gives rank "
-            f"{rank} {checked[rank]}"
+            f"{group.rank} {checked[group.rank]}"
         )
     return checked
 
@@ -243,31 +298,6 @@ def scatter_sizes(
     return checked
 
 
-def _dtype_among(tensor: torch.Tensor, allowed: Sequence[torch.dtype], what: str) -> None:
-    if tensor.dtype not in allowed:
-        names = " or ".join(dict.fromkeys(dtypes.name(d) for d in allowed))
-        raise TypeError(f"{what} is {dtypes.name(tensor.dtype)}; it must be {names}")
-
-
-def weights(
-    values: Sequence[Weight],
-    biases: Sequence[torch.Tensor] | None,
-    x: torch.Tensor,
-    k: int,
-) -> None:
-    """Check weights [k, N_i], each with a bias [N_i] or, in the ops' lists, one of no elements."""
-    if biases is not None and len(biases) != len(values):
-        raise ValueError(f"{len(biases)} biases for {len(values)} weights")
-    for i, w in enumerate(values):
-        weight(w, x, k, f"weights[{i}]")
-        if biases is not None and biases[i].shape != (0,):
-            if isinstance(w, LocalProduct):
-                raise NotImplementedError(
-                    f"weights[{i}] is a LocalProduct with a bias; add the bias in its function"
-                )
-            bias(biases[i], x, columns_of(w), f"biases[{i}]")
-
-
 def empty_shards(options: Mapping[str, Any]) -> str:
     """Return the sizes among an op's options that give a rank no rows; empty if none do. In a
     compiled graph inductor makes what reads a result without elements read nothing. Then it drops
@@ -277,3 +307,279 @@ def empty_shards(options: Mapping[str, Any]) -> str:
         if sizes is not None and any(size == 0 for size in sizes):
             return f"{name}={list(sizes)}"
     return ""
+
+
+# Operands with scales. `local.scaled` has the forms of scales.
+
+
+def scale_of_x(
+    scale: torch.Tensor,
+    x: torch.Tensor,
+    lead: Sequence[int],
+    dim: int | None,
+    sizes: Sequence[int],
+) -> None:
+    """Check the scales of x. Row-wise ones may be those of the gathered x, too. Swizzled ones must
+    be whole tiles on every rank, so that those of all ranks, one after the other, are those of the
+    gathered x.
+
+    Args:
+        lead: the leading dims of the gathered x.
+        dim: the one that is gathered, of which the ranks have ``sizes``; None: none is.
+    """
+    rows = [[*x.shape[:-1], 1], [*lead, 1]]
+    _scale(scale, x, "scale_x", rows, x.shape[:-1], numbers_in(x.dtype, x.shape[-1]))
+    if dim is None or scaling_of(scale) is not Scaling.BLOCK or scale.dim() != 1:
+        return
+    others = prod(lead[:dim]) * prod(lead[dim + 1 :])
+    for rank, size in enumerate(sizes):
+        if size * others % TILE_ROWS:
+            raise NotImplementedError(
+                f"x has {size * others} rows on rank {rank} and swizzled scales, whose tiles have "
+                f"{TILE_ROWS} rows; give each rank a multiple of {TILE_ROWS}, or pass plain scales"
+            )
+
+
+def scaled_weight(
+    w: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, scale_x: torch.Tensor, what: str
+) -> None:
+    """Check w [K, N] and its scales, next to an x that has been checked."""
+    dtypes.check_supported(w.dtype, what, (*FP8, FP4))
+    fits = w.dim() == 2 and w.shape[0] == x.shape[-1] and w.shape[1] > 0
+    _needed(fits, w.shape, x, f"{x.shape[-1]}, N", what)
+    if (w.dtype == FP4) != (x.dtype == FP4):
+        raise TypeError(
+            f"{what} is {dtypes.name(w.dtype)} and x is {dtypes.name(x.dtype)}; both must be fp8, "
+            "or both fp4"
+        )
+    k, scale_name = numbers_in(w.dtype, w.shape[0]), f"the scale of {what}"
+    _scale(scale, w, scale_name, [[1, w.shape[1]]], w.shape[1:], k)
+    kinds = scaling_of(scale_x), scaling_of(scale)
+    if kinds[0] is not kinds[1] and Scaling.BLOCK in kinds:
+        raise ValueError(
+            f"scale_x is {kinds[0].value} and {scale_name} {kinds[1].value}; block-wise scales do "
+            "not mix with others"
+        )
+
+
+def _scale(
+    scale: torch.Tensor,
+    of: torch.Tensor,
+    what: str,
+    row_shapes: Sequence[Sequence[int]],
+    lead: Sequence[int],
+    k: int,
+) -> None:
+    """Check the scales of an operand that has ``lead`` rows (of a weight: columns) of ``k``
+    numbers."""
+    block, block_dtype = block_of(of.dtype)
+    shape = list(scale.shape)
+    _dtype(scale, what, (block_dtype,) if of.dtype == FP4 else (torch.float32, block_dtype))
+    if scale.dtype == torch.float32:
+        rows = " or ".join(dict.fromkeys(str(list(each)) for each in row_shapes))
+        fits = shape in ([], [1], *map(list, row_shapes))
+        _form(fits, scale, what, f"[] or [1] (tensor-wise) or {rows} (row-wise)")
+        return
+    if k % block:
+        raise ValueError(f"{what} has a scale for every {block} of K, which is {k}: no multiple")
+    each, flat = [*lead, k // block], swizzled_numel(prod(lead), k // block)
+    _form(shape in (each, [flat]), scale, what, f"{each}, or [{flat}] where it is swizzled")
+
+
+def scaled_rows(x: torch.Tensor, scale: torch.Tensor) -> None:
+    """Check fp8 rows of experts [R, K] and their scales, which are row-wise or those of blocks."""
+    dtypes.check_supported(x.dtype, "x with scales", FP8)
+    _form(x.dim() == 2 and x.shape[1] > 0, x, "x", "[rows, K], K at least 1")
+    rows, k = x.shape
+    _float32_scale(scale, "scale_x", [[rows, 1], *([[rows, k // BLOCK]] if k % BLOCK == 0 else [])])
+
+
+def scaled_stack(
+    stack: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, scale_x: torch.Tensor
+) -> bool:
+    """Check fp8 weights of experts [E, K, N] and their scales, next to rows that have been checked;
+    return whether the scales are those of blocks."""
+    dtypes.check_supported(stack.dtype, "w", FP8)
+    fits = stack.dim() == 3 and stack.shape[1] == x.shape[1] and stack.shape[2] > 0
+    _needed(fits, stack.shape, x, f"E, {x.shape[1]}, N", "w")
+    (experts, k, n), per_row = stack.shape, scale_x.shape[1]
+    row_wise, blocks = [experts, 1, n], [experts, k // BLOCK, ceil_div(n, BLOCK)]
+    right = (row_wise, per_row == 1), (blocks, per_row * BLOCK == k)
+    _float32_scale(scale, "scale_w", [shape for shape, matches in right if matches])
+    return list(scale.shape) != row_wise
+
+
+def _float32_scale(scale: torch.Tensor, what: str, allowed: Sequence[list[int]]) -> None:
+    _dtype(scale, what, (torch.float32,))
+    _form(list(scale.shape) in allowed, scale, what, " or ".join(map(str, allowed)))
+
+
+# Tokens with routes.
+
+
+def topk(ids: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> None:
+    """Check the experts of each token of x [tokens, H], and their weights."""
+    tensors({"x": x, "topk_ids": ids, "topk_weights": weights})
+    if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[1] < 1:
+        raise ValueError(
+            f"topk_ids has shape {list(ids.shape)} and topk_weights {list(weights.shape)}; both "
+            "must be [tokens, k], k at least 1"
+        )
+    if ids.shape[:1] != x.shape[:1]:
+        raise ValueError(f"x has shape {list(x.shape)}; topk_ids have {ids.shape[0]} tokens")
+    _dtype(ids, "topk_ids", INDICES)
+    _floating(weights, "topk_weights")
+
+
+def routed(spec: OpSpec, given: Any, group: Group) -> tuple[int, ...]:
+    """Check an op on tokens with routes; return the tokens of each rank."""
+    x, routes = given.x, given.routes
+    if spec.dispatches and given.scale_x is not None:
+        scaled_rows(x, given.scale_x)
+    else:
+        dtypes.check_supported(x.dtype, "x")
+    _form(x.dim() == 2 and x.shape[1] > 0, x, "x", "[rows, H], H at least 1")
+    for what, value in (("num_experts", given.num_experts), ("max_rows", given.max_rows)):
+        if value is not None and value < 1:
+            raise ValueError(f"{what} is {value}; it must be at least 1")
+    fits = routes.dim() == 2 and routes.shape[1] > 0 and routes.dtype in INDICES
+    form = "int32 or int64, [tokens of all ranks, k], k at least 1"
+    _form(fits, routes, "routes", form, with_dtype=True)
+    tokens, name = x, "x"
+    if spec.combines:
+        tokens, name, k = given.topk_weights, "topk_weights", routes.shape[1]
+        fits = tokens.dim() == 2 and tokens.is_floating_point()
+        _form(fits, tokens, name, "floating-point, [tokens, k]", with_dtype=True)
+        if tokens.shape[1] != k:
+            raise ValueError(f"{name} has shape {list(tokens.shape)}, but routes has {k} a token")
+    sizes = gather_sizes(given.shard_sizes, tokens.shape[0], group, name=name)
+    if sum(sizes) != routes.shape[0]:
+        raise ValueError(
+            f"routes has {routes.shape[0]} tokens, but the ranks have {sum(sizes)}: {list(sizes)}"
+        )
+    return sizes
+
+
+# Groups of rows, each with a weight of its own.
+
+
+def group_counts(counts: torch.Tensor, x: torch.Tensor, stack: torch.Tensor) -> None:
+    """Raise if ``counts`` are not those of a stack's groups, whatever their values."""
+    tensors({"x": x, "counts": counts})
+    if tuple(counts.shape) != (len(stack),) or counts.dtype not in INDICES:
+        raise ValueError(
+            f"counts is {counts.dtype} of shape {list(counts.shape)}; w has {len(stack)} groups, "
+            f"so it must be int32 or int64 of shape [{len(stack)}]"
+        )
+
+
+def group_operands(
+    x: torch.Tensor, stack: torch.Tensor, counts: torch.Tensor | None = None
+) -> None:
+    """Check rows, a stack of weights and, once they are known, the groups' counts, whatever their
+    values."""
+    tensors({"x": x, "w": stack})
+    matrix_input(x)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}; grouped_matmul takes rows [R, K]")
+    if stack.dim() not in (3, 4) or (is_packed_stack(stack) and not stack.is_contiguous()):
+        raise ValueError(
+            f"w has shape {list(stack.shape)} and strides {list(stack.stride())}; it must be a "
+            "stack [E, K, N], or what tpkernels.pack makes of one"
+        )
+    if len(stack):
+        weight(stack[0], x, x.shape[1], "w[0]")
+    if counts is not None:
+        group_counts(counts, x, stack)
+
+
+def group_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
+    """Check a bias for each group of a stack of weights."""
+    if bias is None:
+        return
+    shape = [len(stack), columns_of_stack(stack)]
+    _form(list(bias.shape) == shape, bias, "bias", f"{shape}, a row per group")
+    tensors({"w": stack, "bias": bias})
+    _floating(bias, "bias")
+
+
+# What an op that communicates is given, step by step.
+
+
+def op_input(spec: OpSpec, x: torch.Tensor) -> None:
+    """Check this rank's x."""
+    if spec.has_matmul:
+        matrix_input(x, scaled=spec.scaled)
+        return
+    moved = not spec.reduces and device(x) == "cpu"
+    allowed = (*dtypes.CODES, *dtypes.MOVED) if moved else dtypes.CODES
+    dtypes.check_supported(x.dtype, "x", allowed)
+    if spec.normed:
+        _form(x.dim() > 0 and x.shape[-1] > 0, x, "x", "[..., N], N at least 1")
+
+
+def op_weights(spec: OpSpec, given: Any, k: int) -> bool:
+    """Check the weights next to an x of ``k`` columns; return whether all ranks must know of a
+    `LocalProduct` among them. On a GPU it keeps ``auto`` from taking ``fused``, whose measured
+    times are those of plain weights."""
+    x, values = given.x, given.weights if spec.gathers else [given.w]
+    if not values:
+        raise ValueError("weights is empty; pass at least one weight")
+    if spec.gathers and spec.scaled:
+        allowed = (out_dtype(given.out_dtype, x, scaled=True),)
+        weights(values, given.biases, x, k, (given.scale_x, given.scales_w), allowed)
+    elif spec.gathers:
+        weights(values, given.biases, x, k)
+    elif spec.scaled:
+        scaled_weight(given.w, given.scale_w, x, given.scale_x, "w")
+    else:
+        weight(given.w, x, k, "w")
+    return device(x) == "cuda" and any(isinstance(w, LocalProduct) for w in values)
+
+
+def scattered(
+    given: Any, shape: Sequence[int], gathered: int | None, world: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the scattered dim of an exchange, and each rank's rows of it."""
+    at = dim(given.scatter_dim, shape, "scatter_dim")
+    if at == gathered:
+        raise ValueError(f"gather_dim and scatter_dim are both {at}; they must differ")
+    return at, scatter_sizes(given.scatter_sizes, shape[at], world, "scatter_sizes")
+
+
+def op_products(spec: OpSpec, given: Any) -> torch.dtype:
+    """Check how a gathered x is multiplied; return the dtype of the results."""
+    result = out_dtype(given.out_dtype, given.x, scaled=spec.scaled)
+    if not spec.scaled:
+        for i, w in enumerate(given.weights):
+            whole(w, given.x, result, given.algorithm, f"weights[{i}]")
+    return result
+
+
+def op_epilogue(
+    spec: OpSpec, given: Any, shape: Sequence[int], kept: Sequence[int], dim: int | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """Check what happens to the partials, which are of ``shape``, and of which this rank keeps the
+    sum of ``kept``; return the dtype that they travel in, and the result's."""
+    x, residual = given.x, getattr(given, "residual", None)
+    result = out_dtype(getattr(given, "out_dtype", None), x, scaled=spec.scaled)
+    wire = getattr(given, "wire_dtype", None)
+    if spec.scaled:
+        wire = wire or result
+        dtypes.check_supported(wire, "wire_dtype", (result, torch.float32), verb="is")
+    else:
+        wire = wire_dtype(wire, x.dtype)
+    columns = shape[-1] if shape else 1
+    bias(getattr(given, "bias", None), x, columns, allowed=(result,) if spec.scaled else None)
+    if residual is not None:
+        if tuple(residual.shape) != tuple(kept):
+            raise ValueError(f"residual has shape {list(residual.shape)}, the output {list(kept)}")
+        _dtype(residual, "residual", (result,) if spec.scaled else (x.dtype, result))
+    if spec.has_matmul and not spec.scaled:
+        whole(given.w, x, wire, given.algorithm, "w", by_columns=dim == len(shape) - 1)
+    if spec.normed:
+        name = "norm_weight" if spec.has_matmul else "weight"
+        bias(getattr(given, name), x, columns, name)
+        if not (math.isfinite(given.eps) and given.eps >= 0):
+            raise ValueError(f"eps is {given.eps}; it must be finite and at least 0")
+    return wire, result
