@@ -16,7 +16,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import Ending, Report
-from tests.support.ranked import on_hosts
+from tests.support.ranked import on_hosts, on_ranks
 from tests.support.tiers import sweep
 from tpkernels.ops.column_matmul import column_matmul
 
@@ -175,18 +175,19 @@ def _both_calls(endings: list[Ending], pids: list[int]) -> tuple[str, str]:
     return both
 
 
-@pytest.mark.parametrize(("pair", "late"), [("collectives", False), ("growth", True)])
-def test_a_mismatch_reaches_all(ranks: RanksFixture, pair: str, late: bool) -> None:
-    pool = ranks(WORLD)
-    _require_mismatch(pool.run(mismatch_job, pair, late, "", "auto"), pool.pids)
-
-
-@pytest.mark.parametrize(("pair", "algorithm"), sweep(APART, 2, later=3))
-def test_a_mismatch_reaches_the_ranks_of_several_hosts(
-    ranks: RanksFixture, pair: str, algorithm: str
+@pytest.mark.parametrize(
+    ("pair", "late", "hosts", "algorithm"),
+    [
+        ("collectives", False, "", "auto"),
+        ("growth", True, "", "auto"),
+        *sweep([(pair, False, "001", algorithm) for pair, algorithm in APART], 2, later=3),
+    ],
+)
+def test_a_mismatch_reaches_all(
+    ranks: RanksFixture, pair: str, late: bool, hosts: str, algorithm: str
 ) -> None:
     pool = ranks(WORLD)
-    _require_mismatch(pool.run(mismatch_job, pair, False, "001", algorithm), pool.pids)
+    _require_mismatch(pool.run(mismatch_job, pair, late, hosts, algorithm), pool.pids)
 
 
 def pairs_job(pairs: list[str]) -> list[Ending]:
@@ -221,15 +222,6 @@ def test_a_skipped_call_is_detected(ranks: RanksFixture) -> None:
     assert usual.startswith("all_gather(") and odd.startswith("all_reduce(")
 
 
-def different_options_job(options: dict[str, Any]) -> tuple[Ending, Ending]:
-    group = faults.group_of(dist.new_group())
-    mine = options if group.rank() == ODD else {}
-    first = faults.ending_of(lambda: tpkernels.init(group, **mine))
-    for _ in range(2):  # the same again is fine
-        tpkernels.init(group)
-    return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -238,10 +230,13 @@ def different_options_job(options: dict[str, Any]) -> tuple[Ending, Ending]:
         ({"timeout": 30.0}, "timeout_on_gpus=30.0"),  # the default on CPUs only
     ],
 )
-def test_other_options_of_init_are_refused(
-    ranks: RanksFixture, options: dict[str, Any], text: str
-) -> None:
-    for first, then in ranks(WORLD).run(different_options_job, options):
-        assert first.error == "ValueError" and "all ranks must give the same" in first.text, first
-        assert first.seconds < faults.PROMPT and text in first.text, first
-        assert not then.error, then
+@on_ranks(WORLD)
+def test_other_options_of_init_are_refused(options: dict[str, Any], text: str) -> None:
+    group = faults.group_of(dist.new_group())
+    mine = options if group.rank() == ODD else {}
+    first = faults.ending_of(lambda: tpkernels.init(group, **mine))
+    for _ in range(2):  # the same again is fine
+        tpkernels.init(group)
+    faults.run_op("all_gather", group)
+    assert first.error == "ValueError" and "all ranks must give the same" in first.text, first
+    assert first.seconds < faults.PROMPT and text in first.text, first
