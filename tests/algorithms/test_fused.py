@@ -17,6 +17,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import Case, RanksFixture, each, uneven_splits
+from tests.support.cuda_rehearsal import FUSED_OPS
 from tests.support.ranked import check_cases, fresh_group, on_ranks, run_cases
 from tests.support.tiers import sweep
 from tpkernels import groups
@@ -184,9 +185,6 @@ def test_a_wait_that_is_left_out_is_found(interpreting: RanksFixture) -> None:
 
 
 # Where it cannot run.
-
-
-FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
 
 @on_ranks(2)

@@ -1,6 +1,6 @@
 """``hierarchical`` on groups that span hosts: exact results, the bits, what travels between hosts,
 and what is refused. The hosts share a machine: `on_hosts` keeps their ranks apart. Namespaces are
-in transport/test_hosts.py, faults in failures/test_faults.py."""
+in test_hosts.py, faults in failures/test_faults.py."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from tests.algorithms.test_unfused_cuda import (
 from tests.planning.test_choose import problem
 from tests.support import faults
 from tests.support.cases import Case, one_of_each, uneven_splits
-from tests.support.cuda_rehearsal import TRUSTED, Handle, SharedMemory
+from tests.support.cuda_rehearsal import TRUSTED, SharedMemory, with_handle
 from tests.support.emulated import BF16, F32, anywhere, on_ranks, require_none
 from tests.support.multimem_rehearsal import Multimem
 from tests.support.nccl_rehearsal import over_nccl
@@ -123,10 +123,7 @@ def test_a_symmetric_tensor_is_copied() -> None:
 # Refusals.
 
 
-class WithoutMulticast(SharedMemory):
-    @staticmethod
-    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
-        return replace(SharedMemory.rendezvous(memory, name), multicast_ptr=0)
+WITHOUT_MULTICAST = with_handle(lambda handle: replace(handle, multicast_ptr=0))
 
 
 @on_ranks(2)
@@ -146,7 +143,7 @@ def test_what_it_needs() -> None:
             x.half(), torch.ones(8, 8).half(), group, wire_dtype=F32, algorithm="multimem"
         )
         if group.rank() == 1:
-            patch.setattr(gpu_memory, "symmetric", WithoutMulticast)
+            patch.setattr(gpu_memory, "symmetric", WITHOUT_MULTICAST)
         other = faults.new_group()
         with pytest.raises(NotImplementedError, match="memory has no multicast address"):
             tpkernels.all_gather(x, other, algorithm="multimem")
@@ -167,7 +164,7 @@ def test_memory_that_cannot_grow() -> None:
             capture.setattr(streams, "is_captured", lambda _: True)
             with pytest.raises(CaptureError, match="call it once before capturing"):
                 reduce(large)
-        patch.setattr(gpu_memory, "symmetric", WithoutMulticast)
+        patch.setattr(gpu_memory, "symmetric", WITHOUT_MULTICAST)
         with pytest.raises(WorkspaceMemoryError, match="no multicast address"):
             reduce(large)
         assert reduce(small)

@@ -15,7 +15,14 @@ import torch.distributed as dist
 
 from tests.cuda.test_rms_norm import SPACE, launch
 from tests.support import emulated
-from tests.support.emulated import count_of, driver_that, interpreted, on_ranks, space_of
+from tests.support.emulated import (
+    count_of,
+    driver_that,
+    interpreted,
+    is_spoilt,
+    on_ranks,
+    space_of,
+)
 from tests.support.tiers import sweep
 from tpkernels import _C, cuda
 from tpkernels.cuda import image
@@ -45,10 +52,6 @@ def call_of(way: str, space: DeviceWorkspace, signature: int) -> list[torch.Tens
     x = torch.ones(192)  # two-shot: a segment for each rank
     cuda.all_reduce(space, signature, x, x, way=way)
     return [x]
-
-
-def is_spoilt(results: list[torch.Tensor]) -> bool:
-    return all(bool(x.isnan().all()) for x in results)
 
 
 @pytest.mark.parametrize(

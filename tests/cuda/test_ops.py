@@ -34,8 +34,9 @@ from tests.support.cuda_rehearsal import (
     copy_engines,
     pretending,
     space_of,
+    with_handle,
 )
-from tests.support.emulated import BF16, F32, interpreted, on_ranks, require_none
+from tests.support.emulated import BF16, F32, interpreted, is_spoilt, on_ranks, require_none
 from tests.support.faults import Ending
 from tests.support.ranked import check_cases, fresh_group
 from tests.support.tiers import sweep, thorough
@@ -392,13 +393,6 @@ class NoPeers(SharedMemory):
         raise RuntimeError("no peer access")
 
 
-class NoPointers(SharedMemory):
-    @staticmethod
-    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
-        handle = SharedMemory.rendezvous(memory, name)
-        return replace(handle, buffer_ptrs=[0] * len(handle.buffer_ptrs))
-
-
 def lacking(way: str, text: str) -> Callable[[pytest.MonkeyPatch], None]:
     """The algorithm ``way`` cannot run on this rank."""
     place, why = "tpkernels.ops.planned_calls.unsupported", {way: text}
@@ -418,13 +412,6 @@ def with_memory(memory: type[SharedMemory]) -> Callable[[pytest.MonkeyPatch], No
     return lambda patch: patch.setattr(gpu_memory, "symmetric", memory)
 
 
-class Misaligned(SharedMemory):
-    @staticmethod
-    def rendezvous(memory: torch.Tensor, name: str) -> Handle:
-        handle = SharedMemory.rendezvous(memory, name)
-        return replace(handle, offset=handle.offset + 128)
-
-
 OTHER = "H100 (sm_90, 114 processors)"
 # The algorithm, what rank 1 lacks (under MPS: both), and what both are told.
 LACKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], object], str]] = {
@@ -438,11 +425,15 @@ LACKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], object], str]] = {
     ),
     "pointers": (
         "fused",
-        with_memory(NoPointers),
+        with_memory(with_handle(lambda handle: replace(handle, buffer_ptrs=[0, 0]))),
         "rank 1 cannot address the other ranks' memory: torch's",
     ),
     "state": ("fused", without_state, "rank 1 cannot allocate what belongs to a workspace"),
-    "alignment": ("fused", with_memory(Misaligned), "not all are multiples of 256"),
+    "alignment": (
+        "fused",
+        with_memory(with_handle(lambda handle: replace(handle, offset=handle.offset + 128))),
+        "not all are multiples of 256",
+    ),
     "same GPU": ("fused", on_gpus(Gpu(OTHER), Gpu(OTHER)), f"rank 0 has cpu, rank 1 {OTHER}"),
 }
 SHARED = [Gpu("H100", "GPU-5f1c", 0)] * 2
@@ -591,10 +582,6 @@ def call_of(op: str, way: str, group: dist.ProcessGroup) -> Callable[[], list[to
         return [results[0] if op == "moe_dispatch" else results]
 
     return call
-
-
-def is_spoilt(results: list[torch.Tensor]) -> bool:
-    return all(bool(x.isnan().all()) for x in results)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.faults import Ending, Report
-from tests.support.ranked import on_hosts
+from tests.support.ranked import on_hosts, on_ranks
 from tests.support.tiers import sweep
 from tpkernels.ops.column_matmul import column_matmul
 
@@ -221,15 +221,6 @@ def test_a_skipped_call_is_detected(ranks: RanksFixture) -> None:
     assert usual.startswith("all_gather(") and odd.startswith("all_reduce(")
 
 
-def different_options_job(options: dict[str, Any]) -> tuple[Ending, Ending]:
-    group = faults.group_of(dist.new_group())
-    mine = options if group.rank() == ODD else {}
-    first = faults.ending_of(lambda: tpkernels.init(group, **mine))
-    for _ in range(2):  # the same again is fine
-        tpkernels.init(group)
-    return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -238,10 +229,13 @@ def different_options_job(options: dict[str, Any]) -> tuple[Ending, Ending]:
         ({"timeout": 30.0}, "timeout_on_gpus=30.0"),  # the default on CPUs only
     ],
 )
-def test_other_options_of_init_are_refused(
-    ranks: RanksFixture, options: dict[str, Any], text: str
-) -> None:
-    for first, then in ranks(WORLD).run(different_options_job, options):
-        assert first.error == "ValueError" and "all ranks must give the same" in first.text, first
-        assert first.seconds < faults.PROMPT and text in first.text, first
-        assert not then.error, then
+@on_ranks(WORLD)
+def test_other_options_of_init_are_refused(options: dict[str, Any], text: str) -> None:
+    group = faults.group_of(dist.new_group())
+    mine = options if group.rank() == ODD else {}
+    first = faults.ending_of(lambda: tpkernels.init(group, **mine))
+    for _ in range(2):  # the same again is fine
+        tpkernels.init(group)
+    faults.run_op("all_gather", group)
+    assert first.error == "ValueError" and "all ranks must give the same" in first.text, first
+    assert first.seconds < faults.PROMPT and text in first.text, first

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import RanksFixture
 from tests.support.faults import Ending
 from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep, thorough
@@ -93,28 +92,6 @@ def test_a_refused_backward_breaks_nothing() -> list[str]:
     return wrong + ([str(first)] if first.error else [])
 
 
-def turn_job(algorithm: str) -> tuple[Ending, Ending, Ending | None]:
-    """A handler of rank 0 raises while the thread waits for another thread's call."""
-    group, x = faults.new_group(), torch.ones(4, 3)
-
-    def call() -> Ending:
-        return faults.ending_of(lambda: tpkernels.all_reduce(x, group, algorithm=algorithm))
-
-    assert not call().error
-    dist.barrier()
-    if dist.get_rank() == 1:
-        time.sleep(0.6)
-        return call(), call(), None
-    others: list[Ending] = []
-    thread = threading.Thread(target=lambda: others.append(call()))
-    thread.start()
-    time.sleep(0.2)
-    with interrupted_later(0.1):
-        first = call()
-    thread.join()
-    return others[0], first, call()
-
-
 @contextlib.contextmanager
 def interrupted_later(seconds: float) -> Iterator[None]:
     """A signal handler raises, with an exception that wrong arguments may have, too."""
@@ -132,14 +109,32 @@ def interrupted_later(seconds: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("algorithm", sweep(["direct", "unfused"]))
-def test_an_error_while_waiting_for_the_turn_breaks_the_group(
-    ranks: RanksFixture, algorithm: str
-) -> None:
-    (before, first, then), (peers, lost, _) = ranks(WORLD).run(turn_job, algorithm)
-    assert not before.error and not peers.error, "the other thread's call is not disturbed"
-    assert first.text == "the handler's"
-    assert then is not None and then.error == "GroupBrokenError", then
-    assert lost.error == "PeerLostError" and "the handler's" in lost.text, lost
+@on_ranks(WORLD)
+def test_an_error_while_waiting_for_the_turn_breaks_the_group(algorithm: str) -> None:
+    """A handler of rank 0 raises while the thread waits for another thread's call, which is not
+    disturbed."""
+    group, x = faults.new_group(), torch.ones(4, 3)
+
+    def call() -> Ending:
+        return faults.ending_of(lambda: tpkernels.all_reduce(x, group, algorithm=algorithm))
+
+    assert not call().error
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(0.6)
+        assert not (peers := call()).error, peers
+        lost = call()
+        assert lost.error == "PeerLostError" and "the handler's" in lost.text, lost
+        return
+    others: list[Ending] = []
+    thread = threading.Thread(target=lambda: others.append(call()))
+    thread.start()
+    time.sleep(0.2)
+    with interrupted_later(0.1):
+        first = call()
+    thread.join()
+    assert not others[0].error and first.text == "the handler's", (others, first)
+    assert (then := call()).error == "GroupBrokenError", then
 
 
 _OURS = str(Path(tpkernels.__file__).parent)

@@ -51,16 +51,11 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
     x = shard(whole, 0)
     x = x.transpose(0, -1).contiguous().transpose(0, -1) if case.strided else x.contiguous()
 
+    options = {"gather_sizes": case.sizes[0], "scatter_sizes": case.sizes[1]}
+
     def exchanged(x: torch.Tensor) -> torch.Tensor:
-        return tpkernels.all_to_all(
-            x,
-            group,
-            gather,
-            scatter,
-            gather_sizes=case.sizes[0],
-            scatter_sizes=case.sizes[1],
-            algorithm=case.algorithm,
-        )
+        op = tpkernels.all_to_all
+        return op(x, group, gather, scatter, **options, algorithm=case.algorithm)
 
     y = exchanged(x.requires_grad_())
     (grad_x,) = torch.autograd.grad(y, x, shard(grad, 1))
@@ -73,11 +68,8 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
 
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
     pairs = itertools.product((*DTYPES, torch.float64), ALGORITHMS)
-    report_cases(
-        ranks(world),
-        failure,
-        [Case(shape=(12, 24), dtype=dtype, algorithm=name) for dtype, name in pairs],
-    )
+    cases = [Case(shape=(12, 24), dtype=dtype, algorithm=name) for dtype, name in pairs]
+    report_cases(ranks(world), failure, cases)
 
 
 @on_ranks(3)
@@ -87,13 +79,10 @@ def test_integers_of_any_bits() -> None:
         for dtype, size, way in itertools.product((torch.int64, torch.int32), (12, 13), ALGORITHMS):
             sizes, bits = shard_sizes(size, 3), torch.iinfo(dtype)
             generator = torch.Generator().manual_seed(size)
-            whole = torch.randint(
-                bits.min, bits.max, (size, size), dtype=dtype, generator=generator
-            )
-            x, both = (
-                whole.split(sizes)[group.rank()],
-                {"gather_sizes": sizes, "scatter_sizes": sizes},
-            )
+            limits = bits.min, bits.max
+            whole = torch.randint(*limits, (size, size), dtype=dtype, generator=generator)
+            x = whole.split(sizes)[group.rank()]
+            both = {"gather_sizes": sizes, "scatter_sizes": sizes}
             for _ in range(2):  # then a planned call
                 gathered = tpkernels.all_gather(x, group, shard_sizes=sizes, algorithm=way)
                 assert torch.equal(gathered, whole), (dtype, size, way)
@@ -109,12 +98,9 @@ def of_any_dims() -> Iterator[Case]:
 
 @pytest.mark.parametrize("algorithm", ["direct", *map(thorough, ["ring", "unfused"])])
 def test_any_two_dims(ranks: RanksFixture, world: int, algorithm: str) -> None:
-    cases = [replace(case, algorithm=algorithm) for case in of_any_dims()]
-    report_cases(
-        ranks(world),
-        failure,
-        [replace(case, strided=each) for case in cases for each in (False, True)],
-    )
+    pairs = itertools.product(of_any_dims(), (False, True))
+    cases = [replace(case, algorithm=algorithm, strided=each) for case, each in pairs]
+    report_cases(ranks(world), failure, cases)
 
 
 def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
@@ -130,11 +116,8 @@ def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
 def test_nothing_to_exchange(ranks: RanksFixture, world: int) -> None:
     shapes = [(0, world), (world, 0), (world, 0, world), (0, 0)]
     every = itertools.product(shapes, ALGORITHMS)
-    report_cases(
-        ranks(world),
-        failure,
-        [Case(shape=s, dims=(0, len(s) - 1), algorithm=way) for s, way in every],
-    )
+    cases = [Case(shape=s, dims=(0, len(s) - 1), algorithm=way) for s, way in every]
+    report_cases(ranks(world), failure, cases)
 
 
 @pytest.mark.thorough

@@ -23,6 +23,7 @@ F32, F16, BF16, F64, INT = torch.float32, torch.float16, torch.bfloat16, torch.f
 GATHER = tpkernels.all_gather_matmul
 SCATTER = tpkernels.matmul_reduce_scatter
 REDUCE = tpkernels.matmul_all_reduce
+NORMED = tpkernels.matmul_all_reduce_rms_norm
 UNSUPPORTED = "x has dtype int64; supported: float32, float16, bfloat16, float64"
 
 
@@ -48,6 +49,11 @@ unsupported = functools.partial(no, NotImplementedError)
 
 def ones(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
+
+
+def normed(x: Any, w: Any, group: dist.ProcessGroup, **options: Any) -> Any:
+    """A normalised product, called as the others are."""
+    return NORMED(x, w, ones(8), group, **options)
 
 
 def packed_weights() -> Iterator[Refusal]:
@@ -90,7 +96,7 @@ def local_products() -> Iterator[Refusal]:
 def weights_that_are_no_matrices(what: str, kind: str, w: Any, narrow: Any) -> Iterator[Refusal]:
     """What neither can do; ``narrow`` is one in bf16."""
     x = ones(4, 6)
-    for op in (GATHER, SCATTER, REDUCE):
+    for op in (GATHER, SCATTER, REDUCE, normed):
         pattern = f"{what}, and the kernels of 'fused' cannot read it"
         yield unsupported(pattern, op, x, w, algorithm="fused")
         pattern = f"has no gradient with {kind}; call it under torch.no_grad"
@@ -106,7 +112,7 @@ def weights_that_are_no_matrices(what: str, kind: str, w: Any, narrow: Any) -> I
 
 def matmul_operands() -> Iterator[Refusal]:
     x, w = ones(4, 6), ones(6, 8)
-    for op in (GATHER, SCATTER, REDUCE):
+    for op in (GATHER, SCATTER, REDUCE, normed):
         yield bad_value(r"\[5, 8\].*\[4, 6\].*\[6, N\]", op, x, ones(5, 8))
         yield bad_value(r"shape \[6\].*needs \[6, N\]", op, x, ones(6))
         yield bad_value(r"\[6, 0\]: N must be at least 1", op, x, ones(6, 0))
@@ -114,10 +120,11 @@ def matmul_operands() -> Iterator[Refusal]:
         yield bad_value(r"at least 2 dims.*\[6\]", op, ones(6), w)
         yield bad_type("float16 but x is float32", op, x, ones(6, 8, dtype=F16))
         yield unsupported(UNSUPPORTED, op, x.to(INT), w.to(INT))
-        yield unsupported("out_dtype has dtype int32", op, x, w, out_dtype=torch.int32)
-        yield unsupported("out_dtype float64 of float32 input", op, x, w, out_dtype=F64)
         pattern = "unknown algorithm 'tree'; there are auto, unfused, ring, direct, multimem"
         yield bad_value(pattern, op, x, w, algorithm="tree")
+    for op in (GATHER, SCATTER, REDUCE):
+        yield unsupported("out_dtype has dtype int32", op, x, w, out_dtype=torch.int32)
+        yield unsupported("out_dtype float64 of float32 input", op, x, w, out_dtype=F64)
     yield bad_value("weights is empty", GATHER, x, [])
     yield bad_value(r"weights\[1\].*\[7, 8\].*\[6, N\]", GATHER, x, [w, ones(7, 8)])
     yield bad_value(r"\[6, 8\].*\[4, 6\].*\[12, N\]", GATHER, x, w, gather_dim=1)
@@ -129,7 +136,7 @@ def matmul_operands() -> Iterator[Refusal]:
 
 def epilogues() -> Iterator[Refusal]:
     x, w = ones(4, 6), ones(6, 8)
-    for op, rows in ((SCATTER, 2), (REDUCE, 4)):
+    for op, rows in ((SCATTER, 2), (REDUCE, 4), (normed, 4)):
         yield bad_value(r"bias has shape \[7\], expected \[8\]", op, x, w, bias=ones(7))
         yield bad_value(r"bias has shape \[1, 8\], expected", op, x, w, bias=ones(1, 8))
         yield bad_type("bias is float16; it must be float32", op, x, w, bias=ones(8, dtype=F16))
@@ -139,6 +146,7 @@ def epilogues() -> Iterator[Refusal]:
         yield bad_value(pattern, op, x, w, residual=ones(8))
         pattern = "residual is bfloat16; it must be float32"
         yield bad_type(pattern, op, x, w, residual=ones(rows, 8, dtype=BF16))
+    for op in (SCATTER, REDUCE):
         pattern = "wire_dtype is bfloat16; it must be x's float32 or float32"
         yield bad_value(pattern, op, x, w, wire_dtype=BF16)
         pattern = "wire_dtype is float16; it must be x's bfloat16 or float32"
@@ -277,26 +285,11 @@ def options() -> Iterator[Refusal]:
 
 
 def normed_products() -> Iterator[Refusal]:
-    op, x, w, weight = tpkernels.matmul_all_reduce_rms_norm, ones(4, 6), ones(6, 8), ones(8)
-    yield bad_value(r"\[5, 8\].*\[4, 6\].*\[6, N\]", op, x, ones(5, 8), weight)
-    yield bad_value(r"at least 2 dims.*\[6\]", op, ones(6), w, weight)
+    """What is refused of the norm; the rest is that of `matmul_all_reduce`."""
+    op, x, w, weight = NORMED, ones(4, 6), ones(6, 8), ones(8)
     yield bad_value(r"norm_weight has shape \[6\], expected \[8\]", op, x, w, ones(6))
     yield bad_type("norm_weight is float16; it must be float32", op, x, w, weight.half())
     yield bad_value("eps is -1.0; it must be finite and at least 0", op, x, w, weight, eps=-1)
-    yield bad_value(r"bias has shape \[7\], expected \[8\]", op, x, w, weight, bias=ones(7))
-    pattern = r"residual has shape \[4, 7\], the output \[4, 8\]"
-    yield bad_value(pattern, op, x, w, weight, residual=ones(4, 7))
-    pattern = "residual is bfloat16; it must be float32"
-    yield bad_type(pattern, op, x, w, weight, residual=ones(4, 8).bfloat16())
-    pattern = "is packed, and the kernels of 'fused' cannot read it"
-    packed = tpkernels.pack(w)
-    yield unsupported(pattern, op, x, packed, weight, algorithm="fused")
-    pattern = "has no gradient with a packed weight"
-    yield unsupported(pattern, op, x.clone().requires_grad_(), packed, weight)
-    product = tpkernels.LocalProduct(lambda x: x @ ones(6, 8), (6, 8), F32)
-    pattern = "has no gradient with a LocalProduct"
-    yield unsupported(pattern, op, x.clone().requires_grad_(), product, weight)
-    yield bad_value("unknown algorithm 'tree'", op, x, w, weight, algorithm="tree")
 
 
 def normed_sums() -> Iterator[Refusal]:

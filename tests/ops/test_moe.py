@@ -80,16 +80,9 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
     x, weights = x.detach().requires_grad_(), weights.requires_grad_()
 
     def layer() -> tuple[torch.Tensor, ...]:
-        rows, counts, handle = tpkernels.moe_dispatch(
-            x,
-            ids.to(case.ids),
-            weights,
-            case.experts,
-            group,
-            shard_sizes=case.sizes,
-            max_rows=case.max_rows,
-            algorithm=case.algorithm,
-        )
+        given = x, ids.to(case.ids), weights, case.experts, group
+        options = {"shard_sizes": case.sizes, "max_rows": case.max_rows}
+        rows, counts, handle = tpkernels.moe_dispatch(*given, **options, algorithm=case.algorithm)
         first = sum(shard_sizes(case.experts, world)[:rank])
         factors = torch.arange(first + 1, first + 1 + len(counts)).repeat_interleave(counts)
         factors = torch.nn.functional.pad(factors, (0, len(rows) - len(factors)), value=7)
@@ -101,9 +94,7 @@ def failure(case: Case, group: dist.ProcessGroup) -> str | None:
     order = all_ids.flatten().argsort(stable=True)
     held = shard_sizes(case.experts, world)
     all_counts = all_ids.flatten().bincount(minlength=case.experts)
-    where = slice(
-        int(all_counts[: sum(held[:rank])].sum()), int(all_counts[: sum(held[: rank + 1])].sum())
-    )
+    where = slice(*(int(all_counts[: sum(held[:r])].sum()) for r in (rank, rank + 1)))
     wanted_rows = all_x[order[where] // case.k]
     if case.max_rows is not None:
         padding = (0, 0, 0, case.max_rows - len(wanted_rows))
@@ -134,11 +125,8 @@ def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None
     every = itertools.product(
         (*DTYPES, torch.float64), ALGORITHMS, (torch.int32, torch.int64), (False, True)
     )
-    report_cases(
-        ranks(world),
-        failure,
-        [Case(dtype=d, algorithm=a, ids=i, integers=b) for d, a, i, b in every],
-    )
+    cases = [Case(dtype=d, algorithm=a, ids=i, integers=b) for d, a, i, b in every]
+    report_cases(ranks(world), failure, cases)
 
 
 def shapes(world: int) -> Iterator[Case]:
@@ -155,23 +143,19 @@ def shapes(world: int) -> Iterator[Case]:
 
 def test_experts_and_tokens_of_any_number(ranks: RanksFixture, world: int) -> None:
     """Fewer experts than ranks, empty ones, all tokens to one, and ranks without tokens."""
-    report_cases(
-        ranks(world),
-        failure,
-        [replace(c, algorithm=a) for c in shapes(world) for a in ALGORITHMS[1:]],
-    )
+    cases = [replace(c, algorithm=a) for c in shapes(world) for a in ALGORITHMS[1:]]
+    report_cases(ranks(world), failure, cases)
 
 
 @pytest.mark.thorough
 def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> None:
     """Several chunks (csrc/host/collectives.cpp), and rows too wide for one, which go another
     way."""
-    sizes = tuple(uneven_splits(301, world))[-1]
-    cases = [Case(sizes=tuple(sizes), width=width, k=3) for width in (100, 1000, 9000)]
+    *_, sizes = uneven_splits(301, world)
+    cases = [Case(sizes=sizes, width=width, k=3) for width in (100, 1000, 9000)]
     report_cases(ranks(world), failure, cases, workspace_bytes=SMALLEST_WORKSPACE)
-    report_cases(
-        ranks(world), failure, [Case(sizes=tuple(sizes), width=1000, k=8, algorithm="direct")]
-    )
+    direct = Case(sizes=sizes, width=1000, k=8, algorithm="direct")
+    report_cases(ranks(world), failure, [direct])
 
 
 @on_ranks(2)
@@ -217,10 +201,8 @@ def delayed_job(algorithm: str = "auto", **broken: bool) -> int:
         for call in range(21):
             generator = torch.Generator().manual_seed(call)
             routes = torch.randint(8, (world * 6, 2), generator=generator)
-            x, options = (
-                torch.full((6, 64), float(call * (rank + 1))),
-                (routes, 8, group.group_name),
-            )
+            x = torch.full((6, 64), float(call * (rank + 1)))
+            options = routes, 8, group.group_name
             rows, _ = ops.moe_dispatch(x, *options, algorithm=algorithm)
             y = ops.moe_combine(rows + 1, torch.ones(6, 2), *options, algorithm=algorithm)
             order = routes.flatten().argsort(stable=True)
@@ -275,15 +257,10 @@ def scaled_failure(case: Scaled, group: dist.ProcessGroup) -> str | None:
     bits = torch.randint(-(2**31), 2**31, (tokens, case.scales), generator=generator)
     bits, ids = bits.int(), torch.randint(5, (tokens, 2), generator=generator)
     mine = slice(4 * rank, 4 * rank + 4)
+    given = data[mine].view(case.dtype), ids[mine], torch.ones(4, 2), 5, group
+    scale_x, options = bits[mine].view(torch.float32), {"max_rows": case.max_rows}
     rows, counts, handle = tpkernels.moe_dispatch(
-        data[mine].view(case.dtype),
-        ids[mine],
-        torch.ones(4, 2),
-        5,
-        group,
-        scale_x=bits[mine].view(torch.float32),
-        max_rows=case.max_rows,
-        algorithm=case.algorithm,
+        *given, scale_x=scale_x, algorithm=case.algorithm, **options
     )
     first = sum(shard_sizes(5, world)[:rank])
     order = ids.flatten().argsort(stable=True) // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,17 @@ class SharedMemory:
 
 
 SharedMemory._SymmetricMemory = SharedMemory
+
+
+def with_handle(change: Callable[[Handle], Handle]) -> type[SharedMemory]:
+    """Memory whose handles are changed."""
+
+    class Changed(SharedMemory):
+        @staticmethod
+        def rendezvous(memory: torch.Tensor, name: str) -> Handle:
+            return change(SharedMemory.rendezvous(memory, name))
+
+    return Changed
 
 
 @contextlib.contextmanager

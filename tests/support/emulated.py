@@ -126,6 +126,11 @@ def require_none(wrong: Sequence[object], *spaces: DeviceWorkspace) -> None:
     assert not found, f"{len(found)} failures: {found[:10]}"
 
 
+def is_spoilt(results: Sequence[torch.Tensor]) -> bool:
+    """Whether a call that gave up has left NaN."""
+    return all(bool(x.isnan().all()) for x in results)
+
+
 def anywhere(count: int) -> int:
     """The sum over all ranks."""
     dist.all_reduce(total := torch.tensor(count))

@@ -414,13 +414,14 @@ def _failures_of(
 
 
 @contextmanager
-def functions_called(package: str) -> Iterator[list[str]]:
-    """The functions of a module, or of a package and its modules, that are called within."""
+def functions_called(package: str = "") -> Iterator[list[str]]:
+    """The functions that are called within, of a module, of a package and its modules, or all. A
+    generator counts each time that it goes on."""
     called: list[str] = []
 
     def trace(frame: Any, event: str, argument: object) -> None:
         module = frame.f_globals.get("__name__", "")
-        if event == "call" and f"{module}.".startswith(f"{package}."):
+        if event == "call" and (not package or f"{module}.".startswith(f"{package}.")):
             called.append(f"{module}.{frame.f_code.co_name}")
 
     sys.setprofile(trace)

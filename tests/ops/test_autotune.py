@@ -27,8 +27,8 @@ import tpkernels
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
 from tests.support.cuda_rehearsal import TRUSTED, SharedMemory, pretending
-from tests.support.ranked import apart, check_job, fresh_group, on_ranks
-from tests.support.tiers import covering, thorough
+from tests.support.ranked import apart, fresh_group, on_ranks
+from tests.support.tiers import covering
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
 from tpkernels.algorithms.backends import TABLES
 from tpkernels.errors import CollectiveTimeoutError, WorkspaceMemoryError
@@ -74,8 +74,9 @@ def test_the_fastest_is_known_after_one_call(op: str, fast: str, always: bool) -
     assert made in ({}, {fast: 1}), f"afterwards {made}"
 
 
-def slow_rank_job() -> list[str]:
-    """The slowest rank decides: `direct` is fast on all ranks but one."""
+@on_ranks(WORLD)
+def test_the_slowest_rank_decides() -> None:
+    """`direct` is fast on all ranks but one."""
     seconds = dict.fromkeys(WAYS, 0.02) | {"direct": 0.06 if dist.get_rank() == 1 else 0.01}
     with fresh_group() as group, watched(seconds), tpkernels.autotune(group):
         call(OP, group)
@@ -84,10 +85,11 @@ def slow_rank_job() -> list[str]:
         everyone: list[Any] = [None] * WORLD
         dist.all_gather_object(everyone, found)
     alike = everyone == [found] * WORLD and measured.ms["direct"] > measured.ms["unfused"]
-    return [] if alike and found[0] != "direct" else [f"{everyone}"]
+    assert alike and found[0] != "direct", everyone
 
 
-def kinds_job() -> list[str]:
+@on_ranks(WORLD)
+def test_kinds_of_ops() -> list[str]:
     """Scaled products are not split, and are tuned all the same. An even all-to-all is tuned, one
     that is not split evenly is not. What an op overwrites is overwritten once."""
     failures, rank, one = [], dist.get_rank(), torch.ones([])
@@ -117,8 +119,9 @@ def kinds_job() -> list[str]:
     return failures
 
 
-def untuned_job() -> None:
-    """Nothing is tuned that is known, uneven, traced, asked for, or met outside the context."""
+@on_ranks(WORLD)
+def test_what_is_not_tuned() -> None:
+    """What is known, uneven, traced, asked for, or met outside the context."""
     with fresh_group(autotune=False) as group, watched() as made:
 
         def expect(what: str, run: Callable[[], object], most: int) -> None:
@@ -152,8 +155,10 @@ def untuned_job() -> None:
         assert sum(made.values()) >= 6 and torch.equal(got, torch.full((64,), 4.0 * WORLD)), made
 
 
-def limit_job() -> tuple[Counter[str], float, list[str], int]:
-    """Rounds of 0.2 s and more, and a limit of 0.8. All ranks go by rank 0's clock."""
+@on_ranks(WORLD)
+def test_a_limit_on_time_and_none() -> None:
+    """Rounds of 0.2 s and more, and a limit of 0.8. All ranks go by rank 0's clock, which reports
+    what takes long."""
     clock = mock.Mock(perf_counter=lambda: (1 + dist.get_rank()) * time.perf_counter())
     with (
         fresh_group() as group,
@@ -169,17 +174,12 @@ def limit_job() -> tuple[Counter[str], float, list[str], int]:
         other = {"unfused": 0.01, "direct": 0.02, "ring": 0.02}
         with watched(other) as endless, tpkernels.autotune(group, limit=math.inf):
             call("all_gather", group, rows=WORLD)
-        return within, seconds, written.getvalue().splitlines(), endless["unfused"]
-
-
-def test_a_limit_on_time_and_none(ranks: RanksFixture) -> None:
-    """Rank 0 reports what takes long."""
-    for rank, (made, seconds, lines, endless) in enumerate(ranks(WORLD).run(limit_job)):
-        assert seconds < 4 and min(made.values()) >= 2 and sum(made.values()) <= 4 * 5
-        assert endless > 3
-        where = r"tpkernels.autotune: matmul_all_reduce\(\[48, 40\].*\): \d s"
-        assert bool(lines) == (rank == 0)
-        assert rank or re.match(where, lines[0]), lines
+    assert seconds < 4 and min(within.values()) >= 2 and sum(within.values()) <= 4 * 5
+    assert endless["unfused"] > 3
+    lines, rank = written.getvalue().splitlines(), dist.get_rank()
+    where = r"tpkernels.autotune: matmul_all_reduce\(\[48, 40\].*\): \d s"
+    assert bool(lines) == (rank == 0)
+    assert rank or re.match(where, lines[0]), lines
     for limit in (0.0, -1.0, math.nan):
         text = f"limit must be positive, in seconds, not {limit}"
         with pytest.raises(ValueError, match=text), tpkernels.autotune(limit=limit):
@@ -216,14 +216,15 @@ def test_the_times_are_saved_if_asked_for(ranks: RanksFixture, tmp_path: Path) -
     assert not any("save" in text for _, texts in told[1:] for text in texts)
 
 
-def apart_job() -> list[str]:
-    """Ranks that share no memory have neither one clock nor a second workspace."""
+@on_ranks(WORLD)
+def test_ranks_that_share_no_memory() -> None:
+    """They have neither one clock nor a second workspace."""
     slow = {"unfused": 0.02, "ring": 0.01}
     with apart(), fresh_group() as group, watched(slow) as made, tpkernels.autotune(group):
         right = torch.equal(call(OP, group, algorithm="unfused"), call(OP, group))
         plan = plan_of(group)
-    right = right and set(made) == {"unfused", "ring"} and plan.algorithm == "ring"
-    return [] if right else [f"{made}, {plan.reason}"]
+    assert right and set(made) == {"unfused", "ring"}, made
+    assert plan.algorithm == "ring", plan.reason
 
 
 @emulated.on_ranks(2)
@@ -387,7 +388,9 @@ def test_tuned_problems_leave_nothing() -> None:
     assert (descriptors, mappings) == (0, 0) and keys <= 0, keys
 
 
-def threads_job() -> list[str]:
+@pytest.mark.thorough
+@on_ranks(WORLD)
+def test_threads_make_the_same_first_call() -> list[str]:
     """Two threads make the same first call; on one rank the second comes when it is tuned."""
     with fresh_group() as group, watched(), tpkernels.autotune(group, limit=0.3):
 
@@ -400,18 +403,10 @@ def threads_job() -> list[str]:
     return [repr(result) for result in results if result is not None]
 
 
-@pytest.mark.parametrize(
-    "job", [slow_rank_job, kinds_job, untuned_job, apart_job, thorough(threads_job)]
-)
-def test_autotune(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
-    check_job(ranks(WORLD), job)
-
-
 # Algorithms that fail, no memory, and ranks that are lost.
 
 
 FAULTY = 1
-OP = "matmul_all_reduce"
 
 
 @pytest.mark.parametrize(
@@ -455,7 +450,8 @@ def test_what_fails_on_one_rank_is_left_out(op: str, way: str, late: bool) -> No
     assert any(why in text for text in texts) == (dist.get_rank() == 0), f"warnings {texts}"
 
 
-def only_one_left_job() -> list[str]:
+@on_ranks(WORLD)
+def test_only_one_is_left() -> None:
     """One of two algorithms fails, so there is nothing to compare; the rule would take it."""
 
     def fail(name: str) -> None:
@@ -472,10 +468,11 @@ def only_one_left_job() -> list[str]:
         again = call(OP, group, residual=torch.zeros_like(got))  # planned anew
         right = made == {"unfused": 1} and torch.equal(got, expected) and torch.equal(again, got)
         plan = plan_of(group)
-        return [] if right and plan.algorithm != "direct" else [f"{made}, {plan.reason}"]
+        assert right and plan.algorithm != "direct", f"{made}, {plan.reason}"
 
 
-def hidden_failure_job() -> None:
+@on_ranks(WORLD)
+def test_failures_beside_the_run() -> None:
     """`pipelined` cannot be planned on one rank; a failure of `direct` shows after the call, as
     that of a kernel on a GPU."""
     check, implementation = Group.check_kernels, planned_calls.implementation
@@ -505,7 +502,18 @@ def hidden_failure_job() -> None:
             assert list(left) == [way] and plan_of(group).algorithm != way, (way, left)
 
 
-def failing_job(way: str, error: type[BaseException]) -> faults.Report:
+@pytest.mark.parametrize(
+    ("way", "error"),
+    [
+        ("unfused", ValueError),
+        ("ring", ValueError),
+        pytest.param("ring", KeyboardInterrupt, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(WORLD)
+def test_a_failure_in_the_process_group_is_raised_on_all_ranks(
+    way: str, error: type[BaseException]
+) -> None:
     """`unfused` goes through the process group, of which there is only one; ranks that share no
     memory have only that."""
 
@@ -516,28 +524,17 @@ def failing_job(way: str, error: type[BaseException]) -> faults.Report:
     with apart() if way == "ring" else contextlib.nullcontext():
         group, other = faults.new_group(), faults.new_group()
         with watched(before=fail), tpkernels.autotune(group):
-            return faults.report_of(lambda: call(OP, group), group, [other])
+            found = faults.report_of(lambda: call(OP, group), group, [other])
+    failed = dist.get_rank() == FAULTY
+    assert found.first.error == (error.__name__ if failed else "PeerLostError"), found
+    assert found.first.seconds < faults.PROMPT, found
+    assert found.again.error == "GroupBrokenError"
+    assert [each.error for each in found.others] == [""]
 
 
-@pytest.mark.parametrize(
-    ("way", "error"),
-    [
-        ("unfused", ValueError),
-        ("ring", ValueError),
-        pytest.param("ring", KeyboardInterrupt, marks=pytest.mark.slow),
-    ],
-)
-def test_a_failure_in_the_process_group_is_raised_on_all_ranks(
-    ranks: RanksFixture, way: str, error: type[BaseException]
-) -> None:
-    for rank, found in enumerate(ranks(WORLD).run(failing_job, way, error)):
-        assert found.first.error == (error.__name__ if rank == FAULTY else "PeerLostError"), found
-        assert found.first.seconds < faults.PROMPT, found
-        assert found.again.error == "GroupBrokenError"
-        assert [each.error for each in found.others] == [""]
-
-
-def skipped_job(what: str) -> list[str]:
+@pytest.mark.parametrize("what", ["second", "shares nothing", "scratch"])
+@on_ranks(WORLD)
+def test_without_memory_the_rule_decides(what: str) -> None:
     """Nothing is tuned where there is no memory for it; the call is made by the rule."""
     second, scratch = Group.make_second_group, tuner._cache_flush_buffer
 
@@ -563,23 +560,8 @@ def skipped_job(what: str) -> list[str]:
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             got = [call(OP, group) for _ in range(2)]
-    failures = [] if set(made) <= {"direct"} else [f"{made}"]
+    assert set(made) <= {"direct"}, made
     assert all(torch.equal(each, expected) for each in got), "bits"
     assert any("not tuned: " in str(each.message) for each in given) == (dist.get_rank() == 0), (
         f"{[str(each.message) for each in given]}"
     )
-    return failures
-
-
-@pytest.mark.parametrize(
-    ("job", "arguments"),
-    [
-        (only_one_left_job, ()),
-        (hidden_failure_job, ()),
-        *((skipped_job, (what,)) for what in ("second", "shares nothing", "scratch")),
-    ],
-)
-def test_what_cannot_be_tuned(
-    ranks: RanksFixture, job: Callable[..., list[str]], arguments: tuple[Any, ...]
-) -> None:
-    check_job(ranks(WORLD), job, *arguments)

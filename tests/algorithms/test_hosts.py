@@ -1,5 +1,5 @@
 """Ranks on several hosts: network namespaces with addresses of their own, joined by torchrun. Each
-rank runs ``python -m tests.transport.test_hosts JOB FILE`` and writes its results to FILE followed
+rank runs ``python -m tests.algorithms.test_hosts JOB FILE`` and writes its results to FILE followed
 by its rank, as JSON."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tpkernels import groups
 TIMEOUT = 3.0
 WAYS = ("auto", "unfused", "ring", "hierarchical")
 F32 = torch.float32
-MODULE = "tests.transport.test_hosts"
+MODULE = "tests.algorithms.test_hosts"
 START_SECONDS = 60.0  # torchrun, its rendezvous and the imports of the ranks
 SLACK = 5.0
 
