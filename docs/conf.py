@@ -42,7 +42,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     # Types in signatures: inventories of other projects would need the network.
     (r"py:.*", r"(?!tpkernels\.).*"),
-    (r"py:class", r"tpkernels\.(_C|nn\.(linear|sharding)|planning)\..*"),
+    (r"py:class", r"tpkernels\.(_C|nn\.(linear|packing|sharding)|planning)\..*"),
 ]
 
 html_theme = "pydata_sphinx_theme"
