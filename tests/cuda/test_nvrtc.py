@@ -92,8 +92,8 @@ DISTRUST: dict[str, Callable[[Path], object]] = {
 def test_a_file_that_is_damaged_or_may_be_anothers_is_not_used(
     cache: Path, compiler: Compiler, how: str
 ) -> None:
-    """Whoever writes the image writes its checksum too. tests/common/test_cache.py has all files that
-    are not trusted."""
+    """Whoever writes the image writes its checksum too. tests/common/test_cache.py has the files
+    that are not trusted."""
     image.nvrtc_image(90)
     (file,) = cache.iterdir()
     DISTRUST[how](file)
