@@ -18,7 +18,7 @@ partials there, one slot for each rank of the host. Those ranks add them to the 
 the host before, each for the owners that it deals with. Sums travel in fp32, and their owner rounds
 them once.
 
-Sync: every call begins with greetings (transport/point_to_point.py), as without shared memory, and
+Sync: every call begins with greetings (point_to_point.py), as without shared memory, and
 is one or more calls of the node's channel, its steps. In each, every rank waits for a word of every
 peer, with or without data, so the channel's proof holds (csrc/host/channel.h). Messages travel
 between the ranks' own memory, never to or from the node's workspace. So the proof holds whatever

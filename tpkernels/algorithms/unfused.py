@@ -5,7 +5,7 @@
     matmul_all_reduce        the same, then       |-- all-gather --|
 
 It runs on any process group, and ``auto`` chooses it where ranks share no memory. A rank in another
-call is detected before anything is sent; see ``transport``.
+call is detected before anything is sent; see ``point_to_point``.
 
 Reductions move the partials with an all-to-all and sum them locally, in fp32 and in rank order.
 That moves as many bytes as a reduce-scatter, and gives the same bits as every other algorithm.
