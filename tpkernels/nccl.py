@@ -382,6 +382,8 @@ def _bootstrap(
         report |= {"NCCL": library.version, "unique_id": unique_id.hex()}
     except Exception as error:  # of any kind: the other ranks must learn of it
         failure, report["error"] = error, of_error(error)
+        if type(error) is RuntimeError:  # NCCL's own
+            failure = TpkernelsError(str(error))
     reports = participant.exchange("NCCL communicator", report)
     if failure is not None:
         raise failure

@@ -104,7 +104,7 @@ def failing_job(path: str, failing: int, how: str) -> tuple[Ending, Ending]:
 @pytest.mark.parametrize(
     ("failing", "how", "error", "text"),
     [
-        (0, "id", "RuntimeError", "ncclGetUniqueId failed: fake error 2; last message: nccl"),
+        (0, "id", "TpkernelsError", "ncclGetUniqueId failed: fake error 2; last message: nccl"),
         (2, "library", "NotImplementedError", "cannot load '/nowhere/libnccl.so.2'"),
         pytest.param(1, "device", "NotImplementedError", "needs a CUDA device", marks=NO_GPU),
         (1, "timeout", "ValueError", "have timeout [20, 19, 20]; all must have the same"),

@@ -227,6 +227,18 @@ def test_ranks_that_share_no_memory() -> None:
     assert plan.algorithm == "ring", plan.reason
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@on_ranks(WORLD)
+def test_ranks_with_different_problems_find_out_at_once(shared: bool) -> None:
+    with contextlib.nullcontext() if shared else apart():
+        group = faults.new_group()
+        with tpkernels.autotune(group):
+            rows = ROWS + WORLD * dist.get_rank()
+            found = faults.report_of(lambda: call(OP, group, rows), group, [])
+    assert found.first.error == "CollectiveMismatchError", found
+    assert found.first.seconds < faults.PROMPT, found
+
+
 @emulated.on_ranks(2)
 def test_nothing_is_tuned_in_a_capture() -> None:
     """CPU tensors on the way of CUDA tensors. What is met in a capture is tuned after it."""

@@ -71,12 +71,13 @@ def tune(
         ),
     ] = False,
 ) -> None:
-    """Measure every algorithm for the given shapes, so that auto chooses the fastest.
+    """Measure the algorithms for the given shapes, so that auto chooses the fastest.
 
     The same as tpkernels.autotune(save=True) for a call with each shape. Times are kept in the
     cache folder ($XDG_CACHE_HOME/tpkernels, by default ~/.cache/tpkernels) for this device, number
     of ranks and threads, and these versions of tpkernels, torch and Triton. Groups that are set up
-    afterwards use them. If an algorithm fails, it is left out, and the exit code is 1.
+    afterwards use them. On CPUs, algorithms that cannot be the fastest are left out, such as
+    a split matmul of a few rows. If an algorithm fails, it is left out, and the exit code is 1.
     """
     world = sessions.world_size(nproc, 2)
     at_least(1, budget=budget, timeout=timeout)

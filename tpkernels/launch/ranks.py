@@ -127,13 +127,20 @@ class Job:
         return [outcome for _, outcome in sorted((self._outcomes | late).items())]
 
 
-_preparation_data = spawn.get_preparation_data
+@contextlib.contextmanager
+def _without_main_script() -> Iterator[None]:
+    """Start processes that do not import the main script."""
+    prepare = spawn.get_preparation_data
 
+    def without_main(name: str) -> dict[str, Any]:
+        data = prepare(name).items()
+        return {key: value for key, value in data if not key.startswith("init_main_from_")}
 
-def _without_main_script(name: str) -> dict[str, Any]:
-    """Return what a process gets when it starts, without the main script to import."""
-    data = _preparation_data(name).items()
-    return {key: value for key, value in data if not key.startswith("init_main_from_")}
+    spawn.get_preparation_data = without_main
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = prepare
 
 
 class Ranks:
@@ -509,17 +516,14 @@ class Ranks:
             target=worker.main, args=(rank, setup, theirs), name=f"tpkernels-rank-{rank}"
         )
         with theirs, _starting:
-            if not import_main:
-                spawn.get_preparation_data = _without_main_script
             try:
-                process.start()
+                with contextlib.nullcontext() if import_main else _without_main_script():
+                    process.start()
             except BaseException as error:
                 ours.close()
                 if isinstance(error, EOFError):
                     raise RuntimeError("the fork server died; see stderr for the cause") from error
                 raise
-            finally:
-                spawn.get_preparation_data = _preparation_data
         self._processes.append(process)
         self._pipes.append(ours)
 

@@ -164,18 +164,20 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
     """
-    by_kind: dict[object, list[torch.Tensor]] = {}  # one call takes DTensors or plain tensors
+    by_kind: dict[object, list[torch.Tensor]] = {}  # one call takes gradients of one kind
     for parameter in module.parameters():
         if (shard := _mark_of(parameter)) is not None:
             _mark_gradient(shard, parameter)  # which may have been assigned
         if (gradient := parameter.grad) is not None:
-            by_kind.setdefault(type(gradient), []).append(gradient)
+            kind = type(gradient), gradient.device, getattr(gradient, "device_mesh", None)
+            by_kind.setdefault(kind, []).append(gradient)
     norms = [torch.zeros((), dtype=torch.float64)]
     for gradients in by_kind.values():
         with torch._C.DisableTorchFunctionSubclass():
             local = torch._foreach_norm(gradients, 2, torch.float64)
         norms += _norms(gradients, local)
-    norm = torch.linalg.vector_norm(torch.stack(norms[1:] or norms))
+    norms = norms[1:] or norms
+    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()

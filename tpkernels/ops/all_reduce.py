@@ -39,6 +39,7 @@ _LIBRARY = torch.library.Library("tpkernels", "IMPL")  # kept alive: its end unr
 def _without_writing(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
     """Compiled graphs hold no op that writes: the sum is a new tensor, from which the compiler
     makes all views of ``x``."""
+    validation.written_once(x)
     x.copy_(torch.ops.tpkernels.all_reduce(x, group, algorithm=algorithm))
 
 

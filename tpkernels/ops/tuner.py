@@ -1,4 +1,4 @@
-"""``tpkernels.autotune``: time every algorithm of a problem when ``auto`` first meets it.
+"""``tpkernels.autotune``: time the algorithms of a problem when ``auto`` first meets it.
 
 Problem: every algorithm must be timed by all ranks together. An algorithm that fails, on any rank
 and at any point, must leave the group usable and no rank behind.
@@ -22,15 +22,16 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date
-from typing import Any
+from datetime import date, timedelta
 
 import torch
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tpkernels.algorithms import backends
 from tpkernels.common.text import of_error
 from tpkernels.errors import (
     CollectiveMismatchError,
+    CollectiveTimeoutError,
     PeerLostError,
     TpkernelsError,
     WorkspaceMemoryError,
@@ -61,7 +62,7 @@ MakeRun = Callable[[], Callable[[Call], object]]
 def autotune(
     group: GroupLike | None = None, *, limit: float = TUNING_SECONDS, save: bool = False
 ) -> Iterator[None]:
-    """Time every algorithm of a problem when ``algorithm="auto"`` first meets it within the
+    """Time the algorithms of a problem when ``algorithm="auto"`` first meets it within the
     context, on all ranks together, and use the fastest for the life of the group. All ranks enter
     and leave the context between the same calls::
 
@@ -271,9 +272,10 @@ class _Tuner:
             self._run = make_run()
         except (MemoryError, RuntimeError) as error:  # torch has no class for the CPU's
             why = of_error(error)
-        ranks = self._exchange("preparing", [text, why])
+        # Not named after the problem: ranks with different ones must meet here.
+        ranks = self._group.exchange("preparing to tune", [text, why], self._timeout)
         for rank, (other, _) in enumerate(ranks):
-            if other != text:  # ranks that share memory have noticed in the exchange
+            if other != text:
                 raise CollectiveMismatchError(
                     f"rank {self._group.rank} tunes {text}, but rank {rank} {other}. "
                     "The group is broken: make a new one.",
@@ -321,7 +323,7 @@ class _Tuner:
                 raise
             error = failure
         try:
-            everyone = self._exchange(f"'{name}'", [float(error is not None), *numbers])
+            everyone = self._exchange_numbers(f"'{name}'", [float(error is not None), *numbers])
             if any(failed for failed, *_ in everyone):
                 raise self._failure(name, error)
             if refusal:
@@ -346,14 +348,31 @@ class _Tuner:
         text = f"{self._problem} by '{name}', which was tuned, failed on {why}"
         return error or PeerLostError(text, peer=culprit)
 
-    def _exchange(self, what: str, values: Sequence[Any]) -> list[list[Any]]:
-        """Return the values of each rank, in rank order. Collective."""
-        return self._group.exchange(f"{what} of {self._problem}", list(values), self._timeout)
+    def _exchange_numbers(self, what: str, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of each rank, in rank order. Collective. Between ranks that share no
+        memory the process group gathers them: ranks leave the store a millisecond apart, which the
+        next sample would count."""
+        group, text = self._group, f"{what} of {self._problem}"
+        if group.workspace is not None:
+            return group.exchange(text, list(numbers), self._timeout)
+        sent = torch.tensor(numbers, dtype=torch.float64, device=torch.device(self._problem.device))
+        everyone = sent.new_empty(group.world * sent.numel())
+        try:
+            work = group.pg._allgather_base(everyone, sent, AllgatherOptions())
+            work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            late = "timed out" in str(error).lower()
+            raise (CollectiveTimeoutError if late else PeerLostError)(
+                f"{text}: rank {group.rank} waited for torch.distributed, timeout "
+                f"{self._timeout:g} s: {error}. The group is broken: make a new one."
+            ) from error
+        gathered: list[list[float]] = everyone.view(group.world, -1).tolist()
+        return gathered
 
     def _elapsed(self) -> float:
         """Return the seconds so far, by rank 0's clock, which reports them. Collective."""
         now = time.perf_counter()
-        seconds = self._exchange("the time", [now - self._begun])[0][0]
+        seconds = self._exchange_numbers("the time", [now - self._begun])[0][0]
         if self._group.rank == 0 and now - self._reported >= _REPORT_SECONDS:
             self._reported = now
             text = f"tpkernels.autotune: {self._problem}: {seconds:.0f} s"
