@@ -315,7 +315,7 @@ def new_group() -> Iterator[dist.ProcessGroup]:
 @on_ranks(WORLD)
 def test_all_reduces_of_tensor_parallelism() -> None:
     with installed(), new_group() as group:
-        communicator: Any = importlib.import_module(PARTS).Communicator
+        communicator: Any = importlib.import_module(PARTS).VllmCommunicator
         own = communicator(group, device_group=group, unique_name="tp:0")
         other = communicator(group, device_group=group, unique_name="dp:0")
         with apart():
