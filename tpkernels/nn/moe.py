@@ -201,24 +201,23 @@ class MoE(PackableModule):
         """
         split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         x, ids, weights = hidden_states, top_k_index, top_k_weights
-        gate_up, down = self._operands(x)
+        factors = self._operands(x)
         if not torch.is_autocast_enabled(x.device.type):  # autocast casts both
-            group_operands(x, gate_up)  # before tokens travel
+            group_operands(x, factors[0])  # before tokens travel
         run = self._by_experts if self.expert_parallel and self.world > 1 else self._by_width
-        return run(x, ids, weights, gate_up, down, shard_sizes, split)
+        return run(x, ids, weights, factors, shard_sizes, split)
 
     def _by_width(
         self,
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        factors: tuple[torch.Tensor, torch.Tensor],
         sizes: Sequence[int] | None,
         split: bool,
     ) -> torch.Tensor:
         """Multiply all tokens by this rank's width of their experts, and sum over the ranks."""
-        group, biases = self.group, self._biases()
+        group = self.group
         if split:
             ids = gather_routes(x, ids, weights, name_of(group), sizes)
             weights = all_gather(weights, group, shard_sizes=sizes)
@@ -228,8 +227,7 @@ class MoE(PackableModule):
         if split:
             x = all_gather(x, group, shard_sizes=sizes)
         rows = rows_by_expert(x, routing)
-        inner = self._gate(grouped_matmul(rows, gate_up, routing.counts, biases[0]))
-        y = sum_routes(grouped_matmul(inner, down, routing.counts, biases[1]), routing)
+        y = sum_routes(self._multiply(rows, factors, routing.counts), routing)
         return reduce_scatter(y, group, shard_sizes=sizes) if split else all_reduce(y, group)
 
     def _by_experts(
@@ -237,18 +235,11 @@ class MoE(PackableModule):
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        factors: tuple[torch.Tensor, torch.Tensor],
         sizes: Sequence[int] | None,
         split: bool,
     ) -> torch.Tensor:
         """Multiply this rank's experts by the tokens that are routed to them."""
-        biases = self._biases()
-
-        def multiply(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-            inner = self._gate(grouped_matmul(rows, gate_up, counts, biases[0]))
-            return grouped_matmul(inner, down, counts, biases[1])
-
         if split:
             rows, counts, handle = moe_dispatch(
                 x,
@@ -264,7 +255,7 @@ class MoE(PackableModule):
             used = rows
             if self.max_rows is not None and not rows.is_cuda:
                 used = rows[: int(counts.sum())]
-            y = multiply(used, counts)
+            y = self._multiply(used, factors, counts)
             if len(y) < len(rows):
                 y = F.pad(y, (0, 0, 0, len(rows) - len(y)))
             return moe_combine(y, handle)
@@ -289,8 +280,17 @@ class MoE(PackableModule):
             max_rows=len(order) if static else None,
             scales=None,
         )
-        y = moe_combine(multiply(x.index_select(0, order // ids.shape[1]), counts), handle)
+        rows = x.index_select(0, order // ids.shape[1])
+        y = moe_combine(self._multiply(rows, factors, counts), handle)
         return gather_from_ranks(y, self.group, 0, sizes)
+
+    def _multiply(
+        self, rows: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor], counts: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the experts' outputs; ``rows`` are sorted by expert, ``counts`` of each."""
+        of_gate_up, of_down = self._biases()
+        inner = self._gate(grouped_matmul(rows, factors[0], counts, of_gate_up))
+        return grouped_matmul(inner, factors[1], counts, of_down)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:
         if self.apply_gate is not None:
@@ -314,16 +314,17 @@ class MoE(PackableModule):
     def _transposed(self, weight: torch.Tensor) -> torch.Tensor:
         return weight if self.transposed else weight.mT
 
-    def _operands(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights [experts, K, N] as the ops take them."""
         if self._packed:
             self._refuse_gradient(x)
-            return [self._packed[name] for name in PROJECTIONS]
+            gate_up, down = (self._packed[name] for name in PROJECTIONS)
+            return gate_up, down
         gate_up, down = (self._transposed(self.get_parameter(name)) for name in PROJECTIONS)
         if self.empty and not self.expert_parallel:
             # A width of zeros keeps this rank's backward in step with the others'.
             gate_up, down = F.pad(gate_up, (0, 2)), F.pad(down, (0, 0, 0, 1))
-        return [gate_up, down]
+        return gate_up, down
 
     def unsharded_k(self, name: str) -> int:
         return self.hidden_size if name == PROJECTIONS[0] else self.intermediate_size
