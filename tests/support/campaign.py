@@ -83,7 +83,7 @@ PLACES: dict[tuple[str, str], tuple[Any, str]] = {
     ("init", "map"): (rendezvous._Arena, "_map"),
     ("backward", "before"): (torch.Tensor, "backward"),
     ("autotune", "run"): (tuner._Tuner, "_timed"),
-    ("autotune", "times"): (tuner._Tuner, "_exchange"),
+    ("autotune", "times"): (tuner._Tuner, "_exchange_numbers"),
 }
 
 
