@@ -5,6 +5,7 @@ raise."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from tpkernels.ops.registration import execution_of
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.problem import ORDERED, VENDOR
 from tpkernels.symm import streams
-from tpkernels.symm.device import Launch
+from tpkernels.symm.device import Prepared
 
 WORLD, RANK = 8, 1
 BF16, F32 = torch.bfloat16, torch.float32
@@ -258,13 +259,13 @@ ROUTED: dict[tuple[str, str, int], tuple[int, list[str]]] = {
 def test_no_host_waits_for_routed_rows_of_a_static_number(
     monkeypatch: pytest.MonkeyPatch, op: str, algorithm: str, world: int
 ) -> None:
-    made: list[Launch] = []
+    made: list[Prepared] = []
 
-    def queue_launch(call: Call, x: Any, w: Any, partial: Any, launch: Launch) -> None:
-        made.append(launch)
-        call.group.pg.queue.launches.append("routed")
+    def bound(call: Call, on: Any, key: Any, prepare: Callable[[], Prepared]) -> Any:
+        made.append(prepare())
+        return nullcontext(), lambda *_: call.group.pg.queue.launches.append("routed")
 
-    monkeypatch.setattr(cuda, "_queue", queue_launch)
+    monkeypatch.setattr(cuda, "bound", bound)
     rows, sizes = 200, UNEVEN if world > 1 else (60,)
     tokens = sizes[min(RANK, world - 1)]
     given = {
@@ -277,9 +278,9 @@ def test_no_host_waits_for_routed_rows_of_a_static_number(
     queue = queue_of(op, ORDERED, arguments(**given, max_rows=rows), algorithm, world)
     count, names = ROUTED[op, algorithm, world]
     assert len(queue.launches) == count and queue.launches[: len(names)] == names
-    for launch in made:  # a block for each 8 KiB of routes; tokens, or rows of routes
+    for prepared in made:  # a block for each 8 KiB of routes; tokens, or rows of routes
         needed = max(UNEVEN) * 512 * 2 * (3 if op == "moe_combine" else 1)
-        assert (launch.words, launch.buffer_bytes) == (1 + 3, needed)
+        assert (prepared.words, prepared.buffer_bytes) == (1 + 3, needed)
     for captured, error in ((False, DataDependentOutputException), (True, CaptureError)):
         monkeypatch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
         with pytest.raises(error):

@@ -17,6 +17,7 @@ from tests.support.emulated import (
     F16,
     F32,
     TEARINGS,
+    all_reduce,
     anywhere,
     counts,
     driver_that,
@@ -58,7 +59,7 @@ def test_sums_are_the_hosts_bit_for_bit(way: str) -> None:
         out = (
             xs[rank].clone() if in_place else torch.empty(count + offset, dtype=out_dtype)[offset:]
         )
-        cuda.all_reduce(space, number + 1, out if in_place else xs[rank], out, bias, residual, way)
+        all_reduce(space, number + 1, out if in_place else xs[rank], out, bias, residual, way=way)
         if not same_bits(out, host_sum(xs, out_dtype, bias, residual)):
             wrong.append(f"{count} {dtype} {out_dtype} {residual_dtype} {offset}")
     require_none(wrong, space)
@@ -73,7 +74,8 @@ def gather(space: DeviceWorkspace, signature: int, row: int, dtype: torch.dtype,
     sizes = shards_of(space, 3)
     xs = [random(n * row, dtype, 50 + r).view(n, row) for r, n in enumerate(sizes)]
     out = torch.full((sum(sizes), row), 77, dtype=dtype)
-    cuda.prepare_all_gather(xs[space.rank], out, sizes, way).run(space, signature)
+    x = xs[space.rank]
+    cuda.prepare_all_gather(x, out, sizes, way).bind(space, signature)(x, out)
     return same_bits(out, torch.cat(xs))
 
 
@@ -91,8 +93,8 @@ def scatter(
     bias = random(row, F32, 7) if epilogue else None
     residual = random(sizes[rank] * row, BF16, 8 + rank).view(-1, row) if epilogue else None
     out = torch.empty(sizes[rank], row, dtype=dtype)
-    launch = cuda.prepare_reduce_scatter(xs[rank], out, sizes, bias, residual, way)
-    launch.run(space, signature)
+    prepared = cuda.prepare_reduce_scatter(xs[rank], out, sizes, bias, residual, way)
+    prepared.bind(space, signature)(xs[rank], out, bias, residual)
     parts = [x[begin : begin + sizes[rank]].contiguous() for x in xs]
     return same_bits(out, host_sum(parts, dtype, bias, residual))
 
@@ -115,27 +117,17 @@ def test_shards() -> None:
 
 @pytest.mark.parametrize("world", sweep([2, 3]))
 @on_ranks()
-def test_pieces_and_blocks() -> None:
-    """Sums that the workspace does not hold, and calls of several blocks, two of which run at a
-    time."""
-    space, wrong = space_of(), []
-    xs = [random(70_003, BF16, r) for r in range(space.world)]
-    bias, residual = random(70_003, F32, 8), random(70_003, F32, 9)
-    want = host_sum(xs, BF16, bias, residual)
-    for way in WAYS:
-        before, out = int(space.state[EPOCH]), torch.empty(70_003, dtype=BF16)
-        cuda.all_reduce(space, 1, xs[space.rank], out, bias, residual, way)
-        if not same_bits(out, want) or int(space.state[EPOCH]) - before <= 2:
-            wrong.append(f"{way}: {int(space.state[EPOCH]) - before} calls")
-    large = space_of(words=1 << 14)
+def test_several_blocks() -> None:
+    """Two of the blocks run at a time."""
+    wrong, space = [], space_of(words=1 << 14)
     sums = [random(20_000, BF16, r) for r in range(space.world)]
     for way in WAYS[1:]:  # their sums take twice the lines
-        cuda.all_reduce(large, 1, sums[space.rank], out := torch.empty(20_000), way=way)
+        all_reduce(space, 1, sums[space.rank], out := torch.empty(20_000), way=way)
         if not same_bits(out, host_sum(sums, F32)):
             wrong.append(f"{way} in blocks")
-    if not (gather(large, 2, 2000, F32, "ll") and scatter(large, 3, 2000, F32, "ll")):
+    if not (gather(space, 2, 2000, F32, "ll") and scatter(space, 3, 2000, F32, "ll")):
         wrong.append("shards in blocks")
-    require_none(wrong, space, large)
+    require_none(wrong, space)
 
 
 def wrong_calls(delay_us: int, first: int = 0, **broken: bool) -> tuple[int, bool]:
@@ -161,7 +153,7 @@ def wrong_calls(delay_us: int, first: int = 0, **broken: bool) -> tuple[int, boo
         count = 200 + 37 * (call % 5)
         x = torch.full((count,), after_next, dtype=torch.int32).view(F32)  # denormal
         out = x if call % 3 == 0 else torch.empty_like(x)
-        cuda.all_reduce(space, call + 1, x, out, way=way)
+        all_reduce(space, call + 1, x, out, way=way)
         wrong += not bool((out.view(torch.int32) == after_next * space.world).all())
     return anywhere(wrong + (space.failure() is not None)), has_old_words(space)
 
@@ -203,7 +195,7 @@ def test_no_torn_line_is_taken_for_data(how: str) -> None:
         for call in range(150):
             x = torch.arange(64).add(call + 2 * space.rank).to(F32)
             out = torch.empty_like(x)
-            cuda.all_reduce(space, call + 1, x, out, way=("ll", "ll_two_shot")[call % 2])
+            all_reduce(space, call + 1, x, out, way=("ll", "ll_two_shot")[call % 2])
             xs = [torch.arange(64).add(call + 2 * r) for r in range(space.world)]
             wrong += not torch.equal(out, torch.stack(xs).sum(0).to(F32))
     wrong = anywhere(wrong + (space.failure() is not None))
@@ -238,19 +230,19 @@ def test_what_a_call_does_in_turn() -> None:
     """By call, in blocks that have a thread for each peer. A release waits until the stores before
     it have arrived: a round trip."""
     space, found = space_of(words=1 << 14), {}
-    x, whole = torch.ones(128), torch.empty(128 * space.world)
-    sizes, column = (128,) * space.world, x.view(-1, 1)
+    x, sizes = torch.ones(128), (128,) * space.world
+    column, columns = x.view(-1, 1), torch.empty(128 * space.world, 1)
     with driver_that(threads=8):
         for way in WAYS:
-            cuda.all_reduce(space, 1, x, x, way=way)
+            all_reduce(space, 1, x, x, way=way)
             found[f"all_reduce {way}"] = counts()
         for way in ("one_shot", "ll"):
-            cuda.prepare_all_gather(column, whole.view(-1, 1), sizes, way).run(space, 2)
+            cuda.prepare_all_gather(column, columns, sizes, way).bind(space, 2)(column, columns)
             found[f"all_gather {way}"] = counts()
-            launch = cuda.prepare_reduce_scatter(whole.view(-1, 1), column, sizes, way=way)
-            launch.run(space, 3)
+            prepared = cuda.prepare_reduce_scatter(columns, column, sizes, way=way)
+            prepared.bind(space, 3)(columns, column)
             found[f"reduce_scatter {way}"] = counts()
-        cuda.all_reduce(space, 4, (x := torch.ones(4096)), x, way="ll")
+        all_reduce(space, 4, (x := torch.ones(4096)), x, way="ll")
         found["all_reduce in 2 blocks"] = counts()
     low = {f"{op} ll": (2, 0, 0) for op in ("all_reduce", "all_gather", "reduce_scatter")}
     assert found == low | {
@@ -285,7 +277,7 @@ def test_copies_ordered_by_words(skips: bool) -> None:
                 wrong += not bool((chunk == 100 * call + 10 * source + rank).all())
         # Which stores into the same bytes, and waits for nobody before.
         out = torch.full((600,), call + rank, dtype=F32)
-        cuda.all_reduce(space, 1000 + call, out, out, way="two_shot")
+        all_reduce(space, 1000 + call, out, out, way="two_shot")
         wrong += not bool((out == world * call + sum(range(world))).all())
     wrong = anywhere(wrong + (space.failure() is not None))
     assert (wrong > 0) == skips, wrong

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from tests.support.cuda_rehearsal import pretending
 from tests.support.emulated import (
     BF16,
     F32,
+    all_reduce,
     count_of,
     driver_that,
     host_sum,
@@ -30,8 +30,8 @@ from tests.support.emulated import (
     space_of,
 )
 from tests.support.ranked import fresh_group
-from tpkernels import cuda
 from tpkernels.algorithms.direct import cuda as direct
+from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace
 
 CASES = list(itertools.product(("ll", "two_shot", "ll_two_shot"), (False, True)))
@@ -44,7 +44,7 @@ def reduced(
     """The sum by one early launch."""
     if norm:
         return normed_all_reduce(space, signature, x, torch.ones(x.shape[-1]), way, early=True)[1]
-    cuda.all_reduce(space, signature, x, out := torch.empty_like(x), way=way, early=True)
+    all_reduce(space, signature, x, out := torch.empty_like(x), way=way, early=True)
     return out
 
 
@@ -97,24 +97,28 @@ def test_only_kernels_behind_torchs_products_are_early() -> None:
     assert found == [1, 1, 0, 0, 0], found
 
 
-def test_nothing_comes_between_the_product_and_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(2)
+def test_nothing_comes_between_the_product_and_its_kernel() -> None:
     """A wait for another stream, with which a turn may begin, would come between."""
-    order: list[str] = []
+    bound, multiply, order = direct.bound, direct.local_matmul, []
+    x, w, weight = torch.ones(4, 6), torch.ones(6, 8), torch.ones(8)
 
     @contextlib.contextmanager
-    def turn(*_: Any) -> Iterator[Any]:
-        order.append("turn begins")
-        yield SimpleNamespace(current=None)
+    def turn(memory: CudaWorkspace) -> Iterator[None]:
+        with memory:
+            order.append("turn begins")
+            yield
         order.append("turn ends")
 
-    monkeypatch.setattr(direct, "queued", turn)
-    monkeypatch.setattr(direct, "local_matmul", lambda *_: order.append("product"))
-    launch = SimpleNamespace(
-        words=0, buffer_bytes=0, sizes=(), run=lambda *_: order.append("kernel")
-    )
-    x, call = (
-        torch.ones(2, 2),
-        SimpleNamespace(plan=SimpleNamespace(signature=1, algorithm="direct")),
-    )
-    direct._queue(call, x, x, x, launch)  # type: ignore[arg-type]
-    assert order == ["turn begins", "product", "kernel", "turn ends"]
+    def recorded(*args: Any) -> tuple[Any, Any]:
+        memory, run = bound(*args)
+        return turn(memory), lambda *tensors: (order.append("kernel"), run(*tensors))
+
+    with pretending() as patch, fresh_group() as group:
+        patch.setattr(direct, "bound", recorded)
+        patch.setattr(
+            direct, "local_matmul", lambda *args: (order.append("product"), multiply(*args))
+        )
+        tpkernels.matmul_all_reduce(x, w, group, algorithm="direct")
+        tpkernels.matmul_all_reduce_rms_norm(x, w, weight, group, algorithm="direct")
+    assert order == ["turn begins", "product", "kernel", "turn ends"] * 2, order

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.cuda.test_rms_norm import SPACE, launch
 from tests.support import emulated
 from tests.support.emulated import (
+    all_reduce,
     count_of,
     driver_that,
     interpreted,
@@ -50,7 +51,7 @@ def call_of(way: str, space: DeviceWorkspace, signature: int) -> list[torch.Tens
         x = torch.ones(3, 4160)
         return list(launch(space, signature, x, x[0], way.removeprefix("normed ")))
     x = torch.ones(192)  # two-shot: a segment for each rank
-    cuda.all_reduce(space, signature, x, x, way=way)
+    all_reduce(space, signature, x, x, way=way)
     return [x]
 
 
@@ -94,7 +95,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(way: str) -> None:
 @on_ranks(2)
 def test_another_call_is_a_mismatch_on_both(way: str, other: str) -> None:
     """Words of another way have the epoch as well, in the places of data."""
-    space = space_of()
+    space = space_of(**SPACE)
     rank, begin = space.rank, time.monotonic()
     results = call_of((way, other)[rank], space, 5 + rank)
     failure = space.failure()
@@ -121,7 +122,7 @@ def test_abort_ends_a_wait() -> None:
 
 def _wait_after_a_look(call: Callable[[DeviceWorkspace], object]) -> None:
     """The host has lost rank 1. Rank 0 waits for it, and its device has looked in the future."""
-    space = space_of(SHORT)
+    space = space_of(SHORT, **SPACE)
     if space.rank == 0:
         space.abort(1)
         space.state[LOOKED] = time.monotonic_ns() + int(100e9)
@@ -144,7 +145,7 @@ def test_programs_look_at_the_host_once_in_a_while() -> None:
         x, w, out = torch.ones(4, 8), torch.ones(8, 8), torch.empty(2, 8)
         sizes, wire = (2, 2), torch.float32
         prepared = matmul_reduce_scatter.prepare(INTERPRETER, x, w, sizes, wire)
-        prepared.launch(x, w, None, None, out).run(space, 5)
+        prepared.bind(space, 5)(x, w, None, None, out)
 
     from tpkernels.kernels import matmul_reduce_scatter
     from tpkernels.kernels.configs import INTERPRETER
@@ -161,7 +162,7 @@ def test_no_rank_takes_what_another_made_of_a_failed_wait(way: str) -> None:
     out = torch.zeros(192)
     if rank == 2:
         dist.recv(torch.empty(1), 0)
-    cuda.all_reduce(space, 5, torch.full((192,), 1.0 + rank), out, way=way)
+    all_reduce(space, 5, torch.full((192,), 1.0 + rank), out, way=way)
     if rank == 0:
         dist.send(torch.empty(1), 2)
     dist.barrier()
@@ -221,7 +222,7 @@ def test_without_a_driver_each_entry_says_so() -> None:
     region = torch.zeros(1 << 16, dtype=torch.uint8)
     space = DeviceWorkspace([region.data_ptr()], region, 0, 8, 1 << 10, 1.0)
     entries = [
-        lambda: cuda.all_reduce(space, 1, x, x),
+        lambda: all_reduce(space, 1, x, x),
         lambda: cuda.sum_partials(x, [x]),
         lambda: cuda.barrier(space, 1),
         lambda: cuda.CopyCall(space, 1),

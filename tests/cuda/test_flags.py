@@ -88,7 +88,7 @@ def test_a_product_waits_for_the_flag_of_each_chunk(late: bool) -> None:
             thread.start()
         else:
             space.state[FLAGS_AT : FLAGS_AT + 2 * arriving.chunks] = 1
-        arriving.prepared.launch(whole, w, None, out).run(space, 9)
+        arriving.prepared.bind(space, 9)(whole, w, None, out)
         right = torch.equal(out, torch.cat(shards).sum(1, True).expand(-1, 33))
         if not late:
             thread.start()

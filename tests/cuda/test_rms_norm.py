@@ -17,6 +17,7 @@ from tests.support.emulated import (
     DTYPES,
     F16,
     F32,
+    all_reduce,
     anywhere,
     counts,
     driver_that,
@@ -57,9 +58,10 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, total) of one call."""
     normed, total = torch.empty_like(x), torch.empty_like(x) if total is None else total
-    cuda.prepare_normed_all_reduce(
+    prepared = cuda.prepare_normed_all_reduce(
         space.world, x, total, normed, weight, EPS, bias, residual, way, early
-    ).run(space, signature)
+    )
+    prepared.bind(space, signature)(x, total, normed, weight, bias, residual)
     return normed, total
 
 
@@ -136,7 +138,7 @@ def wrong_calls(delay_us: int, first: int = 0, **broken: bool) -> int:
     space.set_chaos(seed=space.rank, max_delay_us=delay_us, **broken)
     for call, x in enumerate(results):
         if call % 6 == 5:
-            cuda.all_reduce(space, call + 1, x, x, way=("two_shot", "ll")[call // 6 % 2])
+            all_reduce(space, call + 1, x, x, way=("two_shot", "ll")[call // 6 % 2])
             results[call] = x, x
         else:
             total = x if call % 2 else torch.empty_like(x)

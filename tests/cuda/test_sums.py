@@ -16,6 +16,7 @@ from tests.support.emulated import (
     DTYPES,
     F16,
     F32,
+    all_reduce,
     host_sum,
     on_ranks,
     random,
@@ -80,7 +81,7 @@ def reduce(**changed: Any) -> None:
     region = torch.zeros(1 << 14, dtype=torch.uint8)
     space = DeviceWorkspace([region.data_ptr()] * 2, region, 0, 8, 1 << 10, 1.0)
     given = {"x": torch.ones(4, 6), "out": torch.ones(4, 6)} | changed
-    cuda.all_reduce(space, 1, **given)
+    all_reduce(space, 1, **given)
 
 
 def add(**changed: Any) -> None:
@@ -95,7 +96,12 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
     (reduce, {"residual": torch.ones(3, 6)}, ValueError, r"residual is \[3, 6\]"),
     (reduce, {"bias": torch.ones(5)}, ValueError, r"bias has shape \[5\]; it must be \[6\]"),
     (reduce, {"bias": torch.ones(6).double()}, NotImplementedError, "bias is float64"),
-    (reduce, {"x": torch.ones(4, 6, device="meta")}, ValueError, "x is on meta"),
+    (
+        reduce,
+        {"x": torch.ones(4, 6, device="meta")},
+        ValueError,
+        "out is on cpu; it must be on meta",
+    ),
     (reduce, {"way": "ring"}, ValueError, "way is 'ring'; it must be auto or one of two_shot"),
     (add, {"partials": []}, ValueError, "0 partials; there must be 1 to 72"),
     (add, {"partials": [torch.ones(6)] * 73}, ValueError, "73 partials"),

@@ -85,7 +85,11 @@ FIELDS = "memory", "op", "algorithm", "moment", "text", "world"
 # First each step, and then what takes another way.
 SET_UPS = [("growth", "map", 2), ("empty", "before", 0), ("init", "map", 0), ("init", "before", 2)]
 SET_UPS += [("growth", "before", 0), ("init", "map", 2), ("empty", "map", 0)]
-LATER = [("autotune", "run"), ("autotune", "times", 1, "' of matmul_all_reduce"), ("backward", "before")]
+LATER = [
+    ("autotune", "run"),
+    ("autotune", "times", 1, "' of matmul_all_reduce"),
+    ("backward", "before"),
+]
 FUSED = [
     ("shared", op, "fused", "kernel", "", 3)
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

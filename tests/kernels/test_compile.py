@@ -320,7 +320,7 @@ def test_a_product_leaves_room_for_the_kernels_that_bring_its_rows(
     gathered, w, out = (torch.empty(size, dtype=torch.bfloat16) for size in sizes)
     sizes_of_ranks = (1 << 14,) * 2
     arriving = all_gather_matmul.prepare_arriving(config, w, gathered, out.dtype, sizes_of_ranks)
-    arriving.prepared.launch(gathered, w, None, out).run(space, 1)
+    arriving.prepared.bind(space, 1)(gathered, w, None, out)
     assert grids == [(132 - all_gather_matmul._ROOM, 1, 1)] and all_gather_matmul._ROOM >= 1
 
 

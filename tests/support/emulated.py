@@ -14,6 +14,7 @@ import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.support.paths import NATIVE, ROOT
 from tpkernels import _C
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.common.dtypes import CODES
-from tpkernels.cuda import calls, image
+from tpkernels.cuda import calls, image, prepare_all_reduce
 from tpkernels.symm.device import DeviceWorkspace
 
 EMULATED = NATIVE / "emulated"
@@ -118,6 +119,21 @@ def space_of(
     space = workspace.device(words, buffer_bytes, "a test of the CUDA kernels")
     space.timeout_ns = int(timeout * 1e9)
     return space
+
+
+def all_reduce(
+    space: DeviceWorkspace,
+    signature: int,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Queue one all-reduce."""
+    added = bias, residual
+    prepared = prepare_all_reduce(space.world, x, out, *added, ways=space.ways, **options)
+    prepared.bind(space, signature)(x, out, *added)
 
 
 def require_none(wrong: Sequence[object], *spaces: DeviceWorkspace) -> None:

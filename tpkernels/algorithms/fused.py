@@ -27,11 +27,12 @@ from tpkernels._C.host import Phase
 from tpkernels.algorithms.parts import Products
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.cuda.queued import queue_alike, queued
+from tpkernels.cuda.queued import bound
 from tpkernels.groups.call import Call
 from tpkernels.planning.trust import COPY_ENGINES
 from tpkernels.symm.cuda import Watch
-from tpkernels.symm.device import Prepared, kernel_error
+from tpkernels.symm.device import DeviceWorkspace, Prepared, kernel_error
+from tpkernels.symm.gpu_memory import GpuSegment
 from tpkernels.symm.streams import SideStream
 
 if TYPE_CHECKING:  # this imports Triton
@@ -51,15 +52,18 @@ def _run(
     """Run what ``prepare`` returns, which is the same for calls with the same key. On CPU tensors
     it has succeeded when this returns."""
     if call.problem.device == "cuda":
-        queue_alike(call, device, key, prepare, *tensors)
+        memory, run = bound(call, device, key, prepare)
+        with memory:
+            run(*tensors)
         return
-    launch = prepare().launch(*tensors)
-    space = call.workspace.device(launch.words, launch.buffer_bytes, call.plan.text)
+    needs = prepare()
+    space = call.workspace.device(needs.words, needs.buffer_bytes, call.plan.text)
+    run = needs.bind(space, call.plan.signature)
     channel = call.workspace.channel
     channel.begin(call.plan.signature, call.plan.text)
     channel.publish(Phase.DATA)
     with Watch(channel, [space]) as watch:
-        launch.run(space, call.plan.signature)
+        run(*tensors)
     if watch.error is not None:
         raise watch.error
     failure = space.failure()
@@ -95,9 +99,7 @@ def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     weights = list(products.weights)
     biases = [None if bias is None else bias.contiguous() for bias in products.biases]
     if max(sizes) * rows.shape[1] * x.element_size() >= COPY_ENGINE_BYTES and _copies(call, x):
-        _gather_by_copies(
-            call, _config(call, x, weights[0]), rows, weights, biases, outs, whole, sizes
-        )
+        _gather_by_copies(call, rows, weights, biases, outs, whole)
         return
 
     def prepare() -> Prepared:
@@ -124,35 +126,57 @@ def _copies(call: Call, x: torch.Tensor) -> bool:
 
 def _gather_by_copies(
     call: Call,
-    config: MatmulConfig,
     rows: torch.Tensor,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor | None],
     outs: list[torch.Tensor],
     whole: torch.Tensor,
-    sizes: tuple[int, ...],
 ) -> None:
-    from tpkernels.kernels import all_gather_matmul as kernel
+    """Gather and multiply with chunks that copy engines bring while the first product runs."""
+    device, sizes, dtype = rows.device, call.problem.shard_rows, outs[0].dtype
+    plain, peers = call.plan.signature, call.peers_in_ring_order
+    by_kernels = cuda.flags_take_kernels(device)
+    in_place = call.workspace.on_gpus[device].segments.find(rows)
+    signature = plain if in_place is None else in_place.signature(plain)
 
-    dtype = outs[0].dtype
-    by_kernels = cuda.flags_take_kernels(rows.device)
-    prepared, step, chunks = kernel.prepare_arriving(
-        config, weights[0], whole, dtype, sizes, by_kernels
-    )
-    launch = prepared.launch(whole, weights[0], biases[0], outs[0])
-    multiply_others = kernel.bind_others(config, whole, weights[1:], dtype)
-    with queued(call, rows.device, launch.words, launch.buffer_bytes, launch.sizes) as memory:
-        space, signature, in_place = memory.current, call.plan.signature, memory.segments.find(rows)
-        results, flags = [whole, *outs], len(sizes) * chunks
-        with cuda.CopyCall(space, signature, results, in_place, flags) as copies:
-            bring_rows(
-                copies, memory.side, call.peers_in_ring_order, rows, whole, sizes, step, chunks
-            )
-            try:
-                launch.run(space, copies.signature)
-            finally:
-                memory.side.join()
-            multiply_others(whole, weights[1:], biases[1:], outs[1:])
+    def prepare() -> Prepared:
+        from tpkernels.kernels import all_gather_matmul as kernel
+
+        config = _config(call, rows, weights[0])
+        first, step, chunks = kernel.prepare_arriving(
+            config, weights[0], whole, dtype, sizes, by_kernels
+        )
+        multiply_others = kernel.bind_others(config, whole, weights[1:], dtype)
+        flags = len(sizes) * chunks
+
+        def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+            multiply_first = first.bind(space, signature)
+
+            def run(
+                side: SideStream,
+                in_place: GpuSegment | None,
+                rows: torch.Tensor,
+                weights: list[torch.Tensor],
+                biases: list[torch.Tensor | None],
+                outs: list[torch.Tensor],
+                whole: torch.Tensor,
+            ) -> None:
+                with cuda.CopyCall(space, plain, [whole, *outs], in_place, flags) as copies:
+                    bring_rows(copies, side, peers, rows, whole, sizes, step, chunks)
+                    try:
+                        multiply_first(whole, weights[0], biases[0], outs[0])
+                    finally:
+                        side.join()
+                    multiply_others(whole, weights[1:], biases[1:], outs[1:])
+
+            return run
+
+        return first._replace(bind=bind)
+
+    key = by_kernels, signature, *[_place(w) for w in weights]
+    memory, run = bound(call, device, key, prepare, signature)
+    with memory:
+        run(memory.side, in_place, rows, weights, biases, outs, whole)
 
 
 def bring_rows(

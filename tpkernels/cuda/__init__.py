@@ -8,7 +8,6 @@ tells whether a wait has failed.
 
 from tpkernels.cuda.calls import (
     WAYS,
-    all_reduce,
     barrier,
     normalises,
     prepare_all_gather,
@@ -28,7 +27,6 @@ __all__ = [
     "DTYPES",
     "WAYS",
     "CopyCall",
-    "all_reduce",
     "available",
     "barrier",
     "driver_status",

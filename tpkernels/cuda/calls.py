@@ -16,19 +16,19 @@ too small, and ``NotImplementedError`` without a driver or GPU, or for another d
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tpkernels import _C
 from tpkernels.common.dtypes import CODES
-from tpkernels.common.integers import ceil_div, round_up
+from tpkernels.common.integers import ceil_div
 from tpkernels.cuda import layouts, operands
 from tpkernels.cuda.image import device_and_stream, launch
 from tpkernels.cuda.operands import epilogue, space_of
 from tpkernels.planning.cost import all_reduce_way
 from tpkernels.planning.trust import NORMED_SUMS, SHARDS, SUMS, usable
-from tpkernels.symm.device import DeviceWorkspace, Launch
+from tpkernels.symm.device import DeviceWorkspace, Prepared
 
 WAYS = ("two_shot", "ll", "ll_two_shot")
 _SUM_BLOCKS, _SUM_SHARE = 1024, 2048  # most blocks, and fewest elements for each; not measured
@@ -36,58 +36,6 @@ _THREADS = 256  # kRowThreads of csrc/cuda
 _CLUSTER, _SINCE = 4, 90  # most blocks of a row (not measured); capability of clusters, multicast
 _MOST_ROWS = 1024  # at a time, of a normalisation alone, which has the GPU to itself
 Sizes = tuple[int, ...]
-
-
-def all_reduce(
-    space: DeviceWorkspace,
-    signature: int,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    way: str = "auto",
-    early: bool = False,
-) -> None:
-    """Compute ``out = round(sum_r(x_r) + bias + residual)`` on every rank, bias along the last dim.
-    ``out`` may be x; it, bias and residual have dtypes of their own.
-
-    Args:
-        way: ``two_shot`` (every rank sums a part and passes it on), ``ll`` (NCCL's protocol LL, no
-            fences for twice the bytes; every rank sums everything), ``ll_two_shot`` (LL, and every
-            rank sums a part) or ``auto`` (one of these, by size and by ``space.ways``).
-        early: the kernel may start while the last kernel queued on the stream runs. That must be
-            a product which was queued behind the workspace's previous call, on the same stream.
-    """
-    operands.check_summed(space.regions.device, x=x, out=out, bias=bias, residual=residual)
-    operands.check_alike(False, x=x, out=out, residual=residual)
-    operands.check_bias(bias, x.shape[-1] if x.dim() else 1)
-    if way == "auto":
-        way = all_reduce_way(x.numel() * x.element_size(), space.world, usable(space.ways, SUMS))
-    if way not in WAYS:
-        raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
-    sizes = x.element_size(), out.element_size()
-    words = space_of(space, signature)
-    begin, piece = 0, max(x.numel(), 1)
-    while begin == 0 or begin < x.numel():
-        count = min(piece, x.numel() - begin)
-        cut = layouts.all_reduce_layout(way, count, space.world, *sizes)
-        if not space.holds(cut.words, cut.nbytes):  # it goes piece by piece
-            if piece <= layouts.SEGMENT_UNIT:
-                raise ValueError(
-                    f"the workspace has {space.words} words from each source and buffers of "
-                    f"{space.buffer_bytes} bytes: too few for an all-reduce"
-                )
-            piece = round_up(piece // 2, layouts.SEGMENT_UNIT)
-            continue
-        here, there = x.data_ptr() + begin * sizes[0], out.data_ptr() + begin * sizes[1]
-        after = epilogue(out.dtype, bias, residual, begin)
-        call = _C.cuda.AllReduce(
-            *(here, there, count, begin, CODES[x.dtype], after),
-            *(cut.segment, cut.slot_bytes, cut.results_at),
-        )
-        starts_early = early and begin == 0
-        launch(f"{way}_all_reduce", x.device, words, call, blocks=cut.blocks, early=starts_early)
-        begin += piece
 
 
 def prepare_all_reduce(
@@ -99,17 +47,50 @@ def prepare_all_reduce(
     way: str = "auto",
     early: bool = False,
     ways: frozenset[str] = frozenset(),
-) -> Launch:
-    """Prepare an ``all_reduce`` over ``world`` ranks that goes in one piece. ``ways``: those of the
-    workspace, from which ``auto`` takes one."""
+) -> Prepared:
+    """Prepare ``out = round(sum_r(x_r) + bias + residual)`` on every rank, bias along the last dim.
+    ``out`` may be x; it, bias and residual have dtypes of their own. The launch takes x, out, bias
+    and residual.
+
+    Args:
+        way: ``two_shot`` (every rank sums a part and passes it on), ``ll`` (NCCL's protocol LL, no
+            fences for twice the bytes; every rank sums everything), ``ll_two_shot`` (LL, and every
+            rank sums a part) or ``auto`` (one of these, by size and by ``ways``).
+        early: the kernel may start while the last kernel queued on the stream runs. That must be
+            a product which was queued behind the workspace's previous call, on the same stream.
+        ways: those of the workspace, from which ``auto`` takes one.
+    """
+    device, count = x.device, x.numel()
+    operands.check_summed(device, x=x, out=out, bias=bias, residual=residual)
+    operands.check_alike(False, x=x, out=out, residual=residual)
+    operands.check_bias(bias, x.shape[-1] if x.dim() else 1)
     if way == "auto":
-        way = all_reduce_way(x.numel() * x.element_size(), world, usable(ways, SUMS))
-    needs = layouts.all_reduce_layout(way, x.numel(), world, x.element_size(), out.element_size())
+        way = all_reduce_way(count * x.element_size(), world, usable(ways, SUMS))
+    if way not in WAYS:
+        raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
+    needs = layouts.all_reduce_layout(way, count, world, x.element_size(), out.element_size())
+    code, out_dtype = CODES[x.dtype], out.dtype
 
-    def run(space: DeviceWorkspace, signature: int) -> None:
-        all_reduce(space, signature, x, out, bias, residual, way, early)
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        operands.check_room(space, device, needs.words, needs.nbytes)
+        words = space_of(space, signature)
 
-    return Launch(needs.words, needs.nbytes, (), run)
+        def run(
+            x: torch.Tensor,
+            out: torch.Tensor,
+            bias: torch.Tensor | None,
+            residual: torch.Tensor | None,
+        ) -> None:
+            after = epilogue(out_dtype, bias, residual)
+            call = _C.cuda.AllReduce(
+                *(x.data_ptr(), out.data_ptr(), count, 0, code, after),
+                *(needs.segment, needs.slot_bytes, needs.results_at),
+            )
+            launch(f"{way}_all_reduce", device, words, call, blocks=needs.blocks, early=early)
+
+        return run
+
+    return Prepared(needs.words, needs.nbytes, (), bind)
 
 
 def sum_partials(
@@ -152,11 +133,12 @@ def prepare_all_gather(
     sizes: Sizes,
     way: str = "auto",
     ways: frozenset[str] = frozenset(),
-) -> Launch:
+) -> Prepared:
     """Prepare ``out = concat_r(x_r)``: x [sizes[rank], row], out [sum(sizes), row]. ``ways``: those
-    of the workspace, from which ``auto`` takes one."""
-    added = None, None
-    return _prepare_shards("all_gather", layouts.PACK_BYTES, x, out, sizes, *added, way, ways)
+    of the workspace, from which ``auto`` takes one. The launch takes x and out."""
+    if out.dtype != x.dtype:
+        raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must have the same dtype")
+    return _prepare_shards("all_gather", layouts.PACK_BYTES, x, out, sizes, None, None, way, ways)
 
 
 def prepare_reduce_scatter(
@@ -167,10 +149,10 @@ def prepare_reduce_scatter(
     residual: torch.Tensor | None = None,
     way: str = "auto",
     ways: frozenset[str] = frozenset(),
-) -> Launch:
+) -> Prepared:
     """Prepare ``out = round(rows_rank(sum_r(x_r)) + bias + residual)``, added in fp32 in the order
     of the ranks: x [sum(sizes), row], out and residual [sizes[rank], row], bias [row]. Each has a
-    dtype of its own. ``ways`` as for an all-gather."""
+    dtype of its own. ``ways`` as for an all-gather. The launch takes x, out, bias and residual."""
     lane_bytes, added = layouts.LANE * x.element_size(), (bias, residual)
     return _prepare_shards("reduce_scatter", lane_bytes, x, out, sizes, *added, way, ways)
 
@@ -185,58 +167,68 @@ def _prepare_shards(
     residual: torch.Tensor | None,
     way: str,
     ways: frozenset[str],
-) -> Launch:
+) -> Prepared:
     if way not in ("auto", "one_shot", "ll"):
         raise ValueError(f"way is {way!r}; it must be auto, one_shot or ll")
-    row_bytes = x.shape[1] * x.element_size() if x.dim() == 2 else 0  # the launch refuses others
+    if x.dim() != 2:
+        raise ValueError(f"x is {list(x.shape)}; it must be a matrix")
+    device, row, dtypes = x.device, x.shape[1], (x.dtype, out.dtype)
+    operands.check_summed(device, x=x, out=out, bias=bias, residual=residual)
+    operands.check_bias(bias, row)
+    if residual is not None and residual.shape != out.shape:
+        raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
+    row_bytes = row * x.element_size()
     if way == "auto":
         few = sum(sizes) * row_bytes <= layouts.LL_BYTES
         among = usable(ways, SHARDS)
         way = "ll" if among == {"ll"} or (few and "ll" in among) else "one_shot"
     needs = layouts.shards_layout(way, max(sizes) * row_bytes, len(sizes), lane_bytes)
+    shapes = list(x.shape), list(out.shape)
 
-    def run(space: DeviceWorkspace, signature: int) -> None:
-        operands.check_summed(space.regions.device, x=x, out=out, bias=bias, residual=residual)
-        if len(sizes) != space.world or x.dim() != 2:
-            raise ValueError(f"sizes {list(sizes)} for {space.world} ranks, x {list(x.shape)}")
-        row, rows = x.shape[1], (sizes[space.rank], sum(sizes))
-        x_rows, out_rows = rows if kernel == "all_gather" else reversed(rows)
-        if x.shape != (x_rows, row) or out.shape != (out_rows, row):
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        if len(sizes) != space.world:
+            raise ValueError(f"sizes {list(sizes)} for {space.world} ranks")
+        wanted = [sizes[space.rank], row], [sum(sizes), row]
+        if kernel == "reduce_scatter":
+            wanted = wanted[::-1]
+        if shapes != wanted:
             raise ValueError(
-                f"x is {list(x.shape)}, out {list(out.shape)}; with sizes {list(sizes)} rank "
-                f"{space.rank} has {[x_rows, row]} and {[out_rows, row]}"
+                f"x is {shapes[0]}, out {shapes[1]}; with sizes {list(sizes)} rank {space.rank} "
+                f"has {wanted[0]} and {wanted[1]}"
             )
-        operands.check_room(space, needs.words, needs.nbytes)
-        if kernel == "all_gather" and out.dtype != x.dtype:
-            raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must have the same dtype")
-        operands.check_bias(bias, row)
-        if residual is not None and residual.shape != out.shape:
-            raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
-        addresses = x.data_ptr(), out.data_ptr(), space.starts(sizes).data_ptr()
-        after = epilogue(out.dtype, bias, residual)
-        call = _C.cuda.Shards(*addresses, row, CODES[x.dtype], needs.slot_bytes, after)
-        words = space_of(space, signature)
-        launch(f"{way}_{kernel}", x.device, words, call, blocks=needs.blocks)
+        operands.check_room(space, device, needs.words, needs.nbytes)
+        words, starts, code = space_of(space, signature), space.starts(sizes), CODES[dtypes[0]]
 
-    return Launch(needs.words, needs.nbytes, sizes, run)
+        def run(
+            x: torch.Tensor,
+            out: torch.Tensor,
+            bias: torch.Tensor | None = None,
+            residual: torch.Tensor | None = None,
+        ) -> None:
+            addresses = x.data_ptr(), out.data_ptr(), starts.data_ptr()
+            after = epilogue(dtypes[1], bias, residual)
+            call = _C.cuda.Shards(*addresses, row, code, needs.slot_bytes, after)
+            launch(f"{way}_{kernel}", device, words, call, blocks=needs.blocks)
+
+        return run
+
+    return Prepared(needs.words, needs.nbytes, sizes, bind)
 
 
 def prepare_routed(
     x: torch.Tensor,
     out: torch.Tensor,
     order: torch.Tensor,
-    edges: torch.Tensor,
     sizes: Sizes,
-    most: int,
-    places: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
-) -> Launch:
+) -> Prepared:
     """Prepare a dispatch: from x [sizes[rank], H], this rank's tokens, to out [most, H], the rows
-    of its experts and then zeros. Or a combine: from x [R, H], the rows of its experts, to
-    ``out = round(sum_j(weights[:, j] * row of route j))`` of its tokens, each product and sum
-    rounded to fp32, in the order of j.
+    of its experts and then zeros. Or, with weights, a combine: from x [R, H], the rows of its
+    experts, to ``out = round(sum_j(weights[:, j] * row of route j))`` of its tokens, each product
+    and sum rounded to fp32, in the order of j.
 
-    Args:
+    The launch takes x, out, order, edges, most, places and weights:
+
         order: [sum(sizes) * k] of int64, the route, token * k + slot, of each place.
         edges: [world + 1] of int64, the places at which each rank's rows begin, and the last's end.
         most: rows for which each rank has room. A token with a route beyond, or at a place of no
@@ -244,28 +236,49 @@ def prepare_routed(
         places: of a combine, the inverse of order.
         weights: of a combine, [sizes[rank], k] of fp32.
     """
-    k, row = order.numel() // max(sum(sizes), 1), x.shape[1]
-    needs = layouts.routed_layout(max(sizes), k, row, x.element_size(), weights is not None)
+    device, k, row = x.device, order.numel() // max(sum(sizes), 1), x.shape[1]
+    operands.check_summed(device, x=x, out=out, weights=weights)
+    combines, code = weights is not None, CODES[x.dtype]
+    needs = layouts.routed_layout(max(sizes), k, row, x.element_size(), combines)
+    tokens = list((out if combines else x).shape)
+    if out.dtype != x.dtype or out.shape[1] != row:
+        raise ValueError(
+            f"x is {list(x.shape)} {x.dtype}, out {list(out.shape)} {out.dtype}; they must have "
+            "the same columns and dtype"
+        )
 
-    def run(space: DeviceWorkspace, signature: int) -> None:
-        device, tokens = space.regions.device, x if weights is None else out
-        operands.check_summed(device, x=x, out=out, weights=weights)
-        operands.check_contiguous(device, order=order, edges=edges, places=places)
-        if tokens.shape != (sizes[space.rank], row) or (out.dtype, out.shape[1]) != (x.dtype, row):
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        if tokens != [sizes[space.rank], row]:
             raise ValueError(
-                f"x is {list(x.shape)} {x.dtype}, out {list(out.shape)} {out.dtype}; rank "
-                f"{space.rank} has {sizes[space.rank]} tokens"
+                f"{'out' if combines else 'x'} is {tokens}; rank {space.rank} has "
+                f"{sizes[space.rank]} tokens"
             )
-        operands.check_room(space, needs.words, needs.nbytes)
-        kernel, of_routes = "routed_dispatch", (0, 0)
-        if places is not None and weights is not None:
-            kernel, of_routes = "routed_combine", (places.data_ptr(), weights.data_ptr())
-        addresses = x.data_ptr(), out.data_ptr(), order.data_ptr(), *of_routes, edges.data_ptr()
-        starts, code = space.starts(sizes).data_ptr(), CODES[x.dtype]
-        call = _C.cuda.Routed(*addresses, starts, k, most, row, code)
-        launch(kernel, device, space_of(space, signature), call, blocks=needs.blocks)
+        operands.check_room(space, device, needs.words, needs.nbytes)
+        kernel = "routed_combine" if combines else "routed_dispatch"
+        words, starts = space_of(space, signature), space.starts(sizes)
 
-    return Launch(needs.words, needs.nbytes, sizes, run)
+        def run(
+            x: torch.Tensor,
+            out: torch.Tensor,
+            order: torch.Tensor,
+            edges: torch.Tensor,
+            most: int,
+            places: torch.Tensor | None = None,
+            weights: torch.Tensor | None = None,
+        ) -> None:
+            operands.check_contiguous(device, order=order, edges=edges, places=places)
+            of_routes = _address(places), _address(weights)
+            addresses = x.data_ptr(), out.data_ptr(), order.data_ptr(), *of_routes, edges.data_ptr()
+            call = _C.cuda.Routed(*addresses, starts.data_ptr(), k, most, row, code)
+            launch(kernel, device, words, call, blocks=needs.blocks)
+
+        return run
+
+    return Prepared(needs.words, needs.nbytes, sizes, bind)
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def normalises(dtype: torch.dtype, columns: int) -> bool:
@@ -285,49 +298,63 @@ def prepare_normed_all_reduce(
     way: str = "auto",
     early: bool = False,
     ways: frozenset[str] = frozenset(),
-) -> Launch:
+) -> Prepared:
     """Prepare ``total = round(sum_r(x_r) + bias + residual)`` on every rank, and its rows
-    ``normed = round(total / sqrt(mean(total^2) + eps) * weight)``, in fp32.
+    ``normed = round(total / sqrt(mean(total^2) + eps) * weight)``, in fp32. The launch takes x,
+    total, normed, weight, bias and residual.
 
     x, total and normed are [..., N], of one dtype, N a multiple of 8; ``total`` may be x. weight,
     bias [N] and residual, like x, have dtypes of their own. ``way`` and ``early`` are as for
-    ``all_reduce``; ``ways``: those of the workspace."""
+    `prepare_all_reduce`; ``ways``: those of the workspace."""
     known = ("auto", *WAYS)
     if way not in known:
         raise ValueError(f"way is {way!r}; it must be one of {', '.join(known)}")
     rows, columns = _matrix(x)
-    x_bytes = x.element_size()
+    device, dtype, count, x_bytes = x.device, x.dtype, x.numel(), x.element_size()
+    operands.check_summed(device, x=x, bias=bias, residual=residual)
+    _check_rows(x, weight, total=total, normed=normed)
+    operands.check_alike(False, x=x, residual=residual)
+    operands.check_bias(bias, columns)
     if way == "auto":
-        way = all_reduce_way(x.numel() * x_bytes, world, usable(ways, NORMED_SUMS), rows)
+        way = all_reduce_way(count * x_bytes, world, usable(ways, NORMED_SUMS), rows)
     by_ll = way in ("ll", "ll_two_shot")
-    cluster = _cluster(rows if by_ll else ceil_div(rows, world), columns, x.device)
+    cluster = _cluster(rows if by_ll else ceil_div(rows, world), columns, device)
     needs = layouts.rows_layout(way, rows, columns, world, x_bytes, cluster)
 
-    def run(space: DeviceWorkspace, signature: int) -> None:
-        operands.check_summed(space.regions.device, x=x, bias=bias, residual=residual)
-        _check_rows(x, weight, total=total, normed=normed)
-        operands.check_alike(False, x=x, residual=residual)
-        operands.check_bias(bias, columns)
-        operands.check_room(space, needs.words, needs.nbytes)
-        aligned_x, scale = _aligned(x), _aligned(weight)
-        aligned_residual = None if residual is None else _aligned(residual)
-        after = epilogue(x.dtype, bias, aligned_residual)
-        call = _C.cuda.AllReduce(
-            *(aligned_x.data_ptr(), total.data_ptr(), x.numel(), 0, CODES[x.dtype], after),
-            *(needs.segment, needs.slot_bytes, needs.results_at),
-        )
+    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        operands.check_room(space, device, needs.words, needs.nbytes)
         words = space_of(space, signature)
-        arguments = words, call, _norm(normed, scale, eps)
         shape = {"blocks": needs.blocks, "cluster": cluster, "early": early}
-        launch(f"{way}_all_reduce_rms_norm", x.device, *arguments, **shape)
 
-    return Launch(needs.words, needs.nbytes, (), run)
+        def run(
+            x: torch.Tensor,
+            total: torch.Tensor,
+            normed: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
+            residual: torch.Tensor | None,
+        ) -> None:
+            _check_aligned(total=total, normed=normed)
+            x, scale = _aligned(x), _aligned(weight)
+            residual = None if residual is None else _aligned(residual)
+            call = _C.cuda.AllReduce(
+                *(x.data_ptr(), total.data_ptr(), count, 0, CODES[dtype]),
+                *(epilogue(dtype, bias, residual), needs.segment, needs.slot_bytes),
+                needs.results_at,
+            )
+            norm = _norm(normed, scale, eps)
+            launch(f"{way}_all_reduce_rms_norm", device, words, call, norm, **shape)
+
+        return run
+
+    return Prepared(needs.words, needs.nbytes, (), bind)
 
 
 def rms_norm(rows: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """Compute ``normed = round(rows / sqrt(mean(rows^2) + eps) * weight)``: the bits that a
     ``normed_all_reduce`` makes of its sum, and the same arguments."""
     _check_rows(rows, weight, normed=normed)
+    _check_aligned(normed=normed)
     count, columns = _matrix(rows)
     cluster = _cluster(count, columns, rows.device)
     aligned_rows, scale = _aligned(rows), _aligned(weight)
@@ -354,6 +381,9 @@ def _check_rows(x: torch.Tensor, weight: torch.Tensor, **outs: torch.Tensor) -> 
     operands.check_alike(True, x=x, **outs)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {list(weight.shape)}; it must be [{x.shape[-1]}]")
+
+
+def _check_aligned(**outs: torch.Tensor) -> None:
     for label, out in outs.items():
         if out.data_ptr() % layouts.PACK_BYTES:
             raise ValueError(

@@ -7,7 +7,7 @@ waits when one is lost. After a failure the results are NaN, and the group's nex
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -42,22 +42,31 @@ class _Bound(NamedTuple):
     run: Callable[..., None]
 
 
-def queue_alike(
-    call: Call, on: torch.device, key: Hashable, prepare: Callable[[], Prepared], *tensors: Any
-) -> None:
-    """Queue a call. What ``prepare`` returns is bound to the workspace once and kept for the
-    calls with that key, which have tensors alike, until the workspace or its arguments change.
+def bound(
+    call: Call,
+    on: torch.device,
+    key: Hashable,
+    prepare: Callable[[], Prepared],
+    signature: int | None = None,
+) -> tuple[CudaWorkspace, Callable[..., None]]:
+    """Return the workspace, to be entered around a call whose work is only queued, and the launch
+    of what ``prepare`` returns, bound to that workspace. It is kept for the calls with that key,
+    which have tensors alike, until the workspace or its arguments change.
+
+    Args:
+        signature: of the call, if it is not the plan's; the key must tell it.
 
     Raises what `queued` does.
     """
     memory = call.workspace.on_gpus[on]
-    bound: _Bound | None = call.kept.get(key)
-    if bound is None or bound.state is not memory.current.state_of_arguments:
+    known: _Bound | None = call.kept.get(key)
+    if known is None or known.state is not memory.current.state_of_arguments:
         needs = prepare()
         space = queued(call, on, needs.words, needs.buffer_bytes, needs.sizes).current
-        bound = _Bound(space.state_of_arguments, needs.bind(space, call.plan.signature))
+        if signature is None:
+            signature = call.plan.signature
+        known = _Bound(space.state_of_arguments, needs.bind(space, signature))
         if len(call.kept) >= _MOST_BOUND:
             call.kept.clear()
-        call.kept[key] = bound
-    with memory:
-        bound.run(*tensors)
+        call.kept[key] = known
+    return memory, known.run

@@ -251,28 +251,11 @@ def kernel_error(
     )
 
 
-class Launch(NamedTuple):
-    """A call prepared for its tensors: what it needs of a workspace, and its kernels' launch."""
-
-    words: int  # of each source
-    buffer_bytes: int
-    sizes: tuple[int, ...]  # whose `starts` the kernels read; empty for none
-    run: Callable[[DeviceWorkspace, int], None]  # takes the workspace and the call's signature
-
-
 class Prepared(NamedTuple):
-    """The same for any tensors with the shapes, strides, dtypes and alignments of those that it was
-    prepared for."""
+    """A call prepared for all tensors with the same shapes, strides, dtypes and alignments."""
 
-    words: int
+    words: int  #: that it needs of each source in a workspace
     buffer_bytes: int
-    sizes: tuple[int, ...]
-    bind: Callable[[DeviceWorkspace, int], Callable[..., None]]  # returns what takes the tensors
-
-    def launch(self, *tensors: Any) -> Launch:
-        """Return the call with these tensors."""
-
-        def run(space: DeviceWorkspace, signature: int) -> None:
-            self.bind(space, signature)(*tensors)
-
-        return Launch(self.words, self.buffer_bytes, self.sizes, run)
+    sizes: tuple[int, ...]  #: whose `DeviceWorkspace.starts` the kernels read; empty for none
+    #: Takes the workspace and the call's signature; returns what launches the kernels for tensors.
+    bind: Callable[[DeviceWorkspace, int], Callable[..., None]]

@@ -12,13 +12,12 @@ from tpkernels.algorithms.parts import Products, as_rows, new_partial, partial_o
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction, RmsNorm, normalising
 from tpkernels.algorithms.routes import Places, filled, most_rows, places_of
-from tpkernels.cuda.queued import queued
+from tpkernels.cuda.queued import bound
 from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.planning.problem import Problem
-from tpkernels.symm.device import Launch
 
 
 def rows_by_rank(problem: Problem) -> tuple[int, ...]:
@@ -36,9 +35,15 @@ def as_blocks(x: torch.Tensor) -> torch.Tensor:
 @gathers_in_rank_order
 def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     whole, sizes = products.memory(call, x), rows_by_rank(call.problem)
-    shard, ways = as_blocks(x.contiguous()), _ways(call, x)
-    launch = cuda.prepare_all_gather(shard, as_blocks(whole), sizes, ways=ways)
-    _queue(call, x, None, x, launch)
+    shard, rows = as_blocks(x.contiguous()), as_blocks(whole)
+    memory, run = bound(
+        call,
+        x.device,
+        "gather",
+        lambda: cuda.prepare_all_gather(shard, rows, sizes, ways=_ways(call, x)),
+    )
+    with memory:
+        run(shard, rows)
     products.multiply(whole)
 
 
@@ -50,9 +55,11 @@ def dispatch(
     problem, rank = call.problem, call.group.rank
     found = Places.of(problem, rank, routes)
     rows = empty((found.rows(problem, rank, routes), x.shape[1]), x.dtype, x.device)
-    where = found.order, found.edges, problem.sizes, len(rows)
-    launch = cuda.prepare_routed(x, rows, *where)
-    _queue(call, x, None, x, launch)
+    memory, run = bound(
+        call, x.device, "dispatch", lambda: cuda.prepare_routed(x, rows, found.order, problem.sizes)
+    )
+    with memory:
+        run(x, rows, found.order, found.edges, len(rows))
     return rows, found.counts
 
 
@@ -64,9 +71,15 @@ def combine(
     problem, rank = call.problem, call.group.rank
     found = Places.of(problem, rank, routes)
     x = filled(problem, x, found.rows(problem, rank, routes))
-    where = found.order, found.edges, problem.sizes, most_rows(problem), places_of(found.order)
-    launch = cuda.prepare_routed(x, out, *where, weights)
-    _queue(call, x, None, x, launch)
+    places = places_of(found.order)
+    memory, run = bound(
+        call,
+        x.device,
+        "combine",
+        lambda: cuda.prepare_routed(x, out, found.order, problem.sizes, weights),
+    )
+    with memory:
+        run(x, out, found.order, found.edges, most_rows(problem), places, weights)
 
 
 @scatters_in_rank_order
@@ -76,19 +89,31 @@ def reduce(
     """``out`` may be ``x``, where all ranks keep the sum."""
     bias, residual = reduction.bias, reduction.residual
     if call.problem.spec.scatters:
-        partial = as_blocks(partial_of(call, x, w).contiguous())
-        sizes, rows = rows_by_rank(call.problem), None if residual is None else as_blocks(residual)
-        launch = cuda.prepare_reduce_scatter(
-            partial, as_blocks(out), sizes, bias, rows, ways=_ways(call, x)
+        sizes, partial = rows_by_rank(call.problem), partial_of(call, x, w).contiguous()
+        added = bias, None if residual is None else as_blocks(residual)
+        tensors = as_blocks(partial), as_blocks(out), *added
+        memory, run = bound(
+            call,
+            x.device,
+            "scatter",
+            lambda: cuda.prepare_reduce_scatter(*tensors[:2], sizes, *added, ways=_ways(call, x)),
         )
-        _queue(call, x, None, x, launch)
+        with memory:
+            run(*tensors)
         return
     partial = x.contiguous() if w is None else new_partial(call, x, w)
     early, world = _starts_early(partial, w), call.problem.world
-    launch = cuda.prepare_all_reduce(
-        world, partial, out, bias, residual, early=early, ways=_ways(call, x)
+    memory, run = bound(
+        call,
+        x.device,
+        ("sum", early),
+        lambda: cuda.prepare_all_reduce(
+            world, partial, out, bias, residual, early=early, ways=_ways(call, x)
+        ),
     )
-    _queue(call, x, w, partial, launch)
+    with memory:
+        _multiply(x, w, partial)
+        run(partial, out, bias, residual)
 
 
 _in_steps = normalising(reduce)
@@ -107,19 +132,20 @@ def reduce_and_normalise(
         return _in_steps(call, partial_of(call, x, w), None, out, reduction, norm)
     partial = x.contiguous() if w is None else new_partial(call, x, w)
     normed = empty(out.shape, out.dtype, out.device)
-    launch = cuda.prepare_normed_all_reduce(
-        call.problem.world,
-        partial,
-        out,
-        normed,
-        norm.weight,
-        norm.eps,
-        reduction.bias,
-        reduction.residual,
-        early=_starts_early(partial, w),
-        ways=_ways(call, x),
+    early, world = _starts_early(partial, w), call.problem.world
+    tensors = partial, out, normed, norm.weight
+    added = reduction.bias, reduction.residual
+    memory, run = bound(
+        call,
+        x.device,
+        ("normed", early),
+        lambda: cuda.prepare_normed_all_reduce(
+            world, *tensors, norm.eps, *added, early=early, ways=_ways(call, x)
+        ),
     )
-    _queue(call, x, w, partial, launch)
+    with memory:
+        _multiply(x, w, partial)
+        run(*tensors, *added)
     return normed
 
 
@@ -135,11 +161,7 @@ def _starts_early(partial: torch.Tensor, w: Weight | None) -> bool:
     return isinstance(w, torch.Tensor) and partial.numel() > 0
 
 
-def _queue(
-    call: Call, x: torch.Tensor, w: Weight | None, partial: torch.Tensor, launch: Launch
-) -> None:
-    """Queue a launch, and its product within the call's turn, so that nothing comes between."""
-    with queued(call, x.device, launch.words, launch.buffer_bytes, launch.sizes) as memory:
-        if w is not None:
-            local_matmul(as_rows(x), w, as_rows(partial))
-        launch.run(memory.current, call.plan.signature)
+def _multiply(x: torch.Tensor, w: Weight | None, partial: torch.Tensor) -> None:
+    """Queue the product within the call's turn, so that nothing comes between it and the sum."""
+    if w is not None:
+        local_matmul(as_rows(x), w, as_rows(partial))
