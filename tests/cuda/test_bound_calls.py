@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support import faults
+from tests.support import emulated, faults
 from tests.support.cuda_rehearsal import FUSED_OPS, pretending, space_of
 from tests.support.faults import Ending
-from tests.support.ranked import functions_called, on_ranks
+from tests.support.ranked import fresh_group, functions_called, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import _C, groups
 from tpkernels.algorithms import backends
@@ -66,6 +66,27 @@ def test_a_warm_call_only_launches(op: str) -> None:
         count = len(called) - 2  # without the two that end the block
         assert len(launches) > before and not ran, ran
         assert count <= MOST_FUNCTIONS[op], count
+
+
+@emulated.on_ranks(2)
+def test_a_warm_call_of_direct_only_launches() -> None:
+    """Nothing is checked or laid out again, and the results are those of a cold call."""
+    x, w, norm = torch.ones(4, 8), torch.ones(8, 16), torch.ones(16)
+    with pretending() as patch, fresh_group() as group:
+        calls = [
+            functools.partial(op, *given, group, algorithm="direct")
+            for op, given in (
+                (tpkernels.all_gather, [x]),
+                (tpkernels.reduce_scatter, [x]),
+                (tpkernels.all_reduce, [x]),
+                (tpkernels.matmul_all_reduce, [x, w]),
+                (tpkernels.matmul_all_reduce_rms_norm, [x, w, norm]),
+            )
+        ]
+        cold = [call() for call in calls]
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "normed_all_reduce"):
+            patch.delattr(f"tpkernels.cuda.prepare_{name}")
+        torch.testing.assert_close([call() for call in calls], cold, rtol=0, atol=0)
 
 
 def test_an_alarm_reads_the_words_that_it_watches() -> None:
