@@ -39,48 +39,57 @@ def plan_call(
 
 
 def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.device) -> Call:
+    """Plan a call by an algorithm, or by the one that ``auto`` takes. Collective where the group
+    lacks something: its workspace, measured times, kernels, room."""
     generation = group.generation
-    if algorithm != "auto":
-        check_algorithm(algorithm)
-    # A group of one rank needs no workspace for torch's own calls: `unfused`, and `auto` on CUDA
-    # tensors.
-    runs_torch_only = ("unfused",) if problem.device == "cpu" else ("auto", "unfused")
-    if group.world > 1 or algorithm not in runs_torch_only:
-        group.ready(problem.device)
-    by_sends = algorithm != "auto" and ALGORITHMS[algorithm].sends
-    if by_sends and problem.device == "cuda" and group.uses_gloo("cuda"):
-        raise NotImplementedError(
-            f"algorithm '{algorithm}' of {problem.op} sends CUDA tensors, which gloo cannot; make "
-            "the group with NCCL"
-        )
-    if algorithm != "auto":  # refuses what cannot run before anything is sent
-        of_any_order = replace(problem, numerics=VENDOR) if problem.device == "cuda" else problem
-        choose(of_any_order, _means(group, problem.device), requested=algorithm)
+    _set_up(group, algorithm, problem)
     if problem.device == "cuda" and problem.spec.reduces:
         problem = replace(problem, numerics=group.cuda_numerics())
-    has_times = group.has_times(problem.device)
-    tuned = group.tuned(problem.device) if has_times else NOTHING_TUNED
-    unsupported = dict(group.measured.failures_of(problem) or {}) if algorithm == "auto" else {}
+    tuned, unsupported = NOTHING_TUNED, dict[str, str]()
+    if algorithm == "auto":
+        unsupported |= group.measured.failures_of(problem) or {}
+        if group.has_times(problem.device):
+            tuned = group.tuned(problem.device)
     while True:
         means = _means(group, problem.device, unsupported)
         plan = choose(problem, means, requested=algorithm, tuned=tuned)
         why = _unsupported_kernels(group, plan.algorithm, problem, device)
         if why is not None:
             unsupported[plan.algorithm] = why
-            continue
-        if problem.device == "cpu":
+        elif problem.device == "cpu":
             nbytes = ALGORITHMS[plan.algorithm].workspace_bytes(problem, means.workspace_bytes)
             group.make_room(nbytes, plan.text)
-        # If the buffers grew, more algorithms may fit: choose again.
+        # Kernels that do not run leave fewer algorithms, and buffers that grew allow more.
         if _means(group, problem.device, unsupported) == means:
-            function = implementation(problem, plan)
-            if algorithm == "auto" and problem.device == "cuda":
-                if plan.algorithm != "unfused":
-                    function = _or_unfused(function, group, problem, device)
-                in_graphs = choose(problem, means, tuned=tuned, captured=True).algorithm
-                if in_graphs != plan.algorithm:
-                    function = _unless_captured(function, group, problem, device, in_graphs)
-            return Call(group, problem, plan, function, generation)
+            break
+    function = implementation(problem, plan)
+    if algorithm == "auto" and problem.device == "cuda":
+        if plan.algorithm != "unfused":
+            function = _or_unfused(function, group, problem, device)
+        in_graphs = choose(problem, means, tuned=tuned, captured=True).algorithm
+        if in_graphs != plan.algorithm:
+            function = _unless_captured(function, group, problem, device, in_graphs)
+    return Call(group, problem, plan, function, generation)
+
+
+def _set_up(group: Group, algorithm: str, problem: Problem) -> None:
+    """Set the group up for an algorithm. One that cannot run is refused before anything is sent."""
+    # A group of one rank needs no workspace for torch's own calls: `unfused`, and `auto` on CUDA
+    # tensors.
+    runs_torch_only = ("unfused",) if problem.device == "cpu" else ("auto", "unfused")
+    if algorithm != "auto":
+        check_algorithm(algorithm)
+    if group.world > 1 or algorithm not in runs_torch_only:
+        group.ready(problem.device)
+    if algorithm == "auto":
+        return
+    if ALGORITHMS[algorithm].sends and problem.device == "cuda" and group.uses_gloo("cuda"):
+        raise NotImplementedError(
+            f"algorithm '{algorithm}' of {problem.op} sends CUDA tensors, which gloo cannot; make "
+            "the group with NCCL"
+        )
+    in_any_order = replace(problem, numerics=VENDOR) if problem.device == "cuda" else problem
+    choose(in_any_order, _means(group, problem.device), requested=algorithm)
 
 
 def _unless_captured(
