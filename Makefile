@@ -23,6 +23,9 @@ CSRC := $(shell find csrc 2>/dev/null)
 CXX_FILES = $(shell find csrc tests benchmarks -type f \( -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.inc' \
 	-o -name '*.cu' -o -name '*.cuh' \))
 
+# Hundreds of processes of the tests import torch, which takes twice as long without its bytecode.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-thorough test-slow test-machines test-oldest faults lint format sanitize bench docs \

@@ -28,6 +28,7 @@ from tpkernels.ops import planned_calls
 
 # Functions of Python in a warm call, those of Triton's launcher included.
 MOST_FUNCTIONS = {"all_gather_matmul": 58, "matmul_reduce_scatter": 47, "matmul_all_reduce": 42}
+MOST_OF_DIRECT = 45
 
 
 @contextlib.contextmanager
@@ -86,7 +87,11 @@ def test_a_warm_call_of_direct_only_launches() -> None:
         cold = [call() for call in calls]
         for name in ("all_gather", "reduce_scatter", "all_reduce", "normed_all_reduce"):
             patch.delattr(f"tpkernels.cuda.prepare_{name}")
-        torch.testing.assert_close([call() for call in calls], cold, rtol=0, atol=0)
+        for call, before in zip(calls, cold, strict=True):
+            with functions_called() as called:
+                after = call()
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+            assert len(called) - 2 <= MOST_OF_DIRECT, called
 
 
 def test_an_alarm_reads_the_words_that_it_watches() -> None:
