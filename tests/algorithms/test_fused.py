@@ -60,7 +60,7 @@ OPS: dict[str, Callable[[int, int, int, int], Case]] = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("op", sweep(OPS, 2))
+@pytest.mark.parametrize("op", sweep(OPS))
 @pytest.mark.parametrize(
     "world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3, 4))]
 )

@@ -173,7 +173,7 @@ def test_refused_by_what_the_model_is(
     assert message in result.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_reader_that_leaves(folder: Path) -> None:
     """As `head` does."""
     command = [sys.executable, "-m", "tpkernels", "generate", "--model", str(folder), "--stream"]

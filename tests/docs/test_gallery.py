@@ -81,7 +81,7 @@ def test_problems_are_selected_by_number_and_name() -> None:
             command.selected([word])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "table.md"
     module = ("-m", "examples.parallel_kernel_bench")

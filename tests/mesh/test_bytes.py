@@ -83,7 +83,7 @@ SENT: list[tuple[Any, ...]] = [
 
 
 def _tier(number: int) -> Any:
-    return () if number == 0 else pytest.mark.thorough if number < 4 else pytest.mark.slow
+    return () if number == 0 else pytest.mark.thorough if number < 2 else pytest.mark.slow
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_the_cuda_kernels(run_cuda: Run, sanitizer: str, source: str) -> None:
     [
         pytest.param("", "ACQUIRE", marks=pytest.mark.slow),
         pytest.param("", "RELEASE", marks=pytest.mark.slow),
-        pytest.param("--single-buffer", "", marks=pytest.mark.thorough),
+        pytest.param("--single-buffer", "", marks=pytest.mark.slow),
         pytest.param("--skip-waits", "", marks=pytest.mark.thorough),
     ],
 )

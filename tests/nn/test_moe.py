@@ -249,7 +249,10 @@ def test_an_error_leaves_layers_packed(drop: bool) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [2])
-@pytest.mark.parametrize(("sequence", "rows"), [(False, None), (True, None), (True, 28)])
+@pytest.mark.parametrize(
+    ("sequence", "rows"),
+    [(True, 28), *(pytest.param(s, None, marks=pytest.mark.slow) for s in (False, True))],
+)
 @on_ranks()
 def test_compiled_training_of_whole_experts(sequence: bool, rows: int | None) -> None:
     """With breaks in the graph, but with the gradients of eager mode: to the bit by the same

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,12 +26,13 @@ from tests.support.ranked import check, fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.cuda.layouts import LL_BYTES, ll_words
-from tpkernels.planning.choose import PIPELINED_MIN_ROWS
+from tpkernels.planning import choose
 from tpkernels.symm import host
 from tpkernels.symm.host import HostSegments, is_crowded
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
+FEWEST_ROWS = 64  # of a rank, that `auto` splits
 WORDS = 16 * mmap.PAGESIZE  # what signal words and rounding to pages may add
 
 
@@ -98,9 +100,10 @@ def wide_job(nbytes: int, width: int) -> tuple[list[str], str, str]:
     group = faults.group_of(dist.new_group())
     others = shared_memory()
     tpkernels.init(group, 20.0, nbytes)
-    rows = PIPELINED_MIN_ROWS * group.size()
+    rows = FEWEST_ROWS * group.size()
     case = Case(op="matmul_reduce_scatter", shape=(rows, width), k=(2,), integers=True)
-    failures = check(case, group)  # by auto
+    with mock.patch.object(choose, "PIPELINED_MIN_ROWS", FEWEST_ROWS):
+        failures = check(case, group)  # by auto
     auto = groups.get(group.group_name).planned_calls()[0].plan
     refused = ""
     try:
@@ -117,8 +120,7 @@ def test_auto_does_not_split_what_hardly_fits(ranks: RanksFixture) -> None:
     """One row of each of the two ranks takes 16 KB here: many of them do not fit into 1 MiB."""
     for failures, auto, refused in ranks(2).run(wide_job, MIB, 2048, timeout=100):
         assert not failures and not refused, (failures, refused)
-        fewest = PIPELINED_MIN_ROWS
-        assert auto == f"direct: the workspace holds 63 rows a rank < {fewest}", auto
+        assert auto == f"direct: the workspace holds 63 rows a rank < {FEWEST_ROWS}", auto
 
 
 @pytest.mark.thorough
