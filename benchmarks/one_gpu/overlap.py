@@ -95,7 +95,7 @@ def _gather(machine: Machine, m: int, n: int, k: int) -> Row:
     x, w = machine.random(m, k, seed=1), machine.random(n, k, seed=2).t()
     gathered, out, rows = torch.full_like(x, torch.nan), machine.empty(m, n), m // _WORLD
     gathered[:rows] = x[:rows]
-    config = configs.choose(machine.device, x.dtype, m, n)
+    config = configs.config_for(machine.device, x.dtype, m, n)
     fewer = replace(config, programs=config.programs - machine.choose(_PACERS, 1))
     arriving = all_gather_matmul.prepare_arriving(fewer, w, gathered, x.dtype, (rows,) * _WORLD)
     space = VirtualRanks(_WORLD, machine.device, 256, forked=False).spaces[0]
@@ -166,7 +166,7 @@ def _halves(machine: Machine, op: str, shape: tuple[int, int, int]) -> Row:
 
 def _gemm(x: torch.Tensor, w: torch.Tensor) -> Launch:
     out = torch.empty(x.shape[0], w.shape[1], dtype=x.dtype, device=x.device)
-    config = configs.choose(x.device, x.dtype, *out.shape)
+    config = configs.config_for(x.device, x.dtype, *out.shape)
     run = matmul.bind_matmul(config, x, w, x.dtype)
 
     def launch() -> Results:

@@ -60,7 +60,7 @@ def _compare(machine: Machine, m: int, n: int, k: int) -> Iterator[Row]:
 
 def _configs(device: torch.device, m: int, n: int) -> dict[str, MatmulConfig]:
     """Return the configurations by name: the table's, those that `tune` tries, and without TMA."""
-    default = configs.choose(device, torch.bfloat16, m, n)
+    default = configs.config_for(device, torch.bfloat16, m, n)
     tried = {"table": default}
     for fields in configs.candidates(torch.bfloat16, m):
         name = "/".join(str(value) for _, value in fields)

@@ -147,7 +147,9 @@ def test_the_table_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "INTERPRETED", False)
     for arch, few in itertools.product(SMALLER, (True, False)):
         with configs.assuming(arch, 84):
-            chosen = configs.choose(torch.device("cpu"), torch.bfloat16, 1 if few else 4096, 4096)
+            chosen = configs.config_for(
+                torch.device("cpu"), torch.bfloat16, 1 if few else 4096, 4096
+            )
         assert replace(chosen, programs=0) == TABLE[80, 2, few]
 
 
@@ -159,7 +161,7 @@ def test_smaller_tiles_where_the_last_wave_would_be_nearly_empty(
     blocks = {}
     with configs.assuming(90, 132):
         for size in ((4096, 1376), (4096, 3584), (1024, 8192), (8192, 8192), (4096, 6144)):
-            chosen = configs.choose(torch.device("cpu"), torch.bfloat16, *size)
+            chosen = configs.config_for(torch.device("cpu"), torch.bfloat16, *size)
             blocks[size] = chosen.block_n, chosen.num_stages
     smaller, table = (128, 5), (256, 3)
     assert list(blocks.values()) == [smaller, smaller, table, table, table], blocks

@@ -86,12 +86,12 @@ def interpreted_as(one_shot_bytes: int = 0, **changed: Any) -> Iterator[None]:
     known, limit = configs.INTERPRETER, matmul_all_reduce.ONE_SHOT_BYTES
     configs.INTERPRETER = replace(known, **changed)
     matmul_all_reduce.ONE_SHOT_BYTES = one_shot_bytes
-    configs.choose.cache_clear()
+    configs.config_for.cache_clear()
     try:
         yield
     finally:
         configs.INTERPRETER, matmul_all_reduce.ONE_SHOT_BYTES = known, limit
-        configs.choose.cache_clear()
+        configs.config_for.cache_clear()
 
 
 def cases(n: int, world: int) -> list[Case]:

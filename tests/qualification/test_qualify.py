@@ -267,9 +267,9 @@ def test_virtual_ranks_share_the_multiprocessors(monkeypatch: pytest.MonkeyPatch
     with configs.assuming(90, 132):
         for world, most in ((8, 16), (2, 64)):
             with virtual.sharing(gpu, world):
-                assert configs.choose(gpu, torch.bfloat16, 4096, 4096).programs == 132 // world
+                assert configs.config_for(gpu, torch.bfloat16, 4096, 4096).programs == 132 // world
                 assert most == layouts.MOST_BLOCKS
-        assert configs.choose(gpu, torch.bfloat16, 4096, 4096).programs == 132
+        assert configs.config_for(gpu, torch.bfloat16, 4096, 4096).programs == 132
     assert layouts.MOST_BLOCKS == 64
 
 

@@ -81,9 +81,9 @@ def _run(
 def _config(call: Call, x: torch.Tensor, w: torch.Tensor) -> MatmulConfig:
     """Return the block sizes, which follow from the rows of all ranks and the columns of w: ranks
     that sum choose the same."""
-    from tpkernels.kernels.configs import choose
+    from tpkernels.kernels.configs import config_for
 
-    return choose(x.device, x.dtype, call.problem.rows, w.shape[-1])
+    return config_for(x.device, x.dtype, call.problem.rows, w.shape[-1])
 
 
 def _place(x: torch.Tensor) -> Hashable:

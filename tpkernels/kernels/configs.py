@@ -218,7 +218,7 @@ INTERPRETER = MatmulConfig(
 
 
 @functools.lru_cache
-def choose(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> MatmulConfig:
+def config_for(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> MatmulConfig:
     """Return the config for a product of so many rows and columns: the table's, or one with smaller
     tiles if their last wave leaves fewer multiprocessors idle.
 
@@ -263,9 +263,9 @@ def properties_of(device: torch.device) -> tuple[int, int]:
 def assuming(capability: int, multiprocessors: int) -> Iterator[None]:
     """Choose configs as for a GPU with these: for ranks that share one, or where there is none."""
     token = _assumed.set((capability, multiprocessors))
-    choose.cache_clear()
+    config_for.cache_clear()
     try:
         yield
     finally:
         _assumed.reset(token)
-        choose.cache_clear()
+        config_for.cache_clear()

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tpkernels.kernels.configs import TRITON, MatmulConfig, choose, contiguous_rows
+from tpkernels.kernels.configs import TRITON, MatmulConfig, config_for, contiguous_rows
 from tpkernels.kernels.words import INTERPRETED
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -303,7 +303,9 @@ def matmul(
 ) -> torch.Tensor:
     """Return ``round(a @ b + bias)``, summed in fp32. a [M, K], b [K, N] of any strides."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device)
-    bind_matmul(config or choose(a.device, a.dtype, *out.shape), a, b, out.dtype)(a, b, bias, out)
+    bind_matmul(config or config_for(a.device, a.dtype, *out.shape), a, b, out.dtype)(
+        a, b, bias, out
+    )
     return out
 
 
