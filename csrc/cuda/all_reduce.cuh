@@ -52,8 +52,8 @@ TPK_DEVICE void sum_part(const Peers& peers, const AllReduce& call, Range segmen
     epilogue.residual = static_cast<const char*>(epilogue.residual) + segment.first * size;
   }
   sum_range<D>(partials, peers.space.world, address_of(call.out) + segment.first * out,
-               call.begin + segment.first, part.first - segment.first, part.last - segment.first,
-               epilogue, thread(), threads());
+               segment.first, part.first - segment.first, part.last - segment.first, epilogue,
+               thread(), threads());
 }
 
 // Address, in the buffer of `rank`, of the result that starts at element `first`.

@@ -40,8 +40,7 @@ struct AllReduce {
   const void* x;
   void* out;
   u64 count;
-  u64 begin;  // index of x[0] and out[0] in the whole output, for the bias
-  int wire;   // dtype of x
+  int wire;  // dtype of x
   Epilogue epilogue;
   u64 segment;     // elements that a rank reduces; `count` in one hop
   u64 slot_bytes;  // buffer space for the partials from one rank

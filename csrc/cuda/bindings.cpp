@@ -87,8 +87,8 @@ void bind_arguments(py::module_& m) {
               &Space::buffers_at, &Space::buffer_stride, &Space::seed, &Space::chaos);
   bind_struct(m, "Epilogue", &Epilogue::out_dtype, &Epilogue::bias, &Epilogue::cols,
               &Epilogue::bias_dtype, &Epilogue::residual, &Epilogue::residual_dtype);
-  bind_struct(m, "AllReduce", &AllReduce::x, &AllReduce::out, &AllReduce::count, &AllReduce::begin,
-              &AllReduce::wire, &AllReduce::epilogue, &AllReduce::segment, &AllReduce::slot_bytes,
+  bind_struct(m, "AllReduce", &AllReduce::x, &AllReduce::out, &AllReduce::count, &AllReduce::wire,
+              &AllReduce::epilogue, &AllReduce::segment, &AllReduce::slot_bytes,
               &AllReduce::results_at);
   bind_struct(m, "RmsNorm", &RmsNorm::normed, &RmsNorm::weight, &RmsNorm::cols,
               &RmsNorm::weight_dtype, &RmsNorm::eps);

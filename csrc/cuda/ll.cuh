@@ -364,7 +364,7 @@ template <int D>
 TPK_DEVICE void reduce_by_ll(const Peers& peers, const AllReduce& call) {
   const Piece own{address_of(call.x), call.count * size_of(D)};
   push_to_all<kVector / kLanes<D>>(peers, own);
-  sum_arriving<D>(peers, own, address_of(call.out), call.begin, call.epilogue);
+  sum_arriving<D>(peers, own, address_of(call.out), 0, call.epilogue);
 }
 
 // Of this rank's segment, whose sum is at its place in `out`: pushes it to all peers, and receives
@@ -429,7 +429,7 @@ TPK_DEVICE bool sum_segment(const Peers& peers, const TwoHops& hops) {
   const int rank = peers.space.rank;
   push_each<kVector / kLanes<D>>(peers, packs_in(call.segment * size_of(D)),
                                  [&](int owner) { return hops.partial_for(owner); });
-  const u64 begin = call.begin + segment_of(call, rank).first;
+  const u64 begin = segment_of(call, rank).first;
   return sum_arriving<D>(peers, hops.partial_for(rank), hops.sum_of(rank).from, begin,
                          hops.epilogue_of(rank));
 }

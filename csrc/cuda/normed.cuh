@@ -62,7 +62,7 @@ TPK_DEVICE void rows_by_ll(const Peers& peers, const AllReduce& call, const RmsN
     const auto value = [&](u64 v, float (&x)[kVector]) {
       const u64 i = row * cols + v * kVector;
       add_up_arriving<D>(x, peers, own, i / kVector);
-      add_epilogue(x, call.begin, i, call.epilogue);
+      add_epilogue(x, 0, i, call.epilogue);
       round_to<D>(x);
       store<D>(out + i * size_of(D), x);
     };
@@ -127,7 +127,7 @@ TPK_DEVICE void sum_vector(const Peers& peers, const AllReduce& call, Range segm
                      : slot_of(peers, call, rank, r);
   };
   add_up<D>(x, partials, peers.space.world, i);
-  add_epilogue(x, call.begin, segment.first + i, call.epilogue);
+  add_epilogue(x, 0, segment.first + i, call.epilogue);
   round_to<D>(x);
 }
 
@@ -199,7 +199,7 @@ TPK_DEVICE void rows_by_ll_in_two_hops(const Peers& peers, const AllReduce& call
     for_vectors(cols, [&](u64 v) {
       float x[kVector];
       const bool arrived = add_up_arriving<D>(x, peers, hops.partial_for(rank), vector_in(row, v));
-      add_epilogue(x, call.begin, row * cols + v * kVector, call.epilogue);
+      add_epilogue(x, 0, row * cols + v * kVector, call.epilogue);
       store<D>(total_of(row) + v * kVector * size_of(D), x);
       if (arrived) push_packs<kPacks>(peers, hops.sum_of(rank), vector_in(row, v) * kPacks);
     });

@@ -41,7 +41,6 @@ class AllReduce:
         x: int,
         out: int,
         count: int,
-        begin: int,
         wire: int,
         epilogue: Epilogue,
         segment: int,

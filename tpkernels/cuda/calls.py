@@ -83,7 +83,7 @@ def prepare_all_reduce(
         ) -> None:
             after = epilogue(out_dtype, bias, residual)
             call = _C.cuda.AllReduce(
-                *(x.data_ptr(), out.data_ptr(), count, 0, code, after),
+                *(x.data_ptr(), out.data_ptr(), count, code, after),
                 *(needs.segment, needs.slot_bytes, needs.results_at),
             )
             launch(f"{way}_all_reduce", device, words, call, blocks=needs.blocks, early=early)
@@ -338,7 +338,7 @@ def prepare_normed_all_reduce(
             x, scale = _aligned(x), _aligned(weight)
             residual = None if residual is None else _aligned(residual)
             call = _C.cuda.AllReduce(
-                *(x.data_ptr(), total.data_ptr(), count, 0, CODES[dtype]),
+                *(x.data_ptr(), total.data_ptr(), count, CODES[dtype]),
                 *(epilogue(dtype, bias, residual), needs.segment, needs.slot_bytes),
                 needs.results_at,
             )

@@ -68,16 +68,14 @@ def epilogue(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    begin: int = 0,
 ) -> _C.cuda.Epilogue:
-    """Return the extension's form of an epilogue, for elements from ``begin`` on."""
+    """Return the extension's form of an epilogue."""
     of_bias = (0, 1, 0)
     if bias is not None:
         of_bias = bias.data_ptr(), max(bias.numel(), 1), CODES[bias.dtype]
     of_residual = (0, 0)
     if residual is not None:
-        address = residual.data_ptr() + begin * residual.element_size()
-        of_residual = address, CODES[residual.dtype]
+        of_residual = residual.data_ptr(), CODES[residual.dtype]
     return _C.cuda.Epilogue(CODES[out_dtype], *of_bias, *of_residual)
 
 

@@ -28,7 +28,7 @@ void all_reduce(Rank& own, const Space& space, int call) {
   const u64 slot = (segment * 4 + 255) / 256 * 256;
   alignas(16) float x[kCount], out[kCount];
   for (u64 i = 0; i < kCount; ++i) x[i] = value(call, space.rank, i);
-  const AllReduce given{x,       out,  kCount,       0, kF32, {nullptr, 1, nullptr, kF32, kF32},
+  const AllReduce given{x,       out,  kCount,       kF32, {nullptr, 1, nullptr, kF32, kF32},
                         segment, slot, kWorld * slot};
   launch(kBlocks, [&] {
     if (way == 0) return two_shot_all_reduce(space, given);
