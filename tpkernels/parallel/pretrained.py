@@ -26,9 +26,9 @@ from tpkernels.nn.packing import PackableModule
 from tpkernels.nn.sharding import ShardedModule, Split
 from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
-from tpkernels.parallel.decoder import Pack, SequenceParallel, packed_dtype
 from tpkernels.parallel.joint_work import joint_work
-from tpkernels.parallel.parallelize import check_mesh, check_options, split_model
+from tpkernels.parallel.options import ModelOptions, Pack, SequenceParallel
+from tpkernels.parallel.parallelize import check_mesh, split_model
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -235,25 +235,23 @@ def from_pretrained(
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
     check_mesh(mesh)
-    rows_split = check_options(plan, sequence_parallel, ffn_only, pack)
-    group = groups.name_of(mesh)
-    device = torch.device(mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    split = partial(
-        split_model,
-        mesh=mesh,
+    options = ModelOptions(
         plan=plan,
-        sequence_parallel=rows_split,
+        sequence_parallel=sequence_parallel,
         ffn_only=ffn_only,
         expert_parallel=expert_parallel,
         pack=pack,
         read_later=True,
     )
+    group = groups.name_of(mesh)
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    split = partial(split_model, mesh=mesh, options=options)
     with joint_work(group, device, f"opening {path}") as work:
         blueprint = draw(open_checkpoint(path), dtype, split, plan is not None)
-        work.text = f"{blueprint.digest()} {sorted(plan or ())} {ffn_only=} {rows_split=} {pack=}"
-        work.text += f" {expert_parallel=}"
+        work.text = f"{blueprint.digest()} {sorted(plan or ())} {ffn_only=} {options.rows_split=}"
+        work.text += f" {pack=} {expert_parallel=}"
     other = next((rank for rank, text in enumerate(work.texts) if text != work.texts[0]), None)
     if other is not None:
         raise ValueError(
@@ -265,7 +263,7 @@ def from_pretrained(
             _restore_buffers(blueprint.model, blueprint.buffers)
         for slot in blueprint.slots:
             work.check()
-            _fill(slot, device, pack)
+            _fill(slot, device, options)
     if blueprint.unexpected and groups.get(group).rank == 0:
         warnings.warn(
             f"{path} has {len(blueprint.unexpected)} tensors that "
@@ -277,15 +275,15 @@ def from_pretrained(
     return blueprint.model.eval()
 
 
-def _fill(slot: Slot, device: torch.device, pack: Pack) -> None:
+def _fill(slot: Slot, device: torch.device, options: ModelOptions) -> None:
     """Read this rank's part of a parameter, and pack it for the linear layers that have it."""
     layers = [
         (module, name)
         for module, name in slot.owners
-        if pack and isinstance(module, PackableModule) and name in module.packable
+        if options.pack and isinstance(module, PackableModule) and name in module.packable
     ]
-    dtype, drop = packed_dtype(pack), len(slot.owners) == 1
-    packed = _packed_integers(slot, device) if pack == "int8" and layers else None
+    dtype, drop = options.packed_dtype, len(slot.owners) == 1
+    packed = _packed_integers(slot, device) if dtype == torch.int8 and layers else None
     if packed is None or not drop:
         _read(slot, device)
     for layer, name in layers:

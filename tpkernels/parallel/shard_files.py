@@ -27,6 +27,7 @@ from tpkernels.common.shards import shard_sizes
 from tpkernels.nn.sharding import Split, planned
 from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, Box, open_checkpoint, package
+from tpkernels.parallel.options import ModelOptions
 from tpkernels.parallel.pretrained import Blueprint, Slot, draw
 
 _COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
@@ -96,16 +97,12 @@ def plan_shards(
     arguments are its own, and so are the errors."""
     if ranks < 1:
         raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
+    options = ModelOptions(
+        plan=plan, sequence_parallel=False, ffn_only=ffn_only, expert_parallel=expert_parallel
+    )
 
     def split(model: nn.Module) -> nn.Module:
-        plans.apply(
-            model,
-            planned(ranks),
-            plan=plan,
-            sequence_parallel=False,
-            ffn_only=ffn_only,
-            expert_parallel=expert_parallel,
-        )
+        plans.apply(model, planned(ranks), options)
         return model
 
     blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=plan is not None)
