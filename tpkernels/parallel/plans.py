@@ -50,7 +50,7 @@ from tpkernels.nn.linear import QKV, Heads, ParallelLinear, check_linear
 from tpkernels.nn.moe import form_of
 from tpkernels.nn.sharding import (
     ShardedModule,
-    Split,
+    Sharding,
     additions,
     check_parameter,
     check_plain,
@@ -387,7 +387,7 @@ def _block(
         if _is_elementwise(block.module, columns, block.row, inner):
             sizes = _cut(inner, group, options)
             block.columns = {
-                child: {"out_sizes": Split.packed(0, [sizes] * (linear.out_features // inner))}
+                child: {"out_sizes": Sharding.packed(0, [sizes] * (linear.out_features // inner))}
                 for child, linear in columns.items()
             }
             block.row_options = {"in_sizes": sizes}
