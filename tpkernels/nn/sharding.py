@@ -114,7 +114,7 @@ class Sharding:
         """Split ``total`` entries of ``what`` over a group: into ``sizes``, by default balanced.
         Raise ValueError if the sizes do not fit."""
         rank, world = position(group)
-        if isinstance(sizes, cls):
+        if isinstance(sizes, Sharding):
             return replace(sizes, rank=rank)
         checked = shard_sizes(total, world) if sizes is None else check_sizes(sizes, world)
         if sum(checked) != total:
