@@ -111,6 +111,7 @@ class Block:
 
     name: str
     module: nn.Module
+    styles: Mapping[str, str]  #: that the plan has for its children
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)  #: options by child
     row: str | None = None  #: the row-parallel child
     row_options: dict[str, Any] = field(default_factory=dict)
@@ -118,6 +119,13 @@ class Block:
     #: norms by name; each rank applies them to its heads
     shared: dict[str, nn.Module] = field(default_factory=dict)
     by_head: list[str] = field(default_factory=list)  #: parameters with an entry per query head
+
+    def path(self, child: str) -> str:
+        """Return a child's name in the model."""
+        return f"{self.name}.{child}" if self.name else child
+
+    def refuse(self, child: str, reason: str) -> NotImplementedError:
+        return _refuse(self.path(child), self.styles[child], reason)
 
     @property
     def inputs(self) -> dict[str, dict[str, Any]]:
@@ -367,8 +375,7 @@ def _block(
     model: Any, name: str, styles: Mapping[str, str], group: str, options: ModelOptions
 ) -> Block:
     """Check the projections of a parent module, and find how they are split."""
-    block = Block(name, model.get_submodule(name))
-    prefix = f"{name}." if name else ""
+    block = Block(name, model.get_submodule(name), styles)
     columns: dict[str, nn.Linear] = {}
     rows: dict[str, nn.Linear] = {}
     for child, style in styles.items():
@@ -377,9 +384,9 @@ def _block(
             block.by_head.append(child)
         elif style in COLUMNS | ROWS:
             kind = columns if style in COLUMNS else rows
-            kind[child] = check_linear(module, prefix + child)
+            kind[child] = check_linear(module, block.path(child))
         else:
-            block.shared[prefix + child] = module
+            block.shared[block.path(child)] = module
     whole = {child for child, style in styles.items() if style in GATHERED | SPLIT_INPUT}
     if len(rows) == 1 and columns:
         [(block.row, row)] = rows.items()
@@ -393,21 +400,19 @@ def _block(
             block.row_options = {"in_sizes": sizes}
             return block
         if whole <= LATENTS.keys():
-            _split_heads(block, model, columns, row, prefix, styles, group, options)
+            _split_heads(block, model, columns, row, group, options)
             return block
     unpaired = (columns.keys() | rows.keys()) - whole
     if unpaired:
-        child = min(unpaired)
-        raise _refuse(
-            prefix + child,
-            styles[child],
+        raise block.refuse(
+            min(unpaired),
             "a split is known to be right only between column-parallel projections and one "
             f"row-parallel one, but {name or type(model).__name__} has {dict(styles)}",
         )
     block.columns = {child: {"gather_output": True} for child in columns}
     for block.row, row in rows.items():  # one at most
         if len(rows) > 1:
-            raise _refuse(prefix + block.row, styles[block.row], "its parent has another such")
+            raise block.refuse(block.row, "its parent has another such")
         block.row_options = {"whole_input": True, "in_sizes": _cut(row.in_features, group, options)}
     return block
 
@@ -421,20 +426,15 @@ def _split_heads(
     model: Any,
     columns: Mapping[str, nn.Linear],
     row: nn.Linear,
-    prefix: str,
-    styles: Mapping[str, str],
     group: str,
     options: ModelOptions,
 ) -> None:
     """Split a block by key-value heads, or raise if it is not an attention that allows that."""
     attention: Any = block.module
     first = next(iter(columns))
-    if not _is_attention(attention) or "packed_colwise" in styles.values():
-        raise _refuse(
-            prefix + first,
-            styles[first],
-            f"the code of {type(attention).__name__} may mix columns, so a split could be wrong",
-        )
+    if not _is_attention(attention) or "packed_colwise" in block.styles.values():
+        kind = type(attention).__name__
+        raise block.refuse(first, f"the code of {kind} may mix columns, so a split could be wrong")
     config = getattr(attention, "config", model.config.get_text_config())
     heads = kv_heads = config.num_attention_heads
     if "k_proj" in columns:
@@ -450,8 +450,8 @@ def _split_heads(
         count = kv_heads if child in keys else heads
         if width % count or heads % kv_heads:
             raise ValueError(
-                f"{prefix}{child} has {width} features, which are not those of {heads} heads in "
-                f"{kv_heads} key-value groups"
+                f"{block.path(child)} has {width} features, which are not those of {heads} heads "
+                f"in {kv_heads} key-value groups"
             )
     unit = options.unit(row.in_features)
     block.heads = Heads(heads, kv_heads, row.in_features // heads, position(group)[1], unit)
@@ -462,16 +462,13 @@ def _split_heads(
     for name, parameter in attention.named_parameters():
         child = name.partition(".")[0]
         if child in block.by_head and len(parameter) != heads:
-            reason = f"it has {len(parameter)} entries for {heads} heads"
-            raise _refuse(prefix + child, styles[child], reason)
-        if child in (*styles, *_LATENT_NORMS) or prefix + child in block.shared:
+            raise block.refuse(child, f"it has {len(parameter)} entries for {heads} heads")
+        if child in (*block.styles, *_LATENT_NORMS) or block.path(child) in block.shared:
             continue
         of_head = parameter.dim() == 1 and parameter.shape[0] * heads == row.in_features
         if not of_head or child == name:
-            raise _refuse(
-                prefix + first, styles[first], f"{prefix}{name} would have to be split with it"
-            )
-        block.shared[prefix + child] = getattr(attention, child)
+            raise block.refuse(first, f"{block.path(name)} would have to be split with it")
+        block.shared[block.path(child)] = getattr(attention, child)
 
 
 def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) -> Stack | None:
