@@ -72,9 +72,7 @@ class ParallelLinear(PackableModule):
         bias, device and dtype are those of ``linear``; ``options`` are the constructor's others.
         Raise TypeError if ``linear`` is not a plain ``nn.Linear``, NotImplementedError if its
         weight is quantised or distributed."""
-        layer = cls.like(check_linear(linear, "linear"), group, **options)
-        layer.adopt(linear)
-        return layer
+        return cls.like(check_linear(linear, "linear"), group, **options).adopt(linear)
 
     @classmethod
     def like(cls, linear: nn.Linear, group: GroupLike, **options: Any) -> Self:

@@ -169,9 +169,7 @@ class MoE(PackableModule):
         if form is None:
             raise ValueError(f"{experts} has other weights or gates than MoE")
         dtype = experts.down_proj.dtype
-        layer = cls(**form, group=group, device="meta", dtype=dtype, **options)
-        layer.adopt(experts)
-        return layer
+        return cls(**form, group=group, device="meta", dtype=dtype, **options).adopt(experts)
 
     def reset_parameters(self) -> None:
         """Draw the weights of each expert as ``nn.Linear`` does, by the unsharded fan-in."""

@@ -404,9 +404,10 @@ class ShardedModule(nn.Module):
 
     def adopt(
         self, module: nn.Module, made: dict[nn.Parameter, nn.Parameter | None] | None = None
-    ) -> None:
+    ) -> Self:
         """Replace the parameters with copies of this rank's shards of ``module``'s parameters, of
-        the same dtype, device and ``requires_grad``; or raise ValueError if they do not fit.
+        the same dtype, device and ``requires_grad``, and return the layer; or raise ValueError if
+        they do not fit.
 
         Args:
             made: where the layer replaces the module, and its parameters get the gradients and
@@ -430,7 +431,7 @@ class ShardedModule(nn.Module):
                     if full in made:
                         made[full] = shard
             self.register_parameter(name, shard)
-        self.train(module.training)
+        return self.train(module.training)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Return the unsharded shape of a parameter."""

@@ -154,9 +154,8 @@ class VocabParallelEmbedding(ShardedModule):
         """Make a layer with a copy of this rank's shard of ``embedding``'s vectors. Raise TypeError
         if it is not a plain ``nn.Embedding``, NotImplementedError if its weight is quantised or an
         option of it is not supported."""
-        layer = cls.like(check_embedding(embedding, "embedding"), group, **options)
-        layer.adopt(embedding)
-        return layer
+        embedding = check_embedding(embedding, "embedding")
+        return cls.like(embedding, group, **options).adopt(embedding)
 
     @classmethod
     def like(
