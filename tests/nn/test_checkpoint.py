@@ -21,7 +21,7 @@ from tests.support.ranked import check_job, fresh_group, on_ranks, unlike
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 from tpkernels.nn.linear import Heads
-from tpkernels.nn.sharding import Split
+from tpkernels.nn.sharding import Sharding
 
 SHAPE = Shape(tied=True)
 
@@ -30,7 +30,7 @@ def make(group: Any, seed: int) -> Model:
     torch.manual_seed(seed)
     model = Model(SHAPE, group, True)
     sizes = tpkernels.shard_sizes(5, group.size())
-    packed = Split.packed(0, [sizes, sizes[::-1]])
+    packed = Sharding.packed(0, [sizes, sizes[::-1]])
     keys = Heads(8, 1, 4, group.size()).split_of("k_proj")  # on all ranks
     for name, features, options in (("packed", 10, {"out_sizes": packed}), ("keys", 4, keys)):
         layer = tnn.ColumnParallelLinear(3, features, group, dtype=F64, **options)

@@ -17,7 +17,7 @@ import tpkernels
 from tests.support.nn_reference import F64, SWEEP, far, shard
 from tests.support.ranked import fresh_group, on_ranks, unlike
 from tpkernels import nn as tnn
-from tpkernels.nn.sharding import Split
+from tpkernels.nn.sharding import Sharding
 
 ROWS, BATCH, WIDTH = 7, 2, 5
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 2
@@ -32,20 +32,20 @@ class Check:
     plain: nn.Module
     layer: nn.Module
     x: torch.Tensor
-    x_split: Split | None
-    y_splits: list[Split | None]
+    x_split: Sharding | None
+    y_splits: list[Sharding | None]
 
 
 def checks(group: dist.ProcessGroup, sequence: bool) -> Iterator[Check]:
     torch.manual_seed(11)
     x = torch.randn(ROWS, BATCH, WIDTH, dtype=F64)
-    rows = Split.of(0, ROWS, group.group_name, "rows") if sequence else None
+    rows = Sharding.of(0, ROWS, group.group_name, "rows") if sequence else None
     how: dict[str, Any] = {"sequence_parallel": sequence}
 
     def linear(inner: int, outer: int, bias: bool = True) -> nn.Linear:
         return nn.Linear(inner, outer, bias=bias, dtype=F64)
 
-    def features(layer: nn.Module) -> Split:
+    def features(layer: nn.Module) -> Sharding:
         return replace(layer.splits["weight"], dim=2)  # type: ignore[index]
 
     for bias in (True, False):
@@ -83,7 +83,7 @@ def outputs(module: nn.Module, x: torch.Tensor, **options: Any) -> list[torch.Te
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
-def part(x: torch.Tensor, split: Split | None) -> torch.Tensor:
+def part(x: torch.Tensor, split: Sharding | None) -> torch.Tensor:
     return x if split is None else split.shard(x)
 
 

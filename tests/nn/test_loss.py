@@ -16,7 +16,7 @@ from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, SWEEP, far
 from tests.support.ranked import fresh_group, on_ranks, recorded_calls, unlike
 from tpkernels import nn as tnn
-from tpkernels.nn.sharding import Split
+from tpkernels.nn.sharding import Sharding
 
 ROWS = (3, 5)
 
@@ -46,7 +46,7 @@ def samples(vocab: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 @on_ranks()
 def test_it_is_torchs(vocab: int) -> None:
     with fresh_group() as group:
-        split = Split.of(2, vocab, group.group_name, "vocab")
+        split = Sharding.of(2, vocab, group.group_name, "vocab")
         for name, (logits, target) in samples(vocab).items():
             for reduction in ("mean", "sum", "none"):
                 whole = logits.clone().requires_grad_()
@@ -93,7 +93,7 @@ def low_precision_job() -> str:
         torch.manual_seed(1)
         logits = torch.randn(64, 1000 * group.size())
         target = torch.randint(0, logits.shape[1], (64,))
-        split = Split.of(1, logits.shape[1], group.group_name, "vocab")
+        split = Sharding.of(1, logits.shape[1], group.group_name, "vocab")
         mine = split.shard(logits).bfloat16().requires_grad_()
         with recorded_calls() as calls, Largest() as largest:
             loss = tnn.vocab_parallel_cross_entropy(mine, target, group, logits.shape[1])

@@ -22,6 +22,7 @@ from tests.support.nn_reference import far
 from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels.nn import ColumnParallelLinear, MoE
+from tpkernels.nn.moe import PROJECTIONS
 from tpkernels.ops.experts import _routes_of_experts, route, sum_routes
 
 F64 = torch.float64
@@ -216,6 +217,34 @@ def test_copies() -> None:
                 for name, packed in twin._packed.items():
                     shared = packed.data_ptr() == twin.get_parameter(name).data_ptr()
                     assert shared == drop, (drop, name)
+
+
+@pytest.mark.parametrize("dropped", PROJECTIONS)
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_one_of_two_packed_weights_is_kept(dropped: str) -> None:
+    """As `from_pretrained` packs experts of which one weight is tied."""
+    x, ids, weights = routes()
+    with fresh_group() as group, torch.no_grad():
+        moe = MoE(EXPERTS, HIDDEN, WIDTH, group)
+        want, state = moe(x.float(), ids, weights.float()), tpkernels.nn.full_state_dict(moe)
+        packed = copy.deepcopy(moe)
+        for name in PROJECTIONS:
+            packed.pack_parameter(name, drop=name == dropped, dtype=None)
+        dims = {name: 4 if name == dropped else 3 for name in PROJECTIONS}
+        for step in ("packed", "copied", "moved", "loaded"):
+            if step == "copied":
+                packed = copy.deepcopy(packed)
+            elif step == "moved":
+                packed.to("cpu")
+            elif step == "loaded":
+                packed.load_state_dict(state)
+            assert {name: w.dim() for name, w in packed.named_parameters()} == dims, step
+            assert far(packed(x.float(), ids, weights.float()), want, 1e-5) is None, step
+            saved = tpkernels.nn.full_state_dict(packed)
+            assert all(torch.equal(saved[name], w) for name, w in state.items()), step
+        packed.unpack_()
+        assert all(torch.equal(packed.get_parameter(n), w) for n, w in moe.named_parameters())
 
 
 @pytest.mark.parametrize("drop", [False, True])

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.support import hf_folders
+from tpkernels.nn.sharding import Box
 from tpkernels.parallel import checkpoints
 from tpkernels.parallel.checkpoints import (
-    Box,
     GGUFCheckpoint,
     SafetensorsCheckpoint,
     StoredTensor,

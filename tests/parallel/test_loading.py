@@ -22,8 +22,8 @@ from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 from tpkernels.launch import Ranks
 from tpkernels.nn.linear import ParallelLinear
+from tpkernels.nn.sharding import Box
 from tpkernels.parallel import FusedColwiseParallel, FusedRowwiseParallel, pretrained
-from tpkernels.parallel.checkpoints import Box
 from tpkernels.parallel.shard_files import plan_shards, write_shards
 
 transformers = pytest.importorskip("transformers")

@@ -124,7 +124,7 @@ class CollectiveFusion(CustomGraphPass):
             try:
                 if op in _LEFT_ALONE:
                     raise Unsupported(_LEFT_ALONE[op])
-                change = _FUSE[op](Collective(node, group, self._eligible(node, group), writes))
+                change = _FUSE[op](self._collective(node, group, writes))
             except Unsupported as reason:
                 self.report.left_alone.append(LeftAlone(site, str(reason)))
             else:
@@ -143,9 +143,7 @@ class CollectiveFusion(CustomGraphPass):
                 continue
             site = sites.get(node) or Site(name, node.name, str(group), _module_of(node))
             try:
-                change = rewrites.fuse_norm(
-                    Collective(node, group, self._eligible(node, group), writes)
-                )
+                change = rewrites.fuse_norm(self._collective(node, group, writes))
             except Unsupported:  # the collective alone is reported
                 continue
             if change is not None:
@@ -158,8 +156,8 @@ class CollectiveFusion(CustomGraphPass):
     def _rewrote(self, site: Site, change: rewrites.Change) -> None:
         self.report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
 
-    def _eligible(self, node: fx.Node, group: Any) -> int:
-        """Check what holds for all kinds of collectives; return the number of ranks."""
+    def _collective(self, node: fx.Node, group: Any, writes: list[fx.Node]) -> Collective:
+        """Return a collective of the graph, after the checks that all kinds of it share."""
         if not isinstance(group, str):
             raise Unsupported("its group has no name in the graph")
         if self._only is not None and group not in self._only:
@@ -174,7 +172,7 @@ class CollectiveFusion(CustomGraphPass):
             raise Unsupported(f"the ops do not run on {x.device}")
         if x.dim() == 0 or any(same(size, 0) for size in shape_of(node)):
             raise Unsupported(f"its input has shape {list(x.shape)}, which is not a matrix")
-        return world
+        return Collective(node, group, world, writes)
 
     def _after(self, present: Any) -> Any:
         """Return the passes that are set already, then this one."""

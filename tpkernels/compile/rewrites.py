@@ -334,7 +334,7 @@ def fuse_reduction(collective: Collective) -> Change:
         if kind == "avg":
             total = editor.call(aten.div.Tensor, total, collective.world)
             if value(total).dtype != dtype:
-                total = editor.call(torch.ops.prims.convert_element_type.default, total, dtype)
+                total = editor.call(_CAST, total, dtype)
         result = editor.arrange(total, mine, layout.flat, shape_of(node))
         result = editor.laid_out_like(node, result)
     waits = [user for user in node.users if user.target is _c10d.wait_tensor.default]

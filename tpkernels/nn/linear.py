@@ -21,7 +21,7 @@ from tpkernels.nn.regions import gather_from_ranks
 from tpkernels.nn.sharding import (
     LayerOptions,
     SequenceOptions,
-    Split,
+    Sharding,
     check_parameter,
     check_plain,
     position,
@@ -49,7 +49,7 @@ class ParallelLinear(PackableModule):
         in_features: int,
         out_features: int,
         group: GroupLike,
-        sizes: Sequence[int] | Split | None,
+        sizes: Sequence[int] | Sharding | None,
         *,
         bias: bool = True,
         **options: Unpack[LayerOptions],
@@ -57,7 +57,7 @@ class ParallelLinear(PackableModule):
         super().__init__(group, **options)
         self.in_features, self.out_features = in_features, out_features
         what = ("out_features", "in_features")[self._split_dim]
-        split = Split.of(self._split_dim, getattr(self, what), self.group, what, sizes)
+        split = Sharding.of(self._split_dim, getattr(self, what), self.group, what, sizes)
         self.empty = split.size == 0  #: this rank has no features
         self.add_parameter("weight", (out_features, in_features), split)
         if bias:
@@ -72,9 +72,7 @@ class ParallelLinear(PackableModule):
         bias, device and dtype are those of ``linear``; ``options`` are the constructor's others.
         Raise TypeError if ``linear`` is not a plain ``nn.Linear``, NotImplementedError if its
         weight is quantised or distributed."""
-        layer = cls.like(check_linear(linear, "linear"), group, **options)
-        layer.adopt(linear)
-        return layer
+        return cls.like(check_linear(linear, "linear"), group, **options).adopt(linear)
 
     @classmethod
     def like(cls, linear: nn.Linear, group: GroupLike, **options: Any) -> Self:
@@ -148,7 +146,7 @@ class ColumnParallelLinear(ParallelLinear):
         *,
         bias: bool = True,
         gather_output: bool = False,
-        out_sizes: Sequence[int] | Split | None = None,
+        out_sizes: Sequence[int] | Sharding | None = None,
         stand_in: int = 0,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -459,7 +457,7 @@ class Heads:
         sizes = [width if n else 0 for n in self.query_heads]
         pairs = zip(group_of_rank, sizes, strict=True)
         ranges = tuple(((group * width, size),) for group, size in pairs)
-        return {"out_sizes": Split(0, ranges), "stand_in": width}
+        return {"out_sizes": Sharding(0, ranges), "stand_in": width}
 
 
 class QKVParallelLinear(_SharedInputLinears):

@@ -15,7 +15,7 @@ from tpkernels.common.shards import shard_sizes as balanced_sizes
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.nn.packing import PackableModule
 from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ranks
-from tpkernels.nn.sharding import LayerOptions, Split
+from tpkernels.nn.sharding import LayerOptions, Sharding
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.experts import route, rows_by_expert, sum_routes
@@ -142,21 +142,21 @@ class MoE(PackableModule):
         self.max_rows = max_rows
         outer, inner = (2, 1) if transposed else (1, 2)
         self._k_dim = inner
-        width = Split.of(0, intermediate_size, self.group, "intermediate_size", width_sizes)
+        width = Sharding.of(0, intermediate_size, self.group, "intermediate_size", width_sizes)
         widths = width.sizes
         for name, shape in _shapes(
             num_experts, hidden_size, intermediate_size, bias, transposed
         ).items():
             dim = outer if name == PROJECTIONS[0] else 1
-            sizes: Sequence[int] | Split | None = None
+            sizes: Sequence[int] | Sharding | None = None
             if expert_parallel:
                 dim = 0
             elif name == PROJECTIONS[1]:
                 dim, sizes = inner, widths
             elif name != _BIASES[1]:
                 pairs = [2 * width for width in widths]
-                sizes = pairs if interleaved else Split.packed(dim, [widths, widths])
-            self.add_parameter(name, shape, Split.of(dim, shape[dim], self.group, name, sizes))
+                sizes = pairs if interleaved else Sharding.packed(dim, [widths, widths])
+            self.add_parameter(name, shape, Sharding.of(dim, shape[dim], self.group, name, sizes))
         self.empty = self.splits[PROJECTIONS[1]].size == 0  #: no experts here, or no width
         self.reset_parameters()
 
@@ -169,9 +169,7 @@ class MoE(PackableModule):
         if form is None:
             raise ValueError(f"{experts} has other weights or gates than MoE")
         dtype = experts.down_proj.dtype
-        layer = cls(**form, group=group, device="meta", dtype=dtype, **options)
-        layer.adopt(experts)
-        return layer
+        return cls(**form, group=group, device="meta", dtype=dtype, **options).adopt(experts)
 
     def reset_parameters(self) -> None:
         """Draw the weights of each expert as ``nn.Linear`` does, by the unsharded fan-in."""

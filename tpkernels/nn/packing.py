@@ -32,11 +32,11 @@ class PackableModule(ShardedModule):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._packed: dict[str, torch.Tensor] = {}  # what the ops get in place of the weights
-        self._dropped = False  # the packed weights are the parameters
+        self._dropped: frozenset[str] = frozenset()  # weights whose packed ones are the parameters
         self._asked_dtype: torch.dtype | None = None  # that `pack_` was given
         self._plain_dtype: torch.dtype | None = None  # of the weights that were packed
         # `_packed` and `_dropped` before `_load_into`.
-        self._before_load: tuple[dict[str, torch.Tensor], bool] | None = None
+        self._before_load: tuple[dict[str, torch.Tensor], frozenset[str]] | None = None
 
     def unsharded_k(self, name: str) -> int:
         """Return K of an unsharded weight."""
@@ -91,8 +91,9 @@ class PackableModule(ShardedModule):
         """Do what `pack_parameter` does, given the packed weight. If it is dropped, the plain one
         may be on the meta device."""
         weight = self.get_parameter(name)
-        self._asked_dtype, self._plain_dtype, self._dropped = dtype, weight.dtype, drop
+        self._asked_dtype, self._plain_dtype = dtype, weight.dtype
         if drop:
+            self._dropped |= {name}
             trained = weight.requires_grad and packed.is_floating_point()
             self.register_parameter(name, nn.Parameter(packed, trained))
         self._packed[name] = packed
@@ -107,13 +108,13 @@ class PackableModule(ShardedModule):
     def _use_plain(self, plain: Mapping[str, nn.Parameter]) -> None:
         for name, weight in plain.items():
             self.register_parameter(name, weight)
-        self._packed, self._dropped = {}, False
+        self._packed, self._dropped = {}, frozenset()
 
     def _plain_weights(self) -> dict[str, nn.Parameter]:
         """Return the weights; those that were dropped are unpacked."""
         weights = {name: self.get_parameter(name) for name in self.packable}
-        for name, packed in self._packed.items() if self._dropped else ():
-            plain = self._transposed(unpack(packed)).to(self._plain_dtype)
+        for name in self._dropped:
+            plain = self._transposed(unpack(self._packed[name])).to(self._plain_dtype)
             weights[name] = nn.Parameter(plain, weights[name].requires_grad)
         return weights
 
@@ -130,13 +131,13 @@ class PackableModule(ShardedModule):
     @contextmanager
     def _unpacked(self) -> Iterator[None]:
         """Unpack the layer within the block, and pack it again after it, even if it raises."""
-        packed, drop = self._before_load or (self._packed, self._dropped)
+        packed, dropped = self._before_load or (self._packed, self._dropped)
         self.unpack_()
         try:
             yield
         finally:
             for name, before in packed.items():
-                self._pack_again(name, before, drop)
+                self._pack_again(name, before, name in dropped)
 
     def _pack_again(self, name: str, before: torch.Tensor, drop: bool) -> None:
         """Pack a weight. Integers are kept if it still has their values: they would be quantised
@@ -185,8 +186,10 @@ class PackableModule(ShardedModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, whose weights are the packed ones again where that is all there was."""
         super().__setstate__(state)
-        if self._dropped:
-            self._packed = {name: self.get_parameter(name).detach() for name in self._packed}
+        self._packed = {
+            name: self.get_parameter(name).detach() if name in self._dropped else packed
+            for name, packed in self._packed.items()
+        }
 
 
 def _load_into(layer_ref: weakref.ref[PackableModule], plain: Mapping[str, nn.Parameter]) -> None:
@@ -197,7 +200,7 @@ def _load_into(layer_ref: weakref.ref[PackableModule], plain: Mapping[str, nn.Pa
         return
     for name, weight in plain.items():
         parameter = layer.get_parameter(name)
-        dtype = layer._plain_dtype if layer._dropped else parameter.dtype
+        dtype = layer._plain_dtype if name in layer._dropped else parameter.dtype
         if (weight.dtype, weight.device) != (dtype, parameter.device):
             return  # the state dict is older than a move of the layer
         weight.requires_grad_(parameter.requires_grad)

@@ -17,7 +17,7 @@ import torch
 from tpkernels import groups
 from tpkernels.common.shards import check_sizes
 from tpkernels.groups import GroupLike
-from tpkernels.nn.sharding import Split, position
+from tpkernels.nn.sharding import Sharding, position
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 
@@ -98,6 +98,6 @@ def split_over_ranks(
     by default they are balanced. Raise ValueError if ``dim`` or ``sizes`` do not fit."""
     name = groups.name_of(group)
     _check_dim(x, dim)
-    split = Split.of(dim, x.shape[dim], name, f"dim {dim}", sizes)
+    split = Sharding.of(dim, x.shape[dim], name, f"dim {dim}", sizes)
     result: torch.Tensor = _Move.apply(x, name, dim, split.sizes, False)
     return result

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict
 
 import torch
@@ -63,7 +64,43 @@ position._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
-class Split:
+class Box:
+    """A part of a tensor: entries ``offsets[d]`` to ``offsets[d] + shape[d]`` of each dim d."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> Box:
+        """Return all of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def size(self) -> int:
+        """Return the number of entries."""
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Return the index of this part in the tensor."""
+        pairs = zip(self.offsets, self.shape, strict=True)
+        return tuple(slice(begin, begin + size) for begin, size in pairs)
+
+    def common(self, other: Box) -> Box:
+        """Return the intersection, whose size may be 0."""
+        pairs = list(zip(self.slices, other.slices, strict=True))
+        begins = tuple(max(a.start, b.start) for a, b in pairs)
+        ends = (min(a.stop, b.stop) for a, b in pairs)
+        return Box(begins, tuple(max(0, e - b) for b, e in zip(begins, ends, strict=True)))
+
+    def relative_to(self, other: Box) -> Box:
+        """Return this box with the first entry of ``other`` as the origin."""
+        pairs = zip(self.offsets, other.offsets, strict=True)
+        return Box(tuple(offset - origin for offset, origin in pairs), self.shape)
+
+
+@dataclass(frozen=True)
+class Sharding:
     """Rank r has the ``ranges[r]`` of dim ``dim``, each a (begin, size); ``rank`` is this rank."""
 
     dim: int
@@ -72,12 +109,12 @@ class Split:
 
     @classmethod
     def of(
-        cls, dim: int, total: int, group: str, what: str, sizes: Sequence[int] | Split | None = None
-    ) -> Split:
+        cls, dim: int, total: int, group: str, what: str, sizes: Sequence[int] | Self | None = None
+    ) -> Self:
         """Split ``total`` entries of ``what`` over a group: into ``sizes``, by default balanced.
         Raise ValueError if the sizes do not fit."""
         rank, world = position(group)
-        if isinstance(sizes, Split):
+        if isinstance(sizes, Sharding):
             return replace(sizes, rank=rank)
         checked = shard_sizes(total, world) if sizes is None else check_sizes(sizes, world)
         if sum(checked) != total:
@@ -85,7 +122,7 @@ class Split:
         return replace(cls.packed(dim, [checked]), rank=rank)
 
     @classmethod
-    def packed(cls, dim: int, parts: Sequence[Sequence[int]]) -> Split:
+    def packed(cls, dim: int, parts: Sequence[Sequence[int]]) -> Self:
         """Split a dim of which one part follows another: rank r has ``part[r]`` entries of each."""
         ends = iter(accumulate(size for part in parts for size in part))
         by_part = [[(next(ends) - size, size) for size in part] for part in parts]
@@ -114,7 +151,7 @@ class Split:
     @property
     def in_order(self) -> bool:
         """Return whether the shards, each of one range, follow each other."""
-        return self.ranges == Split.packed(self.dim, [self.sizes]).ranges
+        return self.ranges == Sharding.packed(self.dim, [self.sizes]).ranges
 
     @property
     def replicated(self) -> bool:
@@ -126,15 +163,22 @@ class Split:
         """Return whether no rank before this one has its entries."""
         return self.ranges.index(self.ranges[self.rank]) == self.rank
 
+    def boxes(self, shape: Sequence[int], rank: int | None = None) -> list[Box]:
+        """Return the parts that a rank, by default this one, has of a tensor of this unsharded
+        shape."""
+        origin, ranges = (0,) * len(shape), self.ranges[self.rank if rank is None else rank]
+        return [Box(self._with(origin, begin), self._with(shape, size)) for begin, size in ranges]
+
+    def chunks(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+        """Return the `boxes` of this rank, each with its view of the rank's shard ``local``."""
+        sizes = [size for _, size in self.ranges[self.rank]]
+        boxes = self.boxes(self.full_shape(local.shape))
+        return list(zip(boxes, local.split(sizes, self.dim), strict=True))
+
     def shard(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of an unsharded tensor, as a view if it is one range."""
-        parts = [full.narrow(self.dim, *each) for each in self.ranges[self.rank]]
+        parts = [full[box.slices] for box in self.boxes(full.shape)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
-
-    def chunks(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Return the ranges of this rank's shard ``local``, as views, with where they begin."""
-        begins, sizes = zip(*self.ranges[self.rank], strict=True)
-        return list(zip(begins, local.split(sizes, self.dim), strict=True))
 
     def unsharded(self, shards: torch.Tensor, *, add: bool = False) -> torch.Tensor:
         """Return the unsharded tensor, given the concatenated shards of all ranks. Entries that
@@ -143,18 +187,23 @@ class Split:
             return shards
         full = torch.zeros(self.full_shape(shards.shape), dtype=shards.dtype, device=shards.device)
         for rank, shard in enumerate(shards.split(self.sizes, self.dim)):
-            for begin, chunk in replace(self, rank=rank).chunks(shard):
-                place = full.narrow(self.dim, begin, chunk.shape[self.dim])
+            for box, chunk in replace(self, rank=rank).chunks(shard):
+                place = full[box.slices]
                 place.copy_(place + chunk if add else chunk)
         return full
 
-    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of this rank's shard, given that of a tensor or of any shard."""
-        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+    def local_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """Return the shape of a rank's shard, by default this one's, given that of a tensor or of
+        any shard."""
+        return self._with(shape, self.sizes[self.rank if rank is None else rank])
 
     def full_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the unsharded shape."""
-        return (*shape[: self.dim], self.total, *shape[self.dim + 1 :])
+        return self._with(shape, self.total)
+
+    def _with(self, shape: Sequence[int], entry: int) -> tuple[int, ...]:
+        """Return a shape, or offsets, with another entry for the split dim."""
+        return (*shape[: self.dim], entry, *shape[self.dim + 1 :])
 
 
 class ShardTensor(torch.Tensor):
@@ -166,12 +215,12 @@ class ShardTensor(torch.Tensor):
     """
 
     local: torch.Tensor
-    placement: Split
+    placement: Sharding
     group: str
     _before_load: Callable[[], None] | None = None  # called before a checkpoint is read into it
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, split: Split, group: str) -> ShardTensor:
+    def __new__(cls, local: torch.Tensor, split: Sharding, group: str) -> ShardTensor:
         tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
             cls, split.full_shape(local.shape), dtype=local.dtype, device=local.device
         )
@@ -253,17 +302,12 @@ class ShardTensor(torch.Tensor):
     def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        dim, chunks = self.placement.dim, []
-        for begin, chunk in self.placement.chunks(self.local):
-            offsets = [0] * self.dim()
-            offsets[dim] = begin
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.size()))
-        return chunks if self.local.numel() else []
+        boxes = self.placement.boxes(self.shape) if self.local.numel() else []
+        return [ChunkStorageMetadata(torch.Size(x.offsets), torch.Size(x.shape)) for x in boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         chunks = self.placement.chunks(self.local)
-        begin = chunks[0][0] if index.offset is None else index.offset[self.placement.dim]
-        return dict(chunks)[begin]
+        return next(chunk for box, chunk in chunks if index.offset in (None, box.offsets))
 
 
 class SequenceOptions(TypedDict, total=False):
@@ -297,10 +341,10 @@ class ShardedModule(nn.Module):
         self.group = groups.name_of(group)
         self.rank, self.world = position(self.group)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self.splits: dict[str, Split] = {}  #: of the sharded parameters, by name
+        self.splits: dict[str, Sharding] = {}  #: of the sharded parameters, by name
         self._factory: Mapping[str, Any] = {"device": device, "dtype": dtype}
 
-    def add_parameter(self, name: str, shape: Sequence[int], split: Split | None) -> None:
+    def add_parameter(self, name: str, shape: Sequence[int], split: Sharding | None) -> None:
         """Create a parameter, uninitialised, of an unsharded ``shape``. Without a ``split`` every
         rank has all of it."""
         if split is not None:
@@ -360,9 +404,10 @@ class ShardedModule(nn.Module):
 
     def adopt(
         self, module: nn.Module, made: dict[nn.Parameter, nn.Parameter | None] | None = None
-    ) -> None:
+    ) -> Self:
         """Replace the parameters with copies of this rank's shards of ``module``'s parameters, of
-        the same dtype, device and ``requires_grad``; or raise ValueError if they do not fit.
+        the same dtype, device and ``requires_grad``, and return the layer; or raise ValueError if
+        they do not fit.
 
         Args:
             made: where the layer replaces the module, and its parameters get the gradients and
@@ -386,7 +431,7 @@ class ShardedModule(nn.Module):
                     if full in made:
                         made[full] = shard
             self.register_parameter(name, shard)
-        self.train(module.training)
+        return self.train(module.training)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Return the unsharded shape of a parameter."""
@@ -426,14 +471,14 @@ class ShardedModule(nn.Module):
         super()._load_from_state_dict(values, prefix, local_metadata, *args)
 
 
-def _sum_replicas(split: Split, group: str, grad: torch.Tensor) -> torch.Tensor:
+def _sum_replicas(split: Sharding, group: str, grad: torch.Tensor) -> torch.Tensor:
     """Return a shard's gradient, given this rank's part of it."""
     grads = grad.to(dtypes.accumulator(grad.dtype)).contiguous()
     shards = all_gather(grads, group, split.dim, shard_sizes=split.sizes)
     return split.shard(split.unsharded(shards, add=True)).to(grad.dtype)
 
 
-def _shard_of(value: torch.Tensor, split: Split, shape: torch.Size) -> torch.Tensor:
+def _shard_of(value: torch.Tensor, split: Sharding, shape: torch.Size) -> torch.Tensor:
     """Return this rank's shard, of ``shape``, of a value in a state dict."""
     full = split.full_shape(shape)
     if tuple(value.shape) != full:

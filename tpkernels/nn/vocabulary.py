@@ -28,7 +28,7 @@ from tpkernels.nn.sharding import (
     LayerOptions,
     SequenceOptions,
     ShardedModule,
-    Split,
+    Sharding,
     check_parameter,
     check_plain,
     position,
@@ -60,7 +60,7 @@ def check_embedding(module: nn.Module, name: str) -> nn.Embedding:
 
 
 def _local_ids(
-    ids: torch.Tensor, split: Split, allowed: torch.Tensor | None, what: str
+    ids: torch.Tensor, split: Sharding, allowed: torch.Tensor | None, what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids relative to this rank's shard of the vocabulary, 0 for those of other ranks; and
     which ids are this rank's. Raise RuntimeError if one that is not ``allowed`` is outside the
@@ -133,7 +133,7 @@ class VocabParallelEmbedding(ShardedModule):
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx {padding_idx} is outside {num_embeddings} embeddings")
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        split = Split.of(0, num_embeddings, self.group, "num_embeddings")
+        split = Sharding.of(0, num_embeddings, self.group, "num_embeddings")
         self.add_parameter("weight", (num_embeddings, embedding_dim), split)
         self.reset_parameters()
 
@@ -154,9 +154,8 @@ class VocabParallelEmbedding(ShardedModule):
         """Make a layer with a copy of this rank's shard of ``embedding``'s vectors. Raise TypeError
         if it is not a plain ``nn.Embedding``, NotImplementedError if its weight is quantised or an
         option of it is not supported."""
-        layer = cls.like(check_embedding(embedding, "embedding"), group, **options)
-        layer.adopt(embedding)
-        return layer
+        embedding = check_embedding(embedding, "embedding")
+        return cls.like(embedding, group, **options).adopt(embedding)
 
     @classmethod
     def like(
@@ -316,7 +315,7 @@ def vocab_parallel_cross_entropy(
     """
     name = groups.name_of(group)
     rank, world = position(name)
-    split = Split.of(0, vocab_size, name, "vocab_size")
+    split = Sharding.of(0, vocab_size, name, "vocab_size")
     if logits.device != target.device:
         raise ValueError(f"target is on {target.device} but logits are on {logits.device}")
     if logits.dim() < 1 or logits.shape[-1] != split.size:

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 
 from tpkernels.common.text import of_error, shown
+from tpkernels.nn.sharding import Box
 
 FORMAT = "tpkernels-shards/1"
 INDEX = "model.safetensors.index.json"
@@ -71,48 +72,6 @@ _FACTORS: dict[str, tuple[slice, slice | None]] = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"), (slice(0, 2), None)),
     "Q6_K": (slice(208, 210), slice(192, 208)),
 }
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of a tensor: entries ``offsets[d]`` to ``offsets[d] + shape[d]`` of each dim d."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def full(cls, shape: Sequence[int]) -> Box:
-        """Return all of a tensor of this shape."""
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def size(self) -> int:
-        """Return the number of entries."""
-        return prod(self.shape)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Return the index of this part in the tensor."""
-        pairs = zip(self.offsets, self.shape, strict=True)
-        return tuple(slice(begin, begin + size) for begin, size in pairs)
-
-    def narrow(self, dim: int, begin: int, size: int) -> Box:
-        """Return some entries of a dim, as ``torch.narrow``."""
-        offsets, shape = list(self.offsets), list(self.shape)
-        offsets[dim], shape[dim] = offsets[dim] + begin, size
-        return Box(tuple(offsets), tuple(shape))
-
-    def common(self, other: Box) -> Box:
-        """Return the intersection, whose size may be 0."""
-        pairs = list(zip(self.slices, other.slices, strict=True))
-        begins = tuple(max(a.start, b.start) for a, b in pairs)
-        ends = (min(a.stop, b.stop) for a, b in pairs)
-        return Box(begins, tuple(max(0, e - b) for b, e in zip(begins, ends, strict=True)))
-
-    def relative_to(self, other: Box) -> Box:
-        """Return this box with the first entry of ``other`` as the origin."""
-        pairs = zip(self.offsets, other.offsets, strict=True)
-        return Box(tuple(offset - origin for offset, origin in pairs), self.shape)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ import copy
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,13 +55,11 @@ from tpkernels.nn.linear import QKV, Heads
 from tpkernels.nn.moe import PROJECTIONS
 from tpkernels.nn.sharding import additions, position
 from tpkernels.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
+from tpkernels.parallel.options import SequenceParallel
 
 GATE_UP = ("gate_proj", "up_proj")
 PROMPT_ROWS = 16  #: tokens per rank from which ``sequence_parallel="prefill"`` splits a sequence
 SEQUENCE_DIM = 1  #: transformers' activations are [batch, sequence, width]
-
-SequenceParallel = bool | Literal["prefill"]
-Pack = bool | Literal["int8"]
 
 #: Model types whose layers `join_norms` knows.
 JOINED = ("llama", "mistral", "qwen2", "qwen3")
@@ -309,18 +307,13 @@ def joined_layer(
     return rows.sum
 
 
-def packed_dtype(pack: Pack) -> torch.dtype | None:
-    """Return the dtype by which `pack_` does what ``pack`` says."""
-    return torch.int8 if pack == "int8" else None
-
-
-def check_packing(model: nn.Module, experts: Container[str], pack: Pack) -> None:
-    """Raise if the weights of a model and its ``experts`` are to be packed and cannot be."""
-    for name, module in model.named_modules() if pack else ():
+def check_packing(model: nn.Module, experts: Container[str], dtype: torch.dtype | None) -> None:
+    """Raise what `pack_` would raise for the weights of a model and its ``experts``."""
+    for name, module in model.named_modules():
         weights = ["weight"] if isinstance(module, nn.Linear) else []
         for key in PROJECTIONS if name in experts else weights:
             check_packable(getattr(module, key), f"{name}.{key}")
-            if pack == "int8":
+            if dtype == torch.int8:
                 check_finite(getattr(module, key), f"{name}.{key}")
 
 

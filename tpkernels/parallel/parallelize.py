@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.nn.sharding import check_parameter
 from tpkernels.parallel import model_methods, plans
-from tpkernels.parallel.decoder import Pack, SequenceParallel
+from tpkernels.parallel.options import ModelOptions, Pack, SequenceParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -92,46 +92,22 @@ def parallelize(
             is shared with what is split in another way.
     """
     check_mesh(mesh)
-    rows_split = check_options(plan, sequence_parallel, ffn_only, pack)
-    return split_model(
-        model,
-        mesh,
-        plan,
-        sequence_parallel=rows_split,
+    options = ModelOptions(
+        plan=plan,
+        sequence_parallel=sequence_parallel,
         ffn_only=ffn_only,
         expert_parallel=expert_parallel,
         pack=pack,
     )
+    return split_model(model, mesh, options)
 
 
-def split_model(
-    model: Model,
-    mesh: DeviceMesh,
-    plan: Mapping[str, ParallelStyle] | Mapping[str, str] | None,
-    *,
-    sequence_parallel: SequenceParallel,
-    ffn_only: bool,
-    expert_parallel: bool,
-    pack: Pack,
-    read_later: bool = False,
-) -> Model:
-    """Do what `parallelize` does, after its checks. ``read_later``: the caller reads the weights
-    and packs them."""
-    if plan is not None and not _has_names(plan):
-        if expert_parallel:
-            raise ValueError("expert_parallel=True and a plan of torch's styles; leave out one")
-        return _apply_plan(model, mesh, cast("Mapping[str, ParallelStyle]", plan))
+def split_model(model: Model, mesh: DeviceMesh, options: ModelOptions) -> Model:
+    """Do what `parallelize` does, after its checks."""
+    if options.plan is not None and options.of_torch:
+        return _apply_plan(model, mesh, options.plan)
     with torch.device("cpu"):  # of what tries the model's code, whatever the caller's default is
-        plans.apply(
-            model,
-            groups.name_of(mesh),
-            plan=cast("Mapping[str, str] | None", plan),
-            sequence_parallel=sequence_parallel,
-            ffn_only=ffn_only,
-            expert_parallel=expert_parallel,
-            pack=pack,
-            read_later=read_later,
-        )
+        plans.apply(model, groups.name_of(mesh), options)
     model_methods.attach(model, mesh)
     return model
 
@@ -146,38 +122,6 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"mesh has {mesh.ndim} dims {names or tuple(mesh.shape)}; parallelize takes one: pass "
             f"{one}"
         )
-
-
-def _has_names(plan: Mapping[str, Any]) -> bool:
-    """Return whether a plan is one of names of styles."""
-    return bool(plan) and all(isinstance(style, str) for style in plan.values())
-
-
-def check_options(
-    plan: Mapping[str, Any] | None,
-    sequence_parallel: SequenceParallel | None,
-    ffn_only: bool,
-    pack: Pack,
-) -> SequenceParallel:
-    """Check that the options can be combined; return when rows are split."""
-    if sequence_parallel not in (True, False, "prefill", None):
-        raise ValueError(
-            f'sequence_parallel is {sequence_parallel!r}; it can be True, False, "prefill" or None'
-        )
-    if pack not in (True, False, "int8"):
-        raise ValueError(f'pack is {pack!r}; it can be True, False or "int8"')
-    of_torch = plan is not None and not _has_names(plan)
-    if of_torch and pack:
-        raise NotImplementedError(
-            f"pack={pack!r} packs the layers of tpkernels.nn, and a plan makes none; leave out one"
-        )
-    if of_torch and ffn_only:
-        raise ValueError("ffn_only=True and a plan both say what is split; leave out one")
-    if ffn_only and sequence_parallel:
-        raise ValueError(
-            "ffn_only=True computes attention on whole rows; leave out sequence_parallel"
-        )
-    return not ffn_only if sequence_parallel is None else sequence_parallel
 
 
 def _apply_plan(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> Model:

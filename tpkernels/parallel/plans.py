@@ -39,7 +39,6 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from tpkernels.common.shards import shard_sizes
-from tpkernels.local.packed import scale_group
 from tpkernels.nn import (
     ColumnParallelLinear,
     ParallelLMHead,
@@ -51,7 +50,7 @@ from tpkernels.nn.linear import QKV, Heads, ParallelLinear, check_linear
 from tpkernels.nn.moe import form_of
 from tpkernels.nn.sharding import (
     ShardedModule,
-    Split,
+    Sharding,
     additions,
     check_parameter,
     check_plain,
@@ -61,13 +60,12 @@ from tpkernels.nn.vocabulary import check_embedding, check_ids
 from tpkernels.parallel import decoder
 from tpkernels.parallel.decoder import (
     GATE_UP,
-    Pack,
     ResidualRows,
-    SequenceParallel,
     SharedInputLinear,
     SplitRowsLinear,
     SplitRowsMoE,
 )
+from tpkernels.parallel.options import ModelOptions
 
 GATHERED = {"colwise_gather_output", "colwise_rep", "mla_kv_a_proj"}
 SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
@@ -113,6 +111,7 @@ class Block:
 
     name: str
     module: nn.Module
+    styles: Mapping[str, str]  #: that the plan has for its children
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)  #: options by child
     row: str | None = None  #: the row-parallel child
     row_options: dict[str, Any] = field(default_factory=dict)
@@ -120,6 +119,13 @@ class Block:
     #: norms by name; each rank applies them to its heads
     shared: dict[str, nn.Module] = field(default_factory=dict)
     by_head: list[str] = field(default_factory=list)  #: parameters with an entry per query head
+
+    def path(self, child: str) -> str:
+        """Return a child's name in the model."""
+        return f"{self.name}.{child}" if self.name else child
+
+    def refuse(self, child: str, reason: str) -> NotImplementedError:
+        return _refuse(self.path(child), self.styles[child], reason)
 
     @property
     def inputs(self) -> dict[str, dict[str, Any]]:
@@ -183,40 +189,26 @@ def check_style(model: Any, name: str, module: nn.Module, style: Any) -> None:
         )
 
 
-def apply(
-    model: nn.Module,
-    group: str,
-    *,
-    plan: Mapping[str, str] | None = None,
-    sequence_parallel: SequenceParallel,
-    ffn_only: bool = False,
-    expert_parallel: bool = False,
-    pack: Pack = False,
-    read_later: bool = False,
-) -> None:
+def apply(model: nn.Module, group: str, options: ModelOptions) -> None:
     """Apply `tpkernels.parallelize` without styles of torch. All modules are checked before the
-    first is replaced.
-
-    Args:
-        group: a group's name, which may be `tpkernels.nn.sharding.planned`.
-        read_later: the caller reads the weights and packs them.
-    """
+    first is replaced. ``group`` is a group's name, which may be `tpkernels.nn.sharding.planned`."""
+    plan = options.plan
     if plan is None:
         check_has_plan(getattr(model, "config", None), type(model).__name__)
         plan = _own_plan(model)
     else:
         _check_styles(model, plan)
     experts = _experts(model, plan)
-    if expert_parallel and not experts:
+    if options.expert_parallel and not experts:
         raise ValueError(
             "expert_parallel=True, or --expert-parallel, splits experts, and "
             f"{type(model).__name__} has none in its plan; leave it out"
         )
-    blocks = _blocks(model, plan, group, ffn_only, experts, pack)
-    stack = None if ffn_only else _stack(model, blocks, experts)
+    blocks = _blocks(model, plan, group, options, experts)
+    stack = None if options.ffn_only else _stack(model, blocks, experts)
     rows = None
-    if stack is not None and sequence_parallel and stack.by_row:
-        rows = ResidualRows.of(group, sequence_parallel)
+    if stack is not None and options.rows_split and stack.by_row:
+        rows = ResidualRows.of(group, options.rows_split)
     layers: dict[nn.Module, nn.Module] = {}  # by the module that each replaces, without memory
     for block in blocks:
         _draw(layers, block, group, rows)
@@ -225,13 +217,13 @@ def apply(
         layer = SplitRowsMoE(
             **form,
             group=group,
-            expert_parallel=expert_parallel,
-            width_sizes=_cut(form["intermediate_size"], group, pack),
+            expert_parallel=options.expert_parallel,
+            width_sizes=_cut(form["intermediate_size"], group, options),
             device="meta",
             dtype=module.get_parameter("down_proj").dtype,
         )
         layer.rows, layers[module] = rows, layer
-    if not ffn_only:
+    if not options.ffn_only:
         _draw_ends(layers, model, group)
     norms: dict[nn.Module, ResidualRows | None] = {}
     for block in blocks:
@@ -242,8 +234,9 @@ def apply(
         if decoder.is_rms_norm(norm):
             layers[norm] = decoder.parallel_norm(norm, group, of_rows)
     _check_shared(model, layers, blocks)
-    if not read_later:
-        decoder.check_packing(model, experts, pack)
+    pack = options.pack and not options.read_later
+    if pack:
+        decoder.check_packing(model, experts, options.packed_dtype)
 
     # The model has not changed so far, and nothing raises from here on.
     for norm, of_rows in norms.items():
@@ -266,8 +259,8 @@ def apply(
         stack.base.register_forward_hook(gather)
     if position(group)[1] > 1:
         _refuse_dropout(model)
-    if pack and not read_later:
-        pack_(model, dtype=decoder.packed_dtype(pack))
+    if pack:
+        pack_(model, dtype=options.packed_dtype)
 
 
 def _check_ids(group: str, embedding: nn.Module, args: Any) -> None:
@@ -335,9 +328,8 @@ def _blocks(
     model: Any,
     plan: Mapping[str, str],
     group: str,
-    ffn_only: bool,
+    options: ModelOptions,
     experts: Mapping[str, nn.Module],
-    pack: Pack,
 ) -> list[Block]:
     """Find the blocks of a model by its plan, and how they are split, or raise."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -364,30 +356,26 @@ def _blocks(
                 raise _refuse(name, style, "splits a parameter without its module")
         elif style not in COLUMNS | ROWS | {SHARED}:
             raise _refuse(name, style, "that style is not supported")
-        if not ffn_only or not of_attention:
+        if not options.ffn_only or not of_attention:
             styles.setdefault(first_names[owner], {})[child] = style
     split = any(set(children.values()) & (COLUMNS | ROWS) for children in styles.values())
     if not split and not experts:
         raise NotImplementedError(
             f"{type(model).__name__} has no module that its plan splits; pass plan={{...}}"
         )
-    return [_block(model, name, children, group, pack) for name, children in styles.items()]
+    return [_block(model, name, children, group, options) for name, children in styles.items()]
 
 
-def _unit(k: int, pack: Pack) -> int:
-    """Return at multiples of what K of a weight may be cut."""
-    return scale_group(k, "") if pack == "int8" else 1
-
-
-def _cut(k: int, group: str, pack: Pack) -> list[int]:
+def _cut(k: int, group: str, options: ModelOptions) -> list[int]:
     """Split K of a weight over the ranks."""
-    return shard_sizes(k, position(group)[1], _unit(k, pack))
+    return shard_sizes(k, position(group)[1], options.unit(k))
 
 
-def _block(model: Any, name: str, styles: Mapping[str, str], group: str, pack: Pack) -> Block:
+def _block(
+    model: Any, name: str, styles: Mapping[str, str], group: str, options: ModelOptions
+) -> Block:
     """Check the projections of a parent module, and find how they are split."""
-    block = Block(name, model.get_submodule(name))
-    prefix = f"{name}." if name else ""
+    block = Block(name, model.get_submodule(name), styles)
     columns: dict[str, nn.Linear] = {}
     rows: dict[str, nn.Linear] = {}
     for child, style in styles.items():
@@ -396,38 +384,36 @@ def _block(model: Any, name: str, styles: Mapping[str, str], group: str, pack: P
             block.by_head.append(child)
         elif style in COLUMNS | ROWS:
             kind = columns if style in COLUMNS else rows
-            kind[child] = check_linear(module, prefix + child)
+            kind[child] = check_linear(module, block.path(child))
         else:
-            block.shared[prefix + child] = module
+            block.shared[block.path(child)] = module
     whole = {child for child, style in styles.items() if style in GATHERED | SPLIT_INPUT}
     if len(rows) == 1 and columns:
         [(block.row, row)] = rows.items()
         inner = row.in_features
         if _is_elementwise(block.module, columns, block.row, inner):
-            sizes = _cut(inner, group, pack)
+            sizes = _cut(inner, group, options)
             block.columns = {
-                child: {"out_sizes": Split.packed(0, [sizes] * (linear.out_features // inner))}
+                child: {"out_sizes": Sharding.packed(0, [sizes] * (linear.out_features // inner))}
                 for child, linear in columns.items()
             }
             block.row_options = {"in_sizes": sizes}
             return block
         if whole <= LATENTS.keys():
-            _split_heads(block, model, columns, row, prefix, styles, group, pack)
+            _split_heads(block, model, columns, row, group, options)
             return block
     unpaired = (columns.keys() | rows.keys()) - whole
     if unpaired:
-        child = min(unpaired)
-        raise _refuse(
-            prefix + child,
-            styles[child],
+        raise block.refuse(
+            min(unpaired),
             "a split is known to be right only between column-parallel projections and one "
             f"row-parallel one, but {name or type(model).__name__} has {dict(styles)}",
         )
     block.columns = {child: {"gather_output": True} for child in columns}
     for block.row, row in rows.items():  # one at most
         if len(rows) > 1:
-            raise _refuse(prefix + block.row, styles[block.row], "its parent has another such")
-        block.row_options = {"whole_input": True, "in_sizes": _cut(row.in_features, group, pack)}
+            raise block.refuse(block.row, "its parent has another such")
+        block.row_options = {"whole_input": True, "in_sizes": _cut(row.in_features, group, options)}
     return block
 
 
@@ -440,20 +426,15 @@ def _split_heads(
     model: Any,
     columns: Mapping[str, nn.Linear],
     row: nn.Linear,
-    prefix: str,
-    styles: Mapping[str, str],
     group: str,
-    pack: Pack,
+    options: ModelOptions,
 ) -> None:
     """Split a block by key-value heads, or raise if it is not an attention that allows that."""
     attention: Any = block.module
     first = next(iter(columns))
-    if not _is_attention(attention) or "packed_colwise" in styles.values():
-        raise _refuse(
-            prefix + first,
-            styles[first],
-            f"the code of {type(attention).__name__} may mix columns, so a split could be wrong",
-        )
+    if not _is_attention(attention) or "packed_colwise" in block.styles.values():
+        kind = type(attention).__name__
+        raise block.refuse(first, f"the code of {kind} may mix columns, so a split could be wrong")
     config = getattr(attention, "config", model.config.get_text_config())
     heads = kv_heads = config.num_attention_heads
     if "k_proj" in columns:
@@ -469,10 +450,10 @@ def _split_heads(
         count = kv_heads if child in keys else heads
         if width % count or heads % kv_heads:
             raise ValueError(
-                f"{prefix}{child} has {width} features, which are not those of {heads} heads in "
-                f"{kv_heads} key-value groups"
+                f"{block.path(child)} has {width} features, which are not those of {heads} heads "
+                f"in {kv_heads} key-value groups"
             )
-    unit = _unit(row.in_features, pack)
+    unit = options.unit(row.in_features)
     block.heads = Heads(heads, kv_heads, row.in_features // heads, position(group)[1], unit)
     for child, width in widths.items():
         count = kv_heads if child in keys else heads
@@ -481,16 +462,13 @@ def _split_heads(
     for name, parameter in attention.named_parameters():
         child = name.partition(".")[0]
         if child in block.by_head and len(parameter) != heads:
-            reason = f"it has {len(parameter)} entries for {heads} heads"
-            raise _refuse(prefix + child, styles[child], reason)
-        if child in (*styles, *_LATENT_NORMS) or prefix + child in block.shared:
+            raise block.refuse(child, f"it has {len(parameter)} entries for {heads} heads")
+        if child in (*block.styles, *_LATENT_NORMS) or block.path(child) in block.shared:
             continue
         of_head = parameter.dim() == 1 and parameter.shape[0] * heads == row.in_features
         if not of_head or child == name:
-            raise _refuse(
-                prefix + first, styles[first], f"{prefix}{name} would have to be split with it"
-            )
-        block.shared[prefix + child] = getattr(attention, child)
+            raise block.refuse(first, f"{block.path(name)} would have to be split with it")
+        block.shared[block.path(child)] = getattr(attention, child)
 
 
 def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) -> Stack | None:

@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,12 @@ from tpkernels import groups
 from tpkernels.common import dtypes
 from tpkernels.local.packed import check_finite, pack_integers
 from tpkernels.nn.packing import PackableModule
-from tpkernels.nn.sharding import ShardedModule, Split
+from tpkernels.nn.sharding import Box, ShardedModule, Sharding
 from tpkernels.parallel import plans
-from tpkernels.parallel.checkpoints import Box, Checkpoint, StoredTensor, open_checkpoint, package
-from tpkernels.parallel.decoder import Pack, SequenceParallel, packed_dtype
+from tpkernels.parallel.checkpoints import Checkpoint, StoredTensor, open_checkpoint, package
 from tpkernels.parallel.joint_work import joint_work
-from tpkernels.parallel.parallelize import check_mesh, check_options, split_model
+from tpkernels.parallel.options import ModelOptions, Pack, SequenceParallel
+from tpkernels.parallel.parallelize import check_mesh, split_model
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -44,7 +44,7 @@ class Slot:
 
     name: str  #: as the unsharded model has it
     owners: tuple[tuple[nn.Module, str], ...]  #: (module, attribute); several if weights are tied
-    split: Split | None  #: None: it is not split, or by a plan
+    split: Sharding | None  #: None: it is not split, or by a plan
     stored: StoredTensor  #: the unsharded parameter in the checkpoint
     linear: bool  #: the weight of a linear layer, [out_features, in_features]
 
@@ -59,8 +59,8 @@ class Slot:
         module, attribute = self.owners[0]
         return module.get_parameter(attribute)
 
-    def parts(self, rank: int | None = None) -> list[Box]:
-        """Return the parts that a rank holds, by default this one; a plan's only of this one."""
+    def parts(self) -> list[Box]:
+        """Return the parts that this rank holds."""
         data: Any = self.parameter.data
         if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -69,18 +69,13 @@ class Slot:
                 self.shape, data.device_mesh, data.placements
             )
             return [Box(tuple(offsets), tuple(shape))]
-        full = Box.full(self.shape)
-        if self.split is None:
-            return [full]
-        ranges = self.split.ranges[self.split.rank if rank is None else rank]
-        return [full.narrow(self.split.dim, *each) for each in ranges]
+        return [Box.full(self.shape)] if self.split is None else self.split.boxes(self.shape)
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """Return the shape of what a rank holds, by default this one."""
         if self.split is None:
             return self.parts()[0].shape
-        split = self.split if rank is None else replace(self.split, rank=rank)
-        return split.local_shape(self.shape)
+        return self.split.local_shape(self.shape, rank)
 
 
 @dataclass(frozen=True)
@@ -235,25 +230,23 @@ def from_pretrained(
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
     check_mesh(mesh)
-    rows_split = check_options(plan, sequence_parallel, ffn_only, pack)
-    group = groups.name_of(mesh)
-    device = torch.device(mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    split = partial(
-        split_model,
-        mesh=mesh,
+    options = ModelOptions(
         plan=plan,
-        sequence_parallel=rows_split,
+        sequence_parallel=sequence_parallel,
         ffn_only=ffn_only,
         expert_parallel=expert_parallel,
         pack=pack,
         read_later=True,
     )
+    group = groups.name_of(mesh)
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    split = partial(split_model, mesh=mesh, options=options)
     with joint_work(group, device, f"opening {path}") as work:
         blueprint = draw(open_checkpoint(path), dtype, split, plan is not None)
-        work.text = f"{blueprint.digest()} {sorted(plan or ())} {ffn_only=} {rows_split=} {pack=}"
-        work.text += f" {expert_parallel=}"
+        work.text = f"{blueprint.digest()} {sorted(plan or ())} {ffn_only=} {options.rows_split=}"
+        work.text += f" {pack=} {expert_parallel=}"
     other = next((rank for rank, text in enumerate(work.texts) if text != work.texts[0]), None)
     if other is not None:
         raise ValueError(
@@ -265,7 +258,7 @@ def from_pretrained(
             _restore_buffers(blueprint.model, blueprint.buffers)
         for slot in blueprint.slots:
             work.check()
-            _fill(slot, device, pack)
+            _fill(slot, device, options)
     if blueprint.unexpected and groups.get(group).rank == 0:
         warnings.warn(
             f"{path} has {len(blueprint.unexpected)} tensors that "
@@ -277,15 +270,15 @@ def from_pretrained(
     return blueprint.model.eval()
 
 
-def _fill(slot: Slot, device: torch.device, pack: Pack) -> None:
+def _fill(slot: Slot, device: torch.device, options: ModelOptions) -> None:
     """Read this rank's part of a parameter, and pack it for the linear layers that have it."""
     layers = [
         (module, name)
         for module, name in slot.owners
-        if pack and isinstance(module, PackableModule) and name in module.packable
+        if options.pack and isinstance(module, PackableModule) and name in module.packable
     ]
-    dtype, drop = packed_dtype(pack), len(slot.owners) == 1
-    packed = _packed_integers(slot, device) if pack == "int8" and layers else None
+    dtype, drop = options.packed_dtype, len(slot.owners) == 1
+    packed = _packed_integers(slot, device) if dtype == torch.int8 and layers else None
     if packed is None or not drop:
         _read(slot, device)
     for layer, name in layers:
@@ -312,8 +305,8 @@ def _read(slot: Slot, device: torch.device) -> None:
     """Give a parameter memory and read this rank's part into it."""
     empty = slot.parameter
     local = torch.empty(slot.local_shape(), dtype=empty.dtype, device=device)
-    chunks = [local] if slot.split is None else [x for _, x in slot.split.chunks(local)]
-    for box, chunk in zip(slot.parts(), chunks, strict=True):
+    chunks = [(slot.parts()[0], local)] if slot.split is None else slot.split.chunks(local)
+    for box, chunk in chunks:
         slot.stored.read(box, chunk)
     value = local
     if type(empty.data) is not torch.Tensor:

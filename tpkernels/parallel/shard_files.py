@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from torch import nn
 
 from tpkernels.common import dtypes
 from tpkernels.common.shards import shard_sizes
-from tpkernels.nn.sharding import Split, planned
+from tpkernels.nn.sharding import Box, Sharding, planned
 from tpkernels.parallel import plans
-from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, Box, open_checkpoint, package
+from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, open_checkpoint, package
+from tpkernels.parallel.options import ModelOptions
 from tpkernels.parallel.pretrained import Blueprint, Slot, draw
 
 _COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
@@ -96,16 +97,12 @@ def plan_shards(
     arguments are its own, and so are the errors."""
     if ranks < 1:
         raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
+    options = ModelOptions(
+        plan=plan, sequence_parallel=False, ffn_only=ffn_only, expert_parallel=expert_parallel
+    )
 
     def split(model: nn.Module) -> nn.Module:
-        plans.apply(
-            model,
-            planned(ranks),
-            plan=plan,
-            sequence_parallel=False,
-            ffn_only=ffn_only,
-            expert_parallel=expert_parallel,
-        )
+        plans.apply(model, planned(ranks), options)
         return model
 
     blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=plan is not None)
@@ -167,44 +164,43 @@ def _copy_other_files(plan: ShardPlan, partial: Path) -> None:
 def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], None]) -> list[str]:
     """Write the shards and the index; return the names of the files with weights."""
     save_file = package("safetensors.torch").save_file
-    places: dict[str, list[dict[str, Any]]] = {slot.name: [] for slot in plan.slots}
     model, buffers = plan.blueprint.model, plan.blueprint.buffers
+    tensors = [(slot.name, slot.stored, slot.parameter.dtype, slot.split) for slot in plan.slots]
+    tensors += [
+        (name, stored, model.get_buffer(name).dtype, None) for name, stored in buffers.items()
+    ]
+    places: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in tensors}
     files, total = [], 0
     for rank in range(plan.ranks):
         progress(rank)
         file = f"model-rank-{rank:05}-of-{plan.ranks:05}.safetensors"
         shard: dict[str, torch.Tensor] = {}
-        for slot in plan.slots:
-            part = _share(slot, rank)
-            if part.size == 0 or (slot.split is None and rank != 0):
-                continue
-            shard[slot.name] = torch.empty(part.shape, dtype=slot.parameter.dtype)
-            slot.stored.read(part, shard[slot.name])
-            places[slot.name].append({"file": file, "offsets": list(part.offsets)})
-        for name, stored in buffers.items() if rank == 0 else ():
-            shard[name] = torch.empty(stored.shape, dtype=model.get_buffer(name).dtype)
-            stored.read(Box.full(stored.shape), shard[name])
-            places[name] = [{"file": file, "offsets": [0] * len(stored.shape)}]
+        for name, stored, dtype, split in tensors:
+            part = _share(stored.shape, split, rank)
+            if part is not None:
+                shard[name] = torch.empty(part.shape, dtype=dtype)
+                stored.read(part, shard[name])
+                places[name].append({"file": file, "offsets": list(part.offsets)})
         save_file(shard, partial / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in shard.values())
         files.append(file)
-    shapes = {slot.name: slot.shape for slot in plan.slots}
-    shapes |= {name: stored.shape for name, stored in buffers.items()}
     index = {
         "metadata": {"format": FORMAT, "ranks": plan.ranks, "total_size": total},
         "weight_map": places,
-        "shapes": {each: list(shape) for each, shape in shapes.items()},
+        "shapes": {name: list(stored.shape) for name, stored, *_ in tensors},
     }
     (partial / INDEX).write_text(json.dumps(index, indent=1))
     return files
 
 
-def _share(slot: Slot, rank: int) -> Box:
-    """Return the part of a parameter that is in the file of a rank: what the rank holds if that is
-    one range of its own, else a share of a balanced split."""
-    split = slot.split
-    if split is not None and not split.in_order:
+def _share(shape: tuple[int, ...], split: Sharding | None, rank: int) -> Box | None:
+    """Return the part of a tensor that is in the file of a rank: what the rank holds if that is one
+    range of its own, else a share of a balanced split. None if it is empty, or if the tensor is not
+    split and the rank not 0."""
+    if split is None:
+        return None if rank else Box.full(shape)
+    if not split.in_order:
         sizes = shard_sizes(split.total, len(split.ranges))
-        slot = replace(slot, split=Split.packed(split.dim, [sizes]))
-    [part] = slot.parts(rank)
-    return part
+        split = Sharding.packed(split.dim, [sizes])
+    [part] = split.boxes(shape, rank)
+    return part if part.size else None

@@ -1,0 +1,70 @@
+"""How a model is split over ranks, as one value that the public functions make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from tpkernels.local.packed import scale_group
+
+SequenceParallel = bool | Literal["prefill"]
+Pack = bool | Literal["int8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What `tpkernels.parallelize` takes besides model and mesh, with the same meanings and
+    defaults. Raise ValueError or NotImplementedError if options exclude each other."""
+
+    plan: Mapping[str, Any] | None = None
+    sequence_parallel: SequenceParallel | None = None
+    ffn_only: bool = False
+    expert_parallel: bool = False
+    pack: Pack = False
+    read_later: bool = False  #: the caller reads the weights and packs them
+
+    def __post_init__(self) -> None:
+        if self.sequence_parallel not in (True, False, "prefill", None):
+            raise ValueError(
+                f"sequence_parallel is {self.sequence_parallel!r}; it can be True, False, "
+                '"prefill" or None'
+            )
+        if self.pack not in (True, False, "int8"):
+            raise ValueError(f'pack is {self.pack!r}; it can be True, False or "int8"')
+        if self.of_torch and self.pack:
+            raise NotImplementedError(
+                f"pack={self.pack!r} packs the layers of tpkernels.nn, and a plan makes none; "
+                "leave out one"
+            )
+        if self.of_torch and self.expert_parallel:
+            raise ValueError("expert_parallel=True and a plan of torch's styles; leave out one")
+        if self.of_torch and self.ffn_only:
+            raise ValueError("ffn_only=True and a plan both say what is split; leave out one")
+        if self.ffn_only and self.sequence_parallel:
+            raise ValueError(
+                "ffn_only=True computes attention on whole rows; leave out sequence_parallel"
+            )
+
+    @property
+    def of_torch(self) -> bool:
+        """Return whether there is a plan, and not one of names of styles."""
+        if self.plan is None:
+            return False
+        return not self.plan or not all(isinstance(style, str) for style in self.plan.values())
+
+    @property
+    def rows_split(self) -> SequenceParallel:
+        """Return when rows are split."""
+        return not self.ffn_only if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def packed_dtype(self) -> torch.dtype | None:
+        """Return the dtype by which `tpkernels.nn.pack_` packs."""
+        return torch.int8 if self.pack == "int8" else None
+
+    def unit(self, k: int) -> int:
+        """Return at multiples of what K of a weight may be cut."""
+        return scale_group(k, "") if self.pack == "int8" else 1
