@@ -102,6 +102,18 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
         ValueError,
         "out is on cpu; it must be on meta",
     ),
+    (
+        reduce,
+        dict.fromkeys(("x", "out"), torch.ones(6, device="meta")),
+        ValueError,
+        "must be on cpu",
+    ),
+    (
+        reduce,
+        dict.fromkeys(("x", "out"), torch.ones(4096)),
+        ValueError,
+        "the workspace has 16 words",
+    ),
     (reduce, {"way": "ring"}, ValueError, "way is 'ring'; it must be auto or one of two_shot"),
     (add, {"partials": []}, ValueError, "0 partials; there must be 1 to 72"),
     (add, {"partials": [torch.ones(6)] * 73}, ValueError, "73 partials"),

@@ -134,10 +134,7 @@ def _gather_by_copies(
 ) -> None:
     """Gather and multiply with chunks that copy engines bring while the first product runs."""
     device, sizes, dtype = rows.device, call.problem.shard_rows, outs[0].dtype
-    plain, peers = call.plan.signature, call.peers_in_ring_order
-    by_kernels = cuda.flags_take_kernels(device)
-    in_place = call.workspace.on_gpus[device].segments.find(rows)
-    signature = plain if in_place is None else in_place.signature(plain)
+    peers, by_kernels = call.peers_in_ring_order, cuda.flags_take_kernels(device)
 
     def prepare() -> Prepared:
         from tpkernels.kernels import all_gather_matmul as kernel
@@ -161,7 +158,7 @@ def _gather_by_copies(
                 outs: list[torch.Tensor],
                 whole: torch.Tensor,
             ) -> None:
-                with cuda.CopyCall(space, plain, [whole, *outs], in_place, flags) as copies:
+                with cuda.CopyCall(space, signature, [whole, *outs], in_place, flags) as copies:
                     bring_rows(copies, side, peers, rows, whole, sizes, step, chunks)
                     try:
                         multiply_first(whole, weights[0], biases[0], outs[0])
@@ -173,10 +170,9 @@ def _gather_by_copies(
 
         return first._replace(bind=bind)
 
-    key = by_kernels, signature, *[_place(w) for w in weights]
-    memory, run = bound(call, device, key, prepare, signature)
+    memory, run = bound(call, device, (by_kernels, *[_place(w) for w in weights]), prepare)
     with memory:
-        run(memory.side, in_place, rows, weights, biases, outs, whole)
+        run(memory.side, memory.segments.find(rows), rows, weights, biases, outs, whole)
 
 
 def bring_rows(

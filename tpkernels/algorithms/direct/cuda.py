@@ -106,7 +106,7 @@ def reduce(
     memory, run = bound(
         call,
         x.device,
-        ("sum", early),
+        "sum",
         lambda: cuda.prepare_all_reduce(
             world, partial, out, bias, residual, early=early, ways=_ways(call, x)
         ),
@@ -138,7 +138,7 @@ def reduce_and_normalise(
     memory, run = bound(
         call,
         x.device,
-        ("normed", early),
+        "normed",
         lambda: cuda.prepare_normed_all_reduce(
             world, *tensors, norm.eps, *added, early=early, ways=_ways(call, x)
         ),
