@@ -25,6 +25,7 @@ from tpkernels.ops import reference
 from tpkernels.planning.trust import Failure
 from tpkernels.qualification import checks, virtual
 from tpkernels.qualification.checks import CheckedCall
+from tpkernels.qualification.op_case import Operands
 from tpkernels.qualification.virtual import Launch, Results, VirtualRanks
 
 # About 6 ms, in which the host queues the launches: an idle GPU would wait for each of them.
@@ -123,7 +124,7 @@ def ranks_of(
     call: CheckedCall,
     world: int,
     timeout: float = virtual.TIMEOUT_S,
-) -> Iterator[tuple[VirtualRanks, list[Launch], list[checks.CheckedOperands]]]:
+) -> Iterator[tuple[VirtualRanks, list[Launch], list[Operands]]]:
     """Give virtual ranks, their loaded launches of a call, and the call's operands."""
     with virtual.sharing(machine.device, world), checks.copying(variant):
         ranks = virtual.ranks_for(variant, machine.device, world, [call])
@@ -133,9 +134,7 @@ def ranks_of(
         yield ranks, launches, operands
 
 
-def run_once(
-    ranks: VirtualRanks, launches: Sequence[Launch], operands: Sequence[checks.CheckedOperands]
-) -> str:
+def run_once(ranks: VirtualRanks, launches: Sequence[Launch], operands: Sequence[Operands]) -> str:
     """Run the launches of all ranks once; return what is wrong, or ""."""
     failure = ranks.run(
         launches, lambda rank, results: checks.compared(operands[rank], results, [])

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from tpkernels.bench.cases import (
-    Case,
     Inputs,
     planned,
     random_case,
     run_local_matmul,
     run_torch,
-    run_tpkernels,
     world_group,
 )
 from tpkernels.bench.specs import Spec
@@ -31,6 +29,7 @@ from tpkernels.launch.session import all_gather_objects, rank_device, synchroniz
 from tpkernels.local.packed import native
 from tpkernels.local.scaled import ScaledMatrix, torch_takes
 from tpkernels.planning.cost import Rates
+from tpkernels.qualification.op_case import Operands
 from tpkernels.timing import Samples, Variant, measure
 
 _MIN_REPEAT = 3  # repetitions, however long they take: see `timing.measure`
@@ -62,12 +61,13 @@ class CaseReport:
     inputs_over_cache: float
 
 
-def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
+def run_case(spec: Spec, method: Method, rates: Rates | None = None) -> CaseReport:
     """Verify a case, then time the right results, interleaved with the baselines. `unfused` is
     always included. Collective.
 
     Args:
-        rates: the rates of the slowest rank, identical on all ranks.
+        rates: the rates of the slowest rank, identical on all ranks; not needed if the method has
+            no limit of seconds, or no baselines.
     """
     case = random_case(spec, rank_device(method.device))
     left_out = _left_out(case, method, rates)
@@ -93,7 +93,7 @@ def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
     runs = {name: run for name, run in runs.items() if name not in left_out}
     for name, choice in choices.items():
         if choice.error_over_bound <= 1:
-            runs[name] = lambda name=name: run_tpkernels(inputs.sharded(), name)  # type: ignore[misc]
+            runs[name] = lambda name=name: inputs.sharded().run(name)  # type: ignore[misc]
     # all_reduce works in place, and so does torch with a sum that is normalised: each timed region
     # starts from the same values.
     undo = inputs.restore if case.spec.keeps_sum and case.w is None else None
@@ -107,12 +107,13 @@ def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
     return CaseReport(choices, samples, reasons, inputs.over_cache)
 
 
-def _left_out(case: Case, method: Method, rates: Rates) -> dict[str, str]:
+def _left_out(case: Operands, method: Method, rates: Rates | None) -> dict[str, str]:
     """Return the baselines that are not run, with the reasons; "" if the user expects none.
     Collective."""
     left_out = {"local_matmul": ""} if case.w is None else {}
-    rows = sum(case.sizes) if case.spec.gathers else len(case.x)
-    expected = 2 * rows * (0 if case.w is None else case.w.numel()) / rates.torch_flops
+    rows, expected = sum(case.of.sizes) if case.spec.gathers else len(case.x), 0.0
+    if rates is not None and case.w is not None:
+        expected = 2 * rows * case.w.numel() / rates.torch_flops
     if case.spec.routed or not method.baselines:
         left_out["torch"] = ""  # `unfused` already runs routed ops by torch's all-to-all
     elif case.scales and case.x.is_cuda and not _torch_multiplies(case):
@@ -127,17 +128,17 @@ def _left_out(case: Case, method: Method, rates: Rates) -> dict[str, str]:
     return left_out
 
 
-def _torch_multiplies(case: Case) -> bool:
+def _torch_multiplies(case: Operands) -> bool:
     """Return whether torch has a kernel for scaled operands on this GPU."""
-    x, w = (ScaledMatrix(*operand) for operand in case.operands)
-    return torch_takes(x, w, case.out_dtype)
+    x, w, scale_x, scale_w = case.factors
+    return torch_takes(ScaledMatrix(x, scale_x), ScaledMatrix(w, scale_w), case.of.dtype)
 
 
-def _try_symm_mem(case: Case) -> str:
+def _try_symm_mem(case: Operands) -> str:
     """Run the fused op of torch once; return why it cannot run, or "". Collective."""
-    if case.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
-        return f"torch.ops.symm_mem has no fused {case.op}"
-    if min(case.sizes) != max(case.sizes):
+    if case.of.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
+        return f"torch.ops.symm_mem has no fused {case.of.op}"
+    if min(case.of.sizes) != max(case.of.sizes):
         return "torch.ops.symm_mem needs equal shards"
     import torch.distributed._symmetric_memory as symmetric
 
@@ -150,7 +151,7 @@ def _try_symm_mem(case: Case) -> str:
     return ""
 
 
-def _run_symm_mem(case: Case) -> object:
+def _run_symm_mem(case: Operands) -> object:
     """Run the fused op of torch."""
     name, ops = world_group().name, torch.ops.symm_mem
     if case.spec.gathers:
