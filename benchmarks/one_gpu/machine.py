@@ -21,7 +21,6 @@ from unittest import mock
 import torch
 
 from benchmarks.one_gpu.cache import SCRATCH
-from tpkernels.ops import reference
 from tpkernels.planning.trust import Failure
 from tpkernels.qualification import checks, virtual
 from tpkernels.qualification.checks import CheckedCall
@@ -169,11 +168,6 @@ class UncheckedRanks(VirtualRanks):
         return list
 
 
-def _no_product(x: torch.Tensor, w: torch.Tensor | None, _: bool) -> tuple[torch.Tensor, ...]:
-    shape = x.shape if w is None else (x.shape[0], w.shape[1])
-    return torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-
-
 @contextlib.contextmanager
 def opened(kind: str, seconds: float) -> Iterator[Machine]:
     """Give the machine of this process, after what replaces the GPU has been put in place."""
@@ -211,7 +205,6 @@ def _compiling() -> Iterator[None]:
         mock.patch.object(image, "nvrtc_image", lambda capability: b"an image"),
         mock.patch.object(virtual, "VirtualRanks", UncheckedRanks),
         mock.patch.object(virtual, "rank_device", lambda device: cpu),
-        mock.patch.object(reference, "product", _no_product),
         mock.patch.dict(virtual._EPOCHS, cpu=0),
     ):
         yield
