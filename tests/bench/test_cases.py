@@ -14,9 +14,9 @@ import torch.distributed as dist
 from tests.cli.test_cli import invoke, one_element_off
 from tests.support.ranked import on_ranks
 from tpkernels.bench.cases import random_case, run_torch
+from tpkernels.bench.measuring import check
 from tpkernels.bench.specs import Spec, square_of
 from tpkernels.bench.sweep import LAYER, MODELS, PROJECTIONS, Item, Method, projection
-from tpkernels.bench.verification import check
 from tpkernels.cli import bench as command
 from tpkernels.launch import Ranks
 from tpkernels.planning.cost import Rates

@@ -86,7 +86,8 @@ def run_torch(case: Operands) -> Outputs:
 def run_matmul(case: Operands) -> torch.Tensor:
     """Run torch.matmul, or torch._scaled_mm, on local operands, see `gathered`."""
     if case.scales:
-        return torch._scaled_mm(*case.factors, out_dtype=case.of.dtype)
+        x, w, scale_x, scale_w = case.factors
+        return torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=case.of.dtype)
     assert case.w is not None  # only for ops with a matmul
     return torch.matmul(case.x, case.w)
 

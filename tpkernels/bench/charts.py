@@ -218,7 +218,7 @@ def _draw_over_sizes(
     axes.set_xticks(range(len(cases)), ticks)
     if len(" ".join(ticks)) > 45:
         axes.tick_params("x", labelrotation=90)
-        axes.figure.set_figheight(4.6)
+        axes.figure.set_figheight(4.6)  # type: ignore[union-attr]  # it is no subfigure
     axes.set_xlim(-0.6, len(cases) - 0.4)
     axes.grid(visible=False, axis="x")
     axes.set_xlabel(label)

@@ -151,7 +151,8 @@ class OpCase:
         (m, n), k, dispatches, own = self.extents, self.top_k, self.spec.dispatches, self.rows(rank)
         generator = torch.Generator(self.device).manual_seed(self.seed)
         chance = torch.rand(m, self.experts - self.idle, generator=generator, device=self.device)
-        topk_ids, draw = chance.topk(k).indices, self._drawing(_SHARED, 0)
+        topk_ids = chance.argsort(dim=1, stable=True)[:, :k].contiguous()
+        draw = self._drawing(_SHARED, 0)
         order, counts = assignments(topk_ids, self.experts, self.world)
         tokens = draw(m, n) if dispatches else draw(m * k, n)
         rows = tokens[order[rank] // k if dispatches else order[rank]]
