@@ -49,7 +49,7 @@ TOOLS: dict[str, set[str]] = {
     "numerics": set(),
     "launch": {"groups", "planning", "qualification"},
     "qualification": {"", *CORE, "launch"},
-    "bench": {"", *CORE, "launch"},
+    "bench": {"", *CORE, "launch", "qualification"},
     "cli": {"", *CORE, *MODELS, "bench", "launch", "qualification"},
 }
 FACADE = {"", "__main__"}

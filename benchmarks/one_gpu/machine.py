@@ -21,10 +21,10 @@ from unittest import mock
 import torch
 
 from benchmarks.one_gpu.cache import SCRATCH
-from tpkernels.ops import reference
 from tpkernels.planning.trust import Failure
 from tpkernels.qualification import checks, virtual
 from tpkernels.qualification.checks import CheckedCall
+from tpkernels.qualification.op_case import Operands
 from tpkernels.qualification.virtual import Launch, Results, VirtualRanks
 
 # About 6 ms, in which the host queues the launches: an idle GPU would wait for each of them.
@@ -123,7 +123,7 @@ def ranks_of(
     call: CheckedCall,
     world: int,
     timeout: float = virtual.TIMEOUT_S,
-) -> Iterator[tuple[VirtualRanks, list[Launch], list[checks.CheckedOperands]]]:
+) -> Iterator[tuple[VirtualRanks, list[Launch], list[Operands]]]:
     """Give virtual ranks, their loaded launches of a call, and the call's operands."""
     with virtual.sharing(machine.device, world), checks.copying(variant):
         ranks = virtual.ranks_for(variant, machine.device, world, [call])
@@ -133,9 +133,7 @@ def ranks_of(
         yield ranks, launches, operands
 
 
-def run_once(
-    ranks: VirtualRanks, launches: Sequence[Launch], operands: Sequence[checks.CheckedOperands]
-) -> str:
+def run_once(ranks: VirtualRanks, launches: Sequence[Launch], operands: Sequence[Operands]) -> str:
     """Run the launches of all ranks once; return what is wrong, or ""."""
     failure = ranks.run(
         launches, lambda rank, results: checks.compared(operands[rank], results, [])
@@ -168,11 +166,6 @@ class UncheckedRanks(VirtualRanks):
     def capture(self, *_: object, **__: object) -> Callable[[], list[Results]]:
         """Return nothing to replay."""
         return list
-
-
-def _no_product(x: torch.Tensor, w: torch.Tensor | None, _: bool) -> tuple[torch.Tensor, ...]:
-    shape = x.shape if w is None else (x.shape[0], w.shape[1])
-    return torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
 
 
 @contextlib.contextmanager
@@ -212,7 +205,6 @@ def _compiling() -> Iterator[None]:
         mock.patch.object(image, "nvrtc_image", lambda capability: b"an image"),
         mock.patch.object(virtual, "VirtualRanks", UncheckedRanks),
         mock.patch.object(virtual, "rank_device", lambda device: cpu),
-        mock.patch.object(reference, "product", _no_product),
         mock.patch.dict(virtual._EPOCHS, cpu=0),
     ):
         yield

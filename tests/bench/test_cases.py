@@ -13,15 +13,16 @@ import torch.distributed as dist
 
 from tests.cli.test_cli import invoke, one_element_off
 from tests.support.ranked import on_ranks
-from tpkernels.bench.cases import Outputs, random_case, run_torch, run_tpkernels
+from tpkernels.bench.cases import random_case, run_torch
+from tpkernels.bench.measuring import check
 from tpkernels.bench.specs import Spec, square_of
 from tpkernels.bench.sweep import LAYER, MODELS, PROJECTIONS, Item, Method, projection
-from tpkernels.bench.verification import check
 from tpkernels.cli import bench as command
 from tpkernels.launch import Ranks
 from tpkernels.planning.cost import Rates
 from tpkernels.planning.op_spec import OPS, Options
 from tpkernels.planning.problem import ORDERED, Problem
+from tpkernels.qualification.op_case import Outputs
 
 BF16, F32 = torch.bfloat16, torch.float32
 SCALED = tuple(op for op, spec in OPS.items() if spec.scaled)
@@ -217,7 +218,7 @@ def judge(specs: list[Spec]) -> list[dict[str, bool]]:
     judged = []
     for spec in specs:
         case = random_case(spec)
-        outputs = run_tpkernels(case.copy())
+        outputs = case.copy().run()
         expected = None if case.spec.routed else run_torch(case.copy())
         results = {"right": outputs, **corruptions(spec.op, outputs)}
         worst = check(case, results, expected)
@@ -251,7 +252,7 @@ def test_scales_are_verified() -> None:
             "x": replace(case, scales=(of_x.roll(1, 0), of_w)),
             "w": replace(case, scales=(of_x, of_w.roll(1, 1).contiguous())),
         }
-        outputs = {name: run_tpkernels(each) for name, each in swapped.items()}
+        outputs = {name: each.run() for name, each in swapped.items()}
         worst = check(case, outputs, run_torch(case))
         found.append({name: error <= 1 for name, error in worst.items()})
     assert found == [{"right": True, "x": False, "w": False}] * len(SCALED)
@@ -261,7 +262,7 @@ def test_scales_are_verified() -> None:
 def test_all_ranks_must_have_the_same_sum() -> None:
     """A sum that differs on rank 1 in the shard that rank 0 checks is wrong."""
     case = random_case(Spec("all_reduce", (64,), F32))
-    (y,) = run_tpkernels(case.copy())
+    (y,) = case.copy().run()
     if dist.get_rank() == 1:
         y[0] += 1
     assert check(case, {"sum": [y]})["sum"] == math.inf

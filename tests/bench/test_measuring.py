@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from tests.support.tiers import sweep
 from tpkernels.bench import cases, measuring, probes
-from tpkernels.bench.cases import COLD, Case, Inputs, Outputs, planned, random_case
+from tpkernels.bench.cases import COLD, Inputs, planned, random_case
 from tpkernels.bench.measuring import CaseReport, run_case
 from tpkernels.bench.results import Row, rows_of
 from tpkernels.bench.specs import Spec
@@ -26,6 +27,7 @@ from tpkernels.planning.choose import Plan
 from tpkernels.planning.cost import Rates
 from tpkernels.planning.machine import last_level_cache_bytes
 from tpkernels.planning.op_spec import OPS
+from tpkernels.qualification.op_case import Operands, Outputs
 
 RATES = Rates(flops=1e10, torch_flops=1e10, copy_bytes=1e10)
 SPEC = Spec("matmul_reduce_scatter", (8, 16, 32), torch.float32)
@@ -43,16 +45,16 @@ def rows(spec: Spec, reports: list[CaseReport]) -> dict[str, Row]:
 def asleep(op_seconds: float) -> CaseReport:
     """On a rank: results are verified as usual; only the times are fake."""
 
-    def op(case: Case, algorithm: str) -> Outputs:
+    def op(algorithm: str) -> Outputs:
         time.sleep(COMPUTE + TRAVEL if algorithm == "unfused" else op_seconds)
         return []
 
-    def product(case: Case) -> Outputs:
+    def product(case: Operands) -> Outputs:
         time.sleep(COMPUTE)
         return []
 
     with (
-        mock.patch.object(measuring, "run_tpkernels", op),
+        mock.patch.object(Inputs, "sharded", lambda _: SimpleNamespace(run=op)),
         mock.patch.object(measuring, "run_local_matmul", product),
     ):
         return run_case(SPEC, METHOD, RATES)
@@ -69,7 +71,7 @@ def test_what_is_hidden_of_the_communication(ranks: Callable[[int], Ranks]) -> N
 def sabotaged(spec: Spec, algorithms: list[str], wrong: str) -> CaseReport:
     """One element of one rank is wrong in an algorithm, or in all."""
 
-    def spoiled(case: Case, algorithm: str) -> tuple[Outputs, Plan]:
+    def spoiled(case: Operands, algorithm: str) -> tuple[Outputs, Plan]:
         (y,), plan = planned(case, algorithm)
         if wrong in (algorithm, "all") and dist.get_rank() == 1:
             y.view(-1)[0] += 0.1 * y.abs().max()

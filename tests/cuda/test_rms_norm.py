@@ -35,7 +35,7 @@ from tpkernels.cuda import calls as rows
 from tpkernels.cuda.layouts import ll_words, rows_layout
 from tpkernels.ops.reference import rms_norm
 from tpkernels.planning.cost import all_reduce_way
-from tpkernels.planning.trust import NORMED_SUMS
+from tpkernels.planning.trust import SUMS
 from tpkernels.symm.device import EPOCH, LAST_EPOCH, DeviceWorkspace
 
 WAYS = ("ll", "ll_two_shot", "two_shot")
@@ -212,7 +212,7 @@ def test_what_auto_takes() -> None:
         "ll_two_shot": [(8, 8192, 8), (4, 32768, 8), (32, 8192, 8), (5, 3328, 8)],
     }.items():
         for m, n, world in cases:
-            assert all_reduce_way(m * 2 * n, world, frozenset(NORMED_SUMS), rows=m) == way
+            assert all_reduce_way(m * 2 * n, world, frozenset(SUMS), rows=m) == way
     needs = rows_layout("ll_two_shot", 9, 64, 8, 2, 1)
     assert (needs.segment, needs.words, needs.blocks) == (2 * 64, ll_words(256, 256), 9)
 

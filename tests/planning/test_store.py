@@ -25,7 +25,7 @@ from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
 from tests.support.ranked import apart, fresh_group
 from tpkernels import groups
-from tpkernels.bench.cases import random_case, run_tpkernels
+from tpkernels.bench.cases import random_case
 from tpkernels.bench.specs import Spec
 from tpkernels.common.cache import locked
 from tpkernels.planning import machine, store
@@ -227,7 +227,7 @@ def problems_of_calls(specs: list[Spec]) -> list[Any]:
     group, problems = groups.get(dist.group.WORLD.group_name), []
     for one in specs:
         group.forget_calls()
-        run_tpkernels(random_case(one))
+        random_case(one).run()
         (call,) = group.planned_calls()
         problems.append(call.problem)
     return problems

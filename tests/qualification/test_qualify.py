@@ -239,7 +239,7 @@ def test_a_virtual_rank_that_makes_no_call_is_named() -> None:
     with mock.patch.object(virtual, "_CPU_TIMEOUT_S", 0.5):
         ranks = virtual.VirtualRanks(2, torch.device("cpu"), 1 << 12)
     call = next(checks.calls_of("direct/one_shot", "cpu", 1))
-    operands = [checks.CheckedOperands(call, rank, 2, ranks.device) for rank in range(2)]
+    operands = [call.operands(rank, 2, ranks.device) for rank in range(2)]
     call_of_0 = ranks.bind(operands[0], "direct")
     assert ranks.failed_wait() is None
     ranks.run([call_of_0, list], lambda rank, results: None)
@@ -279,7 +279,7 @@ def check_loading(way: str) -> None:
     call = next(one for one in checks.calls_of(way, "cpu", 1) if one.dtype == torch.float32)
     ranks = virtual.ranks_for(way, torch.device("cpu"), 2, [call])
     algorithm = way.partition("/")[0]
-    operands = [checks.CheckedOperands(call, rank, 2, ranks.device) for rank in range(2)]
+    operands = [call.operands(rank, 2, ranks.device) for rank in range(2)]
     launches, begin = [ranks.bind(one, algorithm) for one in operands], time.monotonic()
     ranks._forked = False
     ranks.load(launches)

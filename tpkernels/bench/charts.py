@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from html import escape
 from itertools import cycle
 from pathlib import Path
@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 from tpkernels.bench.report import WIDTH, show
-from tpkernels.bench.results import Row, Run
+from tpkernels.bench.results import Row, Run, by_case
 from tpkernels.common.text import counted
 from tpkernels.launch.terminal import byte_size
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MISSING = "report.html has no charts: matplotlib is missing; pip install 'tpkernels[plots]'"
@@ -99,114 +100,106 @@ def write(run: Run, rows: list[Row], path: Path) -> list[str]:
 
 
 def _sections(rows: list[Row]) -> Iterator[str]:
-    """Yield the sections with charts."""
+    """Yield the sections with charts: one for each op, dtype and number of ranks."""
     import matplotlib as mpl
+    from matplotlib.figure import Figure
 
     names = dict.fromkeys(row.variant for row in rows)
     styles = dict(zip(names, zip(cycle(_COLORS), cycle(_MARKERS)), strict=False))
-    charts = {
+    charts: dict[str, tuple[str, Callable[[Row], bool], Draw]] = {
         "Speed-up over unfused": (
             "Medians with quartiles. Below 1 the op is slower than unfused: the same matmul with "
             "nothing overlapped.",
-            _speedup_charts,
+            lambda row: "unfused" in row.speedup and row.variant != "local_matmul",
+            _draw_speedup,
         ),
         "E_overlap": (
             "The share of unfused's exposed communication that the op hides. 100 %: as fast as the "
             "local matmul alone. Values beyond the axis are drawn at its end.",
-            _overlap_charts,
+            lambda row: row.e_overlap is not None and row.variant != "unfused",
+            _draw_overlap,
         ),
         "Roofline": (
             "TFLOP/s of a rank by flops per byte that it reads or writes, bytes from peers "
             "included. The line is what the probes reached on all ranks at once.",
-            _roofline_charts,
+            lambda row: row.flops > 0,
+            _draw_roofline,
         ),
     }
     with mpl.rc_context(_STYLE):
-        for title, (text, draw) in charts.items():
-            if drawn := "\n".join(map(_svg, draw(rows, styles))):
-                yield f"<h2>{title}</h2>\n<p>{text}</p>\n<div class=charts>\n{drawn}\n</div>"
+        for title, (text, shows, draw) in charts.items():
+            drawn = []
+            for name, cases in _groups(filter(shows, rows)).items():
+                figure = Figure(figsize=(4.7, 3.6), layout="constrained", facecolor="none")
+                axes = figure.subplots()
+                axes.set_title(name)
+                draw(axes, cases, styles)
+                drawn.append(_svg(figure))
+            if drawn:
+                figures = "\n".join(drawn)
+                yield f"<h2>{title}</h2>\n<p>{text}</p>\n<div class=charts>\n{figures}\n</div>"
 
 
+Cases = list[dict[str, Row]]  # of a chart, the smallest first, by variant
 Styles = dict[str, tuple[str, str]]  # color and marker of each variant
+Draw = Callable[["Axes", Cases, Styles], None]
 
 
-def _speedup_charts(rows: list[Row], styles: Styles) -> Iterator[Figure]:
-    """Yield a chart for each op, dtype and number of ranks."""
-    rows = [row for row in rows if "unfused" in row.speedup and row.variant != "local_matmul"]
-    for title, cases in _groups(rows).items():
-        figure = _over_sizes(title, cases, styles, lambda row: row.speedup["unfused"])
-        (axes,) = figure.axes
-        axes.axhline(1, color=_TEXT, linewidth=0.9)
-        axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, 0.8), max(high, 1.25))
-        low, high = axes.get_ylim()
-        ticks = [tick for tick in _RATIOS if low <= tick <= high]
-        axes.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
-        axes.minorticks_off()
-        yield figure
+def _draw_speedup(axes: Axes, cases: Cases, styles: Styles) -> None:
+    _draw_over_sizes(axes, cases, styles, lambda row: row.speedup["unfused"])
+    axes.axhline(1, color=_TEXT, linewidth=0.9)
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.8), max(high, 1.25))
+    low, high = axes.get_ylim()
+    ticks = [tick for tick in _RATIOS if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axes.minorticks_off()
 
 
-def _overlap_charts(rows: list[Row], styles: Styles) -> Iterator[Figure]:
-    """Yield a chart for each matmul op, dtype and number of ranks."""
-    hidden = [row for row in rows if row.e_overlap is not None and row.variant != "unfused"]
-    for title, cases in _groups(hidden).items():
-        figure = _over_sizes(
-            title, cases, styles, lambda row: [np.clip(row.e_overlap or 0.0, *_OVERLAPS)] * 3
-        )
-        (axes,) = figure.axes
-        axes.axhline(0, color=_TEXT, linewidth=0.9)
-        axes.axhline(1, color=_TEXT, linewidth=0.9, linestyle=":")
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, -0.1), max(high, 1.1))
-        axes.yaxis.set_major_formatter("{x:.0%}")
-        yield figure
+def _draw_overlap(axes: Axes, cases: Cases, styles: Styles) -> None:
+    _draw_over_sizes(
+        axes, cases, styles, lambda row: [np.clip(row.e_overlap or 0.0, *_OVERLAPS)] * 3
+    )
+    axes.axhline(0, color=_TEXT, linewidth=0.9)
+    axes.axhline(1, color=_TEXT, linewidth=0.9, linestyle=":")
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, -0.1), max(high, 1.1))
+    axes.yaxis.set_major_formatter("{x:.0%}")
 
 
-def _roofline_charts(rows: list[Row], styles: Styles) -> Iterator[Figure]:
-    """Yield a chart for each op with a matmul, dtype and number of ranks."""
-    for title, cases in _groups([row for row in rows if row.flops]).items():
-        figure = _figure(title)
-        (axes,) = figure.axes
-        first = next(iter(cases[0].values()))
-        intensities = [row.flops / row.touched for case in cases for row in case.values()]
-        x = np.geomspace(min(intensities) / 2, max(intensities) * 2, 50)
-        roof = np.minimum(first.peak_flops, first.copy_bytes * x) / 1e12
-        axes.plot(x, roof, color=_TEXT, linewidth=0.9)
-        for name, (color, marker) in styles.items():
-            found = [case[name] for case in cases if name in case]
-            at = [row.flops / row.touched for row in found]
-            reached = [row.flops / (row.median or 1) / 1e9 for row in found]
-            axes.plot(at, reached, marker, color=color, markersize=5, label=name)
-        axes.loglog()
-        axes.minorticks_off()
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.set(xlabel="flops per byte", ylabel="TFLOP/s")
-        yield figure
+def _draw_roofline(axes: Axes, cases: Cases, styles: Styles) -> None:
+    first = next(iter(cases[0].values()))
+    intensities = [row.flops / row.touched for case in cases for row in case.values()]
+    x = np.geomspace(min(intensities) / 2, max(intensities) * 2, 50)
+    roof = np.minimum(first.peak_flops, first.copy_bytes * x) / 1e12
+    axes.plot(x, roof, color=_TEXT, linewidth=0.9)
+    for name, (color, marker) in styles.items():
+        found = [case[name] for case in cases if name in case]
+        at = [row.flops / row.touched for row in found]
+        reached = [row.flops / (row.median or 1) / 1e9 for row in found]
+        axes.plot(at, reached, marker, color=color, markersize=5, label=name)
+    axes.loglog()
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="flops per byte", ylabel="TFLOP/s")
 
 
-def _groups(rows: list[Row]) -> dict[str, list[dict[str, Row]]]:
-    """Return the cases of each chart by its title, the smallest first."""
-    groups: dict[str, list[dict[str, Row]]] = {}
-    for row in sorted(rows, key=lambda row: row.shape or [row.bytes]):
+def _groups(rows: Iterable[Row]) -> dict[str, Cases]:
+    """Return the cases of each chart by its title."""
+    groups: dict[str, Cases] = {}
+    for case in by_case(sorted(rows, key=lambda row: row.shape or [row.bytes])).values():
+        row = next(iter(case.values()))
         title = f"{row.op}\n{row.dtype}, {counted(row.tp, 'rank')}"
-        cases = groups.setdefault(title, [])
-        if not (cases and row.case in (one.case for one in cases[-1].values())):
-            cases.append({})
-        cases[-1][row.variant] = row
+        groups.setdefault(title, []).append(case)
     return groups
 
 
-def _over_sizes(
-    title: str,
-    cases: list[dict[str, Row]],
-    styles: Styles,
-    value: Callable[[Row], list[float]],
-) -> Figure:
+def _draw_over_sizes(
+    axes: Axes, cases: Cases, styles: Styles, value: Callable[[Row], list[float]]
+) -> None:
     """Draw the quartiles of each variant over the sizes of the cases."""
-    figure = _figure(title)
-    (axes,) = figure.axes
     names = [name for name in styles if any(name in case for case in cases)]
     for i, name in enumerate(names):
         color, marker = styles[name]
@@ -225,19 +218,10 @@ def _over_sizes(
     axes.set_xticks(range(len(cases)), ticks)
     if len(" ".join(ticks)) > 45:
         axes.tick_params("x", labelrotation=90)
-        figure.set_figheight(4.6)
+        axes.figure.set_figheight(4.6)  # type: ignore[union-attr]  # it is no subfigure
     axes.set_xlim(-0.6, len(cases) - 0.4)
     axes.grid(visible=False, axis="x")
     axes.set_xlabel(label)
-    return figure
-
-
-def _figure(title: str) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.7, 3.6), layout="constrained", facecolor="none")
-    figure.subplots().set_title(title)
-    return figure
 
 
 def _svg(figure: Figure) -> str:

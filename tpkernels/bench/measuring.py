@@ -9,28 +9,28 @@ symm_mem       torch.ops.symm_mem.fused_* (CUDA)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from tpkernels.bench.cases import (
-    Case,
     Inputs,
     planned,
     random_case,
     run_local_matmul,
     run_torch,
-    run_tpkernels,
     world_group,
 )
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Method
-from tpkernels.bench.verification import check
 from tpkernels.launch.session import all_gather_objects, rank_device, synchronizer
 from tpkernels.local.packed import native
 from tpkernels.local.scaled import ScaledMatrix, torch_takes
+from tpkernels.ops.reference import Expected, rms_norm
 from tpkernels.planning.cost import Rates
+from tpkernels.qualification.op_case import NORM_EPS, Operands, Outputs
 from tpkernels.timing import Samples, Variant, measure
 
 _MIN_REPEAT = 3  # repetitions, however long they take: see `timing.measure`
@@ -62,12 +62,13 @@ class CaseReport:
     inputs_over_cache: float
 
 
-def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
+def run_case(spec: Spec, method: Method, rates: Rates | None = None) -> CaseReport:
     """Verify a case, then time the right results, interleaved with the baselines. `unfused` is
     always included. Collective.
 
     Args:
-        rates: the rates of the slowest rank, identical on all ranks.
+        rates: the rates of the slowest rank, identical on all ranks; not needed if the method has
+            no limit of seconds, or no baselines.
     """
     case = random_case(spec, rank_device(method.device))
     left_out = _left_out(case, method, rates)
@@ -93,7 +94,7 @@ def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
     runs = {name: run for name, run in runs.items() if name not in left_out}
     for name, choice in choices.items():
         if choice.error_over_bound <= 1:
-            runs[name] = lambda name=name: run_tpkernels(inputs.sharded(), name)  # type: ignore[misc]
+            runs[name] = lambda name=name: inputs.sharded().run(name)  # type: ignore[misc]
     # all_reduce works in place, and so does torch with a sum that is normalised: each timed region
     # starts from the same values.
     undo = inputs.restore if case.spec.keeps_sum and case.w is None else None
@@ -107,12 +108,68 @@ def run_case(spec: Spec, method: Method, rates: Rates) -> CaseReport:
     return CaseReport(choices, samples, reasons, inputs.over_cache)
 
 
-def _left_out(case: Case, method: Method, rates: Rates) -> dict[str, str]:
+def check(
+    case: Operands, results: Mapping[str, Outputs], torch_outputs: Outputs | None = None
+) -> dict[str, float]:
+    """Compare results of ``case``, by name, with float64. Return the largest ``error / bound`` of
+    each, see `Expected.worst`. Collective: each rank checks its rows, and all ranks return the
+    largest of all rows.
+
+    On CUDA tensors NCCL may sum, which rounds each of the W - 1 additions to the wire dtype, and
+    torch adds up the squares of a norm in any order.
+
+    Args:
+        torch_outputs: the result of `run_torch`, whose error is added to the bound.
+    """
+    # Roundings to the wire dtype: one of a matmul's partial, and one of each sum by NCCL.
+    on_wire = case.spec.has_matmul + (len(case.of.sizes) - 1 if case.x.is_cuda else 0)
+    expected = case.expected(case.of.rows(case.rank), on_wire)
+    if torch_outputs is not None:
+        torch_error = (_mine(case, torch_outputs[0]) - expected[0].exact).abs()
+        expected[0] = replace(expected[0], bound=expected[0].bound + torch_error)
+    worst = {}
+    for name, outputs in results.items():
+        errors = [_worst(case, y, want) for y, want in zip(outputs, expected, strict=False)]
+        if case.norm_weight is not None and errors[0] <= 1:  # normalised rows of a right sum
+            total = _mine(case, outputs[0])
+            normed = rms_norm(total, case.norm_weight, NORM_EPS, any_order=total.is_cuda)
+            errors.append(_worst(case, outputs[1], normed))
+        worst[name] = max(errors) if _same_on_all_ranks(case, outputs) else math.inf
+    ranks = all_gather_objects(worst)
+    return {name: max(rank[name] for rank in ranks) for name in worst}
+
+
+def _mine(case: Operands, y: torch.Tensor) -> torch.Tensor:
+    """Return the rows that this rank checks: its shard of an all-reduce, else all."""
+    return y[case.of.rows(case.rank)] if case.spec.keeps_sum else y
+
+
+def _worst(case: Operands, y: torch.Tensor, expected: Expected) -> float:
+    """Return the largest ``error / bound`` of the rows that this rank checks."""
+    shape = [sum(case.of.sizes), *expected.exact.shape[1:]]
+    if case.spec.keeps_sum and y.shape != torch.Size(shape):
+        return math.inf
+    return expected.worst(_mine(case, y))
+
+
+def _same_on_all_ranks(case: Operands, outputs: Outputs) -> bool:
+    """Return whether an all-reduce produced the same bits on every rank."""
+    same = True
+    for output in outputs if case.spec.keeps_sum else []:
+        bits = output.contiguous().view(torch.uint8)
+        first = bits.clone()
+        dist.broadcast(first, src=0)
+        same = same and torch.equal(first, bits)
+    return same
+
+
+def _left_out(case: Operands, method: Method, rates: Rates | None) -> dict[str, str]:
     """Return the baselines that are not run, with the reasons; "" if the user expects none.
     Collective."""
     left_out = {"local_matmul": ""} if case.w is None else {}
-    rows = sum(case.sizes) if case.spec.gathers else len(case.x)
-    expected = 2 * rows * (0 if case.w is None else case.w.numel()) / rates.torch_flops
+    rows, expected = sum(case.of.sizes) if case.spec.gathers else len(case.x), 0.0
+    if rates is not None and case.w is not None:
+        expected = 2 * rows * case.w.numel() / rates.torch_flops
     if case.spec.routed or not method.baselines:
         left_out["torch"] = ""  # `unfused` already runs routed ops by torch's all-to-all
     elif case.scales and case.x.is_cuda and not _torch_multiplies(case):
@@ -127,17 +184,17 @@ def _left_out(case: Case, method: Method, rates: Rates) -> dict[str, str]:
     return left_out
 
 
-def _torch_multiplies(case: Case) -> bool:
+def _torch_multiplies(case: Operands) -> bool:
     """Return whether torch has a kernel for scaled operands on this GPU."""
-    x, w = (ScaledMatrix(*operand) for operand in case.operands)
-    return torch_takes(x, w, case.out_dtype)
+    x, w, scale_x, scale_w = case.factors
+    return torch_takes(ScaledMatrix(x, scale_x), ScaledMatrix(w, scale_w), case.of.dtype)
 
 
-def _try_symm_mem(case: Case) -> str:
+def _try_symm_mem(case: Operands) -> str:
     """Run the fused op of torch once; return why it cannot run, or "". Collective."""
-    if case.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
-        return f"torch.ops.symm_mem has no fused {case.op}"
-    if min(case.sizes) != max(case.sizes):
+    if case.of.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
+        return f"torch.ops.symm_mem has no fused {case.of.op}"
+    if min(case.of.sizes) != max(case.of.sizes):
         return "torch.ops.symm_mem needs equal shards"
     import torch.distributed._symmetric_memory as symmetric
 
@@ -150,7 +207,7 @@ def _try_symm_mem(case: Case) -> str:
     return ""
 
 
-def _run_symm_mem(case: Case) -> object:
+def _run_symm_mem(case: Operands) -> object:
     """Run the fused op of torch."""
     name, ops = world_group().name, torch.ops.symm_mem
     if case.spec.gathers:

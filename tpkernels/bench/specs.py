@@ -19,10 +19,9 @@ from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.planning.cost import Cost
 from tpkernels.planning.op_spec import NO_OPTIONS, OPS, OpSpec, Options
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
+from tpkernels.qualification.op_case import NORM_EPS, SCALED_DTYPE
 
-NORM_EPS = 1e-6
 EXPERTS, TOP_K = 8, 2  # of an op on routed tokens
-OPERANDS = torch.float8_e4m3fn  # of an op on scaled operands, with row-wise scales
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Spec:
     """An op on global data: ``shape`` is (M, N, K) of a matmul op, (elements,) of a collective.
     Elements whose rows are normalised or routed are `matrix_of` them, those whose rows are
     exchanged for columns `square_of` them. ``dtype`` is that of the result; scaled operands are
-    `OPERANDS`."""
+    `SCALED_DTYPE`."""
 
     op: str
     shape: tuple[int, ...]
@@ -66,16 +65,19 @@ class Spec:
             shape = (m, k) if op.gathers else (m, n)
         options = NO_OPTIONS
         if op.reduces:
-            options = Options(x_dtype=OPERANDS if op.scaled else dtype, out_dtype=dtype)
+            options = Options(x_dtype=SCALED_DTYPE if op.scaled else dtype, out_dtype=dtype)
         if op.routed:
             options = Options(routes=(EXPERTS, TOP_K))
         elif op.normed:
             options = replace(options, norm=(NORM_EPS, dtype))
         elif op.scaled and op.gathers:
-            x = torch.empty(1, self.shape[2], dtype=OPERANDS, device="meta")
+            x = torch.empty(1, self.shape[2], dtype=SCALED_DTYPE, device="meta")
             scale = torch.empty(1, 1, device="meta")
             options = Options(
-                k=self.shape[2], x_dtype=OPERANDS, scale_x=scaling_of(scale).value, out_dtype=dtype
+                k=self.shape[2],
+                x_dtype=SCALED_DTYPE,
+                scale_x=scaling_of(scale).value,
+                out_dtype=dtype,
             )
             shape, dtype = (shape[0], Packing.of(x, scale).words), torch.float32
         vendor = device == "cuda" and op.reduces and world > 1 and not op.scaled
@@ -96,7 +98,7 @@ class Spec:
             return cost
         m, n, k = self.shape
         n, k = (n // world, k) if self.op_spec.gathers else (n, k // world)
-        operands = (m * k + k * n) * OPERANDS.itemsize + 4 * (m + n)  # a scale has 4 bytes
+        operands = (m * k + k * n) * SCALED_DTYPE.itemsize + 4 * (m + n)  # a scale has 4 bytes
         touched = operands + m * n * self.dtype.itemsize + cost.traffic
         return Cost(flops=2 * m * n * k, traffic=cost.traffic, touched=touched)
 
@@ -105,7 +107,7 @@ class Spec:
             size = ", ".join(map(str, self.shape))
         else:
             size = byte_size(self.shape[0] * self.dtype.itemsize)
-        operands = f"{dtypes.name(OPERANDS)} to " if self.op_spec.scaled else ""
+        operands = f"{dtypes.name(SCALED_DTYPE)} to " if self.op_spec.scaled else ""
         return f"{size} {operands}{dtypes.name(self.dtype)}"
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from typing import Annotated
 
-import torch
-import torch.distributed as dist
 import typer
 from typer import Option
 
-import tpkernels
+from tpkernels.bench.measuring import run_case
+from tpkernels.bench.specs import Spec
+from tpkernels.bench.sweep import Method
 from tpkernels.cli import options
-from tpkernels.common.shards import shard_sizes
 from tpkernels.common.text import counted
 from tpkernels.launch.session import is_leader, open_session, world_size
 from tpkernels.launch.terminal import (
@@ -25,10 +22,8 @@ from tpkernels.launch.terminal import (
     milliseconds,
     table,
 )
-from tpkernels.ops import reference
-from tpkernels.timing import Samples, Variant, measure, summary
+from tpkernels.timing import summary
 
-ALGORITHMS = ("unfused", "auto")
 _SECONDS_PER_OP = 3.0  # of timing
 _LEGEND = """\
 error/bound: the largest of all elements, relative to float64; at most 1 is right. ms: median of the
@@ -65,6 +60,13 @@ def demo(
         "gate and up": ("all_gather_matmul", (m, 2 * ffn, hidden)),
         "down": ("matmul_reduce_scatter", (m, hidden, ffn)),
     }
+    method = Method(
+        algorithms=["unfused", "auto"],
+        repeat=repeat,
+        seconds=_SECONDS_PER_OP,
+        cold=False,
+        baselines=False,
+    )
     grid = table("op", ("M, N, K", "error/\nbound", "unfused\nms", "tpkernels\nms"), "speed-up")
     wrong: list[str] = []
     out = console()
@@ -73,19 +75,21 @@ def demo(
         out.print(f"{what}, {counted(world, 'rank')}, {dtype}")
     with open_session(world, threads=threads, timeout=timeout) as run:
         for name, (op, shape) in layer.items():
-            ranks = run(run_op, op, shape, dtype_named(dtype), repeat)
-            errors = {of: max(error[of] for error, _ in ranks) for of in ALGORITHMS}
-            unfused, ours = (
-                summary([samples[of] for _, samples in ranks]).median for of in ALGORITHMS
-            )
+            ranks = run(run_case, Spec(op, shape, dtype_named(dtype)), method)
+            errors = {of: choice.error_over_bound for of, choice in ranks[0].choices.items()}
             wrong += [f"{name} ({of})" for of, error in errors.items() if not error <= 1]
             error = f"{errors['auto']:.2f}"
+            ms = {
+                of: summary([rank.samples[of] for rank in ranks]).median
+                for of in method.algorithms
+                if errors[of] <= 1
+            }
             grid.add_row(
                 f"[bold]{name}[/]\n{op}",
                 ", ".join(map(str, shape)),
                 f"[green]{error}[/]" if errors["auto"] <= 1 else f"[red]{error} WRONG[/]",
-                *map(milliseconds, (unfused, ours)),
-                f"{unfused / ours:.2f}x",
+                *(milliseconds(ms[of]) if of in ms else "" for of in method.algorithms),
+                f"{ms['unfused'] / ms['auto']:.2f}x" if len(ms) == 2 else "",
             )
     if is_leader():
         out.print(grid)
@@ -94,30 +98,3 @@ def demo(
         out.print(f"[bold red]FAIL[/]: wrong: {', '.join(wrong)}" if wrong else passed)
     if wrong:
         raise typer.Exit(1)
-
-
-def run_op(
-    op: str, shape: tuple[int, int, int], dtype: torch.dtype, repeat: int
-) -> tuple[dict[str, float], dict[str, Samples]]:
-    """Run an op with each algorithm on this rank; ``shape``: M, N, K over all ranks. Return the
-    largest error over its bound, and the times. Collective."""
-    rank, world, (m, n, k) = dist.get_rank(), dist.get_world_size(), shape
-    generator = torch.Generator().manual_seed(n + k)  # the same full tensors on all ranks
-    x = torch.randn(m, k, generator=generator).to(dtype)
-    w = (torch.randn(n, k, generator=generator) / math.sqrt(k)).to(dtype).t()
-    rows = shard_sizes(m, world)
-    if op == "all_gather_matmul":
-        w = w.split(shard_sizes(n, world), 1)[rank]
-        operands, blocks = (x.split(rows)[rank], w), [(x, w)]
-    else:  # the result is the sum of a product of each rank
-        split = shard_sizes(k, world)
-        pairs = list(zip(x.split(split, 1), w.split(split), strict=True))
-        operands = (pairs[rank][0].contiguous(), pairs[rank][1].t().contiguous().t())
-        blocks = [(x.split(rows)[rank], w) for x, w in pairs]
-    run = partial(getattr(tpkernels, op), *operands, dist.group.WORLD, shard_sizes=rows)
-    runs = {of: partial(run, algorithm=of) for of in ALGORITHMS}
-    wire = dtype if len(blocks) > 1 else None
-    expected = reference.summed(blocks, dtype=dtype, wire=wire, unfused=False)
-    errors = {of: expected.worst(run()) for of, run in runs.items()}
-    variants = {of: Variant(run) for of, run in runs.items()}
-    return errors, measure(variants, repeat=repeat, budget=_SECONDS_PER_OP)

@@ -24,7 +24,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 from typer import Option
 
-from tpkernels.bench.cases import planned, random_case, run_tpkernels
+from tpkernels.bench.cases import planned, random_case
 from tpkernels.bench.specs import Spec, check_spec, spec_of
 from tpkernels.cli import options
 from tpkernels.common.text import counted
@@ -140,12 +140,12 @@ def record_op(spec: Spec, algorithm: str, calls: int) -> Recording:
     case = random_case(spec)
     _, plan = planned(case, algorithm)
     for _ in range(_WARM_UP):
-        run_tpkernels(case, algorithm)
+        case.run(algorithm)
     with _profiler() as recorder:
         for _ in range(calls):
             dist.barrier()
             with record_function(_CALL):
-                run_tpkernels(case, algorithm)
+                case.run(algorithm)
     return _recording(recorder, dist.get_rank(), f", {plan.algorithm}: {plan.reason}")
 
 

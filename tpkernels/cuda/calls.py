@@ -27,7 +27,7 @@ from tpkernels.cuda import layouts, operands
 from tpkernels.cuda.image import device_and_stream, launch
 from tpkernels.cuda.operands import epilogue, space_of
 from tpkernels.planning.cost import all_reduce_way
-from tpkernels.planning.trust import NORMED_SUMS, SHARDS, SUMS, usable
+from tpkernels.planning.trust import SHARDS, SUMS, usable
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
 WAYS = ("two_shot", "ll", "ll_two_shot")
@@ -316,7 +316,7 @@ def prepare_normed_all_reduce(
     operands.check_alike(False, x=x, residual=residual)
     operands.check_bias(bias, columns)
     if way == "auto":
-        way = all_reduce_way(count * x_bytes, world, usable(ways, NORMED_SUMS), rows)
+        way = all_reduce_way(count * x_bytes, world, usable(ways, SUMS), rows)
     by_ll = way in ("ll", "ll_two_shot")
     cluster = _cluster(rows if by_ll else ceil_div(rows, world), columns, device)
     needs = layouts.rows_layout(way, rows, columns, world, x_bytes, cluster)

@@ -37,7 +37,6 @@ _FOLDERS = ("algorithms", "cuda", "kernels", "symm")  # whose sources the digest
 
 # The ways of `direct`, by their names in `tpkernels.cuda`.
 SUMS = ("ll", "ll_two_shot", "two_shot")
-NORMED_SUMS = ("ll", "ll_two_shot", "two_shot")
 SHARDS = ("ll", "one_shot")
 COPY_ENGINES = "copy_engines"  # of `fused`, for an all-gather
 
@@ -64,7 +63,7 @@ def ways_of(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
         return (f"{algorithm}/routed",)
     if algorithm != "direct":
         return (f"{algorithm}/{kind_of(spec)}",)
-    names = SHARDS if spec.gathers or spec.scatters else NORMED_SUMS if spec.normed else SUMS
+    names = SHARDS if spec.gathers or spec.scatters else SUMS
     return tuple(f"direct/{name}" for name in names)
 
 

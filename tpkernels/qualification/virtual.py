@@ -46,7 +46,6 @@ from tpkernels.qualification.checks import (
     DELAY_US,
     TOP_K,
     CheckedCall,
-    CheckedOperands,
     Failed,
     StageReport,
     accumulate_in_float32,
@@ -57,6 +56,7 @@ from tpkernels.qualification.checks import (
     reporting,
     shapes_on,
 )
+from tpkernels.qualification.op_case import Operands
 from tpkernels.symm.device import FAILED, DeviceWorkspace, kernel_error, region_bytes
 from tpkernels.symm.gpu_memory import GpuSegments
 from tpkernels.symm.streams import SideStream
@@ -152,38 +152,37 @@ class VirtualRanks:
         self._first = 0  # the rank whose launch is queued first, another one each time
         self._synchronize()
 
-    def prepare(self, call: CheckedCall, way: str) -> tuple[list[CheckedOperands], list[Launch]]:
+    def prepare(self, call: CheckedCall, way: str) -> tuple[list[Operands], list[Launch]]:
         """Return the operands of a call on all ranks, and its launches, which are loaded."""
-        operands = [
-            CheckedOperands(call, rank, self.world, self.device) for rank in range(self.world)
-        ]
+        operands = [call.operands(rank, self.world, self.device) for rank in range(self.world)]
         launches = [self.bind(one, way.partition("/")[0]) for one in operands]
         self.load(launches)
         return operands, launches
 
-    def bind(self, operands: CheckedOperands, algorithm: str) -> Launch:
-        """Return what makes a call on the rank of its operands: the sum comes first."""
+    def bind(self, operands: Operands, algorithm: str) -> Launch:
+        """Return what makes a call on the rank of its operands: results are as those of
+        `Operands.run`."""
         rank = self.ranks[operands.rank]
-        arguments = arguments_of(getattr(torch.ops.tpkernels, operands.call.op).default._schema)
+        arguments = arguments_of(getattr(torch.ops.tpkernels, operands.of.op).default._schema)
         options = {"group": rank.name, "algorithm": algorithm, **operands.options}
         given = arguments.named(tuple(operands.factors), options)
         if isinstance(getattr(given, "weights", None), torch.Tensor):
             given = given._replace(weights=[given.weights])
-        problem = problem_of(operands.call.op, cast(Any, rank), given)
+        problem = problem_of(operands.of.op, cast(Any, rank), given)
         problem = replace(problem, device="cuda")  # also of CPU tensors, in a rehearsal
         plan = choose(problem, Means(shared_memory=True), requested=algorithm)
         function = backends.implementation(problem, plan)
         call = Call(cast(Any, rank), problem, plan, function, 0)
-        execute = execution_of(OPS[operands.call.op])
+        execute = execution_of(OPS[operands.of.op])
 
         def launch() -> Results:
             results = execute(call, given)
             if isinstance(results, torch.Tensor):
                 return [results]
-            first, second, *more = results
+            first, second, *_ = results
             if isinstance(second, list):  # an all-gather's: its products
                 return second
-            return [second, first, *more]
+            return [second, first] if operands.spec.normed else list(results)
 
         return launch
 
@@ -379,7 +378,7 @@ def _check_call(ranks: VirtualRanks, call: CheckedCall, way: str) -> None:
 
 
 def _compare(
-    operands: Sequence[CheckedOperands], previous: list[Results], rank: int, results: Results
+    operands: Sequence[Operands], previous: list[Results], rank: int, results: Results
 ) -> Failure | None:
     return compared(operands[rank], results, previous[rank])
 
