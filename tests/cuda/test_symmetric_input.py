@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from tests.support.cuda_rehearsal import (
 from tests.support.emulated import anywhere, interpreted, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import cuda, groups
+from tpkernels.algorithms import fused
 from tpkernels.symm import gpu_memory, streams
 
 ROWS, K, N = 6, 8, 5
@@ -83,6 +85,29 @@ def test_peers_read_it_in_place(skip_waits: bool) -> None:
 @interpreted(2)
 def test_peers_read_it_in_place_for_fused() -> None:
     check_in_place("fused")
+
+
+@interpreted(2)
+def test_a_product_waits_for_chunks_that_are_read_in_place() -> None:
+    """It is launched before the first chunk has come, and looks at words of the call meanwhile."""
+    bring = fused.bring_rows
+
+    def late(copies: Any, side: Any, peers: Any, rows: Any, whole: Any, *more: Any) -> None:
+        whole[ROWS * copies.rank :][:ROWS] = rows  # for these it does not wait
+        threads.append(threading.Timer(0.1, bring, (copies, side, peers, rows, whole, *more)))
+        threads[-1].start()
+
+    with pretending() as patch:
+        copy_engines(patch)
+        patch.setattr(fused, "bring_rows", late)
+        group, threads = faults.new_group(timeout=5.0), list[threading.Timer]()
+        inputs, call = [symmetric(group, ROWS, K) for _ in range(2)], gather_of(group, "fused")
+        for turn, x in enumerate([*inputs, *inputs, torch.empty(ROWS, K)]):
+            x.fill_(group.rank() + turn)
+            got = call(x)
+            threads[-1].join()
+            assert torch.equal(got, wanted(group, turn)), turn
+    assert len(threads) == 5
 
 
 class Apart(SharedMemory):

@@ -30,7 +30,7 @@ from tpkernels.algorithms.reduction import Reduction
 from tpkernels.cuda.queued import bound
 from tpkernels.groups.call import Call
 from tpkernels.planning.trust import COPY_ENGINES
-from tpkernels.symm.cuda import Watch
+from tpkernels.symm.cuda import CudaWorkspace, Watch
 from tpkernels.symm.device import DeviceWorkspace, Prepared, kernel_error
 from tpkernels.symm.gpu_memory import GpuSegment
 from tpkernels.symm.streams import SideStream
@@ -134,7 +134,11 @@ def _gather_by_copies(
 ) -> None:
     """Gather and multiply with chunks that copy engines bring while the first product runs."""
     device, sizes, dtype = rows.device, call.problem.shard_rows, outs[0].dtype
-    peers, by_kernels = call.peers_in_ring_order, cuda.flags_take_kernels(device)
+    by_kernels, planned = cuda.flags_take_kernels(device), call.plan.signature
+    # The words of a call that reads x in place tell the memory, and the product looks at them.
+    in_place = call.workspace.on_gpus[device].segments.find(rows)
+    signature = planned if in_place is None else in_place.signature(planned)
+    peers = call.peers_in_ring_order
 
     def prepare() -> Prepared:
         from tpkernels.kernels import all_gather_matmul as kernel
@@ -150,7 +154,7 @@ def _gather_by_copies(
             multiply_first = first.bind(space, signature)
 
             def run(
-                side: SideStream,
+                memory: CudaWorkspace,
                 in_place: GpuSegment | None,
                 rows: torch.Tensor,
                 weights: list[torch.Tensor],
@@ -158,21 +162,23 @@ def _gather_by_copies(
                 outs: list[torch.Tensor],
                 whole: torch.Tensor,
             ) -> None:
-                with cuda.CopyCall(space, signature, [whole, *outs], in_place, flags) as copies:
-                    bring_rows(copies, side, peers, rows, whole, sizes, step, chunks)
+                results = [whole, *outs]
+                with cuda.CopyCall(memory.current, planned, results, in_place, flags) as copies:
+                    bring_rows(copies, memory.side, peers, rows, whole, sizes, step, chunks)
                     try:
                         multiply_first(whole, weights[0], biases[0], outs[0])
                     finally:
-                        side.join()
+                        memory.side.join()
                     multiply_others(whole, weights[1:], biases[1:], outs[1:])
 
             return run
 
         return first._replace(bind=bind)
 
-    memory, run = bound(call, device, (by_kernels, *[_place(w) for w in weights]), prepare)
+    key = by_kernels, signature, *[_place(w) for w in weights]
+    memory, run = bound(call, device, key, prepare, signature)
     with memory:
-        run(memory.side, memory.segments.find(rows), rows, weights, biases, outs, whole)
+        run(memory, in_place, rows, weights, biases, outs, whole)
 
 
 def bring_rows(

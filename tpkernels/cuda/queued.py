@@ -43,11 +43,18 @@ class _Bound(NamedTuple):
 
 
 def bound(
-    call: Call, on: torch.device, key: Hashable, prepare: Callable[[], Prepared]
+    call: Call,
+    on: torch.device,
+    key: Hashable,
+    prepare: Callable[[], Prepared],
+    signature: int | None = None,
 ) -> tuple[CudaWorkspace, Callable[..., None]]:
     """Return the workspace, to be entered around a call whose work is only queued, and the launch
     of what ``prepare`` returns, bound to that workspace. It is kept for the calls with that key,
     which have tensors alike, until the workspace or its arguments change.
+
+    Args:
+        signature: of the words that the launch awaits, if it is not the plan's; part of the key.
 
     Raises what `queued` does.
     """
@@ -56,7 +63,9 @@ def bound(
     if known is None or known.state is not memory.current.state_of_arguments:
         needs = prepare()
         space = queued(call, on, needs.words, needs.buffer_bytes, needs.sizes).current
-        known = _Bound(space.state_of_arguments, needs.bind(space, call.plan.signature))
+        if signature is None:
+            signature = call.plan.signature
+        known = _Bound(space.state_of_arguments, needs.bind(space, signature))
         if len(call.kept) >= _MOST_BOUND:
             call.kept.clear()
         call.kept[key] = known
