@@ -5,7 +5,6 @@ raise."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -261,11 +260,11 @@ def test_no_host_waits_for_routed_rows_of_a_static_number(
 ) -> None:
     made: list[Prepared] = []
 
-    def bound(call: Call, on: Any, key: Any, prepare: Callable[[], Prepared]) -> Any:
+    def queue_launch(call: Call, on: Any, key: Any, prepare: Callable[..., Any], *_: Any) -> None:
         made.append(prepare())
-        return nullcontext(), lambda *_: call.group.pg.queue.launches.append("routed")
+        call.group.pg.queue.launches.append("routed")
 
-    monkeypatch.setattr(cuda, "bound", bound)
+    monkeypatch.setattr(cuda, "queue", queue_launch)
     rows, sizes = 200, UNEVEN if world > 1 else (60,)
     tokens = sizes[min(RANK, world - 1)]
     given = {

@@ -1,5 +1,6 @@
-"""Warm calls of `fused` on the way of CUDA tensors: what is bound to a planned call, and what makes
-it be bound anew. Launches do nothing, or run under Triton's interpreter."""
+"""Warm calls of `direct` and `fused` on the way of CUDA tensors: what is bound to a planned call,
+and what makes it be bound anew. Launches of `fused` do nothing, or run under Triton's
+interpreter."""
 
 from __future__ import annotations
 

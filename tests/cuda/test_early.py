@@ -31,6 +31,7 @@ from tests.support.emulated import (
 )
 from tests.support.ranked import fresh_group
 from tpkernels.algorithms.direct import cuda as direct
+from tpkernels.cuda import queued
 from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace
 
@@ -100,7 +101,7 @@ def test_only_kernels_behind_torchs_products_are_early() -> None:
 @on_ranks(2)
 def test_nothing_comes_between_the_product_and_its_kernel() -> None:
     """A wait for another stream, with which a turn may begin, would come between."""
-    bound, multiply, order = direct.bound, direct.local_matmul, []
+    bound, multiply, order = queued.bound, direct.local_matmul, []
     x, w, weight = torch.ones(4, 6), torch.ones(6, 8), torch.ones(8)
 
     @contextlib.contextmanager
@@ -115,7 +116,7 @@ def test_nothing_comes_between_the_product_and_its_kernel() -> None:
         return turn(memory), lambda *tensors: (order.append("kernel"), run(*tensors))
 
     with pretending() as patch, fresh_group() as group:
-        patch.setattr(direct, "bound", recorded)
+        patch.setattr(queued, "bound", recorded)
         patch.setattr(
             direct, "local_matmul", lambda *args: (order.append("product"), multiply(*args))
         )

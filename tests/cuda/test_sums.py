@@ -106,7 +106,7 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
         reduce,
         dict.fromkeys(("x", "out"), torch.ones(6, device="meta")),
         ValueError,
-        "must be on cpu",
+        "2 ranks on meta, the workspace for 2 on cpu",
     ),
     (
         reduce,

@@ -27,7 +27,7 @@ from tpkernels._C.host import Phase
 from tpkernels.algorithms.parts import Products
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction
-from tpkernels.cuda.queued import bound
+from tpkernels.cuda.queued import bound, queue
 from tpkernels.groups.call import Call
 from tpkernels.planning.trust import COPY_ENGINES
 from tpkernels.symm.cuda import CudaWorkspace, Watch
@@ -52,9 +52,7 @@ def _run(
     """Run what ``prepare`` returns, which is the same for calls with the same key. On CPU tensors
     it has succeeded when this returns."""
     if call.problem.device == "cuda":
-        memory, run = bound(call, device, key, prepare)
-        with memory:
-            run(*tensors)
+        queue(call, device, key, prepare, *tensors)
         return
     needs = prepare()
     space = call.workspace.device(needs.words, needs.buffer_bytes, call.plan.text)

@@ -1,9 +1,9 @@
 """CUDA C++ kernels and copies over symmetric memory: the Python face of ``csrc/cuda``.
 
 Importing this touches no driver. A function that needs one raises ``NotImplementedError`` and says
-what is missing. The calls take the ``DeviceWorkspace`` of a group and run on torch's current stream
-of its device. They return when they are queued; once the stream has caught up, ``space.failure()``
-tells whether a wait has failed.
+what is missing. A prepared call is bound to the ``DeviceWorkspace`` of a group and launched on
+torch's current stream of its device. A launch returns when its kernels are queued. Once the stream
+has caught up, ``space.failure()`` tells whether a wait has failed.
 """
 
 from tpkernels.cuda.calls import (

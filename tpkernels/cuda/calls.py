@@ -8,9 +8,10 @@ than starting copy engines (``copies.py``). Not measured. The rows that are norm
 the rounded sum; their bits depend on the row alone, not on the way or on how blocks share it
 (csrc/cuda/rms_norm.cuh).
 
-Tensors of all calls in this folder are contiguous, in fp32, fp16 or bf16. A call, or the launch of
-what is prepared, raises ``ValueError`` if an argument does not fit the others or the workspace is
-too small, and ``NotImplementedError`` without a driver or GPU, or for another dtype.
+Tensors of all calls in this folder are contiguous, in fp32, fp16 or bf16. A call, or its
+preparation, raises ``ValueError`` if an argument does not fit the others, and
+``NotImplementedError`` for another dtype. Binding what is prepared raises ``ValueError`` if the
+workspace is too small. A launch raises ``NotImplementedError`` without a driver or GPU.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ def prepare_all_reduce(
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
     needs = layouts.all_reduce_layout(way, count, world, x.element_size(), out.element_size())
-    code, out_dtype = CODES[x.dtype], out.dtype
+    out_dtype = out.dtype
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        operands.check_room(space, device, needs.words, needs.nbytes)
+        operands.check_room(space, device, world, needs.words, needs.nbytes)
         words = space_of(space, signature)
 
         def run(
@@ -82,15 +83,22 @@ def prepare_all_reduce(
             residual: torch.Tensor | None,
         ) -> None:
             after = epilogue(out_dtype, bias, residual)
-            call = _C.cuda.AllReduce(
-                *(x.data_ptr(), out.data_ptr(), count, code, after),
-                *(needs.segment, needs.slot_bytes, needs.results_at),
-            )
+            call = _all_reduce(x, out, after, needs)
             launch(f"{way}_all_reduce", device, words, call, blocks=needs.blocks, early=early)
 
         return run
 
     return Prepared(needs.words, needs.nbytes, (), bind)
+
+
+def _all_reduce(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    after: _C.cuda.Epilogue,
+    needs: layouts.BufferLayout,
+) -> _C.cuda.AllReduce:
+    addresses, placed = (x.data_ptr(), out.data_ptr()), (needs.slot_bytes, needs.results_at)
+    return _C.cuda.AllReduce(*addresses, x.numel(), CODES[x.dtype], after, needs.segment, *placed)
 
 
 def sum_partials(
@@ -186,17 +194,14 @@ def _prepare_shards(
     shapes = list(x.shape), list(out.shape)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        if len(sizes) != space.world:
-            raise ValueError(f"sizes {list(sizes)} for {space.world} ranks")
-        wanted = [sizes[space.rank], row], [sum(sizes), row]
-        if kernel == "reduce_scatter":
-            wanted = wanted[::-1]
+        operands.check_room(space, device, len(sizes), needs.words, needs.nbytes)
+        own, whole = [sizes[space.rank], row], [sum(sizes), row]
+        wanted = (own, whole) if kernel == "all_gather" else (whole, own)
         if shapes != wanted:
             raise ValueError(
                 f"x is {shapes[0]}, out {shapes[1]}; with sizes {list(sizes)} rank {space.rank} "
                 f"has {wanted[0]} and {wanted[1]}"
             )
-        operands.check_room(space, device, needs.words, needs.nbytes)
         words, starts, code = space_of(space, signature), space.starts(sizes), CODES[dtypes[0]]
 
         def run(
@@ -248,12 +253,12 @@ def prepare_routed(
         )
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        operands.check_room(space, device, len(sizes), needs.words, needs.nbytes)
         if tokens != [sizes[space.rank], row]:
             raise ValueError(
                 f"{'out' if combines else 'x'} is {tokens}; rank {space.rank} has "
                 f"{sizes[space.rank]} tokens"
             )
-        operands.check_room(space, device, needs.words, needs.nbytes)
         kernel = "routed_combine" if combines else "routed_dispatch"
         words, starts = space_of(space, signature), space.starts(sizes)
 
@@ -266,7 +271,6 @@ def prepare_routed(
             places: torch.Tensor | None = None,
             weights: torch.Tensor | None = None,
         ) -> None:
-            operands.check_contiguous(device, order=order, edges=edges, places=places)
             of_routes = _address(places), _address(weights)
             addresses = x.data_ptr(), out.data_ptr(), order.data_ptr(), *of_routes, edges.data_ptr()
             call = _C.cuda.Routed(*addresses, starts.data_ptr(), k, most, row, code)
@@ -322,7 +326,7 @@ def prepare_normed_all_reduce(
     needs = layouts.rows_layout(way, rows, columns, world, x_bytes, cluster)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        operands.check_room(space, device, needs.words, needs.nbytes)
+        operands.check_room(space, device, world, needs.words, needs.nbytes)
         words = space_of(space, signature)
         shape = {"blocks": needs.blocks, "cluster": cluster, "early": early}
 
@@ -337,11 +341,7 @@ def prepare_normed_all_reduce(
             _check_aligned(total=total, normed=normed)
             x, scale = _aligned(x), _aligned(weight)
             residual = None if residual is None else _aligned(residual)
-            call = _C.cuda.AllReduce(
-                *(x.data_ptr(), total.data_ptr(), count, CODES[dtype]),
-                *(epilogue(dtype, bias, residual), needs.segment, needs.slot_bytes),
-                needs.results_at,
-            )
+            call = _all_reduce(x, total, epilogue(dtype, bias, residual), needs)
             norm = _norm(normed, scale, eps)
             launch(f"{way}_all_reduce_rms_norm", device, words, call, norm, **shape)
 
@@ -352,7 +352,7 @@ def prepare_normed_all_reduce(
 
 def rms_norm(rows: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """Compute ``normed = round(rows / sqrt(mean(rows^2) + eps) * weight)``: the bits that a
-    ``normed_all_reduce`` makes of its sum, and the same arguments."""
+    launch of `prepare_normed_all_reduce` makes of its sum, and the same arguments."""
     _check_rows(rows, weight, normed=normed)
     _check_aligned(normed=normed)
     count, columns = _matrix(rows)

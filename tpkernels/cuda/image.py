@@ -39,8 +39,7 @@ def kernels(device: int) -> _C.cuda.Kernels:
     """
     if torch.cuda.is_available() and streams.is_captured(torch.device("cuda", device)):
         raise CaptureError(
-            "the CUDA kernels cannot be loaded while a graph is captured: call "
-            "tpkernels.cuda.barrier, or any other function of tpkernels.cuda, once before"
+            "the CUDA kernels cannot be loaded while a graph is captured: call the op once before"
         )
     capability = _C.cuda.compute_capability(device)
     return _C.cuda.Kernels(device, None if _C.cuda.architectures() else nvrtc_image(capability))

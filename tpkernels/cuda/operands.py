@@ -53,10 +53,16 @@ def check_bias(bias: torch.Tensor | None, cols: int | None = None) -> None:
         raise ValueError(f"bias has shape {list(bias.shape)}; it must be [{needed}]")
 
 
-def check_room(space: DeviceWorkspace, device: torch.device, words: int, buffer_bytes: int) -> None:
-    """Raise ``ValueError`` unless a call on that device that needs that much fits the workspace."""
-    if device != space.regions.device:
-        raise ValueError(f"x is on {device}; it must be on {space.regions.device}")
+def check_room(
+    space: DeviceWorkspace, device: torch.device, world: int, words: int, buffer_bytes: int
+) -> None:
+    """Raise ``ValueError`` unless a call that was prepared on a device for ``world`` ranks, and
+    needs that much, fits the workspace."""
+    if (device, world) != (space.regions.device, space.world):
+        raise ValueError(
+            f"rank {space.rank}: the call is for {world} ranks on {device}, the workspace for "
+            f"{space.world} on {space.regions.device}: prepare it for these"
+        )
     if not space.holds(words, buffer_bytes):
         raise ValueError(
             f"the workspace has {space.words} words from each source and buffers of "

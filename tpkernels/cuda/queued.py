@@ -7,7 +7,7 @@ waits when one is lost. After a failure the results are NaN, and the group's nex
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,22 @@ class _Bound(NamedTuple):
 
     state: object  # of the workspace's launch arguments
     run: Callable[..., None]
+
+
+def queue(
+    call: Call,
+    on: torch.device,
+    key: Hashable,
+    prepare: Callable[[], Prepared],
+    *tensors: Any,
+    first: Callable[[], object] = lambda: None,
+) -> None:
+    """Launch what ``prepare`` returns, `bound`, for these tensors. ``first`` queues what must come
+    right before it, in the same turn."""
+    memory, run = bound(call, on, key, prepare)
+    with memory:
+        first()
+        run(*tensors)
 
 
 def bound(

@@ -45,22 +45,22 @@ def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.dev
     _set_up(group, algorithm, problem)
     if problem.device == "cuda" and problem.spec.reduces:
         problem = replace(problem, numerics=group.cuda_numerics())
-    tuned, unsupported = NOTHING_TUNED, dict[str, str]()
+    tuned, left_out = NOTHING_TUNED, dict[str, str]()
     if algorithm == "auto":
-        unsupported |= group.measured.failures_of(problem) or {}
+        left_out |= group.measured.failures_of(problem) or {}
         if group.has_times(problem.device):
             tuned = group.tuned(problem.device)
     while True:
-        means = _means(group, problem.device, unsupported)
+        means = _means(group, problem.device, left_out)
         plan = choose(problem, means, requested=algorithm, tuned=tuned)
         why = _unsupported_kernels(group, plan.algorithm, problem, device)
         if why is not None:
-            unsupported[plan.algorithm] = why
+            left_out[plan.algorithm] = why
         elif problem.device == "cpu":
             nbytes = ALGORITHMS[plan.algorithm].workspace_bytes(problem, means.workspace_bytes)
             group.make_room(nbytes, plan.text)
         # Kernels that do not run leave fewer algorithms, and buffers that grew allow more.
-        if _means(group, problem.device, unsupported) == means:
+        if _means(group, problem.device, left_out) == means:
             break
     function = implementation(problem, plan)
     if algorithm == "auto" and problem.device == "cuda":

@@ -17,7 +17,8 @@ Pack = bool | Literal["int8"]
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """What `tpkernels.parallelize` takes besides model and mesh, with the same meanings and
-    defaults. Raise ValueError or NotImplementedError if options exclude each other."""
+    defaults, and what `from_pretrained` adds. Raise ValueError or NotImplementedError if options
+    exclude each other."""
 
     plan: Mapping[str, Any] | None = None
     sequence_parallel: SequenceParallel | None = None

@@ -195,8 +195,8 @@ def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], Non
 
 def _share(shape: tuple[int, ...], split: Sharding | None, rank: int) -> Box | None:
     """Return the part of a tensor that is in the file of a rank: what the rank holds if that is one
-    range of its own, else a share of a balanced split. None if it is empty, or if the tensor is not
-    split and the rank not 0."""
+    range of its own, else a share of a balanced split. None if a split leaves the rank nothing, or
+    if the tensor is not split and the rank not 0."""
     if split is None:
         return None if rank else Box.full(shape)
     if not split.in_order:

@@ -280,7 +280,7 @@ def hop_seconds(way: str, nbytes: int, world: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def all_reduce_way(nbytes: int, world: int, ways: frozenset[str], rows: int = 0) -> str:
-    """Return the way that ``auto`` takes for x of ``nbytes`` (`tpkernels.cuda.all_reduce`), out of
+    """Return the way that ``auto`` takes for x of ``nbytes`` (`cuda.prepare_all_reduce`), out of
     ``ways``: the fastest of those without fences, by the model, for few bytes. ``rows``: of x, if
     the ranks' parts in two hops are whole rows."""
     split = world * ceil_div(rows, world) * nbytes // rows if rows else nbytes

@@ -141,7 +141,7 @@ class VirtualRanks:
             DeviceWorkspace(addresses, region, rank, *limits) for rank, region in enumerate(regions)
         ]
         for space in self.spaces:
-            space.ways = ways
+            space.use_ways(ways)
             if self._forked:  # the parent reads what its children write
                 space.state.share_memory_()
                 space.control.share_memory_()

@@ -121,7 +121,7 @@ class CudaWorkspace:
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
-        space.ways = self._ways
+        space.use_ways(self._ways)
         self._alarm.watch(space.failed_word)
         # The watch ends the waits in the workspaces that it finds when a peer is lost.
         if self._watch.error is not None:
@@ -150,7 +150,7 @@ class CudaWorkspace:
         `DeviceWorkspace.ways`."""
         self._ways = ways
         for space in self.spaces:
-            space.ways = self._ways
+            space.use_ways(ways)
 
     def make_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Make a symmetric tensor for a user. Collective; raises what ``make_symmetric`` does."""

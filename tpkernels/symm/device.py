@@ -187,6 +187,10 @@ class DeviceWorkspace:
             self._starts[sizes] = starts
         return starts
 
+    def use_ways(self, ways: frozenset[str]) -> None:
+        """Take these ways from the next call on."""
+        self.ways, self.state_of_arguments = ways, object()
+
     def abort(self, rank: int) -> None:
         """End all waits of a running kernel, because ``rank`` is lost."""
         self.control[ABORT] = 1 + rank
@@ -258,4 +262,5 @@ class Prepared(NamedTuple):
     buffer_bytes: int
     sizes: tuple[int, ...]  #: whose `DeviceWorkspace.starts` the kernels read; empty for none
     #: Takes the workspace and the call's signature; returns what launches the kernels for tensors.
+    #: That checks nothing: they are like those that the call was prepared for.
     bind: Callable[[DeviceWorkspace, int], Callable[..., None]]

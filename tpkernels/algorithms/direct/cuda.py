@@ -5,6 +5,8 @@ The kernels, their slots and words are in csrc/cuda/shards.cuh, all_reduce.cuh a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tpkernels import cuda
@@ -12,12 +14,13 @@ from tpkernels.algorithms.parts import Products, as_rows, new_partial, partial_o
 from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
 from tpkernels.algorithms.reduction import Reduction, RmsNorm, normalising
 from tpkernels.algorithms.routes import Places, filled, most_rows, places_of
-from tpkernels.cuda.queued import bound
+from tpkernels.cuda.queued import queue
 from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.planning.problem import Problem
+from tpkernels.symm.device import Prepared
 
 
 def rows_by_rank(problem: Problem) -> tuple[int, ...]:
@@ -36,14 +39,11 @@ def as_blocks(x: torch.Tensor) -> torch.Tensor:
 def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     whole, sizes = products.memory(call, x), rows_by_rank(call.problem)
     shard, rows = as_blocks(x.contiguous()), as_blocks(whole)
-    memory, run = bound(
-        call,
-        x.device,
-        "gather",
-        lambda: cuda.prepare_all_gather(shard, rows, sizes, ways=_ways(call, x)),
-    )
-    with memory:
-        run(shard, rows)
+
+    def prepare() -> Prepared:
+        return cuda.prepare_all_gather(shard, rows, sizes, ways=_ways(call, x))
+
+    queue(call, x.device, "gather", prepare, shard, rows)
     products.multiply(whole)
 
 
@@ -55,11 +55,11 @@ def dispatch(
     problem, rank = call.problem, call.group.rank
     found = Places.of(problem, rank, routes)
     rows = empty((found.rows(problem, rank, routes), x.shape[1]), x.dtype, x.device)
-    memory, run = bound(
-        call, x.device, "dispatch", lambda: cuda.prepare_routed(x, rows, found.order, problem.sizes)
-    )
-    with memory:
-        run(x, rows, found.order, found.edges, len(rows))
+
+    def prepare() -> Prepared:
+        return cuda.prepare_routed(x, rows, found.order, problem.sizes)
+
+    queue(call, x.device, "dispatch", prepare, x, rows, found.order, found.edges, len(rows))
     return rows, found.counts
 
 
@@ -71,15 +71,12 @@ def combine(
     problem, rank = call.problem, call.group.rank
     found = Places.of(problem, rank, routes)
     x = filled(problem, x, found.rows(problem, rank, routes))
-    places = places_of(found.order)
-    memory, run = bound(
-        call,
-        x.device,
-        "combine",
-        lambda: cuda.prepare_routed(x, out, found.order, problem.sizes, weights),
-    )
-    with memory:
-        run(x, out, found.order, found.edges, most_rows(problem), places, weights)
+    placed = found.order, found.edges, most_rows(problem), places_of(found.order)
+
+    def prepare() -> Prepared:
+        return cuda.prepare_routed(x, out, found.order, problem.sizes, weights)
+
+    queue(call, x.device, "combine", prepare, x, out, *placed, weights)
 
 
 @scatters_in_rank_order
@@ -87,33 +84,27 @@ def reduce(
     call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
 ) -> None:
     """``out`` may be ``x``, where all ranks keep the sum."""
-    bias, residual = reduction.bias, reduction.residual
+    bias, residual, world = reduction.bias, reduction.residual, call.problem.world
     if call.problem.spec.scatters:
         sizes, partial = rows_by_rank(call.problem), partial_of(call, x, w).contiguous()
+        moved = as_blocks(partial), as_blocks(out)
         added = bias, None if residual is None else as_blocks(residual)
-        tensors = as_blocks(partial), as_blocks(out), *added
-        memory, run = bound(
-            call,
-            x.device,
-            "scatter",
-            lambda: cuda.prepare_reduce_scatter(*tensors[:2], sizes, *added, ways=_ways(call, x)),
-        )
-        with memory:
-            run(*tensors)
+
+        def prepare_scatter() -> Prepared:
+            return cuda.prepare_reduce_scatter(*moved, sizes, *added, ways=_ways(call, x))
+
+        queue(call, x.device, "scatter", prepare_scatter, *moved, *added)
         return
-    partial = x.contiguous() if w is None else new_partial(call, x, w)
-    early, world = _starts_early(partial, w), call.problem.world
-    memory, run = bound(
-        call,
-        x.device,
-        "sum",
-        lambda: cuda.prepare_all_reduce(
-            world, partial, out, bias, residual, early=early, ways=_ways(call, x)
-        ),
-    )
-    with memory:
-        _multiply(x, w, partial)
-        run(partial, out, bias, residual)
+    partial, multiply = _partial_and_product(call, x, w)
+
+    def prepare() -> Prepared:
+        return cuda.prepare_all_reduce(
+            *(world, partial, out, bias, residual),
+            early=_starts_early(partial, w),
+            ways=_ways(call, x),
+        )
+
+    queue(call, x.device, "sum", prepare, partial, out, bias, residual, first=multiply)
 
 
 _in_steps = normalising(reduce)
@@ -130,23 +121,30 @@ def reduce_and_normalise(
     """One launch, where the kernels take rows of that length; all ranks decide alike."""
     if not cuda.normalises(out.dtype, norm.weight.numel()):
         return _in_steps(call, partial_of(call, x, w), None, out, reduction, norm)
-    partial = x.contiguous() if w is None else new_partial(call, x, w)
-    normed = empty(out.shape, out.dtype, out.device)
-    early, world = _starts_early(partial, w), call.problem.world
-    tensors = partial, out, normed, norm.weight
-    added = reduction.bias, reduction.residual
-    memory, run = bound(
-        call,
-        x.device,
-        "normed",
-        lambda: cuda.prepare_normed_all_reduce(
-            world, *tensors, norm.eps, *added, early=early, ways=_ways(call, x)
-        ),
-    )
-    with memory:
-        _multiply(x, w, partial)
-        run(*tensors, *added)
+    partial, multiply = _partial_and_product(call, x, w)
+    normed, world = empty(out.shape, out.dtype, out.device), call.problem.world
+    tensors, added = (partial, out, normed, norm.weight), (reduction.bias, reduction.residual)
+
+    def prepare() -> Prepared:
+        return cuda.prepare_normed_all_reduce(
+            *(world, *tensors, norm.eps, *added),
+            early=_starts_early(partial, w),
+            ways=_ways(call, x),
+        )
+
+    queue(call, x.device, "normed", prepare, *tensors, *added, first=multiply)
     return normed
+
+
+def _partial_and_product(
+    call: Call, x: torch.Tensor, w: Weight | None
+) -> tuple[torch.Tensor, Callable[[], object]]:
+    """Return the partial, and what queues the product that fills it, if there is one. It comes in
+    the same turn as the sum: nothing between."""
+    if w is None:
+        return x.contiguous(), lambda: None
+    partial = new_partial(call, x, w)
+    return partial, lambda: local_matmul(as_rows(x), w, as_rows(partial))
 
 
 def _ways(call: Call, x: torch.Tensor) -> frozenset[str]:
@@ -159,9 +157,3 @@ def _starts_early(partial: torch.Tensor, w: Weight | None) -> bool:
     torch's and a kernel. What a caller's product queues is not known, nor whether it queues
     anything."""
     return isinstance(w, torch.Tensor) and partial.numel() > 0
-
-
-def _multiply(x: torch.Tensor, w: Weight | None, partial: torch.Tensor) -> None:
-    """Queue the product within the call's turn, so that nothing comes between it and the sum."""
-    if w is not None:
-        local_matmul(as_rows(x), w, as_rows(partial))
