@@ -23,7 +23,6 @@ import torch
 from tpkernels.integrations.transformers.loading import end_tokens, load_model
 from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
 from tpkernels.integrations.transformers.text_stream import TextStream
-from tpkernels.launch.messages import DTYPES
 
 
 class Generator:
@@ -43,7 +42,7 @@ class Generator:
         self._model = load_model(
             path,
             device=device,
-            dtype=None if dtype is None else DTYPES[dtype],
+            dtype=None if dtype is None else getattr(torch, dtype),
             ffn_only=ffn_only,
             expert_parallel=expert_parallel,
             weights=weights,
