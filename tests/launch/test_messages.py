@@ -3,6 +3,7 @@ next in step."""
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import warnings
@@ -101,10 +102,11 @@ def test_tensors_of_every_dtype(name: str) -> None:
         whole = raw.view(dtype).view(3, 5)
         tensors = [whole, whole[0, 0], whole[:0], whole[:, 0]]
         if dtype is not torch.float4_e2m1fn_x2:  # torch cannot copy its elements
-            tensors += [whole.t(), whole[::2, 1:4]]
+            tensors += [whole.t(), whole[::2, 1:4], whole[:, ::2].t()]
         got = sent(tensors)
         assert equal(got, tensors)
-    assert all(tensor.is_contiguous() for tensor in got)
+    strides = [tensor.clone().stride() for tensor in tensors]
+    assert [tensor.stride() for tensor in got] == strides
 
 
 def test_tensors_are_copies_of_what_they_show() -> None:
@@ -120,6 +122,17 @@ def test_tensors_are_copies_of_what_they_show() -> None:
     got["x"].fill_(7)
     got["array"][:] = 7
     assert x.sum() == x.numel() and got["part"].sum() == 4 and value["array"].sum() == 4
+
+
+def test_content_in_a_cycle_is_collected() -> None:
+    """Python crashed on some of it."""
+    for _ in range(100):
+        content: list[Any] = list(messages.dumps([torch.ones(10), np.ones(10)], "the value"))
+        received = arrived(content)
+        content += [content, received, received, messages.loads(received)]
+        received.append(content)  # type: ignore[arg-type]
+    del content, received
+    gc.collect()
 
 
 def test_other_tensors_arrive_as_torch_pickles_them() -> None:

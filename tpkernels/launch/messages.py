@@ -32,19 +32,25 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if value.layout is not torch.strided or value.is_quantized:
             return NotImplemented
-        plain = value.resolve_conj().resolve_neg().contiguous()
-        elements = pickle.PickleBuffer(plain.reshape(-1).view(torch.uint8).numpy())
-        return _tensor, (elements, value.dtype, value.shape)
+        dims = sorted(range(value.dim()), key=value.stride, reverse=True)  # as they lie in memory
+        plain = value.permute(dims).resolve_conj().resolve_neg().contiguous()
+        # Not its memoryview: before 3.11.9, Python crashes on garbage with one that is in use.
+        array: Any = plain.reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(array), value.dtype, plain.shape, dims)
 
 
-def _tensor(elements: memoryview, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def _tensor(
+    elements: memoryview, dtype: torch.dtype, shape: torch.Size, dims: list[int]
+) -> torch.Tensor:
     if not len(elements):  # torch makes no tensor of an empty buffer
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(elements, dtype=torch.uint8).view(dtype).view(shape)
+        plain = torch.empty(shape, dtype=dtype)
+    else:
+        plain = torch.frombuffer(elements, dtype=torch.uint8).view(dtype).view(shape)
+    return plain.permute([dims.index(dim) for dim in range(len(dims))])
 
 
 def dumps(value: Any, what: str) -> Message:
-    """Return the content for a value. Contiguous tensors are not copied: send it first.
+    """Return the content for a value. Dense tensors are not copied: send it before they change.
 
     Args:
         what: the name of the value in errors.
@@ -107,8 +113,8 @@ def receive(pipe: socket.socket, check: Callable[[], None] = _wait_on) -> tuple[
     (length,) = _LENGTH.unpack(filled(memoryview(bytearray(_LENGTH.size))))
     head, lengths = pickle.loads(filled(memoryview(bytearray(length))))
     # Memory from torch is aligned for it, and not cleared before.
-    parts = [memoryview(torch.empty(length, dtype=torch.uint8).numpy()) for length in lengths]
-    return head, [filled(part) for part in parts]
+    parts: list[Any] = [torch.empty(length, dtype=torch.uint8).numpy() for length in lengths]
+    return head, [filled(memoryview(part)) for part in parts]
 
 
 def _move(move: Callable[[memoryview], int], data: Bytes, check: Callable[[], None]) -> None:
