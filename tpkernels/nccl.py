@@ -378,12 +378,12 @@ def _bootstrap(
     failure: Exception | None = None
     try:
         device, library = _current_device(), load(path)
-        unique_id = library.unique_id() if participant.rank == 0 else b""
+        code, unique_id = library.unique_id() if participant.rank == 0 else (_SUCCESS, b"")
+        if code != _SUCCESS:
+            raise TpkernelsError(f"ncclGetUniqueId failed: {library.error_text(code)}")
         report |= {"NCCL": library.version, "unique_id": unique_id.hex()}
     except Exception as error:  # of any kind: the other ranks must learn of it
         failure, report["error"] = error, of_error(error)
-        if type(error) is RuntimeError:  # NCCL's own
-            failure = TpkernelsError(str(error))
     reports = participant.exchange("NCCL communicator", report)
     if failure is not None:
         raise failure

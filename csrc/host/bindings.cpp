@@ -14,7 +14,6 @@
 #include "host/arena.h"
 #include "host/channel.h"
 #include "host/collectives.h"
-#include "host/mailbox.h"
 #include "host/vector.h"
 
 namespace py = pybind11;
@@ -159,42 +158,6 @@ void bind_channel(py::module_& m) {
           py::arg("skip_waits") = false);
 }
 
-py::buffer_info bytes_of(const py::buffer& buffer, bool writable = false) {
-  py::buffer_info info = buffer.request(writable);
-  if (info.itemsize != 1 || info.ndim != 1 || (info.size > 1 && info.strides[0] != 1)) {
-    throw py::value_error("a mailbox moves vectors of bytes");
-  }
-  return info;
-}
-
-void bind_mailbox(py::module_& m) {
-  py::class_<Mailbox>(m, "Mailbox")
-      .def(py::init<std::shared_ptr<Arena>, int, int, int, double>(), py::arg("arena"),
-           py::arg("region"), py::arg("readers"), py::arg("bell_region"), py::arg("spin_us"))
-      .def_static("region_bytes", &Mailbox::region_bytes, py::arg("capacity"), py::arg("readers"))
-      .def_property_readonly("capacity", &Mailbox::capacity)
-      .def(
-          "write",
-          [](Mailbox& box, const py::buffer& data, double seconds) {
-            const py::buffer_info bytes = bytes_of(data);
-            const GilReleased released;
-            return box.write(static_cast<const std::byte*>(bytes.ptr),
-                             static_cast<std::size_t>(bytes.size), seconds);
-          },
-          py::arg("data"), py::arg("seconds"))
-      .def(
-          "read",
-          [](Mailbox& box, int reader, const py::buffer& out, double seconds) {
-            const py::buffer_info bytes = bytes_of(out, /*writable=*/true);
-            const GilReleased released;
-            return box.read(reader, static_cast<std::byte*>(bytes.ptr),
-                            static_cast<std::size_t>(bytes.size), seconds);
-          },
-          py::arg("reader"), py::arg("out"), py::arg("seconds"))
-      .def_static("wait_any", &Mailbox::wait_any, py::arg("boxes"), py::arg("seconds"),
-                  ReleaseGil());
-}
-
 void bind_collectives(py::module_& m) {
   py::class_<ShardLayout, std::shared_ptr<ShardLayout>>(m, "ShardLayout")
       .def(py::init<std::size_t, std::size_t, std::vector<std::size_t>>(), py::arg("outer"),
@@ -265,7 +228,6 @@ void tpkernels::bind_host(pybind11::module_& m) {
   using namespace host;
   bind_memory(m);
   bind_channel(m);
-  bind_mailbox(m);
   bind_collectives(m);
   bind_vector_units(m);
 }

@@ -12,6 +12,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "nccl/library.h"
@@ -33,15 +34,14 @@ std::string version_text(const Library& library) {
          std::to_string(version % 100);
 }
 
-py::bytes unique_id(const Library& library) {
+std::pair<Result, py::bytes> unique_id(const Library& library) {
   UniqueId id{};
-  Result code = kSuccess;
-  {
+  const auto ask = [&] {
     const GilReleased released;  // it opens a socket
-    code = library.GetUniqueId(&id);
-  }
-  if (code == kSuccess) return py::bytes(id.bytes, sizeof(id.bytes));
-  throw std::runtime_error("ncclGetUniqueId failed: " + library.error_text(code));
+    return library.GetUniqueId(&id);
+  };
+  const Result code = ask();
+  return {code, py::bytes(id.bytes, sizeof(id.bytes))};
 }
 
 // What, the memory, the count as in NCCL (elements sent, or received by a reduce-scatter), the

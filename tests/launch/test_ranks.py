@@ -6,7 +6,6 @@ import gc
 import importlib
 import itertools
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -26,10 +25,10 @@ from tests.support.cases import RanksFixture
 from tests.support.faults import in_child, together
 from tests.support.held import Held, make
 from tpkernels import launch
-from tpkernels.launch import RankError, Ranks, worker
+from tpkernels.launch import RankError, Ranks
 from tpkernels.launch import ranks as pool_module
 
-BIG = worker.RING_BYTES * 8
+BIG = 1 << 23  # more than a pipe holds
 
 # Run in the ranks.
 
@@ -116,7 +115,7 @@ def test_run_returns_the_results_in_rank_order(ranks: RanksFixture) -> None:
         total = world * (world - 1) / 2
         assert ranks(world).run(sum_of_ranks) == [total] * world
         assert ranks(world).run(sum_of_ranks, 1, 2, scale=10) == [(total + 3 * world) * 10] * world
-    big = {"any": {torch.float16, Path}, "more": bytes(BIG)}  # larger than rings and pipes
+    big = {"any": {torch.float16, Path}, "more": bytes(BIG)}  # larger than pipes
     assert ranks(2).run(echo, big) == [big, big]
 
 
@@ -149,7 +148,7 @@ def test_refusals_leave_the_ranks_usable(ranks: RanksFixture) -> None:
     with pytest.raises(RankError, match=r"start failed on 2(?s:.*)no_such_backend"):
         Ranks(2, backend="no_such_backend")
     pool = ranks(2)
-    with pytest.raises((AttributeError, TypeError), match="local object"):
+    with pytest.raises(TypeError, match="local object"):
         pool.run(sum_of_ranks, lambda: None)
     pool.submit(time.sleep, 0.1)
     for use in (pool.submit, pool.run):
@@ -197,6 +196,11 @@ def test_a_dead_rank_is_reported(job: Any, argument: int, exitcode: int, message
         pool.submit(dist.get_rank)  # the others can be asked all the same
         alive, dead = pool.collect(30)
         assert alive.value == 0 and dead.exitcode == exitcode
+        os.kill(pool.pids[0], signal.SIGSTOP)  # also while they read nothing
+        threading.Timer(0.3, os.kill, (pool.pids[0], signal.SIGCONT)).start()
+        pool.submit(echo, bytes(BIG))
+        alive, dead = pool.collect(30)
+        assert alive.value == bytes(BIG) and dead.exitcode == exitcode
         with pytest.raises(RankError, match=message):
             pool.run(dist.get_rank)
     assert pool.exitcodes == [-signal.SIGKILL, exitcode]
@@ -204,7 +208,7 @@ def test_a_dead_rank_is_reported(job: Any, argument: int, exitcode: int, message
 
 @pytest.mark.parametrize("where", ["function", "call", "step", "item", "message"])
 def test_a_rank_that_dies_at_work_is_reported_within_a_second(where: str) -> None:
-    """Also in the middle of an item that fills the ring, and with half of a message read: neither
+    """Also in the middle of an item that fills the pipe, and with half of a message read: neither
     blocks the other side."""
     with Ranks(2, Held) as ranks:
         pid = ranks.pids[1]
@@ -249,12 +253,15 @@ def test_a_rank_that_dies_in_a_factory_or_while_idle_is_noticed() -> None:
 # Time.
 
 
-def test_a_stopped_rank_is_reported_when_time_is_up() -> None:
+@pytest.mark.parametrize("use", ["call", "run"])
+def test_a_stopped_rank_is_reported_when_time_is_up(use: str) -> None:
     """It cannot hold up a large message either."""
     with Ranks(2, Held) as ranks:
+        ranks.run(sum_of_ranks)  # imports this module
+        act = partial(ranks.call, "echo") if use == "call" else partial(ranks.run, echo)
         os.kill(ranks.pids[1], signal.SIGSTOP)
         begin = time.monotonic()
-        error = failure_of(ranks, lambda: ranks.call("echo", torch.zeros(BIG), timeout=0.3))
+        error = failure_of(ranks, lambda: act(torch.zeros(BIG), timeout=0.3))
     assert 0.3 <= time.monotonic() - begin < 10
     assert error.outcomes[1].timed_out
     assert "no answer: stopped by a signal" in str(error)
@@ -377,20 +384,15 @@ def test_a_fork_is_not_the_parent() -> None:
         assert ranks.call("rank") == [0]
 
 
-def test_ranks_leave_no_descriptors_and_no_mappings() -> None:
-    def held() -> tuple[int, int]:
+def test_ranks_leave_no_descriptors() -> None:
+    def held() -> int:
         gc.collect()  # what earlier tests have left
-        maps = Path("/proc/self/maps").read_text()
-        return len(os.listdir("/proc/self/fd")), maps.count("memfd:tpkernels")
+        return len(os.listdir("/proc/self/fd"))
 
     def use() -> None:
         with Ranks(2, Held) as ranks:
             ranks.call("echo", torch.zeros(10))
             next(ranks.stream("count", 100))
-            for pid in [os.getpid(), *ranks.pids]:  # the memory is held without a descriptor
-                links = [os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-                assert not [link for link in links if "memfd:tpkernels (" in link]
-                assert "/memfd:tpkernels (deleted)" in Path(f"/proc/{pid}/maps").read_text()
 
     use()
     before = held()
@@ -432,8 +434,8 @@ def test_arguments_and_results_of_every_kind(two: Ranks) -> None:
     assert torch.equal(x.flatten(), torch.arange(6).bfloat16())  # ranks change copies
 
 
-def test_messages_larger_than_the_ring_go_in_parts(two: Ranks) -> None:
-    nbytes = worker.RING_BYTES * 5 + 12345
+def test_messages_larger_than_the_pipe_go_in_parts(two: Ranks) -> None:
+    nbytes = (5 << 20) + 12345
     x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     text = "ü" * (nbytes // 2)
     for (got, got_text), kwargs in two.call("echo", x, text, more=[x[:7], x]):
@@ -497,7 +499,7 @@ def test_an_exception_comes_back_with_its_traceback_and_is_not_printed(
     assert "closed" not in str(caught.value)
     with pytest.raises(RankError, match=r"failed on 2 of 2 ranks(?s:.*)SystemExit: 3"):
         two.call("fail", [0, 1], how="exit")
-    text = r"the result of unsendable\[1\]\['a'\] is a builtins\.set, which cannot be sent"
+    text = r"the result of unsendable cannot be sent: cannot pickle '_thread\.lock' object"
     with pytest.raises(RankError, match=text) as caught:
         two.call("unsendable", [0, 1])
     assert "During handling" not in str(caught.value)
@@ -512,10 +514,8 @@ def test_refusals_send_nothing(two: Ranks) -> None:
         for use in (two.call, two.stream):
             with pytest.raises(AttributeError, match="no public method"):
                 use(name)
-    with pytest.raises(TypeError, match=r"^echo: args\[1\]\['x'\] is a builtins\.set, which"):
-        two.call("echo", 1, {"x": set()})
-    with pytest.raises(ValueError, match=r"^echo: kwargs\['n'\] is an integer of 65 bits"):
-        two.call("echo", n=1 << 64)
+    with pytest.raises(TypeError, match=r"^the call of echo cannot be sent: cannot pickle"):
+        two.call("echo", 1, {"x": threading.Lock()})
     with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
         two.call("rank", rank=2)
     for timeout in (0, -1.0, float("inf"), float("nan")):
@@ -525,7 +525,7 @@ def test_refusals_send_nothing(two: Ranks) -> None:
 
 
 def test_factories_that_make_nothing() -> None:
-    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+    with pytest.raises(TypeError, match="lambda"):
         Ranks(1, lambda: None)
     with pytest.raises(RankError, match=r"Held failed on 1 of 1(?s:.*)rank 0 was told to"):
         Ranks(1, Held, 0, 0)
@@ -572,8 +572,8 @@ def test_closing_a_stream_ends_all_ranks_after_the_same_step(two: Ranks, taken: 
         assert ended == "closed" and taken <= steps <= taken + pool_module.STREAM_AHEAD
 
 
-def test_items_larger_than_the_ring(two: Ranks) -> None:
-    pad = worker.RING_BYTES // 2
+def test_items_larger_than_the_pipe(two: Ranks) -> None:
+    pad = 1 << 19
     received = [(value, len(rest)) for value, rest in two.stream("count", 5, pad)]
     assert received == [(2.0 * step, pad) for step in range(5)]
     for _ in two.stream("count", 10_000, pad):
@@ -602,7 +602,7 @@ def test_failures_in_a_stream(two: Ranks) -> None:
     assert seen == [0, 1][: len(seen)]  # the error of rank 1 may come before items of rank 0
     with pytest.raises(RankError, match=r"failed on 1 of 2 ranks(?s:.*)rank 1 was told to"):
         list(two.stream("fail_in_step", 2, [1]))
-    with pytest.raises(RankError, match=r"an item is a builtins\.set, which cannot be sent"):
+    with pytest.raises(RankError, match=r"an item cannot be sent: cannot pickle '_thread\.lock'"):
         list(two.stream("unsendable_items"))
     with pytest.raises(RankError, match=r"rank returned a int; stream\(\) needs a generator"):
         list(two.stream("rank"))

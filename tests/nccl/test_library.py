@@ -78,5 +78,5 @@ def test_the_real_library(real: str) -> None:
     loaded = nccl.load(real)
     assert Path(loaded.path).samefile(real)
     assert tuple(map(int, loaded.version.split("."))) >= (2, 14, 0)
-    first, second = loaded.unique_id(), loaded.unique_id()
-    assert first != second and len(first) == 128
+    (code, first), (again, second) = loaded.unique_id(), loaded.unique_id()
+    assert code == again == 0 and first != second and len(first) == 128

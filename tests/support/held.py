@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -44,7 +45,7 @@ class Held:
         return torch.full((sizes[dist.get_rank()],), float(dist.get_rank()))
 
     def unsendable(self, ranks: list[int]) -> Any:
-        return [0, {"a": {1}}] if dist.get_rank() in ranks else 1
+        return [0, {"a": threading.Lock()}] if dist.get_rank() in ranks else 1
 
     def fail(self, ranks: list[int], how: str = "raise") -> int:
         if dist.get_rank() in ranks:
@@ -109,7 +110,7 @@ class Held:
 
     def unsendable_items(self) -> Iterator[Any]:
         yield 1
-        yield {1}
+        yield threading.Lock()
 
 
 def make(start: int) -> Held:

@@ -1,8 +1,6 @@
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from typing_extensions import Buffer
-
 # Memory is passed as integer addresses, dtypes as the codes of csrc/host/vector.h.
 
 def open_memfd(name: str) -> int: ...
@@ -71,18 +69,6 @@ class Channel:
     def set_chaos(
         self, seed: int, max_delay_us: int, single_buffer: bool = False, skip_waits: bool = False
     ) -> None: ...
-
-class Mailbox:
-    def __init__(
-        self, arena: Arena, region: int, readers: int, bell_region: int, spin_us: float
-    ) -> None: ...
-    @staticmethod
-    def region_bytes(capacity: int, readers: int) -> int: ...
-    capacity: int
-    def write(self, data: Buffer, seconds: float) -> int: ...
-    def read(self, reader: int, out: Buffer, seconds: float) -> int: ...
-    @staticmethod
-    def wait_any(boxes: Sequence[Mailbox], seconds: float) -> int: ...
 
 class ShardLayout:
     def __init__(self, outer: int, inner: int, sizes: Sequence[int]) -> None: ...

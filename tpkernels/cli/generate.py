@@ -24,7 +24,7 @@ from tpkernels.integrations.transformers.generator import (
     Generator,
     prompt_tokens,
 )
-from tpkernels.integrations.transformers.loading import load_tokenizer, preload
+from tpkernels.integrations.transformers.loading import ModelOptions, load_tokenizer, preload
 from tpkernels.integrations.transformers.sampling import Sampling
 from tpkernels.launch import Ranks
 from tpkernels.launch.session import (
@@ -95,7 +95,6 @@ def generate(
     world = world_size(nproc, 2)
     check_workers(threads=threads)
     where = resolve_device(device)
-    dtype_name = None if dtype is None else str(dtype_named(dtype)).removeprefix("torch.")
     if stream and as_json:
         raise UsageError("--stream prints text, --json one object at the end; leave out one")
     if stream and len(prompt) > 1:
@@ -116,9 +115,15 @@ def generate(
         frequency_penalty,
         secrets.randbits(32) if seed is None else seed,
     )
-    checked = options.checked_weights(weights, where)
-    styles = options.plan_in(plan)
-    held = (model, where, dtype_name, ffn_only, checked, styles, expert_parallel)
+    ranks_model = ModelOptions(
+        model,
+        where,
+        None if dtype is None else dtype_named(dtype),
+        ffn_only,
+        expert_parallel,
+        options.checked_weights(weights, where),
+        options.plan_in(plan),
+    )
     try:
         sampling.check()
         if not under_torchrun():
@@ -127,7 +132,7 @@ def generate(
             preload()
         with ThreadPoolExecutor(1) as loading:
             loaded = loading.submit(load_tokenizer, model)
-            with _driving(world, held, backend_of(world, where), threads, timeout) as driver:
+            with _driving(world, ranks_model, backend_of(world, where), threads, timeout) as driver:
                 tokenizer, sampling = _agreed(loaded, sampling)
                 prompts = [prompt_tokens(tokenizer, text, chat=chat) for text in prompt]
                 facts = driver.call("describe", rank=0)
@@ -172,8 +177,8 @@ def _agreed(loaded: Future[Any], sampling: Sampling) -> tuple[Any, Sampling]:
 class _Joined:
     """The object of this process, one of torchrun's ranks, which all make the same calls."""
 
-    def __init__(self, *held: Any) -> None:
-        self._generator = Generator(*held)
+    def __init__(self, model: ModelOptions) -> None:
+        self._generator = Generator(model)
 
     def call(self, method: str, *, rank: int) -> Any:
         return getattr(self._generator, method)()
@@ -185,20 +190,20 @@ class _Joined:
 
 @contextmanager
 def _driving(
-    world: int, held: tuple[Any, ...], backend: str, threads: int, timeout: float
+    world: int, model: ModelOptions, backend: str, threads: int, timeout: float
 ) -> Iterator[Driver]:
     """Yield what calls a `Generator` on ``world`` new ranks, or on torchrun's if this process is
     one of them. No process is left behind."""
     if not under_torchrun():
         with Ranks(
-            world, Generator, *held, backend=backend, threads=threads, timeout=timeout
+            world, Generator, model, backend=backend, threads=threads, timeout=timeout
         ) as ranks:
             yield ranks
         return
     torch.set_num_threads(threads)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        yield _Joined(*held)
+        yield _Joined(model)
     finally:
         dist.destroy_process_group()
 

@@ -79,17 +79,20 @@ def serve(
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
 
+        from tpkernels.integrations.transformers.loading import ModelOptions
         from tpkernels.integrations.transformers.serving import server
     except ImportError as error:
         raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
     asked = server.ServerOptions(
-        model=model,
+        model=ModelOptions(
+            model,
+            dtype=None if dtype is None else dtype_named(dtype),
+            ffn_only=ffn_only,
+            expert_parallel=expert_parallel,
+            weights=options.checked_weights(weights, "cpu"),
+            plan=options.plan_in(plan),
+        ),
         name=name or Path(model).resolve().stem,
-        dtype=None if dtype is None else dtype_named(dtype),
-        ffn_only=ffn_only,
-        expert_parallel=expert_parallel,
-        plan=options.plan_in(plan),
-        weights=options.checked_weights(weights, "cpu"),
         max_requests=max_requests,
         max_waiting=max_waiting,
         max_length=max_length,

@@ -5,14 +5,13 @@ nothing while idle, report failures (an exception, a death, a hang) and never ou
 
 Algorithm: a fork server imports torch once, and every rank is forked from it. The parent hosts the
 ``TCPStore`` and has no rank. A `Job` is a message to all ranks and one last reply of each
-(`tpkernels.launch.worker`), through mailboxes in shared memory (`csrc/host/mailbox.h`). The parent
-waits for replies in slices, and looks for dead ranks in between. Functions and their results are
-pickled and travel through a pipe for each rank: nothing from shared memory is unpickled.
+(`tpkernels.launch.worker`), through a pair of sockets for each rank (`tpkernels.launch.messages`).
+The parent sends and waits for replies in slices, and looks for dead ranks in between.
 
 Lifetime: each rank leads its own process group, so a Ctrl-C in the terminal reaches only the
 parent, and killing a rank also kills the processes it started. However the parent dies, the kernel
 kills the ranks (`worker.die_with_parent`). Closing asks idle ranks to leave, within a time limit,
-and kills all others. The mailboxes have no name and need no clean-up.
+and kills all others.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import difflib
 import math
 import multiprocessing
 import os
-import pickle
+import select
 import signal
 import socket
 import sys
@@ -32,14 +31,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection, forkserver, spawn
+from multiprocessing import forkserver, spawn
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from tpkernels._C.host import Arena, Mailbox
 from tpkernels.launch import messages, worker
 from tpkernels.launch.messages import Message
 
@@ -52,7 +50,6 @@ _SLICE_S = 0.1  # between two looks at the ranks
 _MESSAGE_S = 1.0  # for the rest of a reply that has begun to arrive
 _REAP_S = 5.0  # from a rank's death to its exit code, through the fork server
 _starting = threading.RLock()  # what a start changes in the process for a moment
-_RUN, _MAKE = messages.encode(("run",)), messages.encode(("make",))
 
 
 @dataclass(frozen=True)
@@ -193,10 +190,10 @@ class Ranks:
         self._pid = os.getpid()
         self._turn = threading.Lock()  # held during a call, and while a stream is open
         self._streaming: int | None = None  # the thread that opened the stream
-        pickled = b"" if factory is None else _pickled(factory, args, kwargs)
+        make = [] if factory is None else _request("make", factory, args, kwargs)
         self.exitcodes: list[int | None] = []  #: of the ranks, once they are closed
         self._processes: list[ForkServerProcess] = []
-        self._pipes: list[connection.Connection] = []
+        self._pipes: list[socket.socket] = []
         self._processes_lock = threading.Lock()  # process objects are not thread-safe
         self._store = loopback_store()
         # All ranks are on this machine: use loopback, whatever the host name resolves to.
@@ -204,25 +201,22 @@ class Ranks:
             environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
         environ["OMP_NUM_THREADS"] = str(threads)
         self._job = Job("start", world, start_timeout)
-        region_bytes = Mailbox.region_bytes(worker.RING_BYTES, world)
-        with connection.Connection(Arena.create(region_bytes, world + 1)) as memory:
-            self._out, self._in = worker.mailboxes(memory.fileno(), world, commit=True)
-            setup = worker.Setup(
-                world, backend, threads, environ, self._store.port, start_timeout, memory, shared
-            )
-            atexit.register(self.close)
-            try:
-                context = fork_server()
-                for rank in range(world):
-                    self._start(context, rank, setup, import_main)
-                self._run(self._job, messages.encode(("join",)), close_on_error=True)
-            except BaseException:
-                self.close()
-                raise
+        setup = worker.Setup(
+            world, backend, threads, environ, self._store.port, start_timeout, shared
+        )
+        atexit.register(self.close)
+        try:
+            context = fork_server()
+            for rank in range(world):
+                self._start(context, rank, setup, import_main)
+            self._run(self._job, messages.encode(("join",)), close_on_error=True)
+        except BaseException:
+            self.close()
+            raise
         if factory is not None:
             with self._my_turn(self._timeout):
                 job = Job(_name_of(factory), world, self._timeout)
-                made = self._run(job, _MAKE, pickled, close_on_error=True)
+                made = self._run(job, make, close_on_error=True)
             self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in made))
 
     def run(
@@ -238,12 +232,12 @@ class Ranks:
                 executor is then closed, since the ranks' collectives may be out of step.
         """
         timeout = self._timeout if timeout is None else _checked_timeout(timeout)
-        pickled = _pickled(function, args, kwargs)
+        message = _request("run", function, args, kwargs)
         with self._my_turn(timeout):
             job = self._job = Job(
                 _name_of(function), self.world, timeout, (GRACE_SECONDS, self._lost_grace)
             )
-            outcomes = self._run(job, _RUN, pickled, close_on_error=True)
+            outcomes = self._run(job, message, close_on_error=True)
         return [outcome.value for outcome in outcomes]
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -251,11 +245,11 @@ class Ranks:
 
         Ranks that have died are skipped; `collect` reports them.
         """
-        pickled = _pickled(function, args, kwargs)
+        message = _request("run", function, args, kwargs)
         with self._my_turn(self._timeout):
             self._job = Job("submit", self.world, self._timeout, (math.inf, math.inf))
             try:
-                self._send(self._job, _RUN, pickled)
+                self._send(self._job, message)
             except _GiveUp:
                 self._finish(self._job)
 
@@ -283,8 +277,8 @@ class Ranks:
     ) -> Any:
         """Call a method on every rank, and return the results by rank.
 
-        Arguments and results are None, numbers, strings, bytes, CPU tensors, and lists, tuples and
-        dicts of them. A call of another thread waits for its turn.
+        Arguments and results are pickled, and arrive as copies. A call of another thread waits for
+        its turn.
 
         Args:
             timeout: seconds for the call on all ranks; by default the executor's.
@@ -292,7 +286,7 @@ class Ranks:
 
         Raises:
             AttributeError: there is no such public method. Nothing was sent.
-            TypeError, ValueError: an argument cannot be sent. Nothing was sent.
+            TypeError: an argument cannot be sent. Nothing was sent.
             TimeoutError: calls of other threads took all the time. Nothing was sent.
             RankError: the method raised, a rank died, or it took too long. The executor stays open
                 if every rank has answered, and is closed otherwise. Groups whose collectives the
@@ -324,7 +318,7 @@ class Ranks:
             timeout: seconds for each item; by default the executor's.
 
         Raises:
-            AttributeError, TypeError, ValueError, TimeoutError, RankError: as `call` does.
+            AttributeError, TypeError, TimeoutError, RankError: as `call` does.
         """
         timeout = self._timeout if timeout is None else _checked_timeout(timeout)
         self._check(method, rank)
@@ -383,15 +377,9 @@ class Ranks:
 
     # Jobs. All but the first run within `_my_turn`.
 
-    def _run(
-        self,
-        job: Job,
-        message: Message,
-        pickled: bytes = b"",
-        close_on_error: bool = False,
-    ) -> list[Outcome]:
+    def _run(self, job: Job, message: Message, close_on_error: bool = False) -> list[Outcome]:
         with contextlib.suppress(_GiveUp):
-            self._send(job, message, pickled)
+            self._send(job, message)
             self._drain(job)
         return self._finish(job, close_on_error)
 
@@ -511,7 +499,8 @@ class Ranks:
     def _start(
         self, context: ForkServerContext, rank: int, setup: worker.Setup, import_main: bool
     ) -> None:
-        ours, theirs = context.Pipe(duplex=True)
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_SLICE_S)
         process = context.Process(
             target=worker.main, args=(rank, setup, theirs), name=f"tpkernels-rank-{rank}"
         )
@@ -527,15 +516,17 @@ class Ranks:
         self._processes.append(process)
         self._pipes.append(ours)
 
-    def _send(self, job: Job, message: Message, pickled: bytes = b"") -> None:
-        def check() -> None:
-            self._give_up_if(job, job.pending, job.deadline)
+    def _send(self, job: Job, message: Message) -> None:
+        def check(rank: int) -> None:
+            self._record_deaths(job, job.pending)
+            if rank not in job.pending:
+                raise BrokenPipeError
+            if time.monotonic() >= job.deadline:
+                raise _GiveUp
 
-        for part in message:
-            worker.transfer(self._out.write, part, _SLICE_S, check)
-        for pipe in self._pipes if pickled else ():
+        for rank, pipe in enumerate(self._pipes):
             with contextlib.suppress(OSError):  # a dead rank
-                pipe.send_bytes(pickled)
+                messages.send(pipe, message, partial(check, rank))
 
     def _give_up_if(self, job: Job, ranks: Collection[int], deadline: float) -> None:
         """Raise if one of the ranks has died, or time is up."""
@@ -547,47 +538,56 @@ class Ranks:
         until all ranks have given theirs or time is up."""
         while job.pending:
             left, pending = job.deadline - time.monotonic(), sorted(job.pending)
-            boxes = [self._in[rank] for rank in pending]
-            arrived = Mailbox.wait_any(boxes, max(0.0, min(_SLICE_S, left)))
-            if arrived >= 0:
-                if (reply := self._read(pending[arrived], job)) is not None:
+            arrived = self._wait(pending, max(0.0, min(_SLICE_S, left)))
+            if arrived is not None:
+                if (reply := self._read(arrived, job)) is not None:
                     if reply[0] != "item":
                         job.record(reply[1])
                     yield reply
             elif not self._record_deaths(job, job.pending) and left <= 0:
                 return
 
+    def _wait(self, ranks: Sequence[int], seconds: float) -> int | None:
+        """Return the first rank that has sent something, or closed its pipe by dying."""
+        by_descriptor = {self._pipes[rank].fileno(): rank for rank in ranks}
+        if -1 in by_descriptor:  # another thread has closed the executor
+            return None
+        poll = select.poll()
+        for descriptor in by_descriptor:
+            poll.register(descriptor, select.POLLIN)
+        ready = poll.poll(seconds * 1e3)
+        return min((by_descriptor[descriptor] for descriptor, _ in ready), default=None)
+
     def _read(self, rank: int, job: Job) -> tuple[str, Outcome] | None:
         """Return the reply of a rank, or None if the rank died meanwhile."""
         until = max(job.deadline, time.monotonic() + _MESSAGE_S)
         check = partial(self._give_up_if, job, [rank], until)
-        move = partial(self._in[rank].read, 0)
         try:
-            reply = messages.receive(lambda out: worker.transfer(move, out, _SLICE_S, check))
-            kind, value, error, error_type, seconds = reply
-            if kind == "pickled":
-                data = self._pipes[rank].recv_bytes()
+            head, content = messages.receive(self._pipes[rank], check)
         except _GiveUp:
             if rank in job.pending:  # time is up
                 raise
             return None
-        except (EOFError, OSError) as failure:  # it died while sending
-            self._processes[rank].join(_REAP_S)
-            if not self._record_deaths(job, [rank]):
+        except (EOFError, OSError) as failure:
+            if not self._record_deaths(job, [rank], _REAP_S):
                 raise _GiveUp from failure
             return None
-        if kind == "pickled":
-            try:
-                value = pickle.loads(data)
-            except Exception as failure:  # an object of a class that only the rank can import
-                error, error_type = worker.describe(failure), type(failure).__name__
+        kind, error, error_type, seconds = head
+        value = None
+        try:
+            value = messages.loads(content)
+        except Exception as failure:  # an object of a class that only the rank can import
+            error, error_type = worker.describe(failure), type(failure).__name__
         return kind, Outcome(rank, value, error, error_type, seconds=seconds)
 
-    def _record_deaths(self, job: Job, ranks: Collection[int]) -> bool:
-        """Record the deaths among ``ranks``, and return whether there were any."""
+    def _record_deaths(self, job: Job, ranks: Collection[int], within: float = 0.0) -> bool:
+        """Record the deaths among ``ranks``, each of which may be about to die ``within`` seconds,
+        and return whether there were any."""
         with self._processes_lock:
             if self._why_closed is not None:
                 raise RuntimeError("the executor was closed during a call")
+            for rank in ranks if within else ():
+                self._processes[rank].join(within)
             codes = {rank: self._processes[rank].exitcode for rank in ranks}
         dead = [rank for rank, code in codes.items() if code is not None]
         for rank in dead:
@@ -601,9 +601,9 @@ class Ranks:
                 if not idle or rank in self._job.pending:
                     _kill(process)
             deadline = time.monotonic() + worker.LEAVE_SECONDS + 1.0
-            if idle:
-                for part in messages.encode(worker.CLOSE):
-                    self._out.write(part, worker.LEAVE_SECONDS)
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError):  # a dead rank
+                    pipe.shutdown(socket.SHUT_WR)  # idle ranks leave
             for process, pipe in zip(self._processes, self._pipes, strict=True):
                 process.join(max(0.0, deadline - time.monotonic()))
                 _kill(process)
@@ -612,7 +612,7 @@ class Ranks:
                 pipe.close()
                 with contextlib.suppress(ValueError):  # not reaped: the fork server is gone
                     process.close()
-            self._processes, self._pipes = [], []
+            self._processes = []
             del self._store
 
 
@@ -651,18 +651,19 @@ def loopback_store() -> dist.TCPStore:
         )
 
 
-def _request(kind: str, name: str, args: Sequence[Any], kwargs: Any, *rest: Any) -> Message:
-    """Return a message of `tpkernels.launch.worker`."""
-    what = ["", "", f"{name}: args", f"{name}: kwargs", *[""] * len(rest)]
-    return messages.encode((kind, name, args, kwargs, *rest), what)
+def _request(
+    kind: str, function: Callable[..., Any] | str, args: Any, kwargs: Any, *rest: Any
+) -> Message:
+    """Return a message of `tpkernels.launch.worker` that calls a function, or a method by name."""
+    name = _name_of(function)
+    content = messages.dumps((function, args, kwargs), f"the call of {name}")
+    return messages.encode((kind, sys.path, name, *rest), content)
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _name_of(function: Callable[..., Any] | str) -> str:
+    if isinstance(function, str):
+        return function
     return getattr(function, "__qualname__", repr(function))
-
-
-def _pickled(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
-    return pickle.dumps(sys.path) + pickle.dumps((function, args, kwargs))
 
 
 def _checked_timeout(timeout: float) -> float:

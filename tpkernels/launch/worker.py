@@ -3,18 +3,20 @@
 Messages, in one order on all ranks:
 
 - ``("join",)`` forms the default process group;
-- ``("run",)`` calls a function that the parent sends, pickled, through the pipe of each rank;
-- ``("make",)`` does so too, and keeps the object that the function returns;
-- ``("call", method, args, kwargs, rank)`` calls a method, whose result is wanted of ``rank``, or of
-  all ranks if that is None;
-- ``("stream", method, args, kwargs, rank, steps)`` calls a generator method and takes ``steps``
-  steps; ``("more", steps)`` allows further steps, ``("stop",)`` ends it;
-- ``("close",)`` ends the loop.
+- ``("run", path, name)`` calls a function, with ``path`` as ``sys.path``;
+- ``("make", path, name)`` does so too, and keeps the object that the function returns;
+- ``("call", path, name, rank)`` calls a method, whose result is wanted of ``rank``, or of all ranks
+  if that is None;
+- ``("stream", path, name, rank, steps)`` calls a generator method and takes ``steps`` steps;
+  ``("more", steps)`` allows further steps, ``("stop",)`` ends it.
 
-Replies are ``(kind, value, traceback, type of error, seconds)``. Each join, run, make, call and
-stream gets exactly one last reply from every rank. Its kind is "last", or "pickled" if the value
-comes through the pipe. During a stream, the rank whose items are wanted sends an "item" for each,
-before its last reply. Errors are returned as text; nothing is printed.
+The content of those with a name is the function or the method's name, args and kwargs. The loop
+ends when the parent shuts its end of the pipe.
+
+Replies are ``(kind, traceback, type of error, seconds)``, with the value as content. Each join,
+run, make, call and stream gets exactly one reply of the kind "last" from every rank. During a
+stream, the rank whose items are wanted sends an "item" for each, before its last reply. Errors are
+returned as text; nothing is printed.
 
 Invariant (all ranks stop after the same step): a rank takes a step only if it was allowed, and all
 ranks read the permissions and the stop in the same order. So when they read the stop, all have
@@ -29,19 +31,17 @@ import contextlib
 import faulthandler
 import fcntl
 import inspect
-import io
 import os
-import pickle
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing import connection, forkserver, util
 from multiprocessing.process import parent_process
 from pathlib import Path
@@ -51,18 +51,11 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import _C
-from tpkernels._C.host import Arena, Mailbox
 from tpkernels.launch import messages
-from tpkernels.launch.messages import Bytes, Message
+from tpkernels.launch.messages import Message
 
-CLOSE = ("close",)
 LEAVE_SECONDS = 3.0  # destroy_process_group may wait for peers that are gone
 STACK_FILE = "tpkernels-stack"  # the memory file that SIGUSR1 dumps the Python stacks into
-RING_BYTES = 1 << 20
-# Waking from sleep takes some 50 us, and a wait polls before it sleeps, but not where the polling
-# would keep a core from the process that is waited for.
-_SPIN_US, _CROWDED_SPIN_US = 50.0, 0.0
-_SLICE_S = 10.0  # of a rank's waits, which last for as long as the parent lives
 
 
 @dataclass(frozen=True)
@@ -75,29 +68,26 @@ class Setup:
     environ: dict[str, str]
     port: int
     timeout: float
-    memory: connection.Connection  #: the mailboxes' memfd: multiprocessing hands its copies over
     shared: Any  #: functions get it as the keyword ``shared``, unless it is None
 
 
 class Worker:
     """One rank's object, and the stream that is open."""
 
-    def __init__(
-        self, rank: int, setup: Setup, pipe: connection.Connection, send: Callable[[Message], None]
-    ) -> None:
-        self._rank, self._setup, self._pipe, self._send = rank, setup, pipe, send
+    def __init__(self, rank: int, setup: Setup, pipe: socket.socket) -> None:
+        self._rank, self._setup, self._pipe = rank, setup, pipe
         self._object: Any = None
         self._items: Iterator[Any] | None = None
         self._sends_items = False  # this rank's are wanted
         self._begin = 0.0
 
-    def handle(self, message: tuple[Any, ...]) -> None:
+    def handle(self, head: tuple[Any, ...], content: Message) -> None:
         """Do what a message asks for, and send the replies."""
-        kind, *fields = message
+        kind, *fields = head
         if kind not in ("more", "stop"):
             self._begin = time.monotonic()
         try:
-            getattr(self, f"_{kind}")(*fields)
+            getattr(self, f"_{kind}")(*fields, *([content] if content else []))
         except BaseException as error:  # even SystemExit: a method must not end the rank
             self._items = None
             self._reply("last", error=error)
@@ -106,50 +96,45 @@ class Worker:
         self, kind: str, value: Any = None, what: str = "", error: BaseException | None = None
     ) -> None:
         """Send a reply; ``what`` names its value in errors."""
+        content = messages.dumps(value, what)
         failure = (None, None) if error is None else (describe(error), type(error).__name__)
-        reply = kind, value, *failure, time.monotonic() - self._begin
-        self._send(messages.encode(reply, ["", what, "", "", ""]))
+        head = kind, *failure, time.monotonic() - self._begin
+        messages.send(self._pipe, messages.encode(head, content))
 
     def _join(self) -> None:
         join_group(self._rank, self._setup)
         self._reply("last")
 
-    def _result(self, **shared: Any) -> Any:
-        """Return what the function returns that the parent sends."""
-        job = io.BytesIO(self._pipe.recv_bytes())
-        sys.path[:] = pickle.load(job)  # first: importing the function may need it
-        function, args, kwargs = pickle.load(job)
+    def _called(self, path: list[str], content: Message, **shared: Any) -> Any:
+        """Return what the function or the method returns that the parent sends."""
+        sys.path[:] = path  # first: importing the function may need it
+        function, args, kwargs = messages.loads(content)
+        if isinstance(function, str):
+            function = getattr(self._object, function)
         return function(*args, **kwargs, **shared)
 
-    def _run(self) -> None:
+    def _run(self, path: list[str], name: str, content: Message) -> None:
         shared = {} if self._setup.shared is None else {"shared": self._setup.shared}
         try:
-            value = pickle.dumps(self._result(**shared))
+            value = self._called(path, content, **shared)
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()  # the rank may be killed after a failure elsewhere
-        self._reply("pickled")
-        self._pipe.send_bytes(value)  # after the reply: the parent reads the pipe only then
+        self._reply("last", value, f"the result of {name}")
 
-    def _make(self) -> None:
-        self._object = self._result()
+    def _make(self, path: list[str], name: str, content: Message) -> None:
+        self._object = self._called(path, content)
         self._reply("last", methods_of(self._object))
 
-    def _call(
-        self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int | None
-    ) -> None:
-        value = getattr(self._object, method)(*args, **kwargs)
+    def _call(self, path: list[str], name: str, rank: int | None, content: Message) -> None:
+        value = self._called(path, content)
         wanted = rank in (None, self._rank)
-        self._reply("last", value if wanted else None, f"the result of {method}")
+        self._reply("last", value if wanted else None, f"the result of {name}")
 
-    def _stream(
-        self, method: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int, steps: int
-    ) -> None:
-        items = getattr(self._object, method)(*args, **kwargs)
+    def _stream(self, path: list[str], name: str, rank: int, steps: int, content: Message) -> None:
+        items = self._called(path, content)
         if not isinstance(items, Iterator):
-            raise TypeError(
-                f"{method} returned a {type(items).__name__}; stream() needs a generator"
-            )
+            raise TypeError(f"{name} returned a {type(items).__name__}; stream() needs a generator")
         self._items, self._sends_items = items, rank == self._rank
         self._more(steps)
 
@@ -192,55 +177,17 @@ def methods_of(held: Any) -> list[str]:
     ]
 
 
-# Messages through shared memory.
-
-
-def mailboxes(fd: int, world: int, commit: bool = False) -> tuple[Mailbox, list[Mailbox]]:
-    """Map the ring of messages to all ranks, and the ring of each rank's replies.
-
-    All ranks ring one bell for replies. A message larger than a ring goes through it in parts:
-    `csrc/host/mailbox.h`.
-    """
-    region_bytes = Mailbox.region_bytes(RING_BYTES, world)
-    arena = Arena(fd, region_bytes, world + 1)
-    for region in range(world + 1 if commit else 0):
-        arena.commit(region, 0, region_bytes)
-    spin_us = _CROWDED_SPIN_US if world >= len(os.sched_getaffinity(0)) else _SPIN_US
-    replies = [Mailbox(arena, rank + 1, 1, 1, spin_us) for rank in range(world)]
-    return Mailbox(arena, 0, world, 0, spin_us), replies
-
-
-def transfer(
-    move: Callable[[Bytes, float], int],
-    data: Bytes,
-    slice_s: float = _SLICE_S,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Move all of ``data``, and call ``check`` between slices of the wait; it raises to end it."""
-    done = move(data, slice_s)
-    while done < len(data):
-        check()
-        done += move(memoryview(data)[done:], slice_s)
-
-
 # Rank processes.
 
 
-def main(rank: int, setup: Setup, pipe: connection.Connection) -> None:
+def main(rank: int, setup: Setup, pipe: socket.socket) -> None:
     """Run a rank process; does not return. It dies with its parent."""
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, file=_C.host.open_memfd(STACK_FILE))
-    requests, replies = mailboxes(setup.memory.fileno(), setup.world)
-    setup.memory.close()
-
-    def send(message: Message) -> None:
-        for part in message:
-            transfer(replies[rank].write, part)
-
-    read = partial(transfer, partial(requests.read, rank))
-    worker = Worker(rank, setup, pipe, send)
-    while (message := messages.receive(read)) != CLOSE:
-        worker.handle(message)
+    worker = Worker(rank, setup, pipe)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            worker.handle(*messages.receive(pipe))
     shut_down()
 
 

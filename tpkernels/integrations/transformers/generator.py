@@ -15,40 +15,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Stream
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
 
-from tpkernels.integrations.transformers.loading import end_tokens, load_model
+from tpkernels.integrations.transformers.loading import ModelOptions, end_tokens, load_model
 from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
 from tpkernels.integrations.transformers.text_stream import TextStream
-from tpkernels.launch.messages import DTYPES
 
 
 class Generator:
-    """What every rank holds. All ranks call each method, with the same arguments. The constructor's
-    are those of `load_model`, with the name of a dtype, and so are its errors."""
+    """What every rank holds. All ranks call each method, with the same arguments. Raises what
+    `load_model` does."""
 
-    def __init__(
-        self,
-        path: str,
-        device: str = "cpu",
-        dtype: str | None = None,
-        ffn_only: bool = False,
-        weights: Literal["int8"] | None = None,
-        plan: dict[str, str] | None = None,
-        expert_parallel: bool = False,
-    ) -> None:
-        self._model = load_model(
-            path,
-            device=device,
-            dtype=None if dtype is None else DTYPES[dtype],
-            ffn_only=ffn_only,
-            expert_parallel=expert_parallel,
-            weights=weights,
-            plan=plan,
-        )
+    def __init__(self, options: ModelOptions) -> None:
+        self._model = load_model(options)
 
     def describe(self) -> dict[str, Any]:
         """Return facts about the model: the most tokens it takes, its vocabulary's size, the tokens
@@ -61,18 +43,17 @@ class Generator:
             "dtype": str(self._model.dtype).removeprefix("torch."),
         }
 
-    def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Iterator[list[int]]:
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[list[int]]:
         """Yield the next token of each prompt, until all have ended or have ``max_new_tokens``.
-        A prompt that has ended goes on with tokens that mean nothing. ``sampling`` is a dict of
-        `Sampling`, whose seed is that of the first prompt; each next one has the next."""
+        A prompt that has ended goes on with tokens that mean nothing. The seed of ``sampling`` is
+        that of the first prompt; each next one has the next."""
         from transformers import GenerationConfig, LogitsProcessorList
 
-        chosen = Sampling(**sampling)
         model, longest = self._model, max(map(len, prompts))
         config = GenerationConfig.from_dict(model.generation_config.to_dict())
         ends = end_tokens(model)
         config.update(
-            max_new_tokens=chosen.max_new_tokens,
+            max_new_tokens=sampling.max_new_tokens,
             max_length=None,
             do_sample=False,
             temperature=None,
@@ -83,7 +64,7 @@ class Generator:
 
         def chosen_tokens(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             texts = [
-                Text(replace(chosen, seed=chosen.seed + i), prompt, new)
+                Text(replace(sampling, seed=sampling.seed + i), prompt, new)
                 for i, (prompt, new) in enumerate(
                     zip(prompts, ids[:, longest:].tolist(), strict=True)
                 )
@@ -256,7 +237,7 @@ class Completions:
         """Generate on every rank's `Generator`, and yield the new text of each prompt, token by
         token. Closing the iterator ends generation. Raise RankError if it failed on a rank."""
         begin = time.perf_counter()
-        steps = driver.stream("generate", self.prompts, asdict(self.sampling))
+        steps = driver.stream("generate", self.prompts, self.sampling)
         try:
             for tokens in steps:
                 self.times.steps += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -36,39 +37,42 @@ def unusable_model() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model, and how ranks load it; see `tpkernels.from_pretrained`."""
+
+    path: str | os.PathLike[str]
+    device: str = "cpu"  #: type of the ranks' devices
+    dtype: torch.dtype | None = None
+    ffn_only: bool = False
+    expert_parallel: bool = False
+    weights: Literal["int8"] | None = None  #: of the parallel layers, on CPUs
+    plan: dict[str, str] | None = None
+
+
 @unusable_model()
-def load_model(
-    path: str | os.PathLike[str],
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype | None = None,
-    ffn_only: bool = False,
-    expert_parallel: bool = False,
-    weights: Literal["int8"] | None = None,
-    plan: dict[str, str] | None = None,
-) -> Any:
-    """Return the model at ``path``, split over all ranks for inference, as
-    `tpkernels.from_pretrained` on ranks of a type of ``device``. Collective.
+def load_model(options: ModelOptions) -> Any:
+    """Return the model, split over all ranks for inference. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
-    CPUs the weights of the parallel layers are packed, unless they are float64, or in int8 by
-    ``weights``.
+    CPUs the weights of the parallel layers are packed, unless they are float64 or in int8.
     """
-    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(options.device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = tpkernels.from_pretrained(
-        path,
+        options.path,
         mesh,
-        plan=plan,
-        ffn_only=ffn_only,
-        expert_parallel=expert_parallel,
-        dtype=dtype,
-        sequence_parallel=None if ffn_only else "prefill",
-        pack=weights or False,
+        plan=options.plan,
+        ffn_only=options.ffn_only,
+        expert_parallel=options.expert_parallel,
+        dtype=options.dtype,
+        sequence_parallel=None if options.ffn_only else "prefill",
+        pack=options.weights or False,
     )
-    if device == "cpu":
-        if not weights and model.dtype != torch.float64:
+    if options.device == "cpu":
+        if not options.weights and model.dtype != torch.float64:
             pack_(model, drop=True)
-        if not ffn_only and plan is None and model.config.model_type in JOINED:
+        plain = not options.ffn_only and options.plan is None
+        if plain and model.config.model_type in JOINED:
             join_norms(model)
     return model
 

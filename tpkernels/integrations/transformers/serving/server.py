@@ -20,13 +20,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tpkernels.common.text import counted
-from tpkernels.integrations.transformers.loading import end_tokens, load_model, load_tokenizer
+from tpkernels.integrations.transformers.loading import (
+    ModelOptions,
+    end_tokens,
+    load_model,
+    load_tokenizer,
+)
 from tpkernels.launch import Outcome, RankError, Ranks, fork_server
 from tpkernels.launch.terminal import UsageError
 
@@ -58,13 +62,8 @@ _REPLY_S = 3  # for clients to get the errors of answers that are cut off
 class ServerOptions:
     """What ``tpkernels serve`` was asked for. See its options."""
 
-    model: str
+    model: ModelOptions
     name: str
-    dtype: torch.dtype | None
-    ffn_only: bool
-    expert_parallel: bool
-    plan: dict[str, str] | None
-    weights: Literal["int8"] | None
     max_requests: int
     max_waiting: int
     max_length: int | None
@@ -189,16 +188,9 @@ def run_rank(options: ServerOptions, shared: socket.socket) -> None:
     first = dist.get_rank() == 0
     if first:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    tokenizer = load_tokenizer(options.model) if first else None
+    tokenizer = load_tokenizer(options.model.path) if first else None
     dist.barrier()  # a GGUF file's tokenizer may take longer than ranks wait for one another
-    model = load_model(
-        options.model,
-        dtype=options.dtype,
-        ffn_only=options.ffn_only,
-        expert_parallel=options.expert_parallel,
-        weights=options.weights,
-        plan=options.plan,
-    )
+    model = load_model(options.model)
     manager = make_manager(model, options)
     _report_once(manager)
     if first:
