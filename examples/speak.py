@@ -22,7 +22,7 @@ from tpkernels.integrations.transformers.generator import (
     Generator,
     prompt_tokens,
 )
-from tpkernels.integrations.transformers.loading import ModelOptions, load_tokenizer, preload
+from tpkernels.integrations.transformers.loading import LoadOptions, load_tokenizer, preload
 from tpkernels.integrations.transformers.sampling import Sampling
 from tpkernels.launch import Ranks
 
@@ -40,7 +40,7 @@ def smollm2() -> Path:
 def answer(world: int, path: Path, tokenizer: Any, prompt: list[int], tokens: int) -> list[int]:
     """Prints the answer of ``world`` ranks as it is generated, and returns its tokens."""
     begin = time.perf_counter()
-    with Ranks(world, Generator, ModelOptions(path)) as ranks:
+    with Ranks(world, Generator, LoadOptions(path)) as ranks:
         print(f"\n{world} rank{'s'[: world > 1]}, loaded in {time.perf_counter() - begin:.1f} s:")
         done = Completions(
             tokenizer, [prompt], ranks.call("describe", rank=0), Sampling(max_new_tokens=tokens)

@@ -16,7 +16,7 @@ from tests.support import hf_folders, hf_models, served
 from tests.support.nn_reference import far
 from tests.support.ranked import on_ranks, recorded_calls
 from tpkernels.integrations.transformers.generator import Generator
-from tpkernels.integrations.transformers.loading import ModelOptions, load_model
+from tpkernels.integrations.transformers.loading import LoadOptions, load_model
 from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
 from tpkernels.parallel import decoder
 
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_one_process(folder: Path) -> None:
     for sampling in (GREEDY, SAMPLED, PENALIZED):
         want = of_one_process(folder, sampling)
         assert len({*want[0]}) > 2  # not one token for ever
-        steps = Generator(ModelOptions(folder)).generate(PROMPTS, sampling)
+        steps = Generator(LoadOptions(folder)).generate(PROMPTS, sampling)
         assert [until_end(tokens) for tokens in zip(*steps, strict=True)] == want
 
 
@@ -78,7 +78,7 @@ def test_blocks_end_in_one_op(folders: list[Path]) -> list[str]:
     failures, normed = [], "matmul_all_reduce_rms_norm"
     for path in folders:
         single = transformers.AutoModelForCausalLM.from_pretrained(path)
-        model = load_model(ModelOptions(path))
+        model = load_model(LoadOptions(path))
         for tokens in (1, 7, 30, 64):
             ids = hf_models.batch(tokens)["input_ids"]
             output = model.model.layers[1].self_attn.o_proj
@@ -106,7 +106,7 @@ def test_blocks_end_in_one_op(folders: list[Path]) -> list[str]:
 def test_a_long_prompt(folder: Path) -> None:
     """It is split over the ranks."""
     prompt = [1 + number % (hf_models.VOCAB - 1) for number in range(60)]
-    got = list(Generator(ModelOptions(folder)).generate([prompt], Sampling(max_new_tokens=3)))
+    got = list(Generator(LoadOptions(folder)).generate([prompt], Sampling(max_new_tokens=3)))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     want = model.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)
     assert got == want[0, 60:].view(-1, 1).tolist()
@@ -114,7 +114,7 @@ def test_a_long_prompt(folder: Path) -> None:
 
 @on_ranks(2)
 def test_ranks_make_no_step_before_it_is_wanted(folder: Path) -> None:
-    generator, forwards = Generator(ModelOptions(folder)), []
+    generator, forwards = Generator(LoadOptions(folder)), []
     generator._model.register_forward_pre_hook(lambda *_: forwards.append(1))
     steps: Any = generator.generate(PROMPTS, Sampling(max_new_tokens=40))
     list(islice(steps, 3))

@@ -24,7 +24,7 @@ from tpkernels.integrations.transformers.generator import (
     Generator,
     prompt_tokens,
 )
-from tpkernels.integrations.transformers.loading import ModelOptions, load_tokenizer, preload
+from tpkernels.integrations.transformers.loading import LoadOptions, load_tokenizer, preload
 from tpkernels.integrations.transformers.sampling import Sampling
 from tpkernels.launch import Ranks
 from tpkernels.launch.session import (
@@ -115,7 +115,7 @@ def generate(
         frequency_penalty,
         secrets.randbits(32) if seed is None else seed,
     )
-    ranks_model = ModelOptions(
+    ranks_model = LoadOptions(
         model,
         where,
         None if dtype is None else dtype_named(dtype),
@@ -177,7 +177,7 @@ def _agreed(loaded: Future[Any], sampling: Sampling) -> tuple[Any, Sampling]:
 class _Joined:
     """The object of this process, one of torchrun's ranks, which all make the same calls."""
 
-    def __init__(self, model: ModelOptions) -> None:
+    def __init__(self, model: LoadOptions) -> None:
         self._generator = Generator(model)
 
     def call(self, method: str, *, rank: int) -> Any:
@@ -190,7 +190,7 @@ class _Joined:
 
 @contextmanager
 def _driving(
-    world: int, model: ModelOptions, backend: str, threads: int, timeout: float
+    world: int, model: LoadOptions, backend: str, threads: int, timeout: float
 ) -> Iterator[Driver]:
     """Yield what calls a `Generator` on ``world`` new ranks, or on torchrun's if this process is
     one of them. No process is left behind."""

@@ -79,12 +79,12 @@ def serve(
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
 
-        from tpkernels.integrations.transformers.loading import ModelOptions
+        from tpkernels.integrations.transformers.loading import LoadOptions
         from tpkernels.integrations.transformers.serving import server
     except ImportError as error:
         raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
     asked = server.ServerOptions(
-        model=ModelOptions(
+        model=LoadOptions(
             model,
             dtype=None if dtype is None else dtype_named(dtype),
             ffn_only=ffn_only,

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from tpkernels.integrations.transformers.loading import ModelOptions, end_tokens, load_model
+from tpkernels.integrations.transformers.loading import LoadOptions, end_tokens, load_model
 from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
 from tpkernels.integrations.transformers.text_stream import TextStream
 
@@ -29,7 +29,7 @@ class Generator:
     """What every rank holds. All ranks call each method, with the same arguments. Raises what
     `load_model` does."""
 
-    def __init__(self, options: ModelOptions) -> None:
+    def __init__(self, options: LoadOptions) -> None:
         self._model = load_model(options)
 
     def describe(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def unusable_model() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class LoadOptions:
     """A model, and how ranks load it; see `tpkernels.from_pretrained`."""
 
     path: str | os.PathLike[str]
@@ -51,7 +51,7 @@ class ModelOptions:
 
 
 @unusable_model()
-def load_model(options: ModelOptions) -> Any:
+def load_model(options: LoadOptions) -> Any:
     """Return the model, split over all ranks for inference. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from tpkernels.common.text import counted
 from tpkernels.integrations.transformers.loading import (
-    ModelOptions,
+    LoadOptions,
     end_tokens,
     load_model,
     load_tokenizer,
@@ -62,7 +62,7 @@ _REPLY_S = 3  # for clients to get the errors of answers that are cut off
 class ServerOptions:
     """What ``tpkernels serve`` was asked for. See its options."""
 
-    model: ModelOptions
+    model: LoadOptions
     name: str
     max_requests: int
     max_waiting: int
