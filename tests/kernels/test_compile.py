@@ -227,6 +227,7 @@ print(sorted((name, kernels[name].cache_key) for name in kernels))
 """
 
 
+@pytest.mark.thorough
 def test_cache_keys_do_not_depend_on_the_order_of_launches() -> None:
     """Otherwise another process compiles the kernels again."""
     names = "matmul", "reduce_scatter", "all_reduce"

@@ -108,6 +108,7 @@ def test_bits_of_runs_ranks_and_algorithms(
     report(iter(failures))
 
 
+@pytest.mark.thorough
 def test_bits_of_other_processes(ranks: RanksFixture) -> None:
     cases = [case for case in _cases() if case.algorithm != "auto"]
     with Ranks(2) as others:

@@ -418,6 +418,7 @@ def test_a_python_without_the_functions_works_as_well(monkeypatch: pytest.Monkey
         assert ranks.run(without_job) == [True, True]
 
 
+@pytest.mark.thorough
 def test_the_import_needs_none_of_the_functions() -> None:
     remove = f"import os; [vars(os).pop(name, None) for name in {WRAPPERS}]; import tpkernels"
     output_of("-c", remove)
