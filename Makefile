@@ -39,16 +39,16 @@ demo: $(EXT) $(MODEL)  ## a transformer layer on four processes, and a model tha
 	@$(BIN)/tpkernels demo $(ARGS)
 	@$(BIN)/python examples/speak.py
 
-test: $(EXT)  ## each op, algorithm, failure, command and document once: about 5 minutes
+test: $(EXT)  ## each op, algorithm, failure, command and document once: 4 to 7 minutes
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-thorough: $(EXT)  ## the same with more of its sweeps: about 11 minutes
+test-thorough: $(EXT)  ## the same with more of its sweeps: 8 to 14 minutes
 	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 test-slow: $(EXT)  ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-machines: $(EXT)  ## those that depend on the processor, on it with less than it has: about 4 minutes
+test-machines: $(EXT)  ## those that depend on the processor, on it with less than it has: 2 to 4 minutes
 	@$(BIN)/python -m tests.support.machines $(ARGS)
 
 test-oldest: build/constraints-oldest.txt  ## the kernels with the oldest PyTorch and Triton, in .venv-oldest: 5 GB

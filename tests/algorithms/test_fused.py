@@ -110,7 +110,7 @@ def shots_job(cases: list[Case], one_shot_bytes: int) -> list[str]:
         return check_cases(cases, group)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("shots", sweep([0, 1 << 30]))  # two-shot, one-shot
 @pytest.mark.parametrize("world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (3, 4))])
 def test_both_ways_to_reduce_and_shards_of_one_size(

@@ -103,7 +103,7 @@ class Parallel:
 PAIRS = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}  # forward and backward have each
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @on_ranks(2, timeout=250)
 def test_a_block_with_sequence_parallelism() -> list[str]:
     """All pairs are fused within the context. The second shape makes the graphs dynamic; later ones

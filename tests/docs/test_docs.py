@@ -28,7 +28,7 @@ from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import Build
 from tests.support.paths import ROOT
 from tests.support.processes import output_of
-from tests.support.tiers import thorough
+from tests.support.tiers import sweep, thorough
 from tpkernels.cli import app
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -68,7 +68,7 @@ SCRIPTS = ["README.md", "docs/quickstart.md"]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", SCRIPTS)
+@pytest.mark.parametrize("page", sweep(SCRIPTS))
 def test_scripts(page: str, tmp_path: Path) -> None:
     """They start their ranks, and load a model that is small here."""
     pytest.importorskip("transformers")

@@ -99,8 +99,8 @@ STEP = "step", "moment", "victim", "text"
 @pytest.mark.parametrize(
     "trial",
     [
-        *sweep(_trials("kill", KILLED, *FIELDS), 6, later=4),
-        *sweep(_trials("stop", STOPPED, *FIELDS), 2, later=3),
+        *sweep(_trials("kill", KILLED, *FIELDS), 6, later=2),
+        *sweep(_trials("stop", STOPPED, *FIELDS), 2, later=1),
         *sweep(_trials("exception", FAILING, *FIELDS), 2, later=2),
         *sweep(_trials("interrupt", INTERRUPTED, *FIELDS)),
         *sweep(_trials("kill", SET_UPS, *STEP), 2, later=2),

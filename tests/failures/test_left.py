@@ -205,7 +205,7 @@ _ENDS = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_interpreter_exits_in_time(tmp_path: Path) -> None:
     begin = time.monotonic()
     ends = map(textwrap.dedent, _ENDS.values())

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from tests.support.cases import RanksFixture
 from tests.support.faults import in_child, together
 from tests.support.held import Held, make
+from tests.support.tiers import sweep
 from tpkernels import launch
 from tpkernels.launch import RankError, Ranks
 from tpkernels.launch import ranks as pool_module
@@ -349,7 +350,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["stopped", "exit"])
+@pytest.mark.parametrize("how", sweep(["stopped", "exit"]))
 def test_a_killed_parent_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
     script, temporary = tmp_path / "script.py", tmp_path / "tmp"
     script.write_text(PARENT)

@@ -352,7 +352,7 @@ def test_an_error_in_a_traced_backward_breaks_nothing() -> None:
             assert grad.shape == x.shape  # whose number of rows no route tells here
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2])
 @on_ranks()
 def test_compiled() -> None:

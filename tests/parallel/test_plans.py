@@ -122,7 +122,7 @@ def row_of(family: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", sweep([2, 4, 1]))
-@pytest.mark.parametrize("family", sweep(FAMILIES, 2, later=len(FAMILIES) - 2))
+@pytest.mark.parametrize("family", sweep(FAMILIES, 2, later=len(FAMILIES) // 3))
 def test_a_family(ranks: RanksFixture, tmp_path: Path, family: str, world: int) -> None:
     model_type, options = FAMILIES[family]
     folder = hf_folders.folder(tmp_path, model_type, **options)
