@@ -184,13 +184,13 @@ def found_by(ranks: list[int], out: Path, seconds: float) -> list[dict[str, Any]
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "op"),
     [
-        pytest.param("unfused", "all_gather", marks=pytest.mark.slow),
-        pytest.param("ring", "matmul_reduce_scatter", marks=pytest.mark.slow),
-        pytest.param("ring", "all_gather_matmul", marks=pytest.mark.slow),
+        ("unfused", "all_gather"),
+        ("ring", "matmul_reduce_scatter"),
+        ("ring", "all_gather_matmul"),
         ("hierarchical", "matmul_all_reduce"),
     ],
 )

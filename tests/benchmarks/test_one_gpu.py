@@ -69,7 +69,7 @@ def test_a_stage_that_cannot_start_ends(tmp_path: Path) -> None:
     assert second.ended == "done"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_time_runs_out(tmp_path: Path) -> None:
     """A stage ends at its limit, and is not bad; the next ones are not started without time."""
     stages = broken("right,hang,right", limit=6.0, case_limit=60.0), broken("right", "next")

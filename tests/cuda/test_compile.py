@@ -195,7 +195,7 @@ def test_the_epoch_is_read_past_the_first_cache() -> None:
         assert f"ld.relaxed.gpu.global.u64 {epoch}," in ptx, name
 
 
-@pytest.mark.parametrize("arch", sweep(("sm_90", "sm_80", "sm_100"), later=1))
+@pytest.mark.parametrize("arch", sweep(("sm_90", "sm_80", "sm_100")))
 def test_the_machine_code_has_vectors_and_fences(arch: str) -> None:
     kernels = cuda_builds.sass_of(embedded(), arch)
     quiet = ("call_wait", *LOCAL, *LL)

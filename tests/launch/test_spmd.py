@@ -63,7 +63,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_threads_start_ranks_at_once(tmp_path: Path) -> None:
     """For the first time in the process."""
     path = tmp_path / "script.py"
