@@ -1,5 +1,5 @@
-"""Warm calls of `direct` and `fused` on the way of CUDA tensors: what is bound to a planned call,
-and what makes it be bound anew. Launches of `fused` do nothing, or run under Triton's
+"""Warm calls of `direct` and `fused` on the code path of CUDA tensors: which launches a planned
+call keeps, and what makes it bind them again. Launches of `fused` do nothing, or run under Triton's
 interpreter."""
 
 from __future__ import annotations

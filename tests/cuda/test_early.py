@@ -100,7 +100,7 @@ def test_only_kernels_behind_torchs_products_are_early() -> None:
 
 @on_ranks(2)
 def test_nothing_comes_between_the_product_and_its_kernel() -> None:
-    """A wait for another stream, with which a turn may begin, would come between."""
+    """The turn begins before the product: it may queue a wait for another stream."""
     bound, multiply, order = queued.bound, direct.local_matmul, []
     x, w, weight = torch.ones(4, 6), torch.ones(6, 8), torch.ones(8)
 

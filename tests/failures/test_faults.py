@@ -1,7 +1,7 @@
 """Faults x moments: one rank is killed, stopped or interrupted, raises, or ends, before a call,
 within it or during set-up, among ranks that share memory and ranks of two hosts. What the others
-report, and how fast. Each kind is here once, and again for what takes another way; the campaign
-(support/campaign.py), which runs them, draws the rest, every op and algorithm."""
+report, and how fast. Each kind is tested once per code path. The campaign (support/campaign.py)
+runs the same trials, with ops, algorithms and moments drawn at random."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ INTERRUPTED = [
     for algorithm in ("direct", "unfused", "pipelined")
 ]
 FIELDS = "memory", "op", "algorithm", "moment", "text", "world"
-# First each step, and then what takes another way.
+# Each step once, then the same steps by their other code paths.
 SET_UPS = [("growth", "map", 2), ("empty", "before", 0), ("init", "map", 0), ("init", "before", 2)]
 SET_UPS += [("growth", "before", 0), ("init", "map", 2), ("empty", "map", 0)]
 LATER = [

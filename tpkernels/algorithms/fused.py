@@ -133,7 +133,8 @@ def _gather_by_copies(
     """Gather and multiply with chunks that copy engines bring while the first product runs."""
     device, sizes, dtype = rows.device, call.problem.shard_rows, outs[0].dtype
     by_kernels, planned = cuda.flags_take_kernels(device), call.plan.signature
-    # The words of a call that reads x in place tell the memory, and the product looks at them.
+    # Peers that read x in place publish words with the signature of its memory; the first product
+    # compares them while it waits.
     in_place = call.workspace.on_gpus[device].segments.find(rows)
     signature = planned if in_place is None else in_place.signature(planned)
     peers = call.peers_in_ring_order

@@ -81,9 +81,10 @@ class CopyCall:
         for i, result in enumerate(results):
             check_contiguous(space.regions.device, **{f"results[{i}]": result})
         self.in_place = in_place
-        self.signature = signature if in_place is None else in_place.signature(signature)
         self._space, self._results, self._flags = space, results, flags
-        self._words = space_of(space, self.signature)
+        if in_place is not None:
+            signature = in_place.signature(signature)
+        self._words = space_of(space, signature)
         self.rank, self.last_word = space.rank, space.words - 2
         self._device = space.regions.device
         self._kernels = kernels(device_and_stream(self._device)[0])
