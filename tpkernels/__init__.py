@@ -22,7 +22,7 @@ from tpkernels.groups import check, empty, finalize
 from tpkernels.launch.initialization import init
 from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack, unpack
-from tpkernels.local.product import LocalProduct
+from tpkernels.local.product import CustomMatmul
 from tpkernels.ops import *  # noqa: F403
 from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.scaled_grouped_matmul import scaled_grouped_matmul
@@ -36,8 +36,8 @@ __version__ = VERSION
 __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "CustomMatmul",
     "GroupBrokenError",
-    "LocalProduct",
     "PeerLostError",
     "RoutingError",
     "TpkernelsError",

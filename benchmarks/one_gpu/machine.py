@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from benchmarks.one_gpu.cache import SCRATCH
-from tpkernels.planning.trust import Failure
+from tpkernels.planning.qualification import Failure
 from tpkernels.qualification import checks, virtual
 from tpkernels.qualification.checks import CheckedCall
 from tpkernels.qualification.op_case import Operands

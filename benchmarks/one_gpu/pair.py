@@ -1,5 +1,5 @@
 """Two processes that share the GPU in time slices: `tpkernels qualify`, for as long as there is
-time. Its record stays in the cache folder of the machine."""
+time. Its report stays in the cache folder of the machine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Every variant on virtual ranks, and that skipped waits are seen
-(`tpkernels.qualification.virtual`). Outcomes go into the machine's record, so the stage `pair` does
+(`tpkernels.qualification.virtual`). Outcomes go into the machine's report, so the stage `pair` does
 not run these checks again."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import partial
 
 from benchmarks.one_gpu.machine import Machine
 from benchmarks.one_gpu.stages import Case, Row
-from tpkernels.planning import trust
-from tpkernels.planning.trust import Record, StageOutcome
+from tpkernels.planning import qualification
+from tpkernels.planning.qualification import QualificationReport, StageOutcome
 from tpkernels.qualification import virtual
 from tpkernels.qualification.run import outcome_of
 from tpkernels.qualification.schedule import VIRTUAL
@@ -42,14 +42,14 @@ def _check(machine: Machine, variant: str) -> Row:
     checks, failure = found.checks, found.failure
     if machine.is_gpu:
         seconds = round(time.monotonic() - begin, 1)
-        _record(variant, outcome_of([] if failure is None else [failure], checks, seconds))
+        _save(variant, outcome_of([] if failure is None else [failure], checks, seconds))
     row = {"bad": failure is not None, "calls": checks}
     return row if failure is None else row | {"error": str(failure)}
 
 
-def _record(variant: str, outcome: StageOutcome) -> None:
-    """Add an outcome to the machine's record, as `tpkernels qualify --tp 2` would."""
-    known, _ = trust.load("cuda")
-    new = Record(date.today().isoformat(), litmus={"2": {VIRTUAL + variant: outcome}})
+def _save(variant: str, outcome: StageOutcome) -> None:
+    """Add an outcome to the machine's report, as `tpkernels qualify --tp 2` would."""
+    known, _ = qualification.load("cuda")
+    new = QualificationReport(date.today().isoformat(), litmus={"2": {VIRTUAL + variant: outcome}})
     with contextlib.suppress(OSError, RuntimeError):  # no folder for it: `pair` repeats the check
-        trust.save("cuda", (known or Record()).extended(new))
+        qualification.save("cuda", (known or QualificationReport()).extended(new))

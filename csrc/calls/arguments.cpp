@@ -27,7 +27,7 @@ void append(std::string* key, const Tensor& x, bool any_rows) {
               static_cast<std::size_t>(x.ndim - first) * sizeof *x.shape);
 }
 
-// A weight that is known to a LocalProduct, of which only shape and dtype matter.
+// A weight that is known to a CustomMatmul, of which only shape and dtype matter.
 bool append_product(std::string* key, PyObject* w) {
   static PyObject* const shape_name = PyUnicode_InternFromString("shape");
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");

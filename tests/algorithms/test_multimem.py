@@ -34,7 +34,7 @@ from tests.algorithms.test_unfused_cuda import (
 from tests.planning.test_choose import problem
 from tests.support import faults
 from tests.support.cases import Case, one_of_each, uneven_splits
-from tests.support.cuda_rehearsal import TRUSTED, SharedMemory, with_handle
+from tests.support.cuda_rehearsal import ALL_QUALIFIED, SharedMemory, with_handle
 from tests.support.emulated import BF16, F32, anywhere, on_ranks, require_none
 from tests.support.multimem_rehearsal import Multimem
 from tests.support.nccl_rehearsal import over_nccl
@@ -175,9 +175,9 @@ def test_memory_that_cannot_grow() -> None:
 @pytest.mark.parametrize("op", [AR, RS, AG])
 def test_auto_never_takes_it(op: str) -> None:
     """Though it is qualified: a lost peer would hang the GPU."""
-    means = Means(shared_memory=True, trust=TRUSTED)
+    means = Means(shared_memory=True, qualification=ALL_QUALIFIED)
     on_gpus = problem(op, device="cuda", numerics=VENDOR)
-    assert means.trust.why_not(op, "multimem") is None
+    assert means.qualification.why_not(op, "multimem") is None
     assert candidates(on_gpus, means) == ["unfused", "ring", "direct"]
     assert choose(on_gpus, means, requested="multimem").algorithm == "multimem"
 

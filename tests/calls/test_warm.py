@@ -159,9 +159,9 @@ def test_plain_and_packed_are_two_calls() -> None:
                 pairs = function(x, other, group), function(x, tpkernels.pack(other), group)
                 assert torch.allclose(*pairs, atol=1e-5), (op, attempt, pairs)
         tpkernels.matmul_all_reduce(
-            x, tpkernels.LocalProduct(lambda x: x @ w, (6, 6), w.dtype), group
+            x, tpkernels.CustomMatmul(lambda x: x @ w, (6, 6), w.dtype), group
         )
-        half = tpkernels.LocalProduct(lambda x: x @ w, (6, 6), torch.bfloat16)
+        half = tpkernels.CustomMatmul(lambda x: x @ w, (6, 6), torch.bfloat16)
         with pytest.raises(TypeError, match="bfloat16"):
             tpkernels.matmul_all_reduce(x, half, group)
 

@@ -32,10 +32,10 @@ def test_info_shows_what_is_here() -> None:
     assert facts["cuda"]["driver"]
     here = facts["algorithms"]["cpu"]
     assert set(here) == set(OPS)
-    ways = here["all_gather_matmul"]
-    usable = [name for name in ways if ways[name] is None]
+    variants = here["all_gather_matmul"]
+    usable = [name for name in variants if variants[name] is None]
     assert usable == ["unfused", "ring", "direct", "pipelined"]
-    assert "TRITON_INTERPRET=1" in ways["fused"]
+    assert "TRITON_INTERPRET=1" in variants["fused"]
     assert "overlaps a matmul" in here["all_reduce"]["pipelined"]
 
 
@@ -68,7 +68,7 @@ def test_remedies_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tpkernels.algorithms.backends", "tpkernels.bench.specs"):
         module = importlib.import_module(name)
         monkeypatch.setattr(
-            module, "unsupported", lambda way, *_: remedy if way == "fused" else None
+            module, "unsupported", lambda variant, *_: remedy if variant == "fused" else None
         )
     shown = " ".join(invoke("info").output.split())
     assert f"none: {remedy}" in shown and f"fused {remedy}" in shown

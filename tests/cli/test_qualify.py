@@ -9,8 +9,8 @@ import pytest
 
 from tests.cli.test_cli import invoke
 from tpkernels.cli import qualify as command
-from tpkernels.planning import trust
-from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Failure, StageOutcome
+from tpkernels.planning import qualification
+from tpkernels.planning.qualification import DISQUALIFIED, NOT_RUN, QUALIFIED, Failure, StageOutcome
 from tpkernels.qualification import run as stages
 from tpkernels.qualification.schedule import Stage, Topology
 
@@ -18,12 +18,13 @@ PAIR = Topology(("NVIDIA H100",) * 2, 90)
 
 
 def test_a_rehearsal_on_cpu_tensors(tmp_path: Path) -> None:
-    out = tmp_path / "record.json"
+    out = tmp_path / "report.json"
     ran = invoke("qualify", "--device", "cpu", "--only", "pipelined/all_r", "--out", str(out))
     assert ran.exit_code == 0 and "pipelined/all_reduce on 2 ranks: qualified" in ran.output
-    assert "it qualifies nothing" in ran.output and trust.load("cuda")[0] is None
+    assert "it qualifies nothing" in ran.output and qualification.load("cuda")[0] is None
     assert (
-        json.loads(out.read_text())["record"]["ways"]["2"]["pipelined/all_reduce"]["checks"] >= 12
+        json.loads(out.read_text())["report"]["variants"]["2"]["pipelined/all_reduce"]["checks"]
+        >= 12
     )
 
 
@@ -47,25 +48,32 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(command.sessions, "resolve_device", lambda _: "cuda")
     monkeypatch.setattr(command, "topology_here", lambda: PAIR)
     monkeypatch.setattr(stages, "_outcome", outcome)
-    monkeypatch.setattr(trust, "head", lambda device: {"format": "a test", "device": device})
+    monkeypatch.setattr(
+        qualification, "head", lambda device: {"format": "a test", "device": device}
+    )
     return ran
 
 
-def test_the_record_is_kept_and_goes_on(gpus: list[str]) -> None:
+def test_the_report_is_kept_and_goes_on(gpus: list[str]) -> None:
     first = invoke("qualify", "--only", "direct/")
     assert first.exit_code == 1 and len(gpus) == 5 + 2  # with what they rely on
     assert "direct/ll on 2 ranks: disqualified: 2 of 4 elements wrong" in first.output
-    record, _ = trust.load("cuda")
-    assert record is not None and "direct/ll" not in record.trust(2).ways
-    assert record.trust(2).of("direct") == {"ll_two_shot", "two_shot", "one_shot", "routed"}
+    report, _ = qualification.load("cuda")
+    assert report is not None and "direct/ll" not in report.qualification(2).variants
+    assert report.qualification(2).of("direct") == {"ll_two_shot", "two_shot", "one_shot", "routed"}
     gpus.clear()
     invoke("qualify")
     assert "direct/ll" not in gpus and "pipelined/all_gather" in gpus
     gpus.clear()
-    invoke("qualify", "--anew", "--only", "direct/two_shot")
+    invoke("qualify", "--rerun", "--only", "direct/two_shot")
     assert gpus == ["messages", "direct/two_shot"]
-    record, _ = trust.load("cuda")  # with all that was run before, also in the interrupted command
-    assert record is not None and {"direct/two_shot", "fused/all_reduce"} < record.trust(2).ways
+    report, _ = qualification.load(
+        "cuda"
+    )  # with all that was run before, also in the interrupted command
+    assert (
+        report is not None
+        and {"direct/two_shot", "fused/all_reduce"} < report.qualification(2).variants
+    )
 
 
 def test_the_plan_runs_nothing(gpus: list[str]) -> None:

@@ -34,19 +34,19 @@ from tpkernels.cuda.layouts import all_reduce_layout, ll_words
 from tpkernels.symm.device import EPOCH, LAST_EPOCH, DeviceWorkspace
 
 COUNTS = (0, 1, 7, 64, 65, 1000, 9001)
-WAYS = ("two_shot", "ll", "ll_two_shot")
+VARIANTS = ("two_shot", "ll", "ll_two_shot")
 WORDS = ll_words(1 << 12)
 
 
 # 9 ranks: more sources than are looked at at once.
 @pytest.mark.parametrize("world", sweep((3, 9, 1, 2)))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @on_ranks()
-def test_sums_are_the_hosts_bit_for_bit(way: str) -> None:
+def test_sums_are_the_hosts_bit_for_bit(variant: str) -> None:
     """All dtypes, counts, places and epilogues, some in place, in a workspace that has what the
     largest call needs and no more."""
     sizes = max(COUNTS), dist.get_world_size(), 4
-    layouts = [all_reduce_layout(way, *sizes, out) for out in (4, 2)]
+    layouts = [all_reduce_layout(variant, *sizes, out) for out in (4, 2)]
     words, nbytes = (max(getattr(cut, name) for cut in layouts) for name in ("words", "nbytes"))
     space = space_of(words=words, buffer_bytes=nbytes)
     rank, world, wrong = space.rank, space.world, []
@@ -59,7 +59,9 @@ def test_sums_are_the_hosts_bit_for_bit(way: str) -> None:
         out = (
             xs[rank].clone() if in_place else torch.empty(count + offset, dtype=out_dtype)[offset:]
         )
-        all_reduce(space, number + 1, out if in_place else xs[rank], out, bias, residual, way=way)
+        all_reduce(
+            space, number + 1, out if in_place else xs[rank], out, bias, residual, variant=variant
+        )
         if not same_bits(out, host_sum(xs, out_dtype, bias, residual)):
             wrong.append(f"{count} {dtype} {out_dtype} {residual_dtype} {offset}")
     require_none(wrong, space)
@@ -70,12 +72,14 @@ def shards_of(space: DeviceWorkspace, rows: int) -> tuple[int, ...]:
     return tuple(rows * (r % 3) + (r % 2) for r in range(space.world))
 
 
-def gather(space: DeviceWorkspace, signature: int, row: int, dtype: torch.dtype, way: str) -> bool:
+def gather(
+    space: DeviceWorkspace, signature: int, row: int, dtype: torch.dtype, variant: str
+) -> bool:
     sizes = shards_of(space, 3)
     xs = [random(n * row, dtype, 50 + r).view(n, row) for r, n in enumerate(sizes)]
     out = torch.full((sum(sizes), row), 77, dtype=dtype)
     x = xs[space.rank]
-    cuda.prepare_all_gather(x, out, sizes, way).bind(space, signature)(x, out)
+    cuda.prepare_all_gather(x, out, sizes, variant).bind(space, signature)(x, out)
     return same_bits(out, torch.cat(xs))
 
 
@@ -84,7 +88,7 @@ def scatter(
     signature: int,
     row: int,
     dtype: torch.dtype,
-    way: str,
+    variant: str,
     epilogue: bool = False,
 ) -> bool:
     sizes, rank = shards_of(space, 3), space.rank
@@ -93,7 +97,7 @@ def scatter(
     bias = random(row, F32, 7) if epilogue else None
     residual = random(sizes[rank] * row, BF16, 8 + rank).view(-1, row) if epilogue else None
     out = torch.empty(sizes[rank], row, dtype=dtype)
-    prepared = cuda.prepare_reduce_scatter(xs[rank], out, sizes, bias, residual, way)
+    prepared = cuda.prepare_reduce_scatter(xs[rank], out, sizes, bias, residual, variant)
     prepared.bind(space, signature)(xs[rank], out, bias, residual)
     parts = [x[begin : begin + sizes[rank]].contiguous() for x in xs]
     return same_bits(out, host_sum(parts, dtype, bias, residual))
@@ -104,14 +108,14 @@ def scatter(
 def test_shards() -> None:
     space, wrong = space_of(words=WORDS), []
     cases = itertools.product((1, 5, 8, 64), DTYPES, ("ll", "one_shot"))
-    for number, (row, dtype, way) in enumerate(cases):
+    for number, (row, dtype, variant) in enumerate(cases):
         for kind, right in (
-            ("gather", gather(space, 3 * number + 1, row, dtype, way)),
-            ("scatter", scatter(space, 3 * number + 2, row, dtype, way)),
-            ("epilogue", scatter(space, 3 * number + 3, row, dtype, way, epilogue=True)),
+            ("gather", gather(space, 3 * number + 1, row, dtype, variant)),
+            ("scatter", scatter(space, 3 * number + 2, row, dtype, variant)),
+            ("epilogue", scatter(space, 3 * number + 3, row, dtype, variant, epilogue=True)),
         ):
             if not right:
-                wrong.append(f"{kind} {row} {dtype} {way}")
+                wrong.append(f"{kind} {row} {dtype} {variant}")
     require_none(wrong, space)
 
 
@@ -121,10 +125,10 @@ def test_several_blocks() -> None:
     """Two of the blocks run at a time."""
     wrong, space = [], space_of(words=1 << 14)
     sums = [random(20_000, BF16, r) for r in range(space.world)]
-    for way in WAYS[1:]:  # their sums take twice the lines
-        all_reduce(space, 1, sums[space.rank], out := torch.empty(20_000), way=way)
+    for variant in VARIANTS[1:]:  # their sums take twice the lines
+        all_reduce(space, 1, sums[space.rank], out := torch.empty(20_000), variant=variant)
         if not same_bits(out, host_sum(sums, F32)):
-            wrong.append(f"{way} in blocks")
+            wrong.append(f"{variant} in blocks")
     if not (gather(space, 2, 2000, F32, "ll") and scatter(space, 3, 2000, F32, "ll")):
         wrong.append("shards in blocks")
     require_none(wrong, space)
@@ -139,21 +143,30 @@ def wrong_calls(delay_us: int, first: int = 0, **broken: bool) -> tuple[int, boo
     space.state[EPOCH] = first
     dist.barrier()
     space.set_chaos(seed=space.rank, max_delay_us=delay_us, **broken)
-    ways = ("ll", "ll_two_shot", "ll_two_shot", "ll", "two_shot", "two_shot", "shards", "shards")
+    variants = (
+        "ll",
+        "ll_two_shot",
+        "ll_two_shot",
+        "ll",
+        "two_shot",
+        "two_shot",
+        "shards",
+        "shards",
+    )
     if broken:  # a two-shot's words also tell that its buffers have been read
-        ways = ("shards",) * 8
+        variants = ("shards",) * 8
     for call in range(40):
-        way = ways[call % 8]
-        if way == "shards":
+        variant = variants[call % 8]
+        if variant == "shards":
             shards = (gather, scatter)[call // 8 % 2]
-            way = "one_shot" if broken else ("one_shot", "ll")[call // 16 % 2]
-            wrong += not shards(space, call + 1, 5 + call, F32, way)
+            variant = "one_shot" if broken else ("one_shot", "ll")[call // 16 % 2]
+            wrong += not shards(space, call + 1, 5 + call, F32, variant)
             continue
         after_next = int(space.state[EPOCH]) + 3 if first == 0 else call
         count = 200 + 37 * (call % 5)
         x = torch.full((count,), after_next, dtype=torch.int32).view(F32)  # denormal
         out = x if call % 3 == 0 else torch.empty_like(x)
-        all_reduce(space, call + 1, x, out, way=way)
+        all_reduce(space, call + 1, x, out, variant=variant)
         wrong += not bool((out.view(torch.int32) == after_next * space.world).all())
     return anywhere(wrong + (space.failure() is not None)), has_old_words(space)
 
@@ -195,7 +208,7 @@ def test_no_torn_line_is_taken_for_data(how: str) -> None:
         for call in range(150):
             x = torch.arange(64).add(call + 2 * space.rank).to(F32)
             out = torch.empty_like(x)
-            all_reduce(space, call + 1, x, out, way=("ll", "ll_two_shot")[call % 2])
+            all_reduce(space, call + 1, x, out, variant=("ll", "ll_two_shot")[call % 2])
             xs = [torch.arange(64).add(call + 2 * r) for r in range(space.world)]
             wrong += not torch.equal(out, torch.stack(xs).sum(0).to(F32))
     wrong = anywhere(wrong + (space.failure() is not None))
@@ -203,7 +216,7 @@ def test_no_torn_line_is_taken_for_data(how: str) -> None:
 
 
 def test_what_auto_takes() -> None:
-    for nbytes, world, way in (
+    for nbytes, world, variant in (
         (25_714, 8, "ll"),
         (25_716, 8, "ll_two_shot"),
         (524_288, 2, "ll"),
@@ -212,14 +225,14 @@ def test_what_auto_takes() -> None:
     ):
         x = torch.empty(nbytes // 2, dtype=BF16)
         needs = cuda.prepare_all_reduce(world, x, x)
-        wanted = all_reduce_layout(way, x.numel(), world, 2, 2)
+        wanted = all_reduce_layout(variant, x.numel(), world, 2, 2)
         assert (needs.words, needs.buffer_bytes) == (wanted.words, wanted.nbytes)
     for rows, small in ((64, True), (65, False)):  # 128 KiB and one row more
         shard, whole = torch.empty(rows, 512, dtype=BF16), torch.empty(64 + rows, 512, dtype=BF16)
         gathers = cuda.prepare_all_gather(shard, whole, (64, rows))
         scatters = cuda.prepare_reduce_scatter(whole, shard, (64, rows))
         assert (gathers.buffer_bytes == 0) == (scatters.buffer_bytes == 0) == small
-    with pytest.raises(ValueError, match="way is 'ring'; it must be auto, one_shot or ll"):
+    with pytest.raises(ValueError, match="variant is 'ring'; it must be auto, one_shot or ll"):
         cuda.prepare_all_gather(shard, whole, (64, 65), "ring")
     # 512 KiB over 8 ranks: twice the data, in two hops
     assert all_reduce_layout("ll_two_shot", 1 << 18, 8, 2, 2).words == 2 + 2 * 4096 * 4
@@ -233,16 +246,16 @@ def test_what_a_call_does_in_turn() -> None:
     x, sizes = torch.ones(128), (128,) * space.world
     column, columns = x.view(-1, 1), torch.empty(128 * space.world, 1)
     with driver_that(threads=8):
-        for way in WAYS:
-            all_reduce(space, 1, x, x, way=way)
-            found[f"all_reduce {way}"] = counts()
-        for way in ("one_shot", "ll"):
-            cuda.prepare_all_gather(column, columns, sizes, way).bind(space, 2)(column, columns)
-            found[f"all_gather {way}"] = counts()
-            prepared = cuda.prepare_reduce_scatter(columns, column, sizes, way=way)
+        for variant in VARIANTS:
+            all_reduce(space, 1, x, x, variant=variant)
+            found[f"all_reduce {variant}"] = counts()
+        for variant in ("one_shot", "ll"):
+            cuda.prepare_all_gather(column, columns, sizes, variant).bind(space, 2)(column, columns)
+            found[f"all_gather {variant}"] = counts()
+            prepared = cuda.prepare_reduce_scatter(columns, column, sizes, variant=variant)
             prepared.bind(space, 3)(columns, column)
-            found[f"reduce_scatter {way}"] = counts()
-        all_reduce(space, 4, (x := torch.ones(4096)), x, way="ll")
+            found[f"reduce_scatter {variant}"] = counts()
+        all_reduce(space, 4, (x := torch.ones(4096)), x, variant="ll")
         found["all_reduce in 2 blocks"] = counts()
     low = {f"{op} ll": (2, 0, 0) for op in ("all_reduce", "all_gather", "reduce_scatter")}
     assert found == low | {
@@ -277,7 +290,7 @@ def test_copies_ordered_by_words(skips: bool) -> None:
                 wrong += not bool((chunk == 100 * call + 10 * source + rank).all())
         # Which stores into the same bytes, and waits for nobody before.
         out = torch.full((600,), call + rank, dtype=F32)
-        all_reduce(space, 1000 + call, out, out, way="two_shot")
+        all_reduce(space, 1000 + call, out, out, variant="two_shot")
         wrong += not bool((out == world * call + sum(range(world))).all())
     wrong = anywhere(wrong + (space.failure() is not None))
     assert (wrong > 0) == skips, wrong

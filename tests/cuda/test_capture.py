@@ -36,16 +36,16 @@ def capture(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
     patch.setattr(streams, "is_captured", lambda _: captured)
 
 
-@pytest.mark.parametrize(("op", "way"), [*sweep(CALLS[:-1]), thorough(*CALLS[-1])])
+@pytest.mark.parametrize(("op", "variant"), [*sweep(CALLS[:-1]), thorough(*CALLS[-1])])
 @on_ranks(2)
-def test_a_capture_that_lacks_something_breaks_nothing(op: str, way: str) -> None:
+def test_a_capture_that_lacks_something_breaks_nothing(op: str, variant: str) -> None:
     """A call that lacks everything, one that lacks a larger workspace, and the same calls once they
     have been made outside, as the errors say."""
     with pretending() as patch:
         group = faults.new_group()
         for rows in (12, 900):
             most = rows if OPS[op].routed else None
-            call = functools.partial(faults.run_op, op, group, way, rows, max_rows=most)
+            call = functools.partial(faults.run_op, op, group, variant, rows, max_rows=most)
             capture(patch)
             ending = faults.ending_of(call)
             assert ending.error == "CaptureError", ending

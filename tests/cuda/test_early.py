@@ -40,12 +40,14 @@ SHAPE = (3, 264)
 
 
 def reduced(
-    space: DeviceWorkspace, signature: int, x: torch.Tensor, way: str, norm: bool
+    space: DeviceWorkspace, signature: int, x: torch.Tensor, variant: str, norm: bool
 ) -> torch.Tensor:
     """The sum by one early launch."""
     if norm:
-        return normed_all_reduce(space, signature, x, torch.ones(x.shape[-1]), way, early=True)[1]
-    all_reduce(space, signature, x, out := torch.empty_like(x), way=way, early=True)
+        return normed_all_reduce(space, signature, x, torch.ones(x.shape[-1]), variant, early=True)[
+            1
+        ]
+    all_reduce(space, signature, x, out := torch.empty_like(x), variant=variant, early=True)
     return out
 
 
@@ -56,11 +58,11 @@ def test_an_early_launch_waits_for_its_input(awaited: bool) -> None:
     the same.)"""
     space, begin, wrong = space_of(words=1 << 14), count_of("early"), 0
     with driver_that(awaited=awaited):
-        for number, (way, norm) in enumerate(2 * CASES):
+        for number, (variant, norm) in enumerate(2 * CASES):
             xs = [random(SHAPE[0] * SHAPE[1], BF16, 10 * number + r) for r in range(space.world)]
             x = xs[space.rank].clone().view(SHAPE)
             library().emulated_previous(ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(x.nbytes))
-            got = reduced(space, number + 1, x, way, norm)
+            got = reduced(space, number + 1, x, variant, norm)
             library().emulated_previous(None, ctypes.c_size_t(0))
             wrong += not same_bits(got.view(-1), host_sum(xs, BF16))
             wrong += space.failure() is not None
@@ -83,7 +85,7 @@ def test_where_launches_are_early(capability: int, version: int, early: int) -> 
 def test_only_kernels_behind_torchs_products_are_early() -> None:
     """Before them the group's previous call has ended. What another product queues is not known."""
     x, w, weight, found = torch.ones(4, 6), torch.ones(6, 8), torch.ones(8), []
-    product = tpkernels.LocalProduct(lambda x: x @ w, (6, 8), F32)
+    product = tpkernels.CustomMatmul(lambda x: x @ w, (6, 8), F32)
     with pretending(), fresh_group() as group:
         for call in (
             lambda: tpkernels.matmul_all_reduce(x, w, group, algorithm="direct"),

@@ -36,34 +36,34 @@ PROMPT = 5.0  # other waits would take 20 s
 NORMED = ("normed ll", "normed ll_two_shot", "normed two_shot")
 
 
-def call_of(way: str, space: DeviceWorkspace, signature: int) -> list[torch.Tensor]:
+def call_of(variant: str, space: DeviceWorkspace, signature: int) -> list[torch.Tensor]:
     """One call of any kind, with a wait; its results."""
-    if way == "barrier":
+    if variant == "barrier":
         cuda.barrier(space, signature)
         return []
-    if way == "copies":
+    if variant == "copies":
         with cuda.CopyCall(space, signature) as copies:
             peer = (space.rank + 1) % space.world
             copies.publish(1)
             copies.fetch(peer, 1, torch.empty(8), 0)
         return []
-    if way in NORMED:
+    if variant in NORMED:
         x = torch.ones(3, 4160)
-        return list(launch(space, signature, x, x[0], way.removeprefix("normed ")))
+        return list(launch(space, signature, x, x[0], variant.removeprefix("normed ")))
     x = torch.ones(192)  # two-shot: a segment for each rank
-    all_reduce(space, signature, x, x, way=way)
+    all_reduce(space, signature, x, x, variant=variant)
     return [x]
 
 
 @pytest.mark.parametrize(
-    "way", [*sweep(["copies", "barrier", "two_shot", *NORMED[1:]]), "ll", NORMED[0]]
+    "variant", [*sweep(["copies", "barrier", "two_shot", *NORMED[1:]]), "ll", NORMED[0]]
 )
 @on_ranks(2)
-def test_a_rank_that_does_not_come_is_a_timeout(way: str) -> None:
+def test_a_rank_that_does_not_come_is_a_timeout(variant: str) -> None:
     """Rank 1 does not come to the second call of rank 0, which queues two more before it looks:
     those touch no peer. Before any wait a two-shot publishes its own shard."""
     space = space_of(SHORT, **SPACE)
-    call_of(way, space, 5)
+    call_of(variant, space, 5)
     dist.barrier()
     if space.rank == 1:
         dist.barrier()  # rank 0 has given up
@@ -71,16 +71,16 @@ def test_a_rank_that_does_not_come_is_a_timeout(way: str) -> None:
         words = torch.frombuffer(space._memory[1], dtype=torch.int64)
         sources = words[: 4 * space.words].view(2, 2, space.words)[:, 0]
         told = int((sources == entered)[:, 1:].sum())
-        publishes = way in ("two_shot", NORMED[2])
+        publishes = variant in ("two_shot", NORMED[2])
         assert (told > 0) == publishes, told
         return
     begin = time.monotonic()
-    results = call_of(way, space, 5)
+    results = call_of(variant, space, 5)
     seconds, failure = time.monotonic() - begin, space.failure()
     region = torch.frombuffer(space._memory[1], dtype=torch.uint8)
     before, begin = region.clone(), time.monotonic()
     for _ in range(2):
-        call_of(way, space, 5)
+        call_of(variant, space, 5)
     assert torch.equal(region, before) and time.monotonic() - begin < 2 * SHORT
     dist.barrier()
     assert is_spoilt(results) and SHORT <= seconds < 2 * SHORT + PROMPT, seconds
@@ -88,20 +88,20 @@ def test_a_rank_that_does_not_come_is_a_timeout(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "other"),
-    [(way, way) for way in ("two_shot", "barrier", "copies", "ll", "ll_two_shot")]
+    ("variant", "other"),
+    [(variant, variant) for variant in ("two_shot", "barrier", "copies", "ll", "ll_two_shot")]
     + [("ll", "two_shot"), ("ll", "ll_two_shot")],
 )
 @on_ranks(2)
-def test_another_call_is_a_mismatch_on_both(way: str, other: str) -> None:
-    """Words of another way have the epoch as well, in the places of data."""
+def test_another_call_is_a_mismatch_on_both(variant: str, other: str) -> None:
+    """Words of another variant have the epoch as well, in the places of data."""
     space = space_of(**SPACE)
     rank, begin = space.rank, time.monotonic()
-    results = call_of((way, other)[rank], space, 5 + rank)
+    results = call_of((variant, other)[rank], space, 5 + rank)
     failure = space.failure()
     assert is_spoilt(results) and time.monotonic() - begin < PROMPT
     assert failure is not None and failure[:2] == (MISMATCH, 1 - rank), failure
-    if way == other:
+    if variant == other:
         assert (failure[2] >> 32, failure[3] >> 32) == (5 + rank, 6 - rank), failure
 
 
@@ -132,11 +132,11 @@ def _wait_after_a_look(call: Callable[[DeviceWorkspace], object]) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("way", ["two_shot", "ll"])
+@pytest.mark.parametrize("variant", ["two_shot", "ll"])
 @on_ranks(2)
-def test_all_waits_of_a_device_look_at_the_host_once_in_a_while(way: str) -> None:
+def test_all_waits_of_a_device_look_at_the_host_once_in_a_while(variant: str) -> None:
     """Reads of the host's memory by every waiting block slow an H200 down to a tenth."""
-    _wait_after_a_look(lambda space: call_of(way, space, 5))
+    _wait_after_a_look(lambda space: call_of(variant, space, 5))
 
 
 @interpreted(2)
@@ -153,16 +153,16 @@ def test_programs_look_at_the_host_once_in_a_while() -> None:
     _wait_after_a_look(multiply)
 
 
-@pytest.mark.parametrize("way", sweep(["ll_two_shot", "two_shot"], later=1))
+@pytest.mark.parametrize("variant", sweep(["ll_two_shot", "two_shot"], later=1))
 @on_ranks(3)
-def test_no_rank_takes_what_another_made_of_a_failed_wait(way: str) -> None:
+def test_no_rank_takes_what_another_made_of_a_failed_wait(variant: str) -> None:
     """Rank 2 comes when rank 0 has given up, but in time for rank 1."""
     rank = dist.get_rank()
     space = space_of(SHORT if rank == 0 else 2 * SHORT)
     out = torch.zeros(192)
     if rank == 2:
         dist.recv(torch.empty(1), 0)
-    all_reduce(space, 5, torch.full((192,), 1.0 + rank), out, way=way)
+    all_reduce(space, 5, torch.full((192,), 1.0 + rank), out, variant=variant)
     if rank == 0:
         dist.send(torch.empty(1), 2)
     dist.barrier()

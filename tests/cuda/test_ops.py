@@ -50,7 +50,7 @@ from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace
 from tpkernels.symm.gpu_memory import Gpu
 
-WAYS = ("direct", "pipelined")
+VARIANTS = ("direct", "pipelined")
 
 
 def check_all(
@@ -63,7 +63,7 @@ def check_all(
             copy_engines(patch)
         if not ll:
             patch.setattr("tpkernels.cuda.layouts.LL_BYTES", -1)
-            patch.setattr("tpkernels.cuda.calls.all_reduce_way", lambda *_: "two_shot")
+            patch.setattr("tpkernels.cuda.calls.all_reduce_variant", lambda *_: "two_shot")
         chaos = {"seed": group.rank(), "max_delay_us": max_delay_us}
         faults.workspace_of(group).set_chaos(**chaos)
         require_none(check_cases(cases, group))
@@ -94,14 +94,14 @@ def test_products() -> None:
     check_all(
         [
             Case(op="matmul_all_reduce", shape=(900, 70), k=(9,), algorithm="pipelined"),
-            *each(*cases, dtypes=(BF16,), algorithms=WAYS, integers=(False,)),
+            *each(*cases, dtypes=(BF16,), algorithms=VARIANTS, integers=(False,)),
             *each(
                 Case(op="all_gather_matmul", **shapes, n=(4, 9), biases=(F32,),
                      return_gathered=True),
                 Case(op="matmul_reduce_scatter", **shapes, k=(20,), **epilogue),
                 Case(op="matmul_all_reduce", shape=(24, 3, 66), k=(20,), **epilogue),
                 Case(op="matmul_all_reduce", shape=(24, 66), k=(20,), wire_dtype=F32),
-                algorithms=WAYS,
+                algorithms=VARIANTS,
                 integers=(True,),
             ),
         ]
@@ -136,8 +136,8 @@ def test_routed_rows() -> None:
         odd = len(cases) % 2 > 0
         more = {"width": next(widths), "dtype": dtype, "integers": odd or not few}
         more["ids"] = torch.int32 if odd else torch.int64
-        way = "direct" if dist.get_world_size() > 1 or len(cases) % 3 else "unfused"
-        cases.append(replace(case, algorithm=way, **more))
+        variant = "direct" if dist.get_world_size() > 1 or len(cases) % 3 else "unfused"
+        cases.append(replace(case, algorithm=variant, **more))
     with pretending(), fresh_group() as group:
         faults.workspace_of(group).set_chaos(seed=group.rank(), max_delay_us=100)
         require_none([test_moe.failure(case, group) for case in cases])
@@ -240,17 +240,17 @@ def batches_of(world: int) -> list[Case]:
 @pytest.mark.parametrize("world", [3, 1, 2])
 @on_ranks()
 def test_shards_of_an_inner_dim() -> None:
-    check_all(each(*batches_of(dist.get_world_size()), algorithms=WAYS, integers=(True,)))
+    check_all(each(*batches_of(dist.get_world_size()), algorithms=VARIANTS, integers=(True,)))
 
 
-@pytest.mark.parametrize("way", sweep(WAYS))
+@pytest.mark.parametrize("variant", sweep(VARIANTS))
 @on_ranks(3)
-def test_call_after_call_under_delays(way: str) -> None:
+def test_call_after_call_under_delays(variant: str) -> None:
     cases = each(
         Case(op="all_gather_matmul", shape=(12, 8), sizes=(3, 0, 9), n=(5,)),
         Case(op="matmul_reduce_scatter", shape=(12, 6), sizes=(3, 0, 9), k=(5,)),
         Case(op="matmul_all_reduce", shape=(12, 6), k=(5,)),
-        algorithms=(way,),
+        algorithms=(variant,),
     )
     check_all(cases * 4, 500)
 
@@ -260,13 +260,13 @@ def test_call_after_call_under_delays(way: str) -> None:
 @interpreted(2)
 def test_all_algorithms_share_a_workspace(ll: bool) -> None:
     reductions = [
-        Case(op=op, shape=(12, 6), sizes=sizes, k=(5,), algorithm=way)
+        Case(op=op, shape=(12, 6), sizes=sizes, k=(5,), algorithm=variant)
         for op, sizes in (("matmul_reduce_scatter", (5, 7)), ("matmul_all_reduce", None))
-        for way in ("fused", *WAYS, "unfused")
+        for variant in ("fused", *VARIANTS, "unfused")
     ]
     gathers = [
-        Case(op="all_gather_matmul", shape=(12, 6), sizes=(5, 7), n=(4,), algorithm=way)
-        for way in ("fused", *WAYS)
+        Case(op="all_gather_matmul", shape=(12, 6), sizes=(5, 7), n=(4,), algorithm=variant)
+        for variant in ("fused", *VARIANTS)
     ]
     check_all([*reductions, *gathers, *reductions], 200, ll)
 
@@ -301,7 +301,7 @@ def test_all_ranks_know_of_a_callers_product() -> None:
     """It has no measured times, by which `auto` could take `fused`."""
     with pretending(), fresh_group() as group:
         x, w = torch.ones(4, 8), torch.ones(8, 6)
-        product = tpkernels.LocalProduct(lambda x: x @ w, (8, 6), F32)
+        product = tpkernels.CustomMatmul(lambda x: x @ w, (8, 6), F32)
         for op in FUSED_OPS:
             getattr(tpkernels, op)(x, product, group)
         tpkernels.all_gather_matmul(x, w, group)
@@ -339,7 +339,7 @@ def test_which_products_hold_the_devices_turn() -> None:
     with pretending() as patch, fresh_group() as group:
         patch.setattr(CudaWorkspace, "__enter__", counted_enter)
         patch.setattr(CudaWorkspace, "__exit__", counted_leave)
-        x, product = torch.ones(4, 8), tpkernels.LocalProduct(multiply, (8, 6), F32)
+        x, product = torch.ones(4, 8), tpkernels.CustomMatmul(multiply, (8, 6), F32)
         want = torch.full((4, 6), 16.0)
         scattered = tpkernels.matmul_reduce_scatter(x, product, group, algorithm="direct")
         reduced = tpkernels.matmul_all_reduce(x, product, group, algorithm="direct")
@@ -393,9 +393,9 @@ class NoPeers(SharedMemory):
         raise RuntimeError("no peer access")
 
 
-def lacking(way: str, text: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """The algorithm ``way`` cannot run on this rank."""
-    place, why = "tpkernels.ops.planned_calls.unsupported", {way: text}
+def lacking(variant: str, text: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """The algorithm ``variant`` cannot run on this rank."""
+    place, why = "tpkernels.ops.planned_calls.unsupported", {variant: text}
     return lambda patch: patch.setattr(place, lambda name, *_: why.get(name))
 
 
@@ -453,13 +453,13 @@ SHARING: dict[str, tuple[list[Gpu], str]] = {
 @interpreted(2, driver=False)
 def test_what_one_rank_lacks_is_refused_by_all(what: str) -> None:
     """Then all go on without kernels."""
-    way, lose, text = LACKS[what]
+    variant, lose, text = LACKS[what]
     with pretending() as patch:
         group = faults.new_group()
         if group.rank() == 1:
             lose(patch)
         call = functools.partial(faults.run_op, "all_gather_matmul", group)
-        first, second = (faults.ending_of(lambda: call(way)) for _ in range(2))
+        first, second = (faults.ending_of(lambda: call(variant)) for _ in range(2))
         assert first.error == "NotImplementedError" and text in first.text, first
         assert (second.error, second.text) == (first.error, first.text), second
         call()
@@ -545,7 +545,7 @@ def test_what_outlives_a_call_is_allocated_on_a_thread_of_its_own(
 # Failures: a call only queues its kernels, so its results are NaN and the next call says why.
 
 CALLS = [
-    *itertools.product(FUSED_OPS, WAYS),
+    *itertools.product(FUSED_OPS, VARIANTS),
     *itertools.product(["all_gather", "reduce_scatter", "all_reduce", "moe_dispatch"], ["direct"]),
 ]
 FUSED_CALLS = [
@@ -557,13 +557,13 @@ FUSED_CALLS = [
 LATER = [("all_gather_matmul", "copied"), ("moe_combine", "direct")]
 
 
-def call_of(op: str, way: str, group: dist.ProcessGroup) -> Callable[[], list[torch.Tensor]]:
+def call_of(op: str, variant: str, group: dist.ProcessGroup) -> Callable[[], list[torch.Tensor]]:
     """A call whose results are returned as a list; "copied" is `fused` by copy engines, with
     several weights."""
-    x, w = torch.ones(70 if way == "copied" else 12, 48), torch.ones(48, 40)
+    x, w = torch.ones(70 if variant == "copied" else 12, 48), torch.ones(48, 40)
     factors: Any = (x, w) if "matmul" in op else (w,)
-    options: dict[str, Any] = {"algorithm": way}
-    if way == "copied":
+    options: dict[str, Any] = {"algorithm": variant}
+    if variant == "copied":
         factors = x, [w[:, :n].contiguous() for n in (4, 33, 1)]
         options = {"algorithm": "fused", "return_gathered": True}
 
@@ -577,7 +577,7 @@ def call_of(op: str, way: str, group: dist.ProcessGroup) -> Callable[[], list[to
 
     def call() -> list[torch.Tensor]:
         results = function(*factors, name, **options)
-        if way == "copied":
+        if variant == "copied":
             return [results[0], *results[1]]
         return [results[0] if op == "moe_dispatch" else results]
 
@@ -585,16 +585,16 @@ def call_of(op: str, way: str, group: dist.ProcessGroup) -> Callable[[], list[to
 
 
 @pytest.mark.parametrize(
-    ("op", "way"), [*sweep(CALLS), *FUSED_CALLS, *(thorough(*case) for case in LATER)]
+    ("op", "variant"), [*sweep(CALLS), *FUSED_CALLS, *(thorough(*case) for case in LATER)]
 )
 @interpreted(2)
-def test_a_call_that_gave_up_leaves_nan(op: str, way: str) -> None:
+def test_a_call_that_gave_up_leaves_nan(op: str, variant: str) -> None:
     """Rank 1 does not come."""
     with pretending() as patch:
-        if way == "copied":
+        if variant == "copied":
             copy_engines(patch)
         group = faults.new_group(timeout=1.0)
-        call = call_of(op, way, group)
+        call = call_of(op, variant, group)
         call()
         if group.rank() == 0:
             assert is_spoilt(call())
@@ -604,13 +604,13 @@ def test_a_call_that_gave_up_leaves_nan(op: str, way: str) -> None:
         dist.barrier()
 
 
-def killed_job(driver: str, op: str, way: str) -> Ending | None:
+def killed_job(driver: str, op: str, variant: str) -> Ending | None:
     """Rank 1 is killed before its kernel starts; the thread that watches ends the others' waits.
     (Where a rank is so slow that it sees it before its kernel starts, that call raises already.)"""
     emulated.load(driver)
     with pretending():
         group = faults.new_group()
-        call = call_of(op, way, group)
+        call = call_of(op, variant, group)
         call()
         space_of(group).check("a test")
         if group.rank() == 1:
@@ -626,16 +626,16 @@ def killed_job(driver: str, op: str, way: str) -> Ending | None:
 
 
 @pytest.mark.parametrize(
-    ("op", "way"),
-    [*sweep([("matmul_reduce_scatter", way) for way in reversed(WAYS)]), *FUSED_CALLS],
+    ("op", "variant"),
+    [*sweep([("matmul_reduce_scatter", variant) for variant in reversed(VARIANTS)]), *FUSED_CALLS],
 )
-def test_a_killed_rank_ends_the_wait(cuda_driver: str, op: str, way: str) -> None:
-    fused = way == "fused"
+def test_a_killed_rank_ends_the_wait(cuda_driver: str, op: str, variant: str) -> None:
+    fused = variant == "fused"
     env = {"TRITON_INTERPRET": "1"} if fused else {}
     if fused:
         require_interpreter()
     with faults.watched_ranks(2 + fused, **env) as ranks:
-        outcomes = faults.collect(ranks, killed_job, cuda_driver, op, way)
+        outcomes = faults.collect(ranks, killed_job, cuda_driver, op, variant)
         assert outcomes[1].exitcode == -signal.SIGKILL
         for ending in faults.values(outcomes, 1).values():
             assert ending.error == "PeerLostError" and ending.peer == 1, ending
@@ -654,14 +654,14 @@ def test_a_mismatch_is_found_by_the_kernels() -> None:
     assert after.error == "CollectiveMismatchError" and after.peer == 1 - group.rank(), after
 
 
-@pytest.mark.parametrize(("op", "way"), FUSED_CALLS)
+@pytest.mark.parametrize(("op", "variant"), FUSED_CALLS)
 @interpreted(2)
-def test_calls_behind_a_failed_one_touch_no_buffer(op: str, way: str) -> None:
+def test_calls_behind_a_failed_one_touch_no_buffer(op: str, variant: str) -> None:
     """Rank 1 stays away; rank 0 goes on as if it had not looked. A call that is in order changes
     rank 1's buffers."""
     with pretending() as patch:
         group = faults.new_group(timeout=1.5)
-        call = call_of(op, way, group)
+        call = call_of(op, variant, group)
         call()
         space = space_of(group).current
         memory = (ctypes.c_uint8 * (2 * space.buffer_bytes)).from_address(

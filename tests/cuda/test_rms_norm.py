@@ -34,11 +34,11 @@ from tpkernels import cuda
 from tpkernels.cuda import calls as rows
 from tpkernels.cuda.layouts import ll_words, rows_layout
 from tpkernels.ops.reference import rms_norm
-from tpkernels.planning.cost import all_reduce_way
-from tpkernels.planning.trust import SUMS
+from tpkernels.planning.cost import all_reduce_variant
+from tpkernels.planning.qualification import SUMS
 from tpkernels.symm.device import EPOCH, LAST_EPOCH, DeviceWorkspace
 
-WAYS = ("ll", "ll_two_shot", "two_shot")
+VARIANTS = ("ll", "ll_two_shot", "two_shot")
 SHAPES = ((0, 8), (1, 8), (3, 264), (2, 4160), (1, 9000), (70, 16))  # 1, 2 and 4 blocks for a row
 MOST = 5 * 4160
 SPACE = {"words": ll_words(4 * MOST, 4 * MOST), "buffer_bytes": 16 * MOST}
@@ -50,7 +50,7 @@ def launch(
     signature: int,
     x: torch.Tensor,
     weight: torch.Tensor,
-    way: str,
+    variant: str,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
@@ -59,7 +59,7 @@ def launch(
     """(normed, total) of one call."""
     normed, total = torch.empty_like(x), torch.empty_like(x) if total is None else total
     prepared = cuda.prepare_normed_all_reduce(
-        space.world, x, total, normed, weight, EPS, bias, residual, way, early
+        space.world, x, total, normed, weight, EPS, bias, residual, variant, early
     )
     prepared.bind(space, signature)(x, total, normed, weight, bias, residual)
     return normed, total
@@ -71,7 +71,7 @@ def is_near(normed: torch.Tensor, total: torch.Tensor, weight: torch.Tensor) -> 
 
 
 def wrong_rows(space: DeviceWorkspace) -> list[str]:
-    """All dtypes, shapes, epilogues, weights and ways; what was wrong."""
+    """All dtypes, shapes, epilogues, weights and variants; what was wrong."""
     wrong, cases = [], itertools.product(SHAPES, DTYPES, (False, True))
     for number, (shape, dtype, more) in enumerate(cases):
         count, columns = shape[0] * shape[1], shape[1]
@@ -90,12 +90,14 @@ def wrong_rows(space: DeviceWorkspace) -> list[str]:
         cuda.rms_norm(want, alone, weight, EPS)
         if not is_near(alone, want, weight):
             wrong.append(f"{shape} {dtype} alone: beyond the bound")
-        for at, way in enumerate(WAYS):
-            normed, total = launch(space, 1000 + 3 * number + at, x, weight, way, bias, residual)
+        for at, variant in enumerate(VARIANTS):
+            normed, total = launch(
+                space, 1000 + 3 * number + at, x, weight, variant, bias, residual
+            )
             if not same_bits(total, want):
-                wrong.append(f"{shape} {dtype} {way}: the sum")
+                wrong.append(f"{shape} {dtype} {variant}: the sum")
             if not same_bits(normed, alone):
-                wrong.append(f"{shape} {dtype} {way}: the rows")
+                wrong.append(f"{shape} {dtype} {variant}: the rows")
     return wrong
 
 
@@ -138,12 +140,12 @@ def wrong_calls(delay_us: int, first: int = 0, **broken: bool) -> int:
     space.set_chaos(seed=space.rank, max_delay_us=delay_us, **broken)
     for call, x in enumerate(results):
         if call % 6 == 5:
-            all_reduce(space, call + 1, x, x, way=("two_shot", "ll")[call // 6 % 2])
+            all_reduce(space, call + 1, x, x, variant=("two_shot", "ll")[call // 6 % 2])
             results[call] = x, x
         else:
             total = x if call % 2 else torch.empty_like(x)
-            way = WAYS[call // 2 % 3]
-            results[call] = launch(space, call + 1, x, weight, way, total=total)
+            variant = VARIANTS[call // 2 % 3]
+            results[call] = launch(space, call + 1, x, weight, variant, total=total)
     wrong = int(space.failure() is not None)
     for (normed, total), want in zip(results, wants, strict=True):
         wrong += not torch.equal(total, want)
@@ -181,15 +183,15 @@ def test_what_a_call_does_in_turn() -> None:
     barriers, one is that of a cluster that starts, and two are a row's."""
     space, found = space_of(**SPACE), []
     with driver_that(threads=8):
-        for way, columns in itertools.product(WAYS, (256, 8192)):
-            launch(space, 1, torch.ones(1, columns), torch.ones(columns), way)
+        for variant, columns in itertools.product(VARIANTS, (256, 8192)):
+            launch(space, 1, torch.ones(1, columns), torch.ones(columns), variant)
             found.append(counts())
     assert found[:4] == [(5, 0, 0), (5, 0, 1)] * 2 and found[4][1:] == (3, 0), found
 
 
-@pytest.mark.parametrize("way", ["auto", "ll_two_shot", "two_shot"])
+@pytest.mark.parametrize("variant", ["auto", "ll_two_shot", "two_shot"])
 @on_ranks(3)
-def test_the_ops(way: str) -> None:
+def test_the_ops(variant: str) -> None:
     """By `direct` on the way of CUDA tensors, and rows that are no whole vectors."""
     cases = each(
         *(Case(op="all_reduce_rms_norm", shape=s, residual=F32) for s in ((40, 24), (2, 3, 20))),
@@ -200,19 +202,19 @@ def test_the_ops(way: str) -> None:
         algorithms=("direct",),
     )
     with pretending() as patch, fresh_group() as group:
-        if way != "auto":
-            patch.setattr(rows, "all_reduce_way", lambda *_, **__: way)
+        if variant != "auto":
+            patch.setattr(rows, "all_reduce_variant", lambda *_, **__: variant)
         require_none(check_cases(cases, group))
 
 
 def test_what_auto_takes() -> None:
     """In two hops a rank has whole rows: of 2 rows most ranks have none, of 9 one has two."""
-    for way, cases in {
+    for variant, cases in {
         "ll": [(1, 8192, 8), (1, 65536, 8), (2, 32768, 8), (32, 8192, 2), (9, 1536, 8)],
         "ll_two_shot": [(8, 8192, 8), (4, 32768, 8), (32, 8192, 8), (5, 3328, 8)],
     }.items():
         for m, n, world in cases:
-            assert all_reduce_way(m * 2 * n, world, frozenset(SUMS), rows=m) == way
+            assert all_reduce_variant(m * 2 * n, world, frozenset(SUMS), rows=m) == variant
     needs = rows_layout("ll_two_shot", 9, 64, 8, 2, 1)
     assert (needs.segment, needs.words, needs.blocks) == (2 * 64, ll_words(256, 256), 9)
 
@@ -221,8 +223,8 @@ def test_refusals() -> None:
     x, weight = torch.ones(4, 12), torch.ones(12)
     with pytest.raises(NotImplementedError, match=r"rows have 12 elements; .* multiples of 8"):
         cuda.prepare_normed_all_reduce(2, x, x, x, weight, EPS)
-    with pytest.raises(ValueError, match="way is 'ring'; it must be one of auto, two_shot"):
-        cuda.prepare_normed_all_reduce(2, x, x, x, weight, EPS, way="ring")
+    with pytest.raises(ValueError, match="variant is 'ring'; it must be one of auto, two_shot"):
+        cuda.prepare_normed_all_reduce(2, x, x, x, weight, EPS, variant="ring")
     x = torch.ones(4, 16, dtype=F16)
     with pytest.raises(ValueError, match=r"weight has shape \[12\]; it must be \[16\]"):
         cuda.rms_norm(x, torch.empty_like(x), weight, EPS)

@@ -110,7 +110,7 @@ def test_shards_of_a_gather(device: Any, own: bool) -> None:
     """A caller's ``own`` products run one after the other, torch's next to each other."""
     rows, whole, w, out = (torch.empty(size, 2) for size in (1, 3, 2, 3))
     if own:
-        w = tpkernels.LocalProduct(lambda x: x, (2, 2), torch.float32)  # type: ignore[assignment]
+        w = tpkernels.CustomMatmul(lambda x: x, (2, 2), torch.float32)  # type: ignore[assignment]
     factors = [(w, None, out)]
     pipelined.gather_and_multiply(device, device.side, (1, 2), [1, 1, 1], rows, whole, factors)
     before = device.before

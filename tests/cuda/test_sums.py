@@ -114,7 +114,12 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
         ValueError,
         "the workspace has 16 words",
     ),
-    (reduce, {"way": "ring"}, ValueError, "way is 'ring'; it must be auto or one of two_shot"),
+    (
+        reduce,
+        {"variant": "ring"},
+        ValueError,
+        "variant is 'ring'; it must be auto or one of two_shot",
+    ),
     (add, {"partials": []}, ValueError, "0 partials; there must be 1 to 72"),
     (add, {"partials": [torch.ones(6)] * 73}, ValueError, "73 partials"),
     (add, {"partials": [torch.ones(6), torch.ones(6).half()]}, ValueError, r"partials\[1\] is"),

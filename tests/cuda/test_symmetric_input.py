@@ -41,10 +41,12 @@ def symmetric(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
 
 
 def gather_of(
-    group: dist.ProcessGroup, way: str = "pipelined", **options: Any
+    group: dist.ProcessGroup, variant: str = "pipelined", **options: Any
 ) -> Callable[..., Any]:
     op = tpkernels.all_gather_matmul
-    return functools.partial(op, weights=torch.ones(K, N), group=group, algorithm=way, **options)
+    return functools.partial(
+        op, weights=torch.ones(K, N), group=group, algorithm=variant, **options
+    )
 
 
 def wanted(group: dist.ProcessGroup, turn: int) -> torch.Tensor:
@@ -52,7 +54,7 @@ def wanted(group: dist.ProcessGroup, turn: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def check_in_place(way: str, skip_waits: bool = False) -> None:
+def check_in_place(variant: str, skip_waits: bool = False) -> None:
     """Calls under delays on input that is spoilt as soon as the op returns, which copy nothing.
     Negative control: they do not wait."""
     with pretending() as patch:
@@ -60,7 +62,7 @@ def check_in_place(way: str, skip_waits: bool = False) -> None:
         group, puts, wrong = faults.new_group(), list[int](), 0
         put = cuda.CopyCall.put
         patch.setattr(cuda.CopyCall, "put", lambda *given: puts.append(1) or put(*given))
-        x, call = symmetric(group, ROWS, K), gather_of(group, way)
+        x, call = symmetric(group, ROWS, K), gather_of(group, variant)
         call(x)
         faults.workspace_of(group).set_chaos(
             seed=group.rank(), max_delay_us=2000, skip_waits=skip_waits

@@ -83,7 +83,7 @@ def test_what_is_not_tried() -> None:
     """A caller's product promises its bits, a scaled one is not split, and a whole has them."""
     with mock.patch.object(exactness, "parts_are_exact", None):
         for w, part, exact in [
-            (tpkernels.LocalProduct(torch.clone, (5, 3), F32), (1, 3), True),
+            (tpkernels.CustomMatmul(torch.clone, (5, 3), F32), (1, 3), True),
             (mock.Mock(spec=Product), (1, 3), False),
             (torch.ones(5, 3), (7, 3), True),
         ]:

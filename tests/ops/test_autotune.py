@@ -26,7 +26,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
-from tests.support.cuda_rehearsal import TRUSTED, SharedMemory, pretending
+from tests.support.cuda_rehearsal import ALL_QUALIFIED, SharedMemory, pretending
 from tests.support.ranked import apart, fresh_group, on_ranks
 from tests.support.tiers import covering
 from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
@@ -304,7 +304,7 @@ def test_captures_go_by_times_of_graphs(fault: str) -> None:
         patch.setattr("tpkernels.algorithms.backends.TABLES", {**TABLES, "cuda": wrapped})
         group = faults.new_group()
         own(group).measured.tables["cuda"] = Table()
-        own(group)._trust["cuda"] = TRUSTED
+        own(group)._qualification["cuda"] = ALL_QUALIFIED
         patch.setattr(CudaWorkspace, "_keep", lambda workspace: kept.append(workspace.device))
         x = torch.full((8, 4), float(dist.get_rank() + 1))
         tpkernels.all_gather(x, group)

@@ -81,16 +81,16 @@ def packed_weights() -> Iterator[Refusal]:
 
 
 def local_products() -> Iterator[Refusal]:
-    x, w = ones(4, 6), tpkernels.LocalProduct(lambda x: x @ ones(6, 8), (6, 8), F32)
+    x, w = ones(4, 6), tpkernels.CustomMatmul(lambda x: x @ ones(6, 8), (6, 8), F32)
     for op in (GATHER, SCATTER, REDUCE):
         yield bad_value(r"has shape \[6, 8\], but .* needs \[7, N\]", op, ones(4, 7), w)
         yield bad_type("is float32 but x is bfloat16", op, x.bfloat16(), w)
         fake = FakeTensorMode().from_tensor(x)
         yield bad_type("takes plain tensors, not FakeTensor", op, fake, w)
-    pattern = r"weights\[0\] is a LocalProduct with a bias; add the bias in its function"
+    pattern = r"weights\[0\] is a CustomMatmul with a bias; add the bias in its function"
     yield unsupported(pattern, GATHER, x, w, biases=ones(8))
-    narrow = tpkernels.LocalProduct(lambda x: x, (6, 6), BF16)
-    yield from weights_that_are_no_matrices("is a LocalProduct", "a LocalProduct", w, narrow)
+    narrow = tpkernels.CustomMatmul(lambda x: x, (6, 6), BF16)
+    yield from weights_that_are_no_matrices("is a CustomMatmul", "a CustomMatmul", w, narrow)
 
 
 def weights_that_are_no_matrices(what: str, kind: str, w: Any, narrow: Any) -> Iterator[Refusal]:
@@ -440,7 +440,7 @@ def placements() -> Iterator[Refusal]:
             yield Refusal(
                 ValueError, pattern, lambda group, op=op, wrong=wrong: op(group=group, **wrong)
             )
-    for product in (w, tpkernels.LocalProduct(lambda x: x @ w, (6, 8), torch.float32)):
+    for product in (w, tpkernels.CustomMatmul(lambda x: x @ w, (6, 8), torch.float32)):
         pattern = "w is on|x is on meta"
         yield Refusal(
             ValueError if product is w else NotImplementedError,

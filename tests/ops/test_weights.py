@@ -28,7 +28,7 @@ from tests.support.cases import (
 )
 from tests.support.ranked import SMALLEST_WORKSPACE, fresh_group, messages_of, on_ranks, run_cases
 from tests.support.tiers import sweep
-from tpkernels import LocalProduct, groups
+from tpkernels import CustomMatmul, groups
 from tpkernels.common.shards import shard_sizes
 from tpkernels.local.matmul import new_product
 
@@ -202,7 +202,7 @@ def test_the_parts_are_multiplied_one_by_one(op: str) -> None:
             seen.append(x.shape[0])
             return x @ w
 
-        product = LocalProduct(function, (6, 4), F32)
+        product = CustomMatmul(function, (6, 4), F32)
         run: Callable[..., Any] = getattr(tpkernels, op)
         for algorithm, want in (
             ("direct", [whole]),
@@ -228,14 +228,14 @@ def test_layers_are_products() -> None:
             weights: list[Any] = [linear.weight.t() for linear in linears]
             want = tpkernels.all_gather_matmul(x, weights, group)
             some = [*weights[:1], tpkernels.pack(weights[1])]
-            some += [LocalProduct(linear, (6, 4), F32) for linear in linears[2:]]
+            some += [CustomMatmul(linear, (6, 4), F32) for linear in linears[2:]]
             for got in (tpkernels.all_gather_matmul(x, some, group) for _ in range(2)):
                 torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
         planned = groups.get(group.group_name).planned_calls
         before = len(planned())
         for linear in linears:  # whose weights need a gradient
-            got = tpkernels.matmul_all_reduce(x, LocalProduct(linear, (6, 4), F32), group)
-            gathered = tpkernels.all_gather_matmul(x, LocalProduct(linear, (6, 4), F32), group)
+            got = tpkernels.matmul_all_reduce(x, CustomMatmul(linear, (6, 4), F32), group)
+            gathered = tpkernels.all_gather_matmul(x, CustomMatmul(linear, (6, 4), F32), group)
             assert not gathered.requires_grad and not got.requires_grad, "a gradient"
             assert torch.allclose(got, linear(x) * group.size(), atol=1e-5), "another sum"
         assert len(planned()) == before + 2, f"planned {len(planned()) - before} times, not twice"
@@ -248,7 +248,7 @@ def test_negative_views_are_resolved_and_zeros_without_memory_refused() -> list[
     failures, attempts = [], list[Callable[[], Any]]()
     with fresh_group() as group, torch.no_grad():
         x, w, bias, residual = (torch.randn(*s) for s in ((4, 6), (6, 8), (8,), (4, 8)))
-        product = LocalProduct(lambda x: x @ w, (6, 8), F32)
+        product = CustomMatmul(lambda x: x @ w, (6, 8), F32)
         ops: dict[str, tuple[Callable[..., Any], dict[str, torch.Tensor]]] = {
             GATHER: (
                 lambda x, other: tpkernels.all_gather_matmul(x, [product, other], group)[1],
@@ -282,7 +282,7 @@ def test_a_compiled_graph_breaks_there() -> list[str]:
     torch._dynamo.reset()
     with fresh_group() as group, torch.no_grad():
         x, w = torch.randn(4, 6), torch.randn(6, 4)
-        product = LocalProduct(lambda x: x @ w, (6, 4), F32)
+        product = CustomMatmul(lambda x: x @ w, (6, 4), F32)
 
         def function(x: torch.Tensor) -> torch.Tensor:
             return tpkernels.matmul_all_reduce(x * 2, product, group) + 1
@@ -323,7 +323,7 @@ def test_a_wrong_result_breaks_the_group(what: str) -> None:
     function, pattern = wrong_results()[what]
     with fresh_group() as group:
         rank, x, w = group.rank(), torch.ones(4, 6), torch.ones(6, 4)
-        first: Any = w if rank else LocalProduct(function, (6, 4), F32)
+        first: Any = w if rank else CustomMatmul(function, (6, 4), F32)
         error, later = messages_of(
             [
                 lambda: tpkernels.matmul_all_reduce(x, first, group, algorithm="direct"),
@@ -335,11 +335,11 @@ def test_a_wrong_result_breaks_the_group(what: str) -> None:
 
 
 def test_arguments() -> None:
-    make: Callable[..., Any] = functools.partial(LocalProduct, dtype=F32)
+    make: Callable[..., Any] = functools.partial(CustomMatmul, dtype=F32)
     with pytest.raises(TypeError, match="function is a Tensor, which is not callable"):
         make(torch.ones(3, 3), (3, 3))
     for shape in ((3,), (3, 0), (1, 2, 3)):
         with pytest.raises(ValueError, match=r"it must be \(K, N\), both at least 1"):
             make(print, shape)
     with pytest.raises(NotImplementedError, match="dtype has dtype int8; supported"):
-        LocalProduct(print, (3, 3), torch.int8)
+        CustomMatmul(print, (3, 3), torch.int8)

@@ -22,7 +22,7 @@ from tpkernels.planning.choose import (
     choose,
     unsupported_algorithms,
 )
-from tpkernels.planning.cost import all_reduce_way, hop_seconds
+from tpkernels.planning.cost import all_reduce_variant, hop_seconds
 from tpkernels.planning.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning.problem import Problem
 
@@ -151,9 +151,11 @@ def test_a_gather_of_k_is_never_split() -> None:
     along_k = problem("all_gather_matmul", shape=(LARGE, 8192), dim=1, sizes=(2048,) * 4)
     for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
         assert choose(along_k, Means(shared_memory=shared_memory)).algorithm == algorithm
-    for way in ("ring", "pipelined"):
-        with pytest.raises(NotImplementedError, match=f"'{way}' of all_gather_matmul cannot gath"):
-            choose(along_k, Means(shared_memory=True), requested=way)
+    for variant in ("ring", "pipelined"):
+        with pytest.raises(
+            NotImplementedError, match=f"'{variant}' of all_gather_matmul cannot gath"
+        ):
+            choose(along_k, Means(shared_memory=True), requested=variant)
 
 
 def test_buffers_hold_the_largest_shard() -> None:
@@ -267,24 +269,26 @@ KIB, WORDS = 1 << 10, frozenset({ONE, TWO, FENCED})
 def test_one_hop_up_to_a_size_that_depends_on_the_ranks() -> None:
     """What 0.6 us at 450 GB/s carry, 270 KB, over the bytes that two hops save."""
     for world, most in ((3, 202_500), (4, 90_000), (8, 25_714), (16, 10_285)):
-        assert all_reduce_way(most, world, WORDS) == ONE
-        assert all_reduce_way(most + 2, world, WORDS) == TWO
+        assert all_reduce_variant(most, world, WORDS) == ONE
+        assert all_reduce_variant(most + 2, world, WORDS) == TWO
     # Alone nothing is sent. Between two, words in one hop are as many as in two.
-    assert all_reduce_way(1 << 19, 1, WORDS) == all_reduce_way(1 << 19, 2, WORDS) == ONE
+    assert all_reduce_variant(1 << 19, 1, WORDS) == all_reduce_variant(1 << 19, 2, WORDS) == ONE
 
 
 def test_the_fastest_by_the_model() -> None:
     most = cost.WITHOUT_FENCES[TWO]
     for world in (2, 3, 4, 5, 8, 16, 72):
         for nbytes in (*range(0, 256 * KIB, 8 * KIB), most):
-            ways = {way: hop_seconds(way, nbytes, world) for way in (ONE, TWO, FENCED)}
-            way = all_reduce_way(nbytes, world, WORDS)
-            assert way == min(ways, key=ways.__getitem__), (nbytes, world)
-        assert all_reduce_way(most + 1, world, WORDS) == FENCED
+            variants = {
+                variant: hop_seconds(variant, nbytes, world) for variant in (ONE, TWO, FENCED)
+            }
+            variant = all_reduce_variant(nbytes, world, WORDS)
+            assert variant == min(variants, key=variants.__getitem__), (nbytes, world)
+        assert all_reduce_variant(most + 1, world, WORDS) == FENCED
 
 
 def test_only_what_is_qualified() -> None:
     for nbytes in (1 << 10, 1 << 22):
-        for way in (ONE, TWO, FENCED):
-            assert all_reduce_way(nbytes, 4, frozenset({way})) == way
-    assert all_reduce_way(1 << 10, 4, frozenset({TWO, FENCED})) == TWO
+        for variant in (ONE, TWO, FENCED):
+            assert all_reduce_variant(nbytes, 4, frozenset({variant})) == variant
+    assert all_reduce_variant(1 << 10, 4, frozenset({TWO, FENCED})) == TWO

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from tests.support.cuda_rehearsal import TRUSTED
+from tests.support.cuda_rehearsal import ALL_QUALIFIED
 from tpkernels.bench.specs import Spec
 from tpkernels.planning.choose import Means, Plan, choose
 from tpkernels.planning.op_spec import Options
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.table import Measurement, Table
 
-QUALIFIED_MEANS = Means(shared_memory=True, trust=TRUSTED)
+QUALIFIED_MEANS = Means(shared_memory=True, qualification=ALL_QUALIFIED)
 
 
 def spec(m: int, n: int = 512, op: str = "all_gather_matmul") -> Spec:
@@ -138,7 +138,9 @@ def test_numerics_are_those_of_the_algorithm() -> None:
     """Only `unfused` leaves a sum to the vendor, and no gather has a choice."""
     reduction = spec(64, op="matmul_all_reduce").problem(2, "cuda")
     means = QUALIFIED_MEANS
-    plans = [choose(reduction, means, requested=way) for way in ("unfused", "direct", "ring")]
+    plans = [
+        choose(reduction, means, requested=variant) for variant in ("unfused", "direct", "ring")
+    ]
     plans.append(choose(replace(reduction, numerics=ORDERED), means, requested="unfused"))
     assert [each.numerics for each in plans] == [VENDOR, ORDERED, ORDERED, ORDERED]
     assert all(f"numerics '{each.numerics}'" in each.reason for each in plans)

@@ -1,4 +1,4 @@
-"""The data by which ways are checked: what the ops must return of them."""
+"""The data by which variants are checked: what the ops must return of them."""
 
 from __future__ import annotations
 

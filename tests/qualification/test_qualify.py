@@ -25,7 +25,13 @@ from tpkernels.algorithms.backends import TABLES
 from tpkernels.cuda import layouts
 from tpkernels.errors import CollectiveTimeoutError
 from tpkernels.launch.session import rank_device
-from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Record, StageOutcome
+from tpkernels.planning.qualification import (
+    DISQUALIFIED,
+    NOT_RUN,
+    QUALIFIED,
+    QualificationReport,
+    StageOutcome,
+)
 from tpkernels.qualification import checks, faults, litmus, virtual
 from tpkernels.qualification.run import run
 from tpkernels.qualification.schedule import VIRTUAL, Stage, Topology, schedule
@@ -62,8 +68,8 @@ def rehearsal(
 def qualified(around: Any, *names: str, on: Topology = TWO) -> dict[str, StageOutcome]:
     """The outcomes of the stages with these names, or of all."""
     stages = [stage for stage in schedule(on) if not names or stage.name in names]
-    record: Record = run(stages, "cpu", around=around)
-    return {**record.litmus.get("2", {}), **record.ways.get("2", {})}
+    report: QualificationReport = run(stages, "cpu", around=around)
+    return {**report.litmus.get("2", {}), **report.variants.get("2", {})}
 
 
 @pytest.mark.parametrize("kind", sweep(["direct", "others", "fused"], 1, 1))
@@ -78,7 +84,7 @@ def test_a_clean_pass(cuda_driver: str, kind: str) -> None:
     assert all(outcome.checks >= 12 for outcome in outcomes.values())
 
 
-# The kernel with the fault, what it disqualifies, what stays, and what the record says of it.
+# The kernel with the fault, what it disqualifies, what stays, and what the report says of it.
 SHARDS, SUMS = "one_shot_all_gather", "two_shot_all_reduce"
 FAULTS = {
     "torn word": ("ll_all_reduce", "direct/ll", "direct/ll_two_shot", "wrong"),
@@ -94,7 +100,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", sweep(FAULTS, 3, 1))
-def test_a_fault_disqualifies_its_way(cuda_driver: str, fault: str) -> None:
+def test_a_fault_disqualifies_its_variant(cuda_driver: str, fault: str) -> None:
     kernel, spoilt, whole, kind = FAULTS[fault]
     around = functools.partial(rehearsal, cuda_driver, kernel, fault)
     with mock.patch.multiple("tpkernels.qualification.run", _LEAST_S=12.0, _GRACE=1.0):
@@ -117,11 +123,11 @@ LITMUS_FAULTS = {
 def test_a_litmus_test_that_fails_disqualifies_what_relies_on_it(
     cuda_driver: str, test: str
 ) -> None:
-    kernel, fault, way = LITMUS_FAULTS[test]
-    outcomes = qualified(functools.partial(rehearsal, cuda_driver, kernel, fault), test, way)
+    kernel, fault, variant = LITMUS_FAULTS[test]
+    outcomes = qualified(functools.partial(rehearsal, cuda_driver, kernel, fault), test, variant)
     failure = outcomes[test].failure
     assert outcomes[test].status == DISQUALIFIED and failure is not None
-    assert outcomes[way].status == NOT_RUN and test in outcomes[way].why, outcomes[way]
+    assert outcomes[variant].status == NOT_RUN and test in outcomes[variant].why, outcomes[variant]
     if failure.kind == "wrong":
         assert 0 < failure.wrong <= failure.elements and failure.first
         assert failure.peer == 1
@@ -188,21 +194,21 @@ def test_faults_of_a_rank(cuda_driver: str, algorithm: str) -> None:
     stages = [
         stage for stage in schedule(TWO, thorough=True) if stage.name.endswith(f", {algorithm}")
     ]
-    record = run(stages, "cpu", around=functools.partial(rehearsal, cuda_driver))
-    assert len(record.litmus["2"]) == 3
-    assert {one.status for one in record.litmus["2"].values()} == {QUALIFIED}, record.litmus
+    report = run(stages, "cpu", around=functools.partial(rehearsal, cuda_driver))
+    assert len(report.litmus["2"]) == 3
+    assert {one.status for one in report.litmus["2"].values()} == {QUALIFIED}, report.litmus
 
 
 # Virtual ranks: forks of one process here, streams of one process on a GPU.
 
 
 @pytest.mark.parametrize(
-    "ways",
+    "variants",
     [
         ["direct/routed", "pipelined/all_gather"],
         pytest.param(
             [
-                *(f"direct/{way}" for way in ("two_shot", "ll", "ll_two_shot", "one_shot")),
+                *(f"direct/{variant}" for variant in ("two_shot", "ll", "ll_two_shot", "one_shot")),
                 *("pipelined/reduce_scatter", "pipelined/all_reduce"),
             ],
             marks=pytest.mark.slow,
@@ -212,27 +218,27 @@ def test_faults_of_a_rank(cuda_driver: str, algorithm: str) -> None:
     ],
     ids=["default", "more", "fused", "more fused"],
 )
-def test_virtual_ranks_pass(cuda_driver: str, ways: list[str]) -> None:
+def test_virtual_ranks_pass(cuda_driver: str, variants: list[str]) -> None:
     around = functools.partial(rehearsal, cuda_driver)
-    outcomes = qualified(around, *(VIRTUAL + way for way in ways), on=ONE)
-    assert len(outcomes) == len(ways)
+    outcomes = qualified(around, *(VIRTUAL + variant for variant in variants), on=ONE)
+    assert len(outcomes) == len(variants)
     assert {outcome.status for outcome in outcomes.values()} == {QUALIFIED}, outcomes
     assert all(outcome.checks >= 8 for outcome in outcomes.values())
 
 
 @pytest.mark.parametrize("fault", sweep(["off-by-one rows", "crash"]))
-def test_a_way_that_fails_on_virtual_ranks_is_not_run_in_processes(
+def test_a_variant_that_fails_on_virtual_ranks_is_not_run_in_processes(
     cuda_driver: str, fault: str
 ) -> None:
-    way = "direct/ll_two_shot" if fault == "crash" else "direct/two_shot"
-    kernel = f"{way.removeprefix('direct/')}_all_reduce"
+    variant = "direct/ll_two_shot" if fault == "crash" else "direct/two_shot"
+    kernel = f"{variant.removeprefix('direct/')}_all_reduce"
     around = functools.partial(rehearsal, cuda_driver, kernel, fault)
-    outcomes = qualified(around, VIRTUAL + way, way, VIRTUAL + "direct/one_shot", on=ONE)
-    failure = outcomes[VIRTUAL + way].failure
+    outcomes = qualified(around, VIRTUAL + variant, variant, VIRTUAL + "direct/one_shot", on=ONE)
+    failure = outcomes[VIRTUAL + variant].failure
     assert failure is not None and failure.kind == ("crash" if fault == "crash" else "wrong"), (
         failure
     )
-    assert outcomes[way].status == NOT_RUN and VIRTUAL + way in outcomes[way].why
+    assert outcomes[variant].status == NOT_RUN and VIRTUAL + variant in outcomes[variant].why
     assert outcomes[VIRTUAL + "direct/one_shot"].status == QUALIFIED
 
 
@@ -275,12 +281,12 @@ def test_virtual_ranks_share_the_multiprocessors(monkeypatch: pytest.MonkeyPatch
     assert layouts.MOST_BLOCKS == 64
 
 
-def check_loading(way: str) -> None:
+def check_loading(variant: str) -> None:
     """Each launch of `load` ends by itself, and leaves nothing for the calls after it. In float32:
     the interpreter cannot fill bfloat16 with NaN."""
-    call = next(one for one in checks.calls_of(way, "cpu", 1) if one.dtype == torch.float32)
-    ranks = virtual.ranks_for(way, torch.device("cpu"), 2, [call])
-    algorithm = way.partition("/")[0]
+    call = next(one for one in checks.calls_of(variant, "cpu", 1) if one.dtype == torch.float32)
+    ranks = virtual.ranks_for(variant, torch.device("cpu"), 2, [call])
+    algorithm = variant.partition("/")[0]
     operands = [call.operands(rank, 2, ranks.device) for rank in range(2)]
     launches, begin = [ranks.bind(one, algorithm) for one in operands], time.monotonic()
     ranks._forked = False
@@ -295,8 +301,8 @@ def check_loading(way: str) -> None:
 
 @emulated.on_ranks(1)
 def test_kernels_are_loaded_one_rank_after_the_other() -> None:
-    for way in ("direct/two_shot", "direct/ll", "pipelined/all_gather"):
-        check_loading(way)
+    for variant in ("direct/two_shot", "direct/ll", "pipelined/all_gather"):
+        check_loading(variant)
 
 
 @pytest.mark.thorough
@@ -356,7 +362,7 @@ def test_stages_go_by_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("tpkernels.qualification.run.time.monotonic", lambda: clock[0])
     stages = [Stage(f"direct/{name}", 2, seconds=6.0) for name in "abcde"]
     stages[3] = stages[3].within(0.0)  # as planned
-    record = run(stages, "cpu", budget=20.0)
-    ran = [name for name, one in record.ways["2"].items() if one.status == QUALIFIED]
+    report = run(stages, "cpu", budget=20.0)
+    ran = [name for name, one in report.variants["2"].items() if one.status == QUALIFIED]
     assert ran == ["direct/a", "direct/b", "direct/c", "direct/d"]
-    assert record.ways["2"]["direct/e"].why == "over the budget: 5 s were left, it takes 6 s"
+    assert report.variants["2"]["direct/e"].why == "over the budget: 5 s were left, it takes 6 s"

@@ -7,7 +7,7 @@ import pytest
 
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.op_spec import OPS
-from tpkernels.planning.trust import ways_of
+from tpkernels.planning.qualification import variants_of
 from tpkernels.qualification.schedule import (
     AUTOMATIC_S,
     LITMUS,
@@ -49,7 +49,7 @@ def test_all_that_a_machine_can_run_fits_the_time(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_a_way_relies_on_comes_before_it(machine: str) -> None:
+def test_what_a_variant_relies_on_comes_before_it(machine: str) -> None:
     topology, worlds, _ = MACHINES[machine]
     for world in worlds:
         stages = schedule(topology, [world])
@@ -66,25 +66,25 @@ def test_what_a_way_relies_on_comes_before_it(machine: str) -> None:
     assert ("bulk" in fused.relies_on) == (topology.capability >= 90)
 
 
-def test_every_way_of_every_op_has_a_stage() -> None:
+def test_every_variant_of_every_op_has_a_stage() -> None:
     names = {stage.name for stage in schedule(MACHINES["8 H100"][0])}
     needed = {
-        way
+        variant
         for name, algorithm in ALGORITHMS.items()
         for op, spec in OPS.items()
         if name != "unfused" and op not in algorithm.lacks.get("cuda", ())
         if spec.has_matmul or not algorithm.overlaps_matmul
-        for way in ways_of(spec, name)
+        for variant in variants_of(spec, name)
     }
     assert names == needed | set(LITMUS) | {"fused/copy_engines"}
 
 
 def test_the_automatic_minute() -> None:
-    """It covers the ways of `direct`, for decoding; the other stages say why they were not run."""
+    """It covers the variants of `direct`, for decoding; other stages give why they did not run."""
     stages = schedule(MACHINES["8 H100"][0], [8], budget=AUTOMATIC_S)
     ran = run_of(stages)
     assert sum(stage.seconds for stage in ran) <= AUTOMATIC_S
-    assert {f"direct/{way}" for way in ("two_shot", "ll", "one_shot")} <= {
+    assert {f"direct/{variant}" for variant in ("two_shot", "ll", "one_shot")} <= {
         stage.name for stage in ran
     }
     rest = [stage for stage in stages if stage.why_not]
@@ -108,7 +108,7 @@ def test_machines_that_can_run_nothing(why: str) -> None:
 
 def test_only_some() -> None:
     """With the litmus tests that they rely on, unless these are known."""
-    ways = [f"pipelined/{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    variants = [f"pipelined/{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce")]
     for known, needed in ((set(), ["copies"]), ({"copies"}, [])):
         stages = schedule(
             MACHINES["8 H100"][0],
@@ -116,7 +116,7 @@ def test_only_some() -> None:
             only="pipelined/",
             known=lambda name, _, known=known: name in known,
         )
-        assert [stage.name for stage in stages] == needed + ways
+        assert [stage.name for stage in stages] == needed + variants
 
 
 def test_one_gpu_runs_everything_on_virtual_ranks_first() -> None:

@@ -21,7 +21,7 @@ from tpkernels.groups.group import Group
 from tpkernels.ops import validation
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.op_spec import OPS
-from tpkernels.planning.trust import COPY_ENGINES, Trust, ways_of
+from tpkernels.planning.qualification import COPY_ENGINES, Qualification, variants_of
 from tpkernels.symm import gpu_memory, host
 from tpkernels.symm.cuda import CudaWorkspace
 
@@ -39,9 +39,16 @@ class Handle:
 OFFSET = 256  # bytes before the memory, in its allocation
 
 
-# Every way is qualified.
-TRUSTED = Trust(
-    frozenset({way for spec in OPS.values() for name in ALGORITHMS for way in ways_of(spec, name)})
+# Every variant is qualified.
+ALL_QUALIFIED = Qualification(
+    frozenset(
+        {
+            variant
+            for spec in OPS.values()
+            for name in ALGORITHMS
+            for variant in variants_of(spec, name)
+        }
+    )
     | {f"fused/{COPY_ENGINES}"}
 )
 
@@ -99,17 +106,17 @@ def with_handle(change: Callable[[Handle], Handle]) -> type[SharedMemory]:
 
 @contextlib.contextmanager
 def pretending(
-    memory: Any = SharedMemory, trust: Trust | None = TRUSTED
+    memory: Any = SharedMemory, qualification: Qualification | None = ALL_QUALIFIED
 ) -> Iterator[pytest.MonkeyPatch]:
-    """CPU tensors take the code path of CUDA tensors, and no kernel is unsupported. ``trust``: what
-    is qualified; None: what a record says."""
+    """CPU tensors take the code path of CUDA tensors, and no kernel is unsupported.
+    ``qualification``: what is qualified; None: as the report on disk says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "device", lambda _: "cuda")
         patch.setattr("tpkernels.ops.planned_calls.unsupported", lambda *_: None)
         patch.setattr(gpu_memory, "symmetric", memory)
         patch.setattr(multimem, "_ops", Multimem())
-        if trust is not None:
-            patch.setattr(Group, "trust", lambda _: trust)
+        if qualification is not None:
+            patch.setattr(Group, "qualification", lambda _: qualification)
         patch.setattr(host, "_FIRST_WORDS", 4)  # so that they have to grow
         patch.setattr(host, "_FIRST_BYTES", 1 << 12)
         yield patch

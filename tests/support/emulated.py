@@ -132,7 +132,7 @@ def all_reduce(
 ) -> None:
     """Queue one all-reduce."""
     added = bias, residual
-    prepared = prepare_all_reduce(space.world, x, out, *added, ways=space.ways, **options)
+    prepared = prepare_all_reduce(space.world, x, out, *added, variants=space.variants, **options)
     prepared.bind(space, signature)(x, out, *added)
 
 

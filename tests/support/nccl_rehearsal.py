@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support import emulated
-from tests.support.cuda_rehearsal import TRUSTED, pretending
+from tests.support.cuda_rehearsal import ALL_QUALIFIED, pretending
 from tpkernels.algorithms import reduction, unfused
 from tpkernels.cuda import image
 from tpkernels.groups.group import Group
+from tpkernels.planning.qualification import Qualification
 from tpkernels.planning.table import Table
-from tpkernels.planning.trust import Trust
 
 
 class LikeNccl:
@@ -62,13 +62,16 @@ class LikeNccl:
 
 
 @contextlib.contextmanager
-def over_nccl(driver: str = "", trust: Trust | None = TRUSTED) -> Iterator[Any]:
+def over_nccl(
+    driver: str = "", qualification: Qualification | None = ALL_QUALIFIED
+) -> Iterator[Any]:
     """CPU tensors are taken for CUDA tensors of groups that have NCCL; ``driver``: the emulated
-    one, if it is not loaded yet. There are no measured times. ``trust``: see `pretending`."""
+    one, if it is not loaded yet. There are no measured times.
+    ``qualification``: see `pretending`."""
     if driver:
         emulated.load(driver)
     image._loads.cache_clear()
-    with pretending(trust=trust) as patch:
+    with pretending(qualification=qualification) as patch:
         patch.setattr(Group, "uses_gloo", lambda self, device: device != "cuda")
         patch.setattr(Group, "tuned", lambda self, device: Table())
         patch.setattr(reduction, "_on_gpu", lambda _: True)

@@ -23,7 +23,7 @@ import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
 from tests.support.reference import Operand, scale_of_w, scale_of_x
-from tpkernels import LocalProduct, groups
+from tpkernels import CustomMatmul, groups
 from tpkernels.algorithms import backends, point_to_point
 from tpkernels.algorithms.point_to_point import PeerLinks
 from tpkernels.groups import GroupLike
@@ -173,13 +173,13 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _placed_weight(w: Any, layout: str) -> torch.Tensor | LocalProduct:
+def _placed_weight(w: Any, layout: str) -> torch.Tensor | CustomMatmul:
     if isinstance(w, Operand):
         return place(w.elements, layout).t()
     if layout == "packed" or (layout == "packed_on_even_ranks" and dist.get_rank() % 2 == 0):
         return tpkernels.pack(w)
     if layout == "caller's":
-        return LocalProduct(lambda x: x @ w, w.shape, w.dtype)
+        return CustomMatmul(lambda x: x @ w, w.shape, w.dtype)
     return place(w, "transposed" if layout == "linear" else layout)
 
 

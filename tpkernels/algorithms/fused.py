@@ -29,7 +29,7 @@ from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_r
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.cuda.queued import bound, queue
 from tpkernels.groups.call import Call
-from tpkernels.planning.trust import COPY_ENGINES
+from tpkernels.planning.qualification import COPY_ENGINES
 from tpkernels.symm.cuda import CudaWorkspace, Watch
 from tpkernels.symm.device import DeviceWorkspace, Prepared, kernel_error
 from tpkernels.symm.gpu_memory import GpuSegment
@@ -116,8 +116,8 @@ def _copies(call: Call, x: torch.Tensor) -> bool:
     at the first call."""
     if call.problem.device != "cuda" or call.problem.world == 1:
         return False
-    ways = call.workspace.on_gpus[x.device].current.ways
-    if ways and COPY_ENGINES not in ways:
+    variants = call.workspace.on_gpus[x.device].current.variants
+    if variants and COPY_ENGINES not in variants:
         return False
     return call.group.unsupported_kernels(x.device, "CUDA", cuda.unsupported(x.device)) is None
 

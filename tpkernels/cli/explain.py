@@ -29,7 +29,7 @@ from tpkernels.launch.terminal import (
     milliseconds,
     table,
 )
-from tpkernels.planning import store, trust
+from tpkernels.planning import qualification, store
 from tpkernels.planning.choose import (
     Means,
     choose,
@@ -39,7 +39,7 @@ from tpkernels.planning.choose import (
 from tpkernels.planning.cost import (
     MEASURED,
     Profile,
-    all_reduce_way,
+    all_reduce_variant,
     collective_seconds,
     fused_seconds,
     machines,
@@ -47,8 +47,8 @@ from tpkernels.planning.cost import (
 )
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.op_spec import OPS
+from tpkernels.planning.qualification import SUMS, Qualification
 from tpkernels.planning.table import Table
-from tpkernels.planning.trust import SUMS, Trust
 from tpkernels.symm.node import why_not_hierarchical
 
 _MODELS = [name for name, model in MODELS.items() if not model.experts]
@@ -117,7 +117,7 @@ def explain(
         shared_memory,
         unsupported=unsupported_kernels(device),
         why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
-        trust=trust.of_this_machine(world) if device == "cuda" else Trust(),
+        qualification=qualification.of_this_machine(world) if device == "cuda" else Qualification(),
     )
     machine, known = None, Table()
     if device == "cpu" or torch.cuda.is_available():
@@ -134,8 +134,8 @@ def explain(
         grid.add_row(label, "" if reason else time, escape(reason or ""))
     notes = []
     if device == "cuda" and op in ("all_reduce", "matmul_all_reduce"):
-        way = all_reduce_way(problem.nbytes, world, frozenset(SUMS))
-        notes.append(f"direct sums by {way}, for these bytes and ranks by the model of hops")
+        variant = all_reduce_variant(problem.nbytes, world, frozenset(SUMS))
+        notes.append(f"direct sums by {variant}, for these bytes and ranks by the model of hops")
     notes.append(f"auto chooses [bold]{chosen.algorithm}[/]: {escape(chosen.reason)}")
     if machine is not None:
         count = len(known.measurements)

@@ -20,7 +20,7 @@ from tpkernels.cli import options
 from tpkernels.common import dtypes
 from tpkernels.launch.terminal import DTYPES, byte_size, console, table
 from tpkernels.local.packed import native
-from tpkernels.planning import machine, trust
+from tpkernels.planning import machine, qualification
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.planning.op_spec import OPS
@@ -107,13 +107,13 @@ def unsupported_here(device: str, op: str, *, shared_memory: bool) -> dict[str, 
 
 
 def _qualified() -> dict[str, dict[str, str]]:
-    """Return, by number of ranks, how each way did in `tpkernels qualify`."""
-    record, ignored = trust.load("cuda")
-    if record is None:
+    """Return, by number of ranks, how each variant did in `tpkernels qualify`."""
+    report, ignored = qualification.load("cuda")
+    if report is None:
         return {"ignored": {"": ignored}} if ignored else {}
     return {
-        world: {way: outcome.reason or outcome.status for way, outcome in ways.items()}
-        for world, ways in record.ways.items()
+        world: {variant: outcome.reason or outcome.status for variant, outcome in variants.items()}
+        for world, variants in report.variants.items()
     }
 
 
@@ -121,9 +121,9 @@ def _qualified_text(qualified: dict[str, dict[str, str]]) -> str:
     if not qualified:
         return "nothing: `tpkernels qualify` has not run" if torch.cuda.is_available() else "no GPU"
     counts = []
-    for world, ways in qualified.items():
-        passed = sum(text == trust.QUALIFIED for text in ways.values())
-        counts.append(f"{passed} of {len(ways)} ways for {world} ranks")
+    for world, variants in qualified.items():
+        passed = sum(text == qualification.QUALIFIED for text in variants.values())
+        counts.append(f"{passed} of {len(variants)} variants for {world} ranks")
     return qualified.get("ignored", {}).get("", "") or ", ".join(counts)
 
 

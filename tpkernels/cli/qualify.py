@@ -21,8 +21,14 @@ from tpkernels.launch.terminal import (
     writable,
     writing,
 )
-from tpkernels.planning import trust
-from tpkernels.planning.trust import DISQUALIFIED, NOT_RUN, QUALIFIED, Record, StageOutcome
+from tpkernels.planning import qualification
+from tpkernels.planning.qualification import (
+    DISQUALIFIED,
+    NOT_RUN,
+    QUALIFIED,
+    QualificationReport,
+    StageOutcome,
+)
 from tpkernels.qualification.run import run, topology_here
 from tpkernels.qualification.schedule import (
     LITMUS,
@@ -48,15 +54,17 @@ def qualify(
         bool, Option("--thorough", help="Four times as many calls, and faults.")
     ] = False,
     only: Annotated[str, Option(help="Stages whose names begin so, such as direct/.")] = "",
-    anew: Annotated[bool, Option("--anew", help="Repeat what the record has.")] = False,
+    rerun: Annotated[
+        bool, Option("--rerun", help="Ignore saved results and run all stages again.")
+    ] = False,
     plan: Annotated[bool, Option("--plan", help="Show the stages and end.")] = False,
-    out: Annotated[Path | None, Option(help="Also write the record here, as JSON.")] = None,
+    out: Annotated[Path | None, Option(help="Also write the report to this file, as JSON.")] = None,
 ) -> None:
-    """Prove on this machine which algorithms are right on its GPUs, once: auto takes nothing else.
+    """Validate the GPU algorithms on this machine. `auto` uses only variants that pass.
 
-    Each stage runs in processes of its own with a deadline, so a crash or a hang costs only what it
-    disqualifies. The record is kept in the cache folder for these GPUs, this driver and these
-    versions; what it has is not run again. Exit code 1: something was disqualified.
+    Each stage runs in separate processes with a deadline, so a crash or hang disqualifies only the
+    variant under test. The report is saved in the cache folder for these GPUs, driver and versions;
+    stages that it contains are skipped. The exit code is 1 if a variant was disqualified.
     """
     if sessions.under_torchrun():
         raise UsageError("qualify starts its ranks by itself: run it without torchrun")
@@ -68,14 +76,14 @@ def qualify(
     device = sessions.resolve_device(device)
     topology = topology_here() if device == "cuda" else Topology(("this CPU",) * 2, 90)
     worlds = () if nproc is None else (nproc,)
-    known = trust.load(device)[0] if device == "cuda" else None
+    known = qualification.load(device)[0] if device == "cuda" else None
     stages = schedule(
         topology,
         worlds,
         budget=budget,
         thorough=thorough,
         only=only,
-        known=known.has if known is not None and not anew else lambda name, world: False,
+        known=known.has if known is not None and not rerun else lambda name, world: False,
     )
     if device == "cpu":  # a CPU has none of the kernels of the litmus tests
         stages = [stage for stage in stages if stage.name not in LITMUS]
@@ -89,33 +97,33 @@ def qualify(
     if out is not None:
         writable(out)
 
-    path = trust.path_of(trust.head(device)) if device == "cuda" else None
+    path = qualification.path_of(qualification.head(device)) if device == "cuda" else None
 
     left_out = []
 
-    def report(stage: Stage, outcome: StageOutcome, record: Record) -> None:
+    def on_stage(stage: Stage, outcome: StageOutcome, report: QualificationReport) -> None:
         _report(stage, outcome)
         if OVER_BUDGET in outcome.reason:
             left_out.append(stage.name)
         if path is not None:  # at once: what ends the command costs one stage only
             with writing(path):
-                trust.save(device, record)
+                qualification.save(device, report)
 
     repeats, seconds = 4 if thorough else 1, budget_of(topology, budget)
-    record = run(stages, device, repeats=repeats, budget=seconds, known=known, report=report)
+    report = run(stages, device, repeats=repeats, budget=seconds, known=known, on_stage=on_stage)
     if left_out:
         console().print(_LEFT_OUT.format(seconds, ", ".join(left_out)), markup=False)
     kept = "A rehearsal on CPU tensors: it qualifies nothing" if path is None else f"Kept in {path}"
     console().print(kept, markup=False)
     if out is not None:
         with writing(out):
-            out.write_text(trust.text_of(device, record))
-    if _disqualified(record):
+            out.write_text(qualification.text_of(device, report))
+    if _disqualified(report):
         raise typer.Exit(1)
 
 
-def _disqualified(record: Record) -> bool:
-    worlds = (*record.ways.values(), *record.litmus.values())
+def _disqualified(report: QualificationReport) -> bool:
+    worlds = (*report.variants.values(), *report.litmus.values())
     return any(one.status == DISQUALIFIED for world in worlds for one in world.values())
 
 

@@ -7,7 +7,7 @@ has caught up, ``space.failure()`` tells whether a wait has failed.
 """
 
 from tpkernels.cuda.calls import (
-    WAYS,
+    VARIANTS,
     barrier,
     normalises,
     prepare_all_gather,
@@ -25,7 +25,7 @@ from tpkernels.cuda.operands import DTYPES
 
 __all__ = [
     "DTYPES",
-    "WAYS",
+    "VARIANTS",
     "CopyCall",
     "available",
     "barrier",

@@ -2,7 +2,7 @@
 rows, the sum of partials, a barrier.
 
 Sums follow the numerics contract: fp32, in rank order, then bias, then residual, one rounding. All
-ways give the same bits. Gathers and scatters are one launch in which every rank pushes to all
+variants give the same bits. Gathers and scatters are one launch in which every rank pushes to all
 others: by ``ll`` (NCCL's protocol LL) or ``one_shot``. For few bytes that should take less time
 than starting copy engines (``copies.py``). Not measured. The rows that are normalised are those of
 the rounded sum; their bits depend on the row alone, not on the way or on how blocks share it
@@ -27,11 +27,11 @@ from tpkernels.common.integers import ceil_div
 from tpkernels.cuda import layouts, operands
 from tpkernels.cuda.image import device_and_stream, launch
 from tpkernels.cuda.operands import epilogue, space_of
-from tpkernels.planning.cost import all_reduce_way
-from tpkernels.planning.trust import SHARDS, SUMS, usable
+from tpkernels.planning.cost import all_reduce_variant
+from tpkernels.planning.qualification import SHARDS, SUMS, usable
 from tpkernels.symm.device import DeviceWorkspace, Prepared
 
-WAYS = ("two_shot", "ll", "ll_two_shot")
+VARIANTS = ("two_shot", "ll", "ll_two_shot")
 _SUM_BLOCKS, _SUM_SHARE = 1024, 2048  # most blocks, and fewest elements for each; not measured
 _THREADS = 256  # kRowThreads of csrc/cuda
 _CLUSTER, _SINCE = 4, 90  # most blocks of a row (not measured); capability of clusters, multicast
@@ -45,31 +45,31 @@ def prepare_all_reduce(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    way: str = "auto",
+    variant: str = "auto",
     early: bool = False,
-    ways: frozenset[str] = frozenset(),
+    variants: frozenset[str] = frozenset(),
 ) -> Prepared:
     """Prepare ``out = round(sum_r(x_r) + bias + residual)`` on every rank, bias along the last dim.
     ``out`` may be x; it, bias and residual have dtypes of their own. The launch takes x, out, bias
     and residual.
 
     Args:
-        way: ``two_shot`` (every rank sums a part and passes it on), ``ll`` (NCCL's protocol LL, no
-            fences for twice the bytes; every rank sums everything), ``ll_two_shot`` (LL, and every
-            rank sums a part) or ``auto`` (one of these, by size and by ``ways``).
+        variant: ``two_shot`` (each rank reduces one segment and sends it to its peers), ``ll``
+            (NCCL's LL protocol: no fences, twice the bytes; each rank reduces everything),
+            ``ll_two_shot`` (two-shot over LL) or ``auto`` (by size, out of ``variants``).
         early: the kernel may start while the last kernel queued on the stream runs. That must be
             a product which was queued behind the workspace's previous call, on the same stream.
-        ways: those of the workspace, from which ``auto`` takes one.
+        variants: of the workspace; ``auto`` selects one of them.
     """
     device, count = x.device, x.numel()
     operands.check_summed(device, x=x, out=out, bias=bias, residual=residual)
     operands.check_alike(False, x=x, out=out, residual=residual)
     operands.check_bias(bias, x.shape[-1] if x.dim() else 1)
-    if way == "auto":
-        way = all_reduce_way(count * x.element_size(), world, usable(ways, SUMS))
-    if way not in WAYS:
-        raise ValueError(f"way is {way!r}; it must be auto or one of {', '.join(WAYS)}")
-    needs = layouts.all_reduce_layout(way, count, world, x.element_size(), out.element_size())
+    if variant == "auto":
+        variant = all_reduce_variant(count * x.element_size(), world, usable(variants, SUMS))
+    if variant not in VARIANTS:
+        raise ValueError(f"variant is {variant!r}; it must be auto or one of {', '.join(VARIANTS)}")
+    needs = layouts.all_reduce_layout(variant, count, world, x.element_size(), out.element_size())
     out_dtype = out.dtype
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
@@ -84,7 +84,7 @@ def prepare_all_reduce(
         ) -> None:
             after = epilogue(out_dtype, bias, residual)
             call = _all_reduce(x, out, after, needs)
-            launch(f"{way}_all_reduce", device, words, call, blocks=needs.blocks, early=early)
+            launch(f"{variant}_all_reduce", device, words, call, blocks=needs.blocks, early=early)
 
         return run
 
@@ -139,14 +139,16 @@ def prepare_all_gather(
     x: torch.Tensor,
     out: torch.Tensor,
     sizes: Sizes,
-    way: str = "auto",
-    ways: frozenset[str] = frozenset(),
+    variant: str = "auto",
+    variants: frozenset[str] = frozenset(),
 ) -> Prepared:
-    """Prepare ``out = concat_r(x_r)``: x [sizes[rank], row], out [sum(sizes), row]. ``ways``: those
-    of the workspace, from which ``auto`` takes one. The launch takes x and out."""
+    """Prepare ``out = concat_r(x_r)``: x [sizes[rank], row], out [sum(sizes), row]. ``auto``
+    selects one of the workspace's ``variants``. The launch takes x and out."""
     if out.dtype != x.dtype:
         raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must have the same dtype")
-    return _prepare_shards("all_gather", layouts.PACK_BYTES, x, out, sizes, None, None, way, ways)
+    return _prepare_shards(
+        "all_gather", layouts.PACK_BYTES, x, out, sizes, None, None, variant, variants
+    )
 
 
 def prepare_reduce_scatter(
@@ -155,14 +157,14 @@ def prepare_reduce_scatter(
     sizes: Sizes,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    way: str = "auto",
-    ways: frozenset[str] = frozenset(),
+    variant: str = "auto",
+    variants: frozenset[str] = frozenset(),
 ) -> Prepared:
     """Prepare ``out = round(rows_rank(sum_r(x_r)) + bias + residual)``, added in fp32 in the order
     of the ranks: x [sum(sizes), row], out and residual [sizes[rank], row], bias [row]. Each has a
-    dtype of its own. ``ways`` as for an all-gather. The launch takes x, out, bias and residual."""
+    dtype of its own. ``variants`` as for an all-gather. The launch takes x, out, bias, residual."""
     lane_bytes, added = layouts.LANE * x.element_size(), (bias, residual)
-    return _prepare_shards("reduce_scatter", lane_bytes, x, out, sizes, *added, way, ways)
+    return _prepare_shards("reduce_scatter", lane_bytes, x, out, sizes, *added, variant, variants)
 
 
 def _prepare_shards(
@@ -173,11 +175,11 @@ def _prepare_shards(
     sizes: Sizes,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    way: str,
-    ways: frozenset[str],
+    variant: str,
+    variants: frozenset[str],
 ) -> Prepared:
-    if way not in ("auto", "one_shot", "ll"):
-        raise ValueError(f"way is {way!r}; it must be auto, one_shot or ll")
+    if variant not in ("auto", "one_shot", "ll"):
+        raise ValueError(f"variant is {variant!r}; it must be auto, one_shot or ll")
     if x.dim() != 2:
         raise ValueError(f"x is {list(x.shape)}; it must be a matrix")
     device, row, dtypes = x.device, x.shape[1], (x.dtype, out.dtype)
@@ -186,11 +188,11 @@ def _prepare_shards(
     if residual is not None and residual.shape != out.shape:
         raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
     row_bytes = row * x.element_size()
-    if way == "auto":
+    if variant == "auto":
         few = sum(sizes) * row_bytes <= layouts.LL_BYTES
-        among = usable(ways, SHARDS)
-        way = "ll" if among == {"ll"} or (few and "ll" in among) else "one_shot"
-    needs = layouts.shards_layout(way, max(sizes) * row_bytes, len(sizes), lane_bytes)
+        among = usable(variants, SHARDS)
+        variant = "ll" if among == {"ll"} or (few and "ll" in among) else "one_shot"
+    needs = layouts.shards_layout(variant, max(sizes) * row_bytes, len(sizes), lane_bytes)
     shapes = list(x.shape), list(out.shape)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
@@ -213,7 +215,7 @@ def _prepare_shards(
             addresses = x.data_ptr(), out.data_ptr(), starts.data_ptr()
             after = epilogue(dtypes[1], bias, residual)
             call = _C.cuda.Shards(*addresses, row, code, needs.slot_bytes, after)
-            launch(f"{way}_{kernel}", device, words, call, blocks=needs.blocks)
+            launch(f"{variant}_{kernel}", device, words, call, blocks=needs.blocks)
 
         return run
 
@@ -299,31 +301,31 @@ def prepare_normed_all_reduce(
     eps: float,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    way: str = "auto",
+    variant: str = "auto",
     early: bool = False,
-    ways: frozenset[str] = frozenset(),
+    variants: frozenset[str] = frozenset(),
 ) -> Prepared:
     """Prepare ``total = round(sum_r(x_r) + bias + residual)`` on every rank, and its rows
     ``normed = round(total / sqrt(mean(total^2) + eps) * weight)``, in fp32. The launch takes x,
     total, normed, weight, bias and residual.
 
     x, total and normed are [..., N], of one dtype, N a multiple of 8; ``total`` may be x. weight,
-    bias [N] and residual, like x, have dtypes of their own. ``way`` and ``early`` are as for
-    `prepare_all_reduce`; ``ways``: those of the workspace."""
-    known = ("auto", *WAYS)
-    if way not in known:
-        raise ValueError(f"way is {way!r}; it must be one of {', '.join(known)}")
+    bias [N] and residual, like x, have dtypes of their own. ``variant`` and ``early`` are as for
+    `prepare_all_reduce`; ``variants``: those of the workspace."""
+    known = ("auto", *VARIANTS)
+    if variant not in known:
+        raise ValueError(f"variant is {variant!r}; it must be one of {', '.join(known)}")
     rows, columns = _matrix(x)
     device, dtype, count, x_bytes = x.device, x.dtype, x.numel(), x.element_size()
     operands.check_summed(device, x=x, bias=bias, residual=residual)
     _check_rows(x, weight, total=total, normed=normed)
     operands.check_alike(False, x=x, residual=residual)
     operands.check_bias(bias, columns)
-    if way == "auto":
-        way = all_reduce_way(count * x_bytes, world, usable(ways, SUMS), rows)
-    by_ll = way in ("ll", "ll_two_shot")
+    if variant == "auto":
+        variant = all_reduce_variant(count * x_bytes, world, usable(variants, SUMS), rows)
+    by_ll = variant in ("ll", "ll_two_shot")
     cluster = _cluster(rows if by_ll else ceil_div(rows, world), columns, device)
-    needs = layouts.rows_layout(way, rows, columns, world, x_bytes, cluster)
+    needs = layouts.rows_layout(variant, rows, columns, world, x_bytes, cluster)
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         operands.check_room(space, device, world, needs.words, needs.nbytes)
@@ -343,7 +345,7 @@ def prepare_normed_all_reduce(
             residual = None if residual is None else _aligned(residual)
             call = _all_reduce(x, total, epilogue(dtype, bias, residual), needs)
             norm = _norm(normed, scale, eps)
-            launch(f"{way}_all_reduce_rms_norm", device, words, call, norm, **shape)
+            launch(f"{variant}_all_reduce_rms_norm", device, words, call, norm, **shape)
 
         return run
 

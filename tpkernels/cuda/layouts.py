@@ -48,15 +48,15 @@ def _ll_blocks(nbytes: int, lane_bytes: int) -> int:
 
 
 def all_reduce_layout(
-    way: str, count: int, world: int, x_bytes: int, out_bytes: int
+    variant: str, count: int, world: int, x_bytes: int, out_bytes: int
 ) -> BufferLayout:
     """Return the layout for ``count`` elements of ``x_bytes`` each, which become ``out_bytes``
     each."""
-    segment = count if way == "ll" else round_up(ceil_div(count, world), SEGMENT_UNIT)
+    segment = count if variant == "ll" else round_up(ceil_div(count, world), SEGMENT_UNIT)
     nbytes = segment * x_bytes
-    if way == "ll":
+    if variant == "ll":
         return BufferLayout(_ll_blocks(nbytes, LANE * x_bytes), ll_words(nbytes), segment)
-    if way == "ll_two_shot":
+    if variant == "ll_two_shot":
         words = ll_words(nbytes, segment * out_bytes)
         return BufferLayout(_ll_blocks(nbytes, LANE * x_bytes), words, segment)
     blocks = min(MOST_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARE)))
@@ -70,16 +70,16 @@ def _in_two_hops(blocks: int, segment: int, slot: int, world: int, results: int)
 
 
 def rows_layout(
-    way: str, rows: int, columns: int, world: int, x_bytes: int, cluster: int
+    variant: str, rows: int, columns: int, world: int, x_bytes: int, cluster: int
 ) -> BufferLayout:
     """Return the same for an all-reduce of whole rows, each normalised by ``cluster`` blocks."""
-    segment_rows = rows if way == "ll" else ceil_div(rows, world)
+    segment_rows = rows if variant == "ll" else ceil_div(rows, world)
     segment = segment_rows * columns
-    by_ll = way in ("ll", "ll_two_shot")
+    by_ll = variant in ("ll", "ll_two_shot")
     clusters = rows if by_ll else segment_rows
     blocks = cluster * max(1, min(MOST_BLOCKS // cluster, clusters))
     if by_ll:
-        hops = 1 if way == "ll" else 2
+        hops = 1 if variant == "ll" else 2
         return BufferLayout(blocks, ll_words(*[segment * x_bytes] * hops), segment)
     nbytes = rows * columns * x_bytes
     return _in_two_hops(blocks, segment, segment * x_bytes, world, nbytes)
@@ -94,10 +94,10 @@ def routed_layout(tokens: int, k: int, row: int, itemsize: int, combines: bool) 
     return BufferLayout(blocks, 1 + blocks, nbytes=nbytes * (k if combines else 1))
 
 
-def shards_layout(way: str, shard_bytes: int, world: int, lane_bytes: int) -> BufferLayout:
+def shards_layout(variant: str, shard_bytes: int, world: int, lane_bytes: int) -> BufferLayout:
     """Return the layout for shards of at most so many bytes; ``lane_bytes``: what a thread takes at
     a time by LL."""
-    if way == "ll":
+    if variant == "ll":
         return BufferLayout(_ll_blocks(shard_bytes, lane_bytes), ll_words(shard_bytes))
     blocks = min(MOST_BLOCKS, max(1, ceil_div(shard_bytes, _SHARD_SHARE)))
     slot = round_up(shard_bytes, _SLOT_ALIGNMENT)

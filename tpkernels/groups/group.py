@@ -31,11 +31,11 @@ from tpkernels.errors import (
     TpkernelsError,
 )
 from tpkernels.groups.waiting_thread import Waiter
-from tpkernels.planning import store, trust
+from tpkernels.planning import qualification, store
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
+from tpkernels.planning.qualification import Qualification
 from tpkernels.planning.table import Series, Table, are_alike
-from tpkernels.planning.trust import Trust
 from tpkernels.symm import streams
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence
@@ -159,7 +159,7 @@ class Group(_C.calls.Turns):
         self.cuda_sums = CudaNumerics()
         self.measured = Measured()
         self.on_meshes: dict[Hashable, Any] = {}  #: what a mesh's ranks agreed on; see mesh/
-        self._trust: dict[str, Trust] = {}
+        self._qualification: dict[str, Qualification] = {}
         self._broken: str | None = None
         self._closed: str | None = None  # by what
         self._owner: int | None = None  # the process that has the group, where it is not this one
@@ -551,30 +551,32 @@ class Group(_C.calls.Turns):
             self.notices.append(ignored)
         return store.table_from(tables[0])
 
-    def trust(self) -> Trust:
-        """Return what rank 0's record says that `auto` may take on CUDA tensors. Collective at the
-        first call."""
+    def qualification(self) -> Qualification:
+        """Return the variants that `auto` may select on CUDA tensors, from rank 0's report.
+        Collective at the first call."""
         if self.world == 1 or self.workspace is None:
-            return Trust()  # there is nothing to choose, or only what spans hosts
-        return self._once(self._trust, "cuda", self.trust_of_rank_0)
+            return Qualification()  # there is nothing to choose, or only what spans hosts
+        return self._once(self._qualification, "cuda", self.qualification_of_rank_0)
 
-    def trust_of_rank_0(self) -> Trust:
-        """Read this machine's record on rank 0. Collective, in a turn of the caller's."""
-        found, ignored = trust.load("cuda") if self.rank == 0 else (None, "")
+    def qualification_of_rank_0(self) -> Qualification:
+        """Read this machine's report on rank 0. Collective; the caller holds the group lock."""
+        found, ignored = qualification.load("cuda") if self.rank == 0 else (None, "")
         if ignored:
             self.notices.append(ignored)
         elif found is None and self.rank == 0:
             _say_that_nothing_is_qualified()
-        values = (Trust() if found is None else found.trust(self.world)).to_json()
-        return Trust.from_json(self.exchange("qualified algorithms", values, self.gpu_timeout)[0])
+        values = (Qualification() if found is None else found.qualification(self.world)).to_json()
+        return Qualification.from_json(
+            self.exchange("qualified algorithms", values, self.gpu_timeout)[0]
+        )
 
-    def use_trust(self, trusted: Trust) -> None:
-        """Plan calls on CUDA tensors by another record from now on. All ranks do so from the same
+    def use_qualification(self, qualification: Qualification) -> None:
+        """Plan all later calls on CUDA tensors by this report. All ranks do so from the same
         call on."""
         with self.lock:
-            self._trust["cuda"] = trusted
+            self._qualification["cuda"] = qualification
             if self.workspace is not None:
-                self.workspace.use_ways(_ways_of(trusted))
+                self.workspace.use_variants(_variants_of(qualification))
             self.forget_calls()
 
     def use_times(self, device: str, table: Table) -> None:
@@ -599,8 +601,8 @@ class Group(_C.calls.Turns):
         tuning = self.measured.tuning
         if tuning is not None or device != "cuda" or self.autotune is False:
             return tuning
-        agreed = self._trust.get("cuda", Trust())  # communicates nothing
-        return _ON_QUALIFIED_GPUS if agreed.ways else None
+        agreed = self._qualification.get("cuda", Qualification())  # communicates nothing
+        return _ON_QUALIFIED_GPUS if agreed.variants else None
 
     def use_tuning(self, tuning: Tuning | None) -> None:
         """Plan calls anew, tuning each new problem as ``tuning`` says; None stops tuning. All ranks
@@ -681,7 +683,7 @@ class Group(_C.calls.Turns):
                 "the capture of a graph"
             )
         if self.world > 1:
-            self.workspace.use_ways(_ways_of(self.trust()))
+            self.workspace.use_variants(_variants_of(self.qualification()))
 
         def find_out() -> str | None:
             try:
@@ -702,8 +704,8 @@ def _say_that_nothing_is_qualified() -> None:
     )
 
 
-def _ways_of(trusted: Trust) -> frozenset[str]:
-    return trusted.of("direct") | trusted.of("fused")
+def _variants_of(qualification: Qualification) -> frozenset[str]:
+    return qualification.of("direct") | qualification.of("fused")
 
 
 def _close(group: Group) -> None:

@@ -244,7 +244,7 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
         graphs = get_current_vllm_config().compilation_config.cudagraph_mode
         if self._group is None or graphs == CUDAGraphMode.NONE:
             return None
-        reason = groups.get(self._group).trust().why_not("moe_dispatch", "direct")
+        reason = groups.get(self._group).qualification().why_not("moe_dispatch", "direct")
         return reason and f"CUDA graphs need 'direct', which {reason}; or pass --enforce-eager"
 
     def prepare(

@@ -13,7 +13,7 @@ import torch
 
 from tpkernels.local.matmul import layout_of, local_matmul
 from tpkernels.local.packed import pack
-from tpkernels.local.product import LocalProduct, Weight
+from tpkernels.local.product import CustomMatmul, Weight
 
 _LARGE = 64.0
 _DISTINCT = 64  # rows of x and columns of w; more of them are repetitions
@@ -31,7 +31,7 @@ def multiplies_parts_exactly(
     the whole product, whose ``shape`` is M, K, N. A caller's product promises it; a scaled one is
     not split, because each part would convert the weight again."""
     if not isinstance(w, torch.Tensor):
-        return isinstance(w, LocalProduct)
+        return isinstance(w, CustomMatmul)
     if parts == {(shape[0], shape[2])}:
         return True
     threads = torch.get_num_threads()

@@ -30,7 +30,7 @@ class Product(ABC):
         """Set ``out = x @ weight + bias``. x [M, ...], out [M, N], bias [N]."""
 
 
-class LocalProduct(Product):
+class CustomMatmul(Product):
     """A function that multiplies by a weight, which the ops with a matmul take in place of the
     weight: an engine's own GEMM, a quantised layer or a prepared one. The op does everything else,
     and overlaps the exchange with the products as it does with its own.
@@ -68,7 +68,7 @@ class LocalProduct(Product):
         self.shape = tuple(shape)
 
     def __repr__(self) -> str:
-        return f"LocalProduct({self.function!r}, {list(self.shape)}, {dtypes.name(self.dtype)})"
+        return f"CustomMatmul({self.function!r}, {list(self.shape)}, {dtypes.name(self.dtype)})"
 
     def multiply(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
@@ -91,7 +91,7 @@ class LocalProduct(Product):
 
 
 # What users pass. Algorithms also get any other `Product`.
-Weight: TypeAlias = torch.Tensor | LocalProduct
+Weight: TypeAlias = torch.Tensor | CustomMatmul
 
 
 def _text(x: torch.Tensor) -> str:

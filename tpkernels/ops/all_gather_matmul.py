@@ -11,7 +11,7 @@ import torch
 
 from tpkernels.common import dtypes
 from tpkernels.groups import GroupLike, break_if_interrupted, name_of
-from tpkernels.local.product import LocalProduct, Weight
+from tpkernels.local.product import CustomMatmul, Weight
 from tpkernels.ops.autograd import ColumnGrads, algorithm_like, matmul
 from tpkernels.ops.registration import bias_list, define, run_products
 
@@ -116,7 +116,7 @@ def all_gather_matmul(  # type: ignore[misc]
     Args:
         x: [..., K], this rank's shard along ``gather_dim``; any strides.
         weights: [K, N] or several [K, N_i] that share the gather; any strides
-            (``linear.weight.t()`` is the fast layout), packed (`pack`), or a `LocalProduct`. N may
+            (``linear.weight.t()`` is the fast layout), packed (`pack`), or a `CustomMatmul`. N may
             differ by rank.
         gather_dim: the dim of ``x`` that is split over the ranks.
         biases: [N] for each weight, or None.
@@ -142,14 +142,14 @@ def all_gather_matmul(  # type: ignore[misc]
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
     """
     try:
-        single = isinstance(weights, (torch.Tensor, LocalProduct))
-        each = [weights] if isinstance(weights, (torch.Tensor, LocalProduct)) else list(weights)
+        single = isinstance(weights, (torch.Tensor, CustomMatmul))
+        each = [weights] if isinstance(weights, (torch.Tensor, CustomMatmul)) else list(weights)
         each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
         keep = save_gathered and torch.is_grad_enabled()
         keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in each)
         run = run_all_gather_matmul
         for w in each:  # the first question is cheap; the class of the second is abstract
-            if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
+            if not isinstance(w, torch.Tensor) and isinstance(w, CustomMatmul):
                 run = functools.partial(run_products, "all_gather_matmul")
         gathered, outs = run(
             x,

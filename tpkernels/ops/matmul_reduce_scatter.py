@@ -79,7 +79,7 @@ def matmul_reduce_scatter(
     Args:
         x: [..., K]; any strides. K may differ by rank.
         w: [K, N]; any strides (``linear.weight.t()`` is the fast layout), packed (`pack`), or a
-            `LocalProduct`.
+            `CustomMatmul`.
         scatter_dim: the dim of the sum [..., N] that is split over the ranks.
         bias: [N], added once, after the sum. Pass the whole bias, even if N is scattered.
         residual: of the result's shape, added after the bias.

@@ -19,7 +19,7 @@ from tpkernels.ops.tuner import tune_if_new
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
 from tpkernels.planning.problem import VENDOR, Problem
-from tpkernels.planning.trust import Trust
+from tpkernels.planning.qualification import Qualification
 from tpkernels.symm import streams
 
 
@@ -143,7 +143,7 @@ def _means(group: Group, device: str, unsupported: Mapping[str, str] | None = No
         group.usable_bytes,
         dict(unsupported or {}),
         group.why_no_node,
-        group.trust() if device == "cuda" else Trust(),
+        group.qualification() if device == "cuda" else Qualification(),
     )
 
 

@@ -21,7 +21,7 @@ from tpkernels import _C, groups
 from tpkernels.algorithms import backends
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.call import Call
-from tpkernels.local.product import LocalProduct
+from tpkernels.local.product import CustomMatmul
 from tpkernels.ops import execution, validation
 from tpkernels.ops.planned_calls import plan_call
 from tpkernels.ops.problems import fake_result, problem_of
@@ -327,7 +327,7 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
     """Make a function without a body, the signature and documentation of an op, call it. Its group
-    may be anything that has a name, and its ``w`` a `LocalProduct`.
+    may be anything that has a name, and its ``w`` a `CustomMatmul`.
 
     Args:
         run: what `define` returned.
@@ -356,7 +356,7 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
                     signature.bind(*args, **options)  # which raises
                 if takes_products:
                     w = args[1] if len(args) > 1 else options.get("w")
-                    if not isinstance(w, torch.Tensor) and isinstance(w, LocalProduct):
+                    if not isinstance(w, torch.Tensor) and isinstance(w, CustomMatmul):
                         return run_products(op, *args, **options)
                 # Where a rank is without rows, dynamo runs this frame as it is, and compiles `run`.
                 if is_dynamo_compiling() or (sizes and options and not sizes.isdisjoint(options)):
@@ -380,7 +380,7 @@ def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
 
 
 def run_products(op: str, *args: Any, **options: Any) -> Any:
-    """Run an op with a `LocalProduct` past the dispatcher, which takes no functions. A compiled
+    """Run an op with a `CustomMatmul` past the dispatcher, which takes no functions. A compiled
     graph breaks there."""
     run = _products
     if "torch._dynamo" in sys.modules:  # otherwise this imports it, which takes a second
@@ -397,11 +397,11 @@ def _products(op: str, *args: Any, **options: Any) -> Any:
     for x in _tensors([*args, *options.values()]):
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
-                f"tpkernels.{op} with a LocalProduct takes plain tensors, not {type(x).__name__}"
+                f"tpkernels.{op} with a CustomMatmul takes plain tensors, not {type(x).__name__}"
             )
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                f"tpkernels.{op} has no gradient with a LocalProduct; call it under torch.no_grad()"
+                f"tpkernels.{op} has no gradient with a CustomMatmul; call it under torch.no_grad()"
             )
         if forward_ad._current_level >= 0:
             _forbid_tangents(op, [x])
@@ -409,7 +409,7 @@ def _products(op: str, *args: Any, **options: Any) -> Any:
         dense = x.layout == torch.strided and not x.is_meta
         if dense and keys.raw_repr() & ~PLAIN_KEYS.raw_repr():
             raise NotImplementedError(
-                f"tpkernels.{op} with a LocalProduct takes dense tensors with memory of their own, "
+                f"tpkernels.{op} with a CustomMatmul takes dense tensors with memory of their own, "
                 f"not one with the dispatch keys {keys}"
             )
     return _KERNELS[op](*args, **options)

@@ -20,7 +20,7 @@ _UNLESS = "CUDA tensors keep torch's calls unless measured times favour the op"
 
 
 def read_times(name: str) -> None:
-    """Broadcast rank 0's measured times for CUDA tensors, and its record of what is qualified.
+    """Broadcast rank 0's measured times for CUDA tensors, and its qualification report.
     Collective on groups that move these by NCCL; on others, and without GPUs, it does nothing."""
     if not torch.cuda.is_available():
         return
@@ -31,7 +31,7 @@ def read_times(name: str) -> None:
         return
     if group.world > 1 and group.has_times("cuda"):
         group.ready("cuda").tuned("cuda")
-        group.trust()
+        group.qualification()
 
 
 def why_left_to_torch(

@@ -23,7 +23,7 @@ from tpkernels.local.packed import (
     is_packed_stack,
     rows_of,
 )
-from tpkernels.local.product import LocalProduct, Weight
+from tpkernels.local.product import CustomMatmul, Weight
 from tpkernels.local.scaled import (
     BLOCK,
     FP4,
@@ -174,9 +174,9 @@ def weights(
             assert isinstance(w, torch.Tensor)  # the dispatcher takes no others
             scaled_weight(w, scaled[1][i], x, scaled[0], f"weights[{i}]")
         if biases is not None and biases[i].shape != (0,):
-            if isinstance(w, LocalProduct):
+            if isinstance(w, CustomMatmul):
                 raise NotImplementedError(
-                    f"weights[{i}] is a LocalProduct with a bias; add the bias in its function"
+                    f"weights[{i}] is a CustomMatmul with a bias; add the bias in its function"
                 )
             bias(biases[i], x, columns_of(w), f"biases[{i}]", allowed)
 
@@ -189,16 +189,16 @@ def whole(
     what: str,
     by_columns: bool = False,
 ) -> None:
-    """Check the use of a weight that is packed, or known to a `LocalProduct` alone: all of its
+    """Check the use of a weight that is packed, or known to a `CustomMatmul` alone: all of its
     columns are multiplied at once and give results of x's dtype.
 
     Args:
         result: the dtype of the product before it travels, or is returned.
         by_columns: the op splits the columns over the ranks.
     """
-    if not (isinstance(w, LocalProduct) or is_packed(w)):
+    if not (isinstance(w, CustomMatmul) or is_packed(w)):
         return
-    given = f"{what} is {'a LocalProduct' if isinstance(w, LocalProduct) else 'packed'}"
+    given = f"{what} is {'a CustomMatmul' if isinstance(w, CustomMatmul) else 'packed'}"
     if algorithm == "fused":
         raise NotImplementedError(
             f"{given}, and the kernels of 'fused' cannot read it; pass the plain weight, or "
@@ -520,7 +520,7 @@ def op_input(spec: OpSpec, x: torch.Tensor) -> None:
 
 def op_weights(spec: OpSpec, given: Any, k: int) -> bool:
     """Check the weights next to an x of ``k`` columns; return whether all ranks must know of a
-    `LocalProduct` among them. On a GPU it keeps ``auto`` from taking ``fused``, whose measured
+    `CustomMatmul` among them. On a GPU it keeps ``auto`` from taking ``fused``, whose measured
     times are those of plain weights."""
     x, values = given.x, given.weights if spec.gathers else [given.w]
     if not values:
@@ -534,7 +534,7 @@ def op_weights(spec: OpSpec, given: Any, k: int) -> bool:
         scaled_weight(given.w, given.scale_w, x, given.scale_x, "w")
     else:
         weight(given.w, x, k, "w")
-    return device(x) == "cuda" and any(isinstance(w, LocalProduct) for w in values)
+    return device(x) == "cuda" and any(isinstance(w, CustomMatmul) for w in values)
 
 
 def scattered(

@@ -23,8 +23,8 @@ from tpkernels.planning.algorithms import (
     step_rows,
 )
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
+from tpkernels.planning.qualification import Qualification
 from tpkernels.planning.table import Table
-from tpkernels.planning.trust import Trust
 
 # Where one algorithm becomes faster than another, before anything was measured on the machine.
 
@@ -92,7 +92,9 @@ class Means:
     #: Algorithm name -> why it cannot run here.
     unsupported: Mapping[str, str] = field(default_factory=dict)
     why_no_node: str | None = None  #: what the group lacks for `hierarchical`; None: nothing
-    trust: Trust = field(default_factory=Trust)  #: what "auto" may take on CUDA tensors
+    qualification: Qualification = field(
+        default_factory=Qualification
+    )  #: what "auto" may take on CUDA tensors
 
 
 def choose(
@@ -143,8 +145,8 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     if not means.shared_memory:
         return _across_hosts(problem, means)
     if problem.device == "cuda":
-        if not means.trust.ways:
-            return "unfused", f"nothing else is qualified here: {means.trust.record}"
+        if not means.qualification.variants:
+            return "unfused", f"nothing else is qualified here: {means.qualification.summary}"
         if problem.options.max_rows is not None:
             reason = why_unqualified(problem, "direct", means)
             reason = reason or _unsupported(problem, "direct", means)
@@ -191,7 +193,7 @@ def why_unqualified(problem: Problem, name: str, means: Means) -> str | None:
         return None
     if ALGORITHMS[name].unbounded:
         return "waits without a deadline, and so runs by name only"
-    return means.trust.why_not(problem.op, name)
+    return means.qualification.why_not(problem.op, name)
 
 
 def is_worth_trying(problem: Problem, name: str) -> bool:

@@ -8,7 +8,7 @@ bytes; on a machine that overlaps nothing, their sum. A collective takes a fixed
 each step of a ring, and the bytes that a rank receives at the rate of the link. Across nodes it
 goes in two levels.
 
-Small all-reduces on GPUs: `all_reduce_way` chooses the number of hops.
+Small all-reduces on GPUs: `all_reduce_variant` chooses the number of hops.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ LINK = 450e9
 WITHOUT_FENCES = {"ll": 512 << 10, "ll_two_shot": 512 << 10}
 
 
-def hop_seconds(way: str, nbytes: int, world: int) -> float:
+def hop_seconds(variant: str, nbytes: int, world: int) -> float:
     """Return what the hops of an all-reduce of ``nbytes`` take, without the sum: a latency for
     each, and the bytes that a rank sends."""
     part = (world - 1) / world
@@ -274,21 +274,27 @@ def hop_seconds(way: str, nbytes: int, world: int) -> float:
         "ll": (1, HOP_S, 2.0 * (world - 1)),
         "ll_two_shot": (2, HOP_S, 4.0 * part),
         "two_shot": (2, FENCED_HOP_S, 2.0 * part),
-    }[way]
+    }[variant]
     return hops * latency + sent * nbytes / LINK
 
 
 @functools.lru_cache(maxsize=4096)
-def all_reduce_way(nbytes: int, world: int, ways: frozenset[str], rows: int = 0) -> str:
-    """Return the way that ``auto`` takes for x of ``nbytes`` (`cuda.prepare_all_reduce`), out of
-    ``ways``: the fastest of those without fences, by the model, for few bytes. ``rows``: of x, if
-    the ranks' parts in two hops are whole rows."""
+def all_reduce_variant(nbytes: int, world: int, variants: frozenset[str], rows: int = 0) -> str:
+    """Return the one of ``variants`` that ``auto`` selects for x of ``nbytes``
+    (`cuda.prepare_all_reduce`): for few bytes the fastest LL variant by the model. ``rows``: number
+    of rows of x, if two-shot segments are made of full rows."""
     split = world * ceil_div(rows, world) * nbytes // rows if rows else nbytes
 
-    def seconds(way: str) -> float:
-        return hop_seconds(way, nbytes if way == "ll" else split, world)
+    def seconds(variant: str) -> float:
+        return hop_seconds(variant, nbytes if variant == "ll" else split, world)
 
-    fast = [way for way, most in WITHOUT_FENCES.items() if way in ways and nbytes <= most]
-    if fast or "two_shot" not in ways:
-        return min(fast or [way for way in WITHOUT_FENCES if way in ways], key=seconds)
+    fast = [
+        variant
+        for variant, most in WITHOUT_FENCES.items()
+        if variant in variants and nbytes <= most
+    ]
+    if fast or "two_shot" not in variants:
+        return min(
+            fast or [variant for variant in WITHOUT_FENCES if variant in variants], key=seconds
+        )
     return "two_shot"

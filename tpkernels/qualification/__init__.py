@@ -1,8 +1,8 @@
 """Prove, on the machine that will use them, that the algorithms for CUDA tensors are right.
 
-`tpkernels qualify` runs each way of each algorithm in processes of its own, and keeps a record of
-which were right (`tpkernels.planning.trust`). On CUDA tensors ``algorithm="auto"`` takes nothing
-else. `qualify` does it for a group that exists.
+`tpkernels qualify` runs each variant of each algorithm in separate processes and writes a report of
+those that passed (`tpkernels.planning.qualification`). On CUDA tensors ``algorithm="auto"`` selects
+no others. `qualify` does this for an existing group.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 from tpkernels.common.text import of_error, short
 from tpkernels.groups import GroupLike, named_or_default
-from tpkernels.planning.trust import Trust
+from tpkernels.planning.qualification import Qualification
 from tpkernels.qualification.schedule import AUTOMATIC_S
 from tpkernels.symm import streams
 
 _GRACE_S = 60.0  # to start Python, and to end the stage that is under way
 
 
-def qualify(group: GroupLike | None = None, *, budget: float = AUTOMATIC_S) -> Trust:
-    """Qualify this machine for the CUDA tensors of a group, unless its record is of as many ranks
-    already, and plan its calls by the record from now on. Collective.
+def qualify(group: GroupLike | None = None, *, budget: float = AUTOMATIC_S) -> Qualification:
+    """Qualify this machine for a group's calls on CUDA tensors, unless its report already covers
+    this world size, and plan all later calls by the report. Collective.
 
     Rank 0 runs `tpkernels qualify` in processes of its own, on the same GPUs, which need some 2 GiB
     of free memory each; its progress goes to stderr. The other ranks wait.
@@ -51,21 +51,21 @@ def qualify(group: GroupLike | None = None, *, budget: float = AUTOMATIC_S) -> T
     device = torch.device("cuda", torch.cuda.current_device())
     if streams.is_captured(device):
         raise RuntimeError("tpkernels.qualify runs no stage within the capture of a CUDA graph")
-    known = found.trust()
-    if not known.ways:
+    known = found.qualification()
+    if not known.variants:
         why = _run_command(found.world, budget) if found.rank == 0 else ""
         with found.together():
             why = found.exchange("qualify", why, budget + 2 * _GRACE_S)[0]
-            known = known if why else found.trust_of_rank_0()
+            known = known if why else found.qualification_of_rank_0()
         if why:
             raise RuntimeError(f"`tpkernels qualify` failed on rank 0: {why}")
-        found.use_trust(known)
+        found.use_qualification(known)
     found.warn()
     return known
 
 
 def _run_command(world: int, budget: float) -> str:
-    """Run the command; return why it failed, or "". Exit code 1: some way was disqualified."""
+    """Run the command; return why it failed, or "". Exit code 1: some variant was disqualified."""
     command = [sys.executable, "-m", "tpkernels", "qualify"]
     command += ["--tp", str(world), "--budget", f"{budget:g}"]
     try:

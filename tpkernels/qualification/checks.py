@@ -1,4 +1,4 @@
-"""What the ranks of a stage run: calls of one way. Each rank computes the expected results by
+"""What the ranks of a stage run: calls of one variant. Each rank computes the expected results by
 itself, compares, and reports the first wrong call.
 """
 
@@ -23,7 +23,7 @@ from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.ops.reference import Expected, rms_norm
 from tpkernels.ops.tuner import graph_of
 from tpkernels.planning.op_spec import OPS
-from tpkernels.planning.trust import COPY_ENGINES, SHARDS, SUMS, Failure, Trust
+from tpkernels.planning.qualification import COPY_ENGINES, SHARDS, SUMS, Failure, Qualification
 from tpkernels.qualification.op_case import NORM_EPS, OpCase, Operands, Outputs
 
 TIMEOUT_S = 10.0  # of a wait
@@ -81,9 +81,9 @@ class CheckedCall:
         return case.operands(rank)
 
 
-def ops_of(way: str) -> list[str]:
-    """Return the ops by which a way is checked."""
-    algorithm, _, name = way.partition("/")
+def ops_of(variant: str) -> list[str]:
+    """Return the ops by which a variant is checked."""
+    algorithm, _, name = variant.partition("/")
     if name == "routed":
         return ["moe_dispatch", "moe_combine"]
     if algorithm == "direct":
@@ -108,18 +108,18 @@ def shapes_on(device: str) -> tuple[tuple[int, int, int], ...]:
     return _SMALL if device == "cpu" else _LARGE
 
 
-def calls_of(way: str, device: str, repeats: int) -> Iterator[CheckedCall]:
-    """Return the calls by which a way is checked: on integers, then random data, without delays
+def calls_of(variant: str, device: str, repeats: int) -> Iterator[CheckedCall]:
+    """Return the calls by which a variant is checked: on integers, then random data, without delays
     and with them, then replays of graphs."""
     shapes, kinds = shapes_on(device), _DTYPES[:2] if device == "cpu" else _DTYPES
-    if way.startswith("multimem/"):
+    if variant.startswith("multimem/"):
         kinds = kinds[:2]  # torch has no kernel that sums float16
     seed = itertools.count(1)
     for _ in range(repeats):
         for delayed, exact in ((False, True), (True, True), (False, False)):
-            for shape, dtype, op in itertools.product(shapes, kinds, ops_of(way)):
+            for shape, dtype, op in itertools.product(shapes, kinds, ops_of(variant)):
                 yield CheckedCall(op, shape, dtype, exact, delayed, next(seed))
-    for op in ops_of(way) if device == "cuda" else ():
+    for op in ops_of(variant) if device == "cuda" else ():
         yield CheckedCall(op, shapes[1], torch.bfloat16, True, False, next(seed), replayed=True)
 
 
@@ -152,18 +152,18 @@ def reporting(rank: int = 0) -> Iterator[StageReport]:
         report.failure = failure_of(error, report.call, rank)
 
 
-def check_way(way: str, device: str, repeats: int = 1) -> StageReport:
-    """Check a way on this rank."""
+def check_variant(variant: str, device: str, repeats: int = 1) -> StageReport:
+    """Check a variant on this rank."""
     where, previous = rank_device(device), list[torch.Tensor]()
-    with reporting(dist.get_rank()) as report, _one_way(way, where) as group:
+    with reporting(dist.get_rank()) as report, _one_variant(variant, where) as group:
         own = groups.get(group.group_name)
-        for call in calls_of(way, device, repeats):
+        for call in calls_of(variant, device, repeats):
             report.call = str(call)
             if own.workspace is not None:
                 delay = DELAY_US if call.delayed else 0
                 own.workspace.set_chaos(seed=group.rank(), max_delay_us=delay)
             operands = call.operands(group.rank(), group.size(), where)
-            run = functools.partial(operands.run, way.partition("/")[0], group)
+            run = functools.partial(operands.run, variant.partition("/")[0], group)
             if call.replayed:
                 _replay(operands, run, previous)
             else:
@@ -199,10 +199,10 @@ def accumulate_in_float32() -> None:
 
 
 @contextlib.contextmanager
-def copying(way: str) -> Iterator[None]:
-    """Have copy engines bring shards of every size, if ``way`` is the variant that uses them."""
+def copying(variant: str) -> Iterator[None]:
+    """Gather shards of every size by copy engines, if ``variant`` is the one that uses them."""
     least = fused.COPY_ENGINE_BYTES
-    if way == f"fused/{COPY_ENGINES}":
+    if variant == f"fused/{COPY_ENGINES}":
         fused.COPY_ENGINE_BYTES = 0
     try:
         yield
@@ -211,23 +211,23 @@ def copying(way: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_way(way: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """Make a group whose calls go this way, of all that its algorithm has."""
+def _one_variant(variant: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """Make a group whose calls go this variant, of all that its algorithm has."""
     accumulate_in_float32()
     group = dist.new_group()
     assert group is not None  # all ranks are in it
     tpkernels.init(group, timeout=TIMEOUT_S, autotune=False)
-    own, (algorithm, _, name) = groups.get(group.group_name), way.partition("/")
-    own.use_trust(Trust(frozenset({way})))
+    own, (algorithm, _, name) = groups.get(group.group_name), variant.partition("/")
+    own.use_qualification(Qualification(frozenset({variant})))
     if name == COPY_ENGINES and (why := cuda.unsupported(device)) is not None:
-        raise NotImplementedError(f"{way} {why}")  # it would go without them
+        raise NotImplementedError(f"{variant} {why}")  # it would go without them
     try:
-        with copying(way):
+        with copying(variant):
             yield group
         spaces = own.workspace.on_gpus.values() if own.workspace is not None else ()
         for space in spaces if algorithm in ("direct", "fused") else ():
-            if space.current.ways != {name}:
-                raise RuntimeError(f"{way} was not taken, but {sorted(space.current.ways)}")
+            if space.current.variants != {name}:
+                raise RuntimeError(f"{variant} was not taken, but {sorted(space.current.variants)}")
     finally:
         dist.destroy_process_group(group)
 

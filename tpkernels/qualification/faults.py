@@ -22,7 +22,7 @@ from tpkernels.errors import (
     TpkernelsError,
 )
 from tpkernels.launch.session import rank_device, synchronizer
-from tpkernels.planning.trust import Failure
+from tpkernels.planning.qualification import Failure
 from tpkernels.qualification.checks import StageReport
 
 _TIMEOUT_S = 3.0

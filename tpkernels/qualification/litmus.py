@@ -20,7 +20,7 @@ from tpkernels.cuda.image import launch
 from tpkernels.cuda.layouts import MOST_BLOCKS, PACK_BYTES, ll_words
 from tpkernels.cuda.operands import space_of
 from tpkernels.launch.session import rank_device, synchronizer
-from tpkernels.planning.trust import Failure
+from tpkernels.planning.qualification import Failure
 from tpkernels.qualification.checks import TIMEOUT_S, Failed, StageReport, reporting
 from tpkernels.symm.device import DeviceWorkspace
 

@@ -1,5 +1,5 @@
 """Run the stages of a qualification, each in processes of its own with a deadline, so that a crash,
-a hang or a spoilt CUDA context costs only the way that it disqualifies."""
+a hang or a spoilt CUDA context costs only the variant that it disqualifies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tpkernels.common import nvml
 from tpkernels.launch import RankError, Ranks
 from tpkernels.launch.ranks import Outcome
 from tpkernels.launch.session import SHARED_GPU
-from tpkernels.planning.trust import (
+from tpkernels.planning.qualification import (
     DISQUALIFIED,
     NOT_RUN,
     QUALIFIED,
     Failure,
-    Record,
+    QualificationReport,
     StageOutcome,
 )
 from tpkernels.qualification import checks, faults, litmus, virtual
@@ -70,33 +70,37 @@ def run(
     *,
     repeats: int = 1,
     budget: float = math.inf,
-    known: Record | None = None,
+    known: QualificationReport | None = None,
     around: Around | None = None,
-    report: Callable[[Stage, StageOutcome, Record], None] = lambda stage, outcome, record: None,
-) -> Record:
-    """Run stages in their order; return the record.
+    on_stage: Callable[
+        [Stage, StageOutcome, QualificationReport], None
+    ] = lambda stage, outcome, report: None,
+) -> QualificationReport:
+    """Run stages in their order; return the report.
 
     Args:
         device: "cuda"; "cpu" rehearses them on CPU tensors.
         budget: seconds for all stages. One that is expected to take more than what is left is not
             run.
-        known: an earlier record, which the new one extends; its litmus tests count, too.
+        known: an earlier report, which the new one extends; its litmus tests count.
         around: makes a context in which each rank runs its part, where a test replaces GPUs.
-        report: called after each stage, with the record so far.
+        on_stage: called after each stage, with the report so far.
     """
-    record, begin = known or Record(), time.monotonic()
+    report, begin = known or QualificationReport(), time.monotonic()
     for planned in stages:
         stage = planned.within(budget - (time.monotonic() - begin))
         world = str(stage.world)
-        litmus_tests = record.litmus.get(world, {})
+        litmus_tests = report.litmus.get(world, {})
         outcome = _outcome(stage, device, repeats, around, litmus_tests)
         new = {world: {stage.name: outcome}}
         today = date.today().isoformat()
-        record = record.extended(
-            Record(today, litmus=new) if stage.is_litmus else Record(today, ways=new)
+        report = report.extended(
+            QualificationReport(today, litmus=new)
+            if stage.is_litmus
+            else QualificationReport(today, variants=new)
         )
-        report(stage, outcome, record)
-    return record
+        on_stage(stage, outcome, report)
+    return report
 
 
 def _outcome(
@@ -166,7 +170,7 @@ def run_on_rank(name: str, device: str, repeats: int, around: Around | None) -> 
         if name.startswith(VIRTUAL):
             return virtual.check(name.removeprefix(VIRTUAL), device, repeats)
         if "/" in name:
-            return checks.check_way(name, device, repeats)
+            return checks.check_variant(name, device, repeats)
         if name in LITMUS:
             return litmus.check(name, device, repeats)
         return faults.check(name, device)

@@ -1,11 +1,11 @@
 """What `tpkernels qualify` runs on a machine, in which order, and for how long. Pure: it depends on
 a `Topology` alone, so tests can ask about machines that are not here.
 
-Order: worlds from the largest down, since most jobs use all GPUs of a host; in each the ways from
-the simplest protocol to the most involved, and before them the litmus tests that they rely on. If
-ranks share a GPU, all ways first run on virtual ranks, whose kernels run concurrently (virtual.py).
-A way that fails there is not run in processes. A stage that does not fit the budget is not run, and
-its way is not qualified.
+Order: the largest world size first, since most jobs use all GPUs of a host. In each world, litmus
+tests run before the variants that rely on them, and simple protocols before involved ones. If ranks
+share a GPU, all variants first run on virtual ranks, whose kernels run concurrently (virtual.py). A
+variant that fails there is not run in processes. A stage that does not fit the budget is not run,
+and its variant is not qualified.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tpkernels.planning.trust import COPY_ENGINES, SHARDS, SUMS
+from tpkernels.planning.qualification import COPY_ENGINES, SHARDS, SUMS
 
 FAULTS = ("late", "killed", "another call")  #: of one rank
 #: Of single stores and signals.
@@ -32,12 +32,12 @@ _VIRTUAL_KERNELS = 5  # more: for 4 and 8 ranks, and without waits
 _THOROUGH = 4.0  # as many calls
 _FAULT_S = 15.0
 AUTOMATIC_S, ONE_GPU_S, MOST_S = 60.0, 240.0, 3600.0  #: budgets
-VIRTUAL = "virtual "  #: before the name of a way that virtual ranks check
+VIRTUAL = "virtual "  #: before the name of a variant that virtual ranks check
 OVER_BUDGET = "over the budget"  #: why a stage is left out
 
 
-# The ways that rely on each litmus test: they may be right by luck where it fails. TMA stores what
-# `fused` sends, where there is TMA.
+# The variants that rely on each litmus test: if the test fails, they may be right by luck. On GPUs
+# with TMA, `fused` stores its partials with TMA.
 _RELY_ON = {
     "words": ("direct/ll", "direct/ll_two_shot"),
     "messages": (
@@ -81,8 +81,8 @@ class Stage:
     """A part of the qualification, in processes of its own.
 
     Attributes:
-        name: of a litmus test, of a fault as "fault, algorithm", or of a way as "algorithm/way",
-            after `VIRTUAL` if virtual ranks check it.
+        name: a litmus test, a fault as "fault, algorithm", or a variant as "algorithm/variant",
+            prefixed with `VIRTUAL` if virtual ranks check it.
         world: the number of ranks.
         backend: of their process group.
         seconds: that it is expected to take on a GPU.
@@ -99,7 +99,7 @@ class Stage:
 
     @property
     def is_litmus(self) -> bool:
-        """Return whether it tests what the ways rely on, not a way."""
+        """Return whether it tests what the variants rely on, not a variant."""
         return "/" not in self.name or self.is_virtual
 
     @property
@@ -186,7 +186,7 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     stages: dict[str, Stage] = {}
 
     def add(name: str, seconds: float = START_S + calls, backend: str = "gloo") -> None:
-        tests = [test for test, ways in _RELY_ON.items() if name in ways]
+        tests = [test for test, variants in _RELY_ON.items() if name in variants]
         if topology.capability < _TMA_SINCE and "bulk" in tests:
             tests.remove("bulk")
         for test in tests:
@@ -198,17 +198,19 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
         stages[name] = replace(stage, why_not=why_not)
 
     # two_shot and one_shot before LL
-    direct = [f"direct/{way}" for way in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1], "routed"))]
+    direct = [
+        f"direct/{variant}" for variant in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1], "routed"))
+    ]
     pipelined = [f"pipelined/{kind}" for kind in KINDS]
     kernels = {f"fused/{kind}": count for kind, count in _KERNELS.items()}
-    ways = (*direct, *pipelined, *kernels)
-    for way in ways:
+    variants = (*direct, *pipelined, *kernels)
+    for variant in variants:
         if shared:
-            more = COMPILE_S * (kernels[way] + _VIRTUAL_KERNELS) if way in kernels else 0.0
-            add(VIRTUAL + way, START_S + calls + more)
-    for way in ways:
-        compiled = VIRTUAL + way in stages  # into Triton's cache
-        add(way, START_S + calls + (0.0 if compiled else COMPILE_S * kernels.get(way, 0)))
+            more = COMPILE_S * (kernels[variant] + _VIRTUAL_KERNELS) if variant in kernels else 0.0
+            add(VIRTUAL + variant, START_S + calls + more)
+    for variant in variants:
+        compiled = VIRTUAL + variant in stages  # into Triton's cache
+        add(variant, START_S + calls + (0.0 if compiled else COMPILE_S * kernels.get(variant, 0)))
     for kind in KINDS:
         add(f"multimem/{kind}", backend="nccl")  # gloo's groups sum in order
     for kind in (*KINDS, "all_to_all"):

@@ -41,7 +41,7 @@ from tpkernels.ops.shortcut import arguments_of
 from tpkernels.ops.tuner import graph_of
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.op_spec import OPS
-from tpkernels.planning.trust import COPY_ENGINES, Failure
+from tpkernels.planning.qualification import COPY_ENGINES, Failure
 from tpkernels.qualification.checks import (
     DELAY_US,
     TOP_K,
@@ -115,7 +115,7 @@ class VirtualRanks:
     Args:
         device: the GPU, or "cpu" for a rehearsal.
         nbytes: of the largest tensor that a call communicates.
-        ways: the variants of `direct` and `fused` to choose from.
+        variants: the variants of `direct` and `fused` to choose from.
         forked: whether each rank is a fork of this process; by default on CPU tensors.
     """
 
@@ -124,7 +124,7 @@ class VirtualRanks:
         world: int,
         device: torch.device,
         nbytes: int,
-        ways: frozenset[str] = frozenset(),
+        variants: frozenset[str] = frozenset(),
         forked: bool | None = None,
     ) -> None:
         self.world, self.device = world, device
@@ -141,7 +141,7 @@ class VirtualRanks:
             DeviceWorkspace(addresses, region, rank, *limits) for rank, region in enumerate(regions)
         ]
         for space in self.spaces:
-            space.use_ways(ways)
+            space.use_variants(variants)
             if self._forked:  # the parent reads what its children write
                 space.state.share_memory_()
                 space.control.share_memory_()
@@ -152,10 +152,10 @@ class VirtualRanks:
         self._first = 0  # the rank whose launch is queued first, another one each time
         self._synchronize()
 
-    def prepare(self, call: CheckedCall, way: str) -> tuple[list[Operands], list[Launch]]:
+    def prepare(self, call: CheckedCall, variant: str) -> tuple[list[Operands], list[Launch]]:
         """Return the operands of a call on all ranks, and its launches, which are loaded."""
         operands = [call.operands(rank, self.world, self.device) for rank in range(self.world)]
-        launches = [self.bind(one, way.partition("/")[0]) for one in operands]
+        launches = [self.bind(one, variant.partition("/")[0]) for one in operands]
         self.load(launches)
         return operands, launches
 
@@ -317,54 +317,54 @@ def _in_forks(jobs: Sequence[Callable[[], Failure | None]]) -> Failure | None:
     return next(filter(None, failures), None)
 
 
-def check(way: str, device: str, repeats: int = 1) -> StageReport:
+def check(variant: str, device: str, repeats: int = 1) -> StageReport:
     """Check a variant on 2, 4 and 8 virtual ranks: exact integers over several epochs, without and
     with random delays, and in replayed graphs. Then skip all waits, which must give wrong
     results."""
     accumulate_in_float32()
-    copies = way.startswith("pipelined/") or way == f"fused/{COPY_ENGINES}"
+    copies = variant.startswith("pipelined/") or variant == f"fused/{COPY_ENGINES}"
     with reporting() as report:
         where = rank_device(device)
         for world in WORLDS[:1] if device == "cpu" else WORLDS:
             if copies and world > _MAX_COPYING_RANKS:
                 continue
-            with sharing(where, world), copying(way):
-                calls = list(_calls(way, device, world, repeats))
-                ranks = ranks_for(way, where, world, calls)
+            with sharing(where, world), copying(variant):
+                calls = list(_calls(variant, device, world, repeats))
+                ranks = ranks_for(variant, where, world, calls)
                 for call in calls:
                     report.call = str(call)
-                    _check_call(ranks, call, way)
+                    _check_call(ranks, call, variant)
                     report.checks += 1
-        report.call = f"{way} without waits"
-        with sharing(where, WORLDS[0]), copying(way):
-            typical = _calls(way, device, WORLDS[1], 1)
-            _check_control(way, where, next(call for call in typical if call.delayed))
+        report.call = f"{variant} without waits"
+        with sharing(where, WORLDS[0]), copying(variant):
+            typical = _calls(variant, device, WORLDS[1], 1)
+            _check_control(variant, where, next(call for call in typical if call.delayed))
     return report
 
 
-def _calls(way: str, device: str, world: int, repeats: int) -> Iterator[CheckedCall]:
+def _calls(variant: str, device: str, world: int, repeats: int) -> Iterator[CheckedCall]:
     """Return the calls on integers; of more than two ranks, those of one shape and dtype."""
-    for call in calls_of(way, device, repeats):
+    for call in calls_of(variant, device, repeats):
         typical = call.shape == shapes_on(device)[1] and call.dtype == torch.bfloat16
         if call.exact and (world == WORLDS[0] or typical):
             yield call
 
 
 def ranks_for(
-    way: str, device: torch.device, world: int, calls: Sequence[CheckedCall]
+    variant: str, device: torch.device, world: int, calls: Sequence[CheckedCall]
 ) -> VirtualRanks:
     """Return virtual ranks that hold these calls and use no other variant."""
-    algorithm, _, name = way.partition("/")
+    algorithm, _, name = variant.partition("/")
     sizes = (m * max(n, k) * call.dtype.itemsize for call in calls for m, n, k in [call.shape])
     rows = TOP_K if name == "routed" else 1
-    ways = frozenset({name} if algorithm in ("direct", "fused") else ())
-    return VirtualRanks(world, device, rows * max(sizes), ways)
+    variants = frozenset({name} if algorithm in ("direct", "fused") else ())
+    return VirtualRanks(world, device, rows * max(sizes), variants)
 
 
-def _check_call(ranks: VirtualRanks, call: CheckedCall, way: str) -> None:
+def _check_call(ranks: VirtualRanks, call: CheckedCall, variant: str) -> None:
     """Make a call over several epochs, with new values in each; raise `Failed` if it is wrong."""
     ranks.set_chaos(DELAY_US if call.delayed else 0)
-    operands, launches = ranks.prepare(call, way)
+    operands, launches = ranks.prepare(call, variant)
     replay = ranks.capture(launches) if call.replayed else None
     previous: list[Results] = [[] for _ in operands]
     for epoch in range(_EPOCHS[ranks.device.type]):
@@ -383,12 +383,12 @@ def _compare(
     return compared(operands[rank], results, previous[rank])
 
 
-def _check_control(way: str, device: torch.device, call: CheckedCall) -> None:
+def _check_control(variant: str, device: torch.device, call: CheckedCall) -> None:
     """Skip the waits of a call whose ranks start late, until its results are wrong."""
     for _ in range(_CONTROLS):
-        ranks = ranks_for(way, device, WORLDS[0], [call])
+        ranks = ranks_for(variant, device, WORLDS[0], [call])
         ranks.set_chaos(DELAY_US, skip_waits=True)
-        operands, launches = ranks.prepare(call, way)
+        operands, launches = ranks.prepare(call, variant)
         check = partial(_compare, operands, [[] for _ in operands])
         failure = ranks.run(launches, check, late=True)
         if failure is not None and failure.kind == "wrong" and ranks.failed_wait() is None:

@@ -87,9 +87,9 @@ class CudaWorkspace:
         channel: _C.host.Channel,
         device: torch.device,
         alarm: _C.calls.Alarm,
-        ways: frozenset[str] = frozenset(),
+        variants: frozenset[str] = frozenset(),
     ) -> None:
-        self.device, self._alarm, self._ways = device, alarm, ways
+        self.device, self._alarm, self._variants = device, alarm, variants
         self.side = SideStream(device)
         self._member, self._channel = participant, channel
         # All workspaces ever made: a captured graph may still use one that has been outgrown.
@@ -121,7 +121,7 @@ class CudaWorkspace:
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
-        space.use_ways(self._ways)
+        space.use_variants(self._variants)
         self._alarm.watch(space.failed_word)
         # The watch ends the waits in the workspaces that it finds when a peer is lost.
         if self._watch.error is not None:
@@ -145,12 +145,12 @@ class CudaWorkspace:
             )
         self._multicast.append(made)
 
-    def use_ways(self, ways: frozenset[str]) -> None:
-        """Take these ways of ``direct`` and ``fused`` from the next call on; see
-        `DeviceWorkspace.ways`."""
-        self._ways = ways
+    def use_variants(self, variants: frozenset[str]) -> None:
+        """Take these variants of ``direct`` and ``fused`` from the next call on; see
+        `DeviceWorkspace.variants`."""
+        self._variants = variants
         for space in self.spaces:
-            space.use_ways(ways)
+            space.use_variants(variants)
 
     def make_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Make a symmetric tensor for a user. Collective; raises what ``make_symmetric`` does."""

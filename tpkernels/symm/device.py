@@ -112,9 +112,9 @@ class DeviceWorkspace:
     ) -> None:
         self._addresses, self._region, self._memory = addresses, region, memory
         device = region.device
-        #: The ways that are qualified on this machine, the same on all ranks (planning/trust.py).
-        #: Empty if nothing is known of any.
-        self.ways: frozenset[str] = frozenset()
+        #: Variants that are qualified on this machine (planning/qualification.py). Identical on all
+        #: ranks; empty without a report.
+        self.variants: frozenset[str] = frozenset()
 
         def allocate() -> tuple[torch.Tensor, ...]:
             state = torch.zeros(FLAGS_AT + FLAGS, dtype=torch.int64, device=device)
@@ -187,9 +187,9 @@ class DeviceWorkspace:
             self._starts[sizes] = starts
         return starts
 
-    def use_ways(self, ways: frozenset[str]) -> None:
-        """Take these ways from the next call on."""
-        self.ways, self.state_of_arguments = ways, object()
+    def use_variants(self, variants: frozenset[str]) -> None:
+        """Take these variants from the next call on."""
+        self.variants, self.state_of_arguments = variants, object()
 
     def abort(self, rank: int) -> None:
         """End all waits of a running kernel, because ``rank`` is lost."""

@@ -103,7 +103,7 @@ class HostWorkspace:
         self._device: DeviceWorkspace | None = None
         self.alarm = _C.calls.Alarm()
         self.on_gpus: dict[torch.device, CudaWorkspace] = {}  #: those that `open_cuda` has made
-        self._ways: frozenset[str] = frozenset()
+        self._variants: frozenset[str] = frozenset()
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         region = _C.host.Channel.region_bytes(participant.world, workspace_bytes)
         self._region_bytes = -(-region // _HUGE_PAGE) * _HUGE_PAGE
@@ -216,18 +216,18 @@ class HostWorkspace:
             if kernels == "multicast":
                 self.on_gpus[device].grow_multicast(_FIRST_BYTES)
 
-    def use_ways(self, ways: frozenset[str]) -> None:
-        """Take these ways on GPUs, the same on all ranks; see `DeviceWorkspace.ways`."""
-        self._ways = ways
+    def use_variants(self, variants: frozenset[str]) -> None:
+        """Take these variants on GPUs, the same on all ranks; see `DeviceWorkspace.variants`."""
+        self._variants = variants
         for space in self.on_gpus.values():
-            space.use_ways(ways)
+            space.use_variants(variants)
 
     def _make_cuda(self, device: torch.device, reason: str | None) -> CudaWorkspace:
         link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, PAGE))
         channel = _make_channel(link, self.participant, PAGE)
         channel.begin(1, "kernels on GPUs")
         channel.barrier()
-        space = CudaWorkspace(self._watched(), channel, device, self.alarm, self._ways)
+        space = CudaWorkspace(self._watched(), channel, device, self.alarm, self._variants)
         try:
             space.grow(_FIRST_WORDS, _FIRST_BYTES, reason)
         except BaseException:

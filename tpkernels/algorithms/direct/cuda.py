@@ -41,7 +41,7 @@ def gather(call: Call, x: torch.Tensor, products: Products) -> None:
     shard, rows = as_blocks(x.contiguous()), as_blocks(whole)
 
     def prepare() -> Prepared:
-        return cuda.prepare_all_gather(shard, rows, sizes, ways=_ways(call, x))
+        return cuda.prepare_all_gather(shard, rows, sizes, variants=_variants(call, x))
 
     queue(call, x.device, "gather", prepare, shard, rows)
     products.multiply(whole)
@@ -91,7 +91,7 @@ def reduce(
         added = bias, None if residual is None else as_blocks(residual)
 
         def prepare_scatter() -> Prepared:
-            return cuda.prepare_reduce_scatter(*moved, sizes, *added, ways=_ways(call, x))
+            return cuda.prepare_reduce_scatter(*moved, sizes, *added, variants=_variants(call, x))
 
         queue(call, x.device, "scatter", prepare_scatter, *moved, *added)
         return
@@ -101,7 +101,7 @@ def reduce(
         return cuda.prepare_all_reduce(
             *(world, partial, out, bias, residual),
             early=_starts_early(partial, w),
-            ways=_ways(call, x),
+            variants=_variants(call, x),
         )
 
     queue(call, x.device, "sum", prepare, partial, out, bias, residual, first=multiply)
@@ -129,7 +129,7 @@ def reduce_and_normalise(
         return cuda.prepare_normed_all_reduce(
             *(world, *tensors, norm.eps, *added),
             early=_starts_early(partial, w),
-            ways=_ways(call, x),
+            variants=_variants(call, x),
         )
 
     queue(call, x.device, "normed", prepare, *tensors, *added, first=multiply)
@@ -147,9 +147,9 @@ def _partial_and_product(
     return partial, lambda: local_matmul(as_rows(x), w, as_rows(partial))
 
 
-def _ways(call: Call, x: torch.Tensor) -> frozenset[str]:
-    """Return the ways that are qualified here."""
-    return call.workspace.on_gpus[x.device].current.ways
+def _variants(call: Call, x: torch.Tensor) -> frozenset[str]:
+    """Return the variants that are qualified here."""
+    return call.workspace.on_gpus[x.device].current.variants
 
 
 def _starts_early(partial: torch.Tensor, w: Weight | None) -> bool:

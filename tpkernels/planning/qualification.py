@@ -1,11 +1,11 @@
-"""Which algorithms `auto` may take on CUDA tensors: those that `tpkernels qualify` has seen give
-right results on this machine. The others run only by name, whatever the tables of times say.
+"""Which algorithms `auto` may select on CUDA tensors: those that passed `tpkernels qualify` on this
+machine. The rest run only by name, whatever the timing tables contain.
 
-An algorithm has ways, each qualified by itself and for a number of ranks: the protocols of
-`direct`, the kinds of ops of the others, and the copy engines of `fused`. The record is a file per
-machine: its GPUs by UUID, driver, NCCL, the versions of the packages and a digest of the kernels'
-sources, so that a changed kernel has to prove itself again. Like the other files of the cache
-folder it is read only if nobody else can have written it (`cache.read_trusted`).
+An algorithm has variants. Each is qualified separately and per world size: the protocols of
+`direct`, one variant per kind of op for the other algorithms, and the copy engines of `fused`. The
+qualification report is one file per machine. It is keyed by the GPUs (UUIDs), driver, NCCL, package
+versions and a digest of the kernel sources, so a changed kernel must qualify again. Like all files
+in the cache folder it is read only if no other user can have written it (`cache.read_trusted`).
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from tpkernels.planning.machine import nccl_version, versions
 from tpkernels.planning.op_spec import OPS, OpSpec
 from tpkernels.planning.records import from_json
 
-FORMAT = "tpkernels qualified 1"
+FORMAT = "tpkernels qualification 1"
 QUALIFIED, DISQUALIFIED, NOT_RUN = "qualified", "disqualified", "not run"
 _MOST_BYTES = 4 << 20
 _FOLDERS = ("algorithms", "cuda", "kernels", "symm")  # whose sources the digest covers
 
-# The ways of `direct`, by their names in `tpkernels.cuda`.
+# The variants of `direct`, by their names in `tpkernels.cuda`.
 SUMS = ("ll", "ll_two_shot", "two_shot")
 SHARDS = ("ll", "one_shot")
 COPY_ENGINES = "copy_engines"  # of `fused`, for an all-gather
 
 
 @functools.lru_cache  # for each call of `direct`
-def usable(ways: frozenset[str], family: tuple[str, ...]) -> frozenset[str]:
-    """Return the qualified ``ways`` of a family; all of them if none is qualified, because an
+def usable(variants: frozenset[str], family: tuple[str, ...]) -> frozenset[str]:
+    """Return the qualified ``variants`` of a family; all of them if none is qualified, because an
     algorithm was asked for by name."""
-    return ways.intersection(family) or frozenset(family)
+    return variants.intersection(family) or frozenset(family)
 
 
 def kind_of(spec: OpSpec) -> str:
-    """Return what an op communicates: the way of an algorithm that has one way for it."""
+    """Return the collective of an op, which names the variant of algorithms with one per kind."""
     if spec.gathers:
         return "all_gather"
     if spec.exchanges:
@@ -57,8 +57,8 @@ def kind_of(spec: OpSpec) -> str:
     return "reduce_scatter" if spec.scatters else "all_reduce"
 
 
-def ways_of(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
-    """Return the ways of an algorithm for an op, of which one suffices."""
+def variants_of(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
+    """Return the variants of an algorithm for an op, of which one suffices."""
     if spec.routed:
         return (f"{algorithm}/routed",)
     if algorithm != "direct":
@@ -68,45 +68,51 @@ def ways_of(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Trust:
-    """What rank 0's record says for a group; the same on all ranks.
+class Qualification:
+    """What the report of rank 0 allows a group. Identical on all ranks.
 
     Attributes:
-        ways: those that are qualified for this number of ranks, as "algorithm/way".
-        reasons: why others are not.
-        record: the source of the record; if there is none, the command that makes one.
+        variants: qualified for this world size, as "algorithm/variant".
+        reasons: by variant, why it is not qualified.
+        summary: of the report, for messages; without a report, the command that writes one.
     """
 
-    ways: frozenset[str] = frozenset()
+    variants: frozenset[str] = frozenset()
     reasons: Mapping[str, str] = field(default_factory=dict)
-    record: str = "`tpkernels qualify` has not run on this machine"
+    summary: str = "`tpkernels qualify` has not run on this machine"
 
     def why_not(self, op: str, algorithm: str) -> str | None:
         """Return why `auto` may not take an algorithm for an op; None: it may."""
-        ways = ways_of(OPS[op], algorithm)
-        if algorithm == "unfused" or any(way in self.ways for way in ways):
+        variants = variants_of(OPS[op], algorithm)
+        if algorithm == "unfused" or any(variant in self.variants for variant in variants):
             return None
-        reasons = [f"{way}: {self.reasons[way]}" for way in ways if way in self.reasons]
-        return f"is not qualified: {'; '.join(reasons) or self.record}"
+        reasons = [
+            f"{variant}: {self.reasons[variant]}" for variant in variants if variant in self.reasons
+        ]
+        return f"is not qualified: {'; '.join(reasons) or self.summary}"
 
     def of(self, algorithm: str) -> frozenset[str]:
-        """Return the qualified ways of an algorithm, by their own names."""
-        pairs = (way.split("/") for way in self.ways)
+        """Return the qualified variants of an algorithm, by their own names."""
+        pairs = (variant.split("/") for variant in self.variants)
         return frozenset(name for of, name in pairs if of == algorithm)
 
     def to_json(self) -> dict[str, Any]:
         """Return the values as JSON ones."""
-        return {"ways": sorted(self.ways), "reasons": dict(self.reasons), "record": self.record}
+        return {
+            "variants": sorted(self.variants),
+            "reasons": dict(self.reasons),
+            "summary": self.summary,
+        }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Trust:
+    def from_json(cls, values: Mapping[str, Any]) -> Qualification:
         """Return what `to_json` was made of."""
-        return cls(frozenset(values["ways"]), values["reasons"], values["record"])
+        return cls(frozenset(values["variants"]), values["reasons"], values["summary"])
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What disqualified a way, with the place of the fault.
+    """What disqualified a variant, with the place of the fault.
 
     Attributes:
         kind: "wrong", "error", "crash", "hang", "memory", "unsupported" if it cannot run here, or
@@ -141,7 +147,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """How a way did, or a litmus test: ``status``, the calls that were checked, and why not."""
+    """How a variant did, or a litmus test: ``status``, the calls that were checked, and why not."""
 
     status: str
     checks: int = 0
@@ -160,48 +166,48 @@ class StageOutcome:
 
 
 @dataclass(frozen=True)
-class Record:
+class QualificationReport:
     """What `tpkernels qualify` found.
 
     Attributes:
         date: ISO, of the last run.
         litmus: by world size, then test: of single stores and signals, and of a rank's faults.
-        ways: by world size, then way.
+        variants: by world size, then variant.
     """
 
     date: str = ""
     litmus: Mapping[str, Mapping[str, StageOutcome]] = field(default_factory=dict)
-    ways: Mapping[str, Mapping[str, StageOutcome]] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, StageOutcome]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for world in (*self.litmus, *self.ways):
+        for world in (*self.litmus, *self.variants):
             if re.fullmatch("[1-9][0-9]{0,8}", world) is None:
                 raise ValueError(f"a number of ranks is {shown(world)}")
-        for way in (name for outcomes in self.ways.values() for name in outcomes):
-            algorithm, *names = way.split("/")
+        for variant in (name for outcomes in self.variants.values() for name in outcomes):
+            algorithm, *names = variant.split("/")
             if algorithm not in ALGORITHMS or len(names) != 1:
-                raise ValueError(f"a way is {shown(way)}")
+                raise ValueError(f"a variant is {shown(variant)}")
 
-    def trust(self, world: int) -> Trust:
-        """Return what a group of ``world`` ranks may go by."""
-        outcomes = self.ways.get(str(world))
+    def qualification(self, world: int) -> Qualification:
+        """Return what the report allows a group of ``world`` ranks."""
+        outcomes = self.variants.get(str(world))
         if outcomes is None:
-            known = ", ".join(self.ways) or "no"
-            text = (
-                f"the record of {self.date} is of {known} ranks: `tpkernels qualify --tp {world}`"
-            )
-            return Trust(record=text)
-        passed = {way for way, outcome in outcomes.items() if outcome.status == QUALIFIED}
-        reasons = {way: outcomes[way].reason for way in outcomes if way not in passed}
-        return Trust(frozenset(passed), reasons, f"no way in the record of {self.date}")
+            known = ", ".join(self.variants) or "no"
+            covered = f"the report of {self.date} covers {known} ranks"
+            return Qualification(summary=f"{covered}; run `tpkernels qualify --tp {world}`")
+        passed = {variant for variant, outcome in outcomes.items() if outcome.status == QUALIFIED}
+        reasons = {
+            variant: outcomes[variant].reason for variant in outcomes if variant not in passed
+        }
+        return Qualification(frozenset(passed), reasons, f"no variant in the report of {self.date}")
 
     def has(self, name: str, world: int) -> bool:
-        """Return whether a way, or a litmus test, was run for a number of ranks."""
-        outcomes = {**self.litmus.get(str(world), {}), **self.ways.get(str(world), {})}
+        """Return whether a variant, or a litmus test, was run for a number of ranks."""
+        outcomes = {**self.litmus.get(str(world), {}), **self.variants.get(str(world), {})}
         return name in outcomes and outcomes[name].status != NOT_RUN
 
-    def extended(self, new: Record) -> Record:
-        """Return this record with another's, which replaces what both have."""
+    def extended(self, new: QualificationReport) -> QualificationReport:
+        """Merge a newer report into this one; its outcomes replace older ones."""
         merged = {
             name: {
                 world: {**mine.get(world, {}), **theirs.get(world, {})}
@@ -209,14 +215,14 @@ class Record:
             }
             for name, mine, theirs in (
                 ("litmus", self.litmus, new.litmus),
-                ("ways", self.ways, new.ways),
+                ("variants", self.variants, new.variants),
             )
         }
-        return Record(new.date, merged["litmus"], merged["ways"])
+        return QualificationReport(new.date, merged["litmus"], merged["variants"])
 
 
 def head(device: str) -> dict[str, Any]:
-    """Return what a record must say for it to be of this machine and these kernels."""
+    """Return the key of this machine and these kernels, which a report must match."""
     found: dict[str, Any] = {"format": FORMAT, "device": device, "versions": versions()}
     found["kernels"] = kernels_digest()
     if device == "cuda":
@@ -242,13 +248,13 @@ def kernels_digest() -> str:
 
 
 def path_of(head: Mapping[str, Any]) -> Path:
-    """Return the file of a record. ``RuntimeError`` if the user has no home."""
+    """Return the path of a report. ``RuntimeError`` if the user has no home."""
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode()).hexdigest()[:12]
     return cache_folder() / f"qualified-{head['device']}-{digest}.json"
 
 
-def load(device: str) -> tuple[Record | None, str]:
-    """Return this machine's record, None if there is none, and a warning for the user if a file
+def load(device: str) -> tuple[QualificationReport | None, str]:
+    """Return this machine's report, None if there is none, and a warning for the user if a file
     was ignored ("" if not)."""
     path: Path | str = "of `tpkernels qualify`"
     try:
@@ -257,27 +263,27 @@ def load(device: str) -> tuple[Record | None, str]:
         data = json.loads(read_trusted(path, most=_MOST_BYTES))
         if not isinstance(data, dict) or any(data.get(key) != expected[key] for key in expected):
             raise ValueError("it is of another machine")
-        return from_json(Record, data.get("record"), "record"), ""
+        return from_json(QualificationReport, data.get("report"), "report"), ""
     except (FileNotFoundError, RuntimeError):
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
-        why = f"the record {path} is ignored: {error}. `tpkernels qualify` writes a new one."
+        why = f"ignoring the report {path}: {error}. `tpkernels qualify` writes a new one."
         return None, why
 
 
-def of_this_machine(world: int) -> Trust:
+def of_this_machine(world: int) -> Qualification:
     """Return what a group of ``world`` ranks may go by on this machine's GPUs."""
-    record, _ = load("cuda")
-    return Trust() if record is None else record.trust(world)
+    report, _ = load("cuda")
+    return Qualification() if report is None else report.qualification(world)
 
 
-def save(device: str, record: Record) -> Path:
-    """Write this machine's record. ``OSError`` if the file cannot be written."""
+def save(device: str, report: QualificationReport) -> Path:
+    """Write this machine's report. ``OSError`` if the file cannot be written."""
     path = path_of(head(device))
-    replace_file(path, text_of(device, record).encode())
+    replace_file(path, text_of(device, report).encode())
     return path
 
 
-def text_of(device: str, record: Record) -> str:
-    """Return a record as JSON, with the machine that it is of."""
-    return json.dumps({**head(device), "record": asdict(record)}, indent=1) + "\n"
+def text_of(device: str, report: QualificationReport) -> str:
+    """Return a report as JSON, with the machine's key."""
+    return json.dumps({**head(device), "report": asdict(report)}, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""What a record of `tpkernels qualify` lets `auto` take, and that no other file does."""
+"""What a report of `tpkernels qualify` lets `auto` take, and that no other file does."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import ranked
-from tests.support.cuda_rehearsal import TRUSTED
+from tests.support.cuda_rehearsal import ALL_QUALIFIED
 from tests.support.nccl_rehearsal import over_nccl
 from tpkernels import groups, qualification
-from tpkernels.planning import trust
+from tpkernels.planning import qualification as reports
 from tpkernels.planning.choose import Means, candidates, choose
 from tpkernels.planning.op_spec import Options
 from tpkernels.planning.problem import Problem
-from tpkernels.planning.table import Measurement, Table
-from tpkernels.planning.trust import (
+from tpkernels.planning.qualification import (
     DISQUALIFIED,
     NOT_RUN,
     QUALIFIED,
     Failure,
-    Record,
+    Qualification,
+    QualificationReport,
     StageOutcome,
-    Trust,
 )
+from tpkernels.planning.table import Measurement, Table
 from tpkernels.symm import streams
 
 WRONG = Failure("wrong", "all_reduce 2x2 float32", 1, elements=4, wrong=1, first=((3, "0", "2"),))
-RECORD = Record(
+REPORT = QualificationReport(
     "2026-11-25",
     {"2": {"words": StageOutcome(QUALIFIED, 100, 1.0)}},
     {
@@ -65,8 +65,8 @@ def routed(**changes: Any) -> Problem:
     return replace(problem("moe_dispatch"), **{"options": options, **changes})
 
 
-def means(trusted: Trust) -> Means:
-    return Means(True, trust=trusted)
+def means(qualification: Qualification) -> Means:
+    return Means(True, qualification=qualification)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_routed_rows_of_a_static_number_go_by_kernels(
     asked: Callable[[], Problem], algorithm: str, reason: str
 ) -> None:
     """If these are qualified."""
-    plan = choose(asked(), means(Trust(frozenset({"direct/routed"}))))
+    plan = choose(asked(), means(Qualification(frozenset({"direct/routed"}))))
     assert plan.algorithm == algorithm and reason in plan.reason, plan
-    other = choose(asked(), means(Trust(frozenset({"direct/ll"}))))
+    other = choose(asked(), means(Qualification(frozenset({"direct/ll"}))))
     assert other.algorithm == "unfused"
     if algorithm == "direct":
         assert "direct is not qualified: `tpkernels qualify` has" in other.reason, other
@@ -99,40 +99,52 @@ def test_auto_takes_nothing_else_whatever_the_times() -> None:
     series, extent = problem().tuning_key or (None, 0)
     assert series is not None
     times = Table((Measurement(series, extent, {"unfused": 1.0, "direct": 0.1}, "2026-11-25"),))
-    assert choose(problem(), means(TRUSTED), tuned=times).algorithm == "direct"
-    for trusted in (Trust(), Trust(frozenset({"direct/one_shot"})), RECORD.trust(4)):
-        plan = choose(problem(), means(trusted), tuned=times)
-        assert plan.algorithm == "unfused" and candidates(problem(), means(trusted)) == ["unfused"]
-        assert choose(problem(), means(trusted), requested="direct").algorithm == "direct"
-    assert choose(problem(), means(RECORD.trust(2)), tuned=times).algorithm == "direct"
+    assert choose(problem(), means(ALL_QUALIFIED), tuned=times).algorithm == "direct"
+    for allowed in (
+        Qualification(),
+        Qualification(frozenset({"direct/one_shot"})),
+        REPORT.qualification(4),
+    ):
+        plan = choose(problem(), means(allowed), tuned=times)
+        assert plan.algorithm == "unfused" and candidates(problem(), means(allowed)) == ["unfused"]
+        assert choose(problem(), means(allowed), requested="direct").algorithm == "direct"
+    assert choose(problem(), means(REPORT.qualification(2)), tuned=times).algorithm == "direct"
 
 
 def test_the_reasons_say_what_to_do() -> None:
-    assert "`tpkernels qualify`" in choose(problem(), means(Trust())).reason
-    assert "`tpkernels qualify --tp 4`" in str(RECORD.trust(4).why_not("all_reduce", "direct"))
-    reason = RECORD.trust(2).why_not("all_gather", "direct") or ""
+    assert "`tpkernels qualify`" in choose(problem(), means(Qualification())).reason
+    assert "`tpkernels qualify --tp 4`" in str(
+        REPORT.qualification(4).why_not("all_reduce", "direct")
+    )
+    reason = REPORT.qualification(2).why_not("all_gather", "direct") or ""
     assert "direct/one_shot: the budget" in reason
     assert "1 of 4 elements wrong in all_reduce 2x2 float32, rank 1: [3] 0 for 2" in reason
-    assert RECORD.trust(2).why_not("all_reduce", "unfused") is None
+    assert REPORT.qualification(2).why_not("all_reduce", "unfused") is None
 
 
-def test_a_record_is_read_back(cache: Path) -> None:
-    assert trust.load("cpu") == (None, "")
-    path = trust.save("cpu", RECORD)
-    assert path.parent == cache and trust.load("cpu") == (RECORD, "")
-    assert RECORD.has("direct/ll", 2) and not RECORD.has("direct/one_shot", 2)
-    later = Record("2026-11-26", ways={"4": {"direct/ll": StageOutcome(QUALIFIED)}})
-    both = RECORD.extended(later)
-    assert both.trust(4).ways == {"direct/ll"} and both.trust(2) == RECORD.trust(2).__class__(
-        RECORD.trust(2).ways, RECORD.trust(2).reasons, both.trust(2).record
+def test_a_report_is_read_back(cache: Path) -> None:
+    assert reports.load("cpu") == (None, "")
+    path = reports.save("cpu", REPORT)
+    assert path.parent == cache and reports.load("cpu") == (REPORT, "")
+    assert REPORT.has("direct/ll", 2) and not REPORT.has("direct/one_shot", 2)
+    later = QualificationReport(
+        "2026-11-26", variants={"4": {"direct/ll": StageOutcome(QUALIFIED)}}
+    )
+    both = REPORT.extended(later)
+    assert both.qualification(4).variants == {"direct/ll"} and both.qualification(
+        2
+    ) == REPORT.qualification(2).__class__(
+        REPORT.qualification(2).variants,
+        REPORT.qualification(2).reasons,
+        both.qualification(2).summary,
     )
 
 
-def spoilt(**ways: Any) -> Callable[[Path], Any]:
-    """Write a record with these ways, by number of ranks."""
-    record = {"date": "2026-11-26", "litmus": {}, "ways": ways}
+def spoilt(**variants: Any) -> Callable[[Path], Any]:
+    """Write a report with these variants, by number of ranks."""
+    report = {"date": "2026-11-26", "litmus": {}, "variants": variants}
     return lambda path: path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"record": record})
+        json.dumps(json.loads(path.read_text()) | {"report": report})
     )
 
 
@@ -142,14 +154,14 @@ SPOILT: dict[str, Callable[[Path], Any]] = {
         json.dumps(json.loads(path.read_text()) | {"kernels": "others"})
     ),
     "no 'date'": lambda path: path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"record": {"litmus": {}, "ways": {}}})
+        json.dumps(json.loads(path.read_text()) | {"report": {"litmus": {}, "variants": {}}})
     ),
     "a number of ranks is 'two'": spoilt(two={}),
     "a number of ranks is '-1'": spoilt(**{"-1": {}}),
     "a number of ranks is ' 2 '": spoilt(**{" 2 ": {}}),
-    "a way is 'directll'": spoilt(**{"2": {"directll": asdict(StageOutcome(QUALIFIED))}}),
-    "a way is 'direct/ll/c'": spoilt(**{"2": {"direct/ll/c": asdict(StageOutcome(QUALIFIED))}}),
-    "a way is 'another/ll'": spoilt(**{"2": {"another/ll": asdict(StageOutcome(QUALIFIED))}}),
+    "a variant is 'directll'": spoilt(**{"2": {"directll": asdict(StageOutcome(QUALIFIED))}}),
+    "a variant is 'direct/ll/c'": spoilt(**{"2": {"direct/ll/c": asdict(StageOutcome(QUALIFIED))}}),
+    "a variant is 'another/ll'": spoilt(**{"2": {"another/ll": asdict(StageOutcome(QUALIFIED))}}),
     "a status is 'QUALIFIED'": spoilt(
         **{"2": {"direct/ll": asdict(StageOutcome(QUALIFIED)) | {"status": "QUALIFIED"}}}
     ),
@@ -159,20 +171,20 @@ SPOILT: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("why", SPOILT)
 def test_a_file_that_is_not_to_be_trusted(cache: Path, why: str) -> None:
-    path = trust.save("cpu", RECORD)
+    path = reports.save("cpu", REPORT)
     SPOILT[why](path)
-    record, warning = trust.load("cpu")
-    assert record is None and why in warning and str(path) in warning
+    report, warning = reports.load("cpu")
+    assert report is None and why in warning and str(path) in warning
 
 
-def test_changed_kernels_have_another_record(cache: Path) -> None:
-    trust.save("cpu", RECORD)
-    with mock.patch.object(trust, "kernels_digest", lambda: "of other sources"):
-        assert trust.load("cpu") == (None, "")
+def test_changed_kernels_need_a_new_report(cache: Path) -> None:
+    reports.save("cpu", REPORT)
+    with mock.patch.object(reports, "kernels_digest", lambda: "of other sources"):
+        assert reports.load("cpu") == (None, "")
 
 
 def save_and_call(folder: str, driver: str) -> list[str]:
-    """On a rank: rank 0 alone has the record. The kernels that an all-reduce of few bytes takes."""
+    """On a rank: only rank 0 has the report. The kernels that an all-reduce of few bytes takes."""
     launched = []
     from tpkernels.cuda import calls
 
@@ -185,17 +197,17 @@ def save_and_call(folder: str, driver: str) -> list[str]:
         patch.setattr(calls, "launch", spy)
         if group.rank() == 0:
             patch.setenv("XDG_CACHE_HOME", folder)
-            trust.save("cuda", RECORD)
+            reports.save("cuda", REPORT)
         x = torch.ones(4, 64)
         assert torch.equal(tpkernels.all_reduce(x, group, algorithm="direct"), 2 * x)
         own = groups.get(group.group_name)
-        assert own.trust().ways == {"direct/two_shot"}
-        own.use_trust(Trust(frozenset({"direct/ll"})))
+        assert own.qualification().variants == {"direct/two_shot"}
+        own.use_qualification(Qualification(frozenset({"direct/ll"})))
         tpkernels.all_reduce(x, group, algorithm="direct")
     return launched
 
 
-def test_all_ranks_go_by_the_record_of_rank_0(
+def test_all_ranks_go_by_the_report_of_rank_0(
     ranks: object, cuda_driver: str, tmp_path: Path
 ) -> None:
     found = ranks(2).run(save_and_call, str(tmp_path), cuda_driver)  # type: ignore[operator]
@@ -206,13 +218,13 @@ def test_all_ranks_go_by_the_record_of_rank_0(
 def qualifying(
     folder: str, driver: str, here: bool = True, why: str = ""
 ) -> Iterator[tuple[pytest.MonkeyPatch, list[str]]]:
-    """On a rank, which sees a GPU if ``here``: the command writes a record, and fails if there is a
+    """On a rank, which sees a GPU if ``here``: the command writes a report, and fails if there is a
     ``why``. Yields the commands that were run."""
     commands: list[str] = []
 
     def run_command(world: int, budget: float) -> str:
         commands.append(f"{world} {budget:g}")
-        trust.save("cuda", RECORD)
+        reports.save("cuda", REPORT)
         return why
 
     with over_nccl(driver, None) as patch:
@@ -230,7 +242,7 @@ def qualify_a_group(folder: str, driver: str, why: str) -> tuple[list[str], str]
     with qualifying(folder, driver, why=why) as (patch, commands), ranked.fresh_group() as group:
         for _ in range(2):
             try:
-                said.append(str(sorted(tpkernels.qualify(group, budget=30).ways)))
+                said.append(str(sorted(tpkernels.qualify(group, budget=30).variants)))
             except RuntimeError as error:
                 said.append(str(error))
         patch.undo()
@@ -250,15 +262,15 @@ def test_a_group_is_qualified_once(
 
 
 def init_a_group(folder: str, driver: str, gpus: tuple[bool, bool]) -> tuple[list[str], bool]:
-    """On a rank: which ways calls may take after `init(qualify=True)`, twice, and whether this
+    """On a rank: which variants calls may take after `init(qualify=True)`, twice, and whether this
     rank ran the command."""
-    ways = []
+    variants = []
     with qualifying(folder, driver, gpus[dist.get_rank()]) as (_, commands):
         group = dist.new_group()
         for _ in range(2):
             tpkernels.init(group, timeout=20.0, qualify=True)
-            ways.append(str(sorted(groups.get(group.group_name).trust().ways)))
-    return ways, bool(commands)
+            variants.append(str(sorted(groups.get(group.group_name).qualification().variants)))
+    return variants, bool(commands)
 
 
 @pytest.mark.parametrize("gpus", [(True, True), (True, False)])
