@@ -23,12 +23,17 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-HOST_CODE = [
-    path
-    for folder in ("calls", "cuda", "host", "nccl")
+# Files that include pybind11 are compiled together: its headers take 8 s in each translation unit.
+UNITS = {
+    "unit_calls": sorted(Path("csrc/calls").glob("*.cpp")),
+    "unit_bindings": [Path("csrc", name, "bindings.cpp") for name in ("", "cuda", "host", "nccl")],
+}
+SOURCES = sorted(
+    str(path)
+    for folder in ("cuda", "host")
     for path in Path("csrc", folder).glob("*.cpp")
-]
-SOURCES = ["csrc/bindings.cpp", *sorted(map(str, HOST_CODE))]
+    if path.name != "bindings.cpp"
+)
 HEADERS = sorted(str(path) for glob in ("*.h", "*.inc") for path in Path("csrc").rglob(glob))
 
 # What NVRTC needs of csrc/; what includes the others comes last.
@@ -98,10 +103,21 @@ def write_image(folder: Path) -> str:
         f'  static const Image image{{kBytes, {len(fatbin)}, "{holds}", {{{sources}}}}};\n'
         "  return image;\n}\n"
     )
-    target = folder / "image.cpp"
+    return write(folder / "image.cpp", text)
+
+
+def write(target: Path, text: str) -> str:
+    """Write a source file, unless it has this text already; return its path."""
     if not target.exists() or target.read_text() != text:
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
     return str(target)
+
+
+def write_unit(name: str) -> str:
+    """Write the translation unit that includes the files of `UNITS`."""
+    paths = (path.relative_to("csrc") for path in UNITS[name])
+    return write(BUILD / f"{name}.cpp", "".join(f'#include "{path}"\n' for path in paths))
 
 
 class BuildExt(build_ext):
@@ -114,19 +130,19 @@ class BuildExt(build_ext):
         self.build_temp = str(BUILD / f"objects-{tag}")
 
     def build_extension(self, ext: Pybind11Extension) -> None:
-        ext.sources.append(write_image(BUILD / "cuda"))
+        ext.sources = [*map(write_unit, UNITS), *ext.sources, write_image(BUILD / "cuda")]
         super().build_extension(ext)
 
 
 def needs_recompile(obj: str, src: str) -> bool:
-    built = Path(obj).stat().st_mtime
-    return any(Path(path).stat().st_mtime > built for path in (src, __file__, *HEADERS))
+    built, parts = Path(obj).stat().st_mtime, UNITS.get(Path(src).stem, [])
+    return any(Path(path).stat().st_mtime > built for path in (src, *parts, __file__, *HEADERS))
 
 
 extension = Pybind11Extension(
     "tpkernels._C",
     sources=SOURCES,
-    depends=[*HEADERS, *(f"csrc/cuda/{name}" for name in DEVICE_CODE), "setup.py"],
+    depends=[*(str(path) for path in Path("csrc").rglob("*.*")), "setup.py"],
     include_dirs=["csrc"],
     cxx_std=17,
     # And -fvisibility=hidden -g0. All vector units round products and sums alike.

@@ -1,12 +1,27 @@
-"""Bar charts as SVG, legible on light and on dark pages."""
+"""Bar charts as SVG, legible on light and dark pages.
+
+    python -m benchmarks.chart results/bench.jsonl docs/images/ops.svg
+
+draws a result of `tpkernels bench`: the exposed communication of each op, over its sizes. Needs
+matplotlib.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from xml.sax.saxutils import escape
+
+from tpkernels.bench.results import by_case, load
 
 WIDTH, LABELS, BAR, GAP = 560, 150, 22, 6
 TEXT, OURS, OTHERS = "#767676", "#e8590c", "#8a94a0"
+OPS = {  # color and label of each variant in a result of `tpkernels bench`
+    "torch": ("#c3c9d0", "gloo + torch.matmul"),
+    "unfused": (OTHERS, "unfused: collective, then matmul"),
+    "auto": (OURS, "tpkernels"),
+}
 
 
 def bars(
@@ -45,3 +60,38 @@ def bars(
 def _text(x: float, y: float, text: str, weight: str, anchor: str = "start") -> str:
     place = f'x="{x:.1f}" y="{y}" font-weight="{weight}" text-anchor="{anchor}"'
     return f"<text {place}>{escape(text)}</text>"
+
+
+def exposed_communication(source: Path, target: Path) -> None:
+    """Draw the time of each op in a `bench.jsonl` beyond the local matmul, in percent of it."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    cases = [case for case in by_case(load(source)[1]).values() if "local_matmul" in case]
+    ops = list(dict.fromkeys(next(iter(case.values())).op for case in cases))
+    keys = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    style = {"svg.fonttype": "none", "svg.hashsalt": "tpkernels", "font.size": 11}
+    spines = {"axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": "none"}
+    with mpl.rc_context({**style, **spines, **dict.fromkeys(keys, TEXT)}):
+        figure = Figure(figsize=(9, 3.6), layout="constrained", facecolor="none")
+        for axes, op in zip(
+            figure.subplots(1, len(ops), sharey=True, squeeze=False)[0], ops, strict=True
+        ):
+            shown = [case for case in cases if case["auto"].op == op]
+            for i, (name, (color, label)) in enumerate(OPS.items()):
+                at = [x + 0.27 * (i - 1) for x in range(len(shown))]
+                exposed = [100 / case[name].speedup["local_matmul"][1] - 100 for case in shown]
+                drawn = axes.bar(at, exposed, 0.25, color=color, label=label)
+                axes.bar_label(drawn, fmt="{:.0f}", fontsize=9, padding=1)
+            shapes = [case["auto"].shape or [] for case in shown]
+            axes.set_title(op, fontweight="bold", fontsize=11, color=TEXT)
+            axes.set_xticks(range(len(shapes)), [str(m) for m, *_ in shapes])
+            axes.set_xlabel(f"M; N, K = {shapes[0][1]}, {shapes[0][2]}")
+        figure.axes[0].set_ylabel("exposed communication,\n% of the matmul")
+        handles = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=3, frameon=False)
+        figure.savefig(target, metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    exposed_communication(*map(Path, sys.argv[1:]))

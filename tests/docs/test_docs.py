@@ -64,7 +64,7 @@ def test_all_blocks_are_of_a_kind_that_is_run(page: Path) -> None:
             assert token.info in ("python", "sh", "text"), f"{page}: {token.info}"
 
 
-SCRIPTS = ["README.md", "docs/quickstart.md"]
+SCRIPTS = ["README.md", "docs/quickstart.md", "docs/index.md"]
 
 
 @pytest.mark.thorough
@@ -74,7 +74,7 @@ def test_scripts(page: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     source, script = program(ROOT / page), tmp_path / "first.py"
     named, count = re.subn(r'NAME = "\S+"', f'NAME = "{served.folder(tmp_path)}"', source)
-    assert count == 1
+    assert count == len(re.findall("^NAME = ", source, re.M))
     script.write_text(named + "\nprint('ran')\n")
     assert output_of(script).endswith("ran\n")
 
@@ -84,7 +84,8 @@ def run_job(source: str, name: str) -> None:
 
 
 WITH_MODELS = ["models", "moe", "recipes"]
-ON_TWO_RANKS = ["failures", "gallery", "mesh", "numerics", "ops", "performance", *WITH_MODELS]
+ON_TWO_RANKS = ["failures", "gallery", "mesh", "numerics", "ops", "packed_weights", "scaled_ops"]
+ON_TWO_RANKS += ["tuning", *WITH_MODELS]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +169,14 @@ def test_options_exist(page: Path) -> None:
         group.get_command(None, name).make_context(name, options)
 
 
-def test_the_picture_is_of_the_readmes_command() -> None:
-    assert "--chart docs/images/llama.svg" in PAGES[0].read_text()
-    assert ElementTree.parse(ROOT / "docs/images/llama.svg").getroot().tag.endswith("svg")
+@pytest.mark.parametrize(
+    ("picture", "results"), [("llama", "cpu-2core-llama"), ("ops", "cpu-2core-ops")]
+)
+def test_the_pictures_are_of_measured_results(picture: str, results: str) -> None:
+    path = f"docs/images/{picture}.svg"
+    assert f"]({path})" in PAGES[0].read_text()
+    assert path in (ROOT / f"benchmarks/results/{results}.md").read_text()
+    assert ElementTree.parse(ROOT / path).getroot().tag.endswith("svg")
 
 
 def test_messages_of_troubleshooting() -> None:

@@ -75,8 +75,9 @@ def _run_for(x: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 
 def moe_combine(x: torch.Tensor, handle: Handle, *, algorithm: str = "auto") -> torch.Tensor:
-    """Bring what the experts made of the rows back and sum each token's by weight. In one process
-    it is, after `moe_dispatch`::
+    """Return the expert outputs to the ranks of their tokens, and sum them by router weight.
+
+    On one rank, after `moe_dispatch`, it equals::
 
         by_route = torch.empty_like(x).index_copy_(0, order, x).view(tokens, k, -1)
         y = sum(weights[:, j, None] * by_route[:, j].float() for j in range(k)).to(x.dtype)

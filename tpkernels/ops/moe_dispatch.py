@@ -110,8 +110,9 @@ def moe_dispatch(
     max_rows: int | None = None,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
-    """Bring each token to the ranks that hold its experts; none is dropped, and nothing is padded.
-    In one process it is::
+    """Send each token to the ranks that hold its experts, without padding or dropped tokens.
+
+    On one rank it equals::
 
         order = topk_ids.flatten().argsort(stable=True)
         rows, counts = x[order // k], topk_ids.flatten().bincount(minlength=num_experts)
