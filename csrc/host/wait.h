@@ -1,6 +1,5 @@
 // How a process waits for a word that another one stores: it polls, then yields its core between
-// polls, then sleeps on a futex. `wait_until` is the one loop; docs/developers/protocol.md lists
-// its callers.
+// polls, then sleeps on a futex. `wait_until` is the one loop.
 //
 // Wake-up: whoever changes a word changes it first, then looks for sleepers. A waiter counts itself
 // as a sleeper, then looks at the word. Both are sequentially consistent, so at least one sees the

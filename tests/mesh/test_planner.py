@@ -1,5 +1,4 @@
-"""The plans of known cases and their cost on a machine with round rates: what the planner derives,
-without any process. Published figures are in planning/test_choose.py."""
+"""The plans of known cases and their cost on a machine with round rates, without processes."""
 
 from __future__ import annotations
 

@@ -37,17 +37,14 @@ def init(
             `tpkernels qualify` has found right there; it takes torch's calls if that has not run.
             True: it times each new problem on CPUs, too (`autotune`). False: it times nothing.
         numerics: how reductions of CUDA tensors sum. "ordered": in fp32, in rank order, rounded
-            once, so the bits are the same in every run and for every algorithm. "vendor": `unfused`
-            leaves the sum to NCCL, which adds in the wire dtype and in an order of its own, and
-            `multimem` to the switch; other algorithms, which run if they are named or measured to
-            be faster, sum in order. None
-            follows torch: "ordered" under ``torch.use_deterministic_algorithms(True)``, else
-            "vendor". On CPU tensors, and where gloo moves CUDA tensors, sums are always ordered,
-            which costs nothing there; "vendor" is accepted, since it allows any order, so one
-            program runs on both.
-        qualify: on GPUs without a record of `tpkernels qualify`, make one on the spot, as `qualify`
-            does, within a minute. There is nothing to do where ranks see no GPU, or share no
-            memory. All ranks pass the same.
+            once; the sum of given partials is bitwise identical in every run and for every
+            algorithm. "vendor": `unfused` leaves the sum to NCCL, which adds in the wire dtype in
+            any order, and `multimem` to the switch; all other algorithms sum in order. None follows
+            torch: "ordered" under ``torch.use_deterministic_algorithms(True)``, else "vendor". CPU
+            tensors, and CUDA tensors on gloo, are always summed in order; they accept "vendor",
+            so one program runs on both.
+        qualify: on GPUs without a qualification report, run `qualify` now, for at most a minute.
+            Has no effect if ranks see no GPU or share no memory. All ranks pass the same value.
 
     Raises:
         ValueError: an argument is out of range, differs between ranks, or the group is in use with

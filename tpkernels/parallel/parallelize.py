@@ -71,7 +71,7 @@ def parallelize(
             such as "colwise", as in the ``tp_plan`` of a model of transformers.
         sequence_parallel: without a plan, whether each rank has only its rows of the sequence
             between the matmuls, so that each overlaps with its collective. For generation token by
-            token, False saves one collective per matmul. "prefill" does both: it splits sequences
+            token, False saves one collective per block. "prefill" does both: it splits sequences
             of 16 tokens a rank and more. None means True, unless ``ffn_only`` is set. Layers that
             may do more with rows than projections and norms do are never split by rows.
         ffn_only: without a plan, whether only the feed-forward layers are split. Every rank then
