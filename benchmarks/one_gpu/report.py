@@ -115,7 +115,7 @@ def _tables(results: Sequence[Result]) -> Iterable[tuple[str, Table]]:
 
 def _overlap(rows: Sequence[Row]) -> Table:
     return [
-        ("case", "us", "E_overlap", "fused / GEMM"),
+        ("case", "us", "hidden", "fused / GEMM"),
         *(
             (
                 row["case"],
