@@ -104,7 +104,7 @@ def test_errors_come_with_the_tracebacks_of_the_ranks() -> None:
     text = str(caught.value)
     assert re.search(r"rank 1 \(pid(.|\n)*in work(.|\n)*on the second rank\n", text)
     assert text.count("on others") == 2  # the line of code, and the error, of rank 0 only
-    assert text.endswith(" s: the same as rank 0")
+    assert text.endswith(" s: same error as rank 0")
     with pytest.raises(RankError, match="cannot pickle"):
         tpkernels.spmd(lambda mesh: threading.Lock(), 1)
 
@@ -127,11 +127,22 @@ def test_semaphores_of_a_rank_end_with_it() -> None:
     ("arguments", "options", "error", "message"),
     [
         ((4, (2, 3)), {}, ValueError, "has 6 ranks, but nprocs is 4"),
+        ((2, (-1, -2)), {}, ValueError, r"mesh_shape is \(-1, -2\); .*each at least 1"),
         ((0,), {}, ValueError, "nprocs is 0; pass the number of ranks"),
-        ((2, "text"), {}, TypeError, r"mesh_shape is 'text'; .* such as \(2,\), or None, before"),
+        (
+            (2, "text"),
+            {},
+            TypeError,
+            r"mesh_shape is 'text'; pass the sizes .* such as \(2,\), or None",
+        ),
         ((2,), {"device": "cuda"}, ValueError, "torch sees no GPU"),
-        ((2,), {"device": "tpu"}, ValueError, "device is 'tpu'; it can be 'cpu' or 'cuda'"),
-        ((4, (2, 2)), {"mesh_dim_names": ["x"]}, ValueError, "2 dims, but the names are"),
+        ((2,), {"device": "tpu"}, ValueError, "device is 'tpu'; expected 'cpu' or 'cuda'"),
+        (
+            (4, (2, 2)),
+            {"mesh_dim_names": ["x"]},
+            ValueError,
+            r"mesh_dim_names is \('x',\), but mesh_shape \(2, 2\) has 2 dims",
+        ),
         ((1, None, threading.Lock()), {}, TypeError, "cannot be copied to the ranks"),
     ],
 )

@@ -126,5 +126,5 @@ def _move(move: Callable[[memoryview], int], data: Bytes, check: Callable[[], No
             check()
             continue
         if not moved:
-            raise EOFError("the other side is gone")
+            raise EOFError("the peer process closed the connection")
         rest = rest[moved:]

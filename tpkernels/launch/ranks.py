@@ -264,7 +264,7 @@ class Ranks:
             try:
                 self._drain(self._job)
             except _GiveUp:
-                self._close("a rank stopped in the middle of its answer")
+                self._close("a rank stopped while it was sending its result")
             return self._job.by_rank()
 
     def call(
@@ -351,23 +351,23 @@ class Ranks:
             if outcome.error is not None:
                 cause = outcome.error.strip()
                 if first.setdefault(cause, rank) != rank:
-                    cause = f"the same as rank {first[cause]}"
+                    cause = f"same error as rank {first[cause]}"
             elif not outcome.timed_out:
                 cause = (
                     f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 )
             elif stacks:
                 assert process.pid is not None
-                cause = f"no answer: {_whereabouts(process.pid)}"
+                cause = f"no response: {_whereabouts(process.pid)}"
             else:
-                parts.append(f"rank {rank}: no answer")
+                parts.append(f"rank {rank}: no response")
                 continue
             parts.append(f"rank {rank} (pid {process.pid}), after {outcome.seconds:.1f} s: {cause}")
         return parts
 
     def close(self) -> None:
         """End the rank processes. Idempotent; does nothing in a forked child."""
-        self._close("it was closed")
+        self._close("close() was called")
 
     def __enter__(self) -> Ranks:
         return self
@@ -459,38 +459,45 @@ class Ranks:
         if self._streaming == threading.get_ident():
             raise RuntimeError("a stream is open; exhaust or close its iterator first")
         if not self._turn.acquire(timeout=timeout):
-            raise TimeoutError(f"calls of other threads took longer than {timeout:g} s")
+            raise TimeoutError(
+                f"timed out after {timeout:g} s: calls of other threads hold the executor"
+            )
         try:
             self._check_open()
             if self._job.pending and not busy:
                 busy_ranks = sorted(self._job.pending)
-                raise RuntimeError(f"ranks {busy_ranks} are still busy; collect() first")
+                raise RuntimeError(
+                    f"ranks {busy_ranks} are still running the submitted call; call collect() first"
+                )
             try:
                 yield
             except (GeneratorExit, RankError):
                 raise
             except BaseException as error:
                 if not busy:
-                    self._close(f"a call was left with {type(error).__name__}")
+                    self._close(f"a call was interrupted by {type(error).__name__}")
                 raise
         finally:
             self._turn.release()
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
-            raise RuntimeError("this process is a fork and cannot use its parent's executor")
+            raise RuntimeError(
+                "this process was forked and cannot use the executor of its parent; "
+                "create a new one"
+            )
         if self._why_closed is not None:
             raise RuntimeError(f"this executor is closed ({self._why_closed}); start a new one")
 
     def _check(self, method: str, rank: int | None) -> None:
         self._check_open()
         if rank is not None and not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} is not one of {self.world} ranks")
+            raise ValueError(f"rank is {rank}; expected 0 to {self.world - 1}")
         if method not in self._methods:
             close = difflib.get_close_matches(method, self._methods, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise AttributeError(
-                f"the ranks' object has no public method {method!r}{hint}; it has "
+                f"the object on the ranks has no public method {method!r}{hint}; public methods: "
                 f"{', '.join(sorted(self._methods)) or 'none'}"
             )
 
@@ -670,7 +677,7 @@ def _checked_timeout(timeout: float) -> float:
     """Return ``timeout``, at most what locks accept. Raise ``ValueError`` if it is not positive and
     finite."""
     if not (timeout > 0 and math.isfinite(timeout)):
-        raise ValueError(f"timeout must be a number of seconds above 0, got {timeout}")
+        raise ValueError(f"timeout must be a positive, finite number of seconds, got {timeout}")
     return float(min(timeout, threading.TIMEOUT_MAX))
 
 

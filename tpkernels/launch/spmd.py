@@ -72,20 +72,22 @@ def spmd(
         shape = (nprocs,) if mesh_shape is None else tuple(map(operator.index, mesh_shape))
     except TypeError:
         raise TypeError(
-            f"mesh_shape is {mesh_shape!r:.100}; pass the sizes of the mesh's dims, "
-            f"such as ({nprocs},), or None, before the arguments of the function"
+            f"mesh_shape is {mesh_shape!r:.100}; pass the sizes of the mesh dims, such as "
+            f"({nprocs},), or None; the arguments of fn come after it"
         ) from None
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device!r}; it can be 'cpu' or 'cuda'")
+        raise ValueError(f"device is {device!r}; expected 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch sees no GPU")
-    if prod(shape) != nprocs or min(shape, default=0) < 1:
+    if min(shape, default=0) < 1:
+        raise ValueError(f"mesh_shape is {shape}; pass at least one size, each at least 1")
+    if prod(shape) != nprocs:
         raise ValueError(f"mesh_shape {shape} has {prod(shape)} ranks, but nprocs is {nprocs}")
     names = _NAMES[: len(shape)] if mesh_dim_names is None else tuple(mesh_dim_names)
     if len(names) != len(shape) or len(set(names)) != len(names):
         raise ValueError(
-            f"mesh_shape {shape} has {len(shape)} dims, but the names are {names}; pass "
-            "mesh_dim_names with a name for each"
+            f"mesh_dim_names is {names}, but mesh_shape {shape} has {len(shape)} dims; pass "
+            "mesh_dim_names with a different name for each dim"
         )
 
     class Pickler(cloudpickle.Pickler):
@@ -102,8 +104,8 @@ def spmd(
         Pickler(file).dump((fn, args, kwargs))
     except Exception as error:  # pickle, and what it calls, raise several kinds
         raise TypeError(
-            f"{fn!r} and its arguments cannot be copied to the ranks: {error}; make what cannot be "
-            "copied inside of the function"
+            f"{fn!r} and its arguments cannot be copied to the ranks: {error}; create such "
+            "objects inside the function"
         ) from error
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     with Ranks(nprocs, backend=backend, threads=threads, import_main=False) as ranks:

@@ -55,7 +55,7 @@ def shape_of(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if len(parts) != 3 or not all(map(number_in, parts)):
         raise UsageError(
-            f"shape '{text}' is not M,N,K: three positive numbers, such as 2048,4096,4096"
+            f"shape '{text}' is not M,N,K: three positive integers, such as 2048,4096,4096"
         )
     return tuple(map(number_in, parts))
 
@@ -91,8 +91,8 @@ def note_crowd(ranks: int, threads: int) -> None:
     cores = len(os.sched_getaffinity(0))
     if ranks * threads > cores:
         print(
-            f"Starting {counted(ranks, 'rank')} of {counted(threads, 'thread')} on "
-            f"{counted(cores, 'core')}: they take turns, which is slow.",
+            f"Starting {counted(ranks, 'rank')} x {counted(threads, 'thread')} on "
+            f"{counted(cores, 'core')}: threads share cores, which is slow.",
             file=sys.stderr,
             flush=True,
         )
@@ -122,7 +122,7 @@ def read_input(path: Path, *, most: int) -> bytes:
     with accessing(path, "read"), path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise UsageError(f"'{path}' has more than {most} bytes")
+        raise UsageError(f"'{path}' is larger than {most} bytes")
     return content
 
 
@@ -149,8 +149,9 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
 
 
-def table(first: str, numbers: tuple[str, ...], last: str) -> Table:
-    """Return an empty table: a column of names, columns of numbers, a text column that wraps."""
+def table(first: str, numbers: tuple[str, ...], last: str | None = None) -> Table:
+    """Return an empty table: a column of names, columns of numbers, a text column that wraps
+    unless ``last`` is None."""
     from rich import box
     from rich.table import Table
 
@@ -158,7 +159,8 @@ def table(first: str, numbers: tuple[str, ...], last: str) -> Table:
     result.add_column(first, no_wrap=True)
     for name in numbers:
         result.add_column(name, justify="right", no_wrap=True)
-    result.add_column(last, min_width=16, overflow="fold")
+    if last is not None:
+        result.add_column(last, min_width=16, overflow="fold")
     return result
 
 
