@@ -365,4 +365,4 @@ def test_stages_go_by_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     report = run(stages, "cpu", budget=20.0)
     ran = [name for name, one in report.variants["2"].items() if one.status == QUALIFIED]
     assert ran == ["direct/a", "direct/b", "direct/c", "direct/d"]
-    assert report.variants["2"]["direct/e"].why == "over the budget: 5 s were left, it takes 6 s"
+    assert report.variants["2"]["direct/e"].why == "over budget: it needs 6 s, and 5 s are left"

@@ -283,5 +283,5 @@ def test_init_qualifies_where_all_ranks_see_gpus(
 
 
 def test_without_gpus_there_is_nothing_to_qualify() -> None:
-    with pytest.raises(ValueError, match="budget must be positive"):
+    with pytest.raises(ValueError, match="budget must be a positive number of seconds, not 0"):
         tpkernels.qualify(budget=0)

@@ -92,10 +92,10 @@ def test_the_automatic_minute() -> None:
 
 
 REFUSED = {
-    "let it see all": Topology(H100 * 8, 90, visible=1),
-    "MIG": Topology(H100 * 2, 90, refused="MIG: a slice has no peer access"),
-    "of several kinds": Topology((*H100, "NVIDIA A100"), 80),
-    "it needs 8.0": Topology(("Tesla V100",) * 2, 70),
+    "make all visible": Topology(H100 * 8, 90, visible=1),
+    "MIG": Topology(H100 * 2, 90, refused="MIG instances do not support peer access"),
+    "of different models": Topology((*H100, "NVIDIA A100"), 80),
+    "at least 8.0 is required": Topology(("Tesla V100",) * 2, 70),
     "no peer access": Topology(("NVIDIA L4",) * 2, 89, peers=False),
 }
 
@@ -134,7 +134,7 @@ def test_one_gpu_runs_everything_on_virtual_ranks_first() -> None:
 def test_a_stage_fits_into_the_time_that_is_left() -> None:
     stage = Stage("direct/ll", 2, seconds=6.0)
     late = stage.within(5.0)
-    assert late.why_not == f"{OVER_BUDGET}: 5 s were left, it takes 6 s"
+    assert late.why_not == f"{OVER_BUDGET}: it needs 6 s, and 5 s are left"
     assert late.within(6.0) == stage  # the stages before it took less than expected
-    refused = Stage("ring/all_gather", 2, why_not="NCCL has no two ranks on one GPU")
+    refused = Stage("ring/all_gather", 2, why_not="NCCL does not support two ranks on one GPU")
     assert refused.within(100.0) == refused == refused.within(0.0)

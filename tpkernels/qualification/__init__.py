@@ -43,14 +43,16 @@ def qualify(group: GroupLike | None = None, *, budget: float = AUTOMATIC_S) -> Q
         NotImplementedError: the ranks share no memory, or see no GPU.
     """
     if not budget > 0:
-        raise ValueError(f"budget must be positive, in seconds, not {budget}")
+        raise ValueError(f"budget must be a positive number of seconds, not {budget}")
     found = named_or_default(group).ready("cuda")
     if not torch.cuda.is_available() or not found.shared_memory:
         why = found.why_not_shared or "torch sees no GPU"
-        raise NotImplementedError(f"group '{found.name}' has nothing to qualify: {why}")
+        raise NotImplementedError(f"group '{found.name}' cannot be qualified: {why}")
     device = torch.device("cuda", torch.cuda.current_device())
     if streams.is_captured(device):
-        raise RuntimeError("tpkernels.qualify runs no stage within the capture of a CUDA graph")
+        raise RuntimeError(
+            "tpkernels.qualify cannot run during CUDA graph capture; call it before the capture"
+        )
     known = found.qualification()
     if not known.variants:
         why = _run_command(found.world, budget) if found.rank == 0 else ""

@@ -129,7 +129,7 @@ class StageReport:
 
     checks: int = 0  #: calls, or packs of a litmus test, that were right
     failure: Failure | None = None  #: the first one
-    call: str = "the set-up"  #: under way
+    call: str = "setup"  #: under way
 
 
 class Failed(Exception):
@@ -227,7 +227,9 @@ def _one_variant(variant: str, device: torch.device) -> Iterator[dist.ProcessGro
         spaces = own.workspace.on_gpus.values() if own.workspace is not None else ()
         for space in spaces if algorithm in ("direct", "fused") else ():
             if space.current.variants != {name}:
-                raise RuntimeError(f"{variant} was not taken, but {sorted(space.current.variants)}")
+                raise RuntimeError(
+                    f"{variant} was selected, but the calls ran {sorted(space.current.variants)}"
+                )
     finally:
         dist.destroy_process_group(group)
 

@@ -65,16 +65,18 @@ def check(name: str, device: str) -> StageReport:
     try:
         result = call()
         if result is not None and not result.isnan().all():
-            return _failed(name, f"results that are not NaN: {result.flatten()[:4].tolist()}")
+            return _failed(
+                name, f"expected NaN after the fault; got {result.flatten()[:4].tolist()}"
+            )
         tpkernels.check(group)
         call()
     except TpkernelsError as raised:
         error = raised
     seconds = time.monotonic() - begin
     if not isinstance(error, _ERRORS[kind]) or error.peer not in (None, CULPRIT):
-        return _failed(name, f"not told of a {_ERRORS[kind].__name__}: {error and of_error(error)}")
+        return _failed(name, f"expected {_ERRORS[kind].__name__}; got {error and of_error(error)}")
     if seconds > 4 * _TIMEOUT_S:
-        return _failed(name, f"told after {seconds:.1f} s: {error}")
+        return _failed(name, f"the error came after {seconds:.1f} s: {error}")
     return StageReport(1)
 
 

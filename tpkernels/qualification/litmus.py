@@ -80,8 +80,8 @@ def _stores(
         return
     taken = [records[i : i + 4] for i in range(0, 4 * min(wrong, _RECORDS), 4)]
     first = tuple((at, f"{got:#x}", f"{want:#x}") for _, at, got, want in taken)
-    call = f"litmus test of {name}, all pairs at once"
-    text = "values that arrived with their flag, or after it, and are not those that were sent"
+    call = f"litmus test of {name}, all pairs of ranks simultaneously"
+    text = "the flag arrived, but the values differ from those that were sent"
     raise Failed(Failure("wrong", call, space.rank, taken[0][0], text, report.checks, wrong, first))
 
 

@@ -60,7 +60,7 @@ def topology_here() -> Topology:
         count,
         peers,
         count > 1 and all(_SymmetricMemory.has_multicast_support(_CUDA, i) for i in range(count)),
-        "MIG: a slice has no peer access" if mig else "",
+        "MIG instances do not support peer access" if mig else "",
     )
 
 
@@ -115,9 +115,9 @@ def _outcome(
     for test in stage.relies_on:
         if device == "cpu" and test not in litmus_tests:
             continue
-        relied_on = litmus_tests.get(test, StageOutcome(NOT_RUN, why="it was not run"))
+        relied_on = litmus_tests.get(test, StageOutcome(NOT_RUN, why="not run"))
         if relied_on.status != QUALIFIED:
-            what = test if "/" in test else f"the litmus test of {test}"
+            what = test if "/" in test else f"litmus test of {test}"
             return StageOutcome(NOT_RUN, why=f"{what}: {relied_on.reason}")
     begin = time.monotonic()
     reports, ended = _reports(stage, device, repeats, around)
@@ -184,6 +184,6 @@ def _ending(ended: Outcome, stage: Stage) -> Failure:
     if ended.exitcode is not None:
         code = ended.exitcode
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return Failure("crash", call, ended.rank, text=f"its process ended: {how}")
+        return Failure("crash", call, ended.rank, text=f"the process ended: {how}")
     lines = (ended.error or "").strip().splitlines()
     return Failure("error", call, ended.rank, text=lines[-1] if lines else "")

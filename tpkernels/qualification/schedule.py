@@ -33,7 +33,7 @@ _THOROUGH = 4.0  # as many calls
 _FAULT_S = 15.0
 AUTOMATIC_S, ONE_GPU_S, MOST_S = 60.0, 240.0, 3600.0  #: budgets
 VIRTUAL = "virtual "  #: before the name of a variant that virtual ranks check
-OVER_BUDGET = "over the budget"  #: why a stage is left out
+OVER_BUDGET = "over budget"  #: why a stage is left out
 
 
 # The variants that rely on each litmus test: if the test fails, they may be right by luck. On GPUs
@@ -116,7 +116,7 @@ class Stage:
         """Return this stage, left out if it takes more than ``left`` seconds."""
         if self.why_not and not self.is_over_budget:
             return self
-        why = f"{OVER_BUDGET}: {left:.0f} s were left, it takes {self.seconds:.0f} s"
+        why = f"{OVER_BUDGET}: it needs {self.seconds:.0f} s, and {left:.0f} s are left"
         return replace(self, why_not=why if self.seconds > left else "")
 
 
@@ -182,7 +182,7 @@ def budget_of(topology: Topology, budget: float | None = None) -> float:
 def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     calls = CALLS_S * (_THOROUGH if thorough else 1.0)
     shared = world > topology.gpus
-    no_switch = "" if topology.multicast and not shared else "no multicast by an NVSwitch"
+    no_switch = "" if topology.multicast and not shared else "no NVSwitch multicast"
     stages: dict[str, Stage] = {}
 
     def add(name: str, seconds: float = START_S + calls, backend: str = "gloo") -> None:
@@ -226,16 +226,16 @@ def _why_not(topology: Topology, stage: Stage) -> str:
     if topology.refused:
         return topology.refused
     if len(set(topology.kinds)) > 1:
-        return f"GPUs of several kinds: {', '.join(sorted(set(topology.kinds)))}"
+        return f"the GPUs are of different models: {', '.join(sorted(set(topology.kinds)))}"
     if topology.capability < 80:
-        return f"compute capability {topology.capability / 10:.1f}; it needs 8.0"
+        return f"compute capability is {topology.capability / 10:.1f}; at least 8.0 is required"
     if not topology.peers and not shared:
-        return "no peer access between all GPUs"
+        return "some GPUs have no peer access to each other"
     if 0 < topology.visible < min(stage.world, topology.gpus):
         return (
-            f"a process sees {topology.visible} of {topology.gpus} GPUs: let it see all "
-            "(CUDA_VISIBLE_DEVICES, no --gpus-per-task)"
+            f"a process sees {topology.visible} of {topology.gpus} GPUs: make all visible "
+            "(CUDA_VISIBLE_DEVICES; Slurm without --gpus-per-task)"
         )
     if stage.backend == "nccl" and shared:
-        return "NCCL has no two ranks on one GPU"
+        return "NCCL does not support two ranks on one GPU"
     return ""

@@ -94,8 +94,8 @@ class VirtualRank:
         if not self.current.holds(words, nbytes):
             space = self.current
             raise RuntimeError(
-                f"{text} needs {words} words and buffers of {nbytes} bytes; virtual ranks have "
-                f"{space.words} and {space.buffer_bytes}"
+                f"{text} needs {words} signals and {nbytes} buffer bytes; virtual ranks have "
+                f"{space.words} signals and {space.buffer_bytes} bytes"
             )
         return self
 
@@ -301,7 +301,7 @@ def _in_forks(jobs: Sequence[Callable[[], Failure | None]]) -> Failure | None:
                 torch.set_num_threads(1)
                 failure = job()
             except BaseException as error:  # a Ctrl-C must not go on in the parent's code
-                failure = failure_of(error, "a rehearsal", rank)
+                failure = failure_of(error, "a CPU dry run", rank)
             with open(writer, "wb") as pipe:
                 pickle.dump(failure, pipe)
             os._exit(0)
@@ -312,7 +312,7 @@ def _in_forks(jobs: Sequence[Callable[[], Failure | None]]) -> Failure | None:
         with open(reader, "rb") as pipe:
             told = pipe.read()
         status = os.waitpid(pid, 0)[1]
-        crash = Failure("crash", "a rehearsal", rank, text=f"its process ended: status {status}")
+        crash = Failure("crash", "a CPU dry run", rank, text=f"the process ended: status {status}")
         failures.append(pickle.loads(told) if told else crash)
     return next(filter(None, failures), None)
 
@@ -393,5 +393,5 @@ def _check_control(variant: str, device: torch.device, call: CheckedCall) -> Non
         failure = ranks.run(launches, check, late=True)
         if failure is not None and failure.kind == "wrong" and ranks.failed_wait() is None:
             return
-    text = f"right results in {_CONTROLS} runs without waits: these checks would miss a lost wait"
+    text = f"correct results in {_CONTROLS} runs without waits: the checks miss a removed wait"
     raise Failed(Failure("error", f"{call}, without waits", 0, text=text))
