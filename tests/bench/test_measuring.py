@@ -104,7 +104,7 @@ def test_a_baseline_beyond_the_budget_is_left_out_with_the_reason(
 ) -> None:
     found = rows(SPEC, ranks(2).run(slow_torch))
     assert found["torch"].status == "left out"
-    assert "torch.matmul would take about 4.1e+03 s a call" in found["torch"].reason
+    assert "torch.matmul would need about 4.1e+03 s per call" in found["torch"].reason
     assert {name for name, row in found.items() if row.ms} == {"auto", "unfused", "local_matmul"}
 
 

@@ -116,18 +116,21 @@ def test_the_table_fits_and_shows_what_loses() -> None:
     assert lines[first].split()[1:] == ["auto:", "3.15", "16%", "2.10", "4.20", "0.525", "-67%"]
     assert "0.67x" in lines[first + 1] and "1.33x" in lines[first + 1]
     assert "llama3-8b qkv" in text and "4 KiB float32 x2" in text
-    assert "Left out, no [GPU]: scaled_matmul_reduce_scatter 1024x28672x4096" in text
-    assert "\n6 repetitions; inputs not in the cache." in text
+    assert "Skipped because no [GPU]: scaled_matmul_reduce_scatter 1024x28672x4096" in text
+    assert "\n6 repetitions; inputs are not in the cache." in text
     assert "~1.00x" in table(rows(dict(MS, auto=2.0)))
     assert "WRONG" in table(rows(wrong=("auto",)))
     assert table([]) == ""
 
 
 def test_inputs_that_may_be_in_the_cache_are_named() -> None:
-    assert "possibly" not in table(rows())
+    assert "which may be cached" not in table(rows())
     warm = [replace(row, inputs_over_cache=0.125) for row in rows() if row.op == "all_reduce"]
     text = " ".join(table(warm).split())
-    assert "less than 2x the cache, so possibly in it: all_reduce 1024 float32 tp2 (0.12x)" in text
+    assert (
+        "smaller than 2x the cache, which may be cached: all_reduce 1024 float32 tp2 (0.12x)"
+        in text
+    )
 
 
 # Files.
@@ -202,10 +205,15 @@ def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "options", "exit_code", "shown"),
     [
-        (1.0, [], 0, "no difference: quartiles overlap"),
+        (1.0, [], 0, "no difference: the quartiles overlap"),
         (1.3, [], 1, "REGRESSION"),
         (1.3, ["--threshold", "0.4"], 0, "slower, within the threshold"),
-        (1.04, ["--threshold", "0.01"], 0, "no difference: quartiles overlap"),  # each spans 5 %
+        (
+            1.04,
+            ["--threshold", "0.01"],
+            0,
+            "no difference: the quartiles overlap",
+        ),  # each spans 5 %
         (0.7, [], 0, "faster"),
     ],
 )
@@ -217,7 +225,7 @@ def test_compare(
     ended = invoke("compare", first, tmp_path / "b", *options)
     assert ended.exit_code == exit_code, ended.output
     assert ended.output.count(shown) == 4, ended.output  # two algorithms in two cases
-    assert f"4 compared, {4 * exit_code} slower" in ended.output
+    assert f"4 results compared: {4 * exit_code} slower" in ended.output
     assert f"{change:.3f}" in ended.output and "differs" not in ended.output
 
 
@@ -229,7 +237,7 @@ def test_compare_finds_what_has_become_wrong(tmp_path: Path) -> None:
     assert ended.exit_code == 1 and ended.output.count("REGRESSION") == 2
     assert "WRONG" in ended.output and "torch differs" in ended.output
     mended = invoke("compare", wrong, right)
-    assert mended.exit_code == 0 and mended.output.count("not timed in both") == 2
+    assert mended.exit_code == 0 and mended.output.count("not timed in both runs") == 2
 
 
 def test_compare_refuses(tmp_path: Path) -> None:
@@ -238,7 +246,7 @@ def test_compare_refuses(tmp_path: Path) -> None:
     for args, message in (
         ((path, "/nowhere/a.jsonl"), "cannot read '/nowhere/a.jsonl': No such file"),
         ((path, path, "--threshold", "-1"), "--threshold is -1; it must be at least 0"),
-        ((path, other), "have no case and algorithm in common"),
+        ((path, other), "have no case with a common algorithm"),
     ):
         ended = invoke("compare", *args)
         assert ended.exit_code == 2 and ended.output.count("\n") == 1
@@ -310,7 +318,7 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     with mock.patch.object(command, "measure_rates", quick_rates):
         ended = invoke("bench", *options)
     assert ended.exit_code == 0, ended.output
-    for shown in ("64, 576, 1536", "smollm2-135m down", "4 KiB", "Roofline", f"Written: {out}/"):
+    for shown in ("64, 576, 1536", "smollm2-135m down", "4 KiB", "Roofline", f"Saved to {out}/"):
         assert shown in ended.output
     run, found = load(out / "bench.jsonl")
     assert run.method.algorithms == ["auto", "unfused"]

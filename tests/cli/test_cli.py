@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,12 @@ def test_demo_passes_with_uneven_shards() -> None:
     assert first.startswith(
         "all-gather + matmul and matmul + reduce-scatter of a transformer layer"
     )
-    assert last == "PASS: every result is right"
+    assert last == "PASS: all results are correct"
     for row in ("QKV", "attention out", "gate and up", "down", "18, 192, 64", "18, 64, 66"):
         assert any(row in line for line in table)
     assert max(map(len, result.stdout.splitlines())) <= 100
     noted = result.stderr.splitlines()  # on fewer than three cores
-    assert all(line.startswith("Starting 3 ranks of 1 thread on") for line in noted), noted
+    assert all(line.startswith("Starting 3 ranks x 1 thread on") for line in noted), noted
 
 
 def check_refused(args: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +82,7 @@ def test_demo_fails_when_something_is_wrong(
     monkeypatch.setattr(tpkernels, "matmul_reduce_scatter", wrong)
     result = invoke(*TINY_DEMO)
     assert result.exit_code == 1, result.output
-    assert "FAIL: wrong: attention out (auto), down (auto)" in result.output
+    assert "FAIL: wrong results: attention out (auto), down (auto)" in result.output
     assert result.output.count(" WRONG") == 2 and "PASS" not in result.output
 
 
@@ -93,43 +95,52 @@ def test_demo_fails_when_something_is_wrong(
         ("bench --shape 16,16", "shape '16,16' is not M,N,K"),
         ("bench --op all_gather_matmul --shape 8,33,16", "N of 8,33,16 is 33"),
         ("bench --op all_reduce --bytes 64X", "size '64X' is not a number of bytes"),
-        ("bench --op all_reduce --bytes 3", "3 bytes are not a whole number of bfloat16"),
-        ("bench --op all_reduce --algorithm pipelined", "overlaps a matmul, and this op has none"),
-        ("bench --nproc 0", "--tp: '0' is not a positive number"),
+        (
+            "bench --op all_reduce --bytes 3",
+            "--bytes 3 is not divisible by the 2 bytes of a bfloat16 element",
+        ),
+        (
+            "bench --op all_reduce --algorithm pipelined",
+            "algorithm 'pipelined' cannot run all_reduce: it overlaps a matmul",
+        ),
+        ("bench --nproc 0", "--tp: '0' is not a positive integer"),
         ("bench --threads 5000", "--threads is 5000; it must be at most 1024"),
         ("bench --repeat 9999999999999", "--repeat is 9999999999999; it must be at most"),
         ("bench --model llama9", "unknown model 'llama9'; choose from gemma2-9b,"),
         ("bench --model smollm2-135m --m 16 --tp 5", "N of 16,1216,576 smollm2-135m qkv is 1216"),
-        ("bench --m 16", "--m needs --model; a --shape already contains M"),
+        ("bench --m 16", "--m needs --model; --shape gives M, N and K"),
         ("bench --seconds 0", "--seconds is 0; it must be positive"),
         ("bench --device tpu", "unknown device 'tpu'; choose from cpu, cuda"),
         ("demo --m 0", "--m is 0; it must be at least 1"),
-        ("demo --nproc 4 --ffn 3", "--ffn is 3: 4 ranks need at least 4"),
+        ("demo --nproc 4 --ffn 3", "--ffn is 3; it must be at least 4, the number of ranks"),
         ("demo --nproc 5000 --ffn 5000", "--nproc is 5000; it must be at most 1024"),
-        ("profile", "give either --op or a script"),
-        ("profile /nowhere/x.py", "no script '/nowhere/x.py'"),
+        ("profile", "pass either --op or a script"),
+        ("profile /nowhere/x.py", "the script '/nowhere/x.py' does not exist"),
         ("profile --op all_reduce --calls 0", "--calls is 0"),
         ("profile --op all_gather_matmul --algorithm fused", "TRITON_INTERPRET=1"),
         ("profile --op all_reduce --out /proc", "cannot write '/proc/trace.json'"),
         ("tune --op gather", "unknown op 'gather'; choose from all_gather_matmul,"),
         ("tune --op all_gather_matmul --shape 8,33,16", "N of 8,33,16 is 33"),
-        ("tune --tp 1", "one rank has nothing to choose"),
-        ("explain --op all_reduce --m 4", "all_reduce takes --bytes, not --m"),
-        ("explain --op matmul_all_reduce --m 4", "takes --m, --n and --k, not --bytes"),
+        ("tune --tp 1", "nothing to tune with --tp 1: a single rank does not communicate"),
+        ("explain --op all_reduce --m 4", "all_reduce needs --bytes, without --m"),
+        (
+            "explain --op matmul_all_reduce --m 4",
+            "matmul_all_reduce needs --m, --n and --k, without --bytes",
+        ),
         ("explain --op matmul_all_reduce --m 4 --n 4 --k 5", "K of 4,4,5 is 5"),
-        ("explain --op all_reduce --bytes 4K,1M", "--bytes 4K,1M gives 2 sizes; give one"),
+        ("explain --op all_reduce --bytes 4K,1M", "--bytes 4K,1M has 2 sizes; pass one"),
         ("explain --op all_reduce --bytes 4 --device tpu", "unknown device 'tpu'"),
         ("explain --op all_reduce --model llama3-8b", "pass either --op or --model"),
         (
             "explain --op all_reduce --bytes 4 --tp 1,2",
-            "several --tp, --machine and --json are",
+            "a list of --tp, --machine and --json need --model",
         ),
-        (f"{LAYERS} --m 8", "--m, --n, --k and --bytes are for --op"),
+        (f"{LAYERS} --m 8", "--m, --n, --k and --bytes need --op"),
         (f"{LAYERS} --decode 0", "--decode is 0; it must be at least 1"),
         (LAYERS.replace("h200", "tpu"), "unknown machine 'tpu'; choose from this, a100-pcie"),
-        (LAYERS.replace("h200", "this"), "with 64 ranks of 1 thread; run tpkernels tune --machine"),
-        (LAYERS.replace("64", "0"), "--tp: '0' is not a positive number"),
-        (LAYERS.replace("64", "128"), "--tp is 128; it must be at most the 64 heads of llama3-70b"),
+        (LAYERS.replace("h200", "this"), "with 64 ranks x 1 thread; run tpkernels tune --machine"),
+        (LAYERS.replace("64", "0"), "--tp: '0' is not a positive integer"),
+        (LAYERS.replace("64", "128"), "--tp is 128; llama3-70b has 64 attention heads"),
     ],
 )
 def test_bad_input_is_one_line_before_any_rank_starts(
@@ -150,8 +161,34 @@ def test_more_threads_than_cores_are_said(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     terminal.note_crowd(ranks, 2)
-    text = "Starting 3 ranks of 2 threads on 4 cores: they take turns, which is slow.\n"
+    text = "Starting 3 ranks x 2 threads on 4 cores: threads share cores, which is slow.\n"
     assert capsys.readouterr().err == (text if told else "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "info",
+        "explain --op matmul_reduce_scatter --m 2048 --n 4096 --k 4096 --tp 2",
+        "explain --op all_reduce --bytes 1M --device cuda --tp 8",
+        LAYERS,
+        "qualify --device cpu --plan",
+    ],
+)
+def test_tables_fit_100_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No line is longer, and no character is cut off."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # with nothing tuned
+    characters = {}
+    for width in (100, 300, 100):  # the first `info` loads NCCL, and later ones say so
+        monkeypatch.setattr(terminal, "_WIDTH", width)
+        result = invoke(*command.split())
+        assert result.exit_code == 0, result.output
+        assert max(map(len, result.output.splitlines())) <= width
+        memory = re.sub(r"[\d.]+ GiB available", "", result.output)  # changes all the time
+        characters[width] = Counter("".join(memory.split()).replace("─", ""))
+    assert characters[100] == characters[300]
 
 
 def test_nproc_must_be_the_launchers(only_rank: None) -> None:

@@ -30,7 +30,7 @@ def layers_of(command: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 def test_a_layer_on_several_numbers_of_ranks() -> None:
     text = " ".join(invoke(*LAYERS.split()).output.split())
-    assert "llama3-70b, a layer on NVIDIA H200 SXM, rows: prefill 8192 and decode 64" in text
+    assert "One layer of llama3-70b on NVIDIA H200 SXM, rows: prefill 8192 and decode 64" in text
     assert text.count("no gain") >= 2  # one rank, in both phases
     assert "prefill 8 1 204 MiB 2.24 1.36 3.60 2.66 1.35x" in text
     layers = layers_of(LAYERS)

@@ -133,12 +133,12 @@ def test_ranks_of_torchrun_agree_on_tokenizer_and_seed() -> None:
         (("--temperature", -1), "temperature is -1.0"),
         (("--top-p", 0), "top_p is 0.0"),
         (("--max-new-tokens", 0), "max_new_tokens is 0"),
-        (("--stream", "--json"), "leave out one"),
-        (("--stream", "--prompt", "more"), "--stream takes one --prompt"),
+        (("--stream", "--json"), "--stream and --json cannot be combined"),
+        (("--stream", "--prompt", "more"), "--stream supports one --prompt, and 2 were passed"),
         (("--dtype", "int4"), "int4"),
-        (("--weights", "int4"), "--weights is 'int4' on cpu; it can be int8, on cpu"),
+        (("--weights", "int4"), "--weights is 'int4' on device cpu; expected int8 on device cpu"),
         (("--tp", 0), "--nproc is 0"),
-        (("--prompt", "the \udcff"), "--prompt 'the \\udcff' is not UTF-8"),
+        (("--prompt", "the \udcff"), "--prompt 'the \\udcff' is not valid UTF-8"),
     ],
 )
 def test_refused_before_ranks_start(

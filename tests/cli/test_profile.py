@@ -79,7 +79,7 @@ def test_nothing_recorded_takes_no_time(tmp_path: Path) -> None:
     script.write_text("print('no torch here')")
     result = invoke("profile", "--tp", 1, "--out", tmp_path, script)
     assert result.exit_code == 2, result.output
-    assert "computed and moved nothing with torch on any rank" in result.stderr
+    assert "ran no torch op and moved no data on any rank" in result.stderr
     assert not list(tmp_path.glob("*.json"))
 
 
@@ -111,7 +111,7 @@ def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
         "profile", "--op", "all_gather_matmul", *options, "--out", str(tmp_path / "new" / "folder")
     )
     assert shown.exit_code == 0, shown.output
-    assert re.search(r"^ +1 ( +[\d.]+){4}  (\d+%|nothing moves) +$", shown.output, re.MULTILINE)
+    assert re.search(r"^ +1 ( +[\d.]+){4}  (\d+%|no data moved) +$", shown.output, re.MULTILINE)
     assert f"{algorithm}: asked for" in shown.output
     events = events_by_rank(tmp_path / "new" / "folder")
     names = [{one["name"] for one in of_rank} for of_rank in events]

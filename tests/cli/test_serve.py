@@ -49,7 +49,7 @@ def refused(*args: object) -> str:
 )
 def test_bad_options(tmp_path: Path, args: tuple[object, ...], message: str) -> None:
     assert message in refused("--model", tmp_path, "--port", 0, *args)
-    assert "there is no" in refused("--model", tmp_path / "nothing")
+    assert "which does not exist; pass a local folder" in refused("--model", tmp_path / "nothing")
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
@@ -68,7 +68,8 @@ def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "message"), [(b" \n", "has no key"), (b"\xff", "not ASCII"), (b"k" * 5000, "more than")]
+    ("key", "message"),
+    [(b" \n", "is empty; write the API key"), (b"\xff", "not ASCII"), (b"k" * 5000, "larger than")],
 )
 def test_a_key_that_cannot_be_used(tmp_path: Path, key: bytes, message: str) -> None:
     path = tmp_path / "key"

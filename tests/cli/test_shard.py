@@ -43,14 +43,14 @@ def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
     rows = "6x36 on ranks 0-1; 5x36 on ranks 2-3"
     assert f"model.layers.0..1.mlp.down_proj.weight (2) 22x36 {rows} input features" in shown
     assert "model.embed_tokens.weight 47x36 12x36 on ranks 0-2; 11x36 on rank 3 vocabulary" in shown
-    assert "model.norm.weight 36 36 whole on all ranks" in shown
+    assert "model.norm.weight 36 36 replicated" in shown
     assert "Parameters on each rank: 16272 bytes (15.89 KiB) on rank 0" in shown
     assert not any("Rank 3" in line for line in shown)
     shown = lines(invoke("--model", folder, "--tp", 10, "--dry-run"))
-    text = "Rank 3 has no part of k_proj, o_proj, q_proj, v_proj and adds nothing there. "
-    assert f"{text}Attention is split by whole heads, of which this model has 9." in shown
+    text = "Rank 3 holds no shard of k_proj, o_proj, q_proj, v_proj and contributes zeros there. "
+    assert f"{text}Attention is sharded by heads, and this model has 9 heads." in shown
     only = lines(invoke("--model", folder, "--tp", 4, "--dry-run", "--ffn-only"))
-    assert f"{name} 36x36 36x36 whole on all ranks" in only
+    assert f"{name} 36x36 36x36 replicated" in only
     assert not any("Rank 3" in line for line in only)
 
 
@@ -60,8 +60,8 @@ def test_a_mixture_by_experts_and_by_width(tmp_path: Path) -> None:
     shown = lines(invoke("--model", folder, "--tp", 3, "--dry-run", *experts))
     shapes = "2x44x36 1x44x36 on ranks 0-1; 0x44x36 on rank 2 experts"
     assert f"{name}gate_up_proj (2) {shapes}" in shown
-    text = "Rank 2 has no part of experts and adds nothing there. With --expert-parallel, experts"
-    assert f"{text} are not split." in shown
+    text = "Rank 2 holds no shard of experts and contributes zeros there. With --expert-parallel, "
+    assert f"{text}each expert is on one rank." in shown
     shown = lines(invoke("--model", folder, "--tp", 2, "--dry-run"))
     assert f"{name}gate_up_proj (2) 2x44x36 2x22x36 output features" in shown
     assert f"{name}down_proj (2) 2x36x22 2x36x11 input features" in shown
@@ -166,7 +166,7 @@ def test_a_plan_in_a_file(folder: Path, tmp_path: Path) -> None:
     for content, part in (
         ("{", "is not JSON: "),
         (b"\xff", "is not JSON: "),
-        ("[]", "is not a plan: one object with a style for each module, such as "),
+        ("[]", "is not a plan; expected an object that maps module names to styles, such as "),
         ('{"model.layers.*.mlp.up_proj": "colwize"}', "is 'colwize'; a style is one of colwise, "),
         ('{"layers.*.mlp.up_proj": "colwise"}', "; did you mean model.layers.*.mlp.up_proj, "),
         ('{"model.layers.*.mlp.up_proj": "colwise"}', "one row-parallel one"),

@@ -48,8 +48,8 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     assert before.exit_code == 0, before.output
     assert before.output.count("not measured") == 4
     assert "needs" in before.output or "runs Triton kernels" in before.output  # fused
-    assert f"auto chooses direct: 16 rows a rank < {PIPELINED_MIN_ROWS}" in before.output
-    assert "Nothing was measured here with 2 ranks x 1 thread" in before.output
+    assert f"auto selects direct: 16 rows a rank < {PIPELINED_MIN_ROWS}" in before.output
+    assert "No times were measured with 2 ranks x 1 thread" in before.output
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -70,14 +70,14 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     times = written[1]["ms"]
     table = NOTHING_TUNED.extended([measured(case(33), **times)])
     best = choose(case(33).problem(2), Means(shared_memory=True), tuned=table).algorithm
-    assert f"auto chooses {best}: tuned: {times[best]:.3g} ms, " in after.output
-    assert "Measured here with 2 ranks x 1 thread: 3 cases" in after.output
+    assert f"auto selects {best}: tuned: {times[best]:.3g} ms, " in after.output
+    assert "Times measured with 2 ranks x 1 thread: 3 cases" in after.output
     between = invoke(*EXPLAIN, "--m", "20")
     assert between.output.count("not measured") == 4
     elsewhere = invoke(*EXPLAIN, "--m", "9", "--threads", "2")
-    assert "Nothing was measured here with 2 ranks x 2 threads" in elsewhere.output
+    assert "No times were measured with 2 ranks x 2 threads" in elsewhere.output
     apart = invoke(*EXPLAIN, "--m", "9", "--hosts", "2")
-    assert "auto chooses unfused: the ranks share no memory" in apart.output
+    assert "auto selects unfused: the ranks share no memory" in apart.output
 
 
 @on_ranks(2)
@@ -106,11 +106,11 @@ def test_a_bad_cache_folder_is_found_before_measuring(
     if how == "cannot be written":
         (cache.parent.parent / "file").write_text("in the way")
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent.parent / "file"))
-        message = "Error: the cache folder is not used: "
+        message = "Error: the cache folder cannot be used: "
     else:
         cache.parent.mkdir()
         cache.parent.chmod(0o770)
-        message = "Error: the cache folder is not used: it has mode 770"
+        message = "Error: the cache folder cannot be used: it has mode 770"
     result = invoke("tune", *SMALL)
     assert result.exit_code == 2 and message in result.output
 
@@ -122,19 +122,19 @@ def test_explain_tells_what_a_gpu_would_need() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     shown = invoke(*EXPLAIN, "--m", "9", "--device", "cuda").output
-    assert "needs a GPU that torch sees" in shown and "auto chooses unfused" in shown
+    assert "needs a GPU that torch sees" in shown and "auto selects unfused" in shown
 
 
 @pytest.mark.parametrize(
     ("nbytes", "world", "said"),
     [
-        ("16K", 8, "direct sums by ll, for these bytes and ranks by the model"),
-        ("256K", 8, "direct sums by ll_two_shot"),
-        ("4M", 8, "direct sums by two_shot"),
+        ("16K", 8, "direct uses the ll variant at this size, according to the cost model"),
+        ("256K", 8, "direct uses the ll_two_shot variant"),
+        ("4M", 8, "direct uses the two_shot variant"),
     ],
 )
 def test_explain_says_how_direct_sums(nbytes: str, world: int, said: str) -> None:
     given = ["--op", "all_reduce", "--bytes", nbytes, "--tp", str(world)]
     shown = " ".join(invoke("explain", *given, "--device", "cuda").output.split())
     assert said in shown
-    assert "direct sums" not in invoke("explain", *given).output
+    assert "direct uses" not in invoke("explain", *given).output

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MISSING = "report.html has no charts: matplotlib is missing; pip install 'tpkernels[plots]'"
+MISSING = "report.html has no charts: matplotlib is not installed; pip install 'tpkernels[plots]'"
 _THEME = {"#010101": "var(--text)", "#020202": "var(--line)", "#030303": "var(--muted)"}
 _TEXT, _LINE, _MUTED = _THEME
 _COLORS = ("#2f7ed8", "#e07b1a", "#2ca067", "#d1495b", "#8e6fd0", "#1aa3b8", "#a07850", "#7f8c3b")
@@ -108,20 +108,20 @@ def _sections(rows: list[Row]) -> Iterator[str]:
     styles = dict(zip(names, zip(cycle(_COLORS), cycle(_MARKERS)), strict=False))
     charts: dict[str, tuple[str, Callable[[Row], bool], Draw]] = {
         "Speed-up over unfused": (
-            "Medians with quartiles. Below 1 the op is slower than unfused: the same matmul with "
-            "nothing overlapped.",
+            "Medians with quartiles. Below 1 the op is slower than unfused, the same op without "
+            "overlap.",
             lambda row: "unfused" in row.speedup and row.variant != "local_matmul",
             _draw_speedup,
         ),
         "E_overlap": (
-            "The share of unfused's exposed communication that the op hides. 100 %: as fast as the "
-            "local matmul alone. Values beyond the axis are drawn at its end.",
+            "Fraction of the exposed communication time of unfused that the op hides. At 100% the "
+            "op is as fast as the local matmul. Values outside the axis are drawn at its end.",
             lambda row: row.e_overlap is not None and row.variant != "unfused",
             _draw_overlap,
         ),
         "Roofline": (
-            "TFLOP/s of a rank by flops per byte that it reads or writes, bytes from peers "
-            "included. The line is what the probes reached on all ranks at once.",
+            "TFLOP/s per rank against flops per byte read or written, including bytes from peers. "
+            "The line is the rate that probes measured on all ranks simultaneously.",
             lambda row: row.flops > 0,
             _draw_roofline,
         ),

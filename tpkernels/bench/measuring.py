@@ -175,8 +175,8 @@ def _left_out(case: Operands, method: Method, rates: Rates | None) -> dict[str, 
     elif case.scales and case.x.is_cuda and not _torch_multiplies(case):
         left_out["torch"] = "torch._scaled_mm does not support these operands on this GPU"
     elif method.seconds is not None and expected * _MIN_REPEAT > method.seconds:
-        slow = "" if native(case.x.dtype) else ": no instructions for this dtype"
-        left_out["torch"] = f"torch.matmul would take about {expected:.2g} s a call{slow}"
+        slow = "" if native(case.x.dtype) else "; the processor has no instructions for the dtype"
+        left_out["torch"] = f"torch.matmul would need about {expected:.2g} s per call{slow}"
     if not (method.baselines and case.x.is_cuda):
         left_out["symm_mem"] = ""
     elif reasons := [reason for reason in all_gather_objects(_try_symm_mem(case)) if reason]:

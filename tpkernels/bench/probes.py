@@ -112,7 +112,7 @@ def machine_by_name(name: str | None, ranks: int, device: str) -> Profile:
     measured = store.load_profile(this_machine(device, ranks, 1, True, threads=1))
     if measured is None:
         raise UsageError(
-            f"this machine has not been measured with {ranks} ranks of 1 thread; run tpkernels "
+            f"this machine has not been measured with {ranks} ranks x 1 thread; run tpkernels "
             f"tune --machine --tp {ranks}"
         )
     return measured
@@ -124,5 +124,5 @@ def rates_text(profile: Profile) -> str:
     link = profile.within
     return (
         f"{tflops} TFLOP/s (16, 32, 64 bits), memory {profile.bandwidth / 1e9:.3g} GB/s, link "
-        f"{link.bandwidth / 1e9:.3g} GB/s and {1e6 * link.call:.3g} us a call"
+        f"{link.bandwidth / 1e9:.3g} GB/s and {1e6 * link.call:.3g} us per call"
     )

@@ -16,9 +16,9 @@ from tpkernels.launch.terminal import byte_size, milliseconds
 
 WIDTH = 100
 LEGEND = """\
-ms: median and quartiles of the slowest rank; roof: the least possible time / ms. unfused: the same
-matmul, nothing overlapped. torch: torch.distributed and torch.matmul. Below them: the speed-up over
-them (~: within quartiles). E_overlap: the share of unfused's communication that is hidden."""
+ms: median and quartiles of the slowest rank. roof: roofline time / ms. unfused: no overlap. torch:
+torch.distributed and torch.matmul. Below their ms: speed-up over them (~: the quartiles include 1).
+E_overlap: fraction of the exposed communication time of unfused that the op hides."""
 
 
 def show(run: Run, rows: list[Row], console: Console) -> None:
@@ -82,17 +82,15 @@ def _notes(run: Run, rows: list[Row]) -> Iterator[str]:
         ranks = f"each of {counted(tp, 'rank')}"
         yield f"Roofline, {dtype}: {ranks} reaches {tflops:.3g} TFLOP/s and copies {rate:.3g} GB/s."
     counts = [len(row.ms) for row in rows if row.ms] or [0]
-    inputs = (
-        "not in the cache" if run.method.cold else "the same in each call, possibly in the cache"
-    )
+    inputs = "are not in the cache" if run.method.cold else "are reused and may be in the cache"
     yield f"{'-'.join(map(str, sorted({min(counts), max(counts)})))} repetitions; inputs {inputs}."
     warm = {row.case: row.inputs_over_cache for row in rows if row.inputs_over_cache < COLD}
     if run.method.cold and warm:
         cases = "; ".join(f"{case} ({ratio:.2g}x)" for case, ratio in warm.items())
-        yield f"Inputs of less than {COLD:g}x the cache, so possibly in it: {cases}."
+        yield f"Inputs smaller than {COLD:g}x the cache, which may be cached: {cases}."
     left_out: dict[str, list[str]] = {}
     for row in rows:
         if row.status == "left out":
             left_out.setdefault(row.reason, []).append(f"{row.case} ({row.variant})")
     for reason, names in left_out.items():
-        yield f"Left out, {reason}: {'; '.join(names)}"
+        yield f"Skipped because {reason}: {'; '.join(names)}"

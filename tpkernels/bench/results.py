@@ -81,7 +81,7 @@ class Row:
 
     def __post_init__(self) -> None:
         if (self.status == "timed") != bool(self.ms) or not all(ms > 0 for ms in self.ms):
-            raise ValueError(f"status is {self.status!r} with times {self.ms[:3]}")
+            raise ValueError(f"status {self.status!r} does not fit ms={self.ms[:3]}")
 
 
 def rows_of(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> list[Row]:
@@ -189,7 +189,7 @@ def load(path: Path) -> tuple[Run, list[Row]]:
         for text in content.splitlines() or [b"null"]:
             value = all_printable(json.loads(text))
             if not records and not (isinstance(value, dict) and value.get("format") == FORMAT):
-                raise ValueError(f"it does not begin with a run in the format '{FORMAT}'")
+                raise ValueError(f"expected a run of format '{FORMAT}'")
             records.append(from_json(Row if records else Run, value))
     except (ValueError, RecursionError) as error:
         reason = short(str(error), _MAX_MESSAGE)

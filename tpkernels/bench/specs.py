@@ -134,7 +134,8 @@ def specs_of(op: str, shapes: Iterable[str], sizes: str, dtype: torch.dtype) -> 
     for nbytes in dict.fromkeys(sizes_of(sizes)):
         if nbytes % dtype.itemsize:
             raise UsageError(
-                f"{nbytes} bytes are not a whole number of {dtypes.name(dtype)} elements"
+                f"--bytes {nbytes} is not divisible by the {dtype.itemsize} bytes of a "
+                f"{dtypes.name(dtype)} element"
             )
         specs.append(Spec(op, (nbytes // dtype.itemsize,), dtype))
     return specs
@@ -144,7 +145,7 @@ def spec_of(op: str, shape: str, sizes: str, dtype: torch.dtype) -> Spec:
     """Return the only spec of `specs_of`. ``UsageError`` if there are several."""
     specs = specs_of(op, [shape], sizes, dtype)
     if len(specs) > 1:
-        raise UsageError(f"--bytes {sizes} gives {len(specs)} sizes; give one")
+        raise UsageError(f"--bytes {sizes} has {len(specs)} sizes; pass one")
     return specs[0]
 
 
@@ -179,4 +180,4 @@ def check_spec(
             for shared_memory in ([True] if on_one_host(world) else [True, False])
         ]
         if all(reasons):
-            raise UsageError(f"algorithm '{name}' of {spec.op} {reasons[-1]}")
+            raise UsageError(f"algorithm '{name}' cannot run {spec.op}: it {reasons[-1]}")

@@ -135,7 +135,7 @@ def plan_sweep(
     check_known("model", models, MODELS)
     if not models and (rows or projections):
         option = "m" if rows else "projection"
-        raise UsageError(f"--{option} needs --model; a --shape already contains M")
+        raise UsageError(f"--{option} needs --model; --shape gives M, N and K")
     ops = check_known("op", ops or (_LAYER_OPS if models else OPS), OPS)
     projections = check_known("projection", projections or LAYER, PROJECTIONS)
     shapes = shapes or (() if models else SHAPES)

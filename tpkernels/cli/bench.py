@@ -30,6 +30,7 @@ from tpkernels.launch.terminal import (
     make_output_folder,
     writing,
 )
+from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.op_spec import OPS
 
 _REPEAT, _QUICK_REPEAT, _QUICK_SECONDS = 20, 10, 2.0
@@ -37,65 +38,77 @@ Many = list[str] | None
 
 
 def _many(text: str, *names: str) -> Any:
-    return Option(*names, help=f"{text} Repeatable, or comma-separated.")
+    return Option(*names, help=f"{text} Repeatable or comma-separated.")
 
 
 def bench(
-    op: Annotated[Many, _many(f"{', '.join(OPS)}; default: all.")] = None,
+    op: Annotated[Many, _many(f"Ops: {', '.join(OPS)}. Default: all.")] = None,
     model: Annotated[
-        Many, _many(f"Measure the matmuls of a model's layers: {', '.join(sweep.MODELS)}.")
+        Many, _many(f"Models whose matmul shapes are measured: {', '.join(sweep.MODELS)}.")
     ] = None,
     projection: Annotated[
-        Many, _many(f"{', '.join(sweep.PROJECTIONS)} of --model; default: those of a layer.")
+        Many,
+        _many(f"Projections of --model: {', '.join(sweep.PROJECTIONS)}. Default: all but lm_head."),
     ] = None,
-    m: Annotated[Many, _many(f"Tokens for --model, over all ranks; default: {sweep.ROWS}.")] = None,
+    m: Annotated[
+        Many,
+        _many(f"Tokens for --model, over all ranks. Default: {','.join(map(str, sweep.ROWS))}."),
+    ] = None,
     shape: Annotated[
         Many,
         Option(
-            help="M,N,K of a matmul op, over all ranks; repeatable. Default without --model: "
+            help="Shape M,N,K of a matmul op, over all ranks. Repeatable. Default without --model: "
             f"{' and '.join(sweep.SHAPES)}."
         ),
     ] = None,
     bytes: Annotated[
-        Many, _many(f"Sizes of a collective's tensor, over all ranks; default: {sweep.BYTES}.")
+        Many, _many(f"Tensor sizes of a collective, over all ranks. Default: {sweep.BYTES}.")
     ] = None,
     tp: Annotated[
-        Many, _many("Number of ranks; default 2, or torchrun's.", "--tp", "--nproc")
+        Many,
+        _many("Numbers of ranks. Default: 2, or WORLD_SIZE under torchrun.", "--tp", "--nproc"),
     ] = None,
-    dtype: Annotated[Many, _many(f"{' | '.join(DTYPES)}; default: bf16.")] = None,
-    algorithm: Annotated[Many, _many("auto (default) or an algorithm.")] = None,
+    dtype: Annotated[Many, _many(f"Dtypes: {' | '.join(DTYPES)}. Default: bf16.")] = None,
+    algorithm: Annotated[
+        Many, _many(f"Algorithms: auto, {', '.join(ALGORITHMS)}. Default: auto.")
+    ] = None,
     repeat: Annotated[
-        int | None, Option(help=f"Maximum number of repetitions per case; default: {_REPEAT}.")
+        int | None, Option(help=f"Maximum number of repetitions per case. Default: {_REPEAT}.")
     ] = None,
     seconds: Annotated[
         float | None,
         Option(
-            help="Start no further repetition of a case after this time, once there are three; "
-            "leave out torch.matmul if it needs longer for three."
+            help="Time budget per case, in seconds. Each case runs at least three repetitions; a "
+            "torch.matmul baseline that would exceed the budget with three is skipped."
         ),
     ] = None,
     threads: options.Threads = 1,
     quick: Annotated[
         bool,
-        Option("--quick", help=f"Same as --repeat {_QUICK_REPEAT} --seconds {_QUICK_SECONDS:g}."),
+        Option(
+            "--quick", help=f"Short run: --repeat {_QUICK_REPEAT} --seconds {_QUICK_SECONDS:g}."
+        ),
     ] = False,
-    warm: Annotated[bool, Option("--warm", help="Allow inputs in the cache.")] = False,
+    warm: Annotated[
+        bool,
+        Option("--warm", help="Time with inputs that may be in the cache. Default: cold inputs."),
+    ] = False,
     baselines: Annotated[
-        bool, Option(help="Run baselines that use torch.matmul, slow in 16 bits on old CPUs.")
+        bool, Option(help="Run the torch baselines. torch.matmul is slow in 16 bits on older CPUs.")
     ] = True,
     device: options.Device = None,
     out: Annotated[
-        Path | None, Option(help="Write bench.jsonl and report.html, with charts, to this folder.")
+        Path | None, Option(help="Folder for bench.jsonl and report.html, which contains charts.")
     ] = None,
     timeout: options.Timeout = 1800,
 ) -> None:
     """Verify ops on random data, then time them against baselines.
 
-    Each case is timed interleaved with its baselines: the unfused op, torch.distributed with
-    torch.matmul, and the local matmul alone; on GPUs also torch.ops.symm_mem. Times are medians of
-    the slowest rank. Wrong results are not timed, and the exit code is 1. An interrupted run (exit
-    code 130) keeps the finished cases. Also under torchrun:
-    torchrun --nproc-per-node 2 -m -- tpkernels bench
+    The baselines are the unfused op, torch.distributed with torch.matmul, the local matmul without
+    communication and, on GPUs, torch.ops.symm_mem. The op and its baselines are timed in
+    interleaved repetitions. Times are medians of the slowest rank. If a result is wrong, it is not
+    timed and the exit code is 1. An interrupted run (exit code 130) keeps the finished cases. To
+    run under torchrun: torchrun --nproc-per-node 2 -m -- tpkernels bench
     """
     if quick:
         repeat = _QUICK_REPEAT if repeat is None else repeat
@@ -144,11 +157,11 @@ def bench(
         if leader:
             show(run, rows, console())
             if len(measured := {row.case for row in rows}) < len(items):
-                typer.echo(f"{len(measured)} of {len(items)} cases are measured.", err=True)
+                typer.echo(f"{len(measured)} of {len(items)} cases were measured.", err=True)
         if out is not None and leader:
             with writing(out / "report.html"):
                 missing = charts.write(run, rows, out / "report.html")
-            typer.echo("\n".join([f"Written: {out}/bench.jsonl, {out}/report.html", *missing]))
+            typer.echo("\n".join([f"Saved to {out}/bench.jsonl and {out}/report.html", *missing]))
     if any(row.status == "wrong" for row in rows):
         raise typer.Exit(1)
 

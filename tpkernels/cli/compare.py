@@ -10,20 +10,22 @@ from rich.markup import escape
 from typer import Option
 
 from tpkernels.bench.results import Row, load, quartiles
+from tpkernels.common.text import counted
 from tpkernels.launch.terminal import UsageError, console, milliseconds, table
 
 _REGRESSION = "[bold red]REGRESSION[/]"
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(help="bench.jsonl, or the folder that contains it.")],
+    first: Annotated[Path, typer.Argument(help="bench.jsonl of the earlier run, or its folder.")],
     second: Annotated[Path, typer.Argument(help="bench.jsonl of the later run, or its folder.")],
-    threshold: Annotated[float, Option(help="Tolerated slowdown: 0.05 is 5 percent.")] = 0.05,
+    threshold: Annotated[float, Option(help="Tolerated slowdown; 0.05 means 5%.")] = 0.05,
 ) -> None:
-    """Compare the medians of two results of `tpkernels bench`, case by case.
+    """Compare two runs of `tpkernels bench`, case by case.
 
-    The exit code is 1 on a regression: the median is slower by more than the threshold and the
-    quartiles of the two runs do not overlap, or a result has become wrong.
+    A case is a regression if its median is slower by more than the threshold and the quartiles of
+    the two runs do not overlap, or if its result is now wrong. The exit code is 1 if there is a
+    regression.
     """
     if not threshold >= 0:
         raise UsageError(f"--threshold is {threshold:g}; it must be at least 0")
@@ -33,7 +35,7 @@ def compare(
     before = {(row.case, row.variant): row for row in old if row.variant in algorithms}
     pairs = [(before[key], row) for row in new if (key := (row.case, row.variant)) in before]
     if not pairs:
-        raise UsageError(f"'{paths[0]}' and '{paths[1]}' have no case and algorithm in common")
+        raise UsageError(f"'{paths[0]}' and '{paths[1]}' have no case with a common algorithm")
     grid = table("case", ("algorithm", "first\nms", "second\nms", "second /\nfirst"), "")
     regressions = 0
     for earlier, later in pairs:
@@ -51,7 +53,10 @@ def compare(
             text = f"{name} differs: {one.get(name)} and {other.get(name)}"
             out.print(text, markup=False, soft_wrap=True)
     out.print(grid)
-    out.print(f"{len(pairs)} compared, {regressions} slower by more than {threshold:.4g} or wrong.")
+    out.print(
+        f"{counted(len(pairs), 'result')} compared: {regressions} slower by more than "
+        f"{threshold:.4g} or wrong."
+    )
     if regressions:
         raise typer.Exit(1)
 
@@ -60,10 +65,10 @@ def _compared(earlier: Row, later: Row, threshold: float) -> tuple[str, str]:
     """Return the ratio of the medians, and what it means."""
     if not (earlier.ms and later.ms):
         broken = earlier.ms and later.status == "wrong"
-        return "", _REGRESSION if broken else "not timed in both"
+        return "", _REGRESSION if broken else "not timed in both runs"
     (low, median, high), (now_low, now, now_high) = quartiles(earlier.ms), quartiles(later.ms)
     if now_low <= high and low <= now_high:
-        verdict = "no difference: quartiles overlap"
+        verdict = "no difference: the quartiles overlap"
     elif now > median * (1 + threshold):
         verdict = _REGRESSION
     else:

@@ -26,34 +26,41 @@ from tpkernels.timing import summary
 
 _SECONDS_PER_OP = 3.0  # of timing
 _LEGEND = """\
-error/bound: the largest of all elements, relative to float64; at most 1 is right. ms: median of the
-slowest rank. unfused: a torch.distributed collective, then the same local matmul."""
+error/bound: largest error against float64, over its bound; correct if at most 1. ms: median of the
+slowest rank. unfused: the torch.distributed collective, then the same local matmul."""
 
 
 def demo(
     nproc: Annotated[
-        int | None, Option("--nproc", "--tp", help="Number of ranks; default 4, or torchrun's.")
+        int | None,
+        Option(
+            "--nproc", "--tp", help="Number of ranks. Default: 4, or WORLD_SIZE under torchrun."
+        ),
     ] = None,
-    m: Annotated[int, Option(help="Tokens, over all ranks.")] = 1024,
-    hidden: Annotated[int, Option(help="Width of the layer.")] = 768,
-    ffn: Annotated[int, Option(help="Inner width of the MLP, over all ranks.")] = 2048,
+    m: Annotated[int, Option(help="Number of tokens, over all ranks.")] = 1024,
+    hidden: Annotated[int, Option(help="Hidden size of the layer.")] = 768,
+    ffn: Annotated[int, Option(help="Intermediate size of the MLP, over all ranks.")] = 2048,
     dtype: options.Dtype = "bf16",
-    repeat: Annotated[int, Option(help="Maximum number of repetitions; slow ops get three.")] = 7,
+    repeat: Annotated[
+        int, Option(help="Maximum number of repetitions. Slow ops run three times.")
+    ] = 7,
     threads: options.Threads = 1,
     timeout: options.Timeout = 300,
 ) -> None:
-    """Check the all-gather + matmul and matmul + reduce-scatter of a transformer layer, and time
-    them beside unfused.
+    """Verify and time the all-gather + matmul and matmul + reduce-scatter of a transformer layer.
 
-    Results on random data are compared with float64; the exit code is 1 if one is wrong. Also under
-    torchrun: torchrun --nproc-per-node 2 -m -- tpkernels demo
+    Each op runs on random data. Its result is compared with float64, and its time with the time of
+    the unfused op. The exit code is 1 if a result is wrong. To run under torchrun:
+    torchrun --nproc-per-node 2 -m -- tpkernels demo
     """
     world = world_size(nproc, 4)
     at_least(1, m=m, repeat=repeat, timeout=timeout)
     check_workers(threads=threads)
     for name, width in {"hidden": hidden, "ffn": ffn}.items():
         if width < world:  # a rank would have no columns of a weight
-            raise UsageError(f"--{name} is {width}: {world} ranks need at least {world}")
+            raise UsageError(
+                f"--{name} is {width}; it must be at least {world}, the number of ranks"
+            )
     layer = {
         "QKV": ("all_gather_matmul", (m, 3 * hidden, hidden)),
         "attention out": ("matmul_reduce_scatter", (m, hidden, hidden)),
@@ -94,7 +101,7 @@ def demo(
     if is_leader():
         out.print(grid)
         out.print(_LEGEND)
-        passed = "[bold green]PASS[/]: every result is right"
-        out.print(f"[bold red]FAIL[/]: wrong: {', '.join(wrong)}" if wrong else passed)
+        passed = "[bold green]PASS[/]: all results are correct"
+        out.print(f"[bold red]FAIL[/]: wrong results: {', '.join(wrong)}" if wrong else passed)
     if wrong:
         raise typer.Exit(1)

@@ -54,57 +54,61 @@ from tpkernels.symm.node import why_not_hierarchical
 _MODELS = [name for name, model in MODELS.items() if not model.experts]
 _NO_GAIN = 0.98  # of the time without overlap; less is within the spread of a measurement
 _LEGEND = """\
-ms per layer, predicted, without attention and norms. qkv and gate_up are split by columns, out and
-down by rows. weights/rank: of a layer."""
+Predicted ms per layer, without attention and norms. qkv and gate_up are column-parallel, out and
+down are row-parallel. weights/rank: weights of one layer on each rank."""
 
 
 def explain(
-    op: Annotated[str | None, Option(help="The op.")] = None,
-    m: Annotated[int | None, Option(help="Rows, over all ranks.")] = None,
-    n: Annotated[int | None, Option(help="Columns of the result, over all ranks.")] = None,
-    k: Annotated[int | None, Option(help="Contraction extent, over all ranks.")] = None,
+    op: Annotated[str | None, Option(help="Op to explain; tpkernels info lists the ops.")] = None,
+    m: Annotated[int | None, Option(help="Rows of the matmul (M), over all ranks.")] = None,
+    n: Annotated[int | None, Option(help="Columns of the result (N), over all ranks.")] = None,
+    k: Annotated[int | None, Option(help="Contraction size (K), over all ranks.")] = None,
     nbytes: Annotated[
         str | None,
-        Option("--bytes", help="Size of a collective's tensor, instead of --m, --n, --k."),
+        Option("--bytes", help="Tensor size of a collective, over all ranks, such as 64K or 32M."),
     ] = None,
     tp: Annotated[
         str,
-        Option("--tp", "--nproc", help="Number of ranks; with --model also several: 1,2,4,8."),
+        Option(
+            "--tp", "--nproc", help="Number of ranks. With --model also a list, such as 1,2,4,8."
+        ),
     ] = "2",
     dtype: options.Dtype = "bf16",
-    device: Annotated[str, Option(help="cpu | cuda")] = "cpu",
+    device: Annotated[str, Option(help="Device: cpu | cuda.")] = "cpu",
     hosts: Annotated[
-        int, Option(help="Number of hosts; ranks on several hosts share no memory.")
+        int, Option(help="Number of hosts. Ranks on different hosts do not share memory.")
     ] = 1,
     threads: options.Threads = 1,
     model: Annotated[
-        str | None, Option(help=f"Predict a layer of a model instead: {', '.join(_MODELS)}.")
+        str | None, Option(help=f"Predict a layer of this model instead: {', '.join(_MODELS)}.")
     ] = None,
-    prefill: Annotated[int, Option(help="Tokens of a prefill, for --model.")] = 8192,
+    prefill: Annotated[int, Option(help="Tokens of a prefill step, for --model.")] = 8192,
     decode: Annotated[int, Option(help="Sequences of a decode step, for --model.")] = 64,
     machine_name: Annotated[
         str | None,
         Option(
             "--machine",
-            help=f"For --model: {', '.join(machines())}, or {MEASURED} as measured by tpkernels "
-            "tune --machine. Default: this one.",
+            help=f"Machine of the prediction, for --model: {', '.join(machines())}, or {MEASURED} "
+            "for the rates that tpkernels tune --machine measured. Default: this, or a preset.",
         ),
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="For --model: print one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object, for --model.")] = False,
 ) -> None:
-    """Show which algorithm auto chooses for a problem and why, with the times that `tpkernels tune`
-    measured here; or predict a layer of a model. Starts no ranks."""
+    """Show which algorithm auto selects for an op and why, or predict the time of a model layer.
+
+    Times are those that `tpkernels tune` measured on this machine. No ranks are started.
+    """
     if (op is None) == (model is None):
         raise UsageError("pass either --op or --model")
     worlds = options.numbers("tp", [tp])
     if model is not None:
         if (m, n, k, nbytes) != (None,) * 4:
-            raise UsageError("--m, --n, --k and --bytes are for --op; leave out --model")
+            raise UsageError("--m, --n, --k and --bytes need --op; leave out --model")
         phases = {"prefill": prefill, "decode": decode}
         _explain_model(model, worlds, machine_name, phases, dtype_named(dtype), as_json)
         return
     if len(worlds) > 1 or machine_name is not None or as_json:
-        raise UsageError("several --tp, --machine and --json are for --model; leave out --op")
+        raise UsageError("a list of --tp, --machine and --json need --model; leave out --op")
     assert op is not None  # one of the two is given
     (world,) = worlds
     check_workers(tp=world, threads=threads)
@@ -126,7 +130,7 @@ def explain(
     chosen = choose(problem, means, tuned=known)
     measured = None if problem.tuning_key is None else known.at(*problem.tuning_key)
     ms = {} if measured is None else measured.ms
-    grid = table("algorithm", ("ms",), "why not")
+    grid = table("algorithm", ("ms",), "not available because it")
     for name, unsupported in unsupported_algorithms(problem, means).items():
         reason = unsupported or why_unqualified(problem, name, means)
         label = f"[bold green]{name}[/]" if name == chosen.algorithm else name
@@ -135,16 +139,16 @@ def explain(
     notes = []
     if device == "cuda" and op in ("all_reduce", "matmul_all_reduce"):
         variant = all_reduce_variant(problem.nbytes, world, frozenset(SUMS))
-        notes.append(f"direct sums by {variant}, for these bytes and ranks by the model of hops")
-    notes.append(f"auto chooses [bold]{chosen.algorithm}[/]: {escape(chosen.reason)}")
+        notes.append(f"direct uses the {variant} variant at this size, according to the cost model")
+    notes.append(f"auto selects [bold]{chosen.algorithm}[/]: {escape(chosen.reason)}")
     if machine is not None:
         count = len(known.measurements)
         where = f"{counted(world, 'rank')} x {counted(threads, 'thread')}"
         if count:
             path = escape(str(store.path_for(machine)))
-            notes.append(f"Measured here with {where}: {count} cases, {path}")
+            notes.append(f"Times measured with {where}: {counted(count, 'case')} in {path}")
         else:
-            notes.append(f"Nothing was measured here with {where}: see tpkernels tune")
+            notes.append(f"No times were measured with {where}; run tpkernels tune")
     for part in (f"{op} {spec}, {counted(world, 'rank')}, {device}", grid, *notes):
         console().print(part)
 
@@ -156,9 +160,9 @@ def _spec_of_extents(
     needs."""
     check_known("op", [op], OPS)
     if OPS[op].has_matmul and (sizes is not None or None in extents):
-        raise UsageError(f"{op} takes --m, --n and --k, not --bytes")
+        raise UsageError(f"{op} needs --m, --n and --k, without --bytes")
     if not OPS[op].has_matmul and (sizes is None or extents != (None,) * 3):
-        raise UsageError(f"{op} takes --bytes, not --m, --n and --k")
+        raise UsageError(f"{op} needs --bytes, without --m, --n and --k")
     return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
 
 
@@ -179,8 +183,8 @@ def _explain_model(
     heads = MODELS[model].heads
     if max(worlds) > heads:
         raise UsageError(
-            f"--tp is {max(worlds)}; it must be at most the {heads} heads of {model}, which are "
-            "not split"
+            f"--tp is {max(worlds)}; {model} has {heads} attention heads, and a head cannot be "
+            f"split: it must be at most {heads}"
         )
     machine = machine_by_name(
         machine_name, max(worlds), "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,7 +210,7 @@ def _explain_model(
         )
     screen = console()
     sizes = " and ".join(f"{phase} {rows}" for phase, rows in phases.items())
-    screen.print(f"{model}, a layer on {machine.title}, rows: {sizes}", markup=False)
+    screen.print(f"One layer of {model} on {machine.title}, rows: {sizes}", markup=False)
     screen.print(grid)
     screen.print(_LEGEND, markup=False)
 

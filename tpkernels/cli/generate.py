@@ -41,38 +41,42 @@ from tpkernels.parallel.joint_work import PeerFailedError
 
 def generate(
     model: options.Checkpoint,
-    prompt: Annotated[list[str], Option(help="Text to continue; several are continued together.")],
+    prompt: Annotated[
+        list[str], Option(help="Text to continue. Repeatable: several prompts form a batch.")
+    ],
     nproc: options.Ranks = None,
     chat: Annotated[
-        bool, Option("--chat", help="Each prompt is a user's message to a chat model.")
+        bool, Option("--chat", help="Treat each prompt as a user message to a chat model.")
     ] = False,
-    max_new_tokens: Annotated[int, Option(help="Tokens after which a text ends.")] = 128,
-    temperature: Annotated[
-        float, Option(help="0: always the likeliest token; 1: as the model predicts.")
-    ] = 0.0,
-    top_k: Annotated[int, Option(help="Sample among the k likeliest; 0: all.")] = 0,
+    max_new_tokens: Annotated[int, Option(help="Maximum number of new tokens per prompt.")] = 128,
+    temperature: Annotated[float, Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_k: Annotated[
+        int, Option(help="Sample from the k most likely tokens; 0 means all tokens.")
+    ] = 0,
     top_p: Annotated[
-        float, Option(help="Sample among the likeliest tokens of this total probability.")
+        float, Option(help="Sample from the most likely tokens with this total probability.")
     ] = 1.0,
     min_p: Annotated[
         float,
-        Option(help="Sample among tokens with this share of the likeliest one's probability."),
+        Option(help="Minimum probability of a token, as a fraction of the highest probability."),
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, Option(help="Above 1: less of what the prompt or the text has.")
+        float, Option(help="Repetition penalty for tokens in the prompt or the text; 1 is none.")
     ] = 1.0,
-    presence_penalty: Annotated[float, Option(help="Above 0: less of what the text has.")] = 0.0,
-    frequency_penalty: Annotated[
-        float, Option(help="The same, for each time that the text has it.")
+    presence_penalty: Annotated[
+        float, Option(help="Presence penalty for tokens in the generated text.")
     ] = 0.0,
-    seed: Annotated[
-        int | None, Option(help="The same seed samples the same; by default random.")
-    ] = None,
+    frequency_penalty: Annotated[
+        float, Option(help="Frequency penalty, per occurrence of a token in the generated text.")
+    ] = 0.0,
+    seed: Annotated[int | None, Option(help="Seed of the sampling. Default: random.")] = None,
     stop: Annotated[
-        list[str] | None, Option(help="End a text before this string; may be repeated.")
+        list[str] | None, Option(help="Stop string; the text ends before it. Repeatable.")
     ] = None,
-    stream: Annotated[bool, Option("--stream", help="Print text as it is generated.")] = False,
-    as_json: Annotated[bool, Option("--json", help="One JSON object; see the docs.")] = False,
+    stream: Annotated[
+        bool, Option("--stream", help="Print the text while it is generated.")
+    ] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object at the end.")] = False,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
     expert_parallel: options.ExpertParallel = False,
@@ -83,27 +87,28 @@ def generate(
     timeout: Annotated[
         int,
         Option(
-            help="Seconds for loading, and for each token; under torchrun, of the process group."
+            help="Time limit of loading and of each token, in seconds. Under torchrun: timeout of "
+            "the process group."
         ),
     ] = 300,
 ) -> None:
-    """Continue prompts with a model of transformers on several ranks.
+    """Continue prompts with a Hugging Face model on several ranks.
 
-    The text does not depend on the number of ranks, except where two tokens are equally likely
-    up to rounding. Also under torchrun: torchrun --nproc-per-node 2 -m -- tpkernels generate ...
+    The text does not depend on the number of ranks, unless two tokens are equally likely up to
+    rounding. To run under torchrun: torchrun --nproc-per-node 2 -m -- tpkernels generate ...
     """
     world = world_size(nproc, 2)
     check_workers(threads=threads)
     where = resolve_device(device)
     if stream and as_json:
-        raise UsageError("--stream prints text, --json one object at the end; leave out one")
+        raise UsageError("--stream and --json cannot be combined; leave one out")
     if stream and len(prompt) > 1:
-        raise UsageError(f"--stream takes one --prompt, not {len(prompt)}")
+        raise UsageError(f"--stream supports one --prompt, and {len(prompt)} were passed")
     for text in prompt:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"--prompt {text[:60]!a} is not UTF-8") from error
+            raise UsageError(f"--prompt {text[:60]!a} is not valid UTF-8") from error
     sampling = Sampling(
         max_new_tokens,
         temperature,
@@ -240,7 +245,7 @@ def _show(done: Completions, prompts: list[str], world: int, stream: bool) -> No
     times, tokens = done.times, sum(len(completion.tokens) for completion in done.texts)
     speed = "" if times.rate is None else f", then {times.rate:.1f} tokens/s for each prompt"
     typer.echo(
-        f"{tokens} tokens on {counted(world, 'rank')} in {times.end:.2f} s: the first after "
-        f"{times.first:.2f} s{speed}",
+        f"{counted(tokens, 'token')} on {counted(world, 'rank')} in {times.end:.2f} s: first token "
+        f"after {times.first:.2f} s{speed}",
         err=True,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ from tpkernels.symm import colocation
 from tpkernels.symm.limits import available_bytes
 
 _MATMULS = {
-    "native": "native: torch multiplies it at full speed",
-    "converted": "converted to float32 in panels: this processor has no instructions for it",
+    "native": "native: torch.matmul runs at full speed",
+    "converted": "converted to float32 in panels: this processor has no instructions for the dtype",
 }
 
 
 def info(as_json: options.AsJson = False) -> None:
-    """Show versions, devices, and which algorithms each op can use here."""
+    """Show versions, devices, and the algorithms that each op can use on this machine."""
     everything = facts()
     if as_json:
         typer.echo(json.dumps(everything, indent=2))
@@ -102,7 +103,7 @@ def unsupported_here(device: str, op: str, *, shared_memory: bool) -> dict[str, 
     reasons = unsupported_algorithms(problem, means)
     for name in ALGORITHMS:
         if reasons[name] is None and (op, name) not in TABLES[device]:
-            reasons[name] = f"is not built for {device}"
+            reasons[name] = f"is not implemented for {device} tensors"
     return reasons
 
 
@@ -119,7 +120,7 @@ def _qualified() -> dict[str, dict[str, str]]:
 
 def _qualified_text(qualified: dict[str, dict[str, str]]) -> str:
     if not qualified:
-        return "nothing: `tpkernels qualify` has not run" if torch.cuda.is_available() else "no GPU"
+        return "none: run `tpkernels qualify`" if torch.cuda.is_available() else "no GPU"
     counts = []
     for world, variants in qualified.items():
         passed = sum(text == qualification.QUALIFIED for text in variants.values())
@@ -139,40 +140,54 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         "processor": devices["cpu"],
         "cores": f"{len(devices['usable_cores'])} of {devices['cores']} usable: {cores}",
         "memory": f"{memory}, {available} available",
-        "GPUs": ", ".join(devices["gpus"]) or "none that torch sees",
+        "GPUs": ", ".join(devices["gpus"]) or "none visible to torch",
         "vector unit": f"{units['in_use']} (available: {', '.join(units['available'])}"
-        + (f"; wrong when tried: {', '.join(units['failed'])})" if units["failed"] else ")"),
-        "AMX": units["amx_refused"] or "granted to this process",
+        + (f"; failed the self-test: {', '.join(units['failed'])})" if units["failed"] else ")"),
+        "AMX": units["amx_refused"] or "available to this process",
         **{f"{name} matmul": _MATMULS[how] for name, how in facts["local_matmul"].items()},
         "shared memory": f"none: this process {alone}"
         if alone
-        else "between ranks of one user, on one machine and in one network namespace",
+        else "available between ranks of one user, on one machine and in one network namespace",
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
         "NCCL": nccl_text,
-        "qualified on GPUs": _qualified_text(facts["qualified"]),
+        "qualified variants": _qualified_text(facts["qualified"]),
         **versions,
         "extension": facts["extension"]["file"],
-        "contains": ", ".join(facts["extension"]["holds"]),
+        "extension contents": ", ".join(facts["extension"]["holds"]),
     }
     grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
     for name, text in lines.items():
         grid.add_row(f"[bold]{name}[/bold]", escape(str(text)))
     out.print(grid)
     for device, ops in facts["algorithms"].items():
         if all(why == kernels.NO_GPU for of_op in ops.values() for why in of_op.values()):
-            out.print(f"on {device}: nothing, it {kernels.NO_GPU}")
+            out.print(f"on {device}: no algorithm is available; each {kernels.NO_GPU}")
             continue
         names = [
             name for name, of in ALGORITHMS.items() if len(of.lacks.get(device, ())) < len(ops)
         ]
-        grid = table(f"on {device}", tuple(names), "why not")
+        grid = table(f"{device} tensors", tuple(names))
         for op, reasons in ops.items():
-            marks = ["yes" if reasons[name] is None else "no" for name in names]
-            texts = [f"{name} {reasons[name]}" for name in names if reasons[name] is not None]
-            grid.add_row(op, *marks, escape("; ".join(texts)))
+            grid.add_row(op, *("yes" if reasons[name] is None else "no" for name in names))
+        out.print(grid)
+        out.print(_reasons(ops, names))
         apart = facts["algorithms_across_hosts"][device].values()
         left = [name for name in names if all(reasons[name] is None for reasons in apart)]
-        grid.caption_justify = "left"
-        grid.caption = f"If the ranks of a group share no memory: {', '.join(left)}."
-        out.print(grid)
+        out.print(f"Available if the ranks of a group do not share memory: {', '.join(left)}\n")
+
+
+def _reasons(ops: dict[str, dict[str, str | None]], names: Sequence[str]) -> Table:
+    """Return a table of the reasons why algorithms are not available, with the ops."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        for op, reasons in ops.items():
+            if (reason := reasons[name]) is not None:
+                found.setdefault((name, reason), []).append(op)
+    grid = table("algorithm", (), "not available because it")
+    grid.add_column("for", overflow="fold")
+    for (name, reason), affected in found.items():
+        grid.add_row(name, escape(reason), ", ".join(affected))
+    return grid

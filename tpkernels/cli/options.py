@@ -12,34 +12,45 @@ from typer import Option
 from tpkernels.launch.terminal import DTYPES, UsageError, number_in, read_input
 
 Ranks = Annotated[
-    int | None, Option("--nproc", "--tp", help="Number of ranks; default 2, or torchrun's.")
+    int | None,
+    Option("--nproc", "--tp", help="Number of ranks. Default: 2, or WORLD_SIZE under torchrun."),
 ]
 Tp = Annotated[int, Option("--tp", "--nproc", help="Number of ranks.")]
-Dtype = Annotated[str, Option(help=" | ".join(DTYPES))]
-Device = Annotated[str | None, Option(help="cpu | cuda; by default cuda if there is a GPU.")]
+Dtype = Annotated[str, Option(help=f"Element type of the tensors: {' | '.join(DTYPES)}.")]
+Device = Annotated[
+    str | None, Option(help="Device: cpu | cuda. Default: cuda if a GPU is available.")
+]
 Threads = Annotated[int, Option(help="Threads per rank.")]
-Sizes = Annotated[str, Option("--bytes", help="Size(s) of a collective's tensor, over all ranks.")]
-Timeout = Annotated[int, Option(help="Abort a case that takes longer than this many seconds.")]
+Sizes = Annotated[
+    str, Option("--bytes", help="Tensor size of a collective, over all ranks, such as 64K or 32M.")
+]
+Timeout = Annotated[int, Option(help="Time limit of a case, in seconds.")]
 Checkpoint = Annotated[
-    str, Option(help="Folder with config.json and *.safetensors, or a GGUF file.")
+    str, Option(help="Model: folder with config.json and *.safetensors, or a GGUF file.")
 ]
 CheckpointDtype = Annotated[
-    str | None, Option(help="fp32 | fp16 | bf16; by default the checkpoint's.")
+    str | None,
+    Option(help="Parameter dtype: fp32 | fp16 | bf16. Default: the dtype of the checkpoint."),
 ]
 Weights = Annotated[
     str | None,
-    Option(help="int8: half of bf16's bytes, on CPUs; by default the parameters' dtype."),
+    Option(help="Weight format: int8, on CPUs only. Default: the parameter dtype."),
 ]
-FfnOnly = Annotated[bool, Option("--ffn-only", help="Split the feed-forward layers only.")]
+FfnOnly = Annotated[bool, Option("--ffn-only", help="Shard only the feed-forward layers.")]
 ExpertParallel = Annotated[
     bool,
-    Option("--expert-parallel", help="Split mixtures by whole experts, not by width."),
+    Option(
+        "--expert-parallel",
+        help="Expert parallelism: each rank holds some experts. Default: a shard of each expert.",
+    ),
 ]
 PlanFile = Annotated[
     Path | None,
-    Option("--plan", help="JSON file with a style for each module; by default the model's plan."),
+    Option(
+        "--plan", help="JSON file that maps module names to styles. Default: the plan of the model."
+    ),
 ]
-AsJson = Annotated[bool, Option("--json", help="One JSON object instead of tables.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object instead of tables.")]
 
 
 def split(values: Iterable[str] | None) -> list[str]:
@@ -52,7 +63,7 @@ def numbers(name: str, values: Iterable[str] | None) -> list[int]:
     not."""
     for part in (parts := split(values)):
         if not number_in(part):
-            raise UsageError(f"--{name}: '{part}' is not a positive number")
+            raise UsageError(f"--{name}: '{part}' is not a positive integer")
     return list(dict.fromkeys(map(number_in, parts)))
 
 
@@ -62,7 +73,7 @@ def checked_weights(text: str | None, device: str) -> Literal["int8"] | None:
     if text is None:
         return None
     if text != "int8" or device != "cpu":
-        raise UsageError(f"--weights is {text!r} on {device}; it can be int8, on cpu")
+        raise UsageError(f"--weights is {text!r} on device {device}; expected int8 on device cpu")
     return "int8"
 
 
@@ -80,7 +91,7 @@ def plan_in(path: Path | None) -> dict[str, str] | None:
         raise UsageError(f"'{path}' is not JSON: {error}") from error
     if not (plan and isinstance(plan, dict) and all(isinstance(s, str) for s in plan.values())):
         raise UsageError(
-            f"'{path}' is not a plan: one object with a style for each module, such as "
+            f"'{path}' is not a plan; expected an object that maps module names to styles, such as "
             '{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}'
         )
     return plan

@@ -43,6 +43,7 @@ from tpkernels.launch.terminal import (
     writing,
 )
 from tpkernels.local import ranges
+from tpkernels.planning.algorithms import ALGORITHMS
 
 _CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
@@ -50,36 +51,43 @@ _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_al
 _NO_COMPUTE = ("copy_", "_to_copy", "to", "clone", "contiguous", "item", "_local_scalar_dense")
 _WARM_UP = 3
 _LEGEND = """\
-overlapped: the fraction of the time in which data moves (copies, messages in flight, matmuls that
-read a peer's memory) during which the rank also computes. wait: without computing."""
+data moves: copies, messages in flight, and matmuls that read peer memory. overlapped: fraction of
+that time during which the rank also computes. wait: waiting without computing."""
 
 
 def profile(
     script: Annotated[
-        list[str] | None, typer.Argument(help="A Python script and its arguments, as for torchrun.")
+        list[str] | None, typer.Argument(help="Python script and its arguments.")
     ] = None,
-    op: Annotated[str | None, Option(help="An op, instead of a script.")] = None,
-    shape: Annotated[str, Option(help="M,N,K of a matmul op, over all ranks.")] = "1024,2048,2048",
+    op: Annotated[
+        str | None, Option(help="Op to profile instead of a script; tpkernels info lists the ops.")
+    ] = None,
+    shape: Annotated[
+        str, Option(help="Shape M,N,K of a matmul op, over all ranks.")
+    ] = "1024,2048,2048",
     size: options.Sizes = "1M",
     nproc: options.Ranks = None,
     dtype: options.Dtype = "bf16",
-    algorithm: Annotated[str, Option(help="auto or an algorithm.")] = "auto",
-    calls: Annotated[int, Option(help="Number of calls of the op.")] = 3,
+    algorithm: Annotated[
+        str, Option(help=f"Algorithm of the op: auto, {', '.join(ALGORITHMS)}.")
+    ] = "auto",
+    calls: Annotated[int, Option(help="Number of profiled calls of the op.")] = 3,
     out: Annotated[
         Path | None,
-        Option(help="Write trace.json of all ranks to this folder, for Perfetto."),
+        Option(help="Folder for trace.json, a Perfetto trace of all ranks."),
     ] = None,
     threads: options.Threads = 1,
     timeout: options.Timeout = 600,
 ) -> None:
-    """Profile an op or a script on all ranks with torch.profiler: show how each rank spends its
-    time, and write one trace of all.
+    """Profile an op or a script on all ranks with torch.profiler.
 
-    Options precede the script; everything after it belongs to the script. Its ranks run on this
-    machine, in an environment like torchrun's, and create their process group themselves.
+    Shows how each rank spends its time. --out writes one trace of all ranks. Options must precede
+    the script; arguments after it are passed to the script. The ranks of a script run on this
+    machine with the environment variables of torchrun, and the script must create the process
+    group.
     """
     if (op is None) == (not script):
-        raise UsageError("give either --op or a script")
+        raise UsageError("pass either --op or a script")
     world = world_size(nproc, 2)
     at_least(1, calls=calls, timeout=timeout)
     check_workers(threads=threads)
@@ -87,9 +95,11 @@ def profile(
         spec = spec_of(op, shape, size, dtype_named(dtype))
         check_spec(spec, world, [algorithm])
     elif under_torchrun():
-        raise UsageError("a script's ranks are started here: run this command without torchrun")
+        raise UsageError(
+            "`tpkernels profile SCRIPT` launches its own ranks; run it without torchrun"
+        )
     elif script and not Path(script[0]).is_file():
-        raise UsageError(f"no script '{script[0]}'")
+        raise UsageError(f"the script '{script[0]}' does not exist")
     trace_file = None
     if out is not None and is_leader():
         make_output_folder(out)
@@ -104,13 +114,15 @@ def profile(
             what, store = " ".join(script), loopback_store()
             recordings = run(record_script, script[0], script[1:], store.port)
     if not any(recording.times[1:] > (0.0,) * 4 for recording in recordings):
-        raise UsageError(f"{what} computed and moved nothing with torch on any rank")
+        raise UsageError(
+            f"the profile is empty: {what} ran no torch op and moved no data on any rank"
+        )
     if not is_leader():
         return
     grid = table("rank", ("ms", "compute", "wait", "data moves"), "overlapped")
     for rank, recording in enumerate(recordings):
         *shown, moved, overlapped = recording.times
-        share = f"{overlapped / moved:.0%}" if moved else "nothing moves"
+        share = f"{overlapped / moved:.0%}" if moved else "no data moved"
         grid.add_row(str(rank), *map(milliseconds, (*shown, moved)), share)
     screen = console()
     screen.print(f"{what}, {counted(world, 'rank')}{recordings[0].plan}", markup=False)

@@ -39,40 +39,51 @@ from tpkernels.qualification.schedule import (
     schedule,
 )
 
-_LEFT_OUT = "Left out, because the budget is {:.0f} s: {}. Give them time with --budget"
+_LEFT_OUT = "Not run, because the budget is {:.0f} s: {}. To run them, raise --budget"
 _STYLES = {QUALIFIED: "green", DISQUALIFIED: "bold red", NOT_RUN: "dim"}
 
 
 def qualify(
-    nproc: options.Ranks = None,
+    nproc: Annotated[
+        int | None,
+        Option(
+            "--nproc",
+            "--tp",
+            help="Number of ranks. Default: the number of GPUs, then half of it down to 2 or 3; 2 "
+            "with one GPU and on CPUs.",
+        ),
+    ] = None,
     device: options.Device = None,
     budget: Annotated[
         float | None,
-        Option(help="Seconds for all stages. Default: 240 with one GPU, else 3600."),
+        Option(help="Time budget of all stages, in seconds. Default: 240 with one GPU, else 3600."),
     ] = None,
     thorough: Annotated[
-        bool, Option("--thorough", help="Four times as many calls, and faults.")
+        bool, Option("--thorough", help="Make four times as many calls, and inject faults.")
     ] = False,
-    only: Annotated[str, Option(help="Stages whose names begin so, such as direct/.")] = "",
+    only: Annotated[
+        str, Option(help="Run only stages whose names start with this text, such as direct/.")
+    ] = "",
     rerun: Annotated[
         bool, Option("--rerun", help="Ignore saved results and run all stages again.")
     ] = False,
-    plan: Annotated[bool, Option("--plan", help="Show the stages and end.")] = False,
-    out: Annotated[Path | None, Option(help="Also write the report to this file, as JSON.")] = None,
+    plan: Annotated[bool, Option("--plan", help="List the stages without running them.")] = False,
+    out: Annotated[Path | None, Option(help="JSON file for a copy of the report.")] = None,
 ) -> None:
     """Validate the GPU algorithms on this machine. `auto` uses only variants that pass.
 
     Each stage runs in separate processes with a deadline, so a crash or hang disqualifies only the
-    variant under test. The report is saved in the cache folder for these GPUs, driver and versions;
-    stages that it contains are skipped. The exit code is 1 if a variant was disqualified.
+    variant under test. The report is saved in the cache folder for these GPUs, driver and versions.
+    Stages that are already in the report are skipped. The exit code is 1 if a variant was
+    disqualified. On CPU tensors the stages are a dry run that qualifies no variant.
     """
     if sessions.under_torchrun():
-        raise UsageError("qualify starts its ranks by itself: run it without torchrun")
+        raise UsageError("`tpkernels qualify` launches its own ranks; run it without torchrun")
     if nproc is not None:
         check_workers(nproc=nproc)
         at_least(2, nproc=nproc)
     if budget is not None and not budget > 0:
-        raise UsageError(f"--budget is {budget:g}; it must be positive, in seconds")
+        raise UsageError(f"--budget is {budget:g}; it must be a positive number of seconds")
     device = sessions.resolve_device(device)
     topology = topology_here() if device == "cuda" else Topology(("this CPU",) * 2, 90)
     worlds = () if nproc is None else (nproc,)
@@ -89,9 +100,11 @@ def qualify(
         stages = [stage for stage in stages if stage.name not in LITMUS]
         if (why := unsupported(device)) is not None:
             stages = [stage for stage in stages if not stage.name.startswith("fused/")]
-            console().print(f"fused is left out: it {why}", markup=False)
+            console().print(f"The fused stages are skipped: fused {why}", markup=False)
     if not stages and known is None:
-        raise UsageError(f"no stage begins with '{only}'")
+        raise UsageError(
+            f"--only is '{only}', which is not the start of a stage name; --plan lists the stages"
+        )
     if plan:
         return _show_plan(stages)
     if out is not None:
@@ -113,8 +126,8 @@ def qualify(
     report = run(stages, device, repeats=repeats, budget=seconds, known=known, on_stage=on_stage)
     if left_out:
         console().print(_LEFT_OUT.format(seconds, ", ".join(left_out)), markup=False)
-    kept = "A rehearsal on CPU tensors: it qualifies nothing" if path is None else f"Kept in {path}"
-    console().print(kept, markup=False)
+    dry_run = "This was a dry run on CPU tensors; it qualifies no variant"
+    console().print(dry_run if path is None else f"Saved to {path}", markup=False)
     if out is not None:
         with writing(out):
             out.write_text(qualification.text_of(device, report))
@@ -135,17 +148,17 @@ def _report(stage: Stage, outcome: StageOutcome) -> None:
     if outcome.status == QUALIFIED:
         stores = stage.name in LITMUS
         what = f"{outcome.checks} values" if stores else f"{outcome.checks} calls"
-        rate = f", a rate of wrong ones below {3 / outcome.checks:.1g}" if stores else ""
-        line += f", {what} right{rate}, {outcome.seconds:.0f} s"
+        rate = f" (error rate below {3 / outcome.checks:.1g})" if stores else ""
+        line += f", {what} correct{rate}, {outcome.seconds:.0f} s"
     else:
         line += f": {escape(outcome.reason.removeprefix(f'{DISQUALIFIED}: '))}"
     console().print(line, highlight=False)
 
 
 def _show_plan(stages: list[Stage]) -> None:
-    grid = table("stage", ("ranks", "s"), "why not")
+    grid = table("stage", ("ranks", "seconds"), "skipped because")
     for stage in stages:
         grid.add_row(stage.name, str(stage.world), f"{stage.seconds:.0f}", escape(stage.why_not))
     console().print(grid)
     total = sum(stage.seconds for stage in stages if not stage.why_not)
-    console().print(f"About {total / 60:.0f} minutes")
+    console().print(f"Estimated time: {total / 60:.1f} minutes")

@@ -25,42 +25,45 @@ def serve(
     model: options.Checkpoint,
     ranks: options.Tp = 2,
     host: Annotated[
-        str, Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")
+        str, Option(help="Address to listen on; 0.0.0.0 means all interfaces.")
     ] = "127.0.0.1",
-    port: Annotated[int, Option(help="0 for any free one.")] = 8000,
+    port: Annotated[int, Option(help="Port to listen on; 0 selects a free port.")] = 8000,
     name: Annotated[
-        str | None, Option(help="Name of the model for clients; by default its file's.")
+        str | None,
+        Option(help="Model name that clients send. Default: the name of the folder or file."),
     ] = None,
     dtype: options.CheckpointDtype = None,
     ffn_only: options.FfnOnly = False,
     expert_parallel: options.ExpertParallel = False,
     plan: options.PlanFile = None,
     weights: options.Weights = None,
-    max_requests: Annotated[int, Option(help="Requests in a batch.")] = 32,
+    max_requests: Annotated[int, Option(help="Maximum number of requests in a batch.")] = 32,
     max_waiting: Annotated[
-        int, Option(help="Requests that wait for a place; more are refused with 429.")
+        int, Option(help="Maximum number of queued requests. Further requests get status 429.")
     ] = 128,
     max_length: Annotated[
         int | None,
-        Option(help="Tokens of a prompt and its answer; by default what the model takes."),
+        Option(
+            help="Maximum tokens of a prompt plus its answer. Default: the maximum of the model."
+        ),
     ] = None,
     cache_tokens: Annotated[
-        int, Option(help="Tokens for which there are keys and values, over all requests.")
+        int, Option(help="Size of the KV cache in tokens, over all requests.")
     ] = 16384,
-    request_timeout: Annotated[int, Option(help="Seconds for an answer.")] = 600,
+    request_timeout: Annotated[int, Option(help="Time limit of an answer, in seconds.")] = 600,
     grace: Annotated[
-        int, Option(help="Seconds for running requests when the server is stopped.")
+        int, Option(help="Seconds that running requests get to finish when the server stops.")
     ] = 10,
     api_key_file: Annotated[
-        Path | None, Option(help="File with the key that clients must send as a bearer token.")
+        Path | None, Option(help="File with the API key that clients must send as a bearer token.")
     ] = None,
     threads: options.Threads = 1,
 ) -> None:
-    """Serve a model over OpenAI's HTTP interface.
+    """Serve a Hugging Face model over the OpenAI HTTP API.
 
-    /v1/models, /v1/completions, /v1/chat/completions, /health, and /metrics for Prometheus. Ctrl-C
-    or SIGTERM lets running requests end; a second one does not. The exit code is 1 if a rank
-    failed.
+    Endpoints: /v1/models, /v1/completions, /v1/chat/completions, /health, and /metrics for
+    Prometheus. After the first Ctrl-C or SIGTERM, running requests may finish within --grace
+    seconds. A second one ends them immediately. The exit code is 1 if a rank failed.
     """
     check_workers(tp=ranks, threads=threads)
     at_least(1, **{"max-requests": max_requests, "request-timeout": request_timeout})
@@ -72,9 +75,13 @@ def serve(
         raise UsageError(f"--port is {port}; it must be 0 to 65535")
     key = None if api_key_file is None else _key_in(api_key_file)
     if under_torchrun():
-        raise UsageError("serve starts its own ranks: run it without torchrun, with --tp")
+        raise UsageError(
+            "`tpkernels serve` launches its own ranks; run it without torchrun and pass --tp"
+        )
     if not Path(model).exists():
-        raise UsageError(f"there is no {model}")
+        raise UsageError(
+            f"--model is {model}, which does not exist; pass a local folder or a GGUF file"
+        )
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
@@ -111,5 +118,5 @@ def _key_in(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(f"'{path}' is not ASCII text") from error
     if not key:
-        raise UsageError(f"'{path}' has no key; leave --api-key-file out for a server without one")
+        raise UsageError(f"'{path}' is empty; write the API key to it, or leave --api-key-file out")
     return key

@@ -32,21 +32,21 @@ def shard(
     model: options.Checkpoint,
     ranks: options.Tp = 2,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Show how the model is split; write nothing.")
+        bool, Option("--dry-run", help="Show how the model is sharded, without writing files.")
     ] = False,
-    out: Annotated[Path | None, Option(help="Folder to write to.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for the files of the shards.")] = None,
     ffn_only: options.FfnOnly = False,
     expert_parallel: options.ExpertParallel = False,
     plan_file: options.PlanFile = None,
     dtype: options.CheckpointDtype = None,
     force: Annotated[
-        bool, Option("--force", help="Replace a model that is in the folder of --out.")
+        bool, Option("--force", help="Overwrite a model that is already in the output folder.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show how a model is split over ranks, or write a file with each rank's shard.
+    """Show how a model is sharded over ranks, or write one file per rank.
 
-    `tpkernels.from_pretrained` reads the files on any number of ranks. Starts no ranks.
+    `tpkernels.from_pretrained` reads the files on any number of ranks. No ranks are started.
     """
     check_workers(tp=ranks)
     if not dry_run and out is None:
@@ -68,7 +68,7 @@ def shard(
         else:
             _show(plan, screen)
         if not dry_run and out is not None:
-            with screen.status("writing") as status:
+            with screen.status("writing the shards") as status:
                 files = write_shards(
                     plan,
                     out,
@@ -83,15 +83,12 @@ def shard(
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a parameter's name
 
-_LEGEND = (
-    "Weights of linear layers are shown as kernels, input x output features; checkpoints hold them "
-    "transposed."
-)
+_LEGEND = "Linear weights are shown as input x output features; checkpoints store the transpose."
 
 
 def _show(plan: ShardPlan, out: Console) -> None:
     grid = table("parameter", ("full",), "on each rank")
-    grid.add_column("split")
+    grid.add_column("sharded by")
     alike: dict[tuple[str, ...], list[str]] = {}  # names, by all that is shown and all but numbers
     for slot in plan.slots:
         shapes = _by_rank([_size(slot, shape) for shape in plan.shapes(slot)])
@@ -107,11 +104,11 @@ def _show(plan: ShardPlan, out: Console) -> None:
     heads = plan.blueprint.model.config.num_attention_heads
     for rank, names in plan.without().items():
         modules = sorted({name.split(".")[-2] for name in names})
-        text = f"Rank {rank} has no part of {', '.join(modules)} and adds nothing there."
+        text = f"Rank {rank} holds no shard of {', '.join(modules)} and contributes zeros there."
         if modules != ["experts"]:
-            text += f" Attention is split by whole heads, of which this model has {heads}."
+            text += f" Attention is sharded by heads, and this model has {heads} heads."
         if "experts" in modules:
-            text += " With --expert-parallel, experts are not split."
+            text += " With --expert-parallel, each expert is on one rank."
         out.print(text, markup=False)
 
 
@@ -130,7 +127,7 @@ def _size(slot: Slot, shape: Sequence[int]) -> str:
 
 def _split(slot: Slot, ranks: int) -> str:
     if slot.split is None or ranks == 1:
-        return "whole on all ranks"
+        return "replicated"
     if isinstance(slot.owners[0][0], MoE):
         by_width = "input features" if slot.name.endswith("down_proj") else "output features"
         return by_width if slot.split.dim else "experts"

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.markup import escape
 from typer import Option
 
 import tpkernels
@@ -39,51 +38,57 @@ from tpkernels.planning.op_spec import OPS
 
 _TUNED = [name for name, spec in OPS.items() if not spec.routed]
 _SHAPES = [f"{m},4096,4096" for m in (1, 16, 64, 256, 1024, 4096)]
-_LEGEND = "ms: shortest, of all ranks together, interleaved. Empty: see tpkernels explain."
+_LEGEND = (
+    "ms: shortest of the interleaved rounds, until the last rank has finished. Empty: not timed."
+)
 
 
 def tune(
-    op: Annotated[list[str] | None, Option(help="An op; repeatable. Default: all.")] = None,
+    op: Annotated[list[str] | None, Option(help="Op to tune. Repeatable. Default: all.")] = None,
     shape: Annotated[
         list[str] | None,
         Option(
-            help="M,N,K of a matmul op, over all ranks; repeatable. Default: M from 1 to 4096 of "
-            "M,4096,4096. auto interpolates between two measured M."
+            help="Shape M,N,K of a matmul op, over all ranks. Repeatable. Default: M,4096,4096 "
+            "with M from 1 to 4096. auto interpolates between two measured M."
         ),
     ] = None,
-    sizes: options.Sizes = "4K,64K,1M,16M,64M",
+    sizes: Annotated[
+        str,
+        Option("--bytes", help="Tensor sizes of a collective, over all ranks; comma-separated."),
+    ] = "4K,64K,1M,16M,64M",
     nproc: options.Ranks = None,
     dtype: options.Dtype = "bf16",
     device: options.Device = None,
     budget: Annotated[
-        int, Option(help="Start no further round of a case after this many seconds.")
+        int, Option(help="Time budget per case, in seconds; no round starts after it.")
     ] = 20,
     threads: Annotated[
-        int, Option(help="Threads per rank, here and in the job that uses the times.")
+        int, Option(help="Threads per rank. Use the same number in the job that uses the times.")
     ] = 1,
     timeout: options.Timeout = 1800,
     machine: Annotated[
         bool,
         Option(
             "--machine",
-            help="Measure this machine's rates instead, for explain --machine this and for "
-            "products on meshes.",
+            help="Measure the compute and communication rates of this machine instead. They are "
+            "used by explain --machine this and by sharded matmuls.",
         ),
     ] = False,
 ) -> None:
-    """Measure the algorithms for the given shapes, so that auto chooses the fastest.
+    """Measure the algorithms for the given shapes, so that auto selects the fastest.
 
-    The same as tpkernels.autotune(save=True) for a call with each shape. Times are kept in the
-    cache folder ($XDG_CACHE_HOME/tpkernels, by default ~/.cache/tpkernels) for this device, number
-    of ranks and threads, and these versions of tpkernels, torch and Triton. Groups that are set up
-    afterwards use them. On CPUs, algorithms that cannot be the fastest are left out, such as
-    a split matmul of a few rows. If an algorithm fails, it is left out, and the exit code is 1.
+    In a program, tpkernels.autotune(save=True) does this at the first call with each shape. The
+    times are saved in the cache folder ($XDG_CACHE_HOME/tpkernels, by default ~/.cache/tpkernels).
+    They apply to this device, number of ranks and threads, and these versions of tpkernels, torch
+    and Triton. Process groups that are initialized later use them. On CPUs, algorithms that cannot
+    be the fastest are not timed, such as a chunked matmul of a few rows. If an algorithm fails, it
+    is skipped, and the exit code is 1.
     """
     world = sessions.world_size(nproc, 2)
     at_least(1, budget=budget, timeout=timeout)
     check_workers(threads=threads)
     if world == 1:
-        raise UsageError("one rank has nothing to choose: it does not communicate")
+        raise UsageError("nothing to tune with --tp 1: a single rank does not communicate")
     specs = [
         spec
         for name in check_known("op", op or _TUNED, _TUNED)
@@ -94,8 +99,8 @@ def tune(
     device = sessions.resolve_device(device)
     if device == "cuda" and sessions.ranks_share_gpus(world):
         raise UsageError(
-            f"{world} ranks on {torch.cuda.device_count()} GPUs: times of ranks that share a "
-            "GPU do not apply elsewhere; use fewer ranks (--tp) or --device cpu"
+            f"{world} ranks would share {torch.cuda.device_count()} GPUs, and times of ranks that "
+            "share a GPU are not representative; pass a lower --tp, or --device cpu"
         )
     if sessions.is_leader():
         _check_cache()
@@ -113,7 +118,7 @@ def _check_cache() -> None:
         make_folder(folder)
         check_folder(folder)
     except (OSError, RuntimeError, ValueError) as error:
-        text = f"the cache folder is not used: {error}; set XDG_CACHE_HOME to another folder"
+        text = f"the cache folder cannot be used: {error}; set XDG_CACHE_HOME to a different folder"
         raise UsageError(text) from error
     writable(folder / "tuning")
 
@@ -123,23 +128,27 @@ def _tune_machine(run: Run, device: str) -> None:
     if sessions.is_leader():
         with writing(store.profile_path_for(machine)):
             path = store.save_profile(machine, profile)
-        console().print(f"{profile.title}: {rates_text(profile)}\nKept in {path}", markup=False)
+        console().print(f"{profile.title}: {rates_text(profile)}\nSaved to {path}", markup=False)
 
 
 def _tune_cases(run: Run, specs: list[Spec], budget: int, device: str) -> bool:
     """Tune the cases one by one; return whether no algorithm failed."""
-    out, failures = console(), list[str]()
-    grid = table("op\nM, N, K", tuple(ALGORITHMS), "auto from now on")
+    out, choices, failures = console(), list[str](), list[str]()
+    times = dict[str, dict[str, float]]()  # by case, then algorithm
     for spec in specs:
-        with out.status(f"{spec.op} {spec}"):
+        case = f"{spec.op} {spec}"
+        with out.status(case):
             chosen, ms, failed, path = run(tune_case, spec, budget, device)[0]
-        failures += [f"{spec.op} {spec}: '{name}' {why}" for name, why in failed.items()]
-        cells = [milliseconds(ms[name]) if name in ms else "" for name in ALGORITHMS]
-        choice = escape(f"{chosen.algorithm}: {chosen.reason}")
-        grid.add_row(f"{spec.op}\n[dim]{spec}[/]", *cells, choice)
+        choices.append(f"{case}: auto now selects {chosen.algorithm}: {chosen.reason}")
+        failures += [f"{case}: '{name}' {why}" for name, why in failed.items()]
+        times[f"{spec.op}\n[dim]{spec}[/]"] = ms
+    names = [name for name in ALGORITHMS if any(name in ms for ms in times.values())]
+    grid = table("op\nM, N, K", tuple(names))
+    for case, ms in times.items():
+        grid.add_row(case, *(milliseconds(ms[name]) if name in ms else "" for name in names))
     if sessions.is_leader():
         out.print(grid)
-        for line in (_LEGEND, *failures, f"Kept in {path}"):
+        for line in (_LEGEND, *choices, *failures, f"Saved to {path}"):
             out.print(line, markup=False)
     return not failures
 
