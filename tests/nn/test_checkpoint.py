@@ -97,23 +97,23 @@ def test_refusals() -> list[str]:
         dist.all_gather_object(pickles, pickle.dumps(layer), group)
         return unlike(
             {
-                f"rank {1 - rank} of 2 pickled has its shards, and this is rank {rank} of 2": (
+                f"by rank {1 - rank} of 2 and holds the shards of that rank, but this is r": (
                     lambda: pickle.loads(pickles[1 - rank])
                 ),
                 "TypeError: a ShardTensor is one rank's shard and cannot be": lambda: pickle.dumps(
                     shard
                 ),
-                "take .local, or .full_tensor() on all ranks": lambda: shard + 1,
+                "use .local, or call .full_tensor() on all ranks": lambda: shard + 1,
                 ".full_tensor() on all ranks": lambda: zeros.copy_(shard),
-                "has shape [3, 5], the unsharded parameter [6, 5]": lambda: layer.load_state_dict(
-                    {"weight": zeros[:3]}
+                "is [3, 5], but the unsharded parameter has shape [6, 5]": lambda: (
+                    layer.load_state_dict({"weight": zeros[:3]})
                 ),
-                "load it through torch.distributed.checkpoint, or": lambda: layer.load_state_dict(
+                "load it with torch.distributed.checkpoint, or": lambda: layer.load_state_dict(
                     uneven.state_dict()
                 ),
                 "Missing key(s) in state_dict": lambda: layer.load_state_dict({}),
-                "is split differently": lambda: shard.copy_(uneven.state_dict()["weight"]),
-                "NotImplementedError: weight is a DTensor: a layer that is sharded a second time": (
+                "they are sharded differently": lambda: shard.copy_(uneven.state_dict()["weight"]),
+                "NotImplementedError: weight is a DTensor: the state dict of a layer that": (
                     lambda: fully_shard(layer, mesh=mesh).state_dict()
                 ),
             }

@@ -148,28 +148,44 @@ def test_refusals() -> list[str]:
         split, gather = tnn.split_over_ranks, tnn.gather_from_ranks
         return unlike(
             {
-                "[5, 2] of out_features does not add up to 6": lambda: column(out_sizes=[5, 2]),
+                "the shard sizes [5, 2] of out_features sum to 7; expected 6": lambda: column(
+                    out_sizes=[5, 2]
+                ),
                 "ValueError: shard_sizes has 1 entries": lambda: column(out_sizes=[6]),
                 "linear.weight is a Tensor of int8": lambda: copied(quantised, group),
                 "TypeError: linear is a tpkernels.nn": lambda: copied(one, group),
-                "NotImplementedError: embedding has max_norm": lambda: adopt(special, group),
-                "heads=9 must be a multiple of kv_heads=2": lambda: qkv(8, 9, 2, 4, group),
-                "does not fit a head ([3, 3], 4": lambda: head().tie(embedding(5)),
+                "NotImplementedError: embedding has max_norm=1.0, sparse=False": lambda: adopt(
+                    special, group
+                ),
+                "heads=9 must be divisible by kv_heads=2": lambda: qkv(8, 9, 2, 4, group),
+                "to a head ([3, 3], 4": lambda: head().tie(embedding(5)),
                 "a head ([5, 1], 4": lambda: head(out_sizes=[5, 1]).tie(embedding(4)),
-                "layers of one input differ": lambda: tnn.column_parallel(x[:4], [one, other]),
-                "id is outside the vocabulary of 6: 7": lambda: embedding(4)(torch.tensor([0, 7])),
-                "ids of ranks [1] of the": lambda: embedding(4)(torch.tensor([4, group.rank()])),
-                "ranks [1] of the group are": lambda: embedding(4)(
+                "layers that share an input must have the same": lambda: tnn.column_parallel(
+                    x[:4], [one, other]
+                ),
+                "token id 7 at position [1] is out of range; expected 0 to 5 (vocabular": lambda: (
+                    embedding(4)(torch.tensor([0, 7]))
+                ),
+                "ids of ranks [1] of the group differ": lambda: embedding(4)(
+                    torch.tensor([4, group.rank()])
+                ),
+                "ranks [1] of the group differ from those of rank 0": lambda: embedding(4)(
                     torch.tensor([[4, 3], [3, 4]][group.rank()])
                 ),
                 "[4, 3], but x of shape [2, 5] needs [5, N]": lambda: one(torch.zeros(2, 5)),
                 "ValueError: sequence_dim is 2": lambda: attention(sequence_dim=2),
-                "padding_idx 6 is outside 6 embeddings": lambda: embedding(4, padding_idx=6),
-                "give attn_mask or": lambda: attention()(hidden, attn_mask=mask, is_causal=True),
-                "[2, 2] of dim 0 does not add up to 5": lambda: split(x, group, 0, [2, 2]),
-                "dim is -1; x has 1 dims": lambda: split(x, group, -1),
-                "size 5 in dim 0, but sizes are (3, 3)": lambda: gather(x, group, 0, [3, 3]),
-                "q_proj has 6 output": lambda: qkv.from_linear(linear, linear, linear, 4, group),
+                "padding_idx is 6; expected -6 to 5": lambda: embedding(4, padding_idx=6),
+                "attn_mask and is_causal=True were both passed": lambda: attention()(
+                    hidden, attn_mask=mask, is_causal=True
+                ),
+                "the shard sizes [2, 2] of dim 0 sum to 4; expected 5": lambda: split(
+                    x, group, 0, [2, 2]
+                ),
+                "dim is -1; x has 1 dims, so dim must be 0 to 0": lambda: split(x, group, -1),
+                "x has size 5 in dim 0, but sizes[": lambda: gather(x, group, 0, [3, 3]),
+                "q_proj has 6 output features, which is not divisible by head_dim=4": lambda: (
+                    qkv.from_linear(linear, linear, linear, 4, group)
+                ),
                 "ValueError: up: Linear(in_features=7": lambda: merged(two, group),
             }
         )

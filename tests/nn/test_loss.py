@@ -119,22 +119,22 @@ def test_refusals() -> list[str]:
         shifted = functools.partial(loss, vocab_size=total)
         return unlike(
             {
-                "has 6 columns of a vocabulary of 12": lambda: loss(logits, target, vocab_size=12),
-                "all but the last dim must agree": lambda: shifted(logits, target[:3]),
+                "needs 6 columns with vocab_size=12": lambda: loss(logits, target, vocab_size=12),
+                "expected a target of shape [4]": lambda: shifted(logits, target[:3]),
                 "target is on cpu but logits are on meta": lambda: shifted(
                     logits.to("meta"), target
                 ),
                 "reduction is 'avg'; it must be one of mean, sum, none": lambda: shifted(
                     logits, target, reduction="avg"
                 ),
-                "a target is outside the vocabulary of 10: 10": lambda: shifted(
-                    logits, target + total
+                "target 10 at position [0] is out of range; expected 0 to 9 (vocabulary": lambda: (
+                    shifted(logits, target + total)
                 ),
-                "outside the vocabulary of 10: -1": lambda: shifted(logits, target - 1),
-                "the targets of ranks [1] of the group are not those of rank 0": lambda: shifted(
-                    logits, target + group.rank()
+                "target -1 at position [0] is out of range": lambda: shifted(logits, target - 1),
+                "the targets of ranks [1] of the group differ from those of rank 0": lambda: (
+                    shifted(logits, target + group.rank())
                 ),
-                "has no second derivative": lambda: torch.autograd.grad(
+                "does not support second derivatives": lambda: torch.autograd.grad(
                     shifted(leaf, target), leaf, create_graph=True
                 ),
             }

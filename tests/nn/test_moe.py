@@ -173,7 +173,10 @@ def test_packed() -> None:
                     plain.load_state_dict({name: 2 * w for name, w in state.items()})
                     assert torch.equal(twice, plain(x, ids, weights))
                     assert (packed.down_proj.dim() == 4) == drop
-                with pytest.raises(NotImplementedError, match="is packed and has no gradient"):
+                with pytest.raises(
+                    NotImplementedError,
+                    match="is packed, and packed weights do not support gradients",
+                ):
                     packed(x.requires_grad_(), ids, weights)
                 x = x.detach()
                 assert torch.equal(packed.unpack_().down_proj, 2 * moe.down_proj)
@@ -405,7 +408,7 @@ def test_refusals() -> None:
             assert torch.equal(layer(x.float(), ids, weights.float()), want)
         with pytest.raises(ValueError, match=r"\[6, 2\]; both must be \[tokens, k\]"):
             moe(x.float(), ids, weights.float()[:6])
-        with pytest.raises(ValueError, match="MoE takes tokens along dim 0"):
+        with pytest.raises(ValueError, match="sequence_dim is 1; MoE supports 0"):
             MoE(EXPERTS, HIDDEN, WIDTH, group, sequence_dim=1)
 
 

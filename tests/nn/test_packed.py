@@ -196,7 +196,7 @@ def test_a_layer_that_moves() -> None:
             assert torch.allclose(logits(model), other, atol=1e-5), drop
             one, two = (tnn.pack_(copied(plain), drop=drop).mlp.down_proj for _ in range(2))
             for message in messages_of([one.double, lambda layer=two: layer.to("meta")]):
-                assert re.match("NotImplementedError: w is .*; call unpack_.. before$", message)
+                assert re.match("NotImplementedError: w is .*; call unpack_.. first$", message)
 
 
 def check_8_bits(model: torch.nn.Module, dtype: torch.dtype, how: Any) -> None:
@@ -257,7 +257,10 @@ def test_refusals() -> list[str]:
         qkv = tnn.QKVParallelLinear(4, 2, 2, 4, group).pack_()
         wide = tnn.MergedColumnParallelLinear(4, {"gate": 6}, group, dtype=torch.float64)
         compiled = torch.compile(frozen, backend="aot_eager")
-        gradient = "is packed and has no gradient; call it under torch.no_grad(), or unpack_() it"
+        gradient = (
+            "is packed, and packed weights do not support gradients; call it under "
+            "torch.no_grad(), or call unpack_() on it"
+        )
         row = f"NotImplementedError: {frozen!r} {gradient}"
         meta = tnn.RowParallelLinear(8, 6, group, device="meta")
         unbiased = tnn.ColumnParallelLinear(4, 6, group, bias=False).pack_()

@@ -185,7 +185,7 @@ def test_wrappers_that_take_shards_for_copies_are_refused() -> list[str]:
                 lambda: DistributedDataParallel(nn.Sequential(model))
             ),
             "ZeroRedundancyOptimizer would treat": zero.step,
-            "Muon computes with whole weights": muon.step,
+            "Muon needs the full weights": muon.step,
             "LoraModel of PEFT cannot adapt a model that is sharded by tpkernels": adapt,
         }
     )
@@ -259,9 +259,9 @@ def test_fsdp2_leaves_parameters_shards_of_the_model() -> list[str]:
     group, other = mesh["dp"].get_group(), _pair(mesh["tp"])[1]
     return unlike(
         {
-            "exp_avg of Adam is a DTensor: an optimizer of layers that": optimizer.state_dict,
-            "Muon computes with whole weights": muon.step,
-            "FullyShardedDataParallel flattens parameters": lambda: FullyShardedDataParallel(
+            "exp_avg of Adam is a DTensor: after the first step, the state": optimizer.state_dict,
+            "Muon needs the full weights": muon.step,
+            "FullyShardedDataParallel flattens the parameters": lambda: FullyShardedDataParallel(
                 other, process_group=group, device_id=torch.device("cpu")
             ),
         }

@@ -153,7 +153,7 @@ class ParallelAttention(nn.Module):
         )
         self.sequence_dim = self.o_proj.sequence_dim
         if self.sequence_dim not in (0, 1):
-            raise ValueError(f"sequence_dim is {self.sequence_dim}; attention takes 0 or 1")
+            raise ValueError(f"sequence_dim is {self.sequence_dim}; attention supports 0 and 1")
 
     def forward(
         self,
@@ -180,8 +180,8 @@ class ParallelAttention(nn.Module):
         """
         if is_causal and attn_mask is not None:
             raise ValueError(
-                "give attn_mask or is_causal=True, not both; a causal mask must be part of "
-                "attn_mask"
+                "attn_mask and is_causal=True were both passed; pass one of them. To combine them, "
+                "add the causal mask to attn_mask"
             )
         layers = [self.q_proj, self.k_proj, self.v_proj]
         outputs = column_parallel(x, layers, shard_sizes=shard_sizes)

@@ -199,7 +199,10 @@ def column_parallel(
             or layer.sequence_parallel != first.sequence_parallel
             or layer.sequence_dim != first.sequence_dim
         ):
-            raise ValueError(f"layers of one input differ: {first!r} and {layer!r}")
+            raise ValueError(
+                "layers that share an input must have the same group, sequence_parallel and "
+                f"sequence_dim; got {first!r} and {layer!r}"
+            )
         w, bias = layer._zeros() if layer.empty else (layer._operand(x), layer.bias)
         weights.append(w)
         biases.append(bias)
@@ -400,8 +403,8 @@ class Heads:
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads or self.head_dim < 1:
             raise ValueError(
-                f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, each of "
-                f"head_dim={self.head_dim} >= 1"
+                f"heads={self.heads} must be divisible by kv_heads={self.kv_heads}, and both and "
+                f"head_dim={self.head_dim} must be at least 1"
             )
 
     @property
@@ -518,8 +521,8 @@ class QKVParallelLinear(_SharedInputLinears):
             check_linear(linear, name)
             if linear.out_features % head_dim:
                 raise ValueError(
-                    f"{name} has {linear.out_features} output features, which is not a whole "
-                    f"number of heads of {head_dim}"
+                    f"{name} has {linear.out_features} output features, which is not divisible by "
+                    f"head_dim={head_dim}"
                 )
         heads, kv_heads = q.out_features // head_dim, k.out_features // head_dim
         return cls._from(linears, heads, kv_heads, head_dim, group, **options)
@@ -541,7 +544,7 @@ def check_linear(module: nn.Module, name: str) -> nn.Linear:
         check_parameter(module.bias, f"{name}.bias")
     if type(module) not in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        hint = ": the model is split already" if kind.startswith("tpkernels.") else ""
+        hint = "; the model is already sharded" if kind.startswith("tpkernels.") else ""
         raise TypeError(f"{name} is a {kind}, not an nn.Linear{hint}")
     assert isinstance(module, nn.Linear)
     check_plain(module, name, ("weight", "bias"))

@@ -134,7 +134,9 @@ class MoE(PackableModule):
     ) -> None:
         super().__init__(group, **options)
         if self.sequence_dim != 0:
-            raise ValueError(f"sequence_dim is {self.sequence_dim}; MoE takes tokens along dim 0")
+            raise ValueError(
+                f"sequence_dim is {self.sequence_dim}; MoE supports 0, tokens along dim 0"
+            )
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
         self.expert_parallel, self.apply_gate = expert_parallel, apply_gate
@@ -167,7 +169,7 @@ class MoE(PackableModule):
         computes anything else."""
         form = form_of(experts)
         if form is None:
-            raise ValueError(f"{experts} has other weights or gates than MoE")
+            raise ValueError(f"MoE does not support the weights or the gate of {experts}")
         dtype = experts.down_proj.dtype
         return cls(**form, group=group, device="meta", dtype=dtype, **options).adopt(experts)
 

@@ -150,7 +150,7 @@ class PackableModule(ShardedModule):
         try:
             self.pack_parameter(name, drop=drop, dtype=self._asked_dtype)
         except NotImplementedError as error:
-            raise NotImplementedError(f"{error}; call unpack_() before") from None
+            raise NotImplementedError(f"{error}; call unpack_() first") from None
 
     def _refuse_gradient(self, x: torch.Tensor) -> None:
         """Raise NotImplementedError if a call of the packed layer would need a gradient."""
@@ -159,8 +159,8 @@ class PackableModule(ShardedModule):
             for tensor in (x, *self._parameters.values())
         ):
             raise NotImplementedError(
-                f"{self!r} is packed and has no gradient; call it under torch.no_grad(), or "
-                "unpack_() it"
+                f"{self!r} is packed, and packed weights do not support gradients; call it under "
+                "torch.no_grad(), or call unpack_() on it"
             )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:

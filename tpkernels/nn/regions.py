@@ -59,7 +59,7 @@ class _Move(torch.autograd.Function):
 
 def _check_dim(x: torch.Tensor, dim: int) -> None:
     if not 0 <= dim < x.dim():
-        raise ValueError(f"dim is {dim}; x has {x.dim()} dims, counted from 0")
+        raise ValueError(f"dim is {dim}; x has {x.dim()} dims, so dim must be 0 to {x.dim() - 1}")
 
 
 def copy_to_ranks(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
@@ -84,7 +84,8 @@ def gather_from_ranks(
     checked = check_sizes(sizes, world)
     if checked[rank] != x.shape[dim]:
         raise ValueError(
-            f"rank {rank} has a shard of size {x.shape[dim]} in dim {dim}, but sizes are {checked}"
+            f"x has size {x.shape[dim]} in dim {dim}, but sizes[{rank}] of this rank is "
+            f"{checked[rank]}; sizes is {checked}"
         )
     result: torch.Tensor = _Move.apply(x, name, dim, checked, True)
     return result

@@ -118,7 +118,9 @@ class Sharding:
             return replace(sizes, rank=rank)
         checked = shard_sizes(total, world) if sizes is None else check_sizes(sizes, world)
         if sum(checked) != total:
-            raise ValueError(f"the split {list(checked)} of {what} does not add up to {total}")
+            raise ValueError(
+                f"the shard sizes {list(checked)} of {what} sum to {sum(checked)}; expected {total}"
+            )
         return replace(cls.packed(dim, [checked]), rank=rank)
 
     @classmethod
@@ -240,11 +242,13 @@ class ShardTensor(torch.Tensor):
         first = args[0] if args else None
         if func not in _ON_SHARDS or not isinstance(first, ShardTensor):
             raise NotImplementedError(
-                f"{func} needs more than this rank's shard of a ShardTensor; take .local, or "
-                ".full_tensor() on all ranks"
+                f"{func} is not supported on a ShardTensor, which holds only the local shard; use "
+                ".local, or call .full_tensor() on all ranks"
             )
         if func is _aten.copy_.default and getattr(args[1], "placement", None) != first.placement:
-            raise ValueError(f"cannot copy {args[1]!r} into {first!r}, which is split differently")
+            raise ValueError(
+                f"cannot copy {args[1]!r} into {first!r}: they are sharded differently"
+            )
         shards = [x.local if isinstance(x, ShardTensor) else x for x in args]
         result = func(*shards, **(kwargs or {}))
         if result is first.local:
@@ -381,9 +385,9 @@ class ShardedModule(nn.Module):
         here = position(state["group"])
         if here != (state["rank"], state["world"]):
             raise ValueError(
-                f"a module that rank {state['rank']} of {state['world']} pickled has its shards, "
-                f"and this is rank {here[0]} of {here[1]}: save with torch.distributed.checkpoint, "
-                "or torch.save tpkernels.nn.full_state_dict(model)"
+                f"this module was pickled by rank {state['rank']} of {state['world']} and holds "
+                f"the shards of that rank, but this is rank {here[0]} of {here[1]}: save with "
+                "torch.distributed.checkpoint, or torch.save tpkernels.nn.full_state_dict(model)"
             )
         super().__setstate__(state)
         self._mark_shards()
@@ -417,7 +421,9 @@ class ShardedModule(nn.Module):
         full_shapes = {name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
         expected = {name: list(self.full_shape(name)) for name, _ in self.named_parameters()}
         if full_shapes != expected:
-            raise ValueError(f"{module} has parameters {full_shapes}, expected {expected}")
+            raise ValueError(
+                f"{module} has parameters of shapes {full_shapes}; expected {expected}"
+            )
         for name in expected:
             full = module.get_parameter(name)
             shard = None if made is None else made.get(full)
@@ -446,8 +452,8 @@ class ShardedModule(nn.Module):
                 local = destination[key].data
                 if type(local) is not torch.Tensor:
                     raise NotImplementedError(
-                        f"{key} is a {type(local).__name__}: a layer that is sharded a second "
-                        "time, such as by fully_shard, has no state dict"
+                        f"{key} is a {type(local).__name__}: the state dict of a layer that is "
+                        "sharded twice, such as by fully_shard, is not supported"
                     )
                 destination[key] = ShardTensor(local, split, self.group)
 
@@ -483,14 +489,15 @@ def _shard_of(value: torch.Tensor, split: Sharding, shape: torch.Size) -> torch.
     full = split.full_shape(shape)
     if tuple(value.shape) != full:
         raise ValueError(
-            f"the state dict has shape {list(value.shape)}, the unsharded parameter {list(full)}"
+            f"the shape in the state dict is {list(value.shape)}, but the unsharded parameter has "
+            f"shape {list(full)}"
         )
     if not isinstance(value, ShardTensor):
         return split.shard(value)
     if value.placement != split:
         raise ValueError(
-            f"the state dict has {value.placement}, this module {split}; load it through "
-            "torch.distributed.checkpoint, or unsharded (tpkernels.nn.full_state_dict)"
+            f"the state dict is sharded as {value.placement}, but this module as {split}; load it "
+            "with torch.distributed.checkpoint, or unsharded (tpkernels.nn.full_state_dict)"
         )
     return value.local
 
@@ -502,13 +509,13 @@ def check_parameter(value: torch.Tensor | None, what: str) -> None:
     data = value.data
     if not value.is_floating_point() or type(data) not in (torch.Tensor, FakeTensor):
         raise NotImplementedError(
-            f"{what} is a {type(data).__name__} of {dtypes.name(value.dtype)}; a quantised, packed "
-            "or distributed weight cannot be split: parallelise the plain floating-point model"
+            f"{what} is a {type(data).__name__} of {dtypes.name(value.dtype)}; a quantized, packed "
+            "or distributed weight cannot be sharded: parallelize the plain floating-point model"
         )
     if value._backward_hooks or value._post_accumulate_grad_hooks:
         raise NotImplementedError(
-            f"{what} has hooks, which its shard would not have; remove them first, and register "
-            "them with the parallel model's parameter"
+            f"{what} has hooks, which its shard would lose; remove them first, and register them "
+            "on the parameter of the parallel model"
         )
     dtypes.check_supported(value.dtype, what)
 
@@ -518,7 +525,7 @@ def additions(module: nn.Module) -> list[str]:
     own = vars(module).items()
     hooks = [f"its {key.strip('_')}" for key, value in own if key.endswith("_hooks") and value]
     return hooks + [
-        f"its own {key}"
+        f"its overridden {key}"
         for key, value in own
         if key[0] != "_" and callable(value) and hasattr(type(module), key)
     ]
@@ -532,7 +539,7 @@ def check_plain(module: nn.Module, name: str, known: Collection[str]) -> None:
     if lost:
         raise NotImplementedError(
             f"{name} is replaced by a parallel layer, and would lose {', '.join(lost)}; remove "
-            "that first, and add to the parallel model what fits a shard"
+            "that first. Hooks that work on a shard can be registered on the parallel model"
         )
 
 

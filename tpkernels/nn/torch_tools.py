@@ -213,8 +213,8 @@ def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> N
             wrapper.register_forward_pre_hook(_refuse_bucket_views)
         elif any("splits" in vars(part) for part in module.modules()):  # a ShardedModule
             raise NotImplementedError(
-                f"{kind.__name__} flattens parameters, of which each rank has a shard, so norms "
-                "would differ from rank to rank; make the model again and use "
+                f"{kind.__name__} flattens the parameters, which are shards, so gradient norms "
+                "would differ between ranks; create the model again and use "
                 "torch.distributed.fsdp.fully_shard"
             )
     elif (
@@ -224,8 +224,8 @@ def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> N
     ):
         raise NotImplementedError(
             f"{kind.__name__} of PEFT cannot adapt a model that is sharded by tpkernels: adapters "
-            "would have to be split like the layers. Train them on the unsharded model, merge them "
-            "(merge_and_unload) and then call tpkernels.parallelize"
+            "would have to be sharded like the layers. Train them on the unsharded model, merge "
+            "them (merge_and_unload) and then call tpkernels.parallelize"
         )
 
 
@@ -251,8 +251,8 @@ def _check_apart(
 def _refuse_bucket_views(wrapper: Any, args: Any) -> None:
     if wrapper.gradient_as_bucket_view and marked_groups(wrapper.module.parameters()):
         raise NotImplementedError(
-            "gradient_as_bucket_view=True replaces the gradients of shards by plain tensors, whose "
-            "norms would differ from rank to rank; leave it out"
+            "gradient_as_bucket_view=True replaces the gradients of shards with plain tensors, so "
+            "gradient norms would differ between ranks; leave it out"
         )
 
 
@@ -292,8 +292,8 @@ def _prepare(optimizer: Any) -> bool:
         setattr(optimizer.optim, _UPDATES_SHARDS, None)
     if kind in _NOT_ELEMENTWISE:
         raise NotImplementedError(
-            f"{kind} computes with whole weights, and each rank has a shard; use an optimizer that "
-            "updates each element by itself, such as AdamW"
+            f"{kind} needs the full weights, and each rank has a shard; use an elementwise "
+            "optimizer, such as AdamW"
         )
     _take_shards(optimizer)
     optimizer.register_load_state_dict_post_hook(_take_shards)
@@ -327,14 +327,14 @@ def _shard_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
                     continue
                 if type(value) is not torch.Tensor:
                     raise NotImplementedError(
-                        f"{key} of {type(optimizer).__name__} is a {type(value).__name__}: an "
-                        "optimizer of layers that are sharded a second time, such as by "
-                        "fully_shard, has no state dict after the first step"
+                        f"{key} of {type(optimizer).__name__} is a {type(value).__name__}: after "
+                        "the first step, the state dict of an optimizer of layers that are sharded "
+                        "twice, such as by fully_shard, is not supported"
                     )
                 if value.shape != parameter.shape:
                     raise NotImplementedError(
                         f"{key} of {type(optimizer).__name__} has shape {list(value.shape)} for a "
-                        f"shard of {list(parameter.shape)}, so it cannot be put together with the "
-                        "other ranks' in a state dict"
+                        f"shard of shape {list(parameter.shape)}; a state dict can only combine "
+                        "states that have the shape of the shard"
                     )
                 state[key] = shard.to_state(value)

@@ -53,8 +53,9 @@ def check_embedding(module: nn.Module, name: str) -> nn.Embedding:
     check_plain(module, name, ("weight",))
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise NotImplementedError(
-            f"{name} has max_norm, sparse or scale_grad_by_freq, which a vocabulary-parallel "
-            "embedding does not support"
+            f"{name} has max_norm={module.max_norm}, sparse={module.sparse}, "
+            f"scale_grad_by_freq={module.scale_grad_by_freq}; a vocabulary-parallel embedding "
+            "supports only the defaults None, False, False"
         )
     return module
 
@@ -64,16 +65,18 @@ def _local_ids(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids relative to this rank's shard of the vocabulary, 0 for those of other ranks; and
     which ids are this rank's. Raise RuntimeError if one that is not ``allowed`` is outside the
-    vocabulary, and name it; on a GPU, when the device is next synchronised, like torch's own error,
-    without its name."""
+    vocabulary, with the id and its position; on a GPU, when the device is next synchronised, like
+    torch's own error, without them."""
     valid = (ids >= 0) & (ids < split.total)
     if allowed is not None:
         valid = valid | allowed
-    message = f"{what} outside the vocabulary of {split.total}"
+    bounds = f"is out of range; expected 0 to {split.total - 1} (vocabulary size {split.total})"
     try:
-        torch._assert_async(valid.all(), message)
+        torch._assert_async(valid.all(), f"a {what} {bounds}")
     except RuntimeError:
-        raise RuntimeError(f"{message}: {ids[~valid][0].item()}") from None
+        position = (~valid).nonzero()[0].tolist()
+        where = f" at position {position}" if position else ""
+        raise RuntimeError(f"{what} {ids[~valid][0].item()}{where} {bounds}") from None
     local = ids - split.offset
     here = (local >= 0) & (local < split.size)
     return local.masked_fill(~here, 0), here
@@ -94,13 +97,13 @@ def _require_same(gathered: torch.Tensor, what: str) -> None:
     """Raise ValueError if the rows of ``gathered`` [world, ...] differ; on a GPU and in compiled
     code RuntimeError, which names no ranks, on a GPU when it is next synchronised."""
     same = (gathered == gathered[0]).flatten(1).all(1)
-    remedy = "pass the same on all ranks, and sample with the same torch.manual_seed on all"
+    remedy = f"pass the same {what} on all ranks, and call torch.manual_seed with the same seed"
     if torch.compiler.is_compiling() or same.device.type != "cpu" or type(same) is not torch.Tensor:
         torch._assert_async(same.all(), f"the {what} differ between the ranks; {remedy}")
     elif not same.all():
         others = same.logical_not().nonzero().flatten().tolist()
         raise ValueError(
-            f"the {what} of ranks {others} of the group are not those of rank 0; {remedy}"
+            f"the {what} of ranks {others} of the group differ from those of rank 0; {remedy}"
         )
 
 
@@ -131,7 +134,9 @@ class VocabParallelEmbedding(ShardedModule):
         super().__init__(group, **options)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx {padding_idx} is outside {num_embeddings} embeddings")
+            raise ValueError(
+                f"padding_idx is {padding_idx}; expected {-num_embeddings} to {num_embeddings - 1}"
+            )
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         split = Sharding.of(0, num_embeddings, self.group, "num_embeddings")
         self.add_parameter("weight", (num_embeddings, embedding_dim), split)
@@ -184,7 +189,7 @@ class VocabParallelEmbedding(ShardedModule):
         validation.tensors({"x": ids, "weight": self.weight})
         split = self.splits["weight"]
         check_ids(ids, self.group)
-        local, here = _local_ids(ids, split, None, "an id is")
+        local, here = _local_ids(ids, split, None, "token id")
         weight = self.weight if split.size else F.pad(self.weight, (0, 0, 0, 1))
         padding = None
         if self.padding_idx is not None and 0 <= self.padding_idx - split.offset < split.size:
@@ -217,8 +222,8 @@ class ParallelLMHead(ColumnParallelLinear):
         )
         if theirs != ours:
             raise ValueError(
-                f"an embedding {theirs} does not fit a head {ours}; these are (vocabulary of each "
-                "rank, width, group)"
+                f"cannot tie an embedding {theirs} to a head {ours}: (vocabulary size per rank, "
+                "hidden size, group) must be equal"
             )
         self.weight = embedding.weight
 
@@ -268,8 +273,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "vocab_parallel_cross_entropy has no second derivative; call backward without "
-                "create_graph=True"
+                "vocab_parallel_cross_entropy does not support second derivatives; call backward "
+                "without create_graph=True"
             )
         logits, local, here, ignored, log_sum = ctx.saved_tensors
         probability = (logits.to(log_sum.dtype) - log_sum.unsqueeze(1)).exp_()
@@ -320,19 +325,20 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"target is on {target.device} but logits are on {logits.device}")
     if logits.dim() < 1 or logits.shape[-1] != split.size:
         raise ValueError(
-            f"logits have shape {list(logits.shape)}; rank {rank} of {world} has "
-            f"{split.size} columns of a vocabulary of {vocab_size}"
+            f"logits have shape {list(logits.shape)}; rank {rank} of {world} needs {split.size} "
+            f"columns with vocab_size={vocab_size}"
         )
     if logits.shape[:-1] != target.shape:
         raise ValueError(
-            f"target has shape {list(target.shape)}, logits {list(logits.shape)}: all but the last "
-            "dim must agree"
+            f"target has shape {list(target.shape)}, but logits have shape {list(logits.shape)}; "
+            f"expected a target of shape {list(logits.shape[:-1])}"
         )
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}")
     flat = target.reshape(-1)
     ignored = flat == ignore_index
-    local, here = _local_ids(flat, split, ignored, "a target is")
+    ids = _local_ids(target, split, target == ignore_index, "target")
+    local, here = (each.reshape(-1) for each in ids)
     columns = logits.reshape(flat.shape[0], split.size)
     rows: torch.Tensor = _CrossEntropy.apply(
         columns, flat, local, here & ~ignored, ignored, name, world
