@@ -84,7 +84,7 @@ def test_whole_experts_need_a_mixture(folder: Path, command: str) -> None:
     options = ("--prompt", PROMPT) if command == "generate" else ("--port", 0)
     refused = test_cli.invoke(command, "--model", folder, *options, "--expert-parallel")
     assert refused.exit_code == 2
-    assert "splits experts, and LlamaForCausalLM has none in its plan" in refused.stderr
+    assert "the plan of LlamaForCausalLM does not contain any; leave it out" in refused.stderr
 
 
 @pytest.mark.thorough
@@ -153,7 +153,7 @@ def test_refused_before_ranks_start(
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ("", ("--prompt", "the " * 60), "64 in all"),
+        ("", ("--prompt", "the " * 60), "the model supports 64 tokens in all"),
         ("", ("--prompt", ""), "has no tokens"),
         ("tokenizer", ("--prompt", PROMPT), "has no tokenizer; copy tokenizer.json"),
         ("chat", ("--prompt", "a", "--chat"), "template"),
@@ -191,7 +191,7 @@ def test_a_reader_that_leaves(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("", "there is no "),
+        ("", " does not exist; pass a local folder"),
         thorough("model.safetensors", "is damaged or truncated"),
         thorough("config.json", "config.json"),
     ],

@@ -44,7 +44,7 @@ def refused(*args: object) -> str:
         (("--max-length", 1), "--max-length is 1; it must be at least 2"),
         (("--port", 65536), "--port is 65536; it must be 0 to 65535"),
         (("--api-key-file", "none"), "cannot read 'none'"),
-        (("--host", "no.such.host.invalid"), "--host is no.such.host.invalid"),
+        (("--host", "no.such.host.invalid"), "cannot resolve --host no.such.host.invalid"),
     ],
 )
 def test_bad_options(tmp_path: Path, args: tuple[object, ...], message: str) -> None:

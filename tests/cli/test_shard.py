@@ -143,7 +143,10 @@ def test_nothing_is_overwritten_by_accident(
     assert invoke("--model", folder, "--tp", 2, "--out", out, "--force").exit_code == 0
     assert len(list(out.glob("*.safetensors"))) == 2
     same = invoke("--model", out, "--tp", 2, "--out", out, "--force")
-    assert same.exit_code == 2 and "is the checkpoint itself" in same.stderr
+    assert (
+        same.exit_code == 2
+        and "is the folder of the checkpoint; choose a different output folder" in same.stderr
+    )
 
 
 MLP = {
@@ -167,9 +170,12 @@ def test_a_plan_in_a_file(folder: Path, tmp_path: Path) -> None:
         ("{", "is not JSON: "),
         (b"\xff", "is not JSON: "),
         ("[]", "is not a plan; expected an object that maps module names to styles, such as "),
-        ('{"model.layers.*.mlp.up_proj": "colwize"}', "is 'colwize'; a style is one of colwise, "),
+        ('{"model.layers.*.mlp.up_proj": "colwize"}', "is 'colwize'; expected one of colwise, "),
         ('{"layers.*.mlp.up_proj": "colwise"}', "; did you mean model.layers.*.mlp.up_proj, "),
-        ('{"model.layers.*.mlp.up_proj": "colwise"}', "one row-parallel one"),
+        (
+            '{"model.layers.*.mlp.up_proj": "colwise"}',
+            "projections followed by one row-parallel projection",
+        ),
         (None, "No such file"),
     ):
         if content is None:
@@ -187,8 +193,11 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     for arguments, part in (
         (["--model", folder], "pass --out DIR to write the shards to, or --dry-run"),
         (["--model", folder, "--dry-run", "--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--model", folder, "--dry-run", "--expert-parallel"], "LlamaForCausalLM has none in its"),
-        (["--model", tmp_path / "none", "--dry-run"], "there is no "),
+        (
+            ["--model", folder, "--dry-run", "--expert-parallel"],
+            "the plan of LlamaForCausalLM does not contain any",
+        ),
+        (["--model", tmp_path / "none", "--dry-run"], "none does not exist; pass a local folder, "),
         (["--model", folder / "config.json", "--dry-run"], "is not a GGUF file"),
         (["--model", tmp_path, "--dry-run"], "has no config.json"),
         (["--model", bert, "--dry-run"], "(model_type 'bert') is not supported without a plan"),

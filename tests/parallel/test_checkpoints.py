@@ -4,6 +4,7 @@ configuration is that of transformers."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from tests.support import hf_folders
+from tpkernels.integrations.transformers.loading import load_tokenizer
+from tpkernels.launch.terminal import UsageError
 from tpkernels.nn.sharding import Box
 from tpkernels.parallel import checkpoints
 from tpkernels.parallel.checkpoints import (
@@ -140,19 +143,46 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    with pytest.raises(NotImplementedError, match="has the other byte order"):
+    with pytest.raises(
+        NotImplementedError, match="has the byte order of other machines; convert it with"
+    ):
         GGUFCheckpoint(path).config()
     checkpoint = GGUFCheckpoint(hf_folders.gguf_file(path, "F16"))
     checkpoint._reader.fields["general.architecture"].parts[-1] = np.frombuffer(b"gemma2", np.uint8)
-    with pytest.raises(NotImplementedError, match="has architecture 'gemma2'; of GGUF files"):
+    with pytest.raises(
+        NotImplementedError, match="has architecture 'gemma2'; supported in GGUF files: "
+    ):
         checkpoint.config()
-    parts = [tmp_path / f"split-0000{i}-of-00002.gguf" for i in (1, 2)]
-    path.unlink()
-    for part in parts:
-        hf_folders.gguf_file(part, "F16", extra=lambda writer: writer.add_uint16("split.count", 2))
-    for place in (tmp_path, parts[1]):
-        with pytest.raises(NotImplementedError, match="is one of 2 parts of a split GGUF file"):
+
+
+@pytest.mark.parametrize("small_first", [False, True])
+def test_split_gguf_files(tmp_path: Path, small_first: bool) -> None:
+    """As `llama-gguf-split` writes them: only the first has the metadata of the model. All are
+    refused with the same text, which names the command that merges them, also after a change of the
+    name, and also when only the tokenizer is read."""
+    writer = partial(gguf.GGUFWriter, split_max_tensors=8, small_first_shard=small_first)
+    with mock.patch.object(gguf, "GGUFWriter", writer):
+        hf_folders.gguf_file(tmp_path / "model.gguf", "F16")
+    count = 4 if small_first else 3
+    parts = sorted(tmp_path.iterdir())
+    assert [part.name for part in parts] == [
+        f"model-{i + 1:05}-of-{count:05}.gguf" for i in range(count)
+    ]
+    (tmp_path / "other").mkdir()
+    renamed = [shutil.copy(part, tmp_path / "other" / f"{i}.gguf") for i, part in enumerate(parts)]
+    for place in (*parts, *renamed, tmp_path):
+        text = (
+            f"{parts[0] if place == tmp_path else place} belongs to a GGUF model that is split "
+            f"into {count} files; merge them with `llama-gguf-split --merge FIRST_FILE OUTPUT` "
+            "(llama.cpp), and pass OUTPUT"
+        )
+        with pytest.raises(NotImplementedError) as caught:
             open_checkpoint(place).config()
+        assert str(caught.value) == text
+        if place != renamed[0]:  # which has a tokenizer
+            with pytest.raises(UsageError) as told:
+                load_tokenizer(place)
+            assert str(told.value) == text
 
 
 LLAMA3 = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.utils import prune
 
@@ -86,18 +86,18 @@ def test_what_would_be_lost_is_refused() -> list[str]:
         return []
     lost = "is replaced by a parallel layer, and would lose its"
     down, q = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"
-    two = "are one parameter, of which this model would need two after"
+    two = "are one parameter, but the sharded model needs two different"
     fused = {"model.layers.*.mlp.up_proj": FusedColwiseParallel(input_layouts=Shard(1))}
     attempts = {
         f"{down} {lost} forward_pre_hooks, its weight_orig, its w": (down, "pruned"),
         f"{down} {lost} forward_hooks; remove": (down, "forward_hook"),
         f"{q} {lost} backward_hooks": (q, "full_backward_hook"),
         f"{q} {lost} state_dict_pre_hooks": (q, "state_dict_pre_hook"),
-        f"{down} {lost} own forward": (down, "forward"),
+        f"{down} {lost} overridden forward": (down, "forward"),
         f"{down} {lost} lora": (down, "lora"),
         f"{down} {lost} mask": (down, "buffer"),
         f"{down}.weight has hooks, which its shard would": (down, "hooks of the weight"),
-        f"lm_head {lost} own forward": ("lm_head", "forward"),
+        f"lm_head {lost} overridden forward": ("lm_head", "forward"),
         f"the embedding {lost} forward_hooks": ("model.embed_tokens", "forward_hook"),
     }
     of_plan = {
@@ -106,15 +106,15 @@ def test_what_would_be_lost_is_refused() -> list[str]:
             fused,
             "hooks of the weight",
         ),
-        "it has a forward of its own, which the style": (fused, "forward"),
+        "its forward is overridden, which the style does not support": (fused, "forward"),
     }
     up = "model.layers.1.mlp.up_proj"
     shared = {
         f"{q}.weight and model.layers.0.self_attn.o_proj.weight {two}": _shared(
             f"{q}.weight", "model.layers.0.self_attn.o_proj.weight"
         ),
-        ".extra is a module that is also split elsewhere": _shared(down, "extra"),
-        "model.layers.0.self_attn.o_proj is used in several places, where it would be": _shared(
+        ".extra is also used in a place where it is sharded": _shared(down, "extra"),
+        "model.layers.0.self_attn.o_proj is used in several places that need different": _shared(
             q, "model.layers.0.self_attn.o_proj"
         ),
     }
@@ -163,7 +163,7 @@ def test_refusals_name_the_module() -> list[str]:
     quantised = "NotImplementedError: model.layers.1.mlp.down_proj.weight is a Tensor of int8; a qu"
     return unlike(
         {
-            "ValueError: mesh has 2 dims ('dp', 'tp'); parallelize takes one: pass mesh[\"tp\"]": (
+            "has 2 dims ('dp', 'tp'); parallelize needs a mesh of one dim: pass mesh[\"tp\"]": (
                 attempt(llama, square)
             ),
             "TypeError: mesh must be a DeviceMesh, not str": attempt(llama, "tp"),
@@ -183,18 +183,18 @@ def test_refusals_name_the_module() -> list[str]:
             "TypeError: plan['blocks.*.up'] is a str, not a torch.distributed.tensor": attempt(
                 mlp, mesh, plan={"blocks.*.up": "colwise"}
             ),
-            "TypeError: blocks is a ModuleList; ColwiseParallel takes an nn.Linear or": attempt(
+            "TypeError: blocks is a ModuleList; ColwiseParallel supports nn.Linear and": attempt(
                 mlp, mesh, plan=up | {"blocks": style}
             ),
             "ValueError: plan is empty": attempt(mlp, mesh, plan={}),
             "TypeError: blocks.1.down: FusedColwiseParallel of Linear(": attempt(
                 mlp, mesh, plan=up | {"blocks.1.down": fused}
             ),
-            "model.layers.1.self_attn.v_proj has 16 features, which are not those": attempt(
+            "layers.1.self_attn.v_proj has 16 features, which does not fit 9 attention": attempt(
                 wide, mesh
             ),
-            "pack is 'int4'; it can be True, False or": attempt(mlp, mesh, pack="int4"),
-            "pack=True packs the layers of tpkernels.nn, and a plan": attempt(
+            "pack is 'int4'; expected True, False or": attempt(mlp, mesh, pack="int4"),
+            "pack=True packs the layers of tpkernels.nn, and a plan of torch styles": attempt(
                 mlp, mesh, plan=up, pack=True
             ),
             "model.layers.0.self_attn.q_proj.weight is float64; use the plain": attempt(
@@ -206,12 +206,24 @@ def test_refusals_name_the_module() -> list[str]:
             "is computed when its parent module is called": (
                 lambda: twice.model.layers[0].mlp.up_proj(torch.zeros(1, 2, 36))
             ),
-            "resize_token_embeddings cannot resize an embedding or head that is split": (
-                lambda: twice.resize_token_embeddings(50)
-            ),
-            "call it before tpkernels.parallelize": lambda: twice.model.resize_token_embeddings(50),
         }
     )
+
+
+@on_ranks(2)
+def test_resizing_is_refused() -> None:
+    """However the model was split: ranks would draw their own values for new rows."""
+    mesh = hf_models.mesh_of_all()
+    plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    for options in ({}, {"ffn_only": True}, {"plan": plan}):
+        model: Any = tpkernels.parallelize(hf_models.make("llama"), mesh, **options)
+        for module in (model, model.model):
+            with pytest.raises(NotImplementedError) as caught:
+                module.resize_token_embeddings(50)
+            assert str(caught.value) == (
+                "resize_token_embeddings is not supported on a parallelized model; call it before "
+                "tpkernels.parallelize"
+            )
 
 
 @on_ranks(2)

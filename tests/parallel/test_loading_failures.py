@@ -71,10 +71,12 @@ def name_file(file: Callable[[Path], str]) -> Callable[[Path], Any]:
 NORM = "model.norm.weight"
 #: What is done to a checkpoint of three files, by the pattern of the error.
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "FileNotFoundError: there is no .*pass a local folder": shutil.rmtree,
+    "FileNotFoundError: .* does not exist; pass a local folder": shutil.rmtree,
     "FileNotFoundError: .*has no config.json": lambda path: (path / "config.json").unlink(),
     "FileNotFoundError: .*has neither model.safetensors nor": lambda path: (path / INDEX).unlink(),
-    "FileNotFoundError: .*is missing, and the index": lambda path: files(path)[2].unlink(),
+    "FileNotFoundError: .*is listed in the index but does not exist": lambda path: files(path)[
+        2
+    ].unlink(),
     "ValueError: .*is damaged or truncated": (
         lambda path: os.truncate(files(path)[2], files(path)[2].stat().st_size - 8)
     ),
@@ -82,17 +84,19 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
         configure(model_type="gpt2")
     ),
     "ValueError: .*mystery": configure(model_type="mystery"),
-    r"ValueError: .*shape \[22, 36\], but config.json makes it \[24, 36\]": (
+    r"ValueError: .*shape \[22, 36\], but the configuration gives \[24, 36\]": (
         configure(intermediate_size=24)
     ),
-    r"ValueError: .*but config.json makes it \[8, 36\]": configure(num_key_value_heads=2),
-    "ValueError: .*lacks model.layers.2.self_attn.q_proj.weight": configure(num_hidden_layers=3),
-    "NotImplementedError: .*is quantised": configure(quantization_config={"bits": 4}),
+    r"ValueError: .*but the configuration gives \[8, 36\]": configure(num_key_value_heads=2),
+    "ValueError: .*does not contain model.layers.2.self_attn.q_proj.weight": configure(
+        num_hidden_layers=3
+    ),
+    "NotImplementedError: .*is quantized": configure(quantization_config={"bits": 4}),
     "ValueError: .*is not JSON": lambda path: (path / INDEX).write_text("{"),
-    "ValueError: .*names the file '../model.safetensors', not one in its folder": (
+    "ValueError: .*lists the file '../model.safetensors'; expected a file name in the same": (
         name_file(lambda path: "../model.safetensors")
     ),
-    f"ValueError: .*has no {NORM}, which the index says it has": (
+    f"ValueError: .*does not contain {NORM}, which the index lists there": (
         name_file(lambda path: files(path)[0].name)
     ),
 }
@@ -128,8 +132,11 @@ def test_arguments(ranks: RanksFixture, tmp_path: Path) -> None:
     path = hf_folders.folder(tmp_path)
     plan = {"lm_head": ColwiseParallel()}
     for options, part in (
-        ({"ffn_only": True, "plan": plan}, "ValueError: ffn_only=True and a plan both say"),
-        ({"ffn_only": True, "sequence_parallel": True}, "ValueError: ffn_only=True computes"),
+        (
+            {"ffn_only": True, "plan": plan},
+            "ValueError: ffn_only=True cannot be combined with a plan",
+        ),
+        ({"ffn_only": True, "sequence_parallel": True}, "ValueError: ffn_only=True needs all"),
         ({"pack": True, "plan": plan}, "NotImplementedError: pack=True packs"),
         ({"dtype": torch.int8}, "NotImplementedError: the model has dtype int8"),
         ({"plan": {"model.head": ColwiseParallel()}}, "ValueError: plan names 'model.head'"),
@@ -140,9 +147,9 @@ def test_arguments(ranks: RanksFixture, tmp_path: Path) -> None:
 
 #: What is done to the pieces of a tensor in the index of two ranks, and a part of the error.
 PIECES: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda entry: entry.pop(), "do not fill [22, 36]"),
-    (lambda entry: entry[0].update(offsets=[1, 0]), "do not fill [22, 36]"),
-    (lambda entry: entry[1].update(offsets=[12, 0]), "which is not within [22, 36]"),
+    (lambda entry: entry.pop(), "do not cover shape [22, 36] exactly once"),
+    (lambda entry: entry[0].update(offsets=[1, 0]), "do not cover shape [22, 36] exactly once"),
+    (lambda entry: entry[1].update(offsets=[12, 0]), "which does not fit into [22, 36]"),
     (lambda entry: entry[0].update(offsets=["a"]), "has a malformed entry"),
 ]
 

@@ -153,7 +153,9 @@ def test_ranks_that_sample_other_tokens_are_refused(ffn_only: bool) -> list[str]
     model = tpkernels.parallelize(hf_models.make("llama").eval(), mesh, ffn_only=ffn_only)
     ids = hf_models.batch()["input_ids"]
     torch.manual_seed(mesh.get_rank())
-    other = "the ids of ranks [1] of the group are not those of rank 0; pass the same on all ranks"
+    other = (
+        "the ids of ranks [1] of the group differ from those of rank 0; pass the same ids on all"
+    )
     with torch.no_grad():
         return unlike(
             {

@@ -243,7 +243,7 @@ def one_model(seed: int) -> tuple[str, list[str]]:
     try:
         found = _differences(single, parallel, wide)
     except NotImplementedError as error:
-        fits = dropped and "would drop other values" in str(error)
+        fits = dropped and "would drop different values" in str(error)
         return "refused when called", [] if fits else [f"{what}: {error!r}"]
     if dropped:
         return "dropping", [f"{what}: dropout is not refused"]

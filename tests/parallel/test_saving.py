@@ -199,7 +199,7 @@ def test_what_is_refused(tmp_path: Path) -> list[str]:
             "distributed_checkpoint=True is for models that transformers has": lambda: (
                 model.save_pretrained(folder, distributed_checkpoint=True)
             ),
-            "the model has adapters": lambda: adapted.save_pretrained(folder),
+            "the model has PEFT adapters": lambda: adapted.save_pretrained(folder),
             "the model is on the meta device": lambda: empty.save_pretrained(folder),
             "upload from every rank; call save_pretrained(": lambda: model.push_to_hub("name"),
             "missing a required argument: 'save_directory'": model.save_pretrained,

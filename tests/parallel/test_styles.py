@@ -157,7 +157,9 @@ def test_refusals_name_the_module() -> list[str]:
     return unlike(
         {
             f"{plain}: the mesh has 2 dims ('dp', 'tp')": attempt(column, nn.Linear(8, 8), square),
-            "Embedding; for nn.Embedding use torch's styles": attempt(row, nn.Embedding(8, 8)),
+            "not Embedding; use the torch styles for nn.Embedding": attempt(
+                row, nn.Embedding(8, 8)
+            ),
             "NotImplementedError: FusedRowwiseParallel of Special(": attempt(row, Special(8, 8)),
             "of _ColwiseLinear(in_features=8": attempt(column, done),
             f"{plain}: its weight is a Tensor of int8": attempt(row, integers),
@@ -165,7 +167,7 @@ def test_refusals_name_the_module() -> list[str]:
             "out_features 1 over 2 ranks is [1, 0]": attempt(column, nn.Linear(8, 1)),
             "in_features 1 over 2 ranks is [1, 0]": attempt(row, nn.Linear(1, 8)),
             f"{plain}: input_layouts must be one placement": attempt(double, nn.Linear(8, 8)),
-            "already; apply only one style, before fully_shard": attempt(row, own),
+            "apply only one style, before fully_shard": attempt(row, own),
             f"{plain}: Shard(dim=3) is out of range": lambda: outside(torch.ones(2, 8)),
         }
     )

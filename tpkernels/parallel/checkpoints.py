@@ -134,8 +134,8 @@ class SafetensorsCheckpoint:
         """Return the ``PretrainedConfig`` of transformers."""
         if not (self.path / "config.json").is_file():
             raise FileNotFoundError(
-                f"{self.path} has no config.json; pass a folder that save_pretrained or "
-                "huggingface_hub.snapshot_download has written"
+                f"{self.path} has no config.json; pass a folder that was written by "
+                "save_pretrained or huggingface_hub.snapshot_download"
             )
         return package("transformers").AutoConfig.from_pretrained(self.path)
 
@@ -177,11 +177,11 @@ class SafetensorsCheckpoint:
             stored = _indexed(self.path)
         else:
             raise FileNotFoundError(
-                f"{self.path} has neither {SINGLE} nor {INDEX}; only safetensors files are read: "
-                "save other weights with save_pretrained of transformers"
+                f"{self.path} has neither {SINGLE} nor {INDEX}; only safetensors files are "
+                "supported: convert other weights with save_pretrained of transformers"
             )
         if not stored:
-            raise ValueError(f"{self.path} has no tensors")
+            raise ValueError(f"{self.path} contains no tensors; copy or download it again")
         return stored
 
 
@@ -229,8 +229,8 @@ def _merged(
         whole = len(matrices) == experts * len(patterns)
         if not whole or any(value.shape != one.shape for value in matrices.values()):
             raise ValueError(
-                f"{one.files}: the {len(matrices)} matrices of {name} are not {len(patterns)} of "
-                f"one shape for each of {experts} experts; copy or download the checkpoint again"
+                f"{one.files}: {name} has {len(matrices)} matrices; expected {experts} experts x "
+                f"{len(patterns)} matrices, all of one shape: copy or download the checkpoint again"
             )
         pieces = [
             Piece(
@@ -257,7 +257,7 @@ def _opened(path: Path) -> Iterator[Any]:
     safetensors = package("safetensors")
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing, and the index names it; copy or download it again"
+            f"{path} is listed in the index but does not exist; copy or download it again"
         )
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -299,12 +299,15 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
     def tensor_in(file: Any, name: str) -> StoredTensor:
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(
-                f"{folder / INDEX} names the file {shown(file)}, not one in its folder"
+                f"{folder / INDEX} lists the file {shown(file)}; expected a file name in the same "
+                "folder, without a path"
             )
         if file not in files:
             files[file] = _tensors_of(folder / file, index["weight_map"])
         if name not in files[file]:
-            raise ValueError(f"{folder / file} has no {name}, which the index says it has")
+            raise ValueError(
+                f"{folder / file} does not contain {name}, which the index lists there"
+            )
         return files[file][name]
 
     metadata = index.get("metadata")
@@ -317,7 +320,9 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
             shape = tuple(map(int, index["shapes"][name]))
             places = [(piece["file"], tuple(map(int, piece["offsets"]))) for piece in entry]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{what} has a malformed entry") from error
+            raise ValueError(
+                f'{what} has a malformed entry; expected "shapes", and files with offsets'
+            ) from error
         parts = [(offsets, tensor_in(file, name)) for file, offsets in places]
         stored[name] = _joined(what, shape, parts)
     return stored
@@ -329,7 +334,10 @@ def _json_of(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); copy or download it again") from None
     if not isinstance(value, dict) or not isinstance(value.get("weight_map"), dict):
-        raise ValueError(f"{path} is not an index of safetensors files: it has no weight_map")
+        raise ValueError(
+            f"{path} is not an index of safetensors files: weight_map is missing or is not an "
+            "object"
+        )
     return value
 
 
@@ -343,14 +351,15 @@ def _joined(
         dims = {len(offsets), len(stored.shape), len(shape)}
         if len(dims) > 1 or box.common(Box.full(shape)) != box:
             raise ValueError(
-                f"{what} has shape {list(stored.shape)} in {stored.files} at {list(offsets)}, "
-                f"which is not within {list(shape)}; the files are of different checkpoints"
+                f"{what} has shape {list(stored.shape)} in {stored.files} at offsets "
+                f"{list(offsets)}, which does not fit into {list(shape)}: the files belong to "
+                "different checkpoints"
             )
         pieces += [replace(piece, box=box) for piece in stored.pieces]
     boxes = [piece.box for piece in pieces]
     overlap = any(a.common(b).size for a, b in combinations(boxes, 2))
     if overlap or sum(box.size for box in boxes) != prod(shape):
-        raise ValueError(f"{what}: its pieces do not fill {list(shape)}")
+        raise ValueError(f"{what}: the stored slices do not cover shape {list(shape)} exactly once")
     return StoredTensor(shape, parts[0][1].dtype, tuple(pieces))
 
 
@@ -366,9 +375,8 @@ class GGUFCheckpoint:
         with _gguf_errors(self.path):
             if self._architecture not in _ARCHITECTURES:
                 raise NotImplementedError(
-                    f"{self.path} has architecture {shown(self._architecture)}; of GGUF files, "
-                    f"these are supported: {', '.join(_ARCHITECTURES)}; pass a folder of "
-                    "safetensors files"
+                    f"{self.path} has architecture {shown(self._architecture)}; supported in GGUF "
+                    f"files: {', '.join(_ARCHITECTURES)}. Pass a folder of safetensors files"
                 )
             with self._without_vocabulary() as small:
                 config = package("transformers").AutoConfig.from_pretrained(
@@ -408,7 +416,10 @@ class GGUFCheckpoint:
         elif _ROPE_FREQS in tensors:
             divisors = tensors[_ROPE_FREQS].data * (1.0 if kind == "none" else factor)
             if divisors.shape != (head // 2,):
-                raise ValueError(f"{_ROPE_FREQS} has shape {divisors.shape} for heads of {head}")
+                raise ValueError(
+                    f"{_ROPE_FREQS} has shape {divisors.shape}; expected {(head // 2,)} for "
+                    f"head_dim={head}"
+                )
             config.rope_parameters |= {
                 "rope_type": "longrope",
                 "factor": 1.0,
@@ -433,7 +444,7 @@ class GGUFCheckpoint:
         ]
         if wrong:
             raise NotImplementedError(
-                f"{self.path} says {', '.join(wrong)}, which is not supported and may change the "
+                f"{self.path} has {', '.join(wrong)}, which is not supported and may change the "
                 "logits; pass a folder of safetensors files"
             )
 
@@ -510,15 +521,17 @@ class GGUFCheckpoint:
             reader = Reader(self.path)
         if reader.byte_order != "I":
             raise NotImplementedError(
-                f"{self.path} has the other byte order; convert it for this machine"
+                f"{self.path} has the byte order of other machines; convert it with "
+                "gguf-convert-endian"
             )
         count = reader.fields.get("split.count")
         if count is not None and count.contents() > 1:
-            raise NotImplementedError(
-                f"{self.path} is one of {count.contents()} parts of a split GGUF file, which are "
-                "not supported; join them by `llama-gguf-split --merge` of llama.cpp"
-            )
+            raise _split_error(self.path, count.contents())
         return reader
+
+    def check_not_split(self) -> None:
+        """Raise NotImplementedError if the file is one of several that form a model."""
+        self._reader  # noqa: B018
 
     @property
     def _architecture(self) -> str:
@@ -638,8 +651,8 @@ def _gguf_errors(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(
-            f"{path} cannot be read as a GGUF model of transformers: {of_error(error)}; if it is "
-            "truncated, copy or download it again"
+            f"{path} cannot be read as a GGUF model: {of_error(error)}; if it is truncated, copy "
+            "or download it again"
         ) from error
 
 
@@ -654,27 +667,44 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def locate(path: str | os.PathLike[str]) -> Path:
     """Return the folder or the GGUF file of the checkpoint at ``path``. Raise FileNotFoundError if
-    there is none, ValueError if it has no known format or several files could be meant."""
+    there is none, ValueError if it has no known format or several files could be meant,
+    NotImplementedError if it is one of the files of a split GGUF model."""
     place = Path(path)
     if place.is_dir():
         files = sorted(place.glob("*.gguf"))
         if (place / "config.json").exists() or not files:
             return place
-        split = all(re.search(r"-\d{5}-of-\d{5}\.gguf$", file.name) for file in files)
-        if len(files) > 1 and not split:  # the parts of one are refused when they are read
+        if len(files) > 1 and not all(map(_parts, files)):
             names = ", ".join(file.name for file in files)
-            raise ValueError(f"{place} has several GGUF files: {names}; pass the path of one")
+            raise ValueError(
+                f"{place} contains several GGUF files: {names}; pass the path of one file"
+            )
         place = files[0]
     if not place.exists():
         raise FileNotFoundError(
-            f"there is no {place}; pass a local folder or GGUF file, such as "
-            "huggingface_hub.snapshot_download returns"
+            f"{place} does not exist; pass a local folder, such as "
+            "huggingface_hub.snapshot_download returns, or a GGUF file"
         )
     if place.suffix != ".gguf":
         raise ValueError(
             f"{place} is not a GGUF file; pass the folder with config.json and *.safetensors"
         )
+    if (count := _parts(place)) > 1:
+        raise _split_error(place, count)
     return place
+
+
+def _parts(path: Path) -> int:
+    """Return the number of files of a split GGUF model, by the name of one; 0 for other names."""
+    match = re.search(r"-\d{5}-of-(\d{5})\.gguf$", path.name)
+    return int(match[1]) if match else 0
+
+
+def _split_error(path: Path, count: int) -> NotImplementedError:
+    return NotImplementedError(
+        f"{path} belongs to a GGUF model that is split into {count} files; merge them with "
+        "`llama-gguf-split --merge FIRST_FILE OUTPUT` (llama.cpp), and pass OUTPUT"
+    )
 
 
 def package(name: str) -> ModuleType:
@@ -683,6 +713,6 @@ def package(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"loading a model needs {name}, which cannot be imported ({error}); "
+            f"loading a model requires {name}, which cannot be imported ({error}); "
             "pip install 'tpkernels[models]'"
         ) from error

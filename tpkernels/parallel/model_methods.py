@@ -36,7 +36,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.nn.linear import ColumnParallelLinear
 from tpkernels.nn.sharding import ShardedModule, gather_state
-from tpkernels.nn.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from tpkernels.parallel.decoder import SplitRowsLinear
 from tpkernels.parallel.joint_work import joint_work
 from tpkernels.parallel.plans import SplitInputLinear
@@ -47,15 +46,12 @@ _WRITE = "write"  # what rank 0 announces
 def attach(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace the methods of a sharded model, if it is one of transformers; ``mesh`` has one dim.
     Does not communicate."""
-    ends = (VocabParallelEmbedding, ParallelLMHead)
-    split = any(isinstance(module, ends) for module in model.modules())
     for module in model.modules():
         if hasattr(type(module), "save_pretrained"):
             save = functools.partial(save_pretrained, module, groups.name_of(mesh))
             module.save_pretrained = save  # type: ignore[assignment]
             module.push_to_hub = refuse_to_push  # type: ignore[assignment]
-            if split:
-                module.resize_token_embeddings = refuse_to_resize  # type: ignore[assignment]
+    refuse_resizing(model)
     if mesh.size() > 1 and mesh.device_type != "cpu" and hasattr(type(model), "tp_size"):
         declare_ranks(model, mesh.size())
     start = getattr(type(model), "init_continuous_batching", None)
@@ -66,6 +62,14 @@ def attach(model: nn.Module, mesh: DeviceMesh) -> None:
             mesh.get_group(), mesh.device_type, mesh_dim_names=("tp",)
         )
         sharded.init_continuous_batching = functools.partial(init_batching, start, sharded)
+
+
+def refuse_resizing(model: nn.Module) -> None:
+    """Refuse `resize_token_embeddings` on a model of transformers: it cannot resize shards, and
+    each rank would draw its own values for the new rows of a replicated embedding."""
+    for module in model.modules():
+        if hasattr(type(module), "resize_token_embeddings"):
+            module.resize_token_embeddings = refuse_to_resize  # type: ignore[assignment]
 
 
 def declare_ranks(model: Any, world: int) -> None:
@@ -94,8 +98,8 @@ def refuse_to_push(*args: Any, **options: Any) -> NoReturn:
 def refuse_to_resize(*args: Any, **options: Any) -> NoReturn:
     """Raise NotImplementedError."""
     raise NotImplementedError(
-        "resize_token_embeddings cannot resize an embedding or head that is split over ranks; call "
-        "it before tpkernels.parallelize"
+        "resize_token_embeddings is not supported on a parallelized model; call it before "
+        "tpkernels.parallelize"
     )
 
 
@@ -125,7 +129,7 @@ def save_pretrained(model: Any, group: str, /, *args: Any, **options: Any) -> No
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise NotImplementedError(
-            "the model has adapters, whose weights are not gathered; save them before "
+            "the model has PEFT adapters, which save_pretrained does not gather; save them before "
             "tpkernels.parallelize"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -188,15 +192,15 @@ def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **option
         import transformers
 
         raise NotImplementedError(
-            f"continuous batching of transformers {transformers.__version__} is not known to "
-            "tpkernels, which was tested with 5.23; use model.generate"
+            f"continuous batching of transformers {transformers.__version__} is not supported; "
+            "tpkernels was tested with transformers 5.23: use model.generate"
         )
     attention, row = _attention(model)
     head_dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
     if head_dim is None:
         raise NotImplementedError(
-            "continuous batching of transformers has no cache for keys and values of other sizes, "
-            f"such as those of {type(attention).__name__}; use model.generate"
+            "continuous batching of transformers does not support the keys and values of "
+            f"{type(attention).__name__}; use model.generate"
         )
     ranks.tp_plan = {}  # of which it would derive the heads of a rank
 

@@ -30,23 +30,28 @@ class ModelOptions:
     def __post_init__(self) -> None:
         if self.sequence_parallel not in (True, False, "prefill", None):
             raise ValueError(
-                f"sequence_parallel is {self.sequence_parallel!r}; it can be True, False, "
+                f"sequence_parallel is {self.sequence_parallel!r}; expected True, False, "
                 '"prefill" or None'
             )
         if self.pack not in (True, False, "int8"):
-            raise ValueError(f'pack is {self.pack!r}; it can be True, False or "int8"')
+            raise ValueError(f'pack is {self.pack!r}; expected True, False or "int8"')
         if self.of_torch and self.pack:
             raise NotImplementedError(
-                f"pack={self.pack!r} packs the layers of tpkernels.nn, and a plan makes none; "
-                "leave out one"
+                f"pack={self.pack!r} packs the layers of tpkernels.nn, and a plan of torch "
+                "styles does not create them; leave out pack or the plan"
             )
         if self.of_torch and self.expert_parallel:
-            raise ValueError("expert_parallel=True and a plan of torch's styles; leave out one")
+            raise ValueError(
+                "expert_parallel=True cannot be combined with a plan of torch styles; leave out one"
+            )
         if self.of_torch and self.ffn_only:
-            raise ValueError("ffn_only=True and a plan both say what is split; leave out one")
+            raise ValueError(
+                "ffn_only=True cannot be combined with a plan of torch styles; leave out one"
+            )
         if self.ffn_only and self.sequence_parallel:
             raise ValueError(
-                "ffn_only=True computes attention on whole rows; leave out sequence_parallel"
+                "ffn_only=True needs all rows on every rank for attention; leave out "
+                "sequence_parallel"
             )
 
     @property

@@ -119,8 +119,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names
         one = f'mesh["{names[-1]}"]' if names else "a mesh of one dim"
         raise ValueError(
-            f"mesh has {mesh.ndim} dims {names or tuple(mesh.shape)}; parallelize takes one: pass "
-            f"{one}"
+            f"mesh has {mesh.ndim} dims {names or tuple(mesh.shape)}; parallelize needs a mesh "
+            f"of one dim: pass {one}"
         )
 
 
@@ -145,6 +145,7 @@ def _apply_plan(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle
             plans.check_style(model, name, module, style)
             _check_module(name or type(model).__name__, module, style, mesh)
     parallelize_module(model, mesh, dict(plan))
+    model_methods.refuse_resizing(model)
     return model
 
 
@@ -169,7 +170,7 @@ def _check_module(name: str, module: nn.Module, style: ParallelStyle, mesh: Devi
     takes_linears = not isinstance(style, SequenceParallel)
     if takes_linears and not isinstance(module, (nn.Linear, nn.Embedding)):
         raise TypeError(
-            f"{name} is a {type(module).__name__}; {type(style).__name__} takes an nn.Linear or an "
+            f"{name} is a {type(module).__name__}; {type(style).__name__} supports nn.Linear and "
             "nn.Embedding"
         )
     for parameter_name, parameter in module.named_parameters():

@@ -183,8 +183,8 @@ def check_style(model: Any, name: str, module: nn.Module, style: Any) -> None:
     split = layout is not None and layout.is_shard()
     if own in {"packed_colwise", *GATHERED} and split and not is_head:
         raise NotImplementedError(
-            f"{name}: {type(style).__name__} would leave its columns split, but the code of "
-            f"{type(model).__name__} needs all of them, and its own plan has {own!r}; pass "
+            f"{name}: {type(style).__name__} would leave its output columns sharded, but the "
+            f"code of {type(model).__name__} needs all columns, and its own plan has {own!r}; pass "
             "output_layouts=Replicate(), or no plan"
         )
 
@@ -201,8 +201,8 @@ def apply(model: nn.Module, group: str, options: ModelOptions) -> None:
     experts = _experts(model, plan)
     if options.expert_parallel and not experts:
         raise ValueError(
-            "expert_parallel=True, or --expert-parallel, splits experts, and "
-            f"{type(model).__name__} has none in its plan; leave it out"
+            "expert_parallel=True (--expert-parallel) needs experts in the plan, and the plan of "
+            f"{type(model).__name__} does not contain any; leave it out"
         )
     blocks = _blocks(model, plan, group, options, experts)
     stack = None if options.ffn_only else _stack(model, blocks, experts)
@@ -282,8 +282,8 @@ def _wildcard(name: str) -> str:
 
 def _refuse(name: str, style: str, reason: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} has the style {style!r} in the plan, and {reason}; pass "
-        "plan={...}, or --plan FILE, with the modules that are to be split"
+        f"{name} has the style {style!r} in the plan, but {reason}; pass plan={{...}} (--plan "
+        "FILE) with only the modules to shard"
     )
 
 
@@ -291,13 +291,14 @@ def _check_styles(model: nn.Module, plan: Mapping[str, str]) -> None:
     if not hasattr(model, "get_input_embeddings"):
         raise TypeError(
             f"plan[{next(iter(plan))!r}] is a str, not a torch.distributed.tensor.parallel."
-            f"ParallelStyle; names are for models of transformers, not {type(model).__name__}"
+            f"ParallelStyle; names of styles need a transformers model, and this is a "
+            f"{type(model).__name__}"
         )
     styles = sorted(COLUMNS | ROWS | UNSPLIT | {SHARED, EXPERTS})
     names = {_wildcard(name) for name, _ in model.named_modules() if name}
     for name, style in plan.items():
         if style not in styles:
-            raise ValueError(f"plan[{name!r}] is {style!r}; a style is one of {', '.join(styles)}")
+            raise ValueError(f"plan[{name!r}] is {style!r}; expected one of {', '.join(styles)}")
         if name not in names:
             raise no_module(model, name, names)
 
@@ -316,7 +317,9 @@ def _experts(model: nn.Module, plan: Mapping[str, str]) -> dict[str, nn.Module]:
         if plan.get(_wildcard(name)) == EXPERTS:
             if form_of(module) is None:
                 kind = type(module).__name__
-                raise _refuse(name, EXPERTS, f"{kind} has other weights or gates than MoE")
+                raise _refuse(
+                    name, EXPERTS, f"MoE does not support the weights or the gate of {kind}"
+                )
             for key, parameter in module.named_parameters():
                 check_parameter(parameter, f"{name}.{key}")
             check_plain(module, name, [*module._parameters, *module._buffers, *module._modules])
@@ -349,19 +352,19 @@ def _blocks(
         if value in whole or owner in whole:
             continue
         if OTHER_EXPERTS.match(style):
-            raise _refuse(name, style, "experts of that kind are not supported")
+            raise _refuse(name, style, "this kind of experts is not supported")
         of_attention = _is_attention(owner)
         if not isinstance(value, nn.Module):
             if style != "colwise" or value.dim() != 1 or not of_attention:
-                raise _refuse(name, style, "splits a parameter without its module")
+                raise _refuse(name, style, "a parameter cannot be sharded without its module")
         elif style not in COLUMNS | ROWS | {SHARED}:
-            raise _refuse(name, style, "that style is not supported")
+            raise _refuse(name, style, "this style is not supported")
         if not options.ffn_only or not of_attention:
             styles.setdefault(first_names[owner], {})[child] = style
     split = any(set(children.values()) & (COLUMNS | ROWS) for children in styles.values())
     if not split and not experts:
         raise NotImplementedError(
-            f"{type(model).__name__} has no module that its plan splits; pass plan={{...}}"
+            f"the plan of {type(model).__name__} does not shard any module; pass plan={{...}}"
         )
     return [_block(model, name, children, group, options) for name, children in styles.items()]
 
@@ -406,13 +409,13 @@ def _block(
     if unpaired:
         raise block.refuse(
             min(unpaired),
-            "a split is known to be right only between column-parallel projections and one "
-            f"row-parallel one, but {name or type(model).__name__} has {dict(styles)}",
+            "sharding is supported only for column-parallel projections followed by one "
+            f"row-parallel projection, and {name or type(model).__name__} has {dict(styles)}",
         )
     block.columns = {child: {"gather_output": True} for child in columns}
     for block.row, row in rows.items():  # one at most
         if len(rows) > 1:
-            raise block.refuse(block.row, "its parent has another such")
+            raise block.refuse(block.row, "its parent module has a second projection of this kind")
         block.row_options = {"whole_input": True, "in_sizes": _cut(row.in_features, group, options)}
     return block
 
@@ -434,7 +437,7 @@ def _split_heads(
     first = next(iter(columns))
     if not _is_attention(attention) or "packed_colwise" in block.styles.values():
         kind = type(attention).__name__
-        raise block.refuse(first, f"the code of {kind} may mix columns, so a split could be wrong")
+        raise block.refuse(first, f"the code of {kind} may mix columns, so a shard could be wrong")
     config = getattr(attention, "config", model.config.get_text_config())
     heads = kv_heads = config.num_attention_heads
     if "k_proj" in columns:
@@ -450,8 +453,8 @@ def _split_heads(
         count = kv_heads if child in keys else heads
         if width % count or heads % kv_heads:
             raise ValueError(
-                f"{block.path(child)} has {width} features, which are not those of {heads} heads "
-                f"in {kv_heads} key-value groups"
+                f"{block.path(child)} has {width} features, which does not fit {heads} attention "
+                f"heads and {kv_heads} key-value heads"
             )
     unit = options.unit(row.in_features)
     block.heads = Heads(heads, kv_heads, row.in_features // heads, position(group)[1], unit)
@@ -462,12 +465,14 @@ def _split_heads(
     for name, parameter in attention.named_parameters():
         child = name.partition(".")[0]
         if child in block.by_head and len(parameter) != heads:
-            raise block.refuse(child, f"it has {len(parameter)} entries for {heads} heads")
+            raise block.refuse(
+                child, f"it has {len(parameter)} entries, not one for each of {heads} heads"
+            )
         if child in (*block.styles, *_LATENT_NORMS) or block.path(child) in block.shared:
             continue
         of_head = parameter.dim() == 1 and parameter.shape[0] * heads == row.in_features
         if not of_head or child == name:
-            raise block.refuse(first, f"{block.path(name)} would have to be split with it")
+            raise block.refuse(first, f"{block.path(name)} would have to be sharded as well")
         block.shared[block.path(child)] = getattr(attention, child)
 
 
@@ -554,8 +559,8 @@ def _check_dropout(found: list[tuple[str, Any, str]], module: nn.Module, args: A
     for name, owner, key in found:
         if owner.training and getattr(owner, key) > 0:
             raise NotImplementedError(
-                f"the model has {name}.{key}={getattr(owner, key)}, and each rank would drop other "
-                "values; set it to 0, or call eval()"
+                f"the model has {name}.{key}={getattr(owner, key)}, and each rank would drop "
+                "different values; set it to 0, or call eval()"
             )
 
 
@@ -637,8 +642,8 @@ def _draw(
         other = layers.setdefault(old, new)
         if (type(other), vars(other)["splits"], repr(other)) != (kind, new.splits, repr(new)):
             raise NotImplementedError(
-                f"{block.name}.{child} is used in several places, where it would be split as "
-                f"{other!r} and as {new!r}; give each place a module of its own"
+                f"{block.name}.{child} is used in several places that need different shards, "
+                f"{other!r} and {new!r}; use a separate module in each place"
             )
     for name, norm in block.shared.items():
         check_plain(norm, name, [*norm._parameters, *norm._buffers, *norm._modules])
@@ -650,7 +655,7 @@ def _draw_ends(layers: dict[nn.Module, nn.Module], model: Any, group: str) -> No
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     factor = _factor(embedding)
     if factor is not None:
-        check_parameter(embedding.weight, "the embedding's weight")
+        check_parameter(embedding.weight, "the weight of the embedding")
         known = [key for key in embedding._buffers if hasattr(embedding, f"scalar_{key}")]
         check_plain(embedding, "the embedding", ["weight", *known])
         parallel = layers[embedding] = VocabParallelEmbedding.like(embedding, group)
@@ -679,8 +684,8 @@ def _check_shared(
         for child, module in parent._modules.items():
             if module in inside and (parent, child) not in places:
                 raise NotImplementedError(
-                    f"{name}.{child} is a module that is also split elsewhere, which it cannot be "
-                    "here; give each place a module of its own"
+                    f"{name}.{child} is also used in a place where it is sharded, and cannot be "
+                    "sharded here; use a separate module in each place"
                 )
         layer = layers.get(parent)
         for key, parameter in parent._parameters.items():
@@ -690,8 +695,8 @@ def _check_shared(
             other, theirs = first.setdefault(parameter, (f"{name}.{key}", how))
             if theirs != how:
                 raise NotImplementedError(
-                    f"{other} and {name}.{key} are one parameter, of which this model would need "
-                    "two after the split; untie them"
+                    f"{other} and {name}.{key} are one parameter, but the sharded model needs two "
+                    "different shards of it; untie them"
                 )
 
 

@@ -111,8 +111,8 @@ def draw(
         plans.check_has_plan(config, str(checkpoint.path))
     if getattr(config, "quantization_config", None) is not None:
         raise NotImplementedError(
-            f"{checkpoint.path} is quantised; a quantised weight cannot be split: load the plain "
-            "floating-point model, or a GGUF file"
+            f"{checkpoint.path} is quantized, and quantized weights cannot be sharded; load the "
+            "plain floating-point model, or a GGUF file"
         )
     if dtype is None:
         dtype = getattr(config, "dtype", None) or checkpoint.dtype()
@@ -161,16 +161,16 @@ def _sources(
         source = stored[present]
         if source.shape != tuple(parameter.shape):
             raise ValueError(
-                f"{source.files}: {present} has shape {list(source.shape)}, but config.json "
-                f"makes it {list(parameter.shape)}; the two are of different models"
+                f"{source.files}: {present} has shape {list(source.shape)}, but the "
+                f"configuration gives {list(parameter.shape)}; they belong to different models"
             )
         sources |= dict.fromkeys(names, source)
     if missing:
         more = len(missing) - _MOST_NAMES
         lacking = ", ".join(missing[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
         raise ValueError(
-            f"{checkpoint.path} lacks {lacking}, which its configuration asks for; copy or "
-            "download it again"
+            f"{checkpoint.path} does not contain {lacking}, which its configuration requires; "
+            "copy or download it again"
         )
     return sources
 
@@ -340,8 +340,8 @@ def _restore_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> No
         config = getattr(module, "config", None)
         if not type(module).__name__.endswith("RotaryEmbedding") or config is None:
             raise NotImplementedError(
-                f"{name} is a {type(module).__name__} with buffers that no checkpoint has; load "
-                "the model with transformers, and call tpkernels.parallelize"
+                f"{name} is a {type(module).__name__} with buffers that are not in checkpoints; "
+                "load the model with transformers, and call tpkernels.parallelize"
             )
         parent, _, attribute = name.rpartition(".")
         make: Any = type(module)

@@ -96,7 +96,7 @@ def plan_shards(
     """Plan how `tpkernels.from_pretrained` splits a checkpoint, without weights or ranks. The
     arguments are its own, and so are the errors."""
     if ranks < 1:
-        raise ValueError(f"cannot split a model over {ranks} ranks; pass at least 1")
+        raise ValueError(f"ranks is {ranks}; pass at least 1")
     options = ModelOptions(
         plan=plan, sequence_parallel=False, ffn_only=ffn_only, expert_parallel=expert_parallel
     )
@@ -129,12 +129,14 @@ def write_shards(
     folder = Path(out)
     package("safetensors.torch")
     if plan.path.is_dir() and folder.exists() and folder.samefile(plan.path):
-        raise ValueError(f"{folder} is the checkpoint itself; choose another folder")
+        raise ValueError(
+            f"{folder} is the folder of the checkpoint; choose a different output folder"
+        )
     present = [name for name in (INDEX, SINGLE, "config.json") if (folder / name).exists()]
     if present and not force:
         raise FileExistsError(
-            f"{folder} has {' and '.join(present)}; choose another folder, or overwrite it with "
-            "--force (force=True)"
+            f"{folder} already contains {' and '.join(present)}; choose a different folder, or "
+            "overwrite it with --force (force=True)"
         )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as temporary:

@@ -137,19 +137,20 @@ class _FusedStyle(ParallelStyle):
         for key, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
                 raise ValueError(
-                    f"{name}: its {key} is a DTensor {parameter.placements} already; apply only "
-                    "one style, before fully_shard"
+                    f"{name}: its {key} is already a DTensor with placements "
+                    f"{parameter.placements}; apply only one style, before fully_shard"
                 )
         if type(module) is not nn.Linear:
             raise NotImplementedError(
-                f"{name}: the style takes torch.nn.Linear itself, not "
-                f"{type(module).__qualname__}; for nn.Embedding use torch's styles"
+                f"{name}: the style supports torch.nn.Linear without subclasses, not "
+                f"{type(module).__qualname__}; use the torch styles for nn.Embedding"
             )
         for key, parameter in module.named_parameters():
             check_parameter(parameter, f"{name}: its {key}")
         if "forward" in vars(module):
             raise NotImplementedError(
-                f"{name}: it has a forward of its own, which the style cannot replace; remove it"
+                f"{name}: its forward is overridden, which the style does not support; remove the "
+                "override"
             )
         for what in ("input_layouts", "output_layouts"):
             layouts = getattr(self, what)

@@ -16,7 +16,7 @@ import tpkernels
 from tpkernels.launch import fork_server
 from tpkernels.launch.terminal import UsageError
 from tpkernels.nn import pack_
-from tpkernels.parallel.checkpoints import locate
+from tpkernels.parallel.checkpoints import GGUFCheckpoint, locate
 from tpkernels.parallel.decoder import JOINED, join_norms
 
 
@@ -95,11 +95,13 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
             return AutoTokenizer.from_pretrained(place)
         return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if place.is_file():
+            GGUFCheckpoint(place).check_not_split()
         missing = place.is_dir() and not any(
             place.glob("token*")
         )  # transformers' text is of slow ones
-        why = "" if missing else f" that transformers can read: {error}"
+        why = "" if missing else f" that transformers can load: {error}"
         raise ValueError(
             f"{path} has no tokenizer{why}; copy tokenizer.json and tokenizer_config.json to the "
-            "model's folder"
+            "model folder"
         ) from error
