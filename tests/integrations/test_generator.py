@@ -15,7 +15,7 @@ import torch
 from tests.support import hf_folders, hf_models, served
 from tests.support.nn_reference import far
 from tests.support.ranked import on_ranks, recorded_calls
-from tpkernels.integrations.transformers.generator import Generator
+from tpkernels.integrations.transformers.generator import Completions, Generator
 from tpkernels.integrations.transformers.loading import LoadOptions, load_model
 from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
 from tpkernels.parallel import decoder
@@ -122,6 +122,29 @@ def test_ranks_make_no_step_before_it_is_wanted(folder: Path) -> None:
     assert len(forwards) == 3
     steps.close()
     assert len(forwards) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompts", "stop", "message"),
+    [
+        (
+            [[3], [5, 47, 6, 99]],
+            (),
+            r"^token id 47 at position 1 of prompt 1 is out of range; expected 0 to 46 "
+            r"\(vocabulary size 47\): the tokenizer belongs to a different model$",
+        ),
+        ([[-1]], (), "^token id -1 at position 0 of the prompt is out of range; expected 0 to 46"),
+        ([[]], (), "^the prompt has no tokens; pass a text that is not empty$"),
+        ([[5] * 60], (), "has 60 tokens, and max_new_tokens is 12; the model supports 64 tokens"),
+        ([[5]], ("a", ""), "^stop string 1 is empty; it needs at least one character$"),
+    ],
+)
+def test_prompts_that_the_model_cannot_take(
+    prompts: list[list[int]], stop: tuple[str, ...], message: str
+) -> None:
+    facts = {"positions": 64, "vocabulary": 47, "ends": [END]}
+    with pytest.raises(ValueError, match=message):
+        Completions(None, prompts, facts, GREEDY, stop)
 
 
 def test_values_out_of_range_are_refused() -> None:

@@ -225,15 +225,15 @@ def installed(version: str = "0.32.0") -> Iterator[type[CpuPlatform]]:
     ("requested", "version", "platform", "mode", "reason"),
     [
         ("auto", "0.32.0", "cpu", "fused", "packed weights are fast"),
-        ("auto", "0.32.0", "slow cpu", "all_reduce", "vLLM's own products may be faster"),
-        ("auto", "0.32.1", "cuda", "off", "nothing is known to be faster"),
-        ("all_reduce", "0.32.0", "cuda", "off", "nothing is known to be faster"),
+        ("auto", "0.32.0", "slow cpu", "all_reduce", "the matmuls of vLLM may be faster"),
+        ("auto", "0.32.1", "cuda", "off", "no mode was measured to be faster"),
+        ("all_reduce", "0.32.0", "cuda", "off", "no mode was measured to be faster"),
         ("fused", "0.32.0", "cpu", "fused", "TPKERNELS_VLLM=fused"),
         ("fused", "0.32.0", "cuda", "fused", "not measured on GPUs"),
-        ("fused", "0.32.0", "tpu", "off", "no kernels for 'tpu'"),
+        ("fused", "0.32.0", "tpu", "off", "platform 'tpu' is not supported"),
         ("off", "0.32.0", "cpu", "off", "TPKERNELS_VLLM=off"),
-        ("fused", "0.33.0", "cpu", "off", "vLLM 0.33.0 has not been tested, only 0.32.*"),
-        ("auto", "0.3.2", "cpu", "off", "has not been tested"),
+        ("fused", "0.33.0", "cpu", "off", "vLLM 0.33.0 is not supported; tested versions: 0.32.*"),
+        ("auto", "0.3.2", "cpu", "off", "is not supported; tested versions"),
     ],
 )
 def test_what_is_replaced_and_why(
@@ -293,7 +293,7 @@ def test_an_unknown_version_is_left_as_it_is_with_a_warning(
         vllm.register()
         assert platform.get_device_communicator_cls() == "vllm's own"
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "0.99.0 has not been tested" in record.message
+    assert record.levelno == logging.WARNING and "0.99.0 is not supported; tested" in record.message
 
 
 def test_the_entry_point_is_there() -> None:
@@ -528,15 +528,15 @@ def test_tokens_of_data_parallel_ranks() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "each rank has a part of every expert": {"use_ep": False},
-    "ranks of an engine have the same tokens": {"ep_size": 2 * WORLD},
+    "the experts are tensor-parallel": {"use_ep": False},
+    "the ranks of an engine hold the same tokens": {"ep_size": 2 * WORLD},
     "LoRA and elastic": {"is_lora_enabled": True},
-    "activations of nvfp4 travel only as fp8": {"quant_dtype": "nvfp4"},
-    f"activations of {FP8} travel only as fp8 by row": {"quant_dtype": FP8},
+    "activations of nvfp4 are supported only as fp8": {"quant_dtype": "nvfp4"},
+    f"activations of {FP8} are supported only as fp8 with scales per row": {"quant_dtype": FP8},
     "pass --enforce-eager": {"mode": 3},
-    "CUDA graphs need 'direct', which is not qualified": {"cudagraph_mode": 1},
-    "share no memory": {},
-    "its experts route for themselves": {"monolithic": True},
+    "CUDA graphs need algorithm 'direct', which is not qualified": {"cudagraph_mode": 1},
+    "the ranks do not share memory": {},
+    "its experts do the routing": {"monolithic": True},
 }
 
 

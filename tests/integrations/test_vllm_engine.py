@@ -113,9 +113,9 @@ def test_vllm_generates_the_same_tokens(python: Path, tmp_path: Path, how: str) 
     stock, log = generated(python, tmp_path, "off", how)
     assert len(stock) == 2 and "tpkernels: off (TPKERNELS_VLLM=off)" in log
     tokens, log = generated(python, tmp_path, "all_reduce", how)
-    assert tokens == stock and "tpkernels: all-reduces of 2 ranks" in log
+    assert tokens == stock and "tpkernels: replaced all-reduces of 2 ranks" in log
     _, log = generated(python, tmp_path, "fused", how)
-    assert "row-parallel layers are fused with their all-reduce" in log
+    assert "replaced row-parallel layers by a matmul fused with the all-reduce" in log
 
 
 @pytest.mark.slow
@@ -147,6 +147,8 @@ def test_a_mixture_by_width_and_by_experts(python: Path, tmp_path: Path) -> None
         exchanged = "data" in experts  # by two engines, of which each has both prompts
         expected = sorted(want * 2) if exchanged else want
         assert (sorted(tokens) if exchanged else tokens) == expected, (mode, how, experts)
-        assert ("travel by moe_dispatch and moe_combine" in log) == exchanged
+        assert (
+            "replaced MoE dispatch and combine by moe_dispatch and moe_combine" in log
+        ) == exchanged
         replaced = mode == "fused" or bool(experts)
-        assert ("experts multiply by packed weights" in log) == replaced
+        assert ("experts use packed weights" in log) == replaced

@@ -52,18 +52,20 @@ def choose(requested: str, version: str, platform: str, fast_products: bool) -> 
         return Replacement("off", f"{VARIABLE}=off")
     if ".".join(version.split(".")[:2]) not in TESTED:
         tested = ", ".join(f"{release}.*" for release in TESTED)
-        return Replacement("off", f"vLLM {version} has not been tested, only {tested}", warn=True)
+        return Replacement(
+            "off", f"vLLM {version} is not supported; tested versions: {tested}", warn=True
+        )
     if platform == "cpu" and requested == "auto":
         if fast_products:
-            return Replacement("fused", "products by packed weights are fast on this processor")
-        return Replacement("all_reduce", "vLLM's own products may be faster on this processor")
+            return Replacement("fused", "matmuls with packed weights are faster on this processor")
+        return Replacement("all_reduce", "the matmuls of vLLM may be faster on this processor")
     if platform == "cpu":
         return Replacement(requested, f"{VARIABLE}={requested}")
     if platform == "cuda" and requested == "fused":
         return Replacement("fused", f"{VARIABLE}=fused; not measured on GPUs")
-    reason = f"there are no kernels for '{platform}'"
+    reason = f"platform '{platform}' is not supported"
     if platform == "cuda":
-        reason = "on GPUs nothing is known to be faster than vLLM"
+        reason = "no mode was measured to be faster than vLLM on GPUs"
     return Replacement("off", reason, warn=requested != "auto")
 
 

@@ -47,7 +47,7 @@ def group_for(group: torch.distributed.ProcessGroup, what: str = "all-reduces") 
     tpkernels.init(name, timeout=TIMEOUT)
     if groups.get(name).shared_memory:
         return name
-    report(f"{what} are left to vLLM, because the ranks share no memory")
+    report(f"vLLM runs {what}: the ranks do not share memory")
     return None
 
 
@@ -59,7 +59,7 @@ class VllmCommunicator(CpuCommunicator):
         replaced = self.unique_name.startswith("tp") and self.world_size > 1
         self._group = group_for(self.device_group) if replaced else None
         if self._group is not None:
-            report(f"all-reduces of {self.world_size} ranks")
+            report(f"replaced all-reduces of {self.world_size} ranks")
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         reducible = input_.dtype in dtypes.CODES and input_.is_contiguous()
@@ -85,16 +85,16 @@ class FusedRowParallelLinear(RowParallelLinear):
         if reason is None:
             self._group = group_for(get_tp_group().device_group)
         else:
-            report(f"row-parallel layers are left to vLLM: {reason}")
+            report(f"vLLM runs row-parallel layers: {reason}")
         if self._group is not None:
-            report("row-parallel layers are fused with their all-reduce")
+            report("replaced row-parallel layers by a matmul fused with the all-reduce")
 
     def _reason_to_keep(self) -> str | None:
         """Return why vLLM's layer stays as it is."""
         if not self.reduce_results or self.tp_size == 1:
-            return "there is nothing to reduce"
+            return "their outputs are not reduced"
         if type(self.quant_method) is not UnquantizedLinearMethod:
-            return f"{type(self.quant_method).__name__} multiplies otherwise"
+            return f"their quantization method is {type(self.quant_method).__name__}"
         return None
 
     def forward(self, input_: torch.Tensor) -> Any:
@@ -134,10 +134,10 @@ def replace_products() -> None:
         try:
             w = tpkernels.pack(weight.detach().t())
         except (ValueError, RuntimeError) as error:  # NotImplementedError among them
-            report(f"products of {list(weight.shape)} are left to vLLM: {error}")
+            report(f"vLLM runs matmuls with weights of shape {list(weight.shape)}: {error}")
             dispatch_of_vllm(layer, remove_weight)
             return
-        report("unquantised layers multiply by packed weights")
+        report("unquantized layers use packed weights")
         layer.tpkernels_weight = w
         layer.cpu_linear = lambda x, weight, bias=None: matmul(x, w, bias=bias)
         if remove_weight:  # vLLM still asks for its dtype and device
@@ -163,7 +163,7 @@ class PackedExperts(CPUUnquantizedExperts):
         return moe_parallel_config.use_ep or not PackedExperts.only_whole
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        report("experts multiply by packed weights")
+        report("experts use packed weights")
         stacks = [layer.w13_weight, layer.w2_weight]
         self._stacks = [tpkernels.pack(w.detach().transpose(1, 2)) for w in stacks]
         for name, w in zip(("w13_weight", "w2_weight"), stacks, strict=True):
@@ -209,15 +209,15 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
 
     def post_init_setup(self, fused_experts: Any) -> None:
         super().post_init_setup(fused_experts)
-        what, reason = "tokens of experts", self._reason_to_gather(fused_experts)
+        what, reason = "MoE dispatch and combine", self._reason_to_gather(fused_experts)
         if reason is None:
             self._group = group_for(get_ep_group().device_group, what)
             reason = self._reason_not_to_capture()
         if reason is not None:
-            report(f"{what} are left to vLLM: {reason}")
+            report(f"vLLM runs {what}: {reason}")
             self._group = None
         if self._group is not None:
-            report(f"{what} travel by moe_dispatch and moe_combine")
+            report(f"replaced {what} by moe_dispatch and moe_combine")
 
     @staticmethod
     def _reason_to_gather(experts: Any) -> str | None:
@@ -227,16 +227,21 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
         scaled = quant.per_act_token_quant or quant.block_shape == [128, 128]
         fp8 = quant.quant_dtype == torch.float8_e4m3fn and scaled
         if not parallel.use_ep:
-            return "each rank has a part of every expert"
+            return "the experts are tensor-parallel"
         if parallel.ep_size != parallel.dp_size * parallel.sp_size:
-            return "ranks of an engine have the same tokens"
+            return "the ranks of an engine hold the same tokens"
         if config.is_lora_enabled or vllm.parallel_config.enable_elastic_ep:
-            return "LoRA and elastic expert parallelism need it"
+            return "LoRA and elastic expert parallelism are not supported"
         if not (quant.quant_dtype is None or fp8 or experts.expects_unquantized_inputs):
-            return f"activations of {quant.quant_dtype} travel only as fp8 by row or block of 128"
+            return (
+                f"activations of {quant.quant_dtype} are supported only as fp8 with scales per "
+                "row or block of 128"
+            )
         compiled = vllm.compilation_config.mode != CompilationMode.NONE
         if compiled and torch.device(config.device).type == "cpu":
-            return "compiled on CPUs, they would keep the ranks' counts; pass --enforce-eager"
+            return (
+                "compiled code on CPUs would keep the token counts of a call; pass --enforce-eager"
+            )
         return None
 
     def _reason_not_to_capture(self) -> str | None:
@@ -245,7 +250,10 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
         if self._group is None or graphs == CUDAGraphMode.NONE:
             return None
         reason = groups.get(self._group).qualification().why_not("moe_dispatch", "direct")
-        return reason and f"CUDA graphs need 'direct', which {reason}; or pass --enforce-eager"
+        return (
+            reason
+            and f"CUDA graphs need algorithm 'direct', which {reason}; or pass --enforce-eager"
+        )
 
     def prepare(
         self,
@@ -305,7 +313,7 @@ def replace_exchange() -> None:
     def make(use_monolithic: bool, *arguments: Any, **options: Any) -> Any:
         if not use_monolithic:
             return ExpertParallel(*arguments, **options)
-        report("tokens of experts are left to vLLM: its experts route for themselves")
+        report("vLLM runs MoE dispatch and combine: its experts do the routing")
         return make_of_vllm(use_monolithic, *arguments, **options)
 
     all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep = make

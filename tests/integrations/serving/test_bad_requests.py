@@ -74,6 +74,9 @@ CASES = [
 ]
 
 
+EMPTY = "is empty; expected up to 16 strings of 1 to 1024 characters"
+
+
 @pytest.fixture(scope="module")
 def manager() -> FakeManager:
     return FakeManager(tokens_of("b"))
@@ -113,15 +116,30 @@ def test_fields_that_change_nothing_are_taken(http: TestClient) -> None:
     ("path", "fields", "param", "message"),
     [
         ("/v1/completions", {"max_tokens": 0}, "max_tokens", "needs echo"),
-        ("/v1/completions", {"prompt": ["a"] * 6, "n": 3}, None, "18 answers in one request; at "),
-        ("/v1/completions", {"stop": ["a"] * 17}, "stop", "at most 16"),
+        (
+            "/v1/completions",
+            {"prompt": ["a"] * 6, "n": 3},
+            None,
+            "18 answers in one request; at most",
+        ),
+        ("/v1/completions", {"stop": ["a"] * 17}, "stop", "got 17 stop strings; at most 16 are"),
         ("/v1/completions", {"max_tokens": LENGTH}, "max_tokens", f"room for {LENGTH - 1} tokens"),
         ("/v1/completions", {"prompt": "a" * 69}, "prompt", "69 tokens"),
         ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, "messages", "role?"),
         ("/v1/completions", {"best_of": 3}, "best_of", "leave it out, or pass 1"),
-        ("/v1/completions", {"foo": 3}, "foo", "foo: this server has no such field; leave it out"),
+        ("/v1/completions", {"foo": 3}, "foo", "foo: unknown field; leave it out"),
         ("/v1/completions", {"stop": [1]}, "stop", "stop: Input should be a valid string"),
-        ("/v1/completions", {"stop": ["a", ""]}, "stop", "stop: a string is empty; leave it out"),
+        ("/v1/completions", {"stop": ["a", ""]}, "stop", f"stop: stop string 1 {EMPTY}"),
+        ("/v1/completions", {"stop": [""]}, "stop", f"stop: stop string 0 {EMPTY}"),
+        ("/v1/completions", {"stop": ""}, "stop", f"stop: stop string 0 {EMPTY}"),
+        ("/v1/completions", {"prompt": [5, 47]}, "prompt", "token id 47 at position 1 is out of "),
+        ("/v1/completions", {"prompt": [-1]}, "prompt", "expected 0 to 46 (vocabulary size 47)"),
+        (
+            "/v1/chat/completions",
+            {"max_completion_tokens": LENGTH},
+            "max_completion_tokens",
+            f"max_completion_tokens is {LENGTH}, but the prompt leaves room for ",
+        ),
     ],
 )
 def test_messages_say_what_to_do(

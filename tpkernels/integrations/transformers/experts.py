@@ -22,8 +22,8 @@ def experts_forward(
     sharded by transformers' expert parallelism."""
     if experts._is_expert_parallel:
         raise NotImplementedError(
-            "experts_implementation='tpkernels' with transformers' own expert parallelism; call "
-            "tpkernels.parallelize(model, mesh, expert_parallel=True) instead"
+            "experts_implementation='tpkernels' does not support the expert parallelism of "
+            "transformers; call tpkernels.parallelize(model, mesh, expert_parallel=True) instead"
         )
     routing = route(top_k_index, top_k_weights, experts.num_experts)
 

@@ -166,7 +166,7 @@ def prompt_tokens(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
     if not chat:
         return list(tokenizer(text)["input_ids"])
     if not tokenizer.chat_template:
-        raise ValueError("the model's tokenizer has no chat template; pass a chat model")
+        raise ValueError("the tokenizer of the model has no chat template; pass a chat model")
     message = [{"role": "user", "content": text}]
     return list(
         tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
@@ -210,7 +210,8 @@ class Completions:
     def __post_init__(self) -> None:
         self.sampling.check()
         if "" in self.stop:
-            raise ValueError("a stop string is empty; leave it out")
+            index = list(self.stop).index("")
+            raise ValueError(f"stop string {index} is empty; it needs at least one character")
         for number, prompt in enumerate(self.prompts):
             self._check(prompt, f"prompt {number}" if len(self.prompts) > 1 else "the prompt")
         ends, most = self.facts["ends"], self.sampling.max_new_tokens
@@ -221,17 +222,20 @@ class Completions:
     def _check(self, prompt: list[int], what: str) -> None:
         most, new = self.facts["positions"], self.sampling.max_new_tokens
         if not prompt:
-            raise ValueError(f"{what} has no tokens; pass some text")
+            raise ValueError(f"{what} has no tokens; pass a text that is not empty")
         if len(prompt) + new > most:
             raise ValueError(
-                f"{what} has {len(prompt)} tokens, and {new} new ones are wanted; the model takes "
-                f"{most} in all: shorten the prompt, or ask for fewer"
+                f"{what} has {len(prompt)} tokens, and max_new_tokens is {new}; the model supports "
+                f"{most} tokens in all: shorten the prompt, or lower max_new_tokens"
             )
-        if max(prompt) >= self.facts["vocabulary"]:
-            raise ValueError(
-                f"{what} has the token {max(prompt)}, but the model's vocabulary has "
-                f"{self.facts['vocabulary']}: the tokenizer is of another model"
-            )
+        size = self.facts["vocabulary"]
+        for position, token in enumerate(prompt):
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"token id {token} at position {position} of {what} is out of range; expected "
+                    f"0 to {size - 1} (vocabulary size {size}): the tokenizer belongs to a "
+                    "different model"
+                )
 
     def run(self, driver: Driver) -> Stream[list[str], None, None]:
         """Generate on every rank's `Generator`, and yield the new text of each prompt, token by

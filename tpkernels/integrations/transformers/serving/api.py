@@ -33,7 +33,7 @@ from tpkernels.integrations.transformers.sampling import Logprob, Sampling
 from tpkernels.integrations.transformers.text_stream import Decoder
 
 DONE = "data: [DONE]\n\n"
-_MOST_STOPS = 16
+_MOST_STOPS, _MOST_STOP = 16, 1024  # stop strings, and characters of one
 _MOST_PROMPTS = _MOST_ANSWERS = 128  # of a request; and answers to a prompt
 _MOST_LOGPROBS = 20  # of the likeliest tokens
 _LEAST_TOP_P = 1e-6  # keeps the likeliest token alone
@@ -83,7 +83,7 @@ def _whole_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("a character is incomplete: half of a surrogate pair") from error
+        raise ValueError("the text has an unpaired surrogate; send valid Unicode") from error
     return text
 
 
@@ -91,7 +91,7 @@ _Text = Annotated[str, AfterValidator(_whole_characters)]
 _One = Annotated[Any, AfterValidator(_only(1))]
 _No = Annotated[Any, AfterValidator(_only(False))]
 _Empty = Annotated[Any, AfterValidator(_only({}, []))]
-_Stop = Annotated[_Text, Field(max_length=1024)]
+_Stop = Annotated[_Text, Field(max_length=_MOST_STOP)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 _Penalty = Annotated[_Number, Field(ge=-2, le=2)]
 _Logprobs = Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)]
@@ -177,9 +177,12 @@ class Request(_Strict):
     def _stops(cls, stop: Any) -> Any:
         stops = stop if isinstance(stop, list) else [stop]
         if len(stops) > _MOST_STOPS:
-            raise ValueError(f"{len(stops)} strings; at most {_MOST_STOPS}")
+            raise ValueError(f"got {len(stops)} stop strings; at most {_MOST_STOPS} are accepted")
         if "" in stops:
-            raise ValueError("a string is empty; leave it out")
+            raise ValueError(
+                f"stop string {stops.index('')} is empty; expected up to {_MOST_STOPS} strings of "
+                f"1 to {_MOST_STOP} characters"
+            )
         return stop
 
     def asked_tokens(self) -> int | None:
@@ -202,10 +205,13 @@ class Request(_Strict):
         for i, prompt in enumerate(prompt for prompt in prompts for _ in range(self.n)):
             room = most - len(prompt.tokens)
             if asked is not None and asked > room:
+                name = "max_completion_tokens"
+                if getattr(self, name, None) is None:
+                    name = "max_tokens"
                 raise ApiError(
                     400,
-                    f"max_tokens is {asked}, but the prompt leaves room for {room} tokens",
-                    param="max_tokens",
+                    f"{name} is {asked}, but the prompt leaves room for {room} tokens",
+                    param=name,
                     code="context_length_exceeded",
                 )
             sampling = Sampling(
@@ -246,12 +252,14 @@ class CompletionRequest(Request):
         for prompt in prompts:
             tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
             if not (isinstance(prompt, str) or (prompt and tokens)):
-                raise ValueError("a prompt is a string or a list of token ids; send one or several")
+                raise ValueError(
+                    "expected a string, a list of token ids that is not empty, or a list of these"
+                )
         return prompts
 
     def asked_tokens(self) -> int | None:
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens is 0, which needs echo", param="max_tokens")
+            raise ApiError(400, "max_tokens is 0, which needs echo to be true", param="max_tokens")
         return self.max_tokens
 
     def asked_logprobs(self) -> int | None:
@@ -322,7 +330,7 @@ class Prompts:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
                 f"{type(tokenizer).__name__} is not a fast tokenizer; copy a tokenizer.json to the "
-                "model's folder"
+                "model folder"
             )
         self.tokenizer, self._vocabulary, self.most = tokenizer, vocabulary, most
         self.special = frozenset(tokenizer.all_special_ids)
@@ -335,10 +343,15 @@ class Prompts:
         if isinstance(prompt, str):
             tokens = await asyncio.to_thread(self._tokens, prompt)
             return Prompt(self._checked(tokens), prompt if echo else None)
-        for token in prompt:
-            if not 0 <= token < self._vocabulary:
-                last = self._vocabulary - 1
-                raise ApiError(400, f"{token} is no token; tokens are 0 to {last}", param="prompt")
+        size = self._vocabulary
+        for position, token in enumerate(prompt):
+            if not 0 <= token < size:
+                raise ApiError(
+                    400,
+                    f"token id {token} at position {position} is out of range; expected 0 to "
+                    f"{size - 1} (vocabulary size {size})",
+                    param="prompt",
+                )
         text = self.tokenizer.decode(prompt, skip_special_tokens=True) if echo else None
         return Prompt(self._checked(prompt), text)
 
@@ -377,17 +390,18 @@ class Prompts:
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise ApiError(
-                400, f"the model's chat template refuses this: {error}", param="messages"
+                400, f"the chat template rejects the messages: {error}", param="messages"
             ) from error
         return self._tokens(text, special=False)
 
     def _checked(self, tokens: list[int], param: str = "prompt") -> list[int]:
         if not tokens:
-            raise ApiError(400, "the prompt is empty", param=param)
+            raise ApiError(400, "the prompt has no tokens", param=param)
         if len(tokens) >= self.most:
             raise ApiError(
                 400,
-                f"the prompt has {len(tokens)} tokens; with the answer there may be {self.most}",
+                f"the prompt has {len(tokens)} tokens; prompt and answer together may have "
+                f"{self.most}",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -93,7 +93,7 @@ def _check_name(name: str, service: Service) -> None:
     if name != service.name:
         raise ApiError(
             404,
-            f"there is no model {name[:100]!r}; this server has {service.name!r}",
+            f"model {name[:100]!r} does not exist; this server serves {service.name!r}",
             param="model",
             code="model_not_found",
         )
@@ -228,14 +228,14 @@ class _Guard:
         """Return the body. Raise ApiError if the key is wrong, or the body late or too large."""
         sent, key = request.headers.get("authorization", ""), self._service.key
         if key is not None and not hmac.compare_digest(sent.encode(), f"Bearer {key}".encode()):
-            raise ApiError(401, "wrong API key", code="invalid_api_key")
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         body, most = bytearray(), self._service.most_bytes
         try:
             async with asyncio.timeout(_BODY_S):
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > most:
-                        raise ApiError(413, f"the body has more than {most} bytes")
+                        raise ApiError(413, f"the body is larger than {most} bytes")
         except TimeoutError as error:
             raise ApiError(408, f"the body took longer than {_BODY_S:g} s") from error
         return bytes(body)
@@ -298,7 +298,7 @@ def _refusal(request: Request, error: RequestValidationError) -> ApiError:
     where = ".".join(map(str, places))
     what = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        what = "this server has no such field; leave it out"
+        what = "unknown field; leave it out"
     return ApiError(400, f"{where}: {what}".lstrip(": "), param=where or None)
 
 
@@ -309,6 +309,6 @@ async def _error(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail))
     elif not isinstance(error, ApiError):
-        error = ApiError(500, f"internal error: {type(error).__name__}")
+        error = ApiError(500, f"internal error: {type(error).__name__}; see the log of the server")
     headers = {"retry-after": str(_RETRY_S)} if error.status in (429, 503) else None
     return JSONResponse(error.body(), error.status, headers)

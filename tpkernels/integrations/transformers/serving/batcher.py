@@ -31,7 +31,7 @@ from tpkernels.integrations.transformers.sampling import Logprob
 from tpkernels.integrations.transformers.serving.api import ApiError, TextPiece, Wanted
 from tpkernels.integrations.transformers.text_stream import TextStream
 
-FAILED = 500, "the generation failed; the server's log says why"
+FAILED = 500, "the generation failed; see the log of the server"
 STOPPING = 503, "the server is stopping"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -65,19 +65,21 @@ class Metrics:
         counter = partial(Counter, registry=self._registry)
         seconds = partial(Histogram, registry=self._registry, buckets=_SECONDS)
         self.requests = counter(
-            "tpkernels_requests", "Requests by HTTP status; 499: the client hung up", ["status"]
+            "tpkernels_requests",
+            "Requests by HTTP status; 499: the client disconnected",
+            ["status"],
         )
-        self.prompt_tokens = counter("tpkernels_prompt_tokens", "Tokens of prompts")
-        self.generated_tokens = counter("tpkernels_generated_tokens", "Tokens generated")
+        self.prompt_tokens = counter("tpkernels_prompt_tokens", "Prompt tokens")
+        self.generated_tokens = counter("tpkernels_generated_tokens", "Generated tokens")
         self.first_token_seconds = seconds(
-            "tpkernels_time_to_first_token_seconds", "From the request to its first token"
+            "tpkernels_time_to_first_token_seconds", "Time from the request to its first token"
         )
         self.token_seconds = seconds(
-            "tpkernels_time_per_output_token_seconds", "Between two tokens of a request"
+            "tpkernels_time_per_output_token_seconds", "Time between two tokens of a request"
         )
         for name, meaning, count in (
-            ("running", "Requests of which tokens have been generated", running),
-            ("waiting", "Requests without a token so far", waiting),
+            ("running", "Requests with at least one generated token", running),
+            ("waiting", "Requests without a generated token", waiting),
         ):
             gauge = Gauge(f"tpkernels_requests_{name}", meaning, registry=self._registry)
             gauge.set_function(count)
@@ -114,16 +116,19 @@ class Batcher:
         error = self.manager.background_thread_status.fatal_error
         if error is not None:
             return f"{type(error).__name__}: {error}"
-        return None if self.manager.is_running() else "the generation has ended"
+        return None if self.manager.is_running() else "the generation thread has ended"
 
     def submit(self, wanted: Sequence[Wanted]) -> Answers:
         """Add requests, all or none: raise ApiError if there are too many or none is taken any
         more."""
         if len(wanted) > self.most:
-            raise ApiError(400, f"{len(wanted)} answers in one request; at most {self.most}")
+            raise ApiError(
+                400, f"{len(wanted)} answers in one request; at most {self.most} are accepted"
+            )
         if len(self.live) + len(wanted) > self.most:
             raise ApiError(
-                429, f"the server has {len(self.live)} requests already; try again later"
+                429,
+                f"the server has {len(self.live)} of at most {self.most} requests; try again later",
             )
         answers = Answers(self.timeout)
         for each in wanted:

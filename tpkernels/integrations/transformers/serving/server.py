@@ -117,7 +117,7 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise UsageError(f"--host is {host}: {error.strerror or error}") from error
+        raise UsageError(f"cannot resolve --host {host}: {error.strerror or error}") from error
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -205,8 +205,8 @@ def run_rank(options: ServerOptions, shared: socket.socket) -> None:
     error = manager.background_thread_status.fatal_error
     if isinstance(error, MemoryError):
         raise UsageError(
-            f"no memory for the generation ({error}); pass less than --cache-tokens "
-            f"{options.cache_tokens}"
+            f"not enough memory for the KV cache ({error}); --cache-tokens is "
+            f"{options.cache_tokens}: pass a smaller number"
         ) from error
     if error is not None:
         raise RuntimeError("the generation failed") from error
@@ -307,7 +307,7 @@ async def _serve_http(
         shown = f"[{host}]" if ":" in host else host
         print(
             f"Serving {options.name} on http://{shown}:{port} with "
-            f"{counted(dist.get_world_size(), 'rank')}; at most {most} tokens a request",
+            f"{counted(dist.get_world_size(), 'rank')}; at most {most} tokens per request",
             flush=True,
         )
         yield
