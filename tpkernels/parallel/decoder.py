@@ -120,8 +120,8 @@ class SharedInputLinear(ColumnParallelLinear):
         stored.output = stored.input = None
         if output is None or x is not expected:
             raise RuntimeError(
-                "this projection is computed when its parent module is called, together with "
-                f"others of the same input; call the parent module instead: {self!r}"
+                "this projection is computed when its parent module is called, together with the "
+                f"projections that share its input; call the parent module instead: {self!r}"
             )
         return output
 

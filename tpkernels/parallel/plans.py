@@ -184,7 +184,7 @@ def check_style(model: Any, name: str, module: nn.Module, style: Any) -> None:
     if own in {"packed_colwise", *GATHERED} and split and not is_head:
         raise NotImplementedError(
             f"{name}: {type(style).__name__} would leave its output columns sharded, but the "
-            f"code of {type(model).__name__} needs all columns, and its own plan has {own!r}; pass "
+            f"code of {type(model).__name__} needs all columns, and its plan has {own!r}; pass "
             "output_layouts=Replicate(), or no plan"
         )
 

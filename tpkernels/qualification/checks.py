@@ -175,7 +175,7 @@ def check_variant(variant: str, device: str, repeats: int = 1) -> StageReport:
             report.checks += 1
         tpkernels.check(group)
         # Nobody leaves before all have looked.
-        own.exchange_in_turn("the end", report.checks, "cpu")
+        own.exchange_in_turn("end of the stage", report.checks, "cpu")
     return report
 
 

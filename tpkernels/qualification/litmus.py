@@ -56,7 +56,7 @@ def _space(device: torch.device) -> Iterator[DeviceWorkspace]:
         sizes = ll_words(nbytes), own.world * nbytes
         yield own.workspace.cuda(device, *sizes, "a litmus test").current
         tpkernels.check(group)
-        own.exchange_in_turn("the end", 0, "cpu")  # nobody leaves before all have looked
+        own.exchange_in_turn("end of the stage", 0, "cpu")  # nobody leaves before all have looked
     finally:
         dist.destroy_process_group(group)
 

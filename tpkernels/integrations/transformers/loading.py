@@ -102,6 +102,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         )  # transformers' text is of slow ones
         why = "" if missing else f" that transformers can load: {error}"
         raise ValueError(
-            f"{path} has no tokenizer{why}; copy tokenizer.json and tokenizer_config.json to the "
+            f"{path} contains no tokenizer{why}; copy tokenizer.json and tokenizer_config.json "
+            "to the "
             "model folder"
         ) from error
