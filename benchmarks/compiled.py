@@ -1,9 +1,10 @@
-"""A transformer's MLP block, eager and compiled, with and without the pass: ``python -m
-benchmarks.compiled --nproc 2 --tokens 16,512,2048 --width 1024 --hidden 2816``.
+"""Time the MLP block of a transformer, eager and compiled, with and without the fusion pass.
 
-Forward and backward on random data, interleaved in one run. Every variant is compared with the
-first before it is timed. Times are the slowest rank's: the median of all repetitions, and the
-minimum, which other load on the machine disturbs less.
+    python -m benchmarks.compiled --nproc 2 --tokens 16,512,2048 --width 1024 --hidden 2816
+
+Runs forward and backward on random data. All variants are interleaved in one run. Each variant is
+compared with the first before it is timed. Prints the median and the minimum over the repetitions,
+each of the slowest rank. Other load on the machine affects the minimum less.
 """
 
 from __future__ import annotations
@@ -121,19 +122,31 @@ def run(
     for name, model in models.items():
         far = ((_step(model, x) - expected).abs().max() / expected.abs().max()).item()
         if not far < (1e-4 if dtype == torch.float32 else 0.05):
-            raise AssertionError(f"{name}: the gradient of x differs by {far:.1e}")
+            raise AssertionError(
+                f"{name}: the gradient of x differs by {far:.1e}, relative to its maximum"
+            )
     variants = {name: Variant(lambda m=model: _step(m, x)) for name, model in models.items()}
     return measure(variants, repeat=repeat)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--tokens", default="16,512,2048", help="over all ranks")
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=2816)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--repeat", type=int, default=10)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nproc", type=int, default=2, help="number of ranks (%(default)s)")
+    parser.add_argument(
+        "--tokens",
+        default="16,512,2048",
+        help="tokens over all ranks, comma-separated (%(default)s)",
+    )
+    parser.add_argument("--width", type=int, default=1024, help="hidden size (%(default)s)")
+    parser.add_argument("--hidden", type=int, default=2816, help="intermediate size (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype (%(default)s)"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=10, help="interleaved repetitions (%(default)s)"
+    )
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     print("| tokens | variant | median ms | / ops, eager | min ms | / ops, eager |")

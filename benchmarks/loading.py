@@ -1,15 +1,14 @@
-"""Loading a checkpoint of 1 GB by shards: peak memory of a rank, and the time against loading the
-whole model on each rank and cutting it.
+"""Measure peak memory and time of loading a 1 GB checkpoint by shards, against loading it in full.
 
     python -m benchmarks.loading --tp 4 --repeat 5
     python -m benchmarks.loading --tp 4 --repeat 5 --cold
     python -m benchmarks.loading --tp 4 --repeat 5 --gguf FILE
 
-The checkpoint is a random TinyLlama of 8 layers in bf16, in a temporary folder. Peak memory is the
-growth of VmHWM (/proc/self/status), which counts anonymous memory and mapped files, between the
-moment before loading, with all packages imported, and the moment after. Every load has processes of
-its own. The ways of loading are interleaved. With --cold, the files are dropped from the page cache
-before each load; the system may refuse. With --gguf, a given file is loaded by shards alone.
+The checkpoint is a random TinyLlama of 8 layers in bfloat16, in a temporary folder. Peak memory is
+the growth of VmHWM (/proc/self/status) during loading, which counts anonymous memory and mapped
+files; all packages are imported before. Every load runs in new processes. The variants are
+interleaved. With --cold, the files are dropped from the page cache before each load, which the
+system may refuse. With --gguf, that file is loaded by shards only.
 """
 
 from __future__ import annotations
@@ -86,12 +85,16 @@ def make_all(base: Path, layers: int, tp: int) -> dict[str, Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--gguf", type=Path, metavar="FILE")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tp", type=int, default=4, help="number of ranks (%(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (%(default)s)")
+    parser.add_argument("--repeat", type=int, default=5, help="loads per variant (%(default)s)")
+    parser.add_argument(
+        "--cold", action="store_true", help="drop the files from the page cache before each load"
+    )
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="load this GGUF file instead")
     options = parser.parse_args()
     fork_server(preload=["transformers.models.llama.modeling_llama", "safetensors.torch", "gguf"])
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/var/tmp")) as base:

@@ -1,15 +1,14 @@
-"""The local product: torch's with a plain weight, oneDNN's with its own packed one, and those that
-the ops take (csrc/host/product.h).
+"""Time the local matmul: torch with a plain weight, oneDNN with a packed one, and those of the ops.
 
     python -m benchmarks.products
     python -m benchmarks.products --dtypes bfloat16 --rows 1 8 --weights 4096x4096
     python -m benchmarks.products --vllm PATH/vllm/_C_AVX512.abi3.so
 
-One thread. Results are checked first. The ways are interleaved, each with its own copies of the
-weight, as many as empty the cache of 32 MiB, as the layers of a model do; --hot takes one copy.
-"columns" are those of ``linear.weight.t()``, "rows" those of a contiguous weight [K, N]. `--vllm`
-adds the product of vLLM's CPU wheel, from its library (see benchmarks/decode.py). Prints medians in
-us.
+Uses one thread. Results are checked first. The variants are interleaved. Each variant has enough
+copies of the weight to exceed a cache of 32 MiB, as the layers of a model do; --hot uses one copy.
+"columns" is the layout of ``linear.weight.t()``, "rows" a contiguous weight [K, N]. `--vllm` adds
+the matmul of the vLLM CPU wheel from its shared library (see benchmarks/decode.py). Prints medians
+in us. The ops use the matmuls of csrc/host/product.h.
 """
 
 from __future__ import annotations
@@ -93,13 +92,30 @@ def medians(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 512])
-    parser.add_argument("--weights", nargs="+", default=["768x576", "1024x2816", "4096x4096"])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--repeat", type=int, default=40)
-    parser.add_argument("--hot", action="store_true")
-    parser.add_argument("--vllm", default="", metavar="PATH")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 512], help="rows of x"
+    )
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        default=["768x576", "1024x2816", "4096x4096"],
+        help="shapes KxN of the weight",
+    )
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="dtypes")
+    parser.add_argument(
+        "--repeat", type=int, default=40, help="interleaved repetitions (%(default)s)"
+    )
+    parser.add_argument(
+        "--hot",
+        action="store_true",
+        help="reuse one copy of the weight, which may stay in the cache",
+    )
+    parser.add_argument(
+        "--vllm", default="", metavar="PATH", help="shared library of the vLLM CPU wheel"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.vllm:

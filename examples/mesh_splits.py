@@ -58,9 +58,11 @@ def show(name: str, mesh: DeviceMesh, of_x: list[Placement], of_w: list[Placemen
     say(f"{name}: a mesh of {' x '.join(map(str, mesh.shape))}")
     say(f"  each rank holds x, w of {held}")
     say(f"  and computes {computed}")
-    say(f"  communication: {'; '.join(moves) or 'none'} ({plan.nbytes} bytes in all)")
-    say(f"  each rank has {on_every_rank(list(y.to_local().shape))} of the result: {y.placements}")
-    say(f"  equal to the unsharded product: {equal}")
+    say(f"  communication: {'; '.join(moves) or 'none'} ({plan.nbytes} bytes in total)")
+    say(
+        f"  each rank holds {on_every_rank(list(y.to_local().shape))} of the result: {y.placements}"
+    )
+    say(f"  equal to the unsharded matmul: {equal}")
 
 
 def two_layers(mesh: DeviceMesh) -> None:
@@ -72,7 +74,7 @@ def two_layers(mesh: DeviceMesh) -> None:
     steps = [tpkernels.mesh.plans(x, first, [S1])[0], tpkernels.mesh.plans(hidden, second, [R])[0]]
     y = tpkernels.sharded_matmul(hidden, second, [R])
     say("two layers, N then K:")
-    say(f"  first: {steps[0]} ({steps[0].nbytes} bytes in all); second: {steps[1]}")
+    say(f"  first: {steps[0]} ({steps[0].nbytes} bytes in total); second: {steps[1]}")
     say(f"  [1 2] @ first @ second = {on_every_rank(y.to_local().int().tolist()[0])}")
 
 

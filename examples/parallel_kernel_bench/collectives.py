@@ -21,19 +21,19 @@ def at_root(rows: int, at: Setup) -> list[int]:
     return [rows if rank == ROOT else 0 for rank in range(at.world)]
 
 
-@problem(1, "the sum of all ranks' tensors")
+@problem(1, "the sum of the tensors of all ranks")
 def allreduce(at: Setup) -> Case:
     x = at.integers(at.size(1 << 22))
     return Case(lambda: summed(x), lambda: tpkernels.all_reduce(x, at.group))
 
 
-@problem(2, "all ranks' tensors, stacked")
+@problem(2, "the tensors of all ranks, stacked")
 def allgather(at: Setup) -> Case:
     x = at.normal(at.size(1 << 22))
     return Case(lambda: stacked(x), lambda: tpkernels.all_gather(x[None], at.group))
 
 
-@problem(3, "one rank's tensor on all ranks")
+@problem(3, "the tensor of one rank on all ranks")
 def broadcast(at: Setup) -> Case:
     x, rows = at.normal(at.size(1 << 22)), at_root(at.size(1 << 22), at)
     return Case(
@@ -42,7 +42,7 @@ def broadcast(at: Setup) -> Case:
     )
 
 
-@problem(4, "the sum of all ranks' tensors, on one rank")
+@problem(4, "the sum of the tensors of all ranks, on one rank")
 def reduce(at: Setup) -> Case:
     x, rows = at.integers(at.size(1 << 22)), at_root(at.size(1 << 22), at)
 
@@ -69,7 +69,7 @@ def scatter(at: Setup) -> Case:
     return Case(reference, ours)
 
 
-@problem(6, "all ranks' tensors, stacked on one rank")
+@problem(6, "the tensors of all ranks, stacked on one rank")
 def gather(at: Setup) -> Case:
     x, rows = at.normal(at.size(1 << 22)), at_root(at.size(1 << 22), at)
 
@@ -81,7 +81,7 @@ def gather(at: Setup) -> Case:
     return Case(reference, lambda: tpkernels.all_to_all(x[None], at.group, scatter_sizes=rows))
 
 
-@problem(7, "this rank's rows of the sum of all ranks' tensors")
+@problem(7, "the local rows of the sum of the tensors of all ranks")
 def reducescatter(at: Setup) -> Case:
     x = at.integers(at.world, at.size(1 << 21))
     return Case(lambda: scattered_sum(x), lambda: tpkernels.reduce_scatter(x, at.group))
@@ -142,13 +142,13 @@ def ulysses_all_to_all_tensor_primitive(at: Setup) -> Case:
     return Case(lambda: exchanged(x, 0, 2), lambda: tpkernels.all_to_all(x, at.group, 0, 2))
 
 
-@problem(34, "all ranks' rows")
+@problem(34, "the rows of all ranks")
 def ulysses_all_gather_into_tensor_primitive(at: Setup) -> Case:
     x = at.normal(at.size(2048), 1024)
     return Case(lambda: stacked(x).flatten(0, 1), lambda: tpkernels.all_gather(x, at.group))
 
 
-@problem(35, "all ranks' rows, of unknown numbers")
+@problem(35, "the rows of all ranks, whose counts are unknown")
 def ulysses_all_gather_variable_primitive(at: Setup) -> Case:
     x = at.normal(at.size(2048) - 3 * at.rank, 1024)
 
@@ -159,7 +159,7 @@ def ulysses_all_gather_variable_primitive(at: Setup) -> Case:
     return Case(lambda: plain.gathered_uneven(x), ours)
 
 
-@problem(36, "the whole of a padded sequence for this rank's heads")
+@problem(36, "the full, padded sequence of the local heads")
 def ulysses_gather_seq_scatter_heads(at: Setup) -> Case:
     x, tokens = at.normal(2, at.size(1024), 16 * at.world, 32), at.size(1024) * at.world - 1
     return Case(
@@ -168,7 +168,7 @@ def ulysses_gather_seq_scatter_heads(at: Setup) -> Case:
     )
 
 
-@problem(37, "all heads for a part of the sequence, which is padded")
+@problem(37, "all heads of a sequence shard, which is padded")
 def ulysses_gather_heads_scatter_seq(at: Setup) -> Case:
     x, padding = at.normal(2, at.size(1024) * at.world - 1, 16, 32), (0, 0, 0, 0, 0, 1)
     return Case(
@@ -177,7 +177,7 @@ def ulysses_gather_heads_scatter_seq(at: Setup) -> Case:
     )
 
 
-@problem(38, "the whole sequence for this rank's heads of Q, K and V in one tensor")
+@problem(38, "the full sequence of the local heads of Q, K and V in one tensor")
 def ulysses_gather_seq_scatter_heads_qkv(at: Setup) -> Case:
     qkv = at.normal(2, at.size(1024), 3, 512 * at.world)
     return Case(

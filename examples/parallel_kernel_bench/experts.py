@@ -35,7 +35,7 @@ class Routing:
         return total.index_add_(0, self.tokens, rows * self.weights[:, None])
 
 
-@problem(26, "how many tokens go from each rank to each of this rank's experts")
+@problem(26, "number of tokens from each rank to each local expert")
 def moe_token_preprocess(at: Setup) -> Case:
     routing = Routing(at, 8 * at.world, at.size(4096))
 
@@ -49,14 +49,14 @@ def moe_token_preprocess(at: Setup) -> Case:
     )
 
 
-@problem(27, "rows to the ranks of their experts")
+@problem(27, "send rows to the ranks of their experts")
 def moe_all2all_primitive(at: Setup) -> Case:
     routing = Routing(at, 8 * at.world, at.size(4096))
     rows, counts = at.normal(len(routing.tokens), WIDTH), routing.per_rank(at)
     return Case(lambda: plain.sent(rows, counts)[0], lambda: sent(rows, counts, at))
 
 
-@problem(28, "tokens to the ranks of their experts, sorted by expert there")
+@problem(28, "send tokens to the ranks of their experts, sorted by expert")
 def moe_pre_all2all(at: Setup) -> Case:
     routing, x = Routing(at, 8 * at.world, at.size(4096)), at.normal(at.size(4096), WIDTH)
 
@@ -76,7 +76,7 @@ def moe_pre_all2all(at: Setup) -> Case:
     return Case(reference, ours)
 
 
-@problem(29, "results of the experts back to their tokens, and their weighted sums")
+@problem(29, "return expert outputs to their tokens, and compute weighted sums")
 def moe_post_all2all(at: Setup) -> Case:
     routing = Routing(at, 8 * at.world, at.size(4096))
     table = stacked(routing.counts)  # [from, expert]
@@ -146,21 +146,21 @@ def layer(at: Setup, *, experts: int, lora: int = 0) -> Case:
     return Case(reference, ours, depth=512)
 
 
-@problem(31, "a layer of experts, four on each rank, two for each token")
+@problem(31, "an MoE layer, 4 experts per rank, top-2")
 def fused_moe_fwd(at: Setup) -> Case:
     return layer(at, experts=4 * at.world)
 
 
-@problem(32, "the same with LoRA adapters")
+@problem(32, "an MoE layer, 4 experts per rank, top-2, with LoRA adapters")
 def fused_moe_fwd_lora(at: Setup) -> Case:
     return layer(at, experts=4 * at.world, lora=16)
 
 
-@problem(49, "the same with one expert on each rank")
+@problem(49, "an MoE layer, 1 expert per rank, top-2")
 def moe_ep_balanced(at: Setup) -> Case:
     return layer(at, experts=at.world)
 
 
-@problem(50, "the same with two experts on each rank")
+@problem(50, "an MoE layer, 2 experts per rank, top-2")
 def moe_ep_wide(at: Setup) -> Case:
     return layer(at, experts=2 * at.world)

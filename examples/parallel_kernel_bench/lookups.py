@@ -38,7 +38,7 @@ def fetched(table: torch.Tensor, ids: torch.Tensor, at: Setup) -> torch.Tensor:
     return tpkernels.reduce_scatter(rows, at.group)
 
 
-@problem(10, "each rank's ids in a table whose rows are sharded")
+@problem(10, "ids of each rank in a table with sharded rows")
 def embedding_lookup(at: Setup) -> Case:
     table, ids = at.normal(at.size(32768), 256), at.ids(at.world * at.size(32768), at.size(8192))
     return Case(lambda: fetched_by_torch(table, ids, at), lambda: fetched(table, ids, at))

@@ -19,7 +19,7 @@ from examples.parallel_kernel_bench.plain import (
 WIDTH, EPS, LOW, HIGH = 2048, 1e-5, dist.ReduceOp.MIN, dist.ReduceOp.MAX
 
 
-@problem(9, "gradients of a layer norm's weight and bias; rows are sharded")
+@problem(9, "gradients of the weight and bias of a layer norm; rows are sharded")
 def layernorm_backward(at: Setup) -> Case:
     normed, grad = (at.integers(at.size(2048), WIDTH) for _ in range(2))
 
@@ -30,7 +30,7 @@ def layernorm_backward(at: Setup) -> Case:
     return Case(lambda: (summed((grad * normed).sum(0)), summed(grad.sum(0))), ours)
 
 
-@problem(18, "an RMS norm; each rank has channels of all rows")
+@problem(18, "an RMS norm; channels are sharded")
 def tp_rms_norm(at: Setup) -> Case:
     x, weight = at.integers(at.size(2048), WIDTH), at.normal(WIDTH)
 
@@ -43,7 +43,7 @@ def tp_rms_norm(at: Setup) -> Case:
     )
 
 
-@problem(21, "clip gradients, of which each rank has a shard, by their norm")
+@problem(21, "clip sharded gradients by their norm")
 def clip_grad_norm_no_ep(at: Setup) -> Case:
     grads = [at.integers(at.size(256), 1024) for _ in range(4)]
 
@@ -56,7 +56,7 @@ def clip_grad_norm_no_ep(at: Setup) -> Case:
     )
 
 
-@problem(25, "a policy gradient's loss, and five metrics of its ratios and tokens")
+@problem(25, "a policy-gradient loss, and five metrics of its ratios and tokens")
 def importance_sampling_loss(at: Setup) -> Case:
     x, head = at.normal(at.size(1024), 256), at.normal(4096, 256, shared=True) / 16
     target = at.ids(4096, len(x)).masked_fill(at.ids(8, len(x)) == 0, -100)  # some are ignored
@@ -85,7 +85,7 @@ def importance_sampling_loss(at: Setup) -> Case:
     return Case(reference, ours, depth=at.world)
 
 
-@problem(45, "this rank's rows of a mean over the ranks, normalised")
+@problem(45, "the local rows of a mean over the ranks, normalized")
 def reducescatter_fused_rmsnorm(at: Setup) -> Case:
     x, weight = at.integers(at.size(1024) * at.world, WIDTH), at.normal(WIDTH, shared=True)
 
@@ -97,7 +97,7 @@ def reducescatter_fused_rmsnorm(at: Setup) -> Case:
     )
 
 
-@problem(58, "SigLIP's loss of this rank's images and all texts")
+@problem(58, "the SigLIP loss of the local images and all texts")
 def openclip_contrastive_loss(at: Setup) -> Case:
     n, width = at.size(1024), 512
     images, texts = (F.normalize(at.normal(n, width)) for _ in range(2))
@@ -121,7 +121,7 @@ def openclip_contrastive_loss(at: Setup) -> Case:
     return Case(reference, ours, depth=width)
 
 
-@problem(73, "cross-entropy; each rank has columns of the vocabulary")
+@problem(73, "cross-entropy; the vocabulary is sharded")
 def vocab_parallel_cross_entropy_loss(at: Setup) -> Case:
     columns, vocabulary = 8192, 8192 * at.world
     logits, target = (
@@ -185,12 +185,12 @@ def vocab_parallel_log_prob_topk(at: Setup) -> Case:
     return log_probabilities(at, at.size(1024))
 
 
-@problem(83, "the same, a quarter of the tokens at a time")
+@problem(83, "log-probabilities after top-k and top-p sampling, in four chunks of tokens")
 def vocab_parallel_log_prob_topk_chunked(at: Setup) -> Case:
     return log_probabilities(at, at.size(1024) // 4)
 
 
-@problem(84, "the gradient of these log-probabilities by the logits")
+@problem(84, "gradient of log-probabilities after top-k and top-p sampling")
 def vocab_parallel_log_prob_topk_chunked_backward(at: Setup) -> Case:
     logits, target = sampled(at, at.size(512))
     target, grad = (

@@ -10,7 +10,7 @@ from examples.parallel_kernel_bench.gallery import Case, Setup, problem
 from examples.parallel_kernel_bench.plain import gathered, scattered_sum, summed
 
 
-@problem(11, "x @ w; each rank has columns of x, sent transposed")
+@problem(11, "x @ w; columns of x are sharded and sent transposed")
 def allgather_gemm_AT(at: Setup) -> Case:
     x = at.integers(at.size(1024), at.size(512))
     w = at.integers(at.size(512) * at.world, at.size(1024))
@@ -20,7 +20,7 @@ def allgather_gemm_AT(at: Setup) -> Case:
     )
 
 
-@problem(12, "x @ w; each rank has columns of x")
+@problem(12, "x @ w; columns of x are sharded")
 def allgather_gemm(at: Setup) -> Case:
     x = at.integers(at.size(1024), at.size(512))
     w = at.integers(at.size(512) * at.world, at.size(1024))
@@ -30,19 +30,19 @@ def allgather_gemm(at: Setup) -> Case:
     )
 
 
-@problem(13, "x @ w; each rank has columns of x and rows of w")
+@problem(13, "x @ w; columns of x and rows of w are sharded")
 def gemm_allreduce(at: Setup) -> Case:
     x, w = (at.integers(at.size(1024), at.size(1024)) for _ in range(2))
     return Case(lambda: summed(x @ w), lambda: tpkernels.matmul_all_reduce(x, w, at.group))
 
 
-@problem(14, "x @ w; each rank has columns of w, the result is gathered")
+@problem(14, "x @ w; columns of w are sharded, the result is gathered")
 def gemm_allgather(at: Setup) -> Case:
     x, w = (at.integers(at.size(1024), at.size(1024)) for _ in range(2))
     return Case(lambda: gathered(x @ w, 1), lambda: tpkernels.all_gather(x @ w, at.group, 1))
 
 
-@problem(15, "silu(x @ w1) @ w2; each rank has columns of x, and rows of the result")
+@problem(15, "silu(x @ w1) @ w2; columns of x and rows of the result are sharded")
 def combined_sharded_gemms(at: Setup) -> Case:
     part = at.size(512)
     x = at.normal(part * at.world, part)
@@ -62,7 +62,7 @@ def combined_sharded_gemms(at: Setup) -> Case:
     return Case(reference, ours, depth=part * at.world)
 
 
-@problem(16, "rows of x @ w; each rank has columns of x and rows of w")
+@problem(16, "rows of x @ w; columns of x and rows of w are sharded")
 def gemm_reducescatter(at: Setup) -> Case:
     x = at.integers(at.size(512) * at.world, at.size(1024))
     w = at.integers(at.size(1024), at.size(1024))
@@ -71,7 +71,7 @@ def gemm_reducescatter(at: Setup) -> Case:
     )
 
 
-@problem(46, "logits of a few tokens; each rank has rows of the head and its bias")
+@problem(46, "logits of a few tokens; rows of the head and its bias are sharded")
 def gemv_decode(at: Setup) -> Case:
     x, bias = at.integers(4, at.size(2048), shared=True), at.integers(at.size(16384))
     w = at.integers(at.size(16384), at.size(2048))
@@ -104,7 +104,7 @@ def fsdp_and_tp(at: Setup) -> Case:
 NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
 
-@problem(86, "Muon's orthogonalized update; each rank has columns")
+@problem(86, "the orthogonalized update of Muon; columns are sharded")
 def tp_muon_orthogonalization(at: Setup) -> Case:
     x = at.normal(at.size(512), at.size(1024))
 

@@ -82,7 +82,7 @@ def zero1_optimizer_shard(at: Setup) -> Case:
     return zero(at, lambda gradient: summed(gradient).chunk(at.world)[at.rank])
 
 
-@problem(42, "a step of ZeRO-2: a shard of the gradients' sum, Adam on it")
+@problem(42, "a step of ZeRO-2: a shard of the summed gradients, Adam on it")
 def zero2_optimizer_shard_grad(at: Setup) -> Case:
     return zero(at, scattered_sum)
 
@@ -138,7 +138,7 @@ def in_fp8(x: torch.Tensor, history: float = 2.0) -> tuple[torch.Tensor, torch.T
     return (x / scale).to(FP8), scale[None]
 
 
-@problem(52, "this rank's part of the mean of gradients, each rounded to fp8")
+@problem(52, "the local shard of the mean of gradients, each rounded to fp8")
 def fp8_reduce_scatter_grads(at: Setup) -> Case:
     grad = representable(at, at.size(16384) * at.world, 448, 16)
 
@@ -152,7 +152,7 @@ def fp8_reduce_scatter_grads(at: Setup) -> Case:
     )
 
 
-@problem(53, "all parameters, each rank's rounded to fp8")
+@problem(53, "all parameters, rounded to fp8 on each rank")
 def fp8_allgather_params(at: Setup) -> Case:
     w = at.normal(at.size(16384) * 128)
 

@@ -105,7 +105,7 @@ def test_every_variant_that_virtual_ranks_check_is_in_the_campaign() -> None:
 def test_unknown_stages_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         campaign.main(["--only", "tiles,tile"])
-    assert "--only has tile; the stages are facts, virtual" in capsys.readouterr().err
+    assert "--only has unknown stages: tile; expected facts, virtual" in capsys.readouterr().err
 
 
 def rows(stage: str, *found: dict[str, Any], ended: str = "done") -> Result:

@@ -23,8 +23,8 @@ def test_a_short_load(tmp_path: Path) -> None:
     options = ["--clients", "12", "--seconds", SECONDS, "--variants", "1", "--model", path]
     shown = output_of("-m", "benchmarks.serving", *options, seconds=250)
     counts = dict(re.findall(r"^([a-z ]+): (\d+)$", shown, re.MULTILINE))
-    assert int(counts["as alone"]) > 0 and int(counts["hung up"]) > 0
-    assert "not as alone" not in counts, shown
+    assert int(counts["same answer as alone"]) > 0 and int(counts["client disconnected"]) > 0
+    assert "different answer than alone" not in counts, shown
     assert counts["exit code of the server"] == "0"
     sizes = re.findall(r"MiB: \[([\d.]+), ([\d.]+)\]", shown)
     assert len(sizes) == SECONDS // 10 + 1

@@ -77,7 +77,9 @@ def test_problems_are_selected_by_number_and_name() -> None:
         assert [each.number for each in command.selected([word])] == [13]
     assert len(command.selected([])) == len(PROBLEMS)
     for word in ("99", "nothing", "12_gemm_allreduce", "_", ""):
-        with pytest.raises(ValueError, match=rf"--only {word} is none of 1_"):
+        with pytest.raises(
+            ValueError, match=rf"--only {word} matches no problem; expected numbers or names of 1_"
+        ):
             command.selected([word])
 
 
