@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import textwrap
 import time
 from contextlib import closing
 from pathlib import Path
@@ -38,18 +39,18 @@ def smollm2() -> Path:
 
 
 def answer(world: int, path: Path, tokenizer: Any, prompt: list[int], tokens: int) -> list[int]:
-    """Prints the answer of ``world`` ranks as it is generated, and returns its tokens."""
+    """Print the answer of ``world`` ranks, and return its tokens."""
     begin = time.perf_counter()
     with Ranks(world, Generator, LoadOptions(path)) as ranks:
-        print(f"\n{world} rank{'s'[: world > 1]}, loaded in {time.perf_counter() - begin:.1f} s:")
+        seconds = time.perf_counter() - begin
+        print(f"\n{world} rank{'s'[: world > 1]}, loaded in {seconds:.1f} s:", flush=True)
         done = Completions(
             tokenizer, [prompt], ranks.call("describe", rank=0), Sampling(max_new_tokens=tokens)
         )
         with closing(done.run(ranks)) as pieces:
-            for (text,) in pieces:
-                print(text, end="", flush=True)
+            print(textwrap.fill("".join(text for (text,) in pieces), 100))
     times = done.times
-    print(f"\n[first token after {times.first:.2f} s, then {times.rate or 0:.1f} tokens/s]")
+    print(f"[first token after {times.first:.2f} s, then {times.rate or 0:.1f} tokens/s]")
     return done.texts[0].tokens
 
 
@@ -64,7 +65,8 @@ def main() -> int:
     options.add_argument("--tokens", type=int, default=64, help="maximum new tokens (%(default)s)")
     chosen = options.parse_args()
     path = chosen.model or smollm2()
-    print(f"{path.name}: {chosen.question}")
+    print(f"{path.name} on {', '.join(map(str, chosen.ranks))} ranks: the texts must be identical.")
+    print(f"Prompt: {chosen.question}", flush=True)
     preload()
     tokenizer = load_tokenizer(path)
     try:

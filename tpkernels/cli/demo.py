@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -25,6 +26,9 @@ from tpkernels.launch.terminal import (
 from tpkernels.timing import summary
 
 _SECONDS_PER_OP = 3.0  # of timing
+_HEADER = """\
+The all-gather + matmul and matmul + reduce-scatter of a transformer layer on {} ({}).
+Each result is compared with float64. Then each op is timed against the unfused op."""
 _LEGEND = """\
 error/bound: largest error against float64, over its bound; correct if at most 1. ms: median of the
 slowest rank. unfused: the torch.distributed collective, then the same local matmul."""
@@ -34,7 +38,10 @@ def demo(
     nproc: Annotated[
         int | None,
         Option(
-            "--nproc", "--tp", help="Number of ranks. Default: 4, or WORLD_SIZE under torchrun."
+            "--nproc",
+            "--tp",
+            help="Number of ranks. Default: the number of usable cores (at least 2, at most 4), or "
+            "WORLD_SIZE under torchrun.",
         ),
     ] = None,
     m: Annotated[int, Option(help="Number of tokens, over all ranks.")] = 1024,
@@ -53,7 +60,7 @@ def demo(
     the unfused op. The exit code is 1 if a result is wrong. To run under torchrun:
     torchrun --nproc-per-node 2 -m -- tpkernels demo
     """
-    world = world_size(nproc, 4)
+    world = world_size(nproc, min(4, max(2, len(os.sched_getaffinity(0)))))
     at_least(1, m=m, repeat=repeat, timeout=timeout)
     check_workers(threads=threads)
     for name, width in {"hidden": hidden, "ffn": ffn}.items():
@@ -78,8 +85,7 @@ def demo(
     wrong: list[str] = []
     out = console()
     if is_leader():
-        what = "all-gather + matmul and matmul + reduce-scatter of a transformer layer"
-        out.print(f"{what}, {counted(world, 'rank')}, {dtype}")
+        out.print(_HEADER.format(counted(world, "rank"), dtype))
     with open_session(world, threads=threads, timeout=timeout) as run:
         for name, (op, shape) in layer.items():
             ranks = run(run_case, Spec(op, shape, dtype_named(dtype)), method)
