@@ -43,7 +43,7 @@ def test_demo_passes_with_uneven_shards() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     first, *table, last = result.stdout.splitlines()
     assert first.startswith(
-        "all-gather + matmul and matmul + reduce-scatter of a transformer layer"
+        "The all-gather + matmul and matmul + reduce-scatter of a transformer layer on 3 ranks"
     )
     assert last == "PASS: all results are correct"
     for row in ("QKV", "attention out", "gate and up", "down", "18, 192, 64", "18, 64, 66"):
