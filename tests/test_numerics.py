@@ -141,7 +141,7 @@ def test_a_tolerance_for_each_element() -> None:
     atol = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
     report = compare(torch.zeros(2, 2), torch.full((2, 2), 2.0), atol, 0.0, (2, 2))
     assert failing(report) == [(0, 0), (0, 1), (1, 0)]
-    assert "atol by element" in str(report)
+    assert "atol per element" in str(report)
     with pytest.raises(ValueError, match=r"atol has shape \[2\].* \[2, 2\]"):
         compare(atol, atol, torch.zeros(2), 0.0)
     for bad in (NAN, -1.0, INF):
@@ -197,17 +197,20 @@ def test_a_dtensor_is_gathered(alone: None) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"out": torch.ones(4, 5)}, r"ref has shape \[4, 6\], out \[4, 5\]"),
-        ({"out": torch.ones(24)}, r"ref has shape \[4, 6\], out \[24\]"),
+        ({"out": torch.ones(4, 5)}, r"ref has shape \[4, 6\] but out has shape \[4, 5\]"),
+        ({"out": torch.ones(24)}, r"ref has shape \[4, 6\] but out has shape \[24\]"),
         ({"atol": -1e-3}, "atol is -0.001"),
         ({"atol": NAN}, "atol is nan"),
         ({"rtol": -2}, "rtol is -2"),
         ({"rtol": INF}, "rtol is inf"),
-        ({"region_grid": (5, 1)}, "5 parts for 4 rows of the matrix; it may have 1 to 4"),
-        ({"region_grid": (1, 7)}, "7 parts for 6 columns"),
-        ({"region_grid": (0, 1)}, "0 parts for 4 rows"),
-        ({"region_grid": ([2, 1], 1)}, r"sizes \[2, 1\], 3 in all; .* 4 rows"),
-        ({"region_grid": (1, [7, -1])}, r"sizes \[7, -1\], 6 in all"),
+        (
+            {"region_grid": (5, 1)},
+            "splits the 4 rows of the matrix into 5 regions; the number of regions must be 1 to 4",
+        ),
+        ({"region_grid": (1, 7)}, "splits the 6 columns of the matrix into 7 regions"),
+        ({"region_grid": (0, 1)}, "splits the 4 rows of the matrix into 0 regions"),
+        ({"region_grid": ([2, 1], 1)}, r"sizes \[2, 1\], which add up to 3; .* 4 rows"),
+        ({"region_grid": (1, [7, -1])}, r"sizes \[7, -1\], which add up to 6"),
     ],
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:

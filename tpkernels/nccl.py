@@ -93,7 +93,7 @@ class Communicator:
         # before they are enqueued.
         self._batch = threading.local()
         # Runs at exit too: work left on the device would wait for its peers.
-        weakref.finalize(self, self._native.abort, "it was dropped without having been closed")
+        weakref.finalize(self, self._native.abort, "it was garbage-collected before it was closed")
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate the ``x`` of all ranks along dim 0, in rank order."""
@@ -138,7 +138,7 @@ class Communicator:
         """Start all calls that this thread makes in the block as one, when the block ends. If the
         block raises, none is started."""
         if self._open_group is not None:
-            raise RuntimeError("this thread is already in a group of the communicator")
+            raise RuntimeError("this thread is already in a group() block of the communicator")
         calls = self._batch.calls = []
         try:
             yield
@@ -170,7 +170,7 @@ class Communicator:
         while not done.query():
             self.check()
             if time.monotonic() >= deadline:
-                text = f"enqueued work was not done within {limit:g} s"
+                text = f"enqueued work did not complete within {limit:g} s"
                 self._native.fail(CollectiveTimeoutError, text)
             time.sleep(_PAUSES[1])
         self.check()
@@ -215,7 +215,7 @@ class Communicator:
 
     def _enqueue_with(self, kind: str, x: torch.Tensor, rank: int, name: str) -> torch.Tensor:
         if not 0 <= rank < self.world:
-            raise ValueError(f"{name} is {rank}; it must be one of ranks 0 to {self.world - 1}")
+            raise ValueError(f"{name} is {rank}; it must be a rank from 0 to {self.world - 1}")
         self._check(x)
         return self._enqueue(kind, x, x, rank)
 
@@ -237,7 +237,8 @@ class Communicator:
         self._check(x)
         if x.dim() < 1 or x.shape[0] % ranks:
             raise ValueError(
-                f"x has shape {list(x.shape)}; it must have rows, a number divisible by {ranks}"
+                f"x has shape {list(x.shape)}; it must have at least 1 dim, and its number of rows "
+                f"must be divisible by {ranks}"
             )
         return x.shape[0] // ranks
 
@@ -253,7 +254,7 @@ class _Bounded:
         self._ending = threading.Lock()  # held from the end on
         self._ended_by = ""
         self._pid = os.getpid()
-        self._call("set-up", lambda: _SUCCESS)  # which has begun
+        self._call("setup", lambda: _SUCCESS)  # which has begun
 
     def enqueue(self, operations: Sequence[Operation]) -> None:
         """Return when the operations, which start as one, are on their streams."""
@@ -285,7 +286,7 @@ class _Bounded:
         text = f"{self._name}: {text}"
         if not self.abort(text):
             text += "; ncclCommAbort did not return and was abandoned"
-        raise kind(f"{text}. The communicator is broken: make a new one.")
+        raise kind(f"{text}. The communicator is broken; create a new communicator.")
 
     def _fail_with(self, call: str, code: int) -> NoReturn:
         kinds = {_REMOTE_ERROR: PeerLostError, _TIMEOUT: CollectiveTimeoutError}
@@ -297,7 +298,7 @@ class _Bounded:
         self._require_usable()
         if not self._turn.acquire(timeout=self._timeout):
             raise CollectiveTimeoutError(
-                f"{self._name}: {call} waited {self._timeout:g} s for another thread's call"
+                f"{self._name}: {call} waited {self._timeout:g} s for a call on a different thread"
             )
         try:
             deadline, (pause, longest) = time.monotonic() + self._timeout, _PAUSES
@@ -333,11 +334,11 @@ class _Bounded:
         if os.getpid() != self._pid:
             raise GroupBrokenError(
                 f"{self._name} belongs to process {self._pid}, and process {os.getpid()} is a fork "
-                "of it: make a communicator here"
+                "of it; create a communicator in the fork"
             )
         if self._ended_by:
             raise GroupBrokenError(
-                f"{self._name} can run no more calls; make a new one. It ended with: "
+                f"{self._name} cannot run more calls; create a new communicator. The reason: "
                 f"{self._ended_by}"
             )
 
@@ -362,7 +363,8 @@ def _current_device() -> torch.device:
     """Return the current CUDA device, after creating its context, which NCCL needs."""
     if not torch.cuda.is_available():
         raise NotImplementedError(
-            f"a NCCL communicator needs a CUDA device, and torch {torch.__version__} sees none"
+            f"a NCCL communicator needs a CUDA device, but torch {torch.__version__} does not see "
+            "any"
         )
     device = torch.device("cuda", torch.cuda.current_device())
     torch.empty(1, device=device)
@@ -395,7 +397,7 @@ def _bootstrap(
     for key, kind in (("timeout", ValueError), ("NCCL", TpkernelsError)):
         values = [other[key] for other in reports]
         if len(set(values)) > 1:
-            raise kind(f"{where}: the ranks have {key} {values}; all must have the same")
+            raise kind(f"{where}: the ranks have {key} {values}; all ranks must have the same")
     return library, device, bytes.fromhex(reports[0]["unique_id"])
 
 
@@ -424,8 +426,8 @@ def _find() -> tuple[str, _C.nccl.Library]:
         except NotImplementedError as error:
             refusals.append(str(error))
     raise NotImplementedError(
-        f"no NCCL: {'; '.join(refusals)}. Install one with `pip install nvidia-nccl-cu13` (-cu12 "
-        "for CUDA 12), or name the file"
+        f"cannot load NCCL: {'; '.join(refusals)}. Install it with `pip install nvidia-nccl-cu13` "
+        "(-cu12 for CUDA 12), or pass the path of the library"
     )
 
 

@@ -81,7 +81,7 @@ class Report:
         return self.above / max(1, math.prod(self.shape))
 
     def __str__(self) -> str:
-        atol = "by element" if self.atol is None else f"{self.atol:g}"
+        atol = "per element" if self.atol is None else f"{self.atol:g}"
         lines = [
             f"{'PASS' if self.passed else 'FAIL'}: {list(self.shape)}, "
             f"{dtypes.name(self.result_dtype)} against {dtypes.name(self.reference_dtype)}, "
@@ -144,7 +144,8 @@ def compare(
     shape = tuple(reference.shape)
     if shape != tuple(result.shape):
         raise ValueError(
-            f"ref has shape {list(shape)}, out {list(result.shape)}; they must be equal"
+            f"ref has shape {list(shape)} but out has shape {list(result.shape)}; they must be "
+            "equal"
         )
     _check_tolerances(reference, atol, rtol)
     extents = (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
@@ -207,7 +208,8 @@ def _plain(name: str, x: Any) -> torch.Tensor:
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     if x.is_complex():
         raise NotImplementedError(
-            f"{name} has dtype {dtypes.name(x.dtype)}; compare torch.view_as_real of both"
+            f"{name} has dtype {dtypes.name(x.dtype)}, which is complex; pass torch.view_as_real "
+            "of both tensors"
         )
     x = x.detach()
     # Slow to import, and unless it has been imported there are no DTensors.
@@ -238,15 +240,15 @@ def _edges(name: str, cuts: Cuts, extent: int) -> list[int]:
         sizes = list(cuts)
         if any(size < 0 for size in sizes) or sum(sizes) != extent:
             raise ValueError(
-                f"region_grid has sizes {sizes}, {sum(sizes)} in all; they must add up to the "
-                f"{extent} {name} of the matrix, and must not be negative"
+                f"region_grid has the sizes {sizes}, which add up to {sum(sizes)}; they must add "
+                f"up to the {extent} {name} of the matrix and must not be negative"
             )
     elif 1 <= cuts <= max(extent, 1):
         sizes = shard_sizes(extent, cuts)
     else:
         raise ValueError(
-            f"region_grid has {cuts} parts for {extent} {name} of the matrix; it may have 1 to "
-            f"{max(extent, 1)}"
+            f"region_grid splits the {extent} {name} of the matrix into {cuts} regions; the number "
+            f"of regions must be 1 to {max(extent, 1)}"
         )
     return list(accumulate(sizes, initial=0))
 

@@ -118,18 +118,20 @@ def benchmark(
     clock = torch.device(device) if device is not None else _device_of(args)
     if warmup < 0 or calls < 1 or (iterations is not None and iterations < 1):
         raise ValueError(
-            f"warmup={warmup}, iterations={iterations}, calls={calls} must be at least 0, 1 and 1"
+            f"warmup={warmup}, iterations={iterations}, calls={calls}; these must be at least 0, 1 "
+            "and 1"
         )
     if min_seconds is not None and not 0 < min_seconds < math.inf:
         raise ValueError(f"min_seconds is {min_seconds}; it must be positive and finite")
     if iterations is not None and min_seconds is not None:
         raise ValueError(
-            f"iterations={iterations} and min_seconds={min_seconds} exclude each other; give one"
+            f"iterations={iterations} and min_seconds={min_seconds} are mutually exclusive; pass "
+            "only one of them"
         )
     if iterations is None and warmup == 0:
-        raise ValueError("warmup=0 leaves nothing to estimate the iterations from; give iterations")
+        raise ValueError("with warmup=0 the iterations cannot be estimated; pass iterations")
     if clock.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"device {clock} has no clock here; use cpu or cuda")
+        raise NotImplementedError(f"device is {clock}; supported: cpu, cuda")
     on_cuda = clock.type == "cuda"
     if flush_l2 and not on_cuda:
         raise ValueError(f"flush_l2 needs a CUDA device, not {clock}")

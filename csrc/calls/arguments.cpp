@@ -128,12 +128,12 @@ Slots Arguments::parse(PyObject* args, PyObject* kwargs) const {
     } else if (argument.standard) {
       value = argument.standard.ptr();
     } else {
-      throw py::type_error(op_ + " misses argument " + std::string(argument.name));
+      throw py::type_error(op_ + " is missing the argument " + std::string(argument.name));
     }
     slots.push_back(value);
   }
   if (given > positional_ || (kwargs && by_name != PyDict_GET_SIZE(kwargs))) {
-    throw py::type_error(op_ + " got arguments that it does not have");
+    throw py::type_error(op_ + " got unexpected arguments");
   }
   return slots;
 }

@@ -26,7 +26,7 @@ Tensor contiguous(const py::object& object) {
   Tensor x{};
   if (object.is_none()) return x;
   if (!read(object.ptr(), &x) || x.device.type != dlpack::kCpu || !is_contiguous(x)) {
-    throw std::invalid_argument("a collective takes contiguous CPU tensors");
+    throw std::invalid_argument("a collective needs contiguous CPU tensors");
   }
   return x;
 }

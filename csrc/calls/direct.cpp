@@ -90,7 +90,8 @@ void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights,
       places.dtype.bits != 64 || dtype_of(weights) != wide || dtype_of(out) != dtype ||
       count_of(weights) != count_of(places) ||
       count_of(out) != static_cast<std::size_t>(places.shape[0] * rows.shape[1])) {
-    throw std::invalid_argument("weigh_rows takes rows, int64 places, and a weight for each");
+    throw std::invalid_argument(
+        "weigh_rows needs rows [R, H], int64 places [tokens, k] and one weight per place");
   }
   const auto* const place = reinterpret_cast<const std::int64_t*>(data_of(places));
   const std::size_t count = count_of(places), k = static_cast<std::size_t>(places.shape[1]);
@@ -99,8 +100,8 @@ void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights,
   std::vector<const std::byte*> sources(count);
   for (std::size_t i = 0; i < count; ++i) {
     if (place[i] < 0 || place[i] >= rows.shape[0]) {
-      throw std::invalid_argument("row " + std::to_string(place[i]) + " of " +
-                                  std::to_string(rows.shape[0]));
+      throw std::invalid_argument("places contains row " + std::to_string(place[i]) +
+                                  ", but there are " + std::to_string(rows.shape[0]) + " rows");
     }
     sources[i] = data_of(rows) + static_cast<std::size_t>(place[i]) * width;
   }

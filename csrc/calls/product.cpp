@@ -252,7 +252,7 @@ void run(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias
 void in_threads(std::int64_t count, std::int64_t grain, Part part, void* context) {
   if (!has_threads()) return part(0, count, context);
   if (torch_threads().parallel_for(0, count, grain, part, context) != 0) {
-    throw std::runtime_error("work failed in torch_parallel_for, or has no memory");
+    throw std::runtime_error("torch_parallel_for failed: the work raised or ran out of memory");
   }
 }
 
@@ -296,7 +296,8 @@ bool multiply(const py::object& x, const py::handle& w, const py::handle& out,
   if (to.shape[0] != a.shape[0] || to.shape[1] != weight.n ||
       (added.data && (dtype_of(added) != DType::kF32 || added.ndim != 1 || !is_contiguous(added) ||
                       added.shape[0] != weight.n))) {
-    throw std::invalid_argument("the result or the bias of a product has another shape or dtype");
+    throw std::invalid_argument(
+        "out and bias do not fit the matmul: out must be [M, N], bias float32 of shape [N]");
   }
   run(a, weight, to, added, way);
   return true;
@@ -314,7 +315,9 @@ std::vector<std::size_t> grouped_multiply(const py::handle& x, const py::handle&
                     groups.ndim == 1 && matrices.ndim > 2 && matrices.shape[0] == groups.shape[0] &&
                     (matrices.ndim == kPackedDims || is_contiguous(matrices));
   if (!fits || !integers || groups.device.type != dlpack::kCpu) {
-    throw std::invalid_argument("a grouped product takes other shapes or dtypes");
+    throw std::invalid_argument(
+        "a grouped matmul needs x [R, K], w [E, K, N], int32 or int64 counts [E] and out [R, N], "
+        "on CPUs");
   }
   std::vector<std::size_t> left;
   std::size_t begin = 0, group = 0;

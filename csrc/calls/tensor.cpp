@@ -44,7 +44,7 @@ bool read(PyObject* object, Tensor* out) {
 
 Tensor tensor(const py::handle& object) {
   Tensor x{};
-  if (!read(object.ptr(), &x)) throw std::invalid_argument("not a dense tensor");
+  if (!read(object.ptr(), &x)) throw std::invalid_argument("expected a dense tensor");
   return x;
 }
 
@@ -78,7 +78,8 @@ host::DType dtype_of(const Tensor& x) {
     if (x.dtype.bits == 32) return host::DType::kF32;
     if (x.dtype.bits == 64) return host::DType::kF64;
   }
-  throw std::invalid_argument("a tensor of a dtype that the ops do not take");
+  throw std::invalid_argument(
+      "unsupported tensor dtype; supported: float32, float16, bfloat16, float64, int32, int64");
 }
 
 py::object empty(const py::tuple& shape, const py::handle& dtype) {

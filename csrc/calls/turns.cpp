@@ -92,7 +92,7 @@ void Lock::wait() {
 
 void Lock::release() {
   if (owner_ != PyThread_get_thread_ident()) {
-    throw std::runtime_error("a lock that another thread has, or nobody, cannot be released");
+    throw std::runtime_error("cannot release the group lock: this thread does not hold it");
   }
   if (--depth_ != 0) return;
   owner_ = 0;

@@ -13,7 +13,7 @@ template <class Function>
 void find(void* library, const char* name, Function& function) {
   void* found = dlsym(library, name);
   if (found == nullptr) {
-    throw Unsupported(std::string(kLibrary) + " has no " + name +
+    throw Unsupported(std::string(kLibrary) + " does not provide " + name +
                       ": the NVIDIA driver is too old; install one for CUDA 12 or newer");
   }
   function = reinterpret_cast<Function>(found);
@@ -70,7 +70,8 @@ int compute_capability(int device) {
   const Driver& d = driver();
   const int count = device_count();
   if (device < 0 || device >= count) {
-    throw Unsupported("no GPU " + std::to_string(device) + ": the driver reports " +
+    throw Unsupported("GPU " + std::to_string(device) +
+                      " does not exist; the driver reports a GPU count of " +
                       std::to_string(count));
   }
   int handle = 0;

@@ -110,7 +110,7 @@ void Channel::grow(std::size_t capacity) {
   if (capacity < capacity_ || capacity > limit_) {
     throw std::invalid_argument("buffers of " + std::to_string(capacity_) +
                                 " bytes cannot grow to " + std::to_string(capacity) +
-                                ": the limit is " + std::to_string(limit_));
+                                " bytes: the limit is " + std::to_string(limit_));
   }
   capacity_ = capacity;
 }
@@ -136,7 +136,7 @@ Channel::Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds
   }
   if (rank < 0 || rank >= world() || pidfds_.size() != ranks || pids_.size() != ranks ||
       options_.names.size() != ranks) {
-    throw std::invalid_argument("rank, pidfds, pids or names do not match a world of " +
+    throw std::invalid_argument("rank, pidfds, pids or names do not match world_size=" +
                                 std::to_string(world()));
   }
   if (capacity > limit_) {
@@ -168,7 +168,7 @@ void Channel::begin(std::uint32_t signature, std::string_view text) {
   if (forked()) fail_forked();
   if (broken_) {
     throw Failure(FailureKind::kBroken, -1,
-                  "this group is broken and can run no more calls; make a new group. "
+                  "this group is broken and cannot run more calls; create a new group. "
                   "It broke with: " +
                       broken_by_);
   }
@@ -298,7 +298,7 @@ void Channel::wait(int peer, Phase phase, int index) {
 }
 
 int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
-  if (peers.empty()) throw std::invalid_argument("wait_any needs a peer to wait for");
+  if (peers.empty()) throw std::invalid_argument("wait_any needs at least one peer");
   if (chaos_) {
     delay();
     if (chaos_->skip_waits) return peers.front();
@@ -404,7 +404,7 @@ void Channel::check_peers() const {
   if (forked()) fail_forked();
   for (int peer = 0; peer < world(); ++peer) {
     if (peer == rank_) continue;
-    check_fault(peer, "looked at ");
+    check_fault(peer, "checked ");
     if (ended(peer)) {
       fail(FailureKind::kPeerLost, peer, name(peer),
            "found that the process of " + peer_name(peer) + " has ended");
@@ -427,9 +427,9 @@ void Channel::check_thread(int peer) const {
   if (theirs == 0 || theirs == calls_since_last_) return;
   fail(FailureKind::kMismatch, peer, name(peer),
        "is in " + call_text(rank_) + " as call #" + std::to_string(epoch_) +
-           " of the group, which " + peer_name(peer) +
-           " makes on another of its threads: the threads that share a group must make their calls "
-           "in the same order on all ranks, or have a group each");
+           " of the group, but " + peer_name(peer) +
+           " makes this call on a different thread: the threads that share a group must make their "
+           "calls in the same order on all ranks, or use a separate group per thread");
 }
 
 void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what) const {
@@ -439,7 +439,7 @@ void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& w
   message += what;
   set_fault(kind, culprit, message);
   throw Failure(kind, kind == FailureKind::kMismatch ? name(peer) : culprit,
-                message + ". The group is broken: make a new one.");
+                message + ". The group is broken; create a new group.");
 }
 
 void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) const {
@@ -464,7 +464,7 @@ void Channel::fail_forked() const {
   throw Failure(
       FailureKind::kBroken, -1,
       "process " + std::to_string(getpid()) + " is a fork of " + peer_name(rank_) +
-          " and cannot take its place in a call; create a new process group in the child");
+          " and cannot make calls in its group; create a new process group in the fork");
 }
 
 std::string Channel::call_text(int rank) const { return header(rank).calls[parity()].text.read(); }

@@ -472,8 +472,8 @@ Collective collective(std::string_view name, const Shards& shards) {
   for (const Entry& entry : kCollectives) {
     if (entry.name == name && layouts == entry.layouts) return entry.run;
   }
-  throw std::invalid_argument("no collective " + std::string(name) + " of " +
-                              std::to_string(layouts) + " layouts of shards");
+  throw std::invalid_argument("unknown collective '" + std::string(name) + "' with " +
+                              std::to_string(layouts) + " shard layouts");
 }
 
 }  // namespace tpkernels::host

@@ -13,9 +13,9 @@ namespace {
                          const std::vector<std::size_t>& tokens) {
   std::size_t rank = 0;
   for (; token >= tokens[rank]; ++rank) token -= tokens[rank];
-  throw std::invalid_argument("topk_ids of rank " + std::to_string(rank) + " has expert " +
+  throw std::invalid_argument("topk_ids of rank " + std::to_string(rank) + " contains expert " +
                               std::to_string(expert) + " at [" + std::to_string(token) + ", " +
-                              std::to_string(slot) + "]; there are experts 0 to " +
+                              std::to_string(slot) + "], which is out of range; expected 0 to " +
                               std::to_string(count - 1));
 }
 

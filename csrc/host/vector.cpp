@@ -199,7 +199,7 @@ const Amx& amx() {
     constexpr unsigned kBF16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25;
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kTiles) == 0 ||
         (d & (kBF16 | kInt8)) == 0) {
-      return {false, false, "the processor has none"};
+      return {false, false, "the processor does not support it"};
     }
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of asm/prctl.h, Linux 5.16
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) {
@@ -280,7 +280,8 @@ const VectorUnit& unit_named(const std::string& name) {
     if (name == unit->name) return *unit;
     names += (names.empty() ? "" : ", ") + std::string(unit->name);
   }
-  throw std::invalid_argument("no vector unit '" + name + "' on this processor; it has " + names);
+  throw std::invalid_argument("vector unit '" + name +
+                              "' is not available on this processor; choose from " + names);
 }
 
 void use_unit(const VectorUnit& unit) { chosen.store(&unit, std::memory_order_release); }

@@ -68,7 +68,7 @@ class Communicator {
   Communicator(std::shared_ptr<const Library> nccl, const std::string& id, int rank, int world)
       : nccl_(std::move(nccl)) {
     UniqueId unique;
-    if (id.size() != sizeof(unique.bytes)) throw py::value_error("a unique id has 128 bytes");
+    if (id.size() != sizeof(unique.bytes)) throw py::value_error("unique_id must have 128 bytes");
     std::memcpy(unique.bytes, id.data(), sizeof(unique.bytes));
     Config config;
     made_ = nccl_->CommInitRankConfig(comm_.get(), world, unique, rank, &config);

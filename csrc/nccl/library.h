@@ -75,7 +75,8 @@ struct Library {
     const auto find = [&](const char* symbol) {
       void* found = dlsym(handle, symbol);
       if (found != nullptr) return found;
-      throw Unsupported("'" + name + "' has no " + symbol + "; tpkernels needs NCCL 2.14 or newer");
+      throw Unsupported("'" + name + "' does not provide " + symbol +
+                        "; tpkernels needs NCCL 2.14 or newer");
     };
 #define TPK_FIND(type, name, parameters) \
   name = reinterpret_cast<type(*) parameters>(find("nccl" #name));

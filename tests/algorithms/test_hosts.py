@@ -215,7 +215,7 @@ def test_a_link_that_is_cut_is_a_timeout(
         assert found["calls"] >= 5, found
         assert found["text"].startswith(op) and f"rank {rank} waited" in found["text"], found
         assert re.search(f"timeout {TIMEOUT:g} s|waited 3.* s for", found["text"])
-        assert "make a new one" in found["text"], found
+        assert "create a new group" in found["text"], found
         assert 0.9 * TIMEOUT < found["seconds"] < TIMEOUT + SLACK, found
         again = found["again"]
         assert again["error"] == "GroupBrokenError" and found["error"] in again["text"], found

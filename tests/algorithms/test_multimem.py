@@ -136,7 +136,9 @@ def test_what_it_needs() -> None:
             tpkernels.all_reduce(x, ordered, algorithm="multimem")
         tpkernels.all_gather(x, ordered, algorithm="multimem")
         for op in (tpkernels.all_reduce, tpkernels.reduce_scatter):
-            with pytest.raises(NotImplementedError, match=r"sums float32 and bfloat16 .* float16"):
+            with pytest.raises(
+                NotImplementedError, match=r"sums only float32 and bfloat16 .* float16"
+            ):
                 op(x.half(), group, algorithm="multimem")
         tpkernels.all_gather(x.half(), group, algorithm="multimem")
         tpkernels.matmul_all_reduce(
@@ -145,7 +147,7 @@ def test_what_it_needs() -> None:
         if group.rank() == 1:
             patch.setattr(gpu_memory, "symmetric", WITHOUT_MULTICAST)
         other = faults.new_group()
-        with pytest.raises(NotImplementedError, match="memory has no multicast address"):
+        with pytest.raises(NotImplementedError, match="the GPUs has no multicast address"):
             tpkernels.all_gather(x, other, algorithm="multimem")
         tpkernels.all_gather(x, other, algorithm="direct")
 
@@ -162,7 +164,7 @@ def test_memory_that_cannot_grow() -> None:
         assert reduce(small)
         with pytest.MonkeyPatch.context() as capture:
             capture.setattr(streams, "is_captured", lambda _: True)
-            with pytest.raises(CaptureError, match="call it once before capturing"):
+            with pytest.raises(CaptureError, match="call it once before the graph capture"):
                 reduce(large)
         patch.setattr(gpu_memory, "symmetric", WITHOUT_MULTICAST)
         with pytest.raises(WorkspaceMemoryError, match="no multicast address"):

@@ -55,7 +55,7 @@ def rows(
             if name not in wrong and (spec.op_spec.has_matmul or name != "local_matmul")
         }
         choices = {
-            name: Choice("direct", "4 rows a rank", math.inf if name in wrong else 0.5)
+            name: Choice("direct", "4 rows per rank", math.inf if name in wrong else 0.5)
             for name in ("auto", "direct", "unfused")
         }
         report = CaseReport(choices, samples, {"symm_mem": "no [GPU]"}, inputs_over_cache=2.5)

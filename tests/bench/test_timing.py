@@ -101,9 +101,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "min_seconds is 0.0": {"min_seconds": 0.0},
     "min_seconds is nan": {"min_seconds": float("nan")},
     "iterations=3 and min_seconds=1.0": {"iterations": 3, "min_seconds": 1.0},
-    "give iterations": {"warmup": 0},
+    "pass iterations": {"warmup": 0},
     "flush_l2 needs a CUDA device, not cpu": {"flush_l2": True},
-    "no process group 'nobody'": {"group": "nobody"},
+    "process group 'nobody' does not exist": {"group": "nobody"},
 }
 
 
@@ -112,7 +112,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=message):
             tpkernels.benchmark(pytest.fail, **options)
     there = torch.empty(1, device="meta")  # the first tensor says whose clock it is
-    with pytest.raises(NotImplementedError, match="device meta"):
+    with pytest.raises(NotImplementedError, match="device is meta; supported: cpu, cuda"):
         tpkernels.benchmark(pytest.fail, 1, [2, (there,)], torch.empty(1))
 
 

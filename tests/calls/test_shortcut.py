@@ -192,7 +192,7 @@ def test_one_variable_turns_all_of_it_off(ranks: RanksFixture) -> None:
 
 def test_a_malformed_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPKERNELS_PYTHON_CALLS", "yes")
-    with pytest.raises(ValueError, match="TPKERNELS_PYTHON_CALLS is 'yes'; set it to 1"):
+    with pytest.raises(ValueError, match="TPKERNELS_PYTHON_CALLS is 'yes'; it must be 0, or 1"):
         defaults.python_calls.__wrapped__()
 
 

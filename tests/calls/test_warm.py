@@ -175,7 +175,7 @@ def test_a_warm_call_on_a_group_that_is_gone() -> None:
     for _ in range(3):
         torch.ops.tpkernels.all_reduce_(x, name)
     dist.destroy_process_group(group)
-    with pytest.raises(ValueError, match="no process group"):
+    with pytest.raises(ValueError, match=r"process group '.*' does not exist on this rank"):
         torch.ops.tpkernels.all_reduce_(x, name)
     assert x[0] == dist.get_world_size() ** 3, f"{x} after the calls"
 
@@ -203,9 +203,9 @@ def test_arguments_that_the_op_does_not_have() -> None:
         x, name = torch.ones(3), group.group_name
         overload(x, name)
         for args, options, text in (
-            ((x,), {}, "misses argument group"),
-            ((x, name, None), {}, "does not have"),
-            ((x, name), {"colour": "red"}, "does not have"),
+            ((x,), {}, "is missing the argument group"),
+            ((x, name, None), {}, "got unexpected arguments"),
+            ((x, name), {"colour": "red"}, "got unexpected arguments"),
         ):
             with pytest.raises(TypeError, match=re.escape(text)):
                 kernel(*args, **options)

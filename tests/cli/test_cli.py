@@ -101,7 +101,8 @@ def test_demo_fails_when_something_is_wrong(
         ),
         (
             "bench --op all_reduce --algorithm pipelined",
-            "algorithm 'pipelined' cannot run all_reduce: it overlaps a matmul",
+            "algorithm 'pipelined' cannot run all_reduce: it overlaps communication with a matmul, "
+            "but this op does not contain a matmul",
         ),
         ("bench --nproc 0", "--tp: '0' is not a positive integer"),
         ("bench --threads 5000", "--threads is 5000; it must be at most 1024"),

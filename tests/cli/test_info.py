@@ -20,7 +20,10 @@ def test_info_shows_what_is_here() -> None:
     shown = invoke("info").output
     for text in (tpkernels.__version__, torch.__version__, "CUDA kernels", "CUDA driver", *OPS):
         assert text in shown
-    assert "pipelined overlaps a matmul, and this op has none" in " ".join(shown.split())
+    assert (
+        "pipelined overlaps communication with a matmul, but this op does not contain a matmul"
+        in " ".join(shown.split())
+    )
     first = [line.split()[0] for line in shown.splitlines()[:6]]
     assert first == ["tpkernels", "torch", "processor", "cores", "memory", "GPUs"]
     facts = json.loads(invoke("info", "--json").stdout)
@@ -36,7 +39,7 @@ def test_info_shows_what_is_here() -> None:
     usable = [name for name in variants if variants[name] is None]
     assert usable == ["unfused", "ring", "direct", "pipelined"]
     assert "TRITON_INTERPRET=1" in variants["fused"]
-    assert "overlaps a matmul" in here["all_reduce"]["pipelined"]
+    assert "overlaps communication with a matmul" in here["all_reduce"]["pipelined"]
 
 
 def test_info_tells_whether_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
     )
     assert shown.exit_code == 0, shown.output
     assert re.search(r"^ +1 ( +[\d.]+){4}  (\d+%|no data moved) +$", shown.output, re.MULTILINE)
-    assert f"{algorithm}: asked for" in shown.output
+    assert f"{algorithm}: requested" in shown.output
     events = events_by_rank(tmp_path / "new" / "folder")
     names = [{one["name"] for one in of_rank} for of_rank in events]
     wanted = {*EXPECTED[algorithm], "tpkernels::all_gather_matmul"}

@@ -57,7 +57,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 def test_the_report_is_kept_and_goes_on(gpus: list[str]) -> None:
     first = invoke("qualify", "--only", "direct/")
     assert first.exit_code == 1 and len(gpus) == 5 + 2  # with what they rely on
-    assert "direct/ll on 2 ranks: disqualified: 2 of 4 elements wrong" in first.output
+    assert "direct/ll on 2 ranks: disqualified: 2 of 4 elements are wrong" in first.output
     report, _ = qualification.load("cuda")
     assert report is not None and "direct/ll" not in report.qualification(2).variants
     assert report.qualification(2).of("direct") == {"ll_two_shot", "two_shot", "one_shot", "routed"}

@@ -43,12 +43,12 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     """Also over a file that cannot be read."""
     cache.parent.mkdir(0o700)
     cache.write_bytes(b"not ours")
-    with pytest.warns(RuntimeWarning, match="is ignored: it is not JSON"):
+    with pytest.warns(RuntimeWarning, match="ignoring the tuning cache .*: it is not JSON"):
         before = invoke(*EXPLAIN, "--m", "33")
     assert before.exit_code == 0, before.output
     assert before.output.count("not measured") == 4
     assert "needs" in before.output or "runs Triton kernels" in before.output  # fused
-    assert f"auto selects direct: 16 rows a rank < {PIPELINED_MIN_ROWS}" in before.output
+    assert f"auto selects direct: 16 rows per rank < {PIPELINED_MIN_ROWS}" in before.output
     assert "No times were measured with 2 ranks x 1 thread" in before.output
 
     with warnings.catch_warnings():
@@ -77,7 +77,7 @@ def test_explain_before_and_after_tune(cache: Path, monkeypatch: pytest.MonkeyPa
     elsewhere = invoke(*EXPLAIN, "--m", "9", "--threads", "2")
     assert "No times were measured with 2 ranks x 2 threads" in elsewhere.output
     apart = invoke(*EXPLAIN, "--m", "9", "--hosts", "2")
-    assert "auto selects unfused: the ranks share no memory" in apart.output
+    assert "auto selects unfused: the ranks do not share memory" in apart.output
 
 
 @on_ranks(2)
@@ -122,7 +122,7 @@ def test_explain_tells_what_a_gpu_would_need() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     shown = invoke(*EXPLAIN, "--m", "9", "--device", "cuda").output
-    assert "needs a GPU that torch sees" in shown and "auto selects unfused" in shown
+    assert "needs a GPU that is visible to torch" in shown and "auto selects unfused" in shown
 
 
 @pytest.mark.parametrize(

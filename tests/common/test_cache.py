@@ -67,7 +67,7 @@ def test_what_others_can_write_is_not_read(tmp_path: Path, part: str, mode: int)
     path = file if part == "file" else file.parent
     path.chmod(0o700 | mode)
     name = "it" if part == "file" else "its folder"
-    message = f"{name} has mode {0o700 | mode:o}, so others can write to it: chmod go-w"
+    message = f"{name} has mode {0o700 | mode:o}, so other users can write to it: run chmod go-w"
     with pytest.raises(ValueError, match=message):
         cache.read_trusted(file, most=7)
     path.chmod(0o755)  # others may read

@@ -200,48 +200,48 @@ LEFT_ALONE = [
     ("aten.split.Tensor reads it and is not a plain matmul",
      lambda x, w, world, g: torch.cat(gather(x, 0, world, g).chunk(world)[::-1], 1) @ w,
      (2, 3, 6), (6, 5)),
-    ("aten.mm has it as its right factor",
+    ("aten.mm reads it as its right operand",
      lambda x, a, *g: a @ gather(x, 0, *g), (2, 6), (3, "2W")),
     ("aten.addmm reads it and is not a plain matmul",
      lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w), (4, 6), (6, 5), (1,)),
     ("aten.addmm reads it and is not a plain matmul",
      lambda x, w, b, *g: torch.addmm(b, gather(x, 0, *g), w, alpha=2), (4, 6), (6, 5), (5,)),
-    ("the graph's output reads it and is not a plain matmul",
+    ("the output of the graph reads it and is not a plain matmul",
      lambda x, *g: gather(x, 0, *g), (4, 6)),
-    ("the other factor of aten.mm, or its bias, depends on it too; aten.abs reads it "
+    ("the right operand of aten.mm, or its bias, also depends on it; aten.abs reads it "
      "and is not a plain matmul",
      _own_weight, (4, 6)),
-    ("aten.sum.dim_IntList reads it and is not a plain matmul; the other factor of "
-     "aten.addmm, or its bias, depends on it too",
+    ("aten.sum.dim_IntList reads it and is not a plain matmul; the right operand of "
+     "aten.addmm, or its bias, also depends on it",
      lambda x, w, *g: _own_bias(gather(x, 0, *g), w), (4, 6), (6, 5)),
-    ("its input is made by an input of the graph, which is not a plain matmul",
+    ("its input comes from an input of the graph, which is not a plain matmul",
      lambda x, _, g: reduce(x, g), (4, 6)),
-    ("its input is a sum that broadcasts",
+    ("its input is a sum with broadcasting",
      lambda x, w, _, g: reduce(x @ w + w.sum(0), g), (4, 6), (6, 5)),
-    ("its input is a sum with a factor",
+    ("its input is a sum with alpha != 1",
      lambda x, w, _, g: reduce(torch.add(x @ w, x @ w, alpha=-2), g), (4, 6), (6, 5)),
     ("its input is a sum of matmuls in different layouts",
      lambda x, a, y, b, _, g: reduce((x @ a).t() + y @ b, g), (4, 6), (6, 5), (5, 6), (6, 4)),
     ("its input is a sum of matmuls in different layouts",
      lambda x, a, y, b, _, g: reduce((x @ a).view(-1) + (y @ b).view(-1), g),
      (4, 6), (6, 6), (6, 5), (5, 4)),
-    ("its input is made by aten.mul.Tensor, which is not a plain matmul",
+    ("its input comes from aten.mul.Tensor, which is not a plain matmul",
      lambda x, y, _, g: reduce(x * y, g), (4, 1), (4, 5)),
-    ("how the matmul is laid out in its input is unknown",
+    ("the layout of the matmul in its input is unknown",
      lambda x, w, _, g: reduce((x @ w).view(15, 4), g), (6, 6), (6, 10)),
-    ("the shards of [12, 5] are not blocks of the matmul's rows",
+    ("the shards of [12, 5] are not blocks of rows of the matmul",
      lambda x, w, *g: scatter((x @ w).flatten(0, 1), 0, *g), (3, "2W", 6), (6, 5)),
     ("each rank gets several blocks of columns",
      lambda x, w, *g: scatter((x @ w).unflatten(1, (2, -1)), 2, *g), (4, 6), (6, "2W")),
-    ("its reduction is max, and the ops only sum",
+    ("its reduction is max; the ops support sum and avg",
      lambda x, w, _, g: reduce(x @ w, g, "max"), (4, 6), (6, 5)),
     ("aten.addmm adds a bias before the sum, and biases may differ by rank",
      lambda x, w, b, *g: scatter(torch.addmm(b, x, w), 0, *g), ("3W", 6), (6, 5), (5,)),
     ("aten.mm in its input is also read by aten.relu", _read_twice, ("3W", 6), (6, 5)),
-    ("it moves several tensors at once", _coalesced, (4, 6), (6, 5)),
+    ("it moves several tensors in one call", _coalesced, (4, 6), (6, 5)),
     ("it writes into one of its arguments",
      lambda x, w, _, g: _c10d.wait_tensor(_c10d.all_reduce_(x @ w, "sum", g)), (4, 6), (6, 5)),
-    ("the ops do not take int64", lambda x, _, g: reduce(x.long(), g), (4, 6)),
+    ("the ops do not support int64", lambda x, _, g: reduce(x.long(), g), (4, 6)),
     ("its input has shape [], which is not a matrix", lambda x, _, g: reduce(x.sum(), g), (4, 6)),
     ("aten.add_.Tensor writes in place between it and the matmuls", _shard_written, (4, 6), (6, 5)),
     ("aten.mul_.Tensor writes into the gathered tensor", _written_behind, (2, 3, 6), (6, 5)),
@@ -265,7 +265,7 @@ def left_alone() -> Any:
 
 
 def cut() -> Any:
-    why = "aten.mm reads rows in which a view has cut up the shards"
+    why = "aten.mm reads a view of it that splits the shards"
     return kept([(why, _cut, (2, 6), (6, 5))])
 
 
@@ -316,7 +316,7 @@ def test_what_is_no_table() -> list[str]:
             return first, gather(first, 0, 2, other.group_name) @ w.t()
 
         traced, told = rewritten(function, [x, w], only=[mine])
-        why = f"group '{other.group_name}' is not one of those given: ['{name}']"
+        why = f"group '{other.group_name}' is not a selected group: ['{name}']"
         left = [(entry.site.group, entry.reason) for entry in told.left_alone]
         assert told.counts == {AR: 1} and left == [(other.group_name, why)], str(told)
         failures += differences(traced(x, w), function(x, w))
@@ -325,7 +325,7 @@ def test_what_is_no_table() -> list[str]:
         alone = [dist.new_group([rank]) for rank in range(world)][mine.rank()].group_name
         for group, device, why in (
             (alone, "cpu", f"group '{alone}' has one rank"),
-            (name, "meta", "the ops do not run on meta"),
+            (name, "meta", "the ops do not support tensors on meta"),
         ):
             given = [x.to(device), w.to(device)]
             _, told = rewritten(partial(_reduced, group), given)

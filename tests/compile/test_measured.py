@@ -79,14 +79,14 @@ def test_only_what_was_measured_to_be_faster() -> None:
         replies["split"] = reply(lambda x, w: scatter(x @ w, 1, *where), inputs)
     for op in (AG, RS, AR):
         nothing = replies[op, "none", M]
-        assert "CUDA tensors keep torch's calls" in nothing and "there are none" in nothing
+        assert "CUDA tensors use the torch calls" in nothing and "measured for it" in nothing
         assert replies[op, "fast", M] == op
-        why = "favour the op: tuned: 1 ms, direct 2 ms, 2026-11-21"
+        why = "favor the op: tuned: 1 ms, direct 2 ms, 2026-11-21"
         assert replies[op, "slow", M].endswith(why)
         assert (replies[op, "fast", 8 * M] == op) == (op == AG)  # AG's rows are cut to M
     # Any measured number of rows may be met, and `auto` decides at each call.
     assert replies[AR, "fast", "unknown"] == AR != replies[AR, "slow", "unknown"]
-    assert replies["split"].endswith("none are for this split")
+    assert replies["split"].endswith("no times are measured for this split")
 
 
 @on_ranks(2)

@@ -143,23 +143,23 @@ def _own_scale(x: Any, w: Any, world: int, group: str) -> Any:
 LEFT_ALONE = [
     ("aten._to_copy reads it and is not a plain matmul",
      lambda x, *g: bytes_gathered(x.to(E4M3), 0, *g).float(), (4, 32)),
-    ("the ops do not take uint8",
+    ("the ops do not support uint8",
      lambda x, w, *g: gather(x.to(torch.uint8), 0, *g) @ w.to(torch.uint8), (4, 6), (6, 5)),
     ("aten._scaled_mm reads it and is not a plain matmul",
      lambda x, w, *g: product(
          bytes_gathered(x.to(E4M3), 0, *g), w.to(E4M3), scale_result=torch.ones([])
      ), (4, 32), (5, 32)),
-    ("aten._to_copy reads it and is not a plain matmul; the other factor of "
-     "aten._scaled_mm, or its bias, depends on it too",
+    ("aten._to_copy reads it and is not a plain matmul; the right operand of "
+     "aten._scaled_mm, or its bias, also depends on it",
      _own_scale, (4, 32), (5, 32)),
-    ("scaled products are scattered along their rows only",
+    ("a scaled matmul can be scattered along its rows only",
      lambda x, w, *g: scatter(product(x.to(E4M3), w.to(E4M3)), 1, *g), (3, 32), ("4W", 32)),
-    ("aten.mm reads its bytes as bfloat16",
+    ("aten.mm reinterprets its bytes as bfloat16",
      lambda x, w, *g: gather(x.half(), 0, *g).view(BF16) @ w.to(BF16), (4, 6), (6, 5)),
-    ("its input has the bytes of aten.mm as bfloat16",
+    ("its input reinterprets the bytes of aten.mm as bfloat16",
      lambda x, w, _, g: reduce(x.to(BF16) @ w.to(BF16) + (x.half() @ w.half()).view(BF16), g),
      (4, 6), (6, 5)),
-    ("its input is a sum of scaled matmuls", _sum_of_two, (3, 32), (5, 32)),
+    ("its input is a sum of several scaled matmuls", _sum_of_two, (3, 32), (5, 32)),
 ]  # fmt: skip
 
 

@@ -65,12 +65,14 @@ def test_new_rows_break_nothing() -> None:
         tpkernels.reduce_scatter(torch.ones(16, 4), group, algorithm="direct")
         x = torch.ones(3, 4, requires_grad=True)
         capture(patch)
-        with pytest.raises(tpkernels.errors.CaptureError, match=r"^rows \[3, 3\] are new .* once"):
+        with pytest.raises(
+            tpkernels.errors.CaptureError, match=r"^the shard sizes \[3, 3\] are new .* once"
+        ):
             gather(x)
         capture(patch, False)
         out = gather(x)
         capture(patch)
-        with pytest.raises(tpkernels.errors.CaptureError, match=r"^rows \[2, 2\]"):
+        with pytest.raises(tpkernels.errors.CaptureError, match=r"^the shard sizes \[2, 2\]"):
             gather(torch.ones(2, 4)).sum()
         capture(patch, False)
         out.sum().backward()
@@ -150,14 +152,14 @@ def use_events(patch: pytest.MonkeyPatch, passed: Callable[[], bool]) -> None:
 # How the group ends; the seconds for which its kernels still run (None: longer than anybody waits),
 # or "fails"; whether waits within them were ended at the first look and at the last, and whether
 # the memory is kept; the line logged.
-NEVER_FREED = "have not ended 0.3 s after their group; their workspaces are never freed"
+NEVER_FREED = "still run 0.3 s after the group was closed; their workspaces are never freed"
 ENDS: dict[str, tuple[str, float | str | None, tuple[bool, bool] | None, bool, str]] = {
     "finalize": ("finalize", 0.15, (False, False), False, ""),
     "failure": ("failure", 0.15, (True, True), False, ""),
     "late": ("finalize", LIMIT + 0.15, (False, True), False, ""),
     "never": ("finalize", None, (False, True), True, NEVER_FREED),
     "never after a failure": ("failure", None, (True, True), True, NEVER_FREED),
-    "device fails": ("finalize", "fails", None, True, "may not have ended: an illegal memory"),
+    "device fails": ("finalize", "fails", None, True, "may still run: an illegal memory"),
     "exit": ("exit", None, None, True, ""),  # waits for nothing
 }
 

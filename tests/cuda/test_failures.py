@@ -195,7 +195,11 @@ def driver_job(driver: str) -> None:
         )
     with driver_that("cuLaunchKernelEx", 719):
         raises(RuntimeError, r"^cuLaunchKernelEx: CUDA_ERROR_EMULATED \(on request\)$")
-    raises(NotImplementedError, "^no GPU 3: the driver reports 1$", lambda: image.kernels(3))
+    raises(
+        NotImplementedError,
+        "^GPU 3 does not exist; the driver reports a GPU count of 1$",
+        lambda: image.kernels(3),
+    )
     space, on = space_of(), torch.device("cpu")
     with driver_that(capability=80):
         found = cuda.without_multicast(on)

@@ -156,7 +156,7 @@ def test_ranks_that_differ_are_told_before_anything_is_sent() -> None:
         group = faults.group_of(dist.new_group())
         tpkernels.init(group, timeout=20.0)
         mine, other = ("'ordered'", "'vendor'") if rank else ("'vendor'", "'ordered'")
-        match = f"^rank {rank} wants numerics {mine}.*rank {1 - rank} {other}"
+        match = f"^rank {rank} uses numerics {mine}.*rank {1 - rank} uses {other}"
         with deterministic(rank == 1), pytest.raises(ValueError, match=match):
             tpkernels.all_reduce(x, group)
         tpkernels.all_reduce(x, group)

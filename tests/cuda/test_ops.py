@@ -178,7 +178,7 @@ def test_routes_without_a_row_make_their_token_nan() -> None:
         assert y.isnan().all(1).nonzero().flatten().tolist() == bad, y
         good = [i for i in range(3) if i not in bad]
         assert torch.equal(rows, x[0].expand(4, 8)) and torch.equal(y[good], 2 * x[good])
-        with pytest.raises(tpkernels.RoutingError, match=r"rank 0 has expert -1 at \[1, 1\]"):
+        with pytest.raises(tpkernels.RoutingError, match=r"rank 0 contains expert -1 at \[1, 1\]"):
             ops.moe_dispatch(x, *given, algorithm="direct")
         with pytest.raises(ValueError, match="x has 3 rows, but max_rows is 4"):
             ops.moe_combine(x, weights, *given, max_rows=4)
@@ -197,7 +197,9 @@ def test_one_rank_sums_what_has_no_expert_to_nan(algorithm: str) -> None:
         y = ops.moe_combine(rows, weights, *given, **options)
         assert torch.equal(y[::2], 2 * x[::2]) and y[1].isnan().all()
         if algorithm == "unfused":  # knows how many there are
-            with pytest.raises(tpkernels.RoutingError, match="6 routes lead to the experts of r"):
+            with pytest.raises(
+                tpkernels.RoutingError, match=r"6 \(token, expert\) assignments go to"
+            ):
                 ops.moe_dispatch(x, *given, max_rows=5)
 
 
@@ -315,7 +317,7 @@ def test_auto_does_what_is_known_not_to_be_slower() -> None:
         tpkernels.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 6), group)
         plan = groups.get(group.group_name).planned_calls()[0].plan
     assert plan.algorithm == "unfused", plan
-    assert "on this GPU nothing is known to be faster" in plan.reason, plan
+    assert "no algorithm is known to be faster on this GPU" in plan.reason, plan
 
 
 @on_ranks(2)
@@ -361,19 +363,19 @@ def test_refusals() -> None:
         for call, text in (
             (
                 functools.partial(gather, x, w, algorithm="ring"),
-                "which gloo cannot; make the group with NCCL",
+                "which gloo does not support; create the process group with NCCL",
             ),
             (
                 functools.partial(columns, algorithm="direct"),
-                "of [4, 16] it can split any dim but the last",
+                "it can split shape [4, 16] along any dim except the last, not along dim 1",
             ),
             (
                 functools.partial(gather, x.double(), w.double(), algorithm="pipelined"),
-                "accumulates in float32 and takes no float64",
+                "accumulates in float32 and does not support float64",
             ),
             (
                 functools.partial(tpkernels.all_gather, x, group, algorithm="pipelined"),
-                "overlaps a matmul, and this op has none",
+                "overlaps communication with a matmul, but this op does not contain a matmul",
             ),
         ):
             ending = faults.ending_of(call)
@@ -421,30 +423,30 @@ LACKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], object], str]] = {
     "peers": (
         "fused",
         with_memory(NoPeers),
-        "rank 1 cannot map the other ranks' memory: no peer access. The GPUs need peer access",
+        "rank 1 cannot map the memory of its peers: no peer access. The GPUs need peer access",
     ),
     "pointers": (
         "fused",
         with_memory(with_handle(lambda handle: replace(handle, buffer_ptrs=[0, 0]))),
-        "rank 1 cannot address the other ranks' memory: torch's",
+        "rank 1 cannot address the memory of its peers: with this backend, torch",
     ),
-    "state": ("fused", without_state, "rank 1 cannot allocate what belongs to a workspace"),
+    "state": ("fused", without_state, "rank 1 cannot allocate the state of a workspace"),
     "alignment": (
         "fused",
         with_memory(with_handle(lambda handle: replace(handle, offset=handle.offset + 128))),
-        "not all are multiples of 256",
+        "these must be multiples of 256",
     ),
-    "same GPU": ("fused", on_gpus(Gpu(OTHER), Gpu(OTHER)), f"rank 0 has cpu, rank 1 {OTHER}"),
+    "same GPU": ("fused", on_gpus(Gpu(OTHER), Gpu(OTHER)), f"rank 0 has cpu, rank 1 has {OTHER}"),
 }
 SHARED = [Gpu("H100", "GPU-5f1c", 0)] * 2
 # The ranks' GPUs, of which rank 1 cannot map rank 0's memory (under MPS: it can), and what both
 # are told.
 SHARING: dict[str, tuple[list[Gpu], str]] = {
     "MPS": ([gpu._replace(under_mps=True) for gpu in SHARED], "share GPU GPU-5f1c under MPS"),
-    "one GPU": (SHARED, "Ranks 0 and 1 share GPU GPU-5f1c: give each rank a GPU of its own"),
+    "one GPU": (SHARED, "Ranks 0 and 1 share GPU GPU-5f1c: give each rank a separate GPU"),
     "one visible GPU each": (
         [SHARED[0], SHARED[0]._replace(uuid="GPU-77aa")],
-        "Ranks 0 and 1 each have a GPU of their own, which both know as cuda:0",
+        "Ranks 0 and 1 use different GPUs, but each sees its GPU as cuda:0",
     ),
 }
 
@@ -600,7 +602,7 @@ def test_a_call_that_gave_up_leaves_nan(op: str, variant: str) -> None:
             assert is_spoilt(call())
             after = faults.ending_of(call)
             assert after.error == "CollectiveTimeoutError" and after.peer == 1, after
-            assert f"an earlier call of the group, found by {op}" in after.text, after
+            assert f"an earlier call of the group (detected by {op}" in after.text, after
         dist.barrier()
 
 

@@ -221,7 +221,9 @@ def test_what_auto_takes() -> None:
 
 def test_refusals() -> None:
     x, weight = torch.ones(4, 12), torch.ones(12)
-    with pytest.raises(NotImplementedError, match=r"rows have 12 elements; .* multiples of 8"):
+    with pytest.raises(
+        NotImplementedError, match=r"rows have 12 elements; .* need a multiple of 8"
+    ):
         cuda.prepare_normed_all_reduce(2, x, x, x, weight, EPS)
     with pytest.raises(ValueError, match="variant is 'ring'; it must be one of auto, two_shot"):
         cuda.prepare_normed_all_reduce(2, x, x, x, weight, EPS, variant="ring")

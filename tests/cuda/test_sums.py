@@ -92,7 +92,7 @@ def add(**changed: Any) -> None:
 REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
     (reduce, {"x": torch.ones(4, 12)[:, ::2]}, ValueError, r"x has strides \[12, 2\]"),
     (reduce, {"x": torch.ones(4, 6).double()}, NotImplementedError, "x is float64"),
-    (reduce, {"out": torch.ones(4, 5)}, ValueError, r"out is \[4, 5\] float32, x \[4, 6\]"),
+    (reduce, {"out": torch.ones(4, 5)}, ValueError, r"out is \[4, 5\] float32 but x is \[4, 6\]"),
     (reduce, {"residual": torch.ones(3, 6)}, ValueError, r"residual is \[3, 6\]"),
     (reduce, {"bias": torch.ones(5)}, ValueError, r"bias has shape \[5\]; it must be \[6\]"),
     (reduce, {"bias": torch.ones(6).double()}, NotImplementedError, "bias is float64"),
@@ -106,13 +106,13 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
         reduce,
         dict.fromkeys(("x", "out"), torch.ones(6, device="meta")),
         ValueError,
-        "2 ranks on meta, the workspace for 2 on cpu",
+        "2 ranks on meta, but the workspace has 2 ranks on cpu",
     ),
     (
         reduce,
         dict.fromkeys(("x", "out"), torch.ones(4096)),
         ValueError,
-        "the workspace has 16 words",
+        "the workspace has 16 signals",
     ),
     (
         reduce,
@@ -120,10 +120,10 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
         ValueError,
         "variant is 'ring'; it must be auto or one of two_shot",
     ),
-    (add, {"partials": []}, ValueError, "0 partials; there must be 1 to 72"),
-    (add, {"partials": [torch.ones(6)] * 73}, ValueError, "73 partials"),
+    (add, {"partials": []}, ValueError, "partials has 0 tensors; it must have 1 to 72"),
+    (add, {"partials": [torch.ones(6)] * 73}, ValueError, "partials has 73 tensors"),
     (add, {"partials": [torch.ones(6), torch.ones(6).half()]}, ValueError, r"partials\[1\] is"),
-    (add, {"out": torch.ones(5)}, ValueError, r"out is \[5\] float32, partials \[6\]"),
+    (add, {"out": torch.ones(5)}, ValueError, r"out is \[5\] float32 but partials is \[6\]"),
     (add, {"bias": torch.ones(2, 3)}, ValueError, r"bias has shape \[2, 3\]; it must be \[cols\]"),
     (add, {"begin": -1}, ValueError, "begin is -1"),
 ]
@@ -176,13 +176,16 @@ def test_refusals_of_copies() -> None:
         for call, match in (
             (
                 lambda: copies.put(x, 2048 - 31),
-                r"bytes \[2017, \+32\) of the 2048 that each rank has",
+                r"bytes \[2017, \+32\) are out of range; each rank has 2048 bytes",
             ),
             (lambda: copies.put(torch.ones(4, 4).t()[1:], 0), "tensor has strides"),
-            (lambda: copies.publish(0), "word 0; it must be 1 to 14"),
-            (lambda: copies.publish(15), "word 15; it must be 1 to 14"),
-            (lambda: copies.publish(1, to=space.rank), f"rank {space.rank} is no peer of rank"),
-            (lambda: copies.fetch(2, 1, x, 0), f"rank 2 is no peer of rank {space.rank} among 2"),
+            (lambda: copies.publish(0), "signal index is 0; it must be 1 to 14"),
+            (lambda: copies.publish(15), "signal index is 15; it must be 1 to 14"),
+            (lambda: copies.publish(1, to=space.rank), f"rank {space.rank} is not a peer of rank"),
+            (
+                lambda: copies.fetch(2, 1, x, 0),
+                f"rank 2 is not a peer of rank {space.rank}; world_size is 2",
+            ),
         ):
             with pytest.raises(ValueError, match=match):
                 call()

@@ -246,6 +246,6 @@ def test_without_gpus_it_is_refused() -> None:
     endings = [faults.ending_of(functools.partial(make, device=on)) for on in ("cuda", "meta")]
     on_gpu, elsewhere, on_host = [*endings, faults.ending_of(make)]
     assert on_gpu.error == elsewhere.error == "NotImplementedError"
-    assert "rank 0 needs a GPU that torch sees" in on_gpu.text, on_gpu
+    assert "rank 0 needs a GPU that is visible to torch" in on_gpu.text, on_gpu
     assert elsewhere.text == "device is meta; a symmetric tensor can be on cpu or cuda"
     assert on_host.error == "", on_host

@@ -34,7 +34,7 @@ SAID: dict[str, tuple[str, Callable[[list[float]], bool]]] = {
         lambda found: found[0] < 1e-5,
     ),
     "compile_pass": (
-        f"4 rewritten, 0 left alone(?s:.*){DIFFERENCE}",
+        f"4 rewritten, 0 not rewritten(?s:.*){DIFFERENCE}",
         lambda found: found[0] < 1e-4,
     ),
     "train_fsdp_tp": (r"loss ([\d.]+)", lambda found: found[-1] < found[0] - 2),

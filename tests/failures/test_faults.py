@@ -86,7 +86,7 @@ SET_UPS = [("growth", "map", 2), ("empty", "before", 0), ("init", "map", 0), ("i
 SET_UPS += [("growth", "before", 0), ("init", "map", 2), ("empty", "map", 0)]
 LATER = [
     ("autotune", "run"),
-    ("autotune", "times", 1, "' of matmul_all_reduce"),
+    ("autotune", "times", 1, "' for matmul_all_reduce"),
     ("backward", "before"),
 ]
 FUSED = [

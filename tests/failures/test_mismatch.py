@@ -211,8 +211,8 @@ def test_both_calls_are_named(ranks: RanksFixture) -> None:
     pool = ranks(WORLD)
     endings = [first for (first,) in pool.run(pairs_job, ["columns"])]
     usual, odd = _both_calls(endings, pool.pids)
-    assert usual == "all_gather([18, 8] float32, dim 0 by 6 a rank) [direct]"
-    assert odd == "all_gather([18, 900] float32, dim 0 by 6 a rank) [direct]"
+    assert usual == "all_gather([18, 8] float32, dim 0: 6 per rank) [direct]"
+    assert odd == "all_gather([18, 900] float32, dim 0: 6 per rank) [direct]"
 
 
 def test_a_skipped_call_is_detected(ranks: RanksFixture) -> None:
@@ -237,5 +237,7 @@ def test_other_options_of_init_are_refused(options: dict[str, Any], text: str) -
     for _ in range(2):  # the same again is fine
         tpkernels.init(group)
     faults.run_op("all_gather", group)
-    assert first.error == "ValueError" and "all ranks must give the same" in first.text, first
+    assert first.error == "ValueError" and "all ranks must pass the same options" in first.text, (
+        first
+    )
     assert first.seconds < faults.PROMPT and text in first.text, first

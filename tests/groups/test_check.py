@@ -94,7 +94,7 @@ def test_what_failed_in_a_kernel_is_reported(algorithm: str) -> None:
             first = faults.ending_of(look if algorithm == "check" else call)
             again = faults.ending_of(look)
             assert first.error == "CollectiveTimeoutError" and first.peer == 1, first
-            assert ("found by tpkernels.check" in first.text) == (algorithm == "check"), first
+            assert ("(detected by tpkernels.check)" in first.text) == (algorithm == "check"), first
             assert again.error == "GroupBrokenError", again
         dist.barrier()
 

@@ -142,7 +142,7 @@ def test_threads_whose_calls_cross_are_a_mismatch() -> None:
         assert [first(1.0), second(10.0), first(1.0)] == [2.0, 20.0, 2.0]
         got = (second, first)[rank]((10.0, 1.0)[rank])
         assert isinstance(got, tpkernels.CollectiveMismatchError), got
-        assert "on another of its threads" in str(got) and got.peer == 1 - rank, got
+        assert "makes this call on a different thread" in str(got) and got.peer == 1 - rank, got
         assert isinstance(second(1.0), tpkernels.GroupBrokenError)
 
 

@@ -196,7 +196,9 @@ def test_descriptors_go_into_the_scratch_memory_given() -> None:
     token = _allocator.set(own)
     try:
         launch(256)
-        with pytest.raises(RuntimeError, match="needs 384 bytes of scratch memory; there are 256"):
+        with pytest.raises(
+            RuntimeError, match="needs 384 bytes of scratch memory, but only 256 are allocated"
+        ):
             launch(384)
         assert allocated == [scratch] and _allocator.get() is own
     finally:

@@ -80,12 +80,16 @@ def test_the_bias_is_added_before_rounding() -> None:
 def test_what_cannot_be_packed() -> None:
     w = torch.ones(4, 3)
     for given, error, pattern in (
-        (torch.ones(3), ValueError, r"w has shape \[3\]; only a matrix \[K, N\]"),
+        (torch.ones(3), ValueError, r"w has shape \[3\]; it must be a matrix \[K, N\]"),
         (torch.ones(3, 0), ValueError, r"w has shape \[3, 0\]"),
-        (tpkernels.pack(w), ValueError, r"shape \[3, 4, 1\] is packed already"),
+        (tpkernels.pack(w), ValueError, r"shape \[3, 4, 1\] is already packed"),
         (w.to("meta"), NotImplementedError, "w is a torch.strided tensor on meta; only dense CPU"),
         (w.to_sparse(), NotImplementedError, "torch.sparse_coo tensor on cpu"),
-        (w.double(), NotImplementedError, "w is float64; use the plain weight"),
+        (
+            w.double(),
+            NotImplementedError,
+            "w is float64, which cannot be packed; use the unpacked weight",
+        ),
         (w.int(), NotImplementedError, "w has dtype int32; supported"),
     ):
         with pytest.raises(error, match=pattern):
@@ -93,9 +97,11 @@ def test_what_cannot_be_packed() -> None:
         if given.dtype == torch.float32:
             with pytest.raises(error, match=pattern):
                 tpkernels.pack(given, torch.int8)
-    with pytest.raises(TypeError, match="w is float32 and can be packed in that or int8 only"):
+    with pytest.raises(
+        TypeError, match="w is float32; it can be packed in float32 or int8, not in bfloat16"
+    ):
         tpkernels.pack(w, BF16)
-    with pytest.raises(NotImplementedError, match="in int8 K must be a multiple of 4"):
+    with pytest.raises(NotImplementedError, match="for int8, K must be a multiple of 4"):
         tpkernels.pack(w[:3], torch.int8)
     with pytest.raises(ValueError, match="w has NaN or infinite elements"):
         tpkernels.pack(w / torch.tensor([1.0, 0.0, 1.0]), torch.int8)
@@ -103,7 +109,7 @@ def test_what_cannot_be_packed() -> None:
 
 def test_what_is_not_packed() -> None:
     even, odd = torch.ones(4, 128), torch.ones(3, 128)
-    pattern = r"packed of \w+, shape \[.*\] and strides \[.*\] is neither a matrix nor what"
+    pattern = r"packed of \w+, shape \[.*\] and strides \[.*\] is neither a matrix nor a result of"
     for wrong in (
         torch.ones(4, 3, 4),
         even,
@@ -174,14 +180,17 @@ def test_what_is_refused() -> None:
     assert product(x, weight, F32) is not None
     assert product(x[:, :39], weight, F32) is None
     assert product(x.bfloat16(), weight, F32) is None
-    with pytest.raises(ValueError, match="another shape"):
+    with pytest.raises(ValueError, match="out and bias do not fit the matmul"):
         product(x, weight, F32, columns=13)
 
 
 def test_on_a_gpu_the_plain_weight_is_needed() -> None:
     with FakeTensorMode():
         x, w = torch.empty(2, 4, device="cuda"), torch.empty(3, 4, 1, device="cuda")
-    with pytest.raises(NotImplementedError, match="w is packed, which is for CPUs; pass the plain"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"w is packed and on .*, but packed weights are supported on CPUs only; pass the ",
+    ):
         validation.weight(w, x, 4, "w")
 
 

@@ -57,9 +57,9 @@ def test_plans_without_a_common_group(together: bool) -> None:
     rest = r"float32, partials in float32, strategy '\w+,\w+', algorithm 'auto', "
     rest += r"on the cpu mesh \[\[0, 1\], \[2, 3\]\]\)"
     pattern = (
-        r"CollectiveMismatchError: the ranks are in different products: global ranks \[0, 2\] in "
+        r"CollectiveMismatchError: the ranks are in different calls: global ranks \[0, 2\] in "
         rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] S1,R -> R,R, {rest}; global ranks \[1, 3\] in "
-        rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] R,S1 -> R,R, {rest}\. Nothing has been sent"
+        rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] R,S1 -> R,R, {rest}\. No data was sent"
     )
     with nullcontext() if together else apart():
         mesh = make_mesh((2, 2))

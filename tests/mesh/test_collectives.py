@@ -127,13 +127,13 @@ def test_refusals(ranks: RanksFixture) -> None:
         "ValueError: the mesh has no axis 'a'; it has axes 0 to 1, without names",
         "ValueError: axes is (0, 'a'); name at least one axis, and each once",
         "ValueError: axes is (); name at least one axis, and each once",
-        "ValueError: axes (0, 1) of a mesh without names cannot be made one group; pass "
-        "mesh_dim_names to init_device_mesh",
+        "ValueError: axes (0, 1) of a mesh without dim names cannot be combined into one "
+        "group; pass mesh_dim_names to init_device_mesh",
         "TypeError: x is a DTensor; pass x.to_local(), or use x.redistribute",
         "TypeError: x is a Tensor, not a DTensor",
-        "ValueError: dim is 2; x has 2 dims, and each can be named once",
-        "ValueError: mesh axis 1 is S1 and splits none of the dims (0,): there is nothing to sum "
-        "over along it",
+        "ValueError: dim is 2; x has 2 dims, and dim must contain each of them at most once",
+        "ValueError: axes contains mesh axis 1, but its placement is S1, which does not shard the "
+        "summed dims (0,); remove it from axes",
     ]
     for got in ranks(2).run(refusals_job):
         assert got == expected
@@ -174,10 +174,11 @@ def permuted_job() -> list[str]:
 
 def test_a_mesh_whose_ranks_do_not_ascend_is_refused(ranks: RanksFixture) -> None:
     expected = [
-        "mesh dim 1 has ranks [3, 2], but their process group has [2, 3]",
-        "mesh dim 0 has ranks [0, 2, 1, 3], but their process group has [0, 1, 2, 3]",
-        "mesh dim 1 has ranks [3, 2], but their process group has [2, 3]",
-        *["mesh dim 0 has ranks [2, 1, 0, 3], but their process group has [0, 1, 2, 3]"] * 4,
+        "mesh dim 1 has ranks [3, 2], but the order in their process group is [2, 3]",
+        "mesh dim 0 has ranks [0, 2, 1, 3], but the order in their process group is [0, 1, 2, 3]",
+        "mesh dim 1 has ranks [3, 2], but the order in their process group is [2, 3]",
+        *["mesh dim 0 has ranks [2, 1, 0, 3], but the order in their process group is [0, 1, 2, 3]"]
+        * 4,
     ]
     for messages in ranks(4).run(permuted_job):
         for got, want in zip(messages, expected, strict=True):

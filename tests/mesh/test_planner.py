@@ -325,7 +325,7 @@ def test_every_machine_is_complete() -> None:
         assert store.profile_in(store.profile_text(machine)) == machine
         within = replace(machine.within, step=0.0)
         text = store.profile_text(replace(machine, within=within))
-        with pytest.raises(ValueError, match=r"within: a step is -1.0"):
+        with pytest.raises(ValueError, match=r"within: step is -1.0; it must be at least 0"):
             store.profile_in(text.replace('"step": 0.0', '"step": -1.0', 1))
 
 

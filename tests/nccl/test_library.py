@@ -36,7 +36,9 @@ def test_what_is_no_library(fake_nccl: Build, tmp_path: Path) -> None:
         path = fake_nccl(without=[symbol]).path
         with pytest.raises(NotImplementedError) as caught:
             nccl.load(path)
-        assert f"'{path}' has no {symbol}; tpkernels needs NCCL 2.14 or" in str(caught.value)
+        assert f"'{path}' does not provide {symbol}; tpkernels needs NCCL 2.14 or" in str(
+            caught.value
+        )
 
 
 # Which one is found.
@@ -58,7 +60,7 @@ def test_the_first_that_is_new_enough_is_taken(
     only(monkeypatch, loaded, loaded, missing)
     with pytest.raises(NotImplementedError) as caught:
         nccl.load()
-    assert str(caught.value).count("no ncclCommFinalize") == 1
+    assert str(caught.value).count("does not provide ncclCommFinalize") == 1
     assert "/nowhere.so" in str(caught.value) and "pip install nvidia-nccl" in str(caught.value)
     assert nccl.facts() == {"unsupported": str(caught.value)}
 

@@ -79,7 +79,9 @@ def require_broken(fake: Fake, communicator: Bounded, by: str) -> None:
     for again in (lambda: enqueue(communicator, "all_reduce"), communicator.check):
         ending = faults.ending_of(again)
         assert ending.error == "GroupBrokenError" and ending.seconds < LONG / 2, ending
-        assert "can run no more calls; make a new one. It ended with: " in ending.text, ending
+        assert "cannot run more calls; create a new communicator. The reason: " in ending.text, (
+            ending
+        )
         assert by in ending.text, ending
     communicator.close()  # nothing is left to close
     communicator.abort("again")
@@ -92,7 +94,7 @@ def test_the_config_and_the_id_arrive(fake: Fake) -> None:
     config, unique_id = fake.init()
     assert config == f"24 {0xCAFEBEEF} 21400 0"  # size, magic, version, not blocking
     assert bytes(map(int, unique_id.split())) == bytes(range(128))
-    with pytest.raises(ValueError, match="a unique id has 128 bytes"):
+    with pytest.raises(ValueError, match="unique_id must have 128 bytes"):
         make(fake, unique_id=b"short")
 
 
@@ -176,18 +178,18 @@ def test_set_up_is_waited_for(fake: Fake, code: int) -> None:
     fake.progress(-1)
     ending = faults.ending_of(lambda: make(fake, SHORT))
     assert ending.error == "CollectiveTimeoutError"
-    assert "rank 0 of 1: set-up did not complete within 0.3 s" in ending.text
+    assert "rank 0 of 1: setup did not complete within 0.3 s" in ending.text
     assert (fake.calls("ncclCommAbort"), fake.alive(), fake.misuse()) == (1, 1, 0)
 
 
 def test_set_up_that_fails(fake: Fake) -> None:
     fake.asynchronous(REMOTE_ERROR)
     ending = faults.ending_of(lambda: make(fake))
-    assert ending.error == "PeerLostError" and "set-up failed: fake error 6" in ending.text
+    assert ending.error == "PeerLostError" and "setup failed: fake error 6" in ending.text
     assert (fake.calls("ncclCommAbort"), fake.alive()) == (1, 0)
     fake.result("ncclCommInitRankConfig", INVALID_ARGUMENT)
     ending = faults.ending_of(lambda: make(fake))
-    assert ending.error == "TpkernelsError" and "set-up failed: fake error 4" in ending.text
+    assert ending.error == "TpkernelsError" and "setup failed: fake error 4" in ending.text
     assert fake.calls("ncclCommAbort") == 1  # NCCL made nothing
     assert fake.misuse() == 0
 
@@ -203,7 +205,7 @@ def test_close_waits_for_the_peers_and_frees(fake: Fake) -> None:
     counts = [fake.calls(f"nccl{name}") for name in ("CommFinalize", "CommDestroy", "CommAbort")]
     assert (counts, fake.alive(), fake.misuse()) == ([1, 1, 0], 0, 0)
     ending = faults.ending_of(lambda: enqueue(communicator, "all_reduce"))
-    assert ending.error == "GroupBrokenError" and "It ended with: it was closed" in ending.text
+    assert ending.error == "GroupBrokenError" and "The reason: it was closed" in ending.text
     communicator.abort("late")
     assert fake.calls("ncclCommAbort") == 0
 
@@ -274,7 +276,7 @@ def test_a_call_that_is_stuck_within_nccl(fake: Fake) -> None:
     stuck = asking(communicator, fake)
     late = faults.ending_of(lambda: enqueue(communicator, "send"))
     assert late.error == "CollectiveTimeoutError" and late.seconds < AWAY / 2, late
-    assert "waited 0.3 s for another thread's call" in late.text
+    assert "waited 0.3 s for a call on a different thread" in late.text
     start = time.monotonic()
     assert communicator.abort("stuck") and time.monotonic() - start < AWAY / 2
     assert stuck.result(10).error == "GroupBrokenError"

@@ -386,7 +386,10 @@ def test_refusals() -> None:
         for wrong in (-1, EXPERTS):
             bad = ids.clone()
             bad[2, 1] = wrong
-            with pytest.raises(ValueError, match=f"topk_ids has {wrong}; experts are 0 to 2"):
+            with pytest.raises(
+                ValueError,
+                match=f"topk_ids contains expert {wrong}, which is out of range; expected 0 to 2",
+            ):
                 moe(x.float(), bad, weights.float())
             with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
                 rest = moe(x.float(), bad, weights.float())
@@ -394,7 +397,10 @@ def test_refusals() -> None:
             assert far(rest, moe(x.float(), ids, weights.float()), 1e-5) is None
         bad = ids.clone()
         bad[2, 1] = EXPERTS if group.rank() == 1 else 0
-        wrong_expert = "topk_ids of rank 1 has expert 3 at", "topk_ids has 3; experts are 0 to 2"
+        wrong_expert = (
+            "topk_ids of rank 1 contains expert 3 at",
+            "topk_ids contains expert 3, which is out of range; expected 0 to 2",
+        )
         for expert_parallel, message in zip((True, False), wrong_expert, strict=True):
             options = {"expert_parallel": expert_parallel, "sequence_parallel": True}
             layer = MoE(EXPERTS, HIDDEN, WIDTH, group, **options)

@@ -279,14 +279,14 @@ def test_refusals() -> list[str]:
                 f"NotImplementedError: {qkv.layers[0]!r} {gradient}": lambda: qkv(x),
                 row: lambda: frozen(needs),
                 row[:-1]: lambda: compiled(needs),
-                "NotImplementedError: gate.weight is float64; use the plain weight": wide.pack_,
+                "NotImplementedError: gate.weight is float64, which cannot be packed": wide.pack_,
                 "NotImplementedError: w is a torch.strided tensor on meta": meta.pack_,
                 "nothing": lambda: frozen(x),
-                "ValueError: weight has K=8, split into [4, 4], but in int8 8 elements have one "
-                "scale on any number of ranks; split K at multiples of 8": lambda: (
-                    tnn.RowParallelLinear(8, 6, group).pack_(dtype=torch.int8)
-                ),
-                "ValueError: down_proj has K=8, split into [4, 4], but in int8": lambda: tnn.pack_(
+                "ValueError: weight has K=8, split into [4, 4], but an int8 weight has one scale "
+                "per 8 elements of K; split K at multiples of 8": lambda: tnn.RowParallelLinear(
+                    8, 6, group
+                ).pack_(dtype=torch.int8),
+                "ValueError: down_proj has K=8, split into [4, 4], but an int8": lambda: tnn.pack_(
                     tnn.MoE(2, 4, 8, group), dtype=torch.int8
                 ),
                 "packed shape [4, 3], but x of shape [2, 5] needs [5, N]": lambda: plain(x5),

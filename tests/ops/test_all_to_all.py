@@ -146,13 +146,14 @@ REFUSED = [
     "ValueError: gather_dim and scatter_dim are both 1; they must differ",
     "ValueError: scatter_dim is 2; a tensor of 2 dims allows 0 to 1",
     "ValueError: gather_dim is -1",
-    r"ValueError: 5 rows do not divide by 2 ranks; pass scatter_sizes=tpkernels.shard_sizes\(5, 2",
-    r"ValueError: x has 2 rows in the gathered dim, but gather_sizes \[1, 1\] gives rank \d 1",
+    r"ValueError: the scattered dim has 5 rows, which is not divisible by world_size=2; pass "
+    r"scatter_sizes=tpkernels.shard_sizes\(5, 2",
+    r"ValueError: x has 2 rows in the gathered dim, but gather_sizes \[1, 1\] specifies 1 for rank",
     r"ValueError: scatter_sizes \[2, 2\] add up to 4, but the scattered dim has 6 rows",
     "NotImplementedError: x has dtype bool; supported: .*, float64, int64, int32",
-    "NotImplementedError: algorithm 'pipelined' of all_to_all overlaps a matmul",
-    "NotImplementedError: algorithm 'hierarchical' of all_to_all has no all_to_all on cpu",
-    r"CollectiveMismatchError: .*scattered dim 1 by \[.*, but rank \d .*scattered dim 1 by \[",
+    "NotImplementedError: algorithm 'pipelined' of all_to_all overlaps communication with a matmul",
+    "NotImplementedError: algorithm 'hierarchical' of all_to_all does not support all_to_all on",
+    r"CollectiveMismatchError: .*scatter dim 1: \[.*, but rank \d .*scatter dim 1: \[",
 ]
 
 

@@ -62,12 +62,12 @@ def packed_weights() -> Iterator[Refusal]:
         pattern = r"packed shape \[5, 8\], but .* needs \[6, N\]"
         yield bad_value(pattern, op, x, tpkernels.pack(ones(5, 8)))
         yield bad_value(r"has packed shape \[8, 8\], but .* needs \[6, N\]", op, x, int8)
-        pattern = "is float32 but x is float64; they must be equal: pack it in x's dtype"
+        pattern = "is float32 but x is float64; they must be equal: pack it in float64"
         yield bad_type(pattern, op, x.double(), w)
         yield bad_type("is int8 but x is float64", op, ones(4, 8).double(), int8)
-        pattern = "x has layout torch._mkldnn; the ops take dense tensors"
+        pattern = "x has layout torch._mkldnn; the ops support dense tensors only"
         yield unsupported(pattern, op, x.to_mkldnn(), w)
-        pattern = r"shape \[8, 6, 1\] .* is neither a matrix nor what tpkernels.pack returns"
+        pattern = r"shape \[8, 6, 1\] .* is neither a matrix nor a result of tpkernels.pack"
         yield bad_value(pattern, op, x.bfloat16(), w.bfloat16())
     pattern = r"weights\[1\] has packed shape \[8, 6\], but .* needs \[6, N\]"
     yield bad_value(pattern, GATHER, x, [w, tpkernels.pack(ones(8, 6))])
@@ -86,8 +86,8 @@ def local_products() -> Iterator[Refusal]:
         yield bad_value(r"has shape \[6, 8\], but .* needs \[7, N\]", op, ones(4, 7), w)
         yield bad_type("is float32 but x is bfloat16", op, x.bfloat16(), w)
         fake = FakeTensorMode().from_tensor(x)
-        yield bad_type("takes plain tensors, not FakeTensor", op, fake, w)
-    pattern = r"weights\[0\] is a CustomMatmul with a bias; add the bias in its function"
+        yield bad_type("supports plain tensors only, not FakeTensor", op, fake, w)
+    pattern = r"weights\[0\] is a CustomMatmul, which does not support biases\[0\]; add the bias in"
     yield unsupported(pattern, GATHER, x, w, biases=ones(8))
     narrow = tpkernels.CustomMatmul(lambda x: x, (6, 6), BF16)
     yield from weights_that_are_no_matrices("is a CustomMatmul", "a CustomMatmul", w, narrow)
@@ -97,15 +97,15 @@ def weights_that_are_no_matrices(what: str, kind: str, w: Any, narrow: Any) -> I
     """What neither can do; ``narrow`` is one in bf16."""
     x = ones(4, 6)
     for op in (GATHER, SCATTER, REDUCE, normed):
-        pattern = f"{what}, and the kernels of 'fused' cannot read it"
+        pattern = f"{what}, which the kernels of 'fused' cannot read"
         yield unsupported(pattern, op, x, w, algorithm="fused")
         pattern = f"has no gradient with {kind}; call it under torch.no_grad"
         yield unsupported(pattern, op, x.clone().requires_grad_(), w)
-    pattern = rf"weights\[0\] {what}, and its product has x's dtype float32, not bfloat16"
+    pattern = rf"weights\[0\] {what}, so its matmul returns float32, the dtype of x, not bfloat16"
     yield unsupported(pattern, GATHER, x, w, out_dtype=BF16)
-    pattern = f"w {what}, and its columns cannot be split along the last dim"
+    pattern = f"w {what}, so the last dim of the result cannot be split over the ranks"
     yield unsupported(pattern, SCATTER, x, w, scatter_dim=1)
-    pattern = f"w {what}, and its product has x's dtype bfloat16, not float32"
+    pattern = f"w {what}, so its matmul returns bfloat16, the dtype of x, not float32"
     for op in (SCATTER, REDUCE):
         yield unsupported(pattern, op, x.bfloat16(), narrow, wire_dtype=F32)
 
@@ -120,11 +120,13 @@ def matmul_operands() -> Iterator[Refusal]:
         yield bad_value(r"at least 2 dims.*\[6\]", op, ones(6), w)
         yield bad_type("float16 but x is float32", op, x, ones(6, 8, dtype=F16))
         yield unsupported(UNSUPPORTED, op, x.to(INT), w.to(INT))
-        pattern = "unknown algorithm 'tree'; there are auto, unfused, ring, direct, multimem"
+        pattern = "unknown algorithm 'tree'; choose from auto, unfused, ring, direct, multimem"
         yield bad_value(pattern, op, x, w, algorithm="tree")
     for op in (GATHER, SCATTER, REDUCE):
         yield unsupported("out_dtype has dtype int32", op, x, w, out_dtype=torch.int32)
-        yield unsupported("out_dtype float64 of float32 input", op, x, w, out_dtype=F64)
+        yield unsupported(
+            "out_dtype is float64 but x is float32; if either is float64", op, x, w, out_dtype=F64
+        )
     yield bad_value("weights is empty", GATHER, x, [])
     yield bad_value(r"weights\[1\].*\[7, 8\].*\[6, N\]", GATHER, x, [w, ones(7, 8)])
     yield bad_value(r"\[6, 8\].*\[4, 6\].*\[12, N\]", GATHER, x, w, gather_dim=1)
@@ -140,21 +142,23 @@ def epilogues() -> Iterator[Refusal]:
         yield bad_value(r"bias has shape \[7\], expected \[8\]", op, x, w, bias=ones(7))
         yield bad_value(r"bias has shape \[1, 8\], expected", op, x, w, bias=ones(1, 8))
         yield bad_type("bias is float16; it must be float32", op, x, w, bias=ones(8, dtype=F16))
-        pattern = rf"residual has shape \[{rows}, 7\], the output \[{rows}, 8\]"
+        pattern = rf"residual has shape \[{rows}, 7\], but the output has shape \[{rows}, 8\]"
         yield bad_value(pattern, op, x, w, residual=ones(rows, 7))
-        pattern = rf"residual has shape \[8\], the output \[{rows}, 8\]"
+        pattern = rf"residual has shape \[8\], but the output has shape \[{rows}, 8\]"
         yield bad_value(pattern, op, x, w, residual=ones(8))
         pattern = "residual is bfloat16; it must be float32"
         yield bad_type(pattern, op, x, w, residual=ones(rows, 8, dtype=BF16))
     for op in (SCATTER, REDUCE):
-        pattern = "wire_dtype is bfloat16; it must be x's float32 or float32"
+        pattern = "wire_dtype is bfloat16 and x is float32; wire_dtype must be float32"
         yield bad_value(pattern, op, x, w, wire_dtype=BF16)
-        pattern = "wire_dtype is float16; it must be x's bfloat16 or float32"
+        pattern = "wire_dtype is float16 and x is bfloat16; wire_dtype must be bfloat16 or float32"
         yield bad_value(pattern, op, x.to(BF16), w.to(BF16), wire_dtype=F16)
     pattern = r"biases\[1\] has shape \[8\], expected \[3\]"
     yield bad_value(pattern, GATHER, x, [w, ones(6, 3)], biases=[None, ones(8)])
-    yield bad_value("2 biases for 1 weights", GATHER, x, w, biases=[None, None])
-    yield bad_value("0 biases for 1 weights", GATHER, x, w, biases=[])
+    yield bad_value(
+        "biases has length 2, but weights has length 1", GATHER, x, w, biases=[None, None]
+    )
+    yield bad_value("biases has length 0, but weights has length 1", GATHER, x, w, biases=[])
 
 
 def shards() -> Iterator[Refusal]:
@@ -175,12 +179,15 @@ def shards() -> Iterator[Refusal]:
             pattern = f"{dim} is {value}; a tensor of 2 dims allows 0 to 1"
             yield bad_value(pattern, op, *tensors, **{dim: value})
     for op, tensors in ops[:2]:
-        pattern = r"x has 4 rows in the gathered dim, but shard_sizes \[5, 5\] gives rank \d 5"
+        pattern = r"x has 4 rows in the gathered dim, but shard_sizes \[5, 5\] specifies 5 for rank"
         yield bad_value(pattern, op, *tensors, shard_sizes=[5, 5])
     for op, tensors in ops[2:]:
         pattern = r"\[2, 3\] add up to 5, but the scattered dim has 4"
         yield bad_value(pattern, op, *tensors, shard_sizes=[2, 3])
-    pattern = r"5 rows do not divide by 2 ranks; pass shard_sizes=tpkernels.shard_sizes\(5, 2\)"
+    pattern = (
+        "the scattered dim has 5 rows, which is not divisible by world_size=2; pass "
+        r"shard_sizes=tpkernels.shard_sizes\(5, 2\)"
+    )
     yield bad_value(pattern, tpkernels.reduce_scatter, ones(5, 6))
     yield bad_value(pattern, SCATTER, ones(5, 6), w)
     yield bad_value(pattern, SCATTER, x, ones(6, 5), scatter_dim=1)
@@ -195,11 +202,11 @@ def collectives() -> Iterator[Refusal]:
         if moves:
             pattern = "x has dtype bool; supported: .*float64, int64, int32"
         yield unsupported(pattern, op, x.to(torch.bool if moves else INT))
-        pattern = "unknown algorithm 'rnig'; there are auto, unfused"
+        pattern = "unknown algorithm 'rnig'; choose from auto, unfused"
         yield bad_value(pattern, op, x, algorithm="rnig")
-        pattern = "'pipelined' of .* overlaps a matmul, and this op has none"
+        pattern = "'pipelined' of .* overlaps communication with a matmul, but this op does not"
         yield unsupported(pattern, op, x, algorithm="pipelined")
-    pattern = r"all_reduce_ has no gradient; it overwrites its input: use tpkernels.all_reduce$"
+    pattern = r"all_reduce_ has no gradient; it overwrites its input; use tpkernels.all_reduce$"
     yield unsupported(pattern, tpkernels.all_reduce_, ones(4, 6).requires_grad_())
     overlapping = [ones(4, 1).expand(4, 6), ones(1).expand(5), ones(3, 4).expand(2, 3, 4)]
     for shared in overlapping:
@@ -211,7 +218,12 @@ def collectives() -> Iterator[Refusal]:
         pattern = r"cannot overwrite a negative view.*x.resolve_neg\(\)"
         yield unsupported(pattern, tpkernels.all_reduce_, negative)
     for op in (tpkernels.reduce_scatter, tpkernels.all_reduce):
-        yield unsupported("out_dtype float32 of float64 input", op, x.double(), out_dtype=F32)
+        yield unsupported(
+            "out_dtype is float32 but x is float64; if either is float64",
+            op,
+            x.double(),
+            out_dtype=F32,
+        )
 
 
 def arguments() -> Iterator[Refusal]:
@@ -230,10 +242,10 @@ def group_arguments() -> Iterator[Refusal]:
     """Arguments that are not groups; the group that the refusal is called with is not used."""
     x, w = ones(4, 6), ones(6, 8)
     outsider = dist.GroupMember.NON_GROUP_MEMBER
-    absent = "no process group 'no such group' on this rank"
+    absent = "process group 'no such group' does not exist on this rank"
     wrong_groups: list[tuple[Any, type[Exception], str]] = [
         ("no such group", ValueError, absent),
-        (outsider, ValueError, r"rank \d of the world is not in this group"),
+        (outsider, ValueError, r"global rank \d is not in this group"),
         (7, TypeError, "must be a ProcessGroup, a DeviceMesh.*not int"),
         ((1, 2), TypeError, "not tuple"),
         (None, TypeError, "not NoneType"),
@@ -268,15 +280,18 @@ def options() -> Iterator[Refusal]:
         pattern = f"workspace_bytes must be at least 65536, not {nbytes}"
         yield bad_value(pattern, tpkernels.init, workspace_bytes=nbytes)
     pattern = (
-        "is in use with timeout=20.0, workspace_bytes=1048576, autotune=None, numerics=None; it "
-        "cannot change to timeout=19.0, workspace_bytes=1048576, autotune=None, numerics=None"
+        "is already initialized with timeout=20.0, workspace_bytes=1048576, autotune=None, "
+        "numerics=None; it cannot be changed to timeout=19.0, workspace_bytes=1048576, "
+        "autotune=None, numerics=None"
     )
     yield bad_value(pattern, tpkernels.init, timeout=19.0, workspace_bytes=1 << 20)
-    yield bad_value("it cannot change to timeout=30.0, workspace_bytes=67108864", tpkernels.init)
-    pattern = "it cannot change to .*autotune=False"
+    yield bad_value(
+        "it cannot be changed to timeout=30.0, workspace_bytes=67108864", tpkernels.init
+    )
+    pattern = "it cannot be changed to .*autotune=False"
     same = {"timeout": 20.0, "workspace_bytes": 1 << 20}
     yield bad_value(pattern, tpkernels.init, **same, autotune=False)
-    pattern = "numerics=None; it cannot change to .*numerics='ordered'"
+    pattern = "numerics=None; it cannot be changed to .*numerics='ordered'"
     yield bad_value(pattern, tpkernels.init, **same, numerics="ordered")
     pattern = "numerics is 'fast'; it can be 'vendor', 'ordered' or None"
     yield bad_value(pattern, tpkernels.init, numerics="fast")
@@ -294,7 +309,7 @@ def normed_products() -> Iterator[Refusal]:
 
 def normed_sums() -> Iterator[Refusal]:
     op, x, weight = tpkernels.all_reduce_rms_norm, ones(4, 6), ones(6)
-    yield bad_value(r"x has shape \[\]; it must be \[..., N\], N at least 1", op, ones(), weight)
+    yield bad_value(r"x has shape \[\]; it must be \[..., N\] with N >= 1", op, ones(), weight)
     yield bad_value(r"x has shape \[4, 0\]; it must be", op, ones(4, 0), ones(0))
     yield bad_value(r"weight has shape \[5\], expected \[6\]", op, x, ones(5))
     yield bad_value(r"weight has shape \[1, 6\], expected \[6\]", op, x, ones(1, 6))
@@ -307,7 +322,7 @@ def normed_sums() -> Iterator[Refusal]:
         yield bad_value(f"eps is {eps}; it must be finite and at least 0", op, x, weight, eps=eps)
     yield unsupported("x has dtype int64; supported", op, x.long(), weight)
     yield bad_value("unknown algorithm 'tree'", op, x, weight, algorithm="tree")
-    pattern = "'pipelined' of all_reduce_rms_norm overlaps a matmul, and this op has none"
+    pattern = "'pipelined' of all_reduce_rms_norm overlaps communication with a matmul, but this op"
     yield unsupported(pattern, op, x, weight, algorithm="pipelined")
 
 
@@ -357,26 +372,30 @@ def scaled_scales() -> Iterator[Refusal]:
             yield bad_value(wrong, op, x, w, ONE, ones(*shape))
         wrong = "scale_x is bfloat16; it must be float32 or float8_e8m0fnu"
         yield bad_type(wrong, op, x, w, ones(dtype=BF16), ONE)
-        wrong = r"scale_x has shape \[4, 3\]; it must be \[4, 2\], or \[512\] where it is swizzled"
+        wrong = r"scale_x has shape \[4, 3\]; it must be \[4, 2\], or \[512\] if it is swizzled"
         yield bad_value(wrong, op, x, w, ones(4, 3).to(E8M0), ones(8, 2).to(E8M0))
         wrong = r"the scale of w.* has shape \[2, 8\]; it must be \[8, 2\], or \[512\]"
         yield bad_value(wrong, op, x, w, blocks, ones(2, 8).to(E8M0))
-        wrong = "scale_x is block-wise and the scale of w.* tensor-wise; block-wise scales do not"
+        wrong = "scale_x is block-wise but the scale of w.* is tensor-wise; if either is block-wise"
         yield bad_value(wrong, op, x, w, blocks, ONE)
-        wrong = "scale_x has a scale for every 32 of K, which is 33: no multiple"
+        wrong = (
+            "scale_x has one scale per 32 elements of K, but K is 33, which is not divisible by 32"
+        )
         yield bad_value(wrong, op, fp8(4, 33), fp8(33, 8), blocks, ONE)
         wrong = "scale_x is float32; it must be float8_e4m3fn"
         yield bad_type(wrong, op, fp4(4, 32), fp4(8, 32).t(), ONE, ONE)
-    wrong = "x has 4 rows on rank 0 and swizzled scales, whose tiles have 128 rows; give each"
+    wrong = "scale_x is swizzled, but x has 4 rows on rank 0, which is not a multiple of 128; give"
     swizzled = ones(512).to(E8M0)
     yield unsupported(wrong, SCALED_GATHER, x, w, swizzled, swizzled)
-    yield bad_value("2 scales for 1 weights", SCALED_GATHER, x, w, ONE, [ONE, ONE])
+    yield bad_value(
+        "scales_w has length 2, but weights has length 1", SCALED_GATHER, x, w, ONE, [ONE, ONE]
+    )
 
 
 def scaled_options() -> Iterator[Refusal]:
     x, w = fp8(4, 32), fp8(32, 8, dtype=torch.float8_e5m2)
     opaque = ones(1).to_mkldnn()
-    wrong = "has layout torch._mkldnn; the ops take dense tensors"
+    wrong = "has layout torch._mkldnn; the ops support dense tensors only"
     for op in SCALED_OPS:
         yield unsupported(f"scale_x {wrong}", op, x, w, opaque, ONE)
         yield unsupported(rf"scales?_w(\[0\])? {wrong}", op, x, w, ONE, opaque)
@@ -389,7 +408,7 @@ def scaled_options() -> Iterator[Refusal]:
     for op in SCALED_OPS:
         wrong = "out_dtype is float8_e4m3fn; supported: bfloat16, float16, float32"
         yield unsupported(wrong, op, x, w, ONE, ONE, out_dtype=E4M3)
-        wrong = "algorithm 'fused' of .*scaled_matmul.* has no kernel for operands with scales"
+        wrong = "algorithm 'fused' of .*scaled_matmul.* does not support operands with scales"
         yield unsupported(wrong, op, x, w, ONE, ONE, algorithm="fused")
         for needs in range(4):
             given = [x, w.clone(), ONE.clone(), ONE.clone()]
@@ -406,13 +425,28 @@ def scaled_options() -> Iterator[Refusal]:
             yield bad_value(wrong, op, x, w, ONE, ONE, **{name: ones(3, dtype=BF16)})
     wrong = "biases.0. is float32; it must be bfloat16"
     yield bad_type(wrong, SCALED_GATHER, x, w, ONE, ONE, biases=ones(8))
-    yield bad_value("2 biases for 1 weights", SCALED_GATHER, x, w, ONE, ONE, biases=[None, None])
+    yield bad_value(
+        "biases has length 2, but weights has length 1",
+        SCALED_GATHER,
+        x,
+        w,
+        ONE,
+        ONE,
+        biases=[None, None],
+    )
     yield bad_value("weights is empty", SCALED_GATHER, x, [], ONE, [])
     for op, name in ((SCALED_GATHER, "gather_dim"), (SCALED_SCATTER, "scatter_dim")):
-        yield unsupported(rf"{name} is 1, the last of", op, x, w, ONE, ONE, **{name: 1})
+        yield unsupported(rf"{name} is 1, the last dim of shape", op, x, w, ONE, ONE, **{name: 1})
         yield bad_value(f"{name} is 2; a tensor of 2 dims", op, x, w, ONE, ONE, **{name: 2})
-    yield bad_value("5 rows do not divide by 2 ranks", SCALED_SCATTER, fp8(5, 32), w, ONE, ONE)
-    wrong = r"x has 4 rows in the gathered dim, but shard_sizes \[3, 3\] gives rank"
+    yield bad_value(
+        "dim has 5 rows, which is not divisible by world_size=2",
+        SCALED_SCATTER,
+        fp8(5, 32),
+        w,
+        ONE,
+        ONE,
+    )
+    wrong = r"x has 4 rows in the gathered dim, but shard_sizes \[3, 3\] specifies 3 for rank"
     yield bad_value(wrong, SCALED_GATHER, x, w, ONE, ONE, shard_sizes=[3, 3])
 
 
@@ -449,11 +483,11 @@ def placements() -> Iterator[Refusal]:
         )
         pattern = "residual is on meta but x is on cpu"
         yield bad_value(pattern, REDUCE, x, product, residual=rows.to("meta"))
-    pattern = r"biases\[0\] is nested; the ops take dense tensors"
+    pattern = r"biases\[0\] is nested; the ops support dense tensors only"
     yield unsupported(
         pattern, GATHER, x, w, biases=torch.nested.nested_tensor([w], layout=torch.jagged)
     )
-    pattern = "x has layout torch._mkldnn; the ops take dense tensors"
+    pattern = "x has layout torch._mkldnn; the ops support dense tensors only"
     yield unsupported(pattern, tpkernels.all_reduce_rms_norm, rows.to_mkldnn(), columns)
     for layer, given in (
         (tpkernels.nn.ColumnParallelLinear, x),
@@ -556,13 +590,13 @@ def test_a_group_that_this_rank_is_not_in() -> list[str]:
     mine, other = made if rank == 0 else made[::-1]
     names: list[Any] = [None] * 3
     dist.all_gather_object(names, mine.group_name)
-    outside, name = f"rank {rank} of the world is not in this group", names[rank == 0]
+    outside, name = f"global rank {rank} is not in this group", names[rank == 0]
     refused = [
         no(ValueError, outside, lambda _: tpkernels.init(other)),
         no(ValueError, outside, lambda _: tpkernels.all_reduce(torch.ones(3), other)),
         no(
             ValueError,
-            f"no process group '{name}' on this rank; .* this rank is not in it",
+            f"process group '{name}' does not exist on this rank; .* does not contain this rank",
             lambda _: tpkernels.all_reduce(torch.ones(3), name),
         ),
     ]
@@ -591,5 +625,5 @@ def test_splits_are_balanced(total: int, world: int, unit: int) -> None:
 
 
 def test_no_default_group() -> None:
-    with pytest.raises(ValueError, match="no default process group: call"):
+    with pytest.raises(ValueError, match="the default process group does not exist; call"):
         tpkernels.init()

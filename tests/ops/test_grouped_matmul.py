@@ -137,14 +137,18 @@ def test_refusals() -> None:
         (ValueError, r"counts\[1\] is -1", (x, w, torch.tensor([3, -1, 5]))),
         (ValueError, "counts add up to 8, but x has 7 rows", (x, w, torch.tensor([3, 1, 4]))),
         (ValueError, "x has 7 rows, so it must be 0 to 7", (x, w, torch.tensor([3, 0, 2**62]))),
-        (ValueError, r"it must be int32 or int64 of shape \[3\]", (x, w, good[:2])),
+        (ValueError, r"counts must be int32 or int64 of shape \[3\]", (x, w, good[:2])),
         (ValueError, "counts is torch.float32", (x, w, good.float())),
         (ValueError, r"w\[0\] has shape \[4, 5\], but x of shape \[7, 3\]", (x[:, :3], w, good)),
-        (ValueError, r"takes rows \[R, K\]", (x[None], w, good)),
-        (ValueError, r"must be a stack \[E, K, N\]", (x, w[0], good)),
+        (ValueError, r"it must be \[R, K\]", (x[None], w, good)),
+        (ValueError, r"must be \[E, K, N\]", (x, w[0], good)),
         (TypeError, r"w\[0\] is float32 but x is float64", (x.double(), w, good)),
-        (ValueError, "or what tpkernels.pack makes of one", (x, tpkernels.pack(w)[:, 1:], good)),
-        (TypeError, "pack it in x's dtype", (x.bfloat16(), tpkernels.pack(w), good)),
+        (
+            ValueError,
+            "or such a stack packed with tpkernels.pack",
+            (x, tpkernels.pack(w)[:, 1:], good),
+        ),
+        (TypeError, "pack it in bfloat16", (x.bfloat16(), tpkernels.pack(w), good)),
     ]
     bad.append((ValueError, r"bias has shape \[5\]; it must be \[3, 5\]", (x, w, good, w[0, 0])))
     for error, pattern, operands in bad:
@@ -164,7 +168,7 @@ def test_stacks_are_packed_matrix_by_matrix(dtype: torch.dtype) -> None:
     assert torch.equal(back, w) and back.stride() == w.stride()
     int8 = tpkernels.unpack(tpkernels.pack(w, torch.int8))
     assert torch.equal(int8[2], tpkernels.unpack(tpkernels.pack(w[2], torch.int8)))
-    with pytest.raises(ValueError, match="is packed already"):
+    with pytest.raises(ValueError, match="is already packed"):
         tpkernels.pack(packed)
 
 

@@ -372,16 +372,18 @@ def test_ids_that_differ_between_ranks_are_a_mismatch(other: str) -> None:
     with fresh_group() as group:
         (message,) = messages_of([lambda: tpkernels.moe_dispatch(x, ids, weights, 4, group)])
     assert message.startswith("CollectiveMismatchError: "), message
-    assert "pass shard_sizes, the tokens of each rank, if they differ" in message
+    assert "pass shard_sizes with the tokens of each rank" in message
 
 
 REFUSED = [
-    r"RoutingError: topk_ids of rank 1 has expert 8 at \[2, 1\]; there are experts 0 to 7",
-    r"RoutingError: topk_ids of rank 1 has expert -1 at \[2, 1\]; there are experts 0 to 7",
-    r"ValueError: topk_ids has shape \[3, 2\] and topk_weights \[3, 1\]; both must be",
-    r"ValueError: x has shape \[2, 4\]; topk_ids have 3 tokens",
-    r"ValueError: x has shape \[\]; topk_ids have 3 tokens",
-    r"ValueError: topk_ids has shape \[3, 0\] .*; both must be \[tokens, k\], k at least 1",
+    r"RoutingError: topk_ids of rank 1 contains expert 8 at \[2, 1\], which is out of range; "
+    r"expected 0 to 7",
+    r"RoutingError: topk_ids of rank 1 contains expert -1 at \[2, 1\], which is out of range; "
+    r"expected 0 to 7",
+    r"ValueError: topk_ids has shape \[3, 2\] and topk_weights has shape \[3, 1\]; both must be",
+    r"ValueError: x has shape \[2, 4\], but topk_ids has 3 tokens; x must have one row per token",
+    r"ValueError: x has shape \[\], but topk_ids has 3 tokens",
+    r"ValueError: topk_ids has shape \[3, 0\] .*; both must be \[tokens, k\] with k >= 1",
     r"TypeError: topk_weights is int64; it must be floating-point",
     r"ValueError: topk_weights is on meta but x is on cpu",
     r"TypeError: topk_ids is int16; it must be int32 or int64",
@@ -389,13 +391,16 @@ REFUSED = [
     r"ValueError: num_experts is 0; it must be at least 1",
     r"ValueError: x has shape \[3, 4, 1\]; it must be \[rows, H\]",
     r"ValueError: routes is float32 of shape \[6, 2\]; it must be int32 or int64",
-    r"ValueError: routes has 4 tokens, but the ranks have 6: \[3, 3\]",
-    r"ValueError: topk_weights has shape \[3, 1\], but routes has 2 a token",
-    r"RoutingError: 12 routes lead to the experts of rank 0, but max_rows is 11; with 12, all",
-    r"RoutingError: 12 routes lead to the experts of rank 0, but max_rows is 11; with 12, all",
+    r"ValueError: routes has 4 tokens, but the ranks have 6 in total \(\[3, 3\] per rank\)",
+    r"ValueError: topk_weights has shape \[3, 1\], but routes has 2 experts per token",
+    r"RoutingError: 12 \(token, expert\) assignments go to the experts of rank 0, but max_rows is "
+    r"11; 12 \(tokens x top_k\) is always enough",
+    r"RoutingError: 12 \(token, expert\) assignments go to the experts of rank 0, but max_rows is "
+    r"11; 12 \(tokens x top_k\) is always enough",
     r"ValueError: max_rows is 0; it must be at least 1",
-    r"NotImplementedError: algorithm 'ring' of moe_dispatch has no moe_dispatch on cpu tensors",
-    r"ValueError: x has 1 rows, but \d+ routes lead to this rank's experts|PeerLostError: .*left",
+    r"NotImplementedError: algorithm 'ring' of moe_dispatch does not support moe_dispatch on cpu",
+    r"ValueError: x has 1 rows, but \d+ \(token, expert\) assignments go to the experts of this "
+    r"rank|PeerLostError: .*left",
 ]
 
 

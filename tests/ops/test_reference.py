@@ -28,7 +28,7 @@ def test_the_bound_of_a_sum_holds_and_is_tight(dtype: torch.dtype) -> None:
 def test_integers_must_fit_the_dtype() -> None:
     x, w = torch.ones(2, 257), torch.ones(257, 3)
     assert summed([(x, w)], dtype=torch.float32, integers=True).bound.max() == 0
-    with pytest.raises(ValueError, match=r"torch\.bfloat16 does not hold their sums"):
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 cannot represent the exact sums"):
         summed([(x, w)], dtype=torch.bfloat16, integers=True)
 
 

@@ -146,7 +146,7 @@ def test_all_ranks_refuse_the_tiles_of_one() -> list[str]:
         sizes = [128] * last + [4]
         x, w = torch.ones(sizes[group.rank()], 32).to(E4M3), torch.ones(32, 5).to(E4M3)
         given = (x, w, torch.ones(512).to(E8M0), torch.ones(512).to(E8M0), group)
-        wrong = f"NotImplementedError: x has 4 rows on rank {last} and swizzled scales"
+        wrong = f"NotImplementedError: scale_x is swizzled, but x has 4 rows on rank {last}"
         return unlike(
             {wrong: lambda: tpkernels.all_gather_scaled_matmul(*given, shard_sizes=sizes)}
         )

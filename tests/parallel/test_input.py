@@ -136,7 +136,7 @@ def test_what_would_be_lost_is_refused() -> list[str]:
         | {
             f"model.layers.1.self_attn.k_norm {lost} forward_hooks": attempt(heads, mesh),
             f"model.layers.1.mlp.experts {lost} forward_pre_hooks": attempt(mixture, mesh),
-            "layers.0.mlp.experts.gate_up_proj is float64; use": attempt(wide, mesh, pack=True),
+            "layers.0.mlp.experts.gate_up_proj is float64, which": attempt(wide, mesh, pack=True),
         },
         NotImplementedError,
     )
@@ -197,7 +197,7 @@ def test_refusals_name_the_module() -> list[str]:
             "pack=True packs the layers of tpkernels.nn, and a plan of torch styles": attempt(
                 mlp, mesh, plan=up, pack=True
             ),
-            "model.layers.0.self_attn.q_proj.weight is float64; use the plain": attempt(
+            "model.layers.0.self_attn.q_proj.weight is float64, which cannot be packed": attempt(
                 hf_models.make("llama").double(), mesh, pack=True
             ),
             "ValueError: lm_head.weight has NaN or infinite elements": attempt(

@@ -90,11 +90,13 @@ WRONG: dict[str, tuple[bytes | Callable[[dict[str, Any]], Any], str]] = {
     "too large": (b" " * (2 << 20), "more than 1048576 bytes"),
     "another format": (edited(format="tpkernels tuning 1"), "format is 'tpkernels tuning 1'"),
     "another torch": (edited(versions={"tpkernels": tpkernels.__version__, "torch": "1.0"}),
-                      "torch is '1.0', here it is"),
+                      "torch is '1.0', but '"),
     "another device": (lambda c: c | {"machine": c["machine"] | {"device": "a\x1b[2J\nb"}},
-                       r"device is 'a\\x1b[2J\\nb', here it is".replace("\\\\", "\\")),
-    "other ranks": (lambda c: c | {"machine": c["machine"] | {"ranks": 4}}, "ranks is 4, here"),
-    "no measurements": (edited(measurements={"a": 1}), "measurements is {'a': 1}, not"),
+                       r"device is 'a\\x1b[2J\\nb', but '".replace("\\\\", "\\")),
+    "other ranks": (lambda c: c | {"machine": c["machine"] | {"ranks": 4}},
+                    "ranks is 4, but 2 on this"),
+    "no measurements": (edited(measurements={"a": 1}),
+                        "measurements is {'a': 1}; it must be of type list"),
     "no time": (first(ms={"direct": 0.0}), "the time of 'direct' is 0.0"),
     "not a number": (first(ms={"direct": float("nan")}), "measurements[0].ms.direct is nan"),
     "no date": (first(date="yesterday\n"), r"a date is 'yesterday\n'"),
@@ -120,7 +122,7 @@ def test_a_bad_file_is_ignored_with_one_warning(cache: Path) -> None:
         with pytest.warns(RuntimeWarning) as raised:
             assert store.load_or_warn(MACHINE) == NOTHING_TUNED, case
         (warning,) = raised
-        assert f"the tuning cache {cache} is ignored: " in str(warning.message)
+        assert f"ignoring the tuning cache {cache}: " in str(warning.message)
         assert reason in str(warning.message), case
         assert "\x1b" not in str(warning.message)
         assert cache.read_bytes() == content  # kept for inspection
@@ -170,7 +172,9 @@ def test_a_lock_that_is_never_given_back_is_an_error(
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         begin = time.monotonic()
-        with pytest.raises(TimeoutError, match=f"another process has held {lock} for 0.2 s"):
+        with pytest.raises(
+            TimeoutError, match=f"a different process has held the lock {lock} for 0.2 s"
+        ):
             store.update(MACHINE, measured(spec(2), direct=1.0))
         assert 0.2 <= time.monotonic() - begin < 5
     assert len(store.update(MACHINE, measured(spec(3), direct=1.0))[1].measurements) == 2
@@ -310,7 +314,7 @@ def test_times_on_gpus_are_those_of_their_links_and_libraries(
         return this_machine("cuda", 4, 1, True)
 
     first = found()
-    assert first.gpus == "0 pairs of 4 without NVLink; driver 580.65.06, NCCL 2.27.3"
+    assert first.gpus == "4 GPUs, 0 pairs without NVLink; driver 580.65.06, NCCL 2.27.3"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(99))
     assert found().file_name == first.file_name
@@ -321,6 +325,6 @@ def test_times_on_gpus_are_those_of_their_links_and_libraries(
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 1))
     others.add(found().file_name)
     monkeypatch.setattr("tpkernels.common.nvml.LIBRARY", "libmissing.so")
-    assert found().gpus == "4, links unknown: OSError; driver unknown, NCCL 2.28.1"
+    assert found().gpus == "4 GPUs, links unknown: OSError; driver unknown, NCCL 2.28.1"
     assert len(others | {first.file_name, found().file_name}) == 5
     machine._gpus.cache_clear()

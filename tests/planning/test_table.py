@@ -48,7 +48,7 @@ def test_what_cannot_run_is_passed_over() -> None:
     assert plan(spec(64), one).algorithm == "direct"  # fused is for tests on a CPU
     assert plan(spec(64), one, shared_memory=False).algorithm == "ring"
     alone = measured(spec(64), direct=1.0, pipelined=0.5)
-    assert "share no memory" in plan(spec(64), alone, shared_memory=False).reason
+    assert "do not share memory" in plan(spec(64), alone, shared_memory=False).reason
     assert (
         "1024" in plan(spec(64), measured(spec(64), direct=1.0)).reason
     )  # nothing to compare with
@@ -81,7 +81,7 @@ def test_other_extents_than_the_measured_ones() -> None:
         (6000, 4000, "pipelined"),
     ]:
         chosen = plan(spec(m), few, many)
-        assert (chosen.algorithm, chosen.reason) == (winner, f"tuned: as at {end} rows")
+        assert (chosen.algorithm, chosen.reason) == (winner, f"tuned: from the times at {end} rows")
     for m in (266, 802, 1998, 6002):
         assert plan(spec(m), few, many) == plan(spec(m)), "too far from both"
 
@@ -103,7 +103,7 @@ def test_only_the_same_kind_of_problem_counts() -> None:
     one = measured(spec(512), unfused=1.0, direct=9.0, pipelined=9.0)
     assert plan(spec(512), one).algorithm == "unfused"
     asked = choose(spec(512).problem(2), Means(True), requested="pipelined", tuned=Table((one,)))
-    assert (asked.algorithm, asked.reason) == ("pipelined", "asked for")
+    assert (asked.algorithm, asked.reason) == ("pipelined", "requested")
     changes: list[dict[str, Any]] = [
         {"dtype": torch.float32},
         {"shape": (512, 1024)},

@@ -325,7 +325,7 @@ def test_virtual_ranks_must_see_waits_that_are_skipped(cuda_driver: str) -> None
     around = functools.partial(rehearsal, cuda_driver, patch=waits_that_cannot_be_skipped)
     name = VIRTUAL + "direct/one_shot"
     failure = qualified(around, name, on=ONE)[name].failure
-    assert failure is not None and "these checks would miss a lost wait" in failure.text
+    assert failure is not None and "the checks miss a removed wait" in failure.text
 
 
 def broken_copies() -> Any:

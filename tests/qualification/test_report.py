@@ -72,14 +72,18 @@ def means(qualification: Qualification) -> Means:
 @pytest.mark.parametrize(
     ("asked", "algorithm", "reason"),
     [
-        (routed, "direct", "with max_rows the host waits for no counts"),
+        (routed, "direct", "with max_rows the host does not wait for token counts"),
         (
             lambda: routed(options=Options(routes=(8, 2))),
             "unfused",
-            "nothing is known to be faster",
+            "no algorithm is known to be faster",
         ),
         (lambda: routed(dtype=torch.float64), "unfused", "direct accumulates in float32"),
-        (lambda: routed(shape=(1 << 30, 64)), "unfused", "direct counts routes in 31 bits"),
+        (
+            lambda: routed(shape=(1 << 30, 64)),
+            "unfused",
+            "direct supports fewer than 2**31 (token, expert) assignments",
+        ),
         (lambda: routed(world=1, sizes=(64,)), "unfused", "one rank"),
     ],
 )
@@ -118,7 +122,10 @@ def test_the_reasons_say_what_to_do() -> None:
     )
     reason = REPORT.qualification(2).why_not("all_gather", "direct") or ""
     assert "direct/one_shot: the budget" in reason
-    assert "1 of 4 elements wrong in all_reduce 2x2 float32, rank 1: [3] 0 for 2" in reason
+    assert (
+        "1 of 4 elements are wrong in all_reduce 2x2 float32, rank 1: [3] is 0, expected 2"
+        in reason
+    )
     assert REPORT.qualification(2).why_not("all_reduce", "unfused") is None
 
 
@@ -149,20 +156,20 @@ def spoilt(**variants: Any) -> Callable[[Path], Any]:
 
 
 SPOILT: dict[str, Callable[[Path], Any]] = {
-    "others can write": lambda path: path.chmod(0o666),
-    "another machine": lambda path: path.write_text(
+    "other users can write": lambda path: path.chmod(0o666),
+    "on a different machine or by different versions": lambda path: path.write_text(
         json.dumps(json.loads(path.read_text()) | {"kernels": "others"})
     ),
-    "no 'date'": lambda path: path.write_text(
+    "lacks the field 'date'": lambda path: path.write_text(
         json.dumps(json.loads(path.read_text()) | {"report": {"litmus": {}, "variants": {}}})
     ),
-    "a number of ranks is 'two'": spoilt(two={}),
-    "a number of ranks is '-1'": spoilt(**{"-1": {}}),
-    "a number of ranks is ' 2 '": spoilt(**{" 2 ": {}}),
+    "a world size is 'two'": spoilt(two={}),
+    "a world size is '-1'": spoilt(**{"-1": {}}),
+    "a world size is ' 2 '": spoilt(**{" 2 ": {}}),
     "a variant is 'directll'": spoilt(**{"2": {"directll": asdict(StageOutcome(QUALIFIED))}}),
     "a variant is 'direct/ll/c'": spoilt(**{"2": {"direct/ll/c": asdict(StageOutcome(QUALIFIED))}}),
     "a variant is 'another/ll'": spoilt(**{"2": {"another/ll": asdict(StageOutcome(QUALIFIED))}}),
-    "a status is 'QUALIFIED'": spoilt(
+    "status is 'QUALIFIED'; it must be 'qualified'": spoilt(
         **{"2": {"direct/ll": asdict(StageOutcome(QUALIFIED)) | {"status": "QUALIFIED"}}}
     ),
     "Expecting value": lambda path: path.write_text("no JSON"),

@@ -448,7 +448,7 @@ def _judged(trial: Trial, rank: int, report: Report, pid: int) -> list[str]:
     if trial.exact and first.error:
         right["the error of the next call"] = (
             again.seconds < PROMPT / 2
-            and "make a new group" in again.text
+            and "create a new group" in again.text
             and first.text[:100] in again.text
         )
         right["what it says"] = victim or _names_the_victim(trial, rank, first, pid)
@@ -466,7 +466,7 @@ def _names_the_victim(trial: Trial, rank: int, first: Ending, pid: int) -> bool:
         "interrupt": "it left the call with KeyboardInterrupt",
     }.get(trial.kind, "")
     known = trial.kind == "stop" or trial.memory != "shared" or (named and cause in first.text)
-    texts = (f"rank {rank} ", "he group is broken: make a new one")
+    texts = (f"rank {rank} ", "he group is broken; create a new group")
     return known and first.text.startswith(trial.op) and all(text in first.text for text in texts)
 
 

@@ -314,7 +314,7 @@ def require_broken(report: Report) -> None:
     """The next call fails at once, saying what broke the group; other groups go on."""
     assert report.again.error == "GroupBrokenError", report.again
     assert report.again.seconds < PROMPT / 2, report.again
-    assert "make a new group" in report.again.text
+    assert "create a new group" in report.again.text
     assert report.first.text[:100] in report.again.text, report
     for other in report.others:
         assert not other.error, other

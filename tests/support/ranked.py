@@ -62,7 +62,9 @@ def apart() -> Iterator[None]:
     colocation._why_not_reached = lambda *_: "is kept apart by a test"
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the ranks are on one machine but share no")
+            warnings.filterwarnings(
+                "ignore", message="the ranks are on one machine but do not share"
+            )
             yield
     finally:
         colocation._why_not_reached = probe

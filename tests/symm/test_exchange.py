@@ -174,7 +174,7 @@ def test_a_rank_that_gives_up_notifies_those_that_are_there() -> None:
     ranks[1] = replace(ranks[1], watch=give_up)
     results = exchange_on_all(ranks[:2], 1)
     assert isinstance(results[0], PeerLostError) and results[0].peer == 1, results
-    assert "rank 1, which left with KeyboardInterrupt" in str(results[0])
+    assert "rank 1, which failed: KeyboardInterrupt" in str(results[0])
     assert time.monotonic() - begin < 0.3 + PROMPT
 
 
@@ -185,7 +185,7 @@ def test_a_rank_that_leaves_between_exchanges_notifies_all() -> None:
     ranks[2].tell_left(ArithmeticError("no luck"))
     for error in exchange_on_all(ranks[:2], 2, "next"):
         assert isinstance(error, PeerLostError) and error.peer == 2, error
-        assert "left with ArithmeticError: no luck" in str(error)
+        assert "failed: ArithmeticError: no luck" in str(error)
     assert time.monotonic() - begin < PROMPT
     assert exchange_on_all(members(ranks[0].store), 3) == complete(3)  # a new group
 

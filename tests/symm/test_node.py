@@ -32,9 +32,12 @@ def refusal_job(hosts: str) -> list[str]:
 @pytest.mark.parametrize(
     ("hosts", "reason"),
     [
-        ("010", "rank 2 shares a host with rank 0, but rank 1, between them, does not"),
-        ("012", "needs a host with two or more ranks that share memory, and each has one"),
-        ("00", "is for groups that span hosts, and all ranks of this one share memory"),
+        ("010", "rank 2 shares a host with rank 0, but rank 1, which is between them, does not"),
+        (
+            "012",
+            "needs a host with two or more ranks that share memory, but each host has one rank",
+        ),
+        ("00", "is for groups that span hosts, but all ranks of this group share memory"),
     ],
 )
 def test_hosts_that_do_not_fit(ranks: RanksFixture, hosts: str, reason: str) -> None:
@@ -52,7 +55,7 @@ def test_a_host_without_memory_is_a_reason_on_all(rank: int) -> None:
     fail = OSError("no descriptors are left") if dist.get_rank() == rank else made
     with mock.patch.object(nodes, "HostWorkspace", side_effect=fail):
         (message,) = refusal_job("0011")
-        assert "needs shared memory on each host, and rank " in message
+        assert "needs shared memory on each host, but rank " in message
         assert f"rank {rank}" in message and "no descriptors are left" in message
 
 

@@ -133,7 +133,7 @@ def test_a_process_that_has_ended_is_lost_even_late() -> None:
     with subprocess.Popen(["true"]) as process:
         pidfds = [_C.host.open_pidfd(os.getpid()), _C.host.open_pidfd(process.pid)]
         process.wait()
-    with pytest.raises(PeerLostError, match="rank 1, which left") as error:
+    with pytest.raises(PeerLostError, match="rank 1, which disconnected") as error:
         arena._watch(pidfds)
     rendezvous.close_all(pidfds)
     assert error.value.peer == 1
@@ -296,7 +296,7 @@ def impostor_job(what: str) -> Ending:
 
 def test_rank_0_must_be_of_the_same_user(ranks: RanksFixture) -> None:
     first, second = ranks(2).run(impostor_job, "user")
-    assert "user 4321 listens in rank 0's place" in second.text, second
+    assert "the process on the socket of rank 0 runs as user 4321" in second.text, second
     assert first.error == second.error == "PeerLostError", first
     assert max(first.seconds, second.seconds) < PROMPT, first
 

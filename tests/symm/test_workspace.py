@@ -120,14 +120,16 @@ def test_auto_does_not_split_what_hardly_fits(ranks: RanksFixture) -> None:
     """One row of each of the two ranks takes 16 KB here: many of them do not fit into 1 MiB."""
     for failures, auto, refused in ranks(2).run(wide_job, MIB, 2048, timeout=100):
         assert not failures and not refused, (failures, refused)
-        assert auto == f"direct: the workspace holds 63 rows a rank < {FEWEST_ROWS}", auto
+        assert auto == f"direct: the workspace holds 63 rows per rank < {FEWEST_ROWS}", auto
 
 
 @pytest.mark.thorough
 def test_a_row_that_does_not_fit_is_refused(ranks: RanksFixture) -> None:
     for failures, auto, refused in ranks(2).run(wide_job, 1 << 16, 20_000, timeout=100):
         assert not failures and auto.startswith("direct: pipelined needs 160000 bytes"), auto
-        assert "and the workspace has 65536; give tpkernels.init a larger" in refused, refused
+        assert (
+            "workspace_bytes is 65536; pass a larger workspace_bytes to tpkernels.init" in refused
+        ), refused
 
 
 @pytest.mark.parametrize("lacks", sweep(["looks", "commits"]))

@@ -49,7 +49,7 @@ class _Greetings:
             if not torch.equal(greeting, self.own):
                 raise CollectiveMismatchError(
                     f"rank {self.call.group.rank} is in {self.call.plan.text}, but rank {peer} "
-                    f"is in {_text_of(greeting)}. The group is broken: make a new one.",
+                    f"is in {_text_of(greeting)}. The group is broken; create a new group.",
                     peer=peer,
                 )
 

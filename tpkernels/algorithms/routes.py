@@ -67,8 +67,9 @@ def check_room(problem: Problem, rows: Sequence[int]) -> None:
     most = problem.options.max_rows
     if most is not None and max(rows) > most:
         raise RoutingError(
-            f"{max(rows)} routes lead to the experts of rank {rows.index(max(rows))}, but max_rows "
-            f"is {most}; with {sum(rows)}, all routes, it never is too small"
+            f"{max(rows)} (token, expert) assignments go to the experts of rank "
+            f"{rows.index(max(rows))}, but max_rows is {most}; {sum(rows)} (tokens x top_k) is "
+            "always enough"
         )
 
 
@@ -77,9 +78,12 @@ def filled(problem: Problem, x: torch.Tensor, rows: int) -> torch.Tensor:
     has another number than it must have."""
     most = problem.options.max_rows
     if most is not None and x.shape[0] != most:
-        raise ValueError(f"x has {x.shape[0]} rows, but max_rows is {most}")
+        raise ValueError(f"x has {x.shape[0]} rows, but max_rows is {most}; they must be equal")
     if most is None and x.shape[0] != rows:
-        raise ValueError(f"x has {x.shape[0]} rows, but {rows} routes lead to this rank's experts")
+        raise ValueError(
+            f"x has {x.shape[0]} rows, but {rows} (token, expert) assignments go to the experts of "
+            "this rank; x must have one row per assignment"
+        )
     return x[:rows]
 
 
@@ -185,6 +189,6 @@ class Places:
 def _refuse_capture(device: torch.device) -> None:
     if streams.is_captured(device):
         raise CaptureError(
-            "the host waits for the numbers of routed rows, which it cannot while a graph is "
-            "captured: pass max_rows, and on several ranks algorithm='direct'"
+            "a MoE call without max_rows cannot be captured in a CUDA graph, because the host must "
+            "read the token counts; pass max_rows and, on more than one rank, algorithm='direct'"
         )

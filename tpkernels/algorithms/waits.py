@@ -58,7 +58,7 @@ def raise_failure(call: Call, error: RuntimeError, peer: int | None) -> NoReturn
     whom = "torch.distributed" if peer is None else f"rank {peer}"
     raise kind(
         f"{call.plan.text}: rank {group.rank} waited for {whom}, timeout {group.timeout:g} s: "
-        f"{error}. The group is broken: make a new one.",
+        f"{error}. The group is broken; create a new group.",
         peer=peer,
     ) from error
 

@@ -88,7 +88,8 @@ def locked(path: Path, *, seconds: float) -> Iterator[None]:
         while not _lock(stack, path):
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"another process has held {path} for {seconds:g} s; let it finish, or end it"
+                    f"a different process has held the lock {path} for {seconds:g} s; wait for "
+                    "that process, or end it"
                 )
             time.sleep(_LOCK_POLL_SECONDS)
         try:
@@ -155,4 +156,6 @@ def _check_writers(name: str, status: os.stat_result) -> None:
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(status.st_mode)
-        raise ValueError(f"{name} has mode {mode:o}, so others can write to it: chmod go-w")
+        raise ValueError(
+            f"{name} has mode {mode:o}, so other users can write to it: run chmod go-w on it"
+        )

@@ -22,6 +22,6 @@ def python_calls() -> bool:
     text = os.environ.get(PYTHON_VARIABLE, "0")
     if text not in ("0", "1"):
         raise ValueError(
-            f"{PYTHON_VARIABLE} is {text!r}; set it to 1 to make every call in Python, or to 0"
+            f"{PYTHON_VARIABLE} is {text!r}; it must be 0, or 1 to run every call in Python"
         )
     return text == "1"

@@ -24,7 +24,7 @@ def _opened() -> Iterator[Callable[..., None]]:
     def call(function: str, *arguments: Any, on: str = "") -> None:
         code = getattr(library, function)(*arguments)
         if code != _SUCCESS:
-            raise RuntimeError(f"{function}{on} returns {code}")
+            raise RuntimeError(f"{function}{on} returned the NVML error {code}")
 
     call("nvmlInit_v2")
     try:

@@ -22,9 +22,15 @@ def shard_sizes(total: int, world: int, unit: int = 1) -> list[int]:
             not positive.
     """
     if total < 0 or world < 1:
-        raise ValueError(f"cannot split {total} rows over {world} ranks")
+        raise ValueError(
+            f"cannot split {total} rows over {world} ranks; total must be at least 0 and world at "
+            "least 1"
+        )
     if unit < 1 or total % unit:
-        raise ValueError(f"cannot split {total} rows at multiples of {unit}")
+        raise ValueError(
+            f"cannot split {total} rows at multiples of {unit}; unit must be at least 1 and divide "
+            "total"
+        )
     units = total // unit
     return [unit * (units // world + (rank < units % world)) for rank in range(world)]
 

@@ -55,7 +55,7 @@ class LeftAlone:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.site.collective} left alone: {self.reason} ({self.site})"
+        return f"{self.site.collective} not rewritten: {self.reason} ({self.site})"
 
 
 @dataclass
@@ -78,10 +78,11 @@ class FusionReport:
     def __str__(self) -> str:
         if not self.graphs:
             return (
-                "no graph was compiled: nothing has run yet, or all came from inductor's cache "
-                "(torch._inductor.config.force_disable_caches = True compiles them again)"
+                "no graph was compiled: either no compiled function has run yet, or all graphs "
+                "came from inductor's cache (set torch._inductor.config.force_disable_caches = "
+                "True to compile them again)"
             )
-        lines = [f"{len(self.rewritten)} rewritten, {len(self.left_alone)} left alone"]
+        lines = [f"{len(self.rewritten)} rewritten, {len(self.left_alone)} not rewritten"]
         entries: list[Rewritten | LeftAlone] = [*self.rewritten, *self.left_alone]
         for graph in self.graphs:
             here = [f"  {entry}" for entry in entries if entry.site.graph == graph]

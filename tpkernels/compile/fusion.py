@@ -42,7 +42,7 @@ _FUSE: dict[Any, Callable[[Collective], rewrites.Change]] = {
     _c10d.reduce_scatter_tensor.default: rewrites.fuse_reduction,
     _c10d.all_reduce.default: rewrites.fuse_reduction,
 }
-_SEVERAL, _WRITES = "it moves several tensors at once", "it writes into one of its arguments"
+_SEVERAL, _WRITES = "it moves several tensors in one call", "it writes into one of its arguments"
 _LEFT_ALONE: dict[Any, str] = {
     _c10d.all_gather_into_tensor_coalesced.default: _SEVERAL,
     _c10d.reduce_scatter_tensor_coalesced.default: _SEVERAL,
@@ -161,15 +161,15 @@ class CollectiveFusion(CustomGraphPass):
         if not isinstance(group, str):
             raise Unsupported("its group has no name in the graph")
         if self._only is not None and group not in self._only:
-            raise Unsupported(f"group '{group}' is not one of those given: {sorted(self._only)}")
+            raise Unsupported(f"group '{group}' is not a selected group: {sorted(self._only)}")
         world = groups.get(group).world
         if world == 1:
             raise Unsupported(f"group '{group}' has one rank")
         x: torch.Tensor = value(node.args[0])
         if x.dtype not in dtypes.CODES and not _moves_bytes(node):
-            raise Unsupported(f"the ops do not take {dtypes.name(x.dtype)}")
+            raise Unsupported(f"the ops do not support {dtypes.name(x.dtype)}")
         if x.device.type not in ("cpu", "cuda"):
-            raise Unsupported(f"the ops do not run on {x.device}")
+            raise Unsupported(f"the ops do not support tensors on {x.device}")
         if x.dim() == 0 or any(same(size, 0) for size in shape_of(node)):
             raise Unsupported(f"its input has shape {list(x.shape)}, which is not a matrix")
         return Collective(node, group, world, writes)
@@ -180,8 +180,8 @@ class CollectiveFusion(CustomGraphPass):
             return self
         if not hasattr(custom_graph_pass, "get_custom_graph_passes"):
             raise RuntimeError(
-                f"inductor's {_SLOT} is already {present}, and this torch has room for one; call "
-                "one from the other"
+                f"inductor's {_SLOT} is already set to {present}, and this version of torch "
+                "supports one pass; call that pass and this pass from one function"
             )
         return (*custom_graph_pass.get_custom_graph_passes(present), self)
 

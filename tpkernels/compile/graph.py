@@ -352,7 +352,7 @@ def op_of(node: fx.Node) -> torch._ops.OpOverload | None:
 def describe(node: fx.Node) -> str:
     """Return the name of a node for messages, such as "aten.mul.Tensor"."""
     if node.op == "output":
-        return "the graph's output"
+        return "the output of the graph"
     if node.op != "call_function":
         return "an input of the graph"
     op = op_of(node)

@@ -38,8 +38,8 @@ def tie_ops(graph: fx.Graph) -> bool:
     for node in (node for pair in pairs for node in pair):
         if ops[node] is not node.target:
             raise NotImplementedError(
-                f"{ops[node]} cannot be kept in the order of the graph's collectives, because it "
-                "writes into an argument; call an op that returns its result"
+                f"{ops[node]} cannot be kept in order with the other collectives of the graph, "
+                "because it writes into an argument; call an op that returns its result"
             )
     if pairs:
         after = {node: OrderedSet([_tensor_of(before)]) for before, node in pairs}

@@ -29,6 +29,7 @@ from torch import fx
 from torch._inductor.pattern_matcher import is_mutation_op
 
 from tpkernels.common import dtypes
+from tpkernels.common.text import counted
 from tpkernels.compile import layout as moving
 from tpkernels.compile.graph import (
     Collective,
@@ -119,7 +120,7 @@ class _Gathered:
                         continue
                 rest.setdefault(node, []).append(reader)
         if not matmuls:
-            raise Unsupported("; ".join(dict.fromkeys(reasons)) or "nothing reads it")
+            raise Unsupported("; ".join(dict.fromkeys(reasons)) or "no op reads it")
         return matmuls, rest
 
     def _matmul(self, reader: fx.Node, node: fx.Node, dependent: set[fx.Node]) -> Matmul:
@@ -129,17 +130,17 @@ class _Gathered:
         if matmul is None:
             raise Unsupported(f"{name} reads it and is not a plain matmul")
         if matmul.right is node:
-            raise Unsupported(f"{name} has it as its right factor")
+            raise Unsupported(f"{name} reads it as its right operand")
         if matmul.left is not node or matmul.depends_on(dependent):
-            raise Unsupported(f"the other factor of {name}, or its bias, depends on it too")
+            raise Unsupported(f"the right operand of {name}, or its bias, also depends on it")
         if matmul.scales is None and dtype != value(self.node).dtype:  # fp8 may travel as bytes
-            raise Unsupported(f"{name} reads its bytes as {dtypes.name(dtype)}")
+            raise Unsupported(f"{name} reinterprets its bytes as {dtypes.name(dtype)}")
         if self.ranks in columns:
             raise Unsupported(
                 f"{name} sums over the gathered dim, so it needs all shards before it can start"
             )
         if self.ranks not in rows:
-            raise Unsupported(f"{name} reads rows in which a view has cut up the shards")
+            raise Unsupported(f"{name} reads a view of it that splits the shards")
         return matmul
 
 
@@ -154,13 +155,13 @@ def fuse_gather(gather: Collective) -> Change:
     first = matmuls[0]
     layout, scales, dtype = gathered.moves[first.left], first.scales, value(gather.node).dtype
     if scales is None and dtype not in dtypes.CODES:
-        raise Unsupported(f"the ops do not take {dtypes.name(dtype)}")
+        raise Unsupported(f"the ops do not support {dtypes.name(dtype)}")
     op = "all_gather_matmul" if scales is None else "all_gather_scaled_matmul"
     *before, rows = gathered.lead(layout)
     dim, columns, kept = len(before), shape_of(first.left)[1], bool(rest)
     total = None if before else rows * gather.world
     gather.check_worthwhile(op, total, columns, Options(return_gathered=kept))
-    detail = f"x {[*before, rows, columns]} along dim {dim}, {len(matmuls)} matmuls"
+    detail = f"x {[*before, rows, columns]} along dim {dim}, {counted(len(matmuls), 'matmul')}"
     detail += "; the gathered tensor is kept" if kept else ""
     replaced = moving.with_carriers(gathered.moves)
     with Editor(first.node) as editor:
@@ -250,7 +251,7 @@ class _Sum:
                 raise Unsupported(f"{describe(node)} in its input is also read by {names}")
         collective.check_fusible(matmul.node for matmul in self.matmuls)
         if len(self.matmuls) > 1 and any(matmul.scales for matmul in self.matmuls):
-            raise Unsupported("its input is a sum of scaled matmuls")
+            raise Unsupported("its input is a sum of several scaled matmuls")
 
     def _terms(self, node: fx.Node) -> list[Matmul]:
         """Return the matmuls of which ``node`` is the sum."""
@@ -263,16 +264,16 @@ class _Sum:
             return [matmul]
         addends = node.args[:2] if node.target is aten.add.Tensor else [None]
         if not all(isinstance(addend, fx.Node) for addend in addends):
-            raise Unsupported(f"its input is made by {describe(node)}, which is not a plain matmul")
+            raise Unsupported(f"its input comes from {describe(node)}, which is not a plain matmul")
         if node.kwargs.get("alpha", 1) != 1:
-            raise Unsupported("its input is a sum with a factor")
+            raise Unsupported("its input is a sum with alpha != 1")
         return [term for addend in addends for term in self._addend(addend, node)]
 
     def _addend(self, node: Any, total: fx.Node) -> list[Matmul]:
         """Return the matmuls of which ``node``, an addend of ``total``, is the sum. Moves in
         between must keep the order of the elements."""
         if not same_shape(shape_of(node), shape_of(total)):
-            raise Unsupported("its input is a sum that broadcasts")
+            raise Unsupported("its input is a sum with broadcasting")
         source, moves = _chain_to(node)
         if not moving.keep_order(source, moves):
             raise Unsupported("its input is a sum of matmuls in different layouts")
@@ -285,7 +286,7 @@ class _Sum:
         total = matmul.regrouped(shape_of(self.total))
         layout = total and total.after(self.moves)
         if layout is None:
-            raise Unsupported("how the matmul is laid out in its input is unknown")
+            raise Unsupported("the layout of the matmul in its input is unknown")
         return matmul, layout
 
     def factors(self, editor: Editor) -> tuple[fx.Node, fx.Node]:
@@ -302,7 +303,7 @@ def fuse_reduction(collective: Collective) -> Change:
     node, kind = collective.node, collective.node.args[1]
     scatters = node.target is _c10d.reduce_scatter_tensor.default
     if kind not in ("sum", "avg"):
-        raise Unsupported(f"its reduction is {kind}, and the ops only sum")
+        raise Unsupported(f"its reduction is {kind}; the ops support sum and avg")
     dtype: torch.dtype = value(node).dtype
     # A mean is divided before it is rounded.
     out_dtype = dtypes.accumulator(dtype) if kind == "avg" else None
@@ -318,7 +319,7 @@ def fuse_reduction(collective: Collective) -> Change:
         mine = [axis for axis in matmul.flat if axis is not ranks]
         by_rows = dim == [0]
         if scales is not None and ranks in matmul.dims[1]:
-            raise Unsupported("scaled products are scattered along their rows only")
+            raise Unsupported("a scaled matmul can be scattered along its rows only")
     rows, width = shape_of(first.node)
     options = Options(x_dtype=dtype, out_dtype=out_dtype or dtype)
     collective.check_worthwhile(op, rows if by_rows else None, width, options)
@@ -342,7 +343,7 @@ def fuse_reduction(collective: Collective) -> Change:
         old.replace_all_uses_with(result)
     erase_unread([*waits, node, *reduced.replaced])
     detail = f"x {list(shape_of(x))}" + (f" along dim {dim[0]}" if dim else "")
-    detail += f", {count} matmuls in one" if count > 1 else ""
+    detail += f", {count} matmuls as one" if count > 1 else ""
     return Change(op, count, detail, None if scatters else fused)
 
 
@@ -353,7 +354,7 @@ def _split(
     leading dims of x where they are not the matmul's, and the scattered dim."""
     split = source.without_leading(0, world)
     if split is None:
-        raise Unsupported(f"the shards of {source.shape} are not blocks of the matmul's rows")
+        raise Unsupported(f"the shards of {source.shape} are not blocks of rows of the matmul")
     ranks, shard = split
     rows, columns = matmul.dims
     if ranks in columns:
@@ -372,7 +373,8 @@ def _chain_to(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     for move in moves:
         if value(move).dtype != value(source).dtype:
             raise Unsupported(
-                f"its input has the bytes of {describe(source)} as {dtypes.name(value(move).dtype)}"
+                f"its input reinterprets the bytes of {describe(source)} as "
+                f"{dtypes.name(value(move).dtype)}"
             )
     return source, moves
 
@@ -410,9 +412,9 @@ def fuse_norm(reduction: Collective) -> Change | None:
         return None
     arguments = _operands(node)
     if arguments["residual"] is not None and residual is not None:
-        raise Unsupported("the op in front of the norm has a residual of its own")
+        raise Unsupported("the op before the norm already has a residual")
     if norm.weight in descendants(total):
-        raise Unsupported("the norm's weight is computed from the sum")
+        raise Unsupported("the weight of the norm is computed from the sum")
     reduction.check_fusible([total, *norm.nodes])
     op, shape, dtype = _NORMED[node.target], shape_of(node), value(node).dtype
     rows, width = prod(shape[:-1]), shape[-1]
@@ -447,14 +449,14 @@ def _operands(node: fx.Node) -> dict[str, Any]:
     """Return the new op's arguments that the node has: x, w, bias, residual, algorithm."""
     if node.target is _FUNCTIONAL:
         if node.args[1] != "sum":
-            raise Unsupported(f"its reduction is {node.args[1]}, and the ops only sum")
+            raise Unsupported(f"its reduction is {node.args[1]}; the ops with a norm support sum")
         return {"x": node.args[0], "residual": None}
     arguments = _arguments(node)
     dtype = value(arguments["x"]).dtype
     for name in ("out_dtype", "wire_dtype"):
         asked = arguments.pop(name, None)
         if asked not in (None, dtype):
-            raise Unsupported(f"{name} is {dtypes.name(asked)}, and x is {dtypes.name(dtype)}")
+            raise Unsupported(f"{name} is {dtypes.name(asked)} but x is {dtypes.name(dtype)}")
     del arguments["group"]
     return {"residual": None, **arguments}
 

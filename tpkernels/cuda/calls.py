@@ -112,7 +112,9 @@ def sum_partials(
     that order. ``out`` may be a partial. The partials share a dtype. They start at element
     ``begin`` of the whole output: element i gets ``bias[(begin + i) % len(bias)]``."""
     if not 1 <= len(partials) <= _C.cuda.MAX_WORLD:
-        raise ValueError(f"{len(partials)} partials; there must be 1 to {_C.cuda.MAX_WORLD}")
+        raise ValueError(
+            f"partials has {len(partials)} tensors; it must have 1 to {_C.cuda.MAX_WORLD}"
+        )
     first = partials[0]
     named = {f"partials[{i}]": partial for i, partial in enumerate(partials)}
     operands.check_summed(out.device, **named, out=out, bias=bias, residual=residual)
@@ -145,7 +147,7 @@ def prepare_all_gather(
     """Prepare ``out = concat_r(x_r)``: x [sizes[rank], row], out [sum(sizes), row]. ``auto``
     selects one of the workspace's ``variants``. The launch takes x and out."""
     if out.dtype != x.dtype:
-        raise ValueError(f"out is {out.dtype}, x {x.dtype}; they must have the same dtype")
+        raise ValueError(f"out is {out.dtype} but x is {x.dtype}; they must have the same dtype")
     return _prepare_shards(
         "all_gather", layouts.PACK_BYTES, x, out, sizes, None, None, variant, variants
     )
@@ -181,12 +183,15 @@ def _prepare_shards(
     if variant not in ("auto", "one_shot", "ll"):
         raise ValueError(f"variant is {variant!r}; it must be auto, one_shot or ll")
     if x.dim() != 2:
-        raise ValueError(f"x is {list(x.shape)}; it must be a matrix")
+        raise ValueError(f"x has shape {list(x.shape)}; it must be a matrix")
     device, row, dtypes = x.device, x.shape[1], (x.dtype, out.dtype)
     operands.check_summed(device, x=x, out=out, bias=bias, residual=residual)
     operands.check_bias(bias, row)
     if residual is not None and residual.shape != out.shape:
-        raise ValueError(f"residual is {list(residual.shape)}; it must be {list(out.shape)}")
+        raise ValueError(
+            f"residual has shape {list(residual.shape)}; it must have the shape of out, "
+            f"{list(out.shape)}"
+        )
     row_bytes = row * x.element_size()
     if variant == "auto":
         few = sum(sizes) * row_bytes <= layouts.LL_BYTES
@@ -201,8 +206,8 @@ def _prepare_shards(
         wanted = (own, whole) if kernel == "all_gather" else (whole, own)
         if shapes != wanted:
             raise ValueError(
-                f"x is {shapes[0]}, out {shapes[1]}; with sizes {list(sizes)} rank {space.rank} "
-                f"has {wanted[0]} and {wanted[1]}"
+                f"x has shape {shapes[0]} and out has shape {shapes[1]}; with sizes {list(sizes)} "
+                f"they must be {wanted[0]} and {wanted[1]} on rank {space.rank}"
             )
         words, starts, code = space_of(space, signature), space.starts(sizes), CODES[dtypes[0]]
 
@@ -250,16 +255,16 @@ def prepare_routed(
     tokens = list((out if combines else x).shape)
     if out.dtype != x.dtype or out.shape[1] != row:
         raise ValueError(
-            f"x is {list(x.shape)} {x.dtype}, out {list(out.shape)} {out.dtype}; they must have "
-            "the same columns and dtype"
+            f"x is {list(x.shape)} {x.dtype} but out is {list(out.shape)} {out.dtype}; they must "
+            "have the same number of columns and the same dtype"
         )
 
     def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
         operands.check_room(space, device, len(sizes), needs.words, needs.nbytes)
         if tokens != [sizes[space.rank], row]:
             raise ValueError(
-                f"{'out' if combines else 'x'} is {tokens}; rank {space.rank} has "
-                f"{sizes[space.rank]} tokens"
+                f"{'out' if combines else 'x'} has shape {tokens}; it must be "
+                f"{[sizes[space.rank], row]} on rank {space.rank}"
             )
         kernel = "routed_combine" if combines else "routed_dispatch"
         words, starts = space_of(space, signature), space.starts(sizes)
@@ -371,8 +376,7 @@ def _matrix(x: torch.Tensor) -> tuple[int, int]:
     columns = x.shape[-1] if x.dim() else 0
     if columns < 1 or columns % layouts.LANE:
         raise NotImplementedError(
-            f"rows have {columns} elements; the kernels that normalise take multiples of "
-            f"{layouts.LANE}"
+            f"rows have {columns} elements; the RMSNorm kernels need a multiple of {layouts.LANE}"
         )
     return x.numel() // columns, columns
 

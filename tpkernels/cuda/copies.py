@@ -75,8 +75,8 @@ class CopyCall:
     ) -> None:
         if len(results) > _C.cuda.MOST_RESULTS or flags > FLAGS:
             raise NotImplementedError(
-                f"{len(results)} results and {flags} flags; a call of copy engines has at most "
-                f"{_C.cuda.MOST_RESULTS} and {FLAGS}: pass fewer weights at a time"
+                f"the copy-engine call needs {len(results)} results and {flags} flags, but at most "
+                f"{_C.cuda.MOST_RESULTS} and {FLAGS} are supported; pass fewer weights per call"
             )
         for i, result in enumerate(results):
             check_contiguous(space.regions.device, **{f"results[{i}]": result})
@@ -121,7 +121,7 @@ class CopyCall:
     def raise_flag(self, index: int) -> None:
         """Tell this rank's own kernels, once in the call: the stream's earlier work is done."""
         if not 0 <= index < self._flags:
-            raise ValueError(f"flag {index} of {self._flags}")
+            raise ValueError(f"flag index is {index}; it must be 0 to {self._flags - 1}")
         self._kernels.raise_flag(self._stream(), self._words, index, self._captured)
 
     def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
@@ -155,16 +155,19 @@ class CopyCall:
         nbytes = tensor.numel() * tensor.element_size()
         held = 2 * self._space.buffer_bytes if self.in_place is None else self.in_place.nbytes
         if offset < 0 or offset + nbytes > held:
-            raise ValueError(f"bytes [{offset}, +{nbytes}) of the {held} that each rank has")
+            raise ValueError(
+                f"bytes [{offset}, +{nbytes}) are out of range; each rank has {held} bytes"
+            )
         return nbytes
 
     def _check_word(self, index: int) -> None:
         """Refuse the first word and the one after ``last_word``, which the call itself needs."""
         if not 1 <= index <= self.last_word:
-            raise ValueError(f"word {index}; it must be 1 to {self.last_word}")
+            raise ValueError(f"signal index is {index}; it must be 1 to {self.last_word}")
 
     def _check_peer(self, rank: int) -> None:
         if not 0 <= rank < self._space.world or rank == self._space.rank:
             raise ValueError(
-                f"rank {rank} is no peer of rank {self._space.rank} among {self._space.world}"
+                f"rank {rank} is not a peer of rank {self._space.rank}; world_size is "
+                f"{self._space.world}"
             )

@@ -39,7 +39,8 @@ def kernels(device: int) -> _C.cuda.Kernels:
     """
     if torch.cuda.is_available() and streams.is_captured(torch.device("cuda", device)):
         raise CaptureError(
-            "the CUDA kernels cannot be loaded while a graph is captured: call the op once before"
+            "the CUDA kernels cannot be loaded during graph capture; call the op once before the "
+            "capture"
         )
     capability = _C.cuda.compute_capability(device)
     return _C.cuda.Kernels(device, None if _C.cuda.architectures() else nvrtc_image(capability))
@@ -160,7 +161,7 @@ def _nvrtc() -> tuple[Any, str]:
     except Exception as error:  # the class depends on CuPy's version
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise NotImplementedError(
-            f"CuPy {cupy.__version__} is installed, but NVRTC, the compiler that it calls, is not "
+            f"CuPy {cupy.__version__} is installed, but NVRTC, the compiler that it needs, is not "
             f"({lines[0]}): {_INSTALL}"
         ) from error
     return nvrtc, cupy.__version__
@@ -178,9 +179,9 @@ def _compile(nvrtc: Any, options: tuple[str, ...]) -> bytes:
         nvrtc.compileProgram(program, options)
         return bytes(nvrtc.getCUBIN(program)) + b"\0"  # CuPy strips the last byte, as from text
     except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program).strip() or "no further reason"
+        log = nvrtc.getProgramLog(program).strip() or "the compiler log is empty"
         raise NotImplementedError(
-            f"NVRTC {_version(nvrtc)} does not compile the CUDA kernels with {options[-1]}: "
+            f"NVRTC {_version(nvrtc)} cannot compile the CUDA kernels with {options[-1]}: "
             f"{error}: {log}"
         ) from error
     finally:

@@ -41,7 +41,7 @@ def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
     for label, tensor in present:
         if tensor.shape != model.shape or (dtype and tensor.dtype != model.dtype):
             raise ValueError(
-                f"{label} is {list(tensor.shape)} {name(tensor.dtype)}, {first} "
+                f"{label} is {list(tensor.shape)} {name(tensor.dtype)} but {first} is "
                 f"{list(model.shape)} {name(model.dtype)}; they must match"
             )
 
@@ -60,13 +60,15 @@ def check_room(
     needs that much, fits the workspace."""
     if (device, world) != (space.regions.device, space.world):
         raise ValueError(
-            f"rank {space.rank}: the call is for {world} ranks on {device}, the workspace for "
-            f"{space.world} on {space.regions.device}: prepare it for these"
+            f"rank {space.rank}: the call was prepared for {world} ranks on {device}, but the "
+            f"workspace has {space.world} ranks on {space.regions.device}; prepare the call for "
+            "these"
         )
     if not space.holds(words, buffer_bytes):
         raise ValueError(
-            f"the workspace has {space.words} words from each source and buffers of "
-            f"{space.buffer_bytes} bytes; this call needs {words} and {buffer_bytes}"
+            f"the workspace has {space.words} signals per source rank and buffers of "
+            f"{space.buffer_bytes} bytes, but this call needs {words} signals and {buffer_bytes} "
+            "bytes"
         )
 
 

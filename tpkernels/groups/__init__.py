@@ -83,16 +83,16 @@ def name_of(group: GroupLike) -> str:
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
             raise ValueError(
-                f"a mesh of {given.ndim} dims {given.mesh_dim_names or ''} names no single group; "
-                "pass (mesh, dim)"
+                f"group is a mesh with {given.ndim} dims {given.mesh_dim_names or ''}; pass "
+                "(mesh, dim) to select one of them"
             )
         return _name_of_present(_group_of_mesh(given, None))
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh):
         return _name_of_present(_group_of_mesh(*given))
     if given is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"rank {dist.get_rank()} of the world is not in this group")
+        raise ValueError(f"global rank {dist.get_rank()} is not in this group")
     raise TypeError(
-        "group must be a ProcessGroup, a DeviceMesh, (DeviceMesh, dim) or a group's name, "
+        "group must be a ProcessGroup, a DeviceMesh, (DeviceMesh, dim) or the name of a group, "
         f"not {type(given).__name__}"
     )
 
@@ -104,8 +104,8 @@ def _name_of_present(pg: dist.ProcessGroup) -> str:
     if is_dynamo_compiling() or pg in distributed_c10d._pg_map or _resolved(name) is pg:
         return name
     raise ValueError(
-        f"process group '{name}' was destroyed on this rank; pass one that was made after the "
-        "last init_process_group, and make meshes and layers anew"
+        f"process group '{name}' was destroyed on this rank; pass a group that was created after "
+        "the last init_process_group, and recreate meshes and layers"
     )
 
 
@@ -135,9 +135,9 @@ def _check_order(mesh: DeviceMesh, dim: int | str | None) -> None:
         order = own if set(line) == set(own) else sorted(line)
         if line != order:
             raise NotImplementedError(
-                f"mesh dim {dim or number!r} has ranks {line}, but their process group has "
-                f"{order}, and shards follow the group; make a mesh whose ranks ascend along this "
-                "dim, or pass mesh.get_group(dim) if the order of the group is meant"
+                f"mesh dim {dim or number!r} has ranks {line}, but the order in their process "
+                f"group is {order}, and shards follow the group; create a mesh whose ranks ascend "
+                "along this dim, or pass mesh.get_group(dim) to use the order of the group"
             )
     checked.add(dim)
 
@@ -164,8 +164,8 @@ def get(name: str) -> Group:
         pg = distributed_c10d._resolve_process_group(given)
     except Exception as error:
         raise ValueError(
-            f"no process group '{name}' on this rank; it was not made, was destroyed, or this rank "
-            "is not in it"
+            f"process group '{name}' does not exist on this rank; it was not created, was "
+            "destroyed, or does not contain this rank"
         ) from error
     group = _groups.get(name)
     if group is None or group.pg is not pg:
@@ -246,7 +246,10 @@ def named_or_default(group: GroupLike | None) -> Group:
     """Return the group; None: that of the default process group."""
     if group is None:
         if not dist.is_initialized():
-            raise ValueError("no default process group: call torch.distributed.init_process_group")
+            raise ValueError(
+                "the default process group does not exist; call "
+                "torch.distributed.init_process_group"
+            )
         group = dist.group.WORLD
         assert group is not None  # for the type checker: initialised above
     return get(name_of(group))
@@ -318,8 +321,8 @@ def finalize() -> None:
     for group in present:
         if group.within_call():
             raise RuntimeError(
-                f"group '{group.name}' is in a call on this thread: a signal handler, or a "
-                "callback, cannot finalize within a call"
+                f"group '{group.name}' is in a call on this thread; a signal handler or callback "
+                "cannot call tpkernels.finalize during a call"
             )
     # No lock of the registry is held meanwhile: a signal handler may call this, too. An interrupt
     # leaves the groups that remain as they were.

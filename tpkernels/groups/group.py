@@ -122,9 +122,9 @@ class CudaNumerics:
         for other, theirs in enumerate(everyone):
             if theirs != wanted:
                 raise ValueError(
-                    f"rank {rank} wants numerics '{wanted}', rank {other} '{theirs}': call "
-                    "torch.use_deterministic_algorithms alike on all ranks, or give numerics to "
-                    "tpkernels.init"
+                    f"rank {rank} uses numerics '{wanted}' but rank {other} uses '{theirs}'; set "
+                    "torch.use_deterministic_algorithms to the same value on all ranks, or pass "
+                    "numerics to tpkernels.init"
                 )
         self.agreed = wanted
 
@@ -207,8 +207,8 @@ class Group(_C.calls.Turns):
                         self._set_timeouts(cpu_timeout, gpu_timeout)
                     return
                 raise ValueError(
-                    f"group '{self.name}' is in use with {named_values(in_use)}; it cannot change "
-                    f"to {named_values(options)}"
+                    f"group '{self.name}' is already initialized with {named_values(in_use)}; it "
+                    f"cannot be changed to {named_values(options)}"
                 )
             participant = self.participant(gpu_timeout if device == "cuda" else cpu_timeout)
             one_machine, leaders = self._agree_on_memory(
@@ -220,8 +220,8 @@ class Group(_C.calls.Turns):
                 self.node, self.why_no_node = make_node(participant, workspace_bytes, leaders)
                 if one_machine and self.rank == 0:
                     self.notices.append(
-                        "the ranks are on one machine but share no memory, and so take the slower "
-                        f"process group: {self.why_not_shared}"
+                        "the ranks are on one machine but do not share memory, so calls use the "
+                        f"slower process group: {self.why_not_shared}"
                     )
             self._set_timeouts(cpu_timeout, gpu_timeout)
             self.workspace_bytes, self.autotune = workspace_bytes, autotune
@@ -265,9 +265,9 @@ class Group(_C.calls.Turns):
         for rank, other in enumerate(statements):
             if other["options"] != options:
                 raise ValueError(
-                    f"tpkernels.init of group '{self.name}': rank {self.rank} gives "
-                    f"{named_values(options)}, rank {rank} gives {named_values(other['options'])}; "
-                    "all ranks must give the same"
+                    f"tpkernels.init of group '{self.name}': rank {self.rank} passes "
+                    f"{named_values(options)}, but rank {rank} passes "
+                    f"{named_values(other['options'])}; all ranks must pass the same options"
                 )
         one_machine = len({other["boot_id"] for other in statements} - {None}) <= 1
         if self.why_not_shared is not None:
@@ -336,21 +336,23 @@ class Group(_C.calls.Turns):
         if self._owner is not None:
             raise GroupBrokenError(
                 f"group '{self.name}' belongs to process {self._owner}, and process {os.getpid()} "
-                "was forked from it: use the group there, or make a process group here"
+                f"was forked from it; use the group in process {self._owner}, or create a process "
+                "group in the fork"
             )
         if self.in_call:  # of this thread, which holds the lock
             raise RuntimeError(
-                f"group '{self.name}' is in a call already on this thread: a signal handler, or a "
-                "callback, cannot use it within a call"
+                f"group '{self.name}' is already in a call on this thread; a signal handler or "
+                "callback cannot use it during a call"
             )
         if self._broken is not None:
             raise GroupBrokenError(
-                f"group '{self.name}' is broken and can run no more calls; make a new group. "
+                f"group '{self.name}' is broken and cannot run more calls; create a new group. "
                 f"It broke with: {self._broken}"
             )
         if self._closed is not None:
             raise GroupBrokenError(
-                f"group '{self.name}' was closed by {self._closed} before this call had its turn"
+                f"group '{self.name}' was closed by {self._closed} while this call was waiting for "
+                "the group lock"
             )
 
     def within_call(self) -> bool:
@@ -476,7 +478,7 @@ class Group(_C.calls.Turns):
         try:
             with self.turn():
                 try:
-                    self.check_kernels("a step that all ranks take together")
+                    self.check_kernels("a collective setup step")
                     yield
                 except raised_by_all:
                     raise
@@ -647,7 +649,7 @@ class Group(_C.calls.Turns):
             own_reason: str | None = None
             if device.type == "cuda" and not torch.cuda.is_available():
                 # this rank cannot, but must still take part in the collective check below
-                own_reason, device = "needs a GPU that torch sees", torch.device("cpu")
+                own_reason, device = "needs a GPU that is visible to torch", torch.device("cpu")
             elif device == torch.device("cuda"):  # without an index
                 device = torch.device("cuda", torch.cuda.current_device())
             why = self.unsupported_kernels(device, "symmetric memory", own_reason)
@@ -656,13 +658,13 @@ class Group(_C.calls.Turns):
             if streams.is_captured(device):
                 raise CaptureError(
                     f"tpkernels.empty({list(shape)}, {dtype}) of group '{self.name}' waits for the "
-                    "GPU: make symmetric tensors before the capture of a graph"
+                    "GPU and cannot be captured; create symmetric tensors before the graph capture"
                 )
         with self.together(MemoryError, NotImplementedError):
             if self.workspace is None:
                 raise NotImplementedError(
-                    "symmetric tensors need memory that all ranks share, which those of group "
-                    f"'{self.name}' do not: {self.why_not_shared}"
+                    "symmetric tensors need shared memory, but the ranks of group "
+                    f"'{self.name}' do not share memory: {self.why_not_shared}"
                 )
             return self.workspace.make_symmetric(shape, dtype, device)
 
@@ -679,8 +681,8 @@ class Group(_C.calls.Turns):
             return self._unsupported_kernels[key]
         if streams.is_captured(device):
             raise CaptureError(
-                f"group '{self.name}' has run no {kernels} kernels yet: call the op once before "
-                "the capture of a graph"
+                f"group '{self.name}' has not set up {kernels} kernels yet; call the op once "
+                "before the graph capture"
             )
         if self.world > 1:
             self.workspace.use_variants(_variants_of(self.qualification()))
@@ -690,7 +692,7 @@ class Group(_C.calls.Turns):
                 assert self.workspace is not None  # as above
                 self.workspace.open_cuda(device, kernels, own_reason)
             except NotImplementedError as reason:
-                return f"does not run here: {reason}"
+                return f"is not available in this group: {reason}"
             return None
 
         return self._once(self._unsupported_kernels, key, find_out)
@@ -699,8 +701,9 @@ class Group(_C.calls.Turns):
 @functools.cache  # once in a process
 def _say_that_nothing_is_qualified() -> None:
     _logger.warning(
-        "CUDA tensors keep torch's calls: nothing is qualified on this machine. Run `tpkernels "
-        "qualify` once, and algorithm='auto' takes what was right and is faster"
+        "CUDA tensors use the torch calls, because no algorithm is qualified on this machine. Run "
+        "`tpkernels qualify` once; algorithm='auto' then uses the qualified algorithms that are "
+        "faster"
     )
 
 

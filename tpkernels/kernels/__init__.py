@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 OLDEST = (8, 0)  # compute capability
-NO_GPU = "needs a GPU that torch sees"
+NO_GPU = "needs a GPU that is visible to torch"
 
 
 def release_of(package: Any) -> tuple[int, ...]:
@@ -28,7 +28,7 @@ def interpreter_unsupported() -> str | None:
     # NumPy 2.4 no longer converts an array with one element and a dimension to a number.
     if release_of(triton) < (3, 7) and release_of(numpy) >= (2, 4):
         return (
-            f"needs another NumPy: the interpreter of Triton {triton.__version__} does not work "
+            f"needs an older NumPy: the interpreter of Triton {triton.__version__} does not work "
             f"with NumPy {numpy.__version__}; run pip install 'numpy<2.4', or install Triton 3.7"
         )
     return None
@@ -41,8 +41,8 @@ def unsupported(device: str) -> str | None:
         return "needs Triton (pip install triton)"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return (
-            "runs Triton kernels, on a CPU under their interpreter only: for tests, set "
-            "TRITON_INTERPRET=1 before the first import of triton"
+            "needs a GPU, because it runs Triton kernels; to test it on a CPU in the Triton "
+            "interpreter, set TRITON_INTERPRET=1 before triton is first imported"
         )
     if device == "cpu":
         return interpreter_unsupported()
@@ -52,5 +52,5 @@ def unsupported(device: str) -> str | None:
         major, minor = torch.cuda.get_device_capability()
         if (major, minor) < OLDEST:
             name = torch.cuda.get_device_name()
-            return f"needs compute capability 8.0; {name} has {major}.{minor}"
+            return f"needs compute capability 8.0 or higher; {name} has {major}.{minor}"
     return None

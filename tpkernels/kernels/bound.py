@@ -92,8 +92,8 @@ class WithScratch:
     def _allocate(self, nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
         if nbytes > self._scratch.nbytes:
             raise RuntimeError(
-                f"the kernel needs {nbytes} bytes of scratch memory; there are "
-                f"{self._scratch.nbytes}"
+                f"the kernel needs {nbytes} bytes of scratch memory, but only "
+                f"{self._scratch.nbytes} are allocated"
             )
         return self._scratch
 
@@ -113,9 +113,9 @@ def _only_compiled(kernel: Any) -> Iterator[None]:
             if threading.get_ident() != thread:
                 return compile_source(*args, **options)
             raise CaptureError(
-                f"the Triton kernel {kernel.__name__} is not compiled for these operands, and a "
-                "capture cannot load it: end the capture, and make the call once before it, with "
-                "the same shapes, dtypes, strides and alignments"
+                f"the Triton kernel {kernel.__name__} is not compiled for these operands, and it "
+                "cannot be loaded during graph capture; end the capture, and run the call once "
+                "before it with the same shapes, dtypes, strides and alignments"
             )
 
         kernel.compile = refuse

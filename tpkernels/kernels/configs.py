@@ -230,7 +230,8 @@ def config_for(device: torch.device, dtype: torch.dtype, rows: int, columns: int
     capability, programs = properties_of(device)
     if capability < 80:
         raise NotImplementedError(
-            f"the Triton kernels need compute capability 8.0; {device} has {capability / 10:.1f}"
+            "the Triton kernels need compute capability 8.0 or higher; "
+            f"{device} has {capability / 10:.1f}"
         )
     # Devices from 12.0 on have the matrix instructions of 8.0 and, as 8.6 and 8.9, 99 KiB of shared
     # memory for a block; the blocks of 8.0 take 80 at most.

@@ -35,8 +35,8 @@ _MIN_ROWS = 4
 
 if _failed := _C.host.failed_vector_units():
     warnings.warn(
-        f"tpkernels does not use {', '.join(_failed)} of this processor: products of small "
-        "integers were wrong when tried; please report it, with what `tpkernels info` prints",
+        f"tpkernels disabled {', '.join(_failed)} on this processor, because a self-test with "
+        "small integers gave wrong results. Please report this with the output of `tpkernels info`",
         RuntimeWarning,
         stacklevel=2,
     )

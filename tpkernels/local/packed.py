@@ -130,8 +130,8 @@ def scale_group(k: int, what: str, sizes: Sequence[int] = ()) -> int:
     group = next((size for size in _SCALE_GROUPS if k % size == 0), 1)
     if any(size % group for size in sizes):
         raise ValueError(
-            f"{what} has K={k}, split into {list(sizes)}, but in int8 {group} elements have one "
-            f"scale on any number of ranks; split K at multiples of {group}, as "
+            f"{what} has K={k}, split into {list(sizes)}, but an int8 weight has one scale per "
+            f"{group} elements of K; split K at multiples of {group}, as "
             'tpkernels.parallelize(..., pack="int8") does'
         )
     return group
@@ -210,13 +210,16 @@ def _parts(packed: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[torch.Tensor
 def check_packable(w: torch.Tensor, what: str, dtype: torch.dtype | None = None) -> None:
     """Raise what `pack` raises for a weight, which the message calls ``what``."""
     if dtype not in (None, w.dtype, torch.int8):
-        raise TypeError(f"{what} is {dtypes.name(w.dtype)} and can be packed in that or int8 only")
+        name = dtypes.name(w.dtype)
+        raise TypeError(
+            f"{what} is {name}; it can be packed in {name} or int8, not in {dtypes.name(dtype)}"
+        )
     if is_packed_stack(w) or (is_packed(w) and w.is_contiguous() and _has_packed_shape(w)):
-        raise ValueError(f"{what} of shape {list(w.shape)} is packed already")
+        raise ValueError(f"{what} of shape {list(w.shape)} is already packed")
     if w.dim() not in (2, 3) or 0 in w.shape:
         raise ValueError(
-            f"{what} has shape {list(w.shape)}; only a matrix [K, N] or a stack [E, K, N] of them "
-            "can be packed"
+            f"{what} has shape {list(w.shape)}; it must be a matrix [K, N] or a stack of matrices "
+            "[E, K, N], with all sizes at least 1"
         )
     if w.device.type != "cpu" or w.layout != torch.strided:
         raise NotImplementedError(
@@ -224,10 +227,14 @@ def check_packable(w: torch.Tensor, what: str, dtype: torch.dtype | None = None)
         )
     dtypes.check_supported(w.dtype, what)
     if w.dtype == torch.float64:
-        raise NotImplementedError(f"{what} is float64; use the plain weight, or pack it in float32")
+        raise NotImplementedError(
+            f"{what} is float64, which cannot be packed; use the unpacked weight, or convert it to "
+            "float32 before packing"
+        )
     if dtype == torch.int8 and w.shape[-2] % _SCALE_GROUPS[-1]:
         raise NotImplementedError(
-            f"{what} has shape {list(w.shape)}; in int8 K must be a multiple of {_SCALE_GROUPS[-1]}"
+            f"{what} has shape {list(w.shape)}; for int8, K must be a multiple of "
+            f"{_SCALE_GROUPS[-1]}"
         )
 
 
@@ -235,7 +242,7 @@ def check_finite(w: torch.Tensor, what: str) -> None:
     """Raise ValueError if a contiguous matrix, which the message calls ``what``, cannot be packed
     in int8."""
     if not all(bound.isfinite() for bound in w.detach().aminmax()):  # both are NaN if one is
-        raise ValueError(f"{what} has NaN or infinite elements, which int8 cannot hold")
+        raise ValueError(f"{what} has NaN or infinite elements, which int8 cannot represent")
 
 
 def is_packed(w: Weight) -> TypeGuard[torch.Tensor]:
@@ -253,8 +260,8 @@ def check_packed(w: torch.Tensor, what: str) -> None:
     if not (is_packed(w) and _has_packed_shape(w) and w.is_contiguous()):
         raise ValueError(
             f"{what} of {dtypes.name(w.dtype)}, shape {list(w.shape)} and strides "
-            f"{list(w.stride())} is neither a matrix nor what tpkernels.pack returns; pack the "
-            "weight in its dtype, and neither slice nor convert the result"
+            f"{list(w.stride())} is neither a matrix nor a result of tpkernels.pack; slice or "
+            "convert the weight before packing it, not after"
         )
 
 

@@ -60,7 +60,7 @@ class CustomMatmul(Product):
         dtype: torch.dtype,
     ) -> None:
         if not callable(function):
-            raise TypeError(f"function is a {type(function).__name__}, which is not callable")
+            raise TypeError(f"function must be callable, not {type(function).__name__}")
         if len(shape) != 2 or min(shape) < 1:
             raise ValueError(f"shape is {shape!r}; it must be (K, N), both at least 1")
         dtypes.check_supported(dtype, "dtype")
@@ -82,7 +82,9 @@ class CustomMatmul(Product):
 
     def _check(self, product: object, x: torch.Tensor, out: torch.Tensor) -> None:
         if not isinstance(product, torch.Tensor):
-            raise TypeError(f"{self} returned a {type(product).__name__} for {_text(x)}")
+            raise TypeError(
+                f"{self} returned {type(product).__name__} for {_text(x)}; it must return a tensor"
+            )
         same = product.shape == out.shape and product.dtype == out.dtype
         if not same or product.device != out.device:
             raise ValueError(

@@ -82,9 +82,9 @@ class Agreement:
         if len(products) > 1:
             found = sorted((sorted(ranks), text) for text, ranks in products.items())
             raise CollectiveMismatchError(
-                "the ranks are in different products: "
+                "the ranks are in different calls: "
                 + "; ".join(f"global ranks {ranks} in {text}" for ranks, text in found)
-                + ". Nothing has been sent: make the same call on all ranks.",
+                + ". No data was sent. Make the same call on all ranks.",
                 peer=next(ranks[0] for ranks, text in found if text != product),
             )
 

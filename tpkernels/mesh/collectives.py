@@ -140,7 +140,9 @@ def _summed(
     listed = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     dims = sorted({number % x.ndim for number in listed if -x.ndim <= number < x.ndim})
     if len(dims) < len(listed):
-        raise ValueError(f"dim is {dim}; x has {x.ndim} dims, and each can be named once")
+        raise ValueError(
+            f"dim is {dim}; x has {x.ndim} dims, and dim must contain each of them at most once"
+        )
 
     def summed(placement: Placement) -> Placement:
         if not isinstance(placement, Shard):
@@ -154,8 +156,9 @@ def _summed(
     for i in over:
         if not isinstance(placements[i], Partial):
             raise ValueError(
-                f"mesh axis {i} is {placements_text((before[i],))} and splits none of the dims "
-                f"{tuple(dims)}: there is nothing to sum over along it"
+                f"axes contains mesh axis {i}, but its placement is "
+                f"{placements_text((before[i],))}, which does not shard the summed dims "
+                f"{tuple(dims)}; remove it from axes"
             )
     grads = [Replicate() if isinstance(p, Partial) else p for p in before]
     local = x.to_local(grad_placements=grads)
@@ -208,8 +211,8 @@ def _group_of(mesh: DeviceMesh, axes: Axes, x: torch.Tensor | None = None) -> st
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError(
-            f"axes {tuple(dims)} of a mesh without names cannot be made one group; pass "
-            "mesh_dim_names to init_device_mesh"
+            f"axes {tuple(dims)} of a mesh without dim names cannot be combined into one group; "
+            "pass mesh_dim_names to init_device_mesh"
         )
     # One group instead of one collective per axis: the sum has one rounding, in rank order.
     return name_of(mesh[tuple(names[dim] for dim in dims)]._flatten())

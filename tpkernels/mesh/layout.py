@@ -89,8 +89,8 @@ def checked_placements(
     """
     if len(placements) != mesh_dims:
         raise ValueError(
-            f"{what} has {len(placements)} placements; the mesh has "
-            f"{mesh_dims} dims: pass one for each"
+            f"{what} has {len(placements)} placements, but the mesh has {mesh_dims} dims; pass one "
+            "placement per mesh dim"
         )
     result: list[Placement] = []
     for one in placements:
@@ -104,7 +104,7 @@ def checked_placements(
             result.append(one)
         else:
             raise NotImplementedError(
-                f"{what} has {one!r}; supported: Shard, Replicate and Partial('sum'): redistribute "
+                f"{what} has {one!r}; supported: Shard, Replicate and Partial('sum'). Redistribute "
                 "it first"
             )
     return tuple(result)

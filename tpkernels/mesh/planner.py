@@ -426,6 +426,6 @@ def choose(problem: MatmulProblem, strategy: str, profile: Profile | None = None
             return plan
     out = placements_text(problem.out) if problem.out else "any"
     raise ValueError(
-        f"no strategy {strategy!r} for {problem} -> {out}; "
-        f"there are 'auto' and {', '.join(repr(plan.strategy) for plan in plans)}"
+        f"strategy is {strategy!r}, which is not available for {problem} -> {out}; "
+        f"choose from 'auto', {', '.join(repr(plan.strategy) for plan in plans)}"
     )

@@ -31,7 +31,7 @@ _Move: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _Multiply: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@torch.compiler.disable(reason="tpkernels plans a sharded product outside of graphs")
+@torch.compiler.disable(reason="tpkernels plans a sharded matmul outside of graphs")
 def sharded_matmul(
     x: DTensor,
     w: DTensor,
@@ -120,13 +120,14 @@ def _check_operands(x: DTensor, w: DTensor) -> None:
     for name, operand in (("x", x), ("w", w)):
         if not isinstance(operand, DTensor):
             raise TypeError(
-                f"{name} is a {type(operand).__name__}, not a DTensor; make it one with "
+                f"{name} is a {type(operand).__name__}, not a DTensor; create a DTensor with "
                 "torch.distributed.tensor.distribute_tensor or DTensor.from_local"
             )
         if operand.device.type != operand.device_mesh.device_type:
             raise ValueError(
-                f"{name} is on {operand.device} but its mesh on {operand.device_mesh.device_type}; "
-                "move its shards there, and make it a DTensor again"
+                f"{name} is on {operand.device} but its mesh is on "
+                f"{operand.device_mesh.device_type}; move its local shards to the device of the "
+                "mesh, and create the DTensor again"
             )
 
 
@@ -161,7 +162,8 @@ def _problem_of(
         )
     if x.shape[1] != w.shape[0]:
         raise ValueError(
-            f"x has shape {list(x.shape)} and w {list(w.shape)}: x's columns must be w's rows"
+            f"x has shape {list(x.shape)} and w has shape {list(w.shape)}; x must have as many "
+            "columns as w has rows"
         )
     return MatmulProblem(
         m=x.shape[0],

@@ -27,7 +27,7 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
 
 _run_in_place = define(
     SCHEMA_IN_PLACE,
-    no_gradient="it overwrites its input: use tpkernels.all_reduce",
+    no_gradient="it overwrites its input; use tpkernels.all_reduce",
     check=validation.written_once,
 )
 

@@ -62,14 +62,20 @@ def _check_ids(experts: torch.Tensor, num_experts: int) -> None:
     """Raise ValueError if one of ascending ids is none of ``num_experts``. The host waits."""
     for expert in experts[:: max(1, len(experts) - 1)].tolist():  # the first and the last
         if not 0 <= expert < num_experts:
-            raise ValueError(f"topk_ids has {expert}; experts are 0 to {num_experts - 1}")
+            raise ValueError(
+                f"topk_ids contains expert {expert}, which is out of range; expected 0 to "
+                f"{num_experts - 1}"
+            )
 
 
 def rows_by_expert(x: torch.Tensor, routing: SortedRoutes) -> torch.Tensor:
     """Return the rows of tokens x [tokens, H], one for each route, in the order of ``routing``.
     Raise ValueError if x has another number of tokens."""
     if len(x) != len(routing.topk_weights):
-        raise ValueError(f"x has {len(x)} tokens and topk_ids {len(routing.topk_weights)}")
+        raise ValueError(
+            f"x has {len(x)} tokens, but topk_ids has {len(routing.topk_weights)}; they must be "
+            "equal"
+        )
     return x.index_select(0, routing.order // routing.topk_weights.shape[1])
 
 

@@ -57,7 +57,10 @@ def ranges_of(counts: torch.Tensor, x: torch.Tensor) -> list[slice]:
     rows may end before x, and those beyond it are none."""
     rows: list[int] = counts.tolist()
     if min(rows, default=0) < 0 or (sum(rows) != len(x) and not x.is_cuda):
-        raise ValueError(f"counts is {rows}, but x has {len(x)} rows")
+        raise ValueError(
+            f"counts is {rows}, but x has {len(x)} rows; the counts must be at least 0 and add up "
+            "to the rows of x"
+        )
     edges = (min(edge, len(x)) for edge in accumulate(rows, initial=0))
     return [slice(begin, end) for begin, end in pairwise(edges)]
 

@@ -91,9 +91,9 @@ def gather_routes(
         return all_gather(bits, group, shard_sizes=shard_sizes).view(topk_ids.dtype)
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(
-            f"{error} It gathers topk_ids, here {list(topk_ids.shape)} of "
-            f"{dtypes.name(topk_ids.dtype)}: pass shard_sizes, the tokens of each rank, if they "
-            "differ, and the same k and dtype on all ranks.",
+            f"{error} This call gathers topk_ids, which is {dtypes.name(topk_ids.dtype)} of shape "
+            f"{list(topk_ids.shape)} on this rank. Its dtype and k must be equal on all ranks. If "
+            "the number of tokens differs by rank, pass shard_sizes with the tokens of each rank.",
             peer=error.peer,
         ) from error
 

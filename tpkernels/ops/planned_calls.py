@@ -85,8 +85,8 @@ def _set_up(group: Group, algorithm: str, problem: Problem) -> None:
         return
     if ALGORITHMS[algorithm].sends and problem.device == "cuda" and group.uses_gloo("cuda"):
         raise NotImplementedError(
-            f"algorithm '{algorithm}' of {problem.op} sends CUDA tensors, which gloo cannot; make "
-            "the group with NCCL"
+            f"algorithm '{algorithm}' of {problem.op} sends CUDA tensors, which gloo does not "
+            "support; create the process group with NCCL"
         )
     in_any_order = replace(problem, numerics=VENDOR) if problem.device == "cuda" else problem
     choose(in_any_order, _means(group, problem.device), requested=algorithm)
@@ -128,7 +128,7 @@ def _or_unfused(
         try:
             return function(call, *operands)
         except WorkspaceMemoryError as error:
-            group.leave_out(problem, call.plan.algorithm, f"has no memory: {error}")
+            group.leave_out(problem, call.plan.algorithm, f"cannot allocate its workspace: {error}")
         replacement = _plan_call(group, "unfused", problem, device)
         return replacement.function(replacement, *operands)
 

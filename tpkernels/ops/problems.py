@@ -99,7 +99,7 @@ def _routed(op: str, group: Group, given: Any) -> Problem:
     options, columns, wire = Options(routes=routes, max_rows=given.max_rows), x.shape[1], x.dtype
     scale = given.scale_x if OPS[op].dispatches else None
     if scale is not None:  # rows travel with their scales
-        options = replace(options, k=columns, x_dtype=wire, scale_x=f"{scale.shape[1]} a row")
+        options = replace(options, k=columns, x_dtype=wire, scale_x=f"{scale.shape[1]} per row")
         columns, wire = Packing.of(x, scale).words, torch.float32
     return Problem(
         op=op,

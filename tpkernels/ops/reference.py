@@ -148,7 +148,9 @@ def unrounded(exact: torch.Tensor, out: torch.dtype) -> Expected:
         ValueError: ``out`` does not hold it.
     """
     if not torch.equal(exact.to(out).double(), exact):
-        raise ValueError(f"these are no integers to test with: {out} does not hold their sums")
+        raise ValueError(
+            f"{out} cannot represent the exact sums; use smaller integers as test operands"
+        )
     return Expected(exact, torch.zeros_like(exact), out)
 
 

@@ -135,8 +135,9 @@ def define(
             sizes := validation.empty_shards(given._asdict())
         ):
             raise NotImplementedError(
-                f"torch.ops.tpkernels.{op} in a compiled graph with {sizes}: a rank without rows "
-                f"would drop or move its call. Call tpkernels.{op}, or give each rank a row"
+                f"torch.ops.tpkernels.{op} is in a compiled graph with {sizes}. A rank with 0 rows "
+                f"could drop or reorder its call. Call tpkernels.{op}, or give every rank at least "
+                "one row"
             )
         _add_positions()
         return None if written else fake_result(record, group, given)
@@ -313,7 +314,7 @@ def _forbid_packed(op: str, args: Sequence[Any]) -> None:
     if packed and any(x.requires_grad for x in _tensors(args)):
         raise NotImplementedError(
             f"tpkernels.{op} has no gradient with a packed weight; call it under torch.no_grad(), "
-            "or pass the plain weight"
+            "or pass the unpacked weight"
         )
 
 
@@ -397,7 +398,8 @@ def _products(op: str, *args: Any, **options: Any) -> Any:
     for x in _tensors([*args, *options.values()]):
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
-                f"tpkernels.{op} with a CustomMatmul takes plain tensors, not {type(x).__name__}"
+                f"tpkernels.{op} with a CustomMatmul supports plain tensors only, not "
+                f"{type(x).__name__}"
             )
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
@@ -409,8 +411,8 @@ def _products(op: str, *args: Any, **options: Any) -> Any:
         dense = x.layout == torch.strided and not x.is_meta
         if dense and keys.raw_repr() & ~PLAIN_KEYS.raw_repr():
             raise NotImplementedError(
-                f"tpkernels.{op} with a CustomMatmul takes dense tensors with memory of their own, "
-                f"not one with the dispatch keys {keys}"
+                f"tpkernels.{op} with a CustomMatmul supports plain dense tensors only, not a "
+                f"tensor with the dispatch keys {keys}"
             )
     return _KERNELS[op](*args, **options)
 

@@ -16,7 +16,7 @@ from tpkernels.planning.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning.problem import ORDERED, Problem
 from tpkernels.planning.table import Table
 
-_UNLESS = "CUDA tensors keep torch's calls unless measured times favour the op"
+_UNLESS = "CUDA tensors use the torch calls unless measured times favor the op"
 
 
 def read_times(name: str) -> None:
@@ -51,7 +51,7 @@ def why_left_to_torch(
     if device != "cuda" or group.tuning_on(device) is not None:
         return None
     if width is None:
-        return f"{_UNLESS}, and none are for this split"
+        return f"{_UNLESS}; no times are measured for this split"
     known = group.measured.tables.get(device, Table())
     problem = Problem.evenly_split(
         op,
@@ -63,11 +63,11 @@ def why_left_to_torch(
         numerics=group.cuda_sums.wanted if OPS[op].reduces else ORDERED,
     )
     if problem.tuning_key is None:
-        return f"{_UNLESS}, and none are for this split"
+        return f"{_UNLESS}; no times are measured for this split"
     series, extent = problem.tuning_key
     extents = known.extents(series) if rows is None else [extent]
     found = [known.choice(series, each, ALGORITHMS, default="unfused") for each in extents]
     choices = [choice for choice in found if choice is not None]
     if any(algorithm != "unfused" for algorithm, _ in choices):
         return None
-    return f"{_UNLESS}: {choices[0][1]}" if choices else f"{_UNLESS}, and there are none for it"
+    return f"{_UNLESS}: {choices[0][1]}" if choices else f"{_UNLESS}; no times are measured for it"

@@ -94,7 +94,7 @@ def autotune(
         ValueError: ``limit`` is not positive.
     """
     if not limit > 0:
-        raise ValueError(f"limit must be positive, in seconds, not {limit}")
+        raise ValueError(f"limit is {limit}; it must be a positive number of seconds")
     found = named_or_default(group)
     before = found.measured.tuning
     found.use_tuning(Tuning(float(limit), save))
@@ -222,7 +222,7 @@ class _Tuner:
             if self._attempt(name, second, functools.partial(plan, name)) is not None
         ]
         if second.usable_bytes != self._group.usable_bytes:  # other steps than on the real group
-            raise _Skipped("no memory for a second workspace of the same size")
+            raise _Skipped("not enough memory for a second workspace of the same size")
         if len(runnable) < 2:
             return {}
         for name in runnable:  # a warm-up
@@ -277,8 +277,8 @@ class _Tuner:
         for rank, (other, _) in enumerate(ranks):
             if other != text:
                 raise CollectiveMismatchError(
-                    f"rank {self._group.rank} tunes {text}, but rank {rank} {other}. "
-                    "The group is broken: make a new one.",
+                    f"rank {self._group.rank} tunes {text}, but rank {rank} tunes {other}. "
+                    "The group is broken; create a new group.",
                     peer=rank,
                 )
         if any(refusals := [refusal for _, refusal in ranks]):
@@ -294,7 +294,9 @@ class _Tuner:
             raise _Skipped(of_error(error)) from None
         try:
             if second.shared_memory != group.shared_memory:
-                raise _Skipped(f"a second workspace has no shared memory: {second.why_not_shared}")
+                raise _Skipped(
+                    f"the second workspace has no shared memory: {second.why_not_shared}"
+                )
             yield second
         finally:
             if self._replays is not None and second.workspace is not None:
@@ -323,11 +325,13 @@ class _Tuner:
                 raise
             error = failure
         try:
-            everyone = self._exchange_numbers(f"'{name}'", [float(error is not None), *numbers])
+            everyone = self._exchange_numbers(
+                f"times of '{name}'", [float(error is not None), *numbers]
+            )
             if any(failed for failed, *_ in everyone):
                 raise self._failure(name, error)
             if refusal:
-                raise _Failed(name, f"has no memory: {refusal}")
+                raise _Failed(name, f"cannot allocate its workspace: {refusal}")
         finally:
             error = None  # its traceback holds this frame, and the frames that failed
         return [theirs for _, *theirs in everyone] if supported else None
@@ -337,22 +341,22 @@ class _Tuner:
         failure has stopped; or the error to raise, if the algorithm cannot be left out."""
         first = error is not None and not isinstance(error, TpkernelsError)
         mine = {"why": "" if error is None else of_error(error), "first": first}
-        reports = self._group.exchange("a failure while tuning", mine, self._timeout)
+        reports = self._group.exchange("exchanging a tuning failure", mine, self._timeout)
         culprit = max(
             range(len(reports)),
             key=lambda rank: (reports[rank]["first"], reports[rank]["why"] != "", -rank),
         )
         why = f"rank {culprit}: {reports[culprit]['why']}"
         if ALGORITHMS[name].needs_shared_memory or self._replays is not None:
-            return _Failed(name, f"failed when it was tuned: {why}")
-        text = f"{self._problem} by '{name}', which was tuned, failed on {why}"
+            return _Failed(name, f"failed during tuning on {why}")
+        text = f"{self._problem} with algorithm '{name}' failed during tuning on {why}"
         return error or PeerLostError(text, peer=culprit)
 
     def _exchange_numbers(self, what: str, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of each rank, in rank order. Collective. Between ranks that share no
         memory the process group gathers them: ranks leave the store a millisecond apart, which the
         next sample would count."""
-        group, text = self._group, f"{what} of {self._problem}"
+        group, text = self._group, f"{what} for {self._problem}"
         if group.workspace is not None:
             return group.exchange(text, list(numbers), self._timeout)
         sent = torch.tensor(numbers, dtype=torch.float64, device=torch.device(self._problem.device))
@@ -364,7 +368,7 @@ class _Tuner:
             late = "timed out" in str(error).lower()
             raise (CollectiveTimeoutError if late else PeerLostError)(
                 f"{text}: rank {group.rank} waited for torch.distributed, timeout "
-                f"{self._timeout:g} s: {error}. The group is broken: make a new one."
+                f"{self._timeout:g} s: {error}. The group is broken; create a new group."
             ) from error
         gathered: list[list[float]] = everyone.view(group.world, -1).tolist()
         return gathered
@@ -372,7 +376,7 @@ class _Tuner:
     def _elapsed(self) -> float:
         """Return the seconds so far, by rank 0's clock, which reports them. Collective."""
         now = time.perf_counter()
-        seconds = self._exchange_numbers("the time", [now - self._begun])[0][0]
+        seconds = self._exchange_numbers("elapsed time", [now - self._begun])[0][0]
         if self._group.rank == 0 and now - self._reported >= _REPORT_SECONDS:
             self._reported = now
             text = f"tpkernels.autotune: {self._problem}: {seconds:.0f} s"

@@ -84,8 +84,8 @@ def dim(value: int, shape: Sequence[int], what: str, *, scaled: bool = False) ->
         raise ValueError(f"{what} is {value}; a tensor of {dims} dims allows 0 to {dims - 1}")
     if scaled and value == len(shape) - 1:
         raise NotImplementedError(
-            f"{what} is {value}, the last of {list(shape)}; with scales, rows are split among the "
-            "ranks"
+            f"{what} is {value}, the last dim of shape {list(shape)}; with scales it must be 0 to "
+            f"{len(shape) - 2}"
         )
     return value
 
@@ -103,15 +103,18 @@ def tensors(arguments: Mapping[str, Any]) -> None:
             what = f"{name}[{i}]" if listed else name
             if tensor.is_nested or tensor.layout != torch.strided:
                 kind = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
-                raise NotImplementedError(f"{what} {kind}; the ops take dense tensors")
+                raise NotImplementedError(f"{what} {kind}; the ops support dense tensors only")
             if tensor.device != x.device:
-                raise ValueError(f"{what} is on {tensor.device} but {first} is on {x.device}")
+                raise ValueError(
+                    f"{what} is on {tensor.device} but {first} is on {x.device}; they must be on "
+                    "the same device"
+                )
 
 
 def device(x: torch.Tensor) -> str:
     """Return the type of x's device; raise where the ops do not run on it."""
     if x.device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"x is on {x.device}; the ops run on cpu and cuda")
+        raise NotImplementedError(f"x is on {x.device}; the ops support cpu and cuda")
     return x.device.type
 
 
@@ -139,7 +142,10 @@ def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
     if is_packed(w):
         check_packed(w, what)
         if w.is_cuda:
-            raise NotImplementedError(f"{what} is packed, which is for CPUs; pass the plain weight")
+            raise NotImplementedError(
+                f"{what} is packed and on {w.device}, but packed weights are supported on CPUs "
+                "only; pass the unpacked weight"
+            )
         shape, form = [rows_of(w), columns_of(w)], "packed shape"
     _needed(len(shape) == 2 and shape[0] == k, shape, x, f"{k}, N", what, form)
     if shape[1] < 1:
@@ -147,7 +153,7 @@ def weight(w: Weight, x: torch.Tensor, k: int, what: str) -> None:
     if w.dtype == torch.int8 and is_packed(w) and x.dtype != torch.float64:
         return
     if w.dtype != x.dtype:
-        packed = ": pack it in x's dtype" if is_packed(w) else ""
+        packed = f": pack it in {dtypes.name(x.dtype)}" if is_packed(w) else ""
         raise TypeError(
             f"{what} is {dtypes.name(w.dtype)} but x is {dtypes.name(x.dtype)}; they must be equal"
             f"{packed}"
@@ -164,9 +170,12 @@ def weights(
 ) -> None:
     """Check weights [k, N_i], each with a bias [N_i] of a dtype in ``allowed`` or, in the ops'
     lists, one of no elements. ``scaled``: the scales of x, and of each weight."""
-    for name, each in (("scales", scaled[1] if scaled else None), ("biases", biases)):
+    for name, each in (("scales_w", scaled[1] if scaled else None), ("biases", biases)):
         if each is not None and len(each) != len(values):
-            raise ValueError(f"{len(each)} {name} for {len(values)} weights")
+            raise ValueError(
+                f"{name} has length {len(each)}, but weights has length {len(values)}; they must "
+                "be equal"
+            )
     for i, w in enumerate(values):
         if scaled is None:
             weight(w, x, k, f"weights[{i}]")
@@ -176,7 +185,8 @@ def weights(
         if biases is not None and biases[i].shape != (0,):
             if isinstance(w, CustomMatmul):
                 raise NotImplementedError(
-                    f"weights[{i}] is a CustomMatmul with a bias; add the bias in its function"
+                    f"weights[{i}] is a CustomMatmul, which does not support biases[{i}]; add the "
+                    "bias in its function"
                 )
             bias(biases[i], x, columns_of(w), f"biases[{i}]", allowed)
 
@@ -201,18 +211,19 @@ def whole(
     given = f"{what} is {'a CustomMatmul' if isinstance(w, CustomMatmul) else 'packed'}"
     if algorithm == "fused":
         raise NotImplementedError(
-            f"{given}, and the kernels of 'fused' cannot read it; pass the plain weight, or "
-            "another algorithm"
+            f"{given}, which the kernels of 'fused' cannot read; pass the weight as a plain "
+            "tensor, or choose a different algorithm"
         )
     if by_columns:
         raise NotImplementedError(
-            f"{given}, and its columns cannot be split along the last dim of the result; pass the "
-            "plain weight"
+            f"{given}, so the last dim of the result cannot be split over the ranks; pass the "
+            "weight as a plain tensor, or choose a different scatter_dim"
         )
     if result != x.dtype:
         raise NotImplementedError(
-            f"{given}, and its product has x's dtype {dtypes.name(x.dtype)}, not "
-            f"{dtypes.name(result)}; pass the plain weight, or leave the dtype at its default"
+            f"{given}, so its matmul returns {dtypes.name(x.dtype)}, the dtype of x, not "
+            f"{dtypes.name(result)}; pass the weight as a plain tensor, or leave "
+            f"{'wire_dtype' if what == 'w' else 'out_dtype'} at its default"
         )
 
 
@@ -241,19 +252,21 @@ def out_dtype(value: torch.dtype | None, x: torch.Tensor, *, scaled: bool = Fals
     dtypes.check_supported(value, "out_dtype")
     if (value == torch.float64) != (x.dtype == torch.float64):
         raise NotImplementedError(
-            f"out_dtype {dtypes.name(value)} of {dtypes.name(x.dtype)} input; float64 mixes with "
-            "no other dtype"
+            f"out_dtype is {dtypes.name(value)} but x is {dtypes.name(x.dtype)}; if either is "
+            "float64, both must be"
         )
     return value
 
 
 def wire_dtype(value: torch.dtype | None, x: torch.dtype) -> torch.dtype:
     """Return the dtype that partials travel in: x's, or float32."""
-    if value not in (None, x, dtypes.accumulator(x)):
+    allowed = (x, dtypes.accumulator(x))
+    if value not in (None, *allowed):
         assert value is not None  # None is in the list
+        names = " or ".join(dict.fromkeys(map(dtypes.name, allowed)))
         raise ValueError(
-            f"wire_dtype is {dtypes.name(value)}; it must be x's {dtypes.name(x)} or "
-            f"{dtypes.name(dtypes.accumulator(x))}"
+            f"wire_dtype is {dtypes.name(value)} and x is {dtypes.name(x)}; wire_dtype must be "
+            f"{names}"
         )
     return value or x
 
@@ -272,8 +285,8 @@ def gather_sizes(
     checked = check_sizes(sizes, group.world)
     if checked[group.rank] != size:
         raise ValueError(
-            f"{name} has {size} rows in the gathered dim, but {what} {list(checked)} gives rank "
-            f"{group.rank} {checked[group.rank]}"
+            f"{name} has {size} rows in the gathered dim, but {what} {list(checked)} specifies "
+            f"{checked[group.rank]} for rank {group.rank}"
         )
     return checked
 
@@ -285,8 +298,8 @@ def scatter_sizes(
     if sizes is None:
         if total % world:
             raise ValueError(
-                f"{total} rows do not divide by {world} ranks; pass "
-                f"{what}=tpkernels.shard_sizes({total}, {world})"
+                f"the scattered dim has {total} rows, which is not divisible by world_size="
+                f"{world}; pass {what}=tpkernels.shard_sizes({total}, {world})"
             )
         return (total // world,) * world
     checked = check_sizes(sizes, world)
@@ -335,8 +348,9 @@ def scale_of_x(
     for rank, size in enumerate(sizes):
         if size * others % TILE_ROWS:
             raise NotImplementedError(
-                f"x has {size * others} rows on rank {rank} and swizzled scales, whose tiles have "
-                f"{TILE_ROWS} rows; give each rank a multiple of {TILE_ROWS}, or pass plain scales"
+                f"scale_x is swizzled, but x has {size * others} rows on rank {rank}, which is not "
+                f"a multiple of {TILE_ROWS}; give each rank a multiple of {TILE_ROWS} rows, or "
+                "pass scales that are not swizzled"
             )
 
 
@@ -357,8 +371,8 @@ def scaled_weight(
     kinds = scaling_of(scale_x), scaling_of(scale)
     if kinds[0] is not kinds[1] and Scaling.BLOCK in kinds:
         raise ValueError(
-            f"scale_x is {kinds[0].value} and {scale_name} {kinds[1].value}; block-wise scales do "
-            "not mix with others"
+            f"scale_x is {kinds[0].value} but {scale_name} is {kinds[1].value}; if either is "
+            "block-wise, both must be"
         )
 
 
@@ -381,15 +395,18 @@ def _scale(
         _form(fits, scale, what, f"[] or [1] (tensor-wise) or {rows} (row-wise)")
         return
     if k % block:
-        raise ValueError(f"{what} has a scale for every {block} of K, which is {k}: no multiple")
+        raise ValueError(
+            f"{what} has one scale per {block} elements of K, but K is {k}, which is not divisible "
+            f"by {block}"
+        )
     each, flat = [*lead, k // block], swizzled_numel(prod(lead), k // block)
-    _form(shape in (each, [flat]), scale, what, f"{each}, or [{flat}] where it is swizzled")
+    _form(shape in (each, [flat]), scale, what, f"{each}, or [{flat}] if it is swizzled")
 
 
 def scaled_rows(x: torch.Tensor, scale: torch.Tensor) -> None:
     """Check fp8 rows of experts [R, K] and their scales, which are row-wise or those of blocks."""
     dtypes.check_supported(x.dtype, "x with scales", FP8)
-    _form(x.dim() == 2 and x.shape[1] > 0, x, "x", "[rows, K], K at least 1")
+    _form(x.dim() == 2 and x.shape[1] > 0, x, "x", "[rows, K] with K >= 1")
     rows, k = x.shape
     _float32_scale(scale, "scale_x", [[rows, 1], *([[rows, k // BLOCK]] if k % BLOCK == 0 else [])])
 
@@ -422,11 +439,14 @@ def topk(ids: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> None:
     tensors({"x": x, "topk_ids": ids, "topk_weights": weights})
     if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[1] < 1:
         raise ValueError(
-            f"topk_ids has shape {list(ids.shape)} and topk_weights {list(weights.shape)}; both "
-            "must be [tokens, k], k at least 1"
+            f"topk_ids has shape {list(ids.shape)} and topk_weights has shape "
+            f"{list(weights.shape)}; both must be [tokens, k] with k >= 1"
         )
     if ids.shape[:1] != x.shape[:1]:
-        raise ValueError(f"x has shape {list(x.shape)}; topk_ids have {ids.shape[0]} tokens")
+        raise ValueError(
+            f"x has shape {list(x.shape)}, but topk_ids has {ids.shape[0]} tokens; x must have one "
+            "row per token"
+        )
     _dtype(ids, "topk_ids", INDICES)
     _floating(weights, "topk_weights")
 
@@ -438,24 +458,28 @@ def routed(spec: OpSpec, given: Any, group: Group) -> tuple[int, ...]:
         scaled_rows(x, given.scale_x)
     else:
         dtypes.check_supported(x.dtype, "x")
-    _form(x.dim() == 2 and x.shape[1] > 0, x, "x", "[rows, H], H at least 1")
+    _form(x.dim() == 2 and x.shape[1] > 0, x, "x", "[rows, H] with H >= 1")
     for what, value in (("num_experts", given.num_experts), ("max_rows", given.max_rows)):
         if value is not None and value < 1:
             raise ValueError(f"{what} is {value}; it must be at least 1")
     fits = routes.dim() == 2 and routes.shape[1] > 0 and routes.dtype in INDICES
-    form = "int32 or int64, [tokens of all ranks, k], k at least 1"
+    form = "int32 or int64 of shape [tokens of all ranks, k] with k >= 1"
     _form(fits, routes, "routes", form, with_dtype=True)
     tokens, name = x, "x"
     if spec.combines:
         tokens, name, k = given.topk_weights, "topk_weights", routes.shape[1]
         fits = tokens.dim() == 2 and tokens.is_floating_point()
-        _form(fits, tokens, name, "floating-point, [tokens, k]", with_dtype=True)
+        _form(fits, tokens, name, "floating-point of shape [tokens, k]", with_dtype=True)
         if tokens.shape[1] != k:
-            raise ValueError(f"{name} has shape {list(tokens.shape)}, but routes has {k} a token")
+            raise ValueError(
+                f"{name} has shape {list(tokens.shape)}, but routes has {k} experts per token; the "
+                "shape must be [tokens, k]"
+            )
     sizes = gather_sizes(given.shard_sizes, tokens.shape[0], group, name=name)
     if sum(sizes) != routes.shape[0]:
         raise ValueError(
-            f"routes has {routes.shape[0]} tokens, but the ranks have {sum(sizes)}: {list(sizes)}"
+            f"routes has {routes.shape[0]} tokens, but the ranks have {sum(sizes)} in total "
+            f"({list(sizes)} per rank); pass the routes of the tokens of all ranks"
         )
     return sizes
 
@@ -468,8 +492,8 @@ def group_counts(counts: torch.Tensor, x: torch.Tensor, stack: torch.Tensor) -> 
     tensors({"x": x, "counts": counts})
     if tuple(counts.shape) != (len(stack),) or counts.dtype not in INDICES:
         raise ValueError(
-            f"counts is {counts.dtype} of shape {list(counts.shape)}; w has {len(stack)} groups, "
-            f"so it must be int32 or int64 of shape [{len(stack)}]"
+            f"counts is {counts.dtype} of shape {list(counts.shape)}, but w has {len(stack)} "
+            f"groups; counts must be int32 or int64 of shape [{len(stack)}]"
         )
 
 
@@ -481,11 +505,11 @@ def group_operands(
     tensors({"x": x, "w": stack})
     matrix_input(x)
     if x.dim() != 2:
-        raise ValueError(f"x has shape {list(x.shape)}; grouped_matmul takes rows [R, K]")
+        raise ValueError(f"x has shape {list(x.shape)}; it must be [R, K] for grouped_matmul")
     if stack.dim() not in (3, 4) or (is_packed_stack(stack) and not stack.is_contiguous()):
         raise ValueError(
-            f"w has shape {list(stack.shape)} and strides {list(stack.stride())}; it must be a "
-            "stack [E, K, N], or what tpkernels.pack makes of one"
+            f"w has shape {list(stack.shape)} and strides {list(stack.stride())}; it must be "
+            "[E, K, N], or such a stack packed with tpkernels.pack"
         )
     if len(stack):
         weight(stack[0], x, x.shape[1], "w[0]")
@@ -498,7 +522,7 @@ def group_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
     if bias is None:
         return
     shape = [len(stack), columns_of_stack(stack)]
-    _form(list(bias.shape) == shape, bias, "bias", f"{shape}, a row per group")
+    _form(list(bias.shape) == shape, bias, "bias", f"{shape}, one row per group")
     tensors({"w": stack, "bias": bias})
     _floating(bias, "bias")
 
@@ -515,7 +539,7 @@ def op_input(spec: OpSpec, x: torch.Tensor) -> None:
     allowed = (*dtypes.CODES, *dtypes.MOVED) if moved else dtypes.CODES
     dtypes.check_supported(x.dtype, "x", allowed)
     if spec.normed:
-        _form(x.dim() > 0 and x.shape[-1] > 0, x, "x", "[..., N], N at least 1")
+        _form(x.dim() > 0 and x.shape[-1] > 0, x, "x", "[..., N] with N >= 1")
 
 
 def op_weights(spec: OpSpec, given: Any, k: int) -> bool:
@@ -573,7 +597,10 @@ def op_epilogue(
     bias(getattr(given, "bias", None), x, columns, allowed=(result,) if spec.scaled else None)
     if residual is not None:
         if tuple(residual.shape) != tuple(kept):
-            raise ValueError(f"residual has shape {list(residual.shape)}, the output {list(kept)}")
+            raise ValueError(
+                f"residual has shape {list(residual.shape)}, but the output has shape "
+                f"{list(kept)}; they must be equal"
+            )
         _dtype(residual, "residual", (result,) if spec.scaled else (x.dtype, result))
     if spec.has_matmul and not spec.scaled:
         whole(given.w, x, wire, given.algorithm, "w", by_columns=dim == len(shape) - 1)

@@ -190,4 +190,4 @@ ALGORITHMS: Mapping[str, Algorithm] = {record.name: record for record in _RECORD
 def check_algorithm(name: str) -> None:
     """Raise ``ValueError`` for a name that is no algorithm of this package."""
     if name not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm '{name}'; there are auto, {', '.join(ALGORITHMS)}")
+        raise ValueError(f"unknown algorithm '{name}'; choose from auto, {', '.join(ALGORITHMS)}")

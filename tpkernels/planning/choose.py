@@ -76,10 +76,10 @@ class Plan:
 
 NOTHING_TUNED = Table()
 _SWITCH_SUMS = (torch.float32, torch.bfloat16)  # by torch's multimem ops
-_ONE_PRODUCT = "each scaled product converts its weight: one matmul, not split"
+_ONE_PRODUCT = "a scaled matmul is not split, because each chunk would convert the weight again"
 _SUMS = {
-    VENDOR: "numerics 'vendor': the process group sums",
-    ORDERED: "numerics 'ordered': sums in fp32, in rank order",
+    VENDOR: "numerics 'vendor': reduced by the process group",
+    ORDERED: "numerics 'ordered': reduced in fp32, in rank order",
 }
 
 
@@ -123,7 +123,7 @@ def choose(
         reason = _unsupported(problem, requested, means)
         if reason is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {reason}")
-        return _plan(problem, requested, "asked for")
+        return _plan(problem, requested, "requested")
     ruled = _by_rule(problem, means)
     if ruled[0] in means.unsupported:
         ruled = "unfused", f"'{ruled[0]}' {means.unsupported[ruled[0]]}"
@@ -146,14 +146,14 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
         return _across_hosts(problem, means)
     if problem.device == "cuda":
         if not means.qualification.variants:
-            return "unfused", f"nothing else is qualified here: {means.qualification.summary}"
+            return "unfused", f"no other algorithm is qualified: {means.qualification.summary}"
         if problem.options.max_rows is not None:
             reason = why_unqualified(problem, "direct", means)
             reason = reason or _unsupported(problem, "direct", means)
             if reason is None:
-                return "direct", "with max_rows the host waits for no counts"
+                return "direct", "with max_rows the host does not wait for token counts"
             return "unfused", f"direct {reason}"
-        return "unfused", "on this GPU nothing is known to be faster"
+        return "unfused", "no algorithm is known to be faster on this GPU"
     if not problem.spec.has_matmul:
         reason = _unsupported(problem, "direct", means)
         if reason is not None:
@@ -166,12 +166,12 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     if reason is not None:
         return "direct", f"pipelined {reason}"
     if rows < PIPELINED_MIN_ROWS:
-        return "direct", f"{rows} rows a rank < {PIPELINED_MIN_ROWS}: one matmul, not split"
+        return "direct", f"{rows} rows per rank < {PIPELINED_MIN_ROWS}: the matmul is not split"
     if most < PIPELINED_MIN_ROWS:
-        return "direct", f"the workspace holds {most} rows a rank < {PIPELINED_MIN_ROWS}"
+        return "direct", f"the workspace holds {most} rows per rank < {PIPELINED_MIN_ROWS}"
     if problem.dim is None:
-        return "direct", "before an all-reduce one matmul is as fast as a split one"
-    return "pipelined", f"{rows} rows a rank >= {PIPELINED_MIN_ROWS}"
+        return "direct", "before an all-reduce, splitting the matmul is not faster"
+    return "pipelined", f"{rows} rows per rank >= {PIPELINED_MIN_ROWS}"
 
 
 def candidates(problem: Problem, means: Means) -> list[str]:
@@ -192,7 +192,7 @@ def why_unqualified(problem: Problem, name: str, means: Means) -> str | None:
     if problem.device != "cuda" or problem.world == 1:
         return None
     if ALGORITHMS[name].unbounded:
-        return "waits without a deadline, and so runs by name only"
+        return "has no timeout, so it runs only if it is requested by name"
     return means.qualification.why_not(problem.op, name)
 
 
@@ -205,9 +205,9 @@ def is_worth_trying(problem: Problem, name: str) -> bool:
 
 
 def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
-    reason, rows = "the ranks share no memory", _rows_per_part(problem)
+    reason, rows = "the ranks do not share memory", _rows_per_part(problem)
     if problem.device == "cuda":
-        return "unfused", f"{reason}; nothing else is known to be faster on this GPU"
+        return "unfused", f"{reason}; no algorithm is known to be faster on this GPU"
     if problem.spec.scaled:
         return "unfused", f"{reason}; {_ONE_PRODUCT}"
     if problem.spec.routed:
@@ -215,14 +215,14 @@ def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
     if problem.nbytes < RING_MIN_BYTES:
         return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
     if problem.spec.has_matmul and rows < RING_MIN_ROWS:
-        return "unfused", f"{reason}; {rows} rows a rank < {RING_MIN_ROWS}"
+        return "unfused", f"{reason}; {rows} rows per rank < {RING_MIN_ROWS}"
     if problem.spec.has_matmul and _unsupported(problem, "hierarchical", means) is None:
-        reason += ", except those of a host"
+        reason += ", except within a host"
         return "hierarchical", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
     if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
-        return "unfused", f"{reason}; ring has measured no faster"
+        return "unfused", f"{reason}; 'ring' was not faster in measurements"
     if _unsupported(problem, "ring", means) is not None:
-        return "unfused", f"{reason}; a gather of K is not split"
+        return "unfused", f"{reason}; 'ring' cannot gather along K"
     return "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
 
 
@@ -257,44 +257,52 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
     algorithm = ALGORITHMS[name]
     last = problem.dim == len(problem.shape) - 1
     if problem.spec.scaled and "Triton" in algorithm.kernels.values():
-        return "has no kernel for operands with scales"
+        return "does not support operands with scales"
     if problem.op in algorithm.lacks.get(problem.device, ()):
-        return f"has no {problem.op} on {problem.device} tensors{_instead(problem, algorithm)}"
+        instead = _instead(problem, algorithm)
+        return f"does not support {problem.op} on {problem.device} tensors{instead}"
     by_switch = algorithm.kernels.get(problem.device) == "multicast"
     if by_switch and problem.spec.reduces and problem.numerics == ORDERED:
-        return "adds in the order of the switch, and numerics is 'ordered'"
+        return "sums in the order of the switch, but numerics is 'ordered'"
     if by_switch and problem.spec.reduces and problem.dtype not in _SWITCH_SUMS:
-        return f"sums float32 and bfloat16 (torch's multimem ops), not {dtypes.name(problem.dtype)}"
+        dtype = dtypes.name(problem.dtype)
+        return f"sums only float32 and bfloat16 (with the torch multimem ops), not {dtype}"
     if algorithm.splits_matmul and problem.spec.has_matmul and problem.spec.gathers and last:
-        return "cannot gather the dim that the matmul sums over (it would round each part)"
+        return (
+            "cannot gather the dim that the matmul sums over (K): it would round each partial sum"
+        )
     if algorithm.needs_shared_memory and not means.shared_memory:
-        return "needs memory that all ranks share, which this group's ranks do not"
+        return "needs shared memory, but the ranks of this group do not share memory"
     if algorithm.spans_hosts and means.shared_memory:
-        return "is for groups that span hosts, and all ranks of this one share memory"
+        return "is for groups that span hosts, but all ranks of this group share memory"
     if algorithm.spans_hosts and means.why_no_node is not None:
         return means.why_no_node
     if algorithm.overlaps_matmul and not problem.spec.has_matmul:
-        return "overlaps a matmul, and this op has none"
+        return "overlaps communication with a matmul, but this op does not contain a matmul"
     if problem.device in algorithm.whole_rows:
         vector = problem.dim == 0 and not problem.spec.has_matmul
         # A plain product's rows can be put in the order of the ranks.
         movable = problem.spec.has_matmul and not problem.spec.scaled
         split = problem.outer != 1 and not movable
         if problem.dim is not None and (split or (last and not vector)):
-            dims = "any dim but the last" if movable else "dim 0 only"
-            return f"moves whole rows: of {list(problem.shape)} it can split {dims}"
+            dims = "any dim except the last" if movable else "dim 0 only"
+            return (
+                f"moves complete rows: it can split shape {list(problem.shape)} along {dims}, not "
+                f"along dim {problem.dim}"
+            )
         if problem.options.routes and problem.shape[0] * problem.options.routes[1] >= 1 << 31:
-            return "counts routes in 31 bits, and there are more"
+            assignments = problem.shape[0] * problem.options.routes[1]
+            return f"supports fewer than 2**31 (token, expert) assignments, not {assignments}"
         if problem.dtype == torch.float64:
-            return "accumulates in float32 and takes no float64"
+            return "accumulates in float32 and does not support float64"
     elif (
         problem.device == "cpu"
         and algorithm.step_rows
         and algorithm.step_rows(problem, means.workspace_bytes) < 1
     ):
         return (
-            f"needs {bytes_per_row(problem)} bytes for a row of each rank, and the workspace has "
-            f"{means.workspace_bytes}; give tpkernels.init a larger workspace_bytes"
+            f"needs {bytes_per_row(problem)} bytes for one row of each rank, but workspace_bytes "
+            f"is {means.workspace_bytes}; pass a larger workspace_bytes to tpkernels.init"
         )
     return means.unsupported.get(name)
 

@@ -92,7 +92,7 @@ class Link:
     def __post_init__(self) -> None:
         _check_positive(self.call, self.bandwidth)
         if not self.step >= 0:
-            raise ValueError(f"a step is {self.step!r}")
+            raise ValueError(f"step is {self.step!r}; it must be at least 0")
 
     def ring_seconds(self, ranks: int, received: float, passes: int = 1) -> float:
         """Return the seconds in which each rank receives so many bytes in each pass."""
@@ -134,7 +134,7 @@ class Profile:
 def _check_positive(*rates: float) -> None:
     for rate in rates:
         if not rate > 0:
-            raise ValueError(f"a rate is {rate!r}")
+            raise ValueError(f"a rate is {rate!r}; it must be positive")
 
 
 @functools.cache

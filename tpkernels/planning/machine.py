@@ -84,9 +84,9 @@ def _gpus() -> str:
     try:
         driver = nvml.driver_version()
         pairs = sum(len(nvml.unlinked(gpu, gpus[i + 1 :])) for i, gpu in enumerate(gpus))
-        links = f"{pairs} pairs of {len(gpus)} without NVLink"
+        links = f"{len(gpus)} GPUs, {pairs} pairs without NVLink"
     except nvml.ERRORS as error:
-        links = f"{len(gpus)}, links unknown: {type(error).__name__}"
+        links = f"{len(gpus)} GPUs, links unknown: {type(error).__name__}"
     return f"{links}; driver {driver}, NCCL {nccl_version()}"
 
 

@@ -128,9 +128,9 @@ class Options:
             texts.append(f"rms_norm eps {float(eps)}, weight {dtypes.name(weight_dtype)}")
         if self.scattered is not None:
             dim, sizes = self.scattered
-            texts.append(f"scattered dim {dim} by {list(sizes)}")
+            texts.append(f"scatter dim {dim}: {list(sizes)}")
         if self.routes is not None:
-            texts.append("{} experts, {} a token".format(*self.routes))
+            texts.append("{} experts, {} per token".format(*self.routes))
         if self.max_rows is not None:
             texts.append(f"max_rows {self.max_rows}")
         return tuple(texts)

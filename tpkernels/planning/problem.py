@@ -132,6 +132,6 @@ class Problem:
         parts = [f"{list(self.shape)} {dtypes.name(self.dtype)}"]
         if self.dim is not None:
             even = len(set(self.sizes)) == 1
-            split = f"{self.sizes[0]} a rank" if even else str(list(self.sizes))
-            parts.append(f"dim {self.dim} by {split}")
+            split = f"{self.sizes[0]} per rank" if even else str(list(self.sizes))
+            parts.append(f"dim {self.dim}: {split}")
         return f"{self.op}({', '.join([*parts, *self.options.texts()])})"

@@ -140,9 +140,9 @@ class Failure:
         where = f"{self.call}, rank {self.rank}" if self.rank is not None else self.call
         if self.kind != "wrong":
             return f"{self.kind} in {where}: {self.text}"
-        looks = f", all {self.looks}" if self.looks else ""
-        at = "; ".join(f"[{i}] {got} for {want}" for i, got, want in self.first[:2])
-        return f"{self.wrong} of {self.elements} elements wrong in {where}{looks}: {at}"
+        looks = f" (all are {self.looks})" if self.looks else ""
+        at = "; ".join(f"[{i}] is {got}, expected {want}" for i, got, want in self.first[:2])
+        return f"{self.wrong} of {self.elements} elements are wrong{looks} in {where}: {at}"
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,10 @@ class StageOutcome:
 
     def __post_init__(self) -> None:
         if self.status not in (QUALIFIED, DISQUALIFIED, NOT_RUN):
-            raise ValueError(f"a status is {shown(self.status)}")
+            raise ValueError(
+                f"status is {shown(self.status)}; it must be '{QUALIFIED}', '{DISQUALIFIED}' or "
+                f"'{NOT_RUN}'"
+            )
 
     @property
     def reason(self) -> str:
@@ -182,24 +185,26 @@ class QualificationReport:
     def __post_init__(self) -> None:
         for world in (*self.litmus, *self.variants):
             if re.fullmatch("[1-9][0-9]{0,8}", world) is None:
-                raise ValueError(f"a number of ranks is {shown(world)}")
+                raise ValueError(f"a world size is {shown(world)}; it must be a positive integer")
         for variant in (name for outcomes in self.variants.values() for name in outcomes):
             algorithm, *names = variant.split("/")
             if algorithm not in ALGORITHMS or len(names) != 1:
-                raise ValueError(f"a variant is {shown(variant)}")
+                raise ValueError(f"a variant is {shown(variant)}; it must be ALGORITHM/NAME")
 
     def qualification(self, world: int) -> Qualification:
         """Return what the report allows a group of ``world`` ranks."""
         outcomes = self.variants.get(str(world))
         if outcomes is None:
-            known = ", ".join(self.variants) or "no"
-            covered = f"the report of {self.date} covers {known} ranks"
+            known = ", ".join(self.variants) or "none"
+            covered = f"the report of {self.date} has results for these world sizes: {known}"
             return Qualification(summary=f"{covered}; run `tpkernels qualify --tp {world}`")
         passed = {variant for variant, outcome in outcomes.items() if outcome.status == QUALIFIED}
         reasons = {
             variant: outcomes[variant].reason for variant in outcomes if variant not in passed
         }
-        return Qualification(frozenset(passed), reasons, f"no variant in the report of {self.date}")
+        return Qualification(
+            frozenset(passed), reasons, f"the report of {self.date} contains no such variant"
+        )
 
     def has(self, name: str, world: int) -> bool:
         """Return whether a variant, or a litmus test, was run for a number of ranks."""
@@ -262,12 +267,15 @@ def load(device: str) -> tuple[QualificationReport | None, str]:
         path = path_of(expected)
         data = json.loads(read_trusted(path, most=_MOST_BYTES))
         if not isinstance(data, dict) or any(data.get(key) != expected[key] for key in expected):
-            raise ValueError("it is of another machine")
+            raise ValueError("it was written on a different machine or by different versions")
         return from_json(QualificationReport, data.get("report"), "report"), ""
     except (FileNotFoundError, RuntimeError):
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
-        why = f"ignoring the report {path}: {error}. `tpkernels qualify` writes a new one."
+        why = (
+            f"ignoring the qualification report {path}: {error}. Run `tpkernels qualify` to write "
+            "a new report."
+        )
         return None, why
 
 

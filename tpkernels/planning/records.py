@@ -36,7 +36,8 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         _require(value, dict, where)
         if value.keys() != fields.keys():
             name = min(value.keys() ^ fields.keys())
-            raise ValueError(f"{where} has {'an unknown' if name in value else 'no'} {shown(name)}")
+            problem = "has the unknown field" if name in value else "lacks the field"
+            raise ValueError(f"{where} {problem} {shown(name)}")
         parts = {name: _read(fields[name], value[name], f"{where}.{name}") for name in fields}
         try:
             return origin(**parts)  # type: ignore[operator]
@@ -52,12 +53,12 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         _require(value, list, where)
         pair = origin is tuple and arguments[-1] is not ...
         if pair and len(value) != len(arguments):
-            raise ValueError(f"{where} is {shown(value)}, not {len(arguments)} values")
+            raise ValueError(f"{where} is {shown(value)}; it must have {len(arguments)} values")
         kinds = arguments if pair else arguments[:1] * len(value)
         return origin(_read(kinds[i], one, f"{where}[{i}]") for i, one in enumerate(value))
     _require(value, origin, where)
     if origin in (int, float) and not abs(value) <= _MOST:
-        raise ValueError(f"{where} is {shown(value)}")
+        raise ValueError(f"{where} is {shown(value)}; it must be at most {_MOST:g} in magnitude")
     return value
 
 
@@ -74,7 +75,7 @@ def _read_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 def _require(value: Any, kind: type, where: str) -> None:
     right = isinstance(value, (int, float) if kind is float else kind)
     if not right or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where} is {shown(value)}, not of type {kind.__name__}")
+        raise ValueError(f"{where} is {shown(value)}; it must be of type {kind.__name__}")
 
 
 @functools.cache

@@ -52,8 +52,8 @@ def load(machine: Machine) -> tuple[Table, str]:
         why = error.strerror or str(error)
     except (ValueError, RecursionError) as error:
         why = str(error)
-    hint = "`tpkernels tune` writes a new one"
-    return Table(), f"the tuning cache {path} is ignored: {why}. {hint}."
+    hint = "Run `tpkernels tune` to write a new cache"
+    return Table(), f"ignoring the tuning cache {path}: {why}. {hint}."
 
 
 def load_or_warn(machine: Machine) -> Table:
@@ -104,11 +104,14 @@ def table_from(values: Any, where: str = "$") -> Table:
     for one in measurements:
         for name, ms in one.ms.items():
             if not 0 < ms < _MOST_MS:
-                raise ValueError(f"the time of {shown(name)} is {shown(ms)}")
+                raise ValueError(
+                    f"the time of {shown(name)} is {shown(ms)}; it must be positive and less than "
+                    f"{_MOST_MS:g} ms"
+                )
         try:
             date.fromisoformat(one.date)
         except ValueError as error:
-            raise ValueError(f"a date is {shown(one.date)}") from error
+            raise ValueError(f"a date is {shown(one.date)}; it must be YYYY-MM-DD") from error
     return Table(tuple(measurements))
 
 
@@ -169,11 +172,11 @@ def _require_same(data: Any, expected: dict[str, Any]) -> None:
     for name, wanted in expected.items():
         value = data.get(name) if isinstance(data, dict) else None
         if type(value) is not type(wanted):
-            raise ValueError(f"'{name}' is missing or not a {type(wanted).__name__}")
+            raise ValueError(f"'{name}' is missing or not of type {type(wanted).__name__}")
         if isinstance(wanted, dict):
             _require_same(value, wanted)
         elif value != wanted:
-            raise ValueError(f"{name} is {shown(value)}, here it is {wanted!r}")
+            raise ValueError(f"{name} is {shown(value)}, but {wanted!r} on this machine")
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

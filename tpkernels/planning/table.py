@@ -125,7 +125,7 @@ class Table:
         if _ratio(nearest, extent) > (_NEAR if len(ends) == 2 else _ALIKE):
             return None
         best = _minimax([measured[nearest]], possible, default)
-        return best and (best[0], f"tuned: as at {nearest} {unit}")
+        return best and (best[0], f"tuned: from the times at {nearest} {unit}")
 
     def extended(self, new: Iterable[Measurement]) -> Table:
         """Return the table with ``new`` replacing any measurements of the same problems."""

@@ -76,7 +76,7 @@ def probe_colocation(participant: Participant, statement: dict[str, Any]) -> Col
     obstacles = [report["obstacle"] for report in reports]
     why_not = next((f"rank {rank} {why}" for rank, why in enumerate(obstacles) if why), None)
     if world > MOST_RANKS:
-        why_not = f"rank 0 is one of {world} ranks; at most {MOST_RANKS} can share memory"
+        why_not = f"the group has {world} ranks; at most {MOST_RANKS} ranks can share memory"
     return Colocation(why_not, [report["leader"] for report in reports], statements)
 
 
@@ -90,8 +90,8 @@ def unsupported() -> str | None:
             os.close(probe())
         except OSError as error:
             return (
-                f"cannot share memory: {name}: {error.strerror}; this needs Linux 5.3 or newer "
-                "and no seccomp filter that forbids the call"
+                f"cannot share memory: {name}: {error.strerror}; this call needs Linux 5.3 or "
+                "newer and a seccomp profile that allows it"
             )
     return None
 
@@ -99,7 +99,7 @@ def unsupported() -> str | None:
 def _why_not_reached(name: str | None, seconds: float) -> str | None:
     """Return why a rank's socket cannot be reached; None: a process of this user listens there."""
     if name is None:
-        return "got no socket name from rank 0"
+        return "did not receive a socket name from rank 0"
     try:
         with connected(name, seconds) as connection:
             user = user_of(connection)
@@ -107,8 +107,12 @@ def _why_not_reached(name: str | None, seconds: float) -> str | None:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return f"cannot open a socket: {error.strerror}"
         return (
-            f"cannot reach rank 0's Unix socket ({error.strerror or error}): another host, or "
-            "containers that share no network namespace. Ranks share memory within one host "
-            "only, also where NVLink connects GPUs of several, as in an NVL72"
+            f"cannot reach rank 0's Unix socket ({error.strerror or error}): the ranks are on "
+            "different hosts, or in containers with different network namespaces. Ranks can share "
+            "memory only within one host, even if NVLink connects the GPUs of several hosts (NVL72)"
         )
-    return None if user == os.geteuid() else f"is user {os.geteuid()}, rank 0 is user {user}"
+    return (
+        None
+        if user == os.geteuid()
+        else f"runs as user {os.geteuid()}, but rank 0 runs as user {user}"
+    )

@@ -141,7 +141,7 @@ class CudaWorkspace:
         made = make_symmetric(self._member, nbytes, self.device)
         if not made.multicast:
             raise NotImplementedError(
-                "the GPUs' memory has no multicast address, which NVSwitches provide"
+                "the memory of the GPUs has no multicast address; multicast needs NVSwitch"
             )
         self._multicast.append(made)
 
@@ -172,8 +172,8 @@ class CudaWorkspace:
             return
         if streams.is_captured(self.device):
             raise CaptureError(
-                f"an earlier call of group '{self._member.group}' failed on the GPU, found by "
-                f"{text}: end the capture, then tpkernels.check says why"
+                f"an earlier call of group '{self._member.group}' failed on the GPU (detected by "
+                f"{text}); end the capture, then call tpkernels.check for the error"
             )
         failure = space.failure()
         assert failure is not None  # it has failed
@@ -181,7 +181,7 @@ class CudaWorkspace:
             raise self._watch.error  # which says more
         raise kernel_error(
             failure,
-            where=f"an earlier call of the group, found by {text}",
+            where=f"an earlier call of the group (detected by {text})",
             rank=self._member.rank,
             timeout=self._member.timeout,
             groups=self._order.groups,
@@ -283,9 +283,9 @@ class CudaWorkspace:
         try:
             if self.ended(_LAST_S):
                 return True
-            why = f"have not ended {_LAST_S:g} s after their group"
+            why = f"still run {_LAST_S:g} s after the group was closed"
         except RuntimeError as error:  # the device has failed
-            why = f"may not have ended: {error}"
+            why = f"may still run: {error}"
         _logger.warning(
             "kernels of group '%s' on %s %s; their workspaces are never freed: %d bytes",
             *(self._member.group, self.device, why, sum(space.nbytes for space in self.spaces)),

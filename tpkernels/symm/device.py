@@ -170,7 +170,10 @@ class DeviceWorkspace:
         """Return the contiguous tensor at byte ``offset`` of this rank's two buffers."""
         nbytes = prod(shape) * dtype.itemsize
         if offset < 0 or offset + nbytes > 2 * self.buffer_bytes:
-            raise IndexError(f"bytes [{offset}, +{nbytes}) of {2 * self.buffer_bytes}")
+            raise IndexError(
+                f"bytes [{offset}, +{nbytes}) are out of range; the two buffers have "
+                f"{2 * self.buffer_bytes} bytes"
+            )
         return self._region.narrow(0, self.buffers_at + offset, nbytes).view(dtype).view(shape)
 
     def starts(self, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -179,8 +182,8 @@ class DeviceWorkspace:
         if starts is None:
             if streams.is_captured(self.regions.device):
                 raise CaptureError(
-                    f"rows {list(sizes)} are new to this group: call the op with them once before "
-                    "capturing a graph"
+                    f"the shard sizes {list(sizes)} are new to this group; call the op with them "
+                    "once before the graph capture"
                 )
             edges, device = [sum(sizes[:r]) for r in range(len(sizes) + 1)], self.regions.device
             starts = lasting(device, lambda: torch.tensor(edges, dtype=torch.int32, device=device))
@@ -245,12 +248,12 @@ def kernel_error(
         names = ", ".join(f"'{name}'" for name in sorted(groups))
         hint = (
             f" Groups {names} use this GPU: all ranks must issue the calls of groups that share "
-            "GPUs in one order."
+            "GPUs in the same order."
         )
     return _ERRORS[kind](
-        f"{where}: rank {rank} waited in its kernel for rank {peer}: expected word "
+        f"{where}: rank {rank} waited in its kernel for rank {peer}: expected signal "
         f"{expected:#018x}, seen {seen:#018x}, timeout {timeout:g} s. The results are NaN and the "
-        f"group is broken: make a new one.{hint}",
+        f"group is broken; create a new group.{hint}",
         peer=peer,
     )
 

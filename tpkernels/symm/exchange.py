@@ -108,7 +108,7 @@ class Participant:
                 kind = CollectiveTimeoutError if note["late"] else PeerLostError
                 raise kind(
                     f"{purpose} of group '{self.group}': rank {self.name(self.rank)} waited for "
-                    f"rank {note['rank']}, which left with {note['why']}",
+                    f"rank {note['rank']}, which failed: {note['why']}",
                     peer=note["peer"],
                 )
 

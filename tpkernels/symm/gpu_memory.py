@@ -121,20 +121,20 @@ def _map_peers(
         name = cast(Any, participant.process_group)  # a NewType of str
         handle: Any = symmetric.rendezvous(memory, name)
     except RuntimeError as error:
-        return None, f"cannot map the other ranks' memory: {error}. {_how_to_map(gpus)}"
+        return None, f"cannot map the memory of its peers: {error}. {_how_to_map(gpus)}"
     if not all(handle.buffer_ptrs):
         return None, (
-            "cannot address the other ranks' memory: torch's symmetric memory has no pointers to "
-            "it with this backend; call torch.distributed._symmetric_memory.set_backend('CUDA') "
-            "before its first use"
+            "cannot address the memory of its peers: with this backend, torch symmetric memory "
+            "provides no peer pointers; call "
+            "torch.distributed._symmetric_memory.set_backend('CUDA') before its first use"
         )
     # All ranks check their offsets, so the sums are aligned as well.
     values = *handle.buffer_ptrs, handle.multicast_ptr, handle.offset
     if any(value % _ALIGNMENT for value in values):
         return None, (
             f"has symmetric memory at {', '.join(map(hex, handle.buffer_ptrs))} + {handle.offset}, "
-            f"of which not all are multiples of {_ALIGNMENT}; this version of torch needs another "
-            "tpkernels"
+            f"but these must be multiples of {_ALIGNMENT}; this version of torch needs a different "
+            "version of tpkernels"
         )
     return handle, None
 
@@ -145,18 +145,19 @@ def _how_to_map(gpus: Sequence[Gpu]) -> str:
     for rank, gpu in enumerate(gpus):
         if gpu.uuid is not None and ranks.setdefault(gpu.uuid, rank) != rank:
             return (
-                f"Ranks {ranks[gpu.uuid]} and {rank} share GPU {gpu.uuid}: give each rank a GPU of "
-                "its own; only for tests, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 permits it"
+                f"Ranks {ranks[gpu.uuid]} and {rank} share GPU {gpu.uuid}: give each rank a "
+                "separate GPU. For tests only, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 permits "
+                "ranks to share a GPU"
             )
     for rank, gpu in enumerate(gpus):
         if gpu.ordinal is not None and ranks.setdefault(gpu.ordinal, rank) != rank:
             return (
-                f"Ranks {ranks[gpu.ordinal]} and {rank} each have a GPU of their own, which both "
-                f"know as cuda:{gpu.ordinal}, and torch takes that for one: let each process see "
-                "all GPUs of the host (CUDA_VISIBLE_DEVICES alike on all ranks, no "
-                "--gpus-per-task), and take cuda:LOCAL_RANK"
+                f"Ranks {ranks[gpu.ordinal]} and {rank} use different GPUs, but each sees its GPU "
+                f"as cuda:{gpu.ordinal}, and torch treats these as the same GPU: let each process "
+                "see all GPUs of the host (the same CUDA_VISIBLE_DEVICES on all ranks, no "
+                "--gpus-per-task), and use cuda:LOCAL_RANK"
             )
-    return "The GPUs need peer access: `nvidia-smi topo -p2p r` shows which have it"
+    return "The GPUs need peer access; `nvidia-smi topo -p2p r` shows which GPUs support it"
 
 
 def make_workspace(
@@ -174,7 +175,7 @@ def make_workspace(
     try:
         space = DeviceWorkspace(made.addresses, made.memory, rank, *limits, memory=made)
     except RuntimeError as error:
-        reason = f"cannot allocate what belongs to a workspace: {error}"
+        reason = f"cannot allocate the state of a workspace: {error}"
     agree_on_gpus(participant, reason)
     assert space is not None  # otherwise all ranks would have raised
     return space
@@ -191,12 +192,15 @@ def agree_on_gpus(participant: Participant, error: str | None, own: Gpu | None =
         if error is not None:
             why = f"cannot run on GPUs: rank {rank} {error}"
         elif gpu.kind != gpus[0].kind:
-            why = f"need GPUs of one kind: rank 0 has {gpus[0].kind}, rank {rank} {gpu.kind}"
+            why = (
+                f"need the same kind of GPU on all ranks: rank 0 has {gpus[0].kind}, rank {rank} "
+                f"has {gpu.kind}"
+            )
         elif gpu.under_mps and gpu.uuid and first.setdefault(gpu.uuid, rank) != rank:
             why = (
                 f"cannot run: ranks {first[gpu.uuid]} and {rank} share GPU {gpu.uuid} under MPS, "
-                "where the kernel of one can fill the GPU while it waits for the other's. Give "
-                "each rank a GPU of its own, or stop MPS"
+                "and a kernel of one rank can fill the GPU while it waits for a kernel of the "
+                "other rank. Give each rank a separate GPU, or stop MPS"
             )
         if why is not None:
             raise NotImplementedError(f"the kernels of group '{participant.group}' {why}")

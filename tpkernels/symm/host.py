@@ -111,7 +111,7 @@ class HostWorkspace:
         try:
             link = make_arena(participant, "workspace", self._region_bytes, self._parts(0, first))
         except MemoryError as error:
-            hint = f"give tpkernels.init a smaller workspace_bytes than {workspace_bytes}"
+            hint = f"pass tpkernels.init a workspace_bytes smaller than {workspace_bytes}"
             raise MemoryError(f"{error}; {hint}") from None
         self.channel = _make_channel(link, participant, first)
         self._arena = link.arena
@@ -149,10 +149,10 @@ class HostWorkspace:
         parts, rank = self._parts(self.channel.capacity, wanted), self.participant.rank
         # All ranks check how much is free before any of them takes some of it.
         error = short_of_memory(sum(size for _, size in parts), self.participant.world)
-        self._agree(f"growing the workspace to {wanted} bytes for {text}")
+        self._agree(f"workspace growth to {wanted} bytes for {text}")
         error = error or self._commit(parts)
         report = None if error is None else f"rank {self.participant.name(rank)}: {error}"
-        errors = self.exchange("growth", report)
+        errors = self.exchange("workspace growth", report)
         self._may_grow = not any(errors)
         if self._may_grow:
             self.channel.grow(wanted)
@@ -161,7 +161,7 @@ class HostWorkspace:
             self._arena.give_back(rank, offset, size)
         return (
             f"the workspace of group '{self.participant.group}' stays at {self.channel.capacity} "
-            f"bytes a buffer, and large calls take more steps: {next(filter(None, errors))}"
+            f"bytes per buffer, so large calls need more steps: {next(filter(None, errors))}"
         )
 
     def _commit(self, parts: Parts) -> str | None:
@@ -186,7 +186,7 @@ class HostWorkspace:
                 return self._device
             words = max(words, self._device.words)
             buffer_bytes = max(buffer_bytes, self._device.buffer_bytes)
-        self._agree(f"a kernel workspace of {words} words and {buffer_bytes} bytes for {text}")
+        self._agree(f"a kernel workspace of {words} signals and {buffer_bytes} bytes for {text}")
         participant = self.participant
         arena = self._further_arena("kernels", region_bytes(participant.world, words, buffer_bytes))
         regions = [arena.region(rank) for rank in range(participant.world)]
@@ -208,7 +208,7 @@ class HostWorkspace:
                 GPUs share no memory.
         """
         with self.waiting(self._gpu_timeout):
-            self._agree(f"the first call of {kernels} kernels on GPUs")
+            self._agree(f"the setup of {kernels} kernels on GPUs")
             if device in self.on_gpus:
                 agree_on_gpus(self._watched(), reason)
             else:
@@ -225,13 +225,13 @@ class HostWorkspace:
     def _make_cuda(self, device: torch.device, reason: str | None) -> CudaWorkspace:
         link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, PAGE))
         channel = _make_channel(link, self.participant, PAGE)
-        channel.begin(1, "kernels on GPUs")
+        channel.begin(1, "the setup of kernels on GPUs")
         channel.barrier()
         space = CudaWorkspace(self._watched(), channel, device, self.alarm, self._variants)
         try:
             space.grow(_FIRST_WORDS, _FIRST_BYTES, reason)
         except BaseException:
-            space.close("no kernels on GPUs")
+            space.close("a failed setup of kernels on GPUs")
             raise
         return space
 
@@ -244,7 +244,7 @@ class HostWorkspace:
         """
         space = self.on_gpus[device]
         if not space.current.holds(words, buffer_bytes):
-            what = f"a GPU workspace of {words} words and {buffer_bytes} bytes"
+            what = f"a GPU workspace of {words} signals and {buffer_bytes} bytes"
             self._grow_on_gpu(device, what, text, partial(space.grow, words, buffer_bytes))
         return space
 
@@ -262,7 +262,7 @@ class HostWorkspace:
     ) -> None:
         if streams.is_captured(device):
             raise CaptureError(
-                f"{text} needs a larger workspace: call it once before capturing a graph"
+                f"{text} needs a larger workspace; call it once before the graph capture"
             )
         with self.waiting(self._gpu_timeout):
             self._agree(f"{what} for {text}")
@@ -293,7 +293,8 @@ class HostWorkspace:
         nbytes = prod(shape) * dtype.itemsize
         if offset < 0 or offset + nbytes > self.channel.capacity:
             raise IndexError(
-                f"bytes [{offset}, +{nbytes}) of a workspace buffer of {self.channel.capacity}"
+                f"bytes [{offset}, +{nbytes}) are out of range; a workspace buffer has "
+                f"{self.channel.capacity} bytes"
             )
         base = self._bases.get((rank, dtype))
         if base is None:
@@ -392,7 +393,7 @@ class HostWorkspace:
                 longest = max(longest, size)
             if longest <= begin + part:
                 return [json.loads(encoded) for encoded in texts]
-        raise AssertionError("it counts for ever")
+        raise AssertionError("unreachable")
 
     def _bytes(self, rank: int, nbytes: int) -> memoryview:
         """Return the first bytes of a rank's buffer, until this epoch ends."""

@@ -72,7 +72,7 @@ class Node:
         except BaseException as failure:
             self.participant.tell_left(failure)  # the other hosts wait below
             raise
-        reports = self.participant.exchange("growth", (refused, self.channel.capacity))
+        reports = self.participant.exchange("workspace growth", (refused, self.channel.capacity))
         refusals = [refused for refused, _ in reports if refused is not None]
         if refusals:
             self.limit = min(capacity for _, capacity in reports)
@@ -115,7 +115,7 @@ def make_node(
         if workspace is not None:
             workspace.close()
         rank, text = errors[0]
-        return None, f"needs shared memory on each host, and rank {rank} has none: {text}"
+        return None, f"needs shared memory on each host, but rank {rank} cannot create it: {text}"
     return Node(participant, workspace, hosts, host), None
 
 
@@ -134,15 +134,15 @@ def hosts_of(leaders: Sequence[int]) -> tuple[range, ...] | str:
         for rank in ranks:
             if leaders[rank] != ranks.start:
                 return (
-                    "needs the ranks of each host to follow one another; "
+                    "needs consecutive ranks on each host; "
                     f"rank {rank} shares a host with rank {leaders[rank]}, but rank {ranks.start}, "
-                    "between them, does not"
+                    "which is between them, does not"
                 )
     if len(hosts) == 1:
-        return "is for groups that span hosts, and all ranks of this one are on one host"
+        return "is for groups that span hosts, but all ranks of this group are on one host"
     largest = max(map(len, hosts))
     if largest == 1:
-        return "needs a host with two or more ranks that share memory, and each has one"
+        return "needs a host with two or more ranks that share memory, but each host has one rank"
     if largest > MOST_RANKS:
-        return f"shares memory among at most {MOST_RANKS} ranks of a host, not {largest}"
+        return f"supports at most {MOST_RANKS} ranks per host, not {largest}"
     return hosts

@@ -150,7 +150,7 @@ class _Arena:
                 with self.bounded(min(missing)) as remaining:
                     ready = selector.select(min(remaining, _LOOK))
                     if time.monotonic() - looked > _LOOK:
-                        self.participant.look("set-up")
+                        self.participant.look("setup")
                         looked = time.monotonic()
                 for connection in (key.fileobj for key, _ in ready):
                     assert isinstance(connection, socket.socket)  # for the type checker
@@ -180,9 +180,9 @@ class _Arena:
             user = user_of(connection)
             if user != os.geteuid():
                 raise PeerLostError(
-                    f"set-up of group '{participant.group}': a process of user {user} listens in "
-                    f"rank 0's place; rank {participant.name(participant.rank)} is user "
-                    f"{os.geteuid()}",
+                    f"setup of group '{participant.group}': the process on the socket of rank 0 "
+                    f"runs as user {user}, but rank {participant.name(participant.rank)} runs as "
+                    f"user {os.geteuid()}",
                     peer=participant.name(0),
                 )
             pidfd = _C.host.open_pidfd(os.getpid())
@@ -227,8 +227,8 @@ class _Arena:
             return None
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
-            f"rank {self.participant.rank} can open only {len(descriptors)} of {expected} more "
-            f"descriptors; its limit is {limit}: raise it (ulimit -n)"
+            f"rank {self.participant.rank} can open only {len(descriptors)} of the {expected} file "
+            f"descriptors that it needs; its limit is {limit}: raise it (ulimit -n)"
         )
 
     @contextlib.contextmanager
@@ -245,7 +245,7 @@ class _Arena:
         """Turn a socket's errors into ours, which name ``peer``."""
         participant = self.participant
         rank, peer = participant.name(participant.rank), participant.name(peer)
-        where = f"set-up of group '{participant.group}': rank {rank} waited for rank {peer}"
+        where = f"setup of group '{participant.group}': rank {rank} waited for rank {peer}"
         try:
             yield
         except TimeoutError as error:
@@ -257,9 +257,9 @@ class _Arena:
             until = time.monotonic() + _NOTICE
             while time.monotonic() < until:
                 with contextlib.suppress(DistError):  # it had the store, too
-                    participant.look("set-up")
+                    participant.look("setup")
                 time.sleep(0.005)
-            raise PeerLostError(f"{where}, which left ({error})", peer=peer) from error
+            raise PeerLostError(f"{where}, which disconnected ({error})", peer=peer) from error
 
 
 def _hello(connection: socket.socket, token: str) -> tuple[int, list[int]]:
@@ -273,7 +273,7 @@ def _hello(connection: socket.socket, token: str) -> tuple[int, list[int]]:
 
 def _raise_first(errors: Iterable[str | None]) -> None:
     for error in filter(None, errors):
-        raise MemoryError(f"no shared memory for the group: {error}")
+        raise MemoryError(f"cannot create shared memory for the group: {error}")
 
 
 # Abstract Unix sockets.
@@ -314,7 +314,7 @@ def connected(name: str, seconds: float) -> Iterator[socket.socket]:
                 if error.errno != errno.ENOTCONN:
                     raise
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"no room in the queue of {name} within {seconds:g} s")
+                raise TimeoutError(f"the connection queue of {name} was full for {seconds:g} s")
         _set_send_timeout(connection, 0.0)
         yield connection
 
