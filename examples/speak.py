@@ -62,7 +62,7 @@ def main() -> int:
     options.add_argument(
         "--ranks", type=int, nargs="+", default=[1, 2, 3], help="numbers of ranks (1 2 3)"
     )
-    options.add_argument("--tokens", type=int, default=64, help="maximum new tokens (%(default)s)")
+    options.add_argument("--tokens", type=int, default=48, help="maximum new tokens (%(default)s)")
     chosen = options.parse_args()
     path = chosen.model or smollm2()
     print(f"{path.name} on {', '.join(map(str, chosen.ranks))} ranks: the texts must be identical.")
