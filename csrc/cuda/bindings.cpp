@@ -36,8 +36,8 @@ SumPartials make_sum(Address out, const std::vector<Address>& partials, int wire
                      u64 count, const Epilogue& epilogue) {
   SumPartials call{};
   if (partials.size() > std::size(call.partials)) {
-    throw py::value_error("partials has " + std::to_string(partials.size()) +
-                          " tensors; at most " + std::to_string(kMaxWorld) + " are supported");
+    throw py::value_error("partials has " + std::to_string(partials.size()) + " tensors; at most " +
+                          std::to_string(kMaxWorld) + " are supported");
   }
   for (Address partial : partials) call.partials[call.world++] = pointer(partial);
   call.wire = wire;
@@ -52,8 +52,8 @@ SumPartials make_sum(Address out, const std::vector<Address>& partials, int wire
 Results make_results(const std::vector<std::pair<Address, u64>>& outputs) {
   Results results{};
   if (outputs.size() > std::size(results.outputs)) {
-    throw py::value_error("the call has " + std::to_string(outputs.size()) +
-                          " results; at most " + std::to_string(kMostResults) + " are supported");
+    throw py::value_error("the call has " + std::to_string(outputs.size()) + " results; at most " +
+                          std::to_string(kMostResults) + " are supported");
   }
   for (const auto& [out, bytes] : outputs) results.outputs[results.count++] = {pointer(out), bytes};
   return results;

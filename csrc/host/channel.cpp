@@ -426,8 +426,8 @@ void Channel::check_thread(int peer) const {
       header(peer).calls[parity()].calls_since_last.load(std::memory_order_relaxed);
   if (theirs == 0 || theirs == calls_since_last_) return;
   fail(FailureKind::kMismatch, peer, name(peer),
-       "is in " + call_text(rank_) + " as call #" + std::to_string(epoch_) +
-           " of the group, but " + peer_name(peer) +
+       "is in " + call_text(rank_) + " as call #" + std::to_string(epoch_) + " of the group, but " +
+           peer_name(peer) +
            " makes this call on a different thread: the threads that share a group must make their "
            "calls in the same order on all ranks, or use a separate group per thread");
 }
@@ -461,10 +461,9 @@ void Channel::abandon(const std::string& why, FailureKind kind, int culprit) {
 bool Channel::forked() const { return fork_generation() != fork_generation_; }
 
 void Channel::fail_forked() const {
-  throw Failure(
-      FailureKind::kBroken, -1,
-      "process " + std::to_string(getpid()) + " is a fork of " + peer_name(rank_) +
-          " and cannot make calls in its group; create a new process group in the fork");
+  throw Failure(FailureKind::kBroken, -1,
+                "process " + std::to_string(getpid()) + " is a fork of " + peer_name(rank_) +
+                    " and cannot make calls in its group; create a new process group in the fork");
 }
 
 std::string Channel::call_text(int rank) const { return header(rank).calls[parity()].text.read(); }
