@@ -108,15 +108,20 @@ build/constraints-oldest.txt: constraints-oldest.txt constraints.txt
 	@mkdir -p build
 	@awk -F '==' 'NR == FNR {print; oldest[$$1]; next} !($$1 in oldest)' $^ >$@
 
-# What setup.py needs. pip does not notice files that an interrupted install left out, hence the fresh
-# start.
-$(BUILDER): $(CONSTRAINTS)
+# What setup.py needs. pip does not notice files that an interrupted install left out, so the set-up then
+# starts over.
+$(BUILDER): $(CONSTRAINTS) $(if $(wildcard $(UNFINISHED)),interrupted)
 	@if [ -e $(UNFINISHED) ] || [ ! -e $@ ]; then \
 		echo 'Creating $(VENV)'; \
 		$(PYTHON) -m venv --clear $(VENV); \
 	fi
+	@touch $(UNFINISHED)
 	@$(PIP_INSTALL) setuptools pybind11
+	@rm $(UNFINISHED)
 	@touch $@
+
+.PHONY: interrupted
+interrupted:
 
 # The dependencies of a user: of the package and of its extra "models".
 $(RUNTIME): $(BUILDER) pyproject.toml

@@ -30,7 +30,7 @@ UNITS = {
 }
 SOURCES = sorted(
     str(path)
-    for folder in ("cuda", "host")
+    for folder in ("cuda", "host", "nccl")
     for path in Path("csrc", folder).glob("*.cpp")
     if path.name != "bindings.cpp"
 )

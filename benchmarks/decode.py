@@ -1,5 +1,5 @@
-"""Time `all_reduce_`, or a row-parallel matmul, within the decode loop of a model with cold "
-"weights.
+"""Time `all_reduce_`, or a row-parallel matmul, within the decode loop of a model with cold
+weights.
 
     python -m benchmarks.decode --widths 576 2048 --batches 1 8 --repeat 60
     python -m benchmarks.decode --vllm PATH/vllm/_C_AVX512.abi3.so

@@ -74,7 +74,7 @@ def test_scripts(page: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     source, script = program(ROOT / page), tmp_path / "first.py"
     named, count = re.subn(r'NAME = "\S+"', f'NAME = "{served.folder(tmp_path)}"', source)
-    assert count == len(re.findall("^NAME = ", source, re.M))
+    assert count == (page != "docs/index.md")
     script.write_text(named + "\nprint('ran')\n")
     assert output_of(script).endswith("ran\n")
 

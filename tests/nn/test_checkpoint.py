@@ -97,9 +97,8 @@ def test_refusals() -> list[str]:
         dist.all_gather_object(pickles, pickle.dumps(layer), group)
         return unlike(
             {
-                f"by rank {1 - rank} of 2 and holds the shards of that rank, but this is r": (
-                    lambda: pickle.loads(pickles[1 - rank])
-                ),
+                f"by rank {1 - rank} of 2 and holds the shards of that rank, "
+                f"but this is rank {rank} of 2": (lambda: pickle.loads(pickles[1 - rank])),
                 "TypeError: a ShardTensor is one rank's shard and cannot be": lambda: pickle.dumps(
                     shard
                 ),

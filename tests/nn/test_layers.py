@@ -182,7 +182,9 @@ def test_refusals() -> list[str]:
                     x, group, 0, [2, 2]
                 ),
                 "dim is -1; x has 1 dims, so dim must be 0 to 0": lambda: split(x, group, -1),
-                "x has size 5 in dim 0, but sizes[": lambda: gather(x, group, 0, [3, 3]),
+                f"x has size 5 in dim 0, but sizes[{group.rank()}] of this rank is 3": lambda: (
+                    gather(x, group, 0, [3, 3])
+                ),
                 "q_proj has 6 output features, which is not divisible by head_dim=4": lambda: (
                     qkv.from_linear(linear, linear, linear, 4, group)
                 ),

@@ -207,9 +207,8 @@ def test_what_could_be_wrong_is_refused() -> list[str]:
         f"0.mlp.experts has the style 'moe_tp_experts' {in_plan} MoE does not support": attempt(
             _normalising(), mesh
         ),
-        f"0.self_attn.sinks has the style 'colwise' {in_plan} it has 8 entries, not one": (
-            attempt(_with_sinks(8), mesh)
-        ),
+        f"0.self_attn.sinks has the style 'colwise' {in_plan} it has 8 entries, not one for each "
+        "of 9 heads": attempt(_with_sinks(8), mesh),
         f"0.mlp.down_proj has the style 'all_reduce' {in_plan} this style is": attempt(
             _planned("all_reduce"), mesh
         ),

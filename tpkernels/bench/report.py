@@ -87,7 +87,7 @@ def _notes(run: Run, rows: list[Row]) -> Iterator[str]:
     warm = {row.case: row.inputs_over_cache for row in rows if row.inputs_over_cache < COLD}
     if run.method.cold and warm:
         cases = "; ".join(f"{case} ({ratio:.2g}x)" for case, ratio in warm.items())
-        yield f"Inputs smaller than {COLD:g}x the cache, which may be cached: {cases}."
+        yield f"Inputs smaller than {COLD:g}x the cache (may be cached): {cases}."
     left_out: dict[str, list[str]] = {}
     for row in rows:
         if row.status == "left out":

@@ -5,7 +5,7 @@ Sums follow the numerics contract: fp32, in rank order, then bias, then residual
 variants give the same bits. Gathers and scatters are one launch in which every rank pushes to all
 others: by ``ll`` (NCCL's protocol LL) or ``one_shot``. For few bytes that should take less time
 than starting copy engines (``copies.py``). Not measured. The rows that are normalised are those of
-the rounded sum; their bits depend on the row alone, not on the way or on how blocks share it
+the rounded sum; their bits depend on the row alone, not on the variant or on how blocks share it
 (csrc/cuda/rms_norm.cuh).
 
 Tensors of all calls in this folder are contiguous, in fp32, fp16 or bf16. A call, or its

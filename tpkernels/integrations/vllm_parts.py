@@ -221,7 +221,7 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
 
     @staticmethod
     def _reason_to_gather(experts: Any) -> str | None:
-        """Return why vLLM's way stays; the same on all ranks."""
+        """Return the reason to keep vLLM's exchange, or None. Identical on all ranks."""
         config, quant, vllm = experts.moe_config, experts.quant_config, get_current_vllm_config()
         parallel = config.moe_parallel_config
         scaled = quant.per_act_token_quant or quant.block_shape == [128, 128]

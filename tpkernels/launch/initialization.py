@@ -66,7 +66,7 @@ def init(
     found = named_or_default(group)
     found.init(None if timeout is None else float(timeout), int(nbytes), autotune, numerics)
     if qualify and found.world > 1 and found.shared_memory:
-        gpus = found.exchange_in_turn("check for GPUs to qualify", torch.cuda.is_available(), "cpu")
+        gpus = found.exchange_in_turn("GPU check", torch.cuda.is_available(), "cpu")
         if all(gpus):
             qualification.qualify(group)
     found.warn()

@@ -203,7 +203,7 @@ class QualificationReport:
             variant: outcomes[variant].reason for variant in outcomes if variant not in passed
         }
         return Qualification(
-            frozenset(passed), reasons, f"the report of {self.date} contains no such variant"
+            frozenset(passed), reasons, f"the report of {self.date} contains no qualified variant"
         )
 
     def has(self, name: str, world: int) -> bool:

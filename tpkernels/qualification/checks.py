@@ -212,7 +212,7 @@ def copying(variant: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_variant(variant: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """Make a group whose calls go this variant, of all that its algorithm has."""
+    """Create a group whose calls use only this variant of its algorithm."""
     accumulate_in_float32()
     group = dist.new_group()
     assert group is not None  # all ranks are in it

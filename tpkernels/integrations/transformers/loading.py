@@ -97,12 +97,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     except (OSError, ValueError, KeyError, ImportError) as error:
         if place.is_file():
             GGUFCheckpoint(place).check_not_split()
-        missing = place.is_dir() and not any(
-            place.glob("token*")
-        )  # transformers' text is of slow ones
+        # The text of transformers is about slow tokenizers.
+        missing = place.is_dir() and not any(place.glob("token*"))
         why = "" if missing else f" that transformers can load: {error}"
         raise ValueError(
             f"{path} contains no tokenizer{why}; copy tokenizer.json and tokenizer_config.json "
-            "to the "
-            "model folder"
+            "to the model folder"
         ) from error
