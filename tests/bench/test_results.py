@@ -124,11 +124,11 @@ def test_the_table_fits_and_shows_what_loses() -> None:
 
 
 def test_inputs_that_may_be_in_the_cache_are_named() -> None:
-    assert "which may be cached" not in table(rows())
+    assert "may be cached" not in table(rows())
     warm = [replace(row, inputs_over_cache=0.125) for row in rows() if row.op == "all_reduce"]
     text = " ".join(table(warm).split())
     assert (
-        "smaller than 2x the cache, which may be cached: all_reduce 1024 float32 tp2 (0.12x)"
+        "smaller than 2x the cache (may be cached): all_reduce 1024 float32 tp2 (0.12x)"
         in text
     )
 
