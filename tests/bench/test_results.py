@@ -127,10 +127,7 @@ def test_inputs_that_may_be_in_the_cache_are_named() -> None:
     assert "may be cached" not in table(rows())
     warm = [replace(row, inputs_over_cache=0.125) for row in rows() if row.op == "all_reduce"]
     text = " ".join(table(warm).split())
-    assert (
-        "smaller than 2x the cache (may be cached): all_reduce 1024 float32 tp2 (0.12x)"
-        in text
-    )
+    assert "smaller than 2x the cache (may be cached): all_reduce 1024 float32 tp2 (0.12x)" in text
 
 
 # Files.
