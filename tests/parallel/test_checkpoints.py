@@ -185,6 +185,12 @@ def test_split_gguf_files(tmp_path: Path, small_first: bool) -> None:
             assert str(told.value) == text
 
 
+def test_a_merged_gguf_file_with_the_name_of_a_part(tmp_path: Path) -> None:
+    """The metadata of the file decides, not its name."""
+    path = hf_folders.gguf_file(tmp_path / "model-00001-of-00002.gguf", "F16")
+    assert open_checkpoint(path).config().model_type == "llama"
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

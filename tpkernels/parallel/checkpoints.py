@@ -526,7 +526,11 @@ class GGUFCheckpoint:
             )
         count = reader.fields.get("split.count")
         if count is not None and count.contents() > 1:
-            raise _split_error(self.path, count.contents())
+            raise NotImplementedError(
+                f"{self.path} belongs to a GGUF model that is split into {count.contents()} files; "
+                "merge them with `llama-gguf-split --merge FIRST_FILE OUTPUT` (llama.cpp), and "
+                "pass OUTPUT"
+            )
         return reader
 
     def check_not_split(self) -> None:
@@ -674,7 +678,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
         files = sorted(place.glob("*.gguf"))
         if (place / "config.json").exists() or not files:
             return place
-        if len(files) > 1 and not all(map(_parts, files)):
+        if len(files) > 1 and not all(map(_is_named_as_split, files)):
             names = ", ".join(file.name for file in files)
             raise ValueError(
                 f"{place} contains several GGUF files: {names}; pass the path of one file"
@@ -689,22 +693,14 @@ def locate(path: str | os.PathLike[str]) -> Path:
         raise ValueError(
             f"{place} is not a GGUF file; pass the folder with config.json and *.safetensors"
         )
-    if (count := _parts(place)) > 1:
-        raise _split_error(place, count)
+    if _is_named_as_split(place):
+        GGUFCheckpoint(place).check_not_split()
     return place
 
 
-def _parts(path: Path) -> int:
-    """Return the number of files of a split GGUF model, by the name of one; 0 for other names."""
-    match = re.search(r"-\d{5}-of-(\d{5})\.gguf$", path.name)
-    return int(match[1]) if match else 0
-
-
-def _split_error(path: Path, count: int) -> NotImplementedError:
-    return NotImplementedError(
-        f"{path} belongs to a GGUF model that is split into {count} files; merge them with "
-        "`llama-gguf-split --merge FIRST_FILE OUTPUT` (llama.cpp), and pass OUTPUT"
-    )
+def _is_named_as_split(path: Path) -> bool:
+    """Return whether a file has the name of one of several that form a GGUF model."""
+    return re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name) is not None
 
 
 def package(name: str) -> ModuleType:
