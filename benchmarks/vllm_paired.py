@@ -168,7 +168,7 @@ def vllms_own() -> dict[Any, Callable[..., torch.Tensor]]:
         return CpuCommunicator.all_reduce(communicator, linear(x, w))
 
     ops = torch.ops.tpkernels
-    return {ops._matmul.default: linear, ops.matmul_all_reduce.default: reduced}
+    return {ops._matmul.default: linear, ops._matmul_all_reduce.default: reduced}
 
 
 @functools.cache

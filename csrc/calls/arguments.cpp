@@ -1,5 +1,6 @@
 #include "calls/arguments.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "calls/product.h"
@@ -90,6 +91,19 @@ bool append(std::string* key, PyObject* value, Tensor* x, const Argument& argume
   return true;
 }
 
+bool are_tensors(PyObject* value) {
+  if (!PyList_Check(value) && !PyTuple_Check(value)) return is_tensor(value);
+  PyObject** const items = PySequence_Fast_ITEMS(value);
+  return std::all_of(items, items + PySequence_Fast_GET_SIZE(value), is_tensor);
+}
+
+bool is_standard(const Argument& argument, PyObject* value) {
+  PyObject* const standard = argument.standard.ptr();
+  if (value == standard) return true;
+  return standard && PyUnicode_Check(standard) && PyUnicode_Check(value) &&
+         PyUnicode_Compare(standard, value) == 0;
+}
+
 }  // namespace
 
 Arguments::Arguments(std::string op, const Described& described, py::object cls)
@@ -97,11 +111,18 @@ Arguments::Arguments(std::string op, const Described& described, py::object cls)
   for (const auto& [name, has_standard, standard, by_keyword, any_rows] : described) {
     const std::string text = name;
     const bool weight = text == "w" || text == "weights";
-    arguments_.push_back(
-        {name, has_standard ? standard : py::object(), by_keyword, weight, any_rows});
+    PyObject* interned = py::object(name).release().ptr();
+    PyUnicode_InternInPlace(&interned);
+    arguments_.push_back({py::reinterpret_steal<py::str>(interned),
+                          has_standard ? standard : py::object(), by_keyword, weight, any_rows});
     if (!by_keyword) ++positional_;
   }
   group_ = index("group");
+  const py::dict defaults = cls_.attr("_field_defaults");
+  for (const py::handle field : cls_.attr("_fields")) {
+    const int at = index(field.cast<std::string>().c_str());
+    fields_.emplace_back(at, at < 0 ? py::object(defaults[field]) : py::object());
+  }
 }
 
 int Arguments::index(const char* name) const {
@@ -111,42 +132,78 @@ int Arguments::index(const char* name) const {
   return -1;
 }
 
-Slots Arguments::parse(PyObject* args, PyObject* kwargs) const {
-  const Py_ssize_t given = PyTuple_GET_SIZE(args);
-  Py_ssize_t by_name = 0;
-  Slots slots;
-  slots.reserve(arguments_.size());
-  for (const Argument& argument : arguments_) {
-    const auto at = static_cast<Py_ssize_t>(slots.size());
-    PyObject* value = nullptr;
-    if (at < given && !argument.by_keyword) {
-      value = PyTuple_GET_ITEM(args, at);
-    } else if (kwargs && (value = PyDict_GetItemWithError(kwargs, argument.name.ptr()))) {
-      ++by_name;
-    } else if (PyErr_Occurred()) {
-      throw py::error_already_set();
-    } else if (argument.standard) {
-      value = argument.standard.ptr();
-    } else {
-      throw py::type_error(op_ + " is missing the argument " + std::string(argument.name));
-    }
-    slots.push_back(value);
+Slots Arguments::parse(const Given& given) const {
+  Slots slots(arguments_.size());
+  if (given.positional > positional_) throw unexpected();
+  std::copy(given.values, given.values + given.positional, slots.begin());
+  const Py_ssize_t by_name = given.names ? PyTuple_GET_SIZE(given.names) : 0;
+  for (Py_ssize_t i = 0; i < by_name; ++i) {
+    const std::size_t at = place_of(PyTuple_GET_ITEM(given.names, i));
+    if (at == slots.size() || slots[at]) throw unexpected();
+    slots[at] = given.values[given.positional + i];
   }
-  if (given > positional_ || (kwargs && by_name != PyDict_GET_SIZE(kwargs))) {
-    throw py::type_error(op_ + " got unexpected arguments");
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i]) continue;
+    slots[i] = arguments_[i].standard.ptr();
+    if (!slots[i]) {
+      throw py::type_error(op_ + " is missing the argument " + std::string(arguments_[i].name));
+    }
   }
   return slots;
+}
+
+std::size_t Arguments::place_of(PyObject* name) const {
+  std::size_t at = 0;
+  while (at < arguments_.size() && arguments_[at].name.ptr() != name) ++at;
+  if (at < arguments_.size()) return at;
+  at = 0;  // not interned
+  while (at < arguments_.size() && PyUnicode_Compare(arguments_[at].name.ptr(), name) != 0) ++at;
+  return at;
+}
+
+py::type_error Arguments::unexpected() const {
+  return py::type_error(op_ + " got unexpected arguments");
 }
 
 py::object Arguments::named(const Slots& slots) const {
   static PyObject* const make =
       py::object(py::type::of(py::tuple()).attr("__new__")).release().ptr();
-  const auto values = checked(PyTuple_New(static_cast<Py_ssize_t>(slots.size())));
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    PyTuple_SET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(slots[i]));
+  const auto values = checked(PyTuple_New(static_cast<Py_ssize_t>(fields_.size())));
+  for (std::size_t i = 0; i < fields_.size(); ++i) {
+    const auto& [at, standard] = fields_[i];
+    PyObject* const value = at < 0 ? standard.ptr() : slots[static_cast<std::size_t>(at)];
+    PyTuple_SET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(value));
   }
   PyObject* const given[] = {cls_.ptr(), values.ptr()};
   return checked(PyObject_Vectorcall(make, given, 2, nullptr));
+}
+
+bool Arguments::weights_are_tensors(const Slots& slots) const {
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (arguments_[i].weight && !are_tensors(slots[i])) return false;
+  }
+  return true;
+}
+
+py::object Arguments::call(PyObject* function, const Slots& slots) const {
+  std::vector<PyObject*> values;
+  values.reserve(slots.size());
+  std::size_t positional = 0, kept = 0;
+  while (positional < slots.size() && !arguments_[positional].by_keyword) {
+    values.push_back(slots[positional]);
+    if (!is_standard(arguments_[positional], slots[positional])) kept = positional + 1;
+    ++positional;
+  }
+  values.resize(kept);
+  py::object names;
+  for (std::size_t i = positional; i < slots.size(); ++i) {
+    if (is_standard(arguments_[i], slots[i])) continue;
+    if (!names) names = py::list();
+    py::reinterpret_borrow<py::list>(names).append(arguments_[i].name);
+    values.push_back(slots[i]);
+  }
+  if (names) names = py::tuple(names);
+  return checked(PyObject_Vectorcall(function, values.data(), kept, names.ptr()));
 }
 
 bool Arguments::key(const Slots& slots, std::string* key, Tensor* x) const {

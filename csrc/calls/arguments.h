@@ -6,8 +6,10 @@
 
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "calls/python.h"
 #include "calls/tensor.h"
 
 namespace tpkernels::calls {
@@ -26,7 +28,7 @@ struct Argument {
 class Arguments {
  public:
   // (name, has a default, default, by keyword only, any rows) of each argument, of which the first
-  // is a tensor. `cls` is the named tuple of the arguments.
+  // is a tensor. `cls` is a named tuple: its fields are arguments, or have defaults.
   using Described = std::vector<std::tuple<pybind11::str, bool, pybind11::object, bool, bool>>;
   Arguments(std::string op, const Described& described, pybind11::object cls);
 
@@ -34,9 +36,14 @@ class Arguments {
   int index(const char* name) const;
   int group() const { return group_; }
 
-  // The arguments of a call with a tuple and a dict, which may be null.
-  Slots parse(PyObject* args, PyObject* kwargs) const;
+  Slots parse(const Given& given) const;
+  // The arguments as an object of the named tuple.
   pybind11::object named(const Slots& slots) const;
+  // Whether no weight is a `CustomMatmul`, or something else.
+  bool weights_are_tensors(const Slots& slots) const;
+  // Calls `function` with them, without those that have their defaults: each costs torch's
+  // dispatcher time.
+  pybind11::object call(PyObject* function, const Slots& slots) const;
 
   // The op, the shape, dtype and device of each tensor, what kind of weight it is, and all other
   // values but the group's, which has its own table. False where a value has no such description.
@@ -44,9 +51,14 @@ class Arguments {
   bool key(const Slots& slots, std::string* key, Tensor* x) const;
 
  private:
+  // Where the argument of that name is; past the end: there is none.
+  std::size_t place_of(PyObject* name) const;
+  pybind11::type_error unexpected() const;
+
   std::string op_;
   std::vector<Argument> arguments_;
   pybind11::object cls_;
+  std::vector<std::pair<int, pybind11::object>> fields_;  // where each is, or its default
   Py_ssize_t positional_ = 0;
   int group_ = -1;
 };

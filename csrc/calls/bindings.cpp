@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "calls/direct.h"
+#include "calls/entry.h"
 #include "calls/kernel.h"
 #include "calls/product.h"
 #include "calls/python.h"
-#include "calls/shortcut.h"
 #include "calls/tensor.h"
 #include "calls/turns.h"
 #include "host/product.h"
@@ -128,14 +128,22 @@ void bind_turns(py::module_& m) {
 }
 
 void bind_kernels(py::module_& m) {
-  m.def("open_exchange", &open_exchange, py::arg("tensor_class"), py::arg("plain_keys"));
+  m.def("open_exchange", &open_exchange, py::arg("tensor_class"));
   py::class_<Arguments, std::shared_ptr<Arguments>>(m, "Arguments")
       .def(py::init<std::string, const Arguments::Described&, py::object>(), py::arg("op"),
            py::arg("described"), py::arg("cls"))
       .def(
           "named",
           [](const Arguments& self, const py::tuple& args, const py::dict& kwargs) {
-            return self.named(self.parse(args.ptr(), kwargs.ptr()));
+            std::vector<PyObject*> values;
+            for (const py::handle value : args) values.push_back(value.ptr());
+            py::list names;
+            for (const auto& [name, value] : kwargs) {
+              names.append(name);
+              values.push_back(value.ptr());
+            }
+            const auto positional = static_cast<Py_ssize_t>(args.size());
+            return self.named(self.parse({values.data(), positional, py::tuple(names).ptr()}));
           },
           py::arg("args"), py::arg("kwargs"));
   py::class_<Alarm, std::shared_ptr<Alarm>>(m, "Alarm")
@@ -144,26 +152,15 @@ void bind_kernels(py::module_& m) {
       .def("unwatch", &Alarm::unwatch, py::arg("word"))
       .def("rings", &Alarm::rings)
       .def_readwrite("raised", &Alarm::raised);
-  py::class_<Queued, Bound, std::shared_ptr<Queued>>(m, "Queued")
+  py::class_<PythonCall, Bound, std::shared_ptr<PythonCall>>(m, "PythonCall")
       .def(py::init<std::shared_ptr<Arguments>, py::object, py::object, std::shared_ptr<Alarm>,
                     std::optional<bool>>(),
            py::arg("arguments"), py::arg("execute"), py::arg("call"), py::arg("alarm"),
            py::arg("deterministic"));
   m.def("make_kernel", &make_kernel, py::arg("arguments"), py::arg("plan"), py::arg("run"),
-        py::arg("failed"), py::arg("check") = py::none());
-}
-
-void bind_shortcut(py::module_& m) {
-  m.def("keys_of_thread", &keys_of_thread);
-  m.def(
-      "keys_of_tensor", [](const py::handle& tensor) { return keys_of_tensor(tensor.ptr()); },
-      py::arg("tensor"));
-  m.def("find_key_sets", &find_key_sets, py::arg("samples"), py::arg("thread"));
-  m.def("make_is_plain", &make_is_plain, py::arg("states"));
-  m.def("make_shortcut", &make_shortcut, py::arg("arguments"), py::arg("kernel"), py::arg("op"),
-        py::arg("states"), py::arg("versioned"), py::arg("overwrites"));
-  m.def("make_above", &make_above, py::arg("kernel"), py::arg("otherwise"), py::arg("below"),
-        py::arg("plain"), py::arg("overwrites"));
+        py::arg("failed"), py::arg("check") = py::none(), py::arg("overwrites") = false);
+  m.def("make_entry", &make_entry, py::arg("arguments"), py::arg("op"), py::arg("record"),
+        py::arg("custom"), py::arg("detour") = py::none());
 }
 
 }  // namespace
@@ -177,5 +174,4 @@ void tpkernels::bind_calls(pybind11::module_& m) {
   bind_turns(m);
   bind_kernels(m);
   bind_direct(m);
-  bind_shortcut(m);
 }

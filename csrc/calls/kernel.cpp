@@ -13,10 +13,11 @@ namespace {
 struct KernelState {
   std::shared_ptr<Arguments> arguments;
   py::object plan, run, failed, check;
+  bool overwrites;
 };
 
 bool deterministic_now() {
-  static PyObject* const flag = lasting("torch._C", "_get_deterministic_algorithms");
+  static PyObject* const flag = lasting("torch", "are_deterministic_algorithms_enabled");
   return checked(PyObject_CallNoArgs(flag)).is(py::bool_(true));
 }
 
@@ -42,6 +43,14 @@ py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& pla
   py::error_already_set error;
   kernel.failed(planned.call, error.value());
   throw error;
+}
+
+// Tells autograd that x is overwritten: what a backward has saved of it is stale.
+void increment_version(PyObject* x) {
+  static PyObject* const increment = lasting("torch.autograd.graph", "increment_version");
+  static PyObject* const is_inference = PyUnicode_InternFromString("is_inference");
+  if (checked(PyObject_CallMethodNoArgs(x, is_inference)).is(py::bool_(true))) return;
+  checked(PyObject_CallOneArg(increment, x));
 }
 
 PyObject* group_of(const KernelState& kernel, const Slots& slots) {
@@ -86,33 +95,47 @@ Found find(const KernelState& kernel, const Slots& slots, std::string* key) {
   return found;
 }
 
-py::object call(const KernelState& kernel, PyObject* args, PyObject* kwargs) {
-  const Slots slots = kernel.arguments->parse(args, kwargs);
+py::object call(const KernelState& kernel, const Slots& slots) {
   Key key;
   const Found found = find(kernel, slots, &key.text);
   std::shared_ptr<Planned> planned = found.planned;
   if (!kernel.check.is_none() && !(found.has_key && is_contiguous(found.x))) {
     kernel.check(py::handle(slots[0]));
   }
+  if (kernel.overwrites) increment_version(slots[0]);
   if (found.runs_in_extension(slots)) {
     if (py::object result = run_bound(kernel, *found.turns, *planned, slots, found.x)) {
       return result;
     }
   }
-  const py::object given = kernel.arguments->named(slots);
+  const py::object arguments = kernel.arguments->named(slots);
   if (!planned) {
-    const auto made = kernel.plan(given).cast<std::pair<py::object, py::object>>();
+    const auto made = kernel.plan(arguments).cast<std::pair<py::object, py::object>>();
     const auto generation = made.first.attr("generation").cast<std::uint64_t>();
     planned = std::make_shared<Planned>(Planned{made.first, nullptr, generation});
     if (!made.second.is_none()) planned->bound = made.second.cast<std::shared_ptr<Bound>>();
     Turns* const turns = found.has_key ? Turns::of(group_of(kernel, slots)) : nullptr;
     if (turns) turns->remember(key.text, planned);
   }
-  return kernel.run(planned->call, given);
+  return kernel.run(planned->call, arguments);
 }
 
-PyObject* call_kernel(PyObject* self, PyObject* args, PyObject* kwargs) {
-  return raising([&] { return call(state_of<KernelState>(self), args, kwargs); });
+// An interrupt may have come before the call was made, on this rank alone: its peers must learn.
+void leave(PyObject* group, const py::error_already_set& error) {
+  static PyObject* const breaks = lasting("tpkernels.groups", "break_if_interrupted");
+  checked(PyObject_CallFunctionObjArgs(breaks, group, error.value().ptr(), nullptr));
+}
+
+PyObject* call_kernel(const KernelState& kernel, const Given& given) {
+  return raising([&] {
+    const Slots slots = kernel.arguments->parse(given);
+    try {
+      return call(kernel, slots);
+    } catch (const py::error_already_set& error) {
+      leave(group_of(kernel, slots), error);
+      throw;
+    }
+  });
 }
 
 }  // namespace
@@ -122,23 +145,12 @@ bool profiling() {
   return enabled.value() != Py_False;
 }
 
-py::object run_warm(const py::object& kernel, const Slots& slots) {
-  const auto& state = state_of<KernelState>(kernel.ptr());
-  Key key;
-  const Found found = find(state, slots, &key.text);
-  if (!found.runs_in_extension(slots)) return {};
-  if (!state.check.is_none() && !is_contiguous(found.x)) return {};
-  if (py::object result = run_bound(state, *found.turns, *found.planned, slots, found.x)) {
-    return result;
-  }
-  return state.run(found.planned->call, state.arguments->named(slots));
-}
-
 py::object make_kernel(std::shared_ptr<Arguments> arguments, py::object plan, py::object run,
-                       py::object failed, py::object check) {
-  auto made = std::make_unique<KernelState>(KernelState{
-      std::move(arguments), std::move(plan), std::move(run), std::move(failed), std::move(check)});
-  return Callable<KernelState>::make("tpkernels._C.calls.Kernel", &call_kernel, std::move(made));
+                       py::object failed, py::object check, bool overwrites) {
+  auto made = std::make_unique<KernelState>(KernelState{std::move(arguments), std::move(plan),
+                                                        std::move(run), std::move(failed),
+                                                        std::move(check), overwrites});
+  return Callable<KernelState>::make<call_kernel>("tpkernels._C.calls.kernel", std::move(made));
 }
 
 void Alarm::unwatch(std::uint64_t word) {
@@ -151,8 +163,9 @@ bool Alarm::rings() const {
          });
 }
 
-Queued::Queued(std::shared_ptr<const Arguments> arguments, py::object execute, py::object call,
-               std::shared_ptr<const Alarm> alarm, std::optional<bool> deterministic)
+PythonCall::PythonCall(std::shared_ptr<const Arguments> arguments, py::object execute,
+                       py::object call, std::shared_ptr<const Alarm> alarm,
+                       std::optional<bool> deterministic)
     : arguments_(std::move(arguments)),
       execute_(std::move(execute)),
       call_(std::move(call)),
@@ -160,11 +173,12 @@ Queued::Queued(std::shared_ptr<const Arguments> arguments, py::object execute, p
       deterministic_(deterministic) {}
 
 // It may ring after this, too: kernels fail at any time, and the next call finds it.
-bool Queued::takes(const Slots&, const Tensor&) const {
-  return !alarm_->rings() && (!deterministic_ || *deterministic_ == deterministic_now());
+bool PythonCall::takes(const Slots&, const Tensor&) const {
+  return !(alarm_ && alarm_->rings()) &&
+         (!deterministic_ || *deterministic_ == deterministic_now());
 }
 
-py::object Queued::run(const Slots& slots, const Tensor&) const {
+py::object PythonCall::run(const Slots& slots, const Tensor&) const {
   const py::object given = arguments_->named(slots);
   PyObject* const both[] = {call_.ptr(), given.ptr()};
   return checked(PyObject_Vectorcall(execute_.ptr(), both, 2, nullptr));

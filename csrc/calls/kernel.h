@@ -4,10 +4,9 @@
 // planning, checks, errors, other algorithms, gradients, tracing.
 //
 // They are not kernels of libtorch's stable C interface because that could not carry them: it hides
-// the type of a Python exception behind an error code, and gives an Autograd kernel no way to go on
-// below autograd. What a Python callable costs is the conversion of its arguments: an empty op took
-// 1.2 us, registered as a C function 0.9 us (torch 2.13, 2-core Xeon, November 2026). With cold
-// caches it is more, which shortcut.h avoids.
+// the type of a Python exception behind an error code. What a Python callable costs is the
+// conversion of its arguments: an empty op took 1.2 us, registered as a C function 0.9 us (torch
+// 2.13, 2-core Xeon, November 2026).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -27,18 +26,13 @@ namespace tpkernels::calls {
 //   run(Call, arguments) -> the op's result
 //   failed(Call, error)   the call's error, before it is raised
 //   check(x)              for an x that is not contiguous; None: nothing to check
+// `overwrites`: the op changes x, and says so to autograd.
 pybind11::object make_kernel(std::shared_ptr<Arguments> arguments, pybind11::object plan,
-                             pybind11::object run, pybind11::object failed, pybind11::object check);
-
-// The op's result, if the kernel was called with such arguments before and the extension can run
-// the call; null without a Python error otherwise, with nothing done.
-pybind11::object run_warm(const pybind11::object& kernel, const Slots& slots);
+                             pybind11::object run, pybind11::object failed, pybind11::object check,
+                             bool overwrites);
 
 // Whether a profiler runs, for which Python records ranges.
 bool profiling();
-
-// Planned calls on CUDA tensors. Python queues their work, and the extension does what comes before
-// each call and takes the same in all: whose turn it is, and whether anything has failed.
 
 // Says that something may have failed on the GPUs of a group, so that Python has to look before
 // the next call. All of it under the GIL.
@@ -56,13 +50,14 @@ class Alarm {
   std::vector<std::uint64_t> words_;
 };
 
-// Runs `execute(call, arguments)`. `deterministic` is the value of torch's flag for deterministic
-// algorithms that the call was planned with; none: it does not matter.
-class Queued : public Bound {
+// A planned call whose algorithm is Python code: runs `execute(call, arguments)`. `alarm` is that
+// of the group's GPUs; null: the call is on CPU tensors. `deterministic` is the value of torch's
+// flag for deterministic algorithms that the call was planned with; none: it does not matter.
+class PythonCall : public Bound {
  public:
-  Queued(std::shared_ptr<const Arguments> arguments, pybind11::object execute,
-         pybind11::object call, std::shared_ptr<const Alarm> alarm,
-         std::optional<bool> deterministic);
+  PythonCall(std::shared_ptr<const Arguments> arguments, pybind11::object execute,
+             pybind11::object call, std::shared_ptr<const Alarm> alarm,
+             std::optional<bool> deterministic);
 
   bool takes(const Slots& slots, const Tensor& x) const override;
   pybind11::object run(const Slots& slots, const Tensor& x) const override;

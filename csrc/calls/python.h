@@ -46,8 +46,16 @@ PyObject* raising(F&& f) {
   }
 }
 
-// A Python callable that is written in C++, without pybind11's dispatch: an object around a State,
-// which lives as long.
+// The arguments of a call as CPython's vectorcall gives them: the values, those by position first,
+// and the names of the others in a tuple, or null.
+struct Given {
+  PyObject* const* values;
+  Py_ssize_t positional;
+  PyObject* names;
+};
+
+// A builtin function of Python around a State, which lives as long: without pybind11's dispatch,
+// and without a tuple and a dict of its arguments.
 template <class State>
 struct Callable {
   PyObject_HEAD State* state;
@@ -59,23 +67,26 @@ struct Callable {
     Py_DECREF(type);
   }
 
-  static py::object make(const char* name, ternaryfunc call, std::unique_ptr<State> state) {
-    PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&deallocate)},
-                           {Py_tp_call, reinterpret_cast<void*>(call)},
-                           {0, nullptr}};
+  template <PyObject* (*call)(const State&, const Given&)>
+  static PyObject* vectorcall(PyObject* self, PyObject* const* values, Py_ssize_t positional,
+                              PyObject* names) {
+    return call(*reinterpret_cast<Callable*>(self)->state, {values, positional, names});
+  }
+
+  template <PyObject* (*call)(const State&, const Given&)>
+  static py::object make(const char* name, std::unique_ptr<State> state) {
+    PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&deallocate)}, {0, nullptr}};
     PyType_Spec spec{name, sizeof(Callable), 0, Py_TPFLAGS_DEFAULT, slots};
-    const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
-    if (!type) throw py::error_already_set();
-    auto* const made = PyObject_New(Callable, reinterpret_cast<PyTypeObject*>(type.ptr()));
-    if (!made) throw py::error_already_set();
-    made->state = state.release();
-    return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(made));
+    static PyObject* const type = checked(PyType_FromSpec(&spec)).release().ptr();
+    auto* const self = PyObject_New(Callable, reinterpret_cast<PyTypeObject*>(type));
+    if (!self) throw py::error_already_set();
+    self->state = state.release();
+    const auto owned = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
+    static PyMethodDef method{
+        name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&vectorcall<call>)),
+        METH_FASTCALL | METH_KEYWORDS, nullptr};
+    return checked(PyCFunction_NewEx(&method, owned.ptr(), nullptr));
   }
 };
-
-template <class State>
-const State& state_of(PyObject* object) {
-  return *reinterpret_cast<Callable<State>*>(object)->state;
-}
 
 }  // namespace tpkernels::calls

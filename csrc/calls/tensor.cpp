@@ -3,14 +3,12 @@
 #include <stdexcept>
 
 #include "calls/python.h"
-#include "calls/shortcut.h"
 #include "host/arena.h"
 
 namespace tpkernels::calls {
 namespace {
 
 const dlpack::ExchangeApi* exchange = nullptr;
-std::uint64_t plain_keys = 0;
 
 // From this size on, torch takes fresh memory from the kernel for each tensor, page by page.
 constexpr std::size_t kLargeBytes = std::size_t{4} << 20;
@@ -22,7 +20,7 @@ bool is_tensor(PyObject* value) {
   return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(type)) != 0;
 }
 
-bool open_exchange(const py::handle& tensor_class, std::uint64_t plain) {
+bool open_exchange(const py::handle& tensor_class) {
   const py::object capsule = py::getattr(tensor_class, "__dlpack_c_exchange_api__", py::none());
   if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return false;
   auto* api = static_cast<const dlpack::ExchangeApi*>(
@@ -31,12 +29,11 @@ bool open_exchange(const py::handle& tensor_class, std::uint64_t plain) {
   if (!api || api->version.major != dlpack::kMajorVersion) return false;
   if (!api->tensor_from_python) return false;
   exchange = api;
-  plain_keys = plain;
   return true;
 }
 
 bool read(PyObject* object, Tensor* out) {
-  if (!exchange || !is_tensor(object) || (keys_of_tensor(object) & ~plain_keys)) return false;
+  if (!exchange || !is_tensor(object)) return false;
   if (exchange->tensor_from_python(object, out) == 0) return true;
   PyErr_Clear();
   return false;

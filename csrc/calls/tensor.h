@@ -16,13 +16,13 @@ using Tensor = dlpack::Tensor;
 
 bool is_tensor(PyObject* value);
 
-// Takes torch's exchange interface from `torch.Tensor`; false where it has none that fits. `plain`:
-// the dispatch keys of tensors whose memory holds their values.
-bool open_exchange(const pybind11::handle& tensor_class, std::uint64_t plain);
+// Takes torch's exchange interface from `torch.Tensor`; false where it has none that fits.
+bool open_exchange(const pybind11::handle& tensor_class);
 
-// What a torch tensor is. False, without a Python error, for one that has no such description: one
-// with other dispatch keys (torch describes negative views and tensors of zeros without memory as
-// if they were plain), or of a dtype that DLPack does not know.
+// What a torch tensor is. False, without a Python error, for one that has no such description, such
+// as one of a dtype that DLPack does not know. Torch describes negative views and tensors of zeros
+// without memory as if they were plain, so the tensors must be those that torch's dispatcher gives
+// to a kernel.
 bool read(PyObject* object, Tensor* out);
 // The same; throws std::invalid_argument.
 Tensor tensor(const pybind11::handle& object);

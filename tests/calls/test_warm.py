@@ -18,6 +18,7 @@ from tests.support.cases import PACKABLE, Case
 from tests.support.ranked import call, fresh_group, functions_called, on_ranks, planned_in_python
 from tests.support.tiers import sweep
 from tpkernels import groups
+from tpkernels.ops.all_reduce import OP as ALL_REDUCE
 from tpkernels.planning.op_spec import OPS as SPECS
 
 WORLD = 3
@@ -198,7 +199,7 @@ def test_a_warm_call_after_finalize() -> list[str]:
 def test_arguments_that_the_op_does_not_have() -> None:
     """What the extension says of arguments that the schema does not have."""
     overload = torch.ops.tpkernels.all_reduce.default
-    kernel = tpkernels.ops.registration._KERNELS["all_reduce"]
+    kernel = ALL_REDUCE._kernel
     with fresh_group() as group:
         x, name = torch.ones(3), group.group_name
         overload(x, name)

@@ -37,7 +37,7 @@ def tied_job() -> list[str]:
         inputs = [torch.ones(4, 6), torch.ones(6, 5)]
         traced, _ = rewritten(function, inputs)
         ties = tied(traced.graph)
-        want = ["_c10d_functional.all_reduce.default", "tpkernels.matmul_all_reduce.default"]
+        want = ["_c10d_functional.all_reduce.default", "tpkernels._matmul_all_reduce.default"]
         failures = [] if list(ties.values()) == want else [str(traced.graph)]
         first, second = ties
         if second.args[0] != (first,):
@@ -51,7 +51,7 @@ def tied_job() -> list[str]:
 
         traced, _ = rewritten(by_hand, inputs)
         alike = list(tied(traced.graph).values()) == [
-            f"tpkernels.{op}.default" for op in ("all_reduce", "all_gather")
+            f"tpkernels._{op}.default" for op in ("all_reduce", "all_gather")
         ]
         return failures if alike else [*failures, str(traced.graph)]
 
@@ -211,7 +211,7 @@ def test_a_collective_of_torch_that_writes_cannot_be_tied() -> None:
     graph = fx.Graph()
     wrapper = torch.ops.higher_order.auto_functionalized_v2
     graph.call_function(wrapper, (_c10d.all_reduce_.default,))
-    graph.call_function(torch.ops.tpkernels.all_reduce.default, (graph.placeholder("x"), "0"))
+    graph.call_function(torch.ops.tpkernels._all_reduce.default, (graph.placeholder("x"), "0"))
     with pytest.raises(NotImplementedError, match=r"all_reduce_.* call an op that returns its"):
         tie_ops(graph)
 

@@ -70,8 +70,8 @@ def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
         (blocks.to(BF16), w.t().contiguous().t().to(BF16), name),
         {"out_dtype": F32, "wire_dtype": F32, "bias": w[0]},
     )
-    yield "_column_matmul", (blocks, [w, w2.expand(8, 3)], name, [torch.empty(0), w2[0]]), {}
-    yield "_column_matmul", (x.to(BF16), [w.t().contiguous().t().to(BF16)], name), {}
+    yield "column_matmul", (blocks, [w, w2.expand(8, 3)], name, [torch.empty(0), w2[0]]), {}
+    yield "column_matmul", (x.to(BF16), [w.t().contiguous().t().to(BF16)], name), {}
     yield "grouped_matmul", (x, w.expand(2, 8, 5), torch.tensor([2, 4])), {}
     yield from scaled_samples(name, sizes, rank)
     yield "all_to_all", (x.t(), name, 0, 1), {"algorithm": "unfused"}

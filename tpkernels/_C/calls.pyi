@@ -68,13 +68,13 @@ class Alarm:
     def rings(self) -> bool: ...
     raised: bool
 
-class Queued(Bound):
+class PythonCall(Bound):
     def __init__(
         self,
         arguments: Arguments,
         execute: Callable[..., Any],
         call: Any,
-        alarm: Alarm,
+        alarm: Alarm | None,
         deterministic: bool | None,
     ) -> None: ...
 
@@ -123,34 +123,19 @@ def multiply(
 def grouped_multiply(
     x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
 ) -> list[int]: ...
-def open_exchange(tensor_class: type, plain_keys: int) -> bool: ...
+def open_exchange(tensor_class: type) -> bool: ...
 def make_kernel(
     arguments: Arguments,
     plan: Callable[..., Any],
     run: Callable[..., Any],
     failed: Callable[..., Any],
     check: Callable[..., Any] | None = None,
+    overwrites: bool = False,
 ) -> Callable[..., Any]: ...
-def keys_of_thread() -> tuple[int, int]: ...
-def keys_of_tensor(tensor: torch.Tensor) -> int: ...
-def find_key_sets(
-    samples: Sequence[tuple[torch.Tensor, int, int]], thread: tuple[int, int]
-) -> bool: ...
-def make_is_plain(
-    states: Sequence[tuple[int, int, bool, Sequence[int]]],
-) -> Callable[..., bool]: ...
-def make_shortcut(
+def make_entry(
     arguments: Arguments,
-    kernel: Callable[..., Any] | None,
     op: Callable[..., Any],
-    states: Sequence[tuple[int, int, bool, Sequence[int]]],
-    versioned: int,
-    overwrites: bool,
-) -> Callable[..., Any]: ...
-def make_above(
-    kernel: Callable[..., Any],
-    otherwise: Callable[..., Any],
-    below: int,
-    plain: Sequence[int],
-    overwrites: bool,
+    record: Callable[[Any], Any],
+    custom: Callable[[Any], Any] | None,
+    detour: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]: ...

@@ -16,7 +16,6 @@ from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.algorithms.point_to_point import hang_up
 from tpkernels.algorithms.reduction import normalising
-from tpkernels.common import defaults
 from tpkernels.errors import HARMLESS, TpkernelsError
 from tpkernels.groups.call import Call
 from tpkernels.local.ranges import profiling, recorded_waits
@@ -87,18 +86,21 @@ def bind(
     execute: Callable[[Call, Any], Any],
     in_place: bool,
 ) -> _C.calls.Bound | None:
-    """Return what runs calls with these arguments in the extension, where something does. On CUDA
-    tensors it is what `run` does before and after ``execute(call, arguments)``."""
-    problem, group = call.problem, call.group
-    if defaults.python_calls():
-        return None
-    if problem.device == "cpu":
-        by_itself = call.plan.algorithm == "direct"
-        return direct.bind(call, given, arguments, in_place) if by_itself else None
-    if group.workspace is None:
-        return None
-    deterministic = group.cuda_sums.planned_for_flag if problem.spec.reduces else None
-    return _C.calls.Queued(arguments, execute, call, group.workspace.alarm, deterministic)
+    """Return what runs warm calls with these arguments: all of `direct` in the extension, or
+    ``execute(call, arguments)``, before and after which the extension does what `run` does. None:
+    on GPUs without a workspace, which tells of failures."""
+    problem, group, alarm = call.problem, call.group, None
+    if call.plan.algorithm == "direct" and problem.device == "cpu":
+        made = direct.bind(call, given, arguments, in_place)
+        if made is not None:
+            return made
+    if problem.device == "cuda":
+        if group.workspace is None:
+            return None
+        alarm = group.workspace.alarm
+    sums = problem.device == "cuda" and problem.spec.reduces
+    deterministic = group.cuda_sums.planned_for_flag if sums else None
+    return _C.calls.PythonCall(arguments, execute, call, alarm, deterministic)
 
 
 def failed(call: Call, error: BaseException) -> None:

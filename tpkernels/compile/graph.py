@@ -110,8 +110,8 @@ class Editor:
         return node
 
     def op(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call one of our ops."""
-        return self.call(getattr(torch.ops.tpkernels, name).default, *args, **kwargs)
+        """Call one of our ops, as graphs contain it."""
+        return self.call(getattr(torch.ops.tpkernels, f"_{name}").default, *args, **kwargs)
 
     def item(self, node: fx.Node, index: int) -> Any:
         """Take one of the results of ``node``."""

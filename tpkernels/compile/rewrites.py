@@ -54,8 +54,8 @@ _FUNCTIONAL = torch.ops._c10d_functional.all_reduce.default
 
 # The ops whose result may be normalised, and the op that does it too.
 _NORMED: dict[Any, str] = {
-    torch.ops.tpkernels.all_reduce.default: "all_reduce_rms_norm",
-    torch.ops.tpkernels.matmul_all_reduce.default: "matmul_all_reduce_rms_norm",
+    torch.ops.tpkernels._all_reduce.default: "all_reduce_rms_norm",
+    torch.ops.tpkernels._matmul_all_reduce.default: "matmul_all_reduce_rms_norm",
     _FUNCTIONAL: "all_reduce_rms_norm",
 }
 # What follows the square of the rows, up to their product with the factor.

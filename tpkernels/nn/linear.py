@@ -26,10 +26,10 @@ from tpkernels.nn.sharding import (
     check_plain,
     position,
 )
-from tpkernels.ops.all_gather_matmul import run_all_gather_matmul
+from tpkernels.ops.all_gather_matmul import OP as ALL_GATHER_MATMUL
 from tpkernels.ops.column_matmul import column_matmul
-from tpkernels.ops.matmul_all_reduce import run_matmul_all_reduce
-from tpkernels.ops.matmul_reduce_scatter import run_matmul_reduce_scatter
+from tpkernels.ops.matmul_all_reduce import OP as MATMUL_ALL_REDUCE
+from tpkernels.ops.matmul_reduce_scatter import OP as MATMUL_REDUCE_SCATTER
 from tpkernels.ops.registration import bias_list
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -211,7 +211,7 @@ def column_parallel(
     bias_per_layer = biases if biased else None
     outputs: list[torch.Tensor]
     if rows_split:
-        _, outputs = run_all_gather_matmul(
+        _, outputs = ALL_GATHER_MATMUL.entry()(
             x,
             weights,
             first.group,
@@ -303,9 +303,9 @@ def row_parallel(
     out_dtype = None if residual is None else residual.dtype
     y: torch.Tensor
     if scatter_dim is None:
-        y = run_matmul_all_reduce(x, w, group, bias, residual, out_dtype=out_dtype)
+        y = MATMUL_ALL_REDUCE.entry()(x, w, group, bias, residual, out_dtype=out_dtype)
     else:
-        y = run_matmul_reduce_scatter(
+        y = MATMUL_REDUCE_SCATTER.entry()(
             x, w, group, scatter_dim, bias, residual, out_dtype=out_dtype, shard_sizes=shard_sizes
         )
     return y

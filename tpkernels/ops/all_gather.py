@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike
-from tpkernels.ops.registration import define, documented
+from tpkernels.groups import GroupLike, name_of
+from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
     "all_gather(Tensor x, str group, int gather_dim=0, *, SymInt[]? shard_sizes=None, "
@@ -28,7 +28,9 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return {"x": grad_x}
 
 
-@documented(define(SCHEMA, save=_save, backward=_backward))
+OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward)
+
+
 def all_gather(
     x: torch.Tensor,
     group: GroupLike,
@@ -48,3 +50,4 @@ def all_gather(
     The gradient of ``x`` is the sum over the ranks of the gradients of its part of their results:
     the loss is the sum of what the ranks compute from theirs.
     """
+    return OP.entry()(x, name_of(group), gather_dim, shard_sizes=shard_sizes, algorithm=algorithm)

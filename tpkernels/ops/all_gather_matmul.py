@@ -3,17 +3,16 @@ gate/up)."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
 
 from tpkernels.common import dtypes
-from tpkernels.groups import GroupLike, break_if_interrupted, name_of
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import CustomMatmul, Weight
 from tpkernels.ops.autograd import ColumnGrads, algorithm_like, matmul
-from tpkernels.ops.registration import bias_list, define, run_products
+from tpkernels.ops.registration import Op, bias_list, define
 
 SCHEMA = (
     "all_gather_matmul(Tensor x, Tensor[] weights, str group, int gather_dim=0, "
@@ -81,9 +80,7 @@ def _options(ctx: Any, *, has_matmul: bool, last_dim: bool = False) -> dict[str,
     return {"shard_sizes": ctx.shard_sizes, "algorithm": algorithm}
 
 
-run_all_gather_matmul = define(  # with tensors
-    SCHEMA, save=_save, backward=_backward, autocast=True
-)
+OP: Op[Any] = define(SCHEMA, save=_save, backward=_backward, autocast=True)
 
 
 @overload
@@ -141,29 +138,21 @@ def all_gather_matmul(  # type: ignore[misc]
     first result is ``gathered``, empty unless requested. The arguments mean what they mean in
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
     """
-    try:
-        single = isinstance(weights, (torch.Tensor, CustomMatmul))
-        each = [weights] if isinstance(weights, (torch.Tensor, CustomMatmul)) else list(weights)
-        each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
-        keep = save_gathered and torch.is_grad_enabled()
-        keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in each)
-        run = run_all_gather_matmul
-        for w in each:  # the first question is cheap; the class of the second is abstract
-            if not isinstance(w, torch.Tensor) and isinstance(w, CustomMatmul):
-                run = functools.partial(run_products, "all_gather_matmul")
-        gathered, outs = run(
-            x,
-            each,
-            name_of(group),
-            gather_dim,
-            biases=None if biases is None else bias_list(x, each_bias),
-            out_dtype=out_dtype,
-            return_gathered=return_gathered or keep,
-            shard_sizes=shard_sizes,
-            algorithm=algorithm,
-        )
-        result = outs[0] if single else outs
-        return (gathered, result) if return_gathered else result
-    except BaseException as error:
-        break_if_interrupted(group, error)
-        raise
+    single = isinstance(weights, (torch.Tensor, CustomMatmul))
+    each = [weights] if isinstance(weights, (torch.Tensor, CustomMatmul)) else list(weights)
+    each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
+    keep = save_gathered and torch.is_grad_enabled()
+    keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in each)
+    gathered, outs = OP.entry()(
+        x,
+        each,
+        name_of(group),
+        gather_dim,
+        biases=None if biases is None else bias_list(x, each_bias),
+        out_dtype=out_dtype,
+        return_gathered=return_gathered or keep,
+        shard_sizes=shard_sizes,
+        algorithm=algorithm,
+    )
+    result = outs[0] if single else outs
+    return (gathered, result) if return_gathered else result

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, break_if_interrupted, name_of
-from tpkernels.ops.registration import bias_list, define
+from tpkernels.groups import GroupLike, name_of
+from tpkernels.ops.registration import Op, bias_list, define
 from tpkernels.ops.validation import NO_GRADIENT
 
 SCHEMA = (
@@ -20,7 +20,7 @@ SCHEMA = (
 )
 
 
-_run = define(SCHEMA, no_gradient=NO_GRADIENT)
+OP: Op[Any] = define(SCHEMA, no_gradient=NO_GRADIENT)
 
 
 def all_gather_scaled_matmul(
@@ -69,25 +69,21 @@ def all_gather_scaled_matmul(
     The arguments mean what they mean in ``torch.ops.symm_mem.fused_all_gather_scaled_matmul`` and
     ``torch._scaled_mm``.
     """
-    try:
-        single = isinstance(weights, torch.Tensor)
-        each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
-        gathered, outs = _run(
-            x,
-            [weights] if isinstance(weights, torch.Tensor) else list(weights),
-            scale_x,
-            [scales_w] if isinstance(scales_w, torch.Tensor) else list(scales_w),
-            name_of(group),
-            gather_dim,
-            biases=bias_list(x, each_bias),
-            out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
-            return_gathered=return_gathered,
-            shard_sizes=shard_sizes,
-            algorithm=algorithm,
-        )
-        result = outs[0] if single else outs
-        return (gathered, result) if return_gathered else result
-    except BaseException as error:
-        break_if_interrupted(group, error)
-        raise
+    single = isinstance(weights, torch.Tensor)
+    each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
+    gathered, outs = OP(
+        x,
+        [weights] if isinstance(weights, torch.Tensor) else list(weights),
+        scale_x,
+        [scales_w] if isinstance(scales_w, torch.Tensor) else list(scales_w),
+        name_of(group),
+        gather_dim,
+        biases=bias_list(x, each_bias),
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+        return_gathered=return_gathered,
+        shard_sizes=shard_sizes,
+        algorithm=algorithm,
+    )
+    result = outs[0] if single else outs
+    return (gathered, result) if return_gathered else result

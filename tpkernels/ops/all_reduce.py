@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, break_if_interrupted, name_of
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.ops import validation
-from tpkernels.ops.registration import define, documented
+from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
     "all_reduce(Tensor x, str group, *, ScalarType? out_dtype=None, str algorithm='auto') -> Tensor"
@@ -25,7 +25,7 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return {"x": grad.to(ctx.dtype)}
 
 
-_run_in_place = define(
+OP_IN_PLACE: Op[None] = define(
     SCHEMA_IN_PLACE,
     no_gradient="it overwrites its input; use tpkernels.all_reduce",
     check=validation.written_once,
@@ -35,7 +35,7 @@ _run_in_place = define(
 _LIBRARY = torch.library.Library("tpkernels", "IMPL")  # kept alive: its end unregisters
 
 
-@torch.library.impl(_LIBRARY, "all_reduce_", "Functionalize")
+@torch.library.impl(_LIBRARY, "_all_reduce_", "Functionalize")
 def _without_writing(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
     """Compiled graphs hold no op that writes: the sum is a new tensor, from which the compiler
     makes all views of ``x``."""
@@ -43,7 +43,9 @@ def _without_writing(x: torch.Tensor, group: str, *, algorithm: str = "auto") ->
     x.copy_(torch.ops.tpkernels.all_reduce(x, group, algorithm=algorithm))
 
 
-@documented(define(SCHEMA, save=_save, backward=_backward))
+OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward)
+
+
 def all_reduce(
     x: torch.Tensor,
     group: GroupLike,
@@ -66,15 +68,12 @@ def all_reduce(
     weights needs the opposite, the sum of its gradients: pass ``x = x.view_as(x)`` to those matmuls
     and call ``x.register_hook(lambda grad: tpkernels.all_reduce(grad, group))``.
     """
+    return OP.entry()(x, name_of(group), out_dtype=out_dtype, algorithm=algorithm)
 
 
 def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -> torch.Tensor:
     """``all_reduce`` in place; returns ``x``. Raises what ``all_reduce`` raises, and also
     ``NotImplementedError`` if ``x`` requires a gradient and ``ValueError`` if elements of ``x``
     share memory, as in an expanded tensor."""
-    try:
-        _run_in_place(x, name_of(group), algorithm=algorithm)
-        return x
-    except BaseException as error:
-        break_if_interrupted(group, error)
-        raise
+    OP_IN_PLACE.entry()(x, name_of(group), algorithm=algorithm)
+    return x

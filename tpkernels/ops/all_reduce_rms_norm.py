@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.ops.autograd import norm_grads
-from tpkernels.ops.registration import define, documented
+from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
     "all_reduce_rms_norm(Tensor x, Tensor weight, str group, Tensor? residual=None, *, "
@@ -32,7 +32,9 @@ def _backward(ctx: Any, needs: Any, *grads: torch.Tensor) -> dict[str, Any]:
     }
 
 
-@documented(define(SCHEMA, save=_save, backward=_backward))
+OP: Op[tuple[torch.Tensor, torch.Tensor]] = define(SCHEMA, save=_save, backward=_backward)
+
+
 def all_reduce_rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -67,3 +69,4 @@ def all_reduce_rms_norm(
 
     The backward is local: see `all_reduce`.
     """
+    return OP.entry()(x, weight, name_of(group), residual, eps=eps, algorithm=algorithm)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike
-from tpkernels.ops.registration import define, documented
+from tpkernels.groups import GroupLike, name_of
+from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
     "all_to_all(Tensor x, str group, int gather_dim=0, int scatter_dim=1, *, "
@@ -35,7 +35,9 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return {"x": grad_x}
 
 
-@documented(define(SCHEMA, save=_save, backward=_backward))
+OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward)
+
+
 def all_to_all(
     x: torch.Tensor,
     group: GroupLike,
@@ -59,3 +61,12 @@ def all_to_all(
 
     The gradient is exchanged back.
     """
+    return OP.entry()(
+        x,
+        name_of(group),
+        gather_dim,
+        scatter_dim,
+        gather_sizes=gather_sizes,
+        scatter_sizes=scatter_sizes,
+        algorithm=algorithm,
+    )

@@ -30,8 +30,7 @@ from tpkernels.common import dtypes
 from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
-from tpkernels.ops.registration import define_local
-from tpkernels.ops.shortcut import shortcut
+from tpkernels.ops.registration import define_kernel
 from tpkernels.planning.algorithms import ALGORITHMS
 
 SCHEMA = "_matmul(Tensor x, Tensor w, *, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
@@ -64,8 +63,7 @@ def _fake(
 
 # The local matmul of the algorithms: accumulates in fp32, rounds once, to any dtype, and is fast
 # where torch.mm of 16-bit operands is slow.
-define_local(SCHEMA, run=_run, fake=_fake)
-_matmul = shortcut("_matmul")
+_matmul: Callable[..., torch.Tensor] = define_kernel(SCHEMA, run=_run, fake=_fake)
 
 
 def matmul(
@@ -76,8 +74,7 @@ def matmul(
 ) -> torch.Tensor:
     """``x @ w + bias`` on this rank alone, without a gradient. x [..., K], w [K, N] or packed, bias
     [N]."""
-    result: torch.Tensor = _matmul(x, w, bias=bias, out_dtype=out_dtype)
-    return result
+    return _matmul(x, w, bias=bias, out_dtype=out_dtype)
 
 
 @dataclass(frozen=True)

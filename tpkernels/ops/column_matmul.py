@@ -22,10 +22,10 @@ from tpkernels.local.packed import columns_of, is_packed
 from tpkernels.local.ranges import profiling
 from tpkernels.ops import validation
 from tpkernels.ops.autograd import ColumnGrads
-from tpkernels.ops.registration import bias_list, define_local
-from tpkernels.ops.shortcut import is_plain
+from tpkernels.ops.execution import materialized
+from tpkernels.ops.registration import Op, bias_list, define_local
 
-SCHEMA = "_column_matmul(Tensor x, Tensor[] weights, str group, Tensor[]? biases=None) -> Tensor[]"
+SCHEMA = "column_matmul(Tensor x, Tensor[] weights, str group, Tensor[]? biases=None) -> Tensor[]"
 
 
 def _run(
@@ -44,7 +44,7 @@ def _run(
     validation.weights(weights, biases, x, x.shape[-1])
     outs = []
     for i, w in enumerate(weights):
-        bias = biases[i] if biases is not None and biases[i].numel() else None
+        bias = None if biases is None else materialized(biases[i])
         outs.append(new_product(as_rows(x), w, bias).view(*x.shape[:-1], columns_of(w)))
     return outs
 
@@ -72,7 +72,9 @@ def _backward(ctx: Any, needs: Any, grad_outs: Sequence[torch.Tensor | None]) ->
     return {"x": grad_x, **ctx.columns.of_weights(needs, grad_outs, lambda: x)}
 
 
-define_local(SCHEMA, run=_run, fake=_fake, save=_save, backward=_backward, autocast=True)
+OP: Op[list[torch.Tensor]] = define_local(
+    SCHEMA, run=_run, fake=_fake, save=_save, backward=_backward, autocast=True
+)
 
 
 def column_matmul(
@@ -83,8 +85,4 @@ def column_matmul(
 ) -> list[torch.Tensor]:
     """``x @ w_i + bias_i`` for weights [K, N_i] of this rank, x [..., K] being the same on all
     ranks of ``group``, over which the gradient of x is summed. Raises what the ops raise."""
-    given = list(weights), groups.name_of(group), bias_list(x, biases)
-    if is_plain(x, *given):
-        return _run(x, *given)
-    outs: list[torch.Tensor] = torch.ops.tpkernels._column_matmul.default(x, *given)
-    return outs
+    return OP.entry()(x, list(weights), groups.name_of(group), bias_list(x, biases))

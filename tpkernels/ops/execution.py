@@ -38,7 +38,7 @@ def gather(call: Call, given: Any) -> Any:
         scale = _own_scale(given.scale_x, problem, call.group.rank)
         rows = Rows.of(x, scale, weights, given.scales_w, given.use_fast_accum)
         x, weights = rows.packed, rows.weights
-    each_bias = [b if b.numel() else None for b in biases] if biases else [None] * len(weights)
+    each_bias = [materialized(b) for b in biases] if biases else [None] * len(weights)
     call.function(call, x, Products(weights, each_bias, outs, gathered))
     if gathered is None:
         return given.x.new_empty(0), outs
@@ -100,6 +100,14 @@ def exchange(call: Call, given: Any) -> torch.Tensor:
     out = empty(result_shape(call.problem, call.group.rank), x.dtype, x.device)
     call.function(call, x, out)
     return out
+
+
+def materialized(bias: torch.Tensor) -> torch.Tensor | None:
+    """Return a bias of an optional list: in memory that holds its values, which the dispatcher sees
+    to for all other tensors, and None for an empty one."""
+    if bias.is_neg() or bias._is_zerotensor():
+        bias = bias.clone()
+    return bias if bias.numel() else None
 
 
 def _own_scale(scale: torch.Tensor, problem: Problem, rank: int) -> torch.Tensor:

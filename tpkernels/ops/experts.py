@@ -18,7 +18,7 @@ from tpkernels.common import dtypes
 from tpkernels.local.memory import empty
 from tpkernels.ops import validation
 from tpkernels.ops.grouped_matmul import grouped_matmul
-from tpkernels.ops.registration import define_local
+from tpkernels.ops.registration import Op, define_kernel, define_local
 
 
 class SortedRoutes(NamedTuple):
@@ -83,8 +83,7 @@ def sum_routes(rows: torch.Tensor, routing: SortedRoutes) -> torch.Tensor:
     """Return the sum of each token's rows by weight, in fp32 in the order of k, rounded once."""
     weights = routing.topk_weights.to(dtypes.accumulator(rows.dtype))
     places = places_of(routing.order).view(weights.shape)
-    y: torch.Tensor = torch.ops.tpkernels._weigh_rows.default(rows, places, weights)
-    return y
+    return _WEIGH_ROWS.entry()(rows, places, weights)
 
 
 def _routes_of_experts(
@@ -109,7 +108,7 @@ def _routes_like(
     return topk_ids.new_empty(rows, dtype=torch.int64), topk_ids.new_empty(held, dtype=torch.int64)
 
 
-define_local(
+define_kernel(
     "_routes_of_experts(Tensor topk_ids, int num_experts, int first, int held, bool static) -> "
     "(Tensor order, Tensor counts)",
     run=_routes_of_experts,
@@ -138,8 +137,8 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return found
 
 
-define_local(
-    "_weigh_rows(Tensor x, Tensor places, Tensor weights) -> Tensor",
+_WEIGH_ROWS: Op[torch.Tensor] = define_local(
+    "weigh_rows(Tensor x, Tensor places, Tensor weights) -> Tensor",
     run=_weigh,
     fake=lambda x, places, weights: x.new_empty(places.shape[0], x.shape[1]),
     save=_save,
@@ -184,7 +183,7 @@ def local_experts(
     return _weigh(y, places.view(topk_ids.shape), weights)
 
 
-define_local(
+define_kernel(
     "_local_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
     "Tensor? gate_up_bias, Tensor? down_bias, str activation) -> Tensor",
     run=local_experts,

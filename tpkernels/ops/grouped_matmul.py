@@ -21,8 +21,7 @@ from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of_stack
 from tpkernels.local.ranges import MATMUL, recorded
 from tpkernels.ops import validation
-from tpkernels.ops.registration import define_local
-from tpkernels.ops.shortcut import is_plain
+from tpkernels.ops.registration import Op, define_kernel, define_local
 
 SCHEMA = "grouped_matmul(Tensor x, Tensor stack, Tensor counts) -> Tensor"
 GRADIENT = "_grouped_outer_product(Tensor x, Tensor y, Tensor counts) -> Tensor"
@@ -132,7 +131,7 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return gradients
 
 
-define_local(
+OP: Op[torch.Tensor] = define_local(
     SCHEMA,
     run=multiply_groups,
     fake=lambda x, stack, counts: x.new_empty((x.shape[0], columns_of_stack(stack))),
@@ -140,7 +139,7 @@ define_local(
     backward=_backward,
     autocast=True,
 )
-define_local(
+define_kernel(
     GRADIENT,
     run=_outer_products,
     fake=lambda x, y, counts: x.new_empty((counts.shape[0], x.shape[1], y.shape[1])),
@@ -171,10 +170,6 @@ def grouped_matmul(
         TypeError: w has another dtype than x.
         NotImplementedError: a dtype is not supported, or a gradient of a packed w is needed.
     """
-    product: torch.Tensor
-    if is_plain(x, w, counts):
-        product = multiply_groups(x, w, counts)
-    else:
-        product = torch.ops.tpkernels.grouped_matmul.default(x, w, counts)
+    product = OP.entry()(x, w, counts)
     validation.group_bias(bias, w)
     return add_bias(product, bias, counts)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import Weight
 from tpkernels.ops.autograd import operand_grads, save_operands
-from tpkernels.ops.registration import define, documented
+from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
     "matmul_all_reduce(Tensor x, Tensor w, str group, Tensor? bias=None, Tensor? residual=None, *, "
@@ -28,12 +27,9 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return operand_grads(ctx, needs, x, w, grad)
 
 
-run_matmul_all_reduce: Callable[..., torch.Tensor] = define(  # with tensors
-    SCHEMA, save=_save, backward=_backward, autocast=True
-)
+OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward, autocast=True)
 
 
-@documented(run_matmul_all_reduce)
 def matmul_all_reduce(
     x: torch.Tensor,
     w: Weight,
@@ -60,3 +56,13 @@ def matmul_all_reduce(
     the backward is local: ``grad_x = grad @ w^T``, ``grad_w = x^T @ grad``. For an input that all
     ranks share see ``all_reduce``.
     """
+    return OP.entry()(
+        x,
+        w,
+        name_of(group),
+        bias,
+        residual,
+        out_dtype=out_dtype,
+        wire_dtype=wire_dtype,
+        algorithm=algorithm,
+    )

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import Weight
 from tpkernels.ops.autograd import norm_grads, operand_grads, save_operands
-from tpkernels.ops.registration import define, documented
+from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
     "matmul_all_reduce_rms_norm(Tensor x, Tensor w, Tensor norm_weight, str group, "
@@ -34,7 +34,11 @@ def _backward(ctx: Any, needs: Any, *grads: torch.Tensor) -> dict[str, Any]:
     }
 
 
-@documented(define(SCHEMA, save=_save, backward=_backward, autocast=True))
+OP: Op[tuple[torch.Tensor, torch.Tensor]] = define(
+    SCHEMA, save=_save, backward=_backward, autocast=True
+)
+
+
 def matmul_all_reduce_rms_norm(
     x: torch.Tensor,
     w: Weight,
@@ -62,3 +66,6 @@ def matmul_all_reduce_rms_norm(
 
     The backward is local: see `all_reduce`.
     """
+    return OP.entry()(
+        x, w, norm_weight, name_of(group), bias, residual, eps=eps, algorithm=algorithm
+    )

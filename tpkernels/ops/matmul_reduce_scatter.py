@@ -3,15 +3,15 @@ output, MLP down)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike
+from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import Weight
 from tpkernels.ops.autograd import algorithm_like, bias_grad, save_operands
-from tpkernels.ops.registration import define, documented
+from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
     "matmul_reduce_scatter(Tensor x, Tensor w, str group, int scatter_dim=0, "
@@ -55,12 +55,9 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     }
 
 
-run_matmul_reduce_scatter: Callable[..., torch.Tensor] = define(  # with tensors
-    SCHEMA, save=_save, backward=_backward, autocast=True
-)
+OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward, autocast=True)
 
 
-@documented(run_matmul_reduce_scatter)
 def matmul_reduce_scatter(
     x: torch.Tensor,
     w: Weight,
@@ -97,3 +94,15 @@ def matmul_reduce_scatter(
 
     The argument meanings are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
     """
+    return OP.entry()(
+        x,
+        w,
+        name_of(group),
+        scatter_dim,
+        bias,
+        residual,
+        out_dtype=out_dtype,
+        wire_dtype=wire_dtype,
+        shard_sizes=shard_sizes,
+        algorithm=algorithm,
+    )

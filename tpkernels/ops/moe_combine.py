@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 
 from tpkernels.common import dtypes
-from tpkernels.groups import break_if_interrupted
 from tpkernels.ops.moe_dispatch import Handle
-from tpkernels.ops.registration import define, define_local
+from tpkernels.ops.registration import Op, define, define_kernel, uncompiled
 
 SCHEMA = (
     "moe_combine(Tensor x, Tensor topk_weights, Tensor routes, int num_experts, str group, *, "
@@ -21,7 +20,7 @@ SCHEMA = (
 # The rows of `moe_dispatch`, as many as `like` has, so that a backward can be traced. `like` also
 # keeps the call in the backward: one that takes no gradient is moved into the forward if its result
 # is smaller than its input, as on some ranks only.
-define_local(
+define_kernel(
     "_moe_dispatch_rows(Tensor x, Tensor routes, int num_experts, str group, Tensor like, *, "
     "SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> Tensor",
     run=lambda x, routes, num_experts, group, like, **options: (
@@ -60,18 +59,17 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return found
 
 
-run_combine = define(SCHEMA, save=_save, backward=_backward)
+OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward)
 
 
-def _run_for(x: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return the op. On a rank without rows it runs outside of compiled graphs in training: the
-    calls of its backward have results without elements there (`validation.empty_shards`)."""
-    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
+def _is_empty_in_training(x: torch.Tensor) -> bool:
+    """Return whether this rank has no rows while a graph is compiled for training: the calls of the
+    backward have results without elements there (`validation.empty_shards`)."""
+    if not (torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()):
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-        if statically_known_true(x.shape[0] == 0):
-            return torch.compiler.disable(run_combine)
-    return run_combine
+    return statically_known_true(x.shape[0] == 0)
 
 
 def moe_combine(x: torch.Tensor, handle: Handle, *, algorithm: str = "auto") -> torch.Tensor:
@@ -93,17 +91,15 @@ def moe_combine(x: torch.Tensor, handle: Handle, *, algorithm: str = "auto") -> 
     Rows and ``topk_weights`` get gradients. ``torch.ops.tpkernels.moe_combine`` takes the fields of
     the handle one by one.
     """
-    try:
-        return _run_for(x)(
-            x,
-            handle.topk_weights,
-            handle.routes,
-            handle.num_experts,
-            handle.group,
-            shard_sizes=handle.shard_sizes,
-            max_rows=handle.max_rows,
-            algorithm=algorithm,
-        )
-    except BaseException as error:
-        break_if_interrupted(handle.group, error)
-        raise
+    run = functools.partial(uncompiled, OP) if _is_empty_in_training(x) else OP
+    result: torch.Tensor = run(
+        x,
+        handle.topk_weights,
+        handle.routes,
+        handle.num_experts,
+        handle.group,
+        shard_sizes=handle.shard_sizes,
+        max_rows=handle.max_rows,
+        algorithm=algorithm,
+    )
+    return result

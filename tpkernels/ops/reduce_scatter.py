@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike
-from tpkernels.ops.registration import define, documented
+from tpkernels.groups import GroupLike, name_of
+from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
     "reduce_scatter(Tensor x, str group, int scatter_dim=0, *, ScalarType? out_dtype=None, "
@@ -32,7 +32,9 @@ def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
     return {"x": grad_x}
 
 
-@documented(define(SCHEMA, save=_save, backward=_backward))
+OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward)
+
+
 def reduce_scatter(
     x: torch.Tensor,
     group: GroupLike,
@@ -54,3 +56,11 @@ def reduce_scatter(
         The shard, summed in fp32 in rank order and rounded once; on CUDA tensors as ``numerics`` of
         `init` says. The gradient of ``x`` is the gathered gradient of all shards.
     """
+    return OP.entry()(
+        x,
+        name_of(group),
+        scatter_dim,
+        out_dtype=out_dtype,
+        shard_sizes=shard_sizes,
+        algorithm=algorithm,
+    )

@@ -1,42 +1,50 @@
-"""Registration of the ops under ``torch.ops.tpkernels``: kernels, gradients, autocast."""
+"""Registration of the ops under ``torch.ops.tpkernels``: kernels, gradients, autocast.
+
+An op ``X`` with a gradient, or with a refusal of one, is two. ``X`` is CompositeImplicitAutograd:
+it asks whether autograd has to record the call. ``_X`` has the kernels and falls through at the
+Autograd keys. So a call that needs no gradient runs no Python code, and compiled graphs contain
+``_X``.
+"""
 
 from __future__ import annotations
 
 import functools
-import inspect
+import itertools
 import re
-import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch._guards import TracingContext
-from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
-from torch.utils._pytree import tree_map_only
 
 from tpkernels import _C, groups
 from tpkernels.algorithms import backends
-from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.call import Call
 from tpkernels.local.product import CustomMatmul
 from tpkernels.ops import execution, validation
 from tpkernels.ops.planned_calls import plan_call
 from tpkernels.ops.problems import fake_result, problem_of
-from tpkernels.ops.shortcut import PLAIN_KEYS, arguments_of, kernel_above, shortcut
 from tpkernels.planning.op_spec import OPS, OpSpec
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+if not _C.calls.open_exchange(torch.Tensor):
+    raise ImportError(
+        f"torch {torch.__version__} has no DLPack exchange interface; tpkernels needs 2.11 or later"
+    )
+
+Result = TypeVar("Result")
 
 _LIBRARY = torch.library.Library("tpkernels", "DEF")
-_BELOW = torch._C._after_ADInplaceOrView_keyset
-# What runs each op on CPU and CUDA tensors; the dispatcher cannot be asked for it.
-_KERNELS: dict[str, Callable[..., Any]] = {}
 # Dims of packed weights, by the name of the argument.
 _PACKED_DIMS = {"w": 3, "weights": 3, "stack": 4}
 _OUR_TAG = re.compile(r" ?tpkernels\{[^}]*\}")
+# Calls with a `CustomMatmul` that are on their way through the dispatcher.
+_CUSTOM_CALLS: dict[int, Callable[[list[torch.Tensor]], None]] = {}
+_numbers = itertools.count()
 
 
 def communicates(op: torch._ops.OpOverload) -> bool:
@@ -44,42 +52,254 @@ def communicates(op: torch._ops.OpOverload) -> bool:
     return any(argument.name == "group" for argument in op._schema.arguments)
 
 
+def arguments_of(schema: torch.FunctionSchema, record: str = "") -> _C.calls.Arguments:
+    """Make a call's arguments a named tuple with the names and the defaults of an op's schema."""
+    described, op = [], schema.name.removeprefix("tpkernels::")
+    combines = record in OPS and OPS[record].combines  # whose rows follow from the routes
+    for argument in schema.arguments:
+        has_default = argument.has_default_value()
+        default = argument.default_value if has_default else None
+        any_rows = combines and argument.name == "x"
+        described.append((argument.name, has_default, default, argument.kwarg_only, any_rows))
+    names = [argument.name for argument in schema.arguments]
+    cls = namedtuple("Arguments", names)  # type: ignore[misc]
+    return _C.calls.Arguments(op, described, cls)
+
+
+class Op(Generic[Result]):
+    """An op, callable as its overload ``torch.ops.tpkernels.X.default``. A call that needs neither
+    a gradient nor autocast goes to ``_X`` at once.
+
+    Args:
+        default, unrecorded: the overloads ``X`` and ``_X``.
+        arguments: its arguments, in the order of its schema.
+        kernel: what runs it on CPU and CUDA tensors.
+        save, backward, no_gradient, autocast: see `define`.
+        custom: whether weights may be `CustomMatmul`.
+    """
+
+    def __init__(
+        self,
+        default: torch._ops.OpOverload,
+        unrecorded: torch._ops.OpOverload,
+        arguments: _C.calls.Arguments,
+        kernel: Callable[..., Any],
+        *,
+        save: Callable[..., None] | None,
+        backward: Callable[..., Any] | None,
+        no_gradient: str,
+        autocast: bool,
+        custom: bool,
+    ) -> None:
+        schema = default._schema
+        self.name = schema.name.removeprefix("tpkernels::")
+        self.default, self.unrecorded = default, unrecorded
+        self.save, self.backward = save, backward
+        self._kernel, self._no_gradient = kernel, no_gradient
+        self.positional = [each.name for each in schema.arguments if not each.kwarg_only]
+        self._options = [each.name for each in schema.arguments if each.kwarg_only]
+        self._returns = [str(each.type) for each in schema.returns]
+        run_custom = self._run_custom if custom else None
+        make = functools.partial(
+            _C.calls.make_entry, arguments, self.unrecorded, self._record, run_custom
+        )
+        _LIBRARY.impl(schema.name, make(), "CompositeImplicitAutograd")
+        self._enter: Callable[..., Result] = make(self.default)
+        self._casts = autocast
+        if autocast:  # a call that enters at ``_X`` is cast, too
+            for overload in (self.default, self.unrecorded):
+                _define_autocast(overload, self.default)
+
+    def __call__(self, *args: Any, **options: Any) -> Result:
+        return self.entry()(*args, **options)
+
+    def entry(self) -> Callable[..., Result]:
+        """Return what to call here: dynamo knows the overload, not the extension."""
+        return self._trace if is_dynamo_compiling() else self._enter
+
+    def _trace(self, *args: Any, **options: Any) -> Result:
+        if validation.empty_shards(options) or _has_custom(args[1:2]):
+            return uncompiled(self._enter, *args, **options)
+        return self.default(*args, **options)
+
+    def _call(self, function: Callable[..., Any], given: Any) -> Any:
+        options = {name: getattr(given, name) for name in self._options}
+        return function(*(getattr(given, name) for name in self.positional), **options)
+
+    def _record(self, given: Any) -> Any:
+        """Run the op where a tensor may require a gradient or have a tangent."""
+        if self._casts and _autocasting():
+            return self._call(self.default, given)
+        self._forbid_tangents(given)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(given))):
+            return self._call(self.unrecorded, given)
+        if self.backward is None:
+            raise NotImplementedError(f"tpkernels.{self.name} has no gradient; {self._no_gradient}")
+        second = self.positional[1]
+        if any(w.dim() == _PACKED_DIMS.get(second) for w in _tensors([getattr(given, second)])):
+            raise NotImplementedError(
+                f"tpkernels.{self.name} has no gradient with a packed weight; call it under "
+                "torch.no_grad(), or pass the unpacked weight"
+            )
+        operands = _tensors(getattr(given, name) for name in self.positional)
+        recorded = _Recorded.apply(self, given, *operands)
+        nested = self.nested(recorded if isinstance(recorded, tuple) else (recorded,))
+        return nested if len(nested) > 1 else nested[0]
+
+    def run_unrecorded(self, given: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """Return the op's result, and its tensors."""
+        result = self._call(self.unrecorded, given)
+        return result, tuple(_tensors([result]))
+
+    def nested(self, flat: Sequence[Any]) -> tuple[Any, ...]:
+        """Return tensors as the op returns them: the last may be a list."""
+        if self._returns[-1] == "Tensor":
+            return tuple(flat)
+        single = len(self._returns) - 1
+        return (*flat[:single], list(flat[single:]))
+
+    def _run_custom(self, given: Any) -> Any:
+        """Run the op with a weight that is no tensor. The other operands go through the dispatcher
+        as a list."""
+        if not _has_custom(given):
+            raise TypeError(
+                f"the weights of tpkernels.{self.name} must be tensors or CustomMatmul: "
+                f"{getattr(given, self.positional[1])!r}"
+            )
+        validation.tensors(given._asdict())
+        validation.device(given.x)
+        operands = list(_tensors(given))
+        for x in operands:
+            if type(x) not in (torch.Tensor, torch.nn.Parameter):
+                raise TypeError(
+                    f"tpkernels.{self.name} with a CustomMatmul supports plain tensors only, not "
+                    f"{type(x).__name__}"
+                )
+        if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+            raise NotImplementedError(
+                f"tpkernels.{self.name} has no gradient with a CustomMatmul; call it under "
+                "torch.no_grad()"
+            )
+        self._forbid_tangents(given)
+        results: list[Any] = []
+
+        def run(resolved: list[torch.Tensor]) -> None:
+            left = iter(resolved)
+            results.append(
+                self._call(self._kernel, given._make(_replaced(value, left) for value in given))
+            )
+
+        number = next(_numbers)
+        _CUSTOM_CALLS[number] = run
+        try:
+            torch.ops.tpkernels._with_operands.default(operands, number)
+        finally:
+            _CUSTOM_CALLS.pop(number, None)
+        return results[0]
+
+    def _forbid_tangents(self, given: Any) -> None:
+        """``NotImplementedError`` where forward-mode AD would take a tangent for zero."""
+        if forward_ad._current_level < 0:
+            return
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in _tensors(given)):
+            raise NotImplementedError(
+                f"tpkernels.{self.name} has no forward-mode derivative; use reverse mode (backward)"
+            )
+
+
+class _Recorded(torch.autograd.Function):
+    """A call of an op that autograd records."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op[Any], given: Any, *operands: torch.Tensor) -> Any:
+        ctx.of = op
+        values = {name: getattr(given, name) for name in op.positional}
+        ctx.counts = {  # of the tensors of each argument that has any; None: it is one
+            name: len(value) if isinstance(value, (list, tuple)) else None
+            for name, value in values.items()
+            if list(_tensors([value]))
+        }
+        result, flat = op.run_unrecorded(given)
+        assert op.save is not None
+        op.save(ctx, given, result)
+        return flat if len(flat) > 1 else flat[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        op: Op[Any] = ctx.of
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"tpkernels.{op.name} has no second derivative; call backward without "
+                "create_graph=True"
+            )
+        needed = iter(ctx.needs_input_grad[2:])
+        needs = dict.fromkeys(op.positional, False) | {
+            name: next(needed) if count is None else list(itertools.islice(needed, count))
+            for name, count in ctx.counts.items()
+        }
+        assert op.backward is not None
+        with _without_autocast(), groups.breaking_on_error(getattr(ctx, "group", None)):
+            found = op.backward(ctx, SimpleNamespace(**needs), *op.nested(grads))
+        flat: list[torch.Tensor | None] = []
+        for name, count in ctx.counts.items():
+            of_argument = found.get(name)
+            if count is None:
+                flat.append(of_argument)
+            else:
+                flat.extend(of_argument or [None] * count)
+        return None, None, *flat
+
+
+def define_kernel(
+    schema: str,
+    *,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    arguments: _C.calls.Arguments | None = None,
+) -> torch._ops.OpOverload:
+    """Make ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors and its
+    fake kernel, without a gradient; return its overload. Both get the arguments as the schema has
+    them. Arguments named ``w``, ``weights`` or ``stack`` may be packed."""
+    overload = _define_schema(schema)
+    named = (arguments or arguments_of(overload._schema)).named
+
+    def checked_fake(*args: Any, **options: Any) -> Any:
+        validation.tensors(named(args, options)._asdict())
+        return fake(*args, **options)
+
+    for key in ("CPU", "CUDA", "MkldnnCPU"):  # the last for the refusal to be readable
+        _LIBRARY.impl(overload._schema.name, run, key)
+    torch.library.register_fake(overload._schema.name, checked_fake, lib=_LIBRARY)
+    return overload
+
+
 def define_local(
     schema: str,
     *,
     run: Callable[..., Any],
     fake: Callable[..., Any],
+    arguments: _C.calls.Arguments | None = None,
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     no_gradient: str = "",
     autocast: bool = False,
-    overwrites: bool = False,
-) -> None:
-    """Make ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors, of which
-    arguments named ``w``, ``weights`` or ``stack`` may be packed, and its fake kernel. Both get the
-    arguments as the schema has them; `define` says what the others are. It ``overwrites`` its first
-    argument, or none."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    overload = getattr(torch.ops.tpkernels, name).default
-    if communicates(overload):  # a compiler must not drop it: its peers make the call, too
-        torch.fx.has_side_effect(overload)
-    for key in ("CPU", "CUDA", "MkldnnCPU"):  # the last for the refusal to be readable
-        _LIBRARY.impl(name, run, key)
-    arguments = arguments_of(overload._schema)
-
-    def checked_fake(*args: Any, **options: Any) -> Any:
-        validation.tensors(arguments.named(args, options)._asdict())
-        return fake(*args, **options)
-
-    torch.library.register_fake(f"tpkernels::{name}", checked_fake, lib=_LIBRARY)
-    _KERNELS[name] = run
-    if save is not None and backward is not None:
-        _define_above(name, recorded=_recorded(name, save, backward))
-    elif no_gradient:
-        _define_above(name, instead=no_gradient, overwrites=overwrites)
-    if autocast:
-        _define_autocast(name)
+    custom: bool = False,
+) -> Op[Any]:
+    """Make an op of a function, as `define_kernel` does, with a gradient or the refusal of one.
+    `define` and `Op` say what the other arguments are."""
+    unrecorded = define_kernel(f"_{schema}", run=run, fake=fake, arguments=arguments)
+    _LIBRARY.impl(unrecorded._schema.name, torch.library.fallthrough_kernel, "Autograd")
+    return Op(
+        _define_schema(schema),
+        unrecorded,
+        arguments or arguments_of(unrecorded._schema),
+        run,
+        save=save,
+        backward=backward,
+        no_gradient=no_gradient,
+        autocast=autocast,
+        custom=custom,
+    )
 
 
 def define(
@@ -90,10 +310,10 @@ def define(
     no_gradient: str = "",
     autocast: bool = False,
     check: Callable[[torch.Tensor], None] | None = None,
-) -> Callable[..., Any]:
+) -> Op[Any]:
     """Make ``torch.ops.tpkernels.<name>``, an op that communicates over ``group`` and does what its
-    record in `op_spec.OPS` says; return what to call in its place (`shortcut`). The functions get
-    the arguments as a named tuple with the schema's names.
+    record in `op_spec.OPS` says; return it. The functions get the arguments as a named tuple with
+    the schema's names.
 
     Args:
         save: ``save(ctx, given, output)`` keeps for the backward what it needs.
@@ -142,18 +362,37 @@ def define(
         _add_positions()
         return None if written else fake_result(record, group, given)
 
-    kernel = _C.calls.make_kernel(arguments, plan, run_planned, backends.failed, check)
-    define_local(
+    if written:
+        _LIBRARY.impl(f"_{op}", functools.partial(_refuse_negative, op), "Negative")
+    return define_local(
         schema,
-        run=kernel,
+        run=_C.calls.make_kernel(
+            arguments, plan, run_planned, backends.failed, check, bool(written)
+        ),
         fake=fake_kernel,
+        arguments=arguments,
         save=save,
         backward=backward,
         no_gradient=no_gradient,
         autocast=autocast,
-        overwrites=bool(written),
+        custom=OPS[record].has_matmul and not OPS[record].scaled,
     )
-    return shortcut(op, kernel, overwrites=bool(written))
+
+
+def _define_schema(schema: str) -> torch._ops.OpOverload:
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    overload: torch._ops.OpOverload = getattr(torch.ops.tpkernels, name).default
+    if communicates(overload):  # a compiler must not drop it: its peers make the call, too
+        torch.fx.has_side_effect(overload)
+    return overload
+
+
+def _refuse_negative(op: str, *args: Any, **options: Any) -> None:
+    raise NotImplementedError(
+        f"tpkernels.{op} cannot overwrite a negative view, such as z.conj().imag; pass "
+        "x.resolve_neg()"
+    )
 
 
 def execution_of(spec: OpSpec, *, in_place: bool = False) -> Callable[[Call, Any], Any]:
@@ -186,100 +425,23 @@ def _add_positions() -> None:
         config.cache_key_tag = tag
 
 
-def _recorded(
-    op: str, save: Callable[..., None], backward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return what runs an op and records it for autograd."""
-    overload = getattr(torch.ops.tpkernels, op).default
-    arguments = arguments_of(overload._schema)
-    names = [each.name for each in overload._schema.arguments if not each.kwarg_only]
-    needs_of = namedtuple("Needs", names, defaults=[False] * len(names))  # type: ignore[misc]
-
-    def keep(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
-        save(ctx, arguments.named(inputs, keyword_only_inputs or {}), output)
-
-    def first_order(ctx: Any, *grads: Any) -> Any:
-        try:
-            if torch.is_grad_enabled():
-                raise NotImplementedError(
-                    f"tpkernels.{op} has no second derivative; call backward without "
-                    "create_graph=True"
-                )
-            needs = needs_of(*ctx.needs_input_grad)  # without the defaults at the end
-            with torch._C._DisableAutocast(), groups.breaking_on_error(getattr(ctx, "group", None)):
-                found = backward(ctx, needs, *grads)
-            return tuple(found.get(name) for name in names[: len(ctx.needs_input_grad)])
-        except BaseException as error:
-            groups.break_if_interrupted(getattr(ctx, "group", None), error)
-            raise
-
-    # What torch.library.register_autograd registers. By itself it would go through the dispatcher
-    # once more in a call without a gradient: 13 us, AMD EPYC Zen 3, torch 2.13, 2026-11-21.
-    return make_autograd_impl(overload, Info(first_order, keep))
-
-
-def _define_above(
-    op: str,
-    *,
-    recorded: Callable[..., Any] | None = None,
-    instead: str = "",
-    overwrites: bool = False,
-) -> None:
-    """Define what autograd does for an op.
-
-    Args:
-        recorded: runs it and records it; None: the op refuses tensors that need a gradient, and
-            ``instead`` says what to do then.
-        overwrites: the op changes its first argument, and refuses one that cannot be overwritten.
-    """
-    overload, run = getattr(torch.ops.tpkernels, op).default, _KERNELS[op]
-
-    def otherwise(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled():
-            if recorded is not None:
-                _forbid_packed(op, args)
-            elif any(x.requires_grad for x in _tensors(args)):
-                raise NotImplementedError(f"tpkernels.{op} has no gradient; {instead}")
-        if forward_ad._current_level >= 0:
-            _forbid_tangents(op, args)
-        if overwrites:
-            torch.autograd.graph.increment_version(args[0])  # what a backward has saved is stale
-        if recorded is not None:
-            return recorded(keys, *args, **options)
-        return overload.redispatch(keys & _BELOW, *args, **options)
-
-    def refuse_negative(*args: Any, **options: Any) -> None:
-        raise NotImplementedError(
-            f"tpkernels.{op} cannot overwrite a negative view, such as z.conj().imag; pass "
-            "x.resolve_neg()"
-        )
-
-    above = kernel_above(run, otherwise, overwrites=overwrites)
-    _LIBRARY.impl(op, above, "Autograd", with_keyset=True)
-    if overwrites:
-        _LIBRARY.impl(op, above, "ADInplaceOrView", with_keyset=True)  # without grad or autograd
-        _LIBRARY.impl(op, refuse_negative, "Negative")
-
-
-def _define_autocast(op: str) -> None:
-    """Make an op cast its operands under autocast, as ``torch.matmul`` does.
+def _define_autocast(overload: torch._ops.OpOverload, then: torch._ops.OpOverload) -> None:
+    """Make an op cast its operands under autocast, as ``torch.matmul`` does, and call ``then``.
 
     ``torch.library.register_autocast`` supports neither keyword arguments nor more than one dtype.
     """
-    overload = getattr(torch.ops.tpkernels, op).default
     names = [argument.name for argument in overload._schema.arguments]
 
-    def cast_and_call(device: str, key: str, *args: Any, **options: Any) -> Any:
+    def cast_and_call(device: str, *args: Any, **options: Any) -> Any:
         dtype, out_dtype = torch.get_autocast_dtype(device), options.get("out_dtype")
-        off = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        with torch._C._ExcludeDispatchKeyGuard(off):
-            given = dict(zip(names, args, strict=False))  # without the defaults at the end
+        given = dict(zip(names, args, strict=False))  # without the defaults at the end
+        with torch.autocast(device, enabled=False):
             with groups.breaking_on_error(given.get("group")):  # no memory for the copies
                 lowered = [_lowered(n, a, dtype, out_dtype) for n, a in given.items()]
-            return overload(*lowered, **options)
+            return then(*lowered, **options)
 
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _LIBRARY.impl(op, functools.partial(cast_and_call, device, key), key)
+        _LIBRARY.impl(overload._schema.name, functools.partial(cast_and_call, device), key)
 
 
 def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Any:
@@ -298,24 +460,16 @@ def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype |
     return value.to(dtype)
 
 
-def _forbid_tangents(op: str, args: Iterable[Any]) -> None:
-    """``NotImplementedError`` where forward-mode AD would silently treat a tangent as zero."""
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in _tensors(args)):
-        raise NotImplementedError(
-            f"tpkernels.{op} has no forward-mode derivative; use reverse mode (backward)"
-        )
+def _autocasting() -> list[str]:
+    """Return the types of devices for which autocast is on."""
+    return [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
 
 
-def _forbid_packed(op: str, args: Sequence[Any]) -> None:
-    """``NotImplementedError`` where a gradient is needed and a weight, the second argument, is
-    packed."""
-    name = getattr(torch.ops.tpkernels, op).default._schema.arguments[1].name
-    packed = any(w.dim() == _PACKED_DIMS.get(name) for w in _tensors(args[1:2]))
-    if packed and any(x.requires_grad for x in _tensors(args)):
-        raise NotImplementedError(
-            f"tpkernels.{op} has no gradient with a packed weight; call it under torch.no_grad(), "
-            "or pass the unpacked weight"
-        )
+def _without_autocast() -> ExitStack:
+    stack = ExitStack()
+    for device in _autocasting():
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -326,95 +480,36 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
 
 
-def documented(run: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Make a function without a body, the signature and documentation of an op, call it. Its group
-    may be anything that has a name, and its ``w`` a `CustomMatmul`.
-
-    Args:
-        run: what `define` returned.
-    """
-
-    def decorate(function: Function) -> Function:
-        op, signature = function.__name__, inspect.signature(function)
-        names = list(signature.parameters)
-        at, takes_products = names.index("group"), "w" in names and not OPS[op].scaled
-        kinds = [parameter.kind for parameter in signature.parameters.values()]
-        positional = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-        sizes = {name for name in names if name.endswith("_sizes")}
-        past_dispatcher: Callable[..., Any] = run.past_dispatcher  # type: ignore[attr-defined]
-
-        @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            try:
-                if len(args) == at + 1:  # as most calls
-                    args = (*args[:at], name_of(args[at]))
-                elif at < len(args) <= positional:
-                    args = (*args[:at], name_of(args[at]), *args[at + 1 :])
-                elif "group" in options and len(args) <= at:
-                    options["group"] = name_of(options["group"])
-                else:
-                    signature.bind(*args, **options)  # which raises
-                if takes_products:
-                    w = args[1] if len(args) > 1 else options.get("w")
-                    if not isinstance(w, torch.Tensor) and isinstance(w, CustomMatmul):
-                        return run_products(op, *args, **options)
-                # Where a rank is without rows, dynamo runs this frame as it is, and compiles `run`.
-                if is_dynamo_compiling() or (sizes and options and not sizes.isdisjoint(options)):
-                    return run(*args, **options)
-                return past_dispatcher(*args, **options)
-            except BaseException as error:
-                group: GroupLike | None = args[at] if at < len(args) else options.get("group")
-                groups.break_if_interrupted(group, error)
-                if isinstance(error, TypeError):
-                    try:
-                        signature.bind(*args, **options)
-                    except TypeError as wrong:  # it names the argument
-                        raise TypeError(f"{op}() {wrong}") from None
-                raise
-
-        # Dynamo counts graphs by code object: the ops would share one limit of recompilations.
-        call.__code__ = call.__code__.replace(co_name=op)  # type: ignore[attr-defined]
-        return cast(Function, call)
-
-    return decorate
+def _replaced(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Return an argument with the next of the tensors in the place of each of its own."""
+    if isinstance(value, (list, tuple)):
+        return [_replaced(each, tensors) for each in value]
+    return next(tensors) if isinstance(value, torch.Tensor) else value
 
 
-def run_products(op: str, *args: Any, **options: Any) -> Any:
-    """Run an op with a `CustomMatmul` past the dispatcher, which takes no functions. A compiled
-    graph breaks there."""
-    run = _products
-    if "torch._dynamo" in sys.modules:  # otherwise this imports it, which takes a second
-        run = torch.compiler.disable(_products)
-    return run(op, *args, **options)
+def _has_custom(args: Iterable[Any]) -> bool:
+    return any(
+        any(isinstance(each, CustomMatmul) for each in (arg if isinstance(arg, list) else [arg]))
+        for arg in args
+    )
 
 
-run_products._torchdynamo_disable = True  # type: ignore[attr-defined]
+def _run_custom_call(operands: list[torch.Tensor], number: int) -> None:
+    _CUSTOM_CALLS.pop(number)(operands)
 
 
-def _products(op: str, *args: Any, **options: Any) -> Any:
-    # As the dispatcher does.
-    args, options = tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, (args, options))
-    for x in _tensors([*args, *options.values()]):
-        if type(x) not in (torch.Tensor, torch.nn.Parameter):
-            raise TypeError(
-                f"tpkernels.{op} with a CustomMatmul supports plain tensors only, not "
-                f"{type(x).__name__}"
-            )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"tpkernels.{op} has no gradient with a CustomMatmul; call it under torch.no_grad()"
-            )
-        if forward_ad._current_level >= 0:
-            _forbid_tangents(op, [x])
-        keys = torch._C._dispatch_keys(x)
-        dense = x.layout == torch.strided and not x.is_meta
-        if dense and keys.raw_repr() & ~PLAIN_KEYS.raw_repr():
-            raise NotImplementedError(
-                f"tpkernels.{op} with a CustomMatmul supports plain dense tensors only, not a "
-                f"tensor with the dispatch keys {keys}"
-            )
-    return _KERNELS[op](*args, **options)
+_LIBRARY.define("_with_operands(Tensor[] operands, int number) -> ()")
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("_with_operands", _run_custom_call, _key)
+_LIBRARY.impl("_with_operands", torch.library.fallthrough_kernel, "Autograd")
+
+
+def uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Break compiled graphs."""
+    return torch.compiler.disable(function)(*args, **options)
+
+
+uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def bias_list(

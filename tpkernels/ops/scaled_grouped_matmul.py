@@ -15,7 +15,7 @@ from tpkernels.local.memory import empty
 from tpkernels.local.scaled import BLOCK, ScaledMatrix, scaled_matmul, torch_takes
 from tpkernels.ops import validation
 from tpkernels.ops.grouped_matmul import ranges_of
-from tpkernels.ops.registration import define_local
+from tpkernels.ops.registration import Op, define_local
 
 SCHEMA = (
     "scaled_grouped_matmul(Tensor x, Tensor stack, Tensor scale_x, Tensor scale_w, Tensor counts, "
@@ -64,7 +64,7 @@ def _torch_takes(x: ScaledMatrix, w: torch.Tensor, dtype: torch.dtype) -> bool:
     return _TORCHS is not None and aligned and alike and known and torch_takes(x, right, dtype)
 
 
-define_local(
+OP: Op[torch.Tensor] = define_local(
     SCHEMA,
     run=_run,
     fake=lambda x, stack, *_, out_dtype=None: x.new_empty(
@@ -104,7 +104,4 @@ def scaled_grouped_matmul(
         TypeError: a scale is not float32.
         NotImplementedError: a dtype is not supported, or a gradient is needed.
     """
-    product: torch.Tensor = torch.ops.tpkernels.scaled_grouped_matmul.default(
-        x, w, scale_x, scale_w, counts, out_dtype=out_dtype
-    )
-    return product
+    return OP(x, w, scale_x, scale_w, counts, out_dtype=out_dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from tpkernels.groups import GroupLike
-from tpkernels.ops.registration import define, documented
+from tpkernels.groups import GroupLike, name_of
+from tpkernels.ops.registration import Op, define
 from tpkernels.ops.validation import NO_GRADIENT
 
 SCHEMA = (
@@ -16,7 +16,9 @@ SCHEMA = (
 )
 
 
-@documented(define(SCHEMA, no_gradient=NO_GRADIENT))
+OP: Op[torch.Tensor] = define(SCHEMA, no_gradient=NO_GRADIENT)
+
+
 def scaled_matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -42,3 +44,16 @@ def scaled_matmul_all_reduce(
         ``sum_r(partial_r) + bias + residual`` [..., N] on every rank, summed as in
         `scaled_matmul_reduce_scatter`.
     """
+    return OP.entry()(
+        x,
+        w,
+        scale_x,
+        scale_w,
+        name_of(group),
+        bias,
+        residual,
+        out_dtype=out_dtype,
+        wire_dtype=wire_dtype,
+        use_fast_accum=use_fast_accum,
+        algorithm=algorithm,
+    )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tpkernels.groups import GroupLike
-from tpkernels.ops.registration import define, documented
+from tpkernels.groups import GroupLike, name_of
+from tpkernels.ops.registration import Op, define
 from tpkernels.ops.validation import NO_GRADIENT
 
 SCHEMA = (
@@ -19,7 +19,9 @@ SCHEMA = (
 )
 
 
-@documented(define(SCHEMA, no_gradient=NO_GRADIENT))
+OP: Op[torch.Tensor] = define(SCHEMA, no_gradient=NO_GRADIENT)
+
+
 def scaled_matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -61,3 +63,18 @@ def scaled_matmul_reduce_scatter(
     The arguments mean what they mean in ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``
     and ``torch._scaled_mm``.
     """
+    return OP.entry()(
+        x,
+        w,
+        scale_x,
+        scale_w,
+        name_of(group),
+        scatter_dim,
+        bias,
+        residual,
+        out_dtype=out_dtype,
+        wire_dtype=wire_dtype,
+        use_fast_accum=use_fast_accum,
+        shard_sizes=shard_sizes,
+        algorithm=algorithm,
+    )

@@ -36,8 +36,7 @@ from tpkernels.errors import TpkernelsError
 from tpkernels.groups.call import Call
 from tpkernels.launch.session import rank_device
 from tpkernels.ops.problems import problem_of
-from tpkernels.ops.registration import execution_of
-from tpkernels.ops.shortcut import arguments_of
+from tpkernels.ops.registration import arguments_of, execution_of
 from tpkernels.ops.tuner import graph_of
 from tpkernels.planning.choose import Means, choose
 from tpkernels.planning.op_spec import OPS

@@ -1,0 +1,165 @@
+"""What torch's dispatcher does for a call is done, whichever way the call enters, and a call that
+needs no gradient runs no Python code behind the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tpkernels
+from tests.support.ranked import fresh_group, functions_called, on_ranks
+from tests.support.tiers import sweep
+
+WORLD = 2
+
+
+class Counting:
+    """Counts calls of the ops."""
+
+    seen = 0
+
+    def count(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += "tpkernels" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Functions(Counting, TorchFunctionMode):
+    __torch_function__ = Counting.count
+
+
+class Dispatches(Counting, TorchDispatchMode):
+    __torch_dispatch__ = Counting.count
+
+
+class Own(torch.Tensor):
+    """A subclass that counts the functions it is passed to."""
+
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        cls.seen += "tpkernels" in str(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@on_ranks(WORLD)
+def test_modes_subclasses_and_profilers_see_the_op() -> None:
+    with fresh_group(autotune=False) as group:
+        x, w = torch.ones(4, 8), torch.ones(8, 6)
+        for _ in range(3):
+            tpkernels.all_reduce(x, group)
+            tpkernels.matmul_all_reduce(x, w, group)
+        for mode in (Functions(), Dispatches()):
+            with mode:
+                tpkernels.all_reduce(x, group)
+                tpkernels.matmul_all_reduce(x, w, group)
+            assert mode.seen == 2, f"{type(mode).__name__} saw {mode.seen} calls"
+        tpkernels.all_reduce(x.as_subclass(Own), group)
+        assert Own.seen == 1, f"the subclass saw {Own.seen} calls"
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            tpkernels.all_reduce(x, group)
+        assert any(event.name == "tpkernels::all_reduce" for event in profile.events())
+
+
+@on_ranks(WORLD)
+def test_what_the_dispatcher_does_is_done() -> None:
+    with fresh_group(autotune=False) as group:
+        world = group.size()
+        x, w = torch.full((4, 8), 2.0), torch.ones(8, 6)
+        for _ in range(3):
+            tpkernels.all_reduce(x, group)
+            tpkernels.all_reduce_(x.clone(), group)
+            tpkernels.matmul_all_reduce(x, w, group)
+        negative = torch._neg_view(x)  # contiguous, with a bit that torch resolves
+        assert torch.equal(tpkernels.all_reduce(negative, group), x * -world), "negative"
+        leaf = x.clone().requires_grad_()
+        result = tpkernels.all_reduce(leaf, group)
+        assert result.requires_grad, "gradient"
+        result = tpkernels.matmul_all_reduce(x, w.clone().requires_grad_(), group)
+        assert result.requires_grad, "gradient of a weight"
+        bias = torch.ones(6, requires_grad=True)
+        tpkernels.matmul_all_reduce(x, w, group, bias=bias.detach())
+        result = tpkernels.matmul_all_reduce(x, w, group, bias=bias)
+        assert result.requires_grad, "gradient of a bias"
+        with pytest.raises(NotImplementedError):
+            tpkernels.all_reduce_(leaf, group)
+        with torch.no_grad():
+            assert not tpkernels.all_reduce(leaf, group).requires_grad, "no_grad"
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = tpkernels.matmul_all_reduce(x, w, group)
+        assert result.dtype == torch.bfloat16, "autocast"
+        target = x.clone()
+        before = target._version
+        tpkernels.all_reduce_(target, group)
+        assert target._version > before, "version"
+        with torch.inference_mode():
+            inference = x.clone()
+            tpkernels.all_reduce_(inference, group)
+            tpkernels.all_reduce_(target, group)
+            assert torch.equal(inference, x * world), "inference mode"
+            assert tpkernels.all_reduce(x, group).is_inference(), "an inference result"
+        assert target._version > before + 1, "version in inference mode"
+        dual = torch.autograd.forward_ad
+        with dual.dual_level(), pytest.raises(NotImplementedError):
+            tpkernels.all_reduce(dual.make_dual(x, x), group)
+
+
+def calls_of(group: dist.ProcessGroup, packed: bool) -> dict[str, Callable[[], object]]:
+    """Each op with plain tensors, made in the mode that is on."""
+    x, w, name = torch.ones(4, 8), torch.ones(8, 6), group.group_name
+    bias = torch.nn.Parameter(torch.ones(6), requires_grad=False)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: tpkernels.all_reduce(x, group),
+        "all_reduce_": lambda: tpkernels.all_reduce_(x, name),
+        "all_gather": lambda: tpkernels.all_gather(x, group, 1),
+        "reduce_scatter": lambda: tpkernels.reduce_scatter(x, group),
+        "matmul_all_reduce": lambda: tpkernels.matmul_all_reduce(x, w, group, bias=bias),
+        "matmul_reduce_scatter": lambda: tpkernels.matmul_reduce_scatter(x, w, group),
+        "all_gather_matmul": lambda: tpkernels.all_gather_matmul(x, [w, w], group),
+        "overload": lambda: torch.ops.tpkernels.all_reduce.default(x[1:], name),
+    }
+    if packed:
+        factor = tpkernels.pack(w)
+        calls["packed"] = lambda: tpkernels.matmul_all_reduce(x, factor, group)
+    return calls
+
+
+@on_ranks(WORLD)
+def test_warm_calls_run_no_python_code_below_the_function() -> None:
+    below = ("tpkernels.algorithms", "tpkernels.planning", "tpkernels.ops.planned_calls")
+    for context in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with fresh_group(autotune=False) as group, context():
+            for op, call in calls_of(group, packed=context is not torch.enable_grad).items():
+                call()
+                with functions_called("tpkernels") as names:
+                    call()
+                found = [name for name in names if name.startswith(below) or "._" in name]
+                assert not found, f"{op} in {context.__name__}: {found}"
+
+
+@pytest.mark.parametrize("backend", sweep(["eager", "aot_eager", "inductor"], 2))
+@on_ranks(WORLD)
+def test_a_compiled_call_is_the_op(backend: str) -> list[str]:
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with fresh_group(autotune=False) as group:
+        x = torch.ones(4, 8)
+        for _ in range(3):
+            tpkernels.all_reduce(x, group)
+        name = group.group_name
+        torch.compile(lambda x: tpkernels.all_reduce(x, name) + 1, backend=keep, fullgraph=True)(x)
+        function = torch.compile(lambda x: tpkernels.all_reduce(x, name) + 1, backend=backend)
+        same = torch.equal(function(x), x * dist.get_world_size() + 1)
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    found = any("tpkernels.all_reduce" in target for target in targets)
+    return [] if same and found else [f"{same}, {targets}"]
