@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from tpkernels import groups
 from tpkernels.groups import GroupLike
+from tpkernels.torch_private import tree_leaves
 
 _SECONDS = 0.5  # of timed calls by `benchmark`, by default
 _MIN_CALL_MS = 1e-4  # less than any Python call; a coarse clock may measure 0

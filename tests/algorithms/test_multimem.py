@@ -34,7 +34,7 @@ from tests.algorithms.test_unfused_cuda import (
 from tests.planning.test_choose import problem
 from tests.support import faults
 from tests.support.cases import Case, one_of_each, uneven_splits
-from tests.support.cuda_rehearsal import ALL_QUALIFIED, SharedMemory, with_handle
+from tests.support.cuda_rehearsal import ALL_QUALIFIED, SharedMemory, use_memory, with_handle
 from tests.support.emulated import BF16, F32, anywhere, on_ranks, require_none
 from tests.support.multimem_rehearsal import Multimem
 from tests.support.nccl_rehearsal import over_nccl
@@ -45,7 +45,7 @@ from tpkernels.algorithms import multimem
 from tpkernels.errors import CaptureError, WorkspaceMemoryError
 from tpkernels.planning.choose import Means, candidates, choose
 from tpkernels.planning.problem import VENDOR
-from tpkernels.symm import gpu_memory, streams
+from tpkernels.symm import streams
 
 REDUCED, SCATTERED = "multimem_all_reduce_", "multimem_one_shot_all_reduce_out"
 GATHERED = "multimem_all_gather_out"
@@ -145,7 +145,7 @@ def test_what_it_needs() -> None:
             x.half(), torch.ones(8, 8).half(), group, wire_dtype=F32, algorithm="multimem"
         )
         if group.rank() == 1:
-            patch.setattr(gpu_memory, "symmetric", WITHOUT_MULTICAST)
+            use_memory(patch, WITHOUT_MULTICAST)
         other = faults.new_group()
         with pytest.raises(NotImplementedError, match="the GPUs has no multicast address"):
             tpkernels.all_gather(x, other, algorithm="multimem")
@@ -166,11 +166,11 @@ def test_memory_that_cannot_grow() -> None:
             capture.setattr(streams, "is_captured", lambda _: True)
             with pytest.raises(CaptureError, match="call it once before the graph capture"):
                 reduce(large)
-        patch.setattr(gpu_memory, "symmetric", WITHOUT_MULTICAST)
+        use_memory(patch, WITHOUT_MULTICAST)
         with pytest.raises(WorkspaceMemoryError, match="no multicast address"):
             reduce(large)
         assert reduce(small)
-        patch.setattr(gpu_memory, "symmetric", SharedMemory)
+        use_memory(patch, SharedMemory)
         assert reduce(large)
 
 

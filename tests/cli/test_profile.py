@@ -17,6 +17,7 @@ from torch.profiler import profile
 
 from tests.cli.test_cli import invoke
 from tests.support.tiers import sweep
+from tpkernels import torch_private
 from tpkernels.cli.profile import _CALL, times
 from tpkernels.local import matmul as product
 from tpkernels.local import ranges
@@ -177,8 +178,13 @@ def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
 def test_no_range_is_opened_where_no_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(4, 4)
     opened: list[str] = []
-    range_of = ranges._Range
-    monkeypatch.setattr(ranges, "_Range", lambda name: opened.append(name) or range_of(name))
+    range_of = torch_private.RecordFunctionFast
+
+    def spied(name: str) -> object:
+        opened.append(name)
+        return range_of(name)
+
+    monkeypatch.setattr(torch_private, "RecordFunctionFast", spied)
     product.local_matmul(x, x, torch.empty(4, 4))
     assert not opened and not ranges.profiling()
     with profile():

@@ -34,6 +34,7 @@ from tests.support.cuda_rehearsal import (
     copy_engines,
     pretending,
     space_of,
+    use_memory,
     with_handle,
 )
 from tests.support.emulated import BF16, F32, interpreted, is_spoilt, on_ranks, require_none
@@ -411,7 +412,7 @@ def without_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_memory(memory: type[SharedMemory]) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(gpu_memory, "symmetric", memory)
+    return lambda patch: use_memory(patch, memory)
 
 
 OTHER = "H100 (sm_90, 114 processors)"
@@ -507,7 +508,7 @@ def test_allocation_waits_for_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatc
         return torch.empty(8)
 
     monkeypatch.setattr(NoPeers, "empty", empty)
-    monkeypatch.setattr(gpu_memory, "symmetric", NoPeers)
+    use_memory(monkeypatch, NoPeers)
     monkeypatch.setattr(NoPeers, "rendezvous", NoMemory.empty)  # far enough
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: waits.append("device"))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)

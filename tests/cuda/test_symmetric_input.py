@@ -144,9 +144,9 @@ def test_it_is_not_taken_from_torchs_pool(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: Any) -> Any:
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr(gpu_memory.symmetric, "get_mem_pool", taken.append)
+    monkeypatch.setattr(gpu_memory.symmetric_memory, "get_mem_pool", taken.append)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", contextlib.nullcontext)
-    monkeypatch.setattr(gpu_memory.symmetric, "rendezvous", fail)
+    monkeypatch.setattr(gpu_memory.symmetric_memory, "rendezvous", fail)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(gpu_memory.Gpu, "of", lambda _: gpu_memory.Gpu("H100"))
     two = SimpleNamespace(

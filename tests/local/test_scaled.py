@@ -55,7 +55,7 @@ def test_torch_and_panels(
 def test_cpus_do_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the processor has: torch may refuse, or take 140 times as long."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr(torch, "_scaled_mm", None)
+    monkeypatch.setattr(scaled, "scaled_mm", None)
     x, w, one = torch.ones(4, 32).to(E4M3), torch.ones(32, 8).to(E4M3), torch.ones([])
     blocks = torch.ones(4, 1).to(E8M0), torch.ones(8, 1).to(E8M0)
     for scale_x, scale_w in ((one, one), blocks):
@@ -113,7 +113,7 @@ def test_a_bias_with_strides(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(kwargs["bias"])
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(scaled, "scaled_mm", scaled_mm)
     x, w, one = torch.ones(4, 32).to(E4M3), torch.ones(16, 32).to(E4M3), torch.ones([])
     bias = torch.arange(32.0, dtype=torch.bfloat16)[::2]
     out = torch.empty(4, 16, dtype=torch.bfloat16)

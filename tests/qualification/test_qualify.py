@@ -167,7 +167,7 @@ def wrong_switch() -> Any:
 
 
 def no_memory() -> Any:
-    return mock.patch.object(gpu_memory, "symmetric", Scarce)
+    return mock.patch.multiple(gpu_memory, symmetric_memory=Scarce, SymmetricMemory=Scarce)
 
 
 PATCHES = {

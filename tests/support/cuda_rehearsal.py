@@ -59,9 +59,6 @@ class SharedMemory:
 
     empty = staticmethod(torch.empty)
 
-    def __init_subclass__(cls) -> None:
-        cls._SymmetricMemory = cls
-
     @classmethod
     def empty_strided_p2p(cls, size: Any, stride: Any, dtype: Any, device: Any) -> torch.Tensor:
         return cls.empty(*size, dtype=dtype, device=device)
@@ -87,10 +84,11 @@ class SharedMemory:
             multimem._ops.memory[memory.data_ptr(), name] = parts
         return Handle([arena.region(rank).address for rank in range(world)], offsets[own], arena)
 
-    _SymmetricMemory: type
 
-
-SharedMemory._SymmetricMemory = SharedMemory
+def use_memory(patch: pytest.MonkeyPatch, memory: type[SharedMemory]) -> None:
+    """Let ``memory`` take the place of torch's symmetric memory."""
+    patch.setattr(gpu_memory, "symmetric_memory", memory)
+    patch.setattr(gpu_memory, "SymmetricMemory", memory)
 
 
 def with_handle(change: Callable[[Handle], Handle]) -> type[SharedMemory]:
@@ -113,7 +111,7 @@ def pretending(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "device", lambda _: "cuda")
         patch.setattr("tpkernels.ops.planned_calls.unsupported", lambda *_: None)
-        patch.setattr(gpu_memory, "symmetric", memory)
+        use_memory(patch, memory)
         patch.setattr(multimem, "_ops", Multimem())
         if qualification is not None:
             patch.setattr(Group, "qualification", lambda _: qualification)

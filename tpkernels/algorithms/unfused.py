@@ -32,7 +32,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import (
+from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -52,6 +52,7 @@ from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.planning.problem import VENDOR
+from tpkernels.torch_private import all_gather_single, reduce_scatter_single
 
 # A reduction on the host moves in steps of this size, so that the allocator can reuse their buffers
 # instead of taking fresh pages.
@@ -181,7 +182,7 @@ def _reduce_scatter(
         total = own if out.dtype == flat.dtype else empty(own.shape, flat.dtype, own.device)
         options = _options(ReduceScatterOptions, call)
         if _even(counts):
-            _wait(call, _pg(call)._reduce_scatter_base(total, flat, options))
+            _wait(call, reduce_scatter_single(_pg(call), total, flat, options))
         else:
             _wait(call, _pg(call).reduce_scatter([total], [list(flat.split(counts))], options))
         if not reduction.keeps(flat.dtype):
@@ -233,14 +234,14 @@ def _all_gather(call: Call, own: torch.Tensor, whole: torch.Tensor, counts: list
     options, largest = _options(AllgatherOptions, call), max(counts)
     on_host = call.problem.device == "cuda" and not _by_nccl(call)
     if _even(counts) and not on_host:
-        _wait(call, _pg(call)._allgather_base(whole, own, options))
+        _wait(call, all_gather_single(_pg(call), whole, own, options))
     elif _by_nccl(call):
         _wait(call, _pg(call).allgather([list(whole.split(counts))], [own], options))
     else:  # gloo gathers as much from each
         sent = own.new_zeros(largest, device="cpu")
         sent[: own.numel()].copy_(own)
         received = sent.new_empty(len(counts) * largest)
-        _wait(call, _pg(call)._allgather_base(received, sent, options))
+        _wait(call, all_gather_single(_pg(call), received, sent, options))
         parts = received.view(len(counts), largest)
         for part, to in zip(parts, whole.split(counts), strict=True):
             to.copy_(part[: to.numel()])

@@ -20,6 +20,7 @@ from tpkernels.planning.machine import last_level_cache_bytes
 from tpkernels.qualification.op_case import NORM_EPS, OpCase, Operands, Outputs
 from tpkernels.symm.limits import available_bytes
 from tpkernels.timing import slowest
+from tpkernels.torch_private import scaled_mm
 
 # Inputs are cold if all copies exceed the last-level cache by this factor: a copy is then evicted
 # before its next use.
@@ -87,7 +88,7 @@ def run_matmul(case: Operands) -> torch.Tensor:
     """Run torch.matmul, or torch._scaled_mm, on local operands, see `gathered`."""
     if case.scales:
         x, w, scale_x, scale_w = case.factors
-        return torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=case.of.dtype)
+        return scaled_mm(x, w, scale_x, scale_w, out_dtype=case.of.dtype)
     assert case.w is not None  # only for ops with a matmul
     return torch.matmul(case.x, case.w)
 

@@ -196,10 +196,10 @@ def _try_symm_mem(case: Operands) -> str:
         return f"torch.ops.symm_mem has no fused {case.of.op}"
     if min(case.of.sizes) != max(case.of.sizes):
         return "torch.ops.symm_mem needs equal shards"
-    import torch.distributed._symmetric_memory as symmetric
+    from tpkernels.torch_private import symmetric_memory
 
     try:
-        symmetric.enable_symm_mem_for_group(world_group().pg.group_name)
+        symmetric_memory.enable_symm_mem_for_group(world_group().pg.group_name)
         _run_symm_mem(case)
         torch.cuda.synchronize()
     except (NotImplementedError, RuntimeError, AttributeError) as error:

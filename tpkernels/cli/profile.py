@@ -44,11 +44,12 @@ from tpkernels.launch.terminal import (
 )
 from tpkernels.local import ranges
 from tpkernels.planning.algorithms import ALGORITHMS
+from tpkernels.torch_private import PROFILED_COPIES
 
 _CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
 # ATen ops that move data and compute nothing.
-_NO_COMPUTE = ("copy_", "_to_copy", "to", "clone", "contiguous", "item", "_local_scalar_dense")
+_NO_COMPUTE = ("copy_", "to", "clone", "contiguous", "item", *PROFILED_COPIES)
 _WARM_UP = 3
 _LEGEND = """\
 data moves: copies, messages in flight, and matmuls that read peer memory. overlapped: fraction of

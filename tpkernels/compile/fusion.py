@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
 from torch import fx
-from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.pattern_matcher import is_mutation_op, stable_topological_sort
-from torch.distributed import distributed_c10d
 
 from tpkernels import groups
 from tpkernels.common import dtypes
@@ -27,8 +23,14 @@ from tpkernels.compile.graph import (
 )
 from tpkernels.compile.layout import same, shape_of, value
 from tpkernels.compile.order import tie_ops
-
-_c10d = torch.ops._c10d_functional
+from tpkernels.torch_private import c10d_functional as _c10d
+from tpkernels.torch_private import (
+    custom_graph_pass,
+    inductor_config,
+    is_erased,
+    pattern_matcher,
+    registered_groups,
+)
 
 # Before inductor's own patterns, which would turn a sum of matmuls into an addmm.
 _SLOT = "post_grad_custom_pre_pass"
@@ -52,7 +54,7 @@ _LEFT_ALONE: dict[Any, str] = {
 }
 
 
-class CollectiveFusion(CustomGraphPass):
+class CollectiveFusion(custom_graph_pass.CustomGraphPass):
     """Created by ``tpkernels.compile.fuse_collectives``, which documents it."""
 
     def __init__(self, only: Iterable[str] | None = None, norms: bool | None = None) -> None:
@@ -89,12 +91,14 @@ class CollectiveFusion(CustomGraphPass):
         """
         package = Path(__file__).parents[1]
         folders = package / "compile", package / "ops"
-        files = tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
         only = None if self._only is None else sorted(self._only)
-        sizes = sorted((name, pg.size()) for pg, name in distributed_c10d._world.pg_names.items())
+        sizes = sorted((name, pg.size()) for pg, name in registered_groups().items())
         times = sorted((name, repr(table)) for name, table in groups.known_times("cuda").items())
         tuned = groups.autotuned_groups()
-        return get_hash_for_files(files, repr((only, self._norms, sizes, times, tuned)))
+        digest = hashlib.sha256(repr((only, self._norms, sizes, times, tuned)).encode())
+        for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+            digest.update(path.read_bytes())
+        return digest.digest()
 
     def __call__(self, graph: fx.Graph) -> None:
         backward = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
@@ -104,19 +108,19 @@ class CollectiveFusion(CustomGraphPass):
         sites: dict[fx.Node, Site] = {}  # of the nodes that the pass puts there
         changed = self._fuse_matmuls(graph, name, sites)
         if changed:
-            stable_topological_sort(graph)
+            pattern_matcher.stable_topological_sort(graph)
         if self._norms is not False and self._fuse_norms(graph, name, sites):
             changed = True
-            stable_topological_sort(graph)
+            pattern_matcher.stable_topological_sort(graph)
         if tie_ops(graph) or changed:
             graph.lint()
 
     def _fuse_matmuls(self, graph: fx.Graph, name: str, sites: dict[fx.Node, Site]) -> bool:
         """Rewrite collectives, or report why not. Return whether any was rewritten."""
-        changed, writes = False, list(filter(is_mutation_op, graph.nodes))
+        changed, writes = False, list(filter(pattern_matcher.is_mutation_op, graph.nodes))
         # Gathers of fp8 numbers come first: each may take up the gather of its scales.
         for node in sorted(graph.nodes, key=_moves_bytes, reverse=True):
-            op = None if node._erased else op_of(node)  # erased: part of another's op
+            op = None if is_erased(node) else op_of(node)  # erased: part of another's op
             if op not in _FUSE and op not in _LEFT_ALONE:
                 continue
             group: Any = node.kwargs.get("group_name", node.args[-1])
@@ -136,7 +140,8 @@ class CollectiveFusion(CustomGraphPass):
 
     def _fuse_norms(self, graph: fx.Graph, name: str, sites: dict[fx.Node, Site]) -> bool:
         """Make norms part of the all-reduces in front of them. Return whether there are any."""
-        changed, writes, report = False, list(filter(is_mutation_op, graph.nodes)), self.report
+        changed, report = False, self.report
+        writes = list(filter(pattern_matcher.is_mutation_op, graph.nodes))
         for node in list(graph.nodes):
             group = rewrites.reduction_group(node)
             if group is None or not (self._norms or _is_on_gpu(node)):

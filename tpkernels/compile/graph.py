@@ -13,22 +13,26 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._prims_common import is_contiguous_or_false
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.functions import FloorDiv
+from torch.fx.node import map_arg
 
 from tpkernels import groups
 from tpkernels.compile.layout import Axis, Size, same, same_shape, shape_of, value
 from tpkernels.ops.replacement import why_left_to_torch
 from tpkernels.planning.op_spec import NO_OPTIONS, Options
+from tpkernels.torch_private import (
+    OpOverload,
+    aten_scaled_mm,
+    detect_fake_mode,
+    is_contiguous_or_false,
+    sympy_functions,
+)
 
 aten = torch.ops.aten
 
 _OPERATIONS = {
     sympy.Add: operator.add,
     sympy.Mul: operator.mul,
-    FloorDiv: operator.floordiv,
+    sympy_functions.FloorDiv: operator.floordiv,
 }
 _WRAPPERS = {
     torch.ops.higher_order.auto_functionalized,
@@ -103,8 +107,8 @@ class Editor:
         with self._at.graph.inserting_before(self._at):
             node = self._at.graph.call_function(target, args, kwargs)
         self._made.append(node)
-        fake_args, fake_kwargs = pytree.tree_map_only(fx.Node, value, (args, kwargs))
-        mode = detect_fake_mode([*pytree.tree_leaves(fake_args), *fake_kwargs.values()])
+        fake_args, fake_kwargs = map_arg((args, kwargs), value)
+        mode = detect_fake_mode([value(one) for one in node.all_input_nodes])
         with mode or contextlib.nullcontext():
             node.meta = {**self._meta, "val": target(*fake_args, **fake_kwargs)}
         return node
@@ -223,7 +227,7 @@ class Matmul:
         args: Any = node.args
         if node.target is aten.mm.default or (node.target is aten.mul.Tensor and _is_outer(*args)):
             return cls(node, args[0], args[1])
-        if node.target is aten._scaled_mm.default:
+        if node.target is aten_scaled_mm:
             return cls._of_scaled(node)
         scaled = any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
         if node.target is not aten.addmm.default or scaled:
@@ -342,11 +346,11 @@ def erase_unread(nodes: Iterable[fx.Node]) -> None:
             node.graph.erase_node(node)
 
 
-def op_of(node: fx.Node) -> torch._ops.OpOverload | None:
+def op_of(node: fx.Node) -> OpOverload | None:
     """Return the op that a node calls; None if it calls something else. The compiler wraps ops that
     write into an argument; then it is the wrapped one."""
     target = node.args[0] if node.target in _WRAPPERS else node.target
-    return target if isinstance(target, torch._ops.OpOverload) else None
+    return target if isinstance(target, OpOverload) else None
 
 
 def describe(node: fx.Node) -> str:

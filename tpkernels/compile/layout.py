@@ -21,12 +21,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from tpkernels.torch_private import aten_unsafe_view, c10d_functional
+
 aten = torch.ops.aten
 
 _VIEWS = {
     aten.view.default,
     aten.reshape.default,
-    aten._unsafe_view.default,
+    aten_unsafe_view,
     aten.unsqueeze.default,
     aten.squeeze.default,
     aten.squeeze.dim,
@@ -36,7 +38,7 @@ _COPIES = {
     aten.clone.default,
     aten.alias.default,
     aten.detach.default,
-    torch.ops._c10d_functional.wait_tensor.default,
+    c10d_functional.wait_tensor.default,
 }
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 _CARRIERS = {*_SPLITS, operator.getitem, aten.slice.Tensor}

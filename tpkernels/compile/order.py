@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import operator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.utils._ordered_set import OrderedSet
 
 from tpkernels.compile.graph import op_of
 from tpkernels.compile.layout import value
 from tpkernels.ops.registration import communicates
+from tpkernels.torch_private import SHARD_DIM_EXCHANGE, c10d_functional, control_dependencies
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_EXCHANGE = "_dtensor.shard_dim_alltoall.default"
+_WAIT = c10d_functional.wait_tensor.default
 
 
 def tie_ops(graph: fx.Graph) -> bool:
@@ -31,9 +30,9 @@ def tie_ops(graph: fx.Graph) -> bool:
     others = {
         node
         for node, op in ops.items()
-        if (op.namespace == "tpkernels" and communicates(op)) or str(op) == _EXCHANGE
+        if (op.namespace == "tpkernels" and communicates(op)) or str(op) == SHARD_DIM_EXCHANGE
     }
-    calls = [n for n, op in ops.items() if n in others or op.namespace == "_c10d_functional"]
+    calls = [n for n, op in ops.items() if n in others or op.namespace == _WAIT.namespace]
     pairs = [pair for pair in pairwise(calls) if not others.isdisjoint(pair)]
     for node in (node for pair in pairs for node in pair):
         if ops[node] is not node.target:
@@ -42,8 +41,8 @@ def tie_ops(graph: fx.Graph) -> bool:
                 "because it writes into an argument; call an op that returns its result"
             )
     if pairs:
-        after = {node: OrderedSet([_tensor_of(before)]) for before, node in pairs}
-        preserve_node_ordering(graph, after)
+        after: Any = {node: {_tensor_of(before)} for before, node in pairs}
+        control_dependencies.preserve_node_ordering(graph, after)
     return bool(pairs)
 
 

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.pattern_matcher import is_mutation_op
 
 from tpkernels.common import dtypes
 from tpkernels.common.text import counted
@@ -45,12 +44,13 @@ from tpkernels.compile.graph import (
 )
 from tpkernels.compile.layout import Axis, Layout, Size, same, same_shape, shape_of, size_of, value
 from tpkernels.planning.op_spec import OPS, Options
+from tpkernels.torch_private import OpOverload, pattern_matcher, schema_of
+from tpkernels.torch_private import c10d_functional as _c10d
 
 aten = torch.ops.aten
 
-_c10d = torch.ops._c10d_functional
 _CAST = torch.ops.prims.convert_element_type.default
-_FUNCTIONAL = torch.ops._c10d_functional.all_reduce.default
+_FUNCTIONAL = _c10d.all_reduce.default
 
 # The ops whose result may be normalised, and the op that does it too.
 _NORMED: dict[Any, str] = {
@@ -150,7 +150,7 @@ def fuse_gather(gather: Collective) -> Change:
     matmuls, rest = gathered.readers()
     gather.check_fusible(matmul.node for matmul in matmuls)
     for reader in itertools.chain(*rest.values()):
-        if is_mutation_op(reader):
+        if pattern_matcher.is_mutation_op(reader):
             raise Unsupported(f"{describe(reader)} writes into the gathered tensor")
     first = matmuls[0]
     layout, scales, dtype = gathered.moves[first.left], first.scales, value(gather.node).dtype
@@ -440,8 +440,8 @@ def fuse_norm(reduction: Collective) -> Change | None:
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of one of our ops, by name."""
-    assert isinstance(node.target, torch._ops.OpOverload)  # of _NORMED
-    names = [argument.name for argument in node.target._schema.arguments]
+    assert isinstance(node.target, OpOverload)  # of _NORMED
+    names = [argument.name for argument in schema_of(node.target).arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 

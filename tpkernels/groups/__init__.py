@@ -17,12 +17,18 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.errors import HARMLESS, TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.planning.table import Table
+from tpkernels.torch_private import (
+    assume_constant_result,
+    flattened_mesh,
+    group_made_for,
+    registered_groups,
+    resolve_process_group,
+)
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
@@ -52,7 +58,7 @@ def _after_fork() -> None:
     # As the standard library's modules do: a thread that was not copied may hold it.
     _registry_lock._at_fork_reinit()  # type: ignore[attr-defined]
     registered = [group._pg() for group in _groups.values()]  # also where torch has destroyed it
-    for pg in [*distributed_c10d._world.pg_map, *registered]:
+    for pg in [*registered_groups(), *registered]:
         if pg is not None and pg not in _inherited:
             _inherited[pg] = os.getppid()
             # Never freed: gloo's destructor would wait for the parent's threads, for ever.
@@ -77,7 +83,7 @@ def name_of(group: GroupLike) -> str:
     if isinstance(given, str):
         return given
     if isinstance(given, dist.ProcessGroup):
-        if is_dynamo_compiling() or given in distributed_c10d._pg_map:
+        if is_dynamo_compiling() or given in registered_groups():
             return given.group_name
         return _name_of_present(given)
     if isinstance(given, DeviceMesh):
@@ -101,7 +107,7 @@ def _name_of_present(pg: dist.ProcessGroup) -> str:
     """Return the name of a process group. Raise ``ValueError`` if it was destroyed: a later group
     may have its name now."""
     name: str = pg.group_name
-    if is_dynamo_compiling() or pg in distributed_c10d._pg_map or _resolved(name) is pg:
+    if is_dynamo_compiling() or pg in registered_groups() or _resolved(name) is pg:
         return name
     raise ValueError(
         f"process group '{name}' was destroyed on this rank; pass a group that was created after "
@@ -114,12 +120,10 @@ def _group_of_mesh(mesh: DeviceMesh, dim: int | str | None) -> dist.ProcessGroup
     and may return a later group of that name."""
     found = mesh.get_group(dim)
     _check_order(mesh, dim)
-    if is_dynamo_compiling():
-        return found
-    made: dict[str, dist.ProcessGroup] = getattr(mesh._get_root_mesh(), "_pg_registry", {})
-    return made.get(found.group_name, found)
+    return found if is_dynamo_compiling() else group_made_for(mesh, found)
 
 
+@assume_constant_result
 def _check_order(mesh: DeviceMesh, dim: int | str | None) -> None:
     """Raise ``NotImplementedError``, on all ranks of the mesh alike, if its ranks along a dim have
     another order than their process group, in which the ops gather and scatter."""
@@ -128,7 +132,7 @@ def _check_order(mesh: DeviceMesh, dim: int | str | None) -> None:
         return
     names, own = mesh.mesh_dim_names or (), dist.get_process_group_ranks(mesh.get_group(dim))
     if isinstance(dim, str) and dim not in names:
-        mesh, number = mesh._get_root_mesh()._flatten_mapping[dim], 0
+        mesh, number = flattened_mesh(mesh, dim), 0
     else:
         number = names.index(dim) if isinstance(dim, str) else dim or 0
     for line in mesh.mesh.movedim(number, -1).reshape(-1, len(own)).tolist():
@@ -142,13 +146,10 @@ def _check_order(mesh: DeviceMesh, dim: int | str | None) -> None:
     checked.add(dim)
 
 
-_check_order._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _resolved(name: Any) -> dist.ProcessGroup | None:
     """Return the process group that has a name now."""
     try:
-        return distributed_c10d._resolve_process_group(name)
+        return resolve_process_group(name)
     except Exception:
         return None
 
@@ -159,9 +160,8 @@ def get(name: str) -> Group:
     Raises:
         ValueError: there is none on this rank.
     """
-    given: Any = name  # a NewType of str in newer torch
     try:
-        pg = distributed_c10d._resolve_process_group(given)
+        pg = resolve_process_group(name)
     except Exception as error:
         raise ValueError(
             f"process group '{name}' does not exist on this rank; it was not created, was "

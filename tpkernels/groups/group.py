@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
 from torch.distributed import constants
 
 from tpkernels import _C
@@ -41,6 +40,7 @@ from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.node import Node, make_node
+from tpkernels.torch_private import backend_of, detect_fake_mode, timeout_of
 
 _logger = logging.getLogger("tpkernels")
 TUNING_SECONDS = 5.0  # for one problem
@@ -307,10 +307,8 @@ class Group(_C.calls.Turns):
     def uses_gloo(self, device: str) -> bool:
         """Return whether gloo, which works in host memory, is the group's backend for a device
         type."""
-        try:
-            return self.pg._get_backend(torch.device(device)).name() == "gloo"
-        except RuntimeError:  # no backend for this type
-            return False
+        backend = backend_of(self.pg, device)
+        return backend is not None and backend.name() == "gloo"
 
     def timeout_on(self, device: str) -> float:
         """Return how many seconds a wait in a call on tensors of a device type may take."""
@@ -718,8 +716,5 @@ def _close(group: Group) -> None:
 def timeout_on_gpus(pg: dist.ProcessGroup) -> float:
     """Return the seconds that torch lets the collectives of a process group take on GPUs: the
     timeout of its backend for CUDA tensors, or torch's default for NCCL where there is none."""
-    try:
-        limit = pg._get_backend(torch.device("cuda")).options._timeout
-    except (RuntimeError, AttributeError):  # no such backend, or one without options
-        limit = constants.default_pg_nccl_timeout or _NCCL
+    limit = timeout_of(pg, "cuda") or constants.default_pg_nccl_timeout or _NCCL
     return min(limit.total_seconds(), defaults.LONGEST_TIMEOUT)

@@ -28,6 +28,7 @@ import torch
 from tpkernels import _C
 from tpkernels.common import dtypes
 from tpkernels.local.product import Weight
+from tpkernels.torch_private import onednn_supports
 
 _GROUP_BYTES = 4
 _SCALE_GROUPS = (128, 64, 32, 16, 8, 4)  # of K; the first that divides it is taken
@@ -38,18 +39,7 @@ _COLUMNS_AT_A_TIME = 16 * _C.calls.PANEL_COLUMNS  # that are converted at a time
 @functools.cache
 def native(dtype: torch.dtype) -> bool:
     """Return whether torch multiplies ``dtype`` at full speed on this processor."""
-    if dtype in (torch.float32, torch.float64):
-        return True
-    probe = {
-        torch.bfloat16: "_is_mkldnn_bf16_supported",
-        torch.float16: "_is_mkldnn_fp16_supported",
-    }.get(dtype)
-    if probe is None:
-        return False
-    try:
-        return bool(getattr(torch.ops.mkldnn, probe)())
-    except (AttributeError, RuntimeError):  # torch built without oneDNN
-        return False
+    return dtype in (torch.float32, torch.float64) or onednn_supports(dtype)
 
 
 def pack(w: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

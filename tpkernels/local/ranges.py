@@ -19,26 +19,19 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch.autograd import profiler
-
+from tpkernels import torch_private
 from tpkernels.symm.host import HostWorkspace
 
 MATMUL, COPY = "tpkernels::matmul", "tpkernels::copy"
 TRANSFER, WAIT = "tpkernels::transfer", "tpkernels::wait"
 
-_Range: Any = torch._C._profiler._RecordFunctionFast
+profiling = torch_private.profiling
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
-
-
-def profiling() -> bool:
-    """Return whether one of torch's profilers is running in this process."""
-    return profiler._is_profiler_enabled
 
 
 def recorded(name: str) -> AbstractContextManager[Any]:
     """Open a range of that name around a block; no range unless a profiler is running."""
-    return _Range(name) if profiler._is_profiler_enabled else _NOTHING
+    return torch_private.RecordFunctionFast(name) if profiling() else _NOTHING
 
 
 @contextlib.contextmanager
@@ -51,7 +44,7 @@ def recorded_waits(workspace: HostWorkspace | None) -> Iterator[None]:
 
     def on_wait(begin: bool) -> None:
         if begin:
-            waits.append(_Range(WAIT))
+            waits.append(torch_private.RecordFunctionFast(WAIT))
             waits[-1].__enter__()
         else:
             waits.pop().__exit__(None, None, None)

@@ -40,6 +40,7 @@ import torch
 from tpkernels.common.integers import ceil_div, round_up
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Product
+from tpkernels.torch_private import scaled_mm
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP4 = torch.float4_e2m1fn_x2
@@ -299,7 +300,7 @@ def by_torch(
     added = None if bias is None or out.dtype == torch.float32 else bias.contiguous()
     scales = dense(scale_x), dense(scale_w)
     options: dict[str, Any] = {"out_dtype": out.dtype, "use_fast_accum": fast_accum, "out": out}
-    torch._scaled_mm(x.elements, w.elements, *scales, bias=added, **options)
+    scaled_mm(x.elements, w.elements, *scales, bias=added, **options)
     return out if bias is None or added is not None else out.add_(bias)
 
 

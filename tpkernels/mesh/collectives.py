@@ -14,6 +14,7 @@ from tpkernels import ops
 from tpkernels.common import dtypes
 from tpkernels.groups import name_of
 from tpkernels.mesh.layout import checked_placements, placements_text
+from tpkernels.torch_private import flatten_mesh
 
 Axes: TypeAlias = int | str | Sequence[int | str]
 
@@ -215,4 +216,4 @@ def _group_of(mesh: DeviceMesh, axes: Axes, x: torch.Tensor | None = None) -> st
             "pass mesh_dim_names to init_device_mesh"
         )
     # One group instead of one collective per axis: the sum has one rounding, in rank order.
-    return name_of(mesh[tuple(names[dim] for dim in dims)]._flatten())
+    return name_of(flatten_mesh(mesh[tuple(names[dim] for dim in dims)]))

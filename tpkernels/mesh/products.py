@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tpkernels import ops
 from tpkernels.common import dtypes
@@ -24,6 +23,7 @@ from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, choose, rank
 from tpkernels.ops import validation
 from tpkernels.ops.autograd import algorithm_like, matmul
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
+from tpkernels.torch_private import dtensor_spec, spec_of
 
 _MOST_MESH_DIMS = 2
 
@@ -72,7 +72,7 @@ def sharded_matmul(
     """
     _check_operands(x, w)
     out = None if out_placements is None else tuple(out_placements)
-    call = _checked_call(x._spec, w._spec, out, strategy, wire_dtype, algorithm)
+    call = _checked_call(spec_of(x), spec_of(w), out, strategy, wire_dtype, algorithm)
     return _run(call, x, w, x.device_mesh)
 
 
@@ -86,7 +86,7 @@ def plans(
     """Return all plans of `sharded_matmul` for these operands, the cheapest first. Local: before
     the first product on a mesh, the rates are those of this rank's machine."""
     _check_operands(x, w)
-    problem = _problem_of(x._spec, w._spec, out_placements, wire_dtype)
+    problem = _problem_of(spec_of(x), spec_of(w), out_placements, wire_dtype)
     return tuple(plan for plan, _ in ranked(problem, machine_of(x.device_mesh)))
 
 
@@ -101,7 +101,7 @@ def explain(
     together, flops of all ranks together, and the steps. Steps in brackets are one op with the
     product. Local, as `plans`."""
     _check_operands(x, w)
-    problem = _problem_of(x._spec, w._spec, out_placements, wire_dtype)
+    problem = _problem_of(spec_of(x), spec_of(w), out_placements, wire_dtype)
     machine = machine_of(x.device_mesh)
     table = [("strategy", "result", "ms", "bytes", "flops", "steps")]
     for plan, costs in ranked(problem, machine):
@@ -132,8 +132,8 @@ def _check_operands(x: DTensor, w: DTensor) -> None:
 
 
 def _problem_of(
-    x: DTensorSpec,
-    w: DTensorSpec,
+    x: dtensor_spec.DTensorSpec,
+    w: dtensor_spec.DTensorSpec,
     out_placements: Sequence[Placement] | None,
     wire_dtype: torch.dtype | None,
 ) -> MatmulProblem:
@@ -180,7 +180,7 @@ def _problem_of(
     )
 
 
-def _dtype_of(spec: DTensorSpec) -> torch.dtype:
+def _dtype_of(spec: dtensor_spec.DTensorSpec) -> torch.dtype:
     assert spec.tensor_meta is not None  # DTensors have it
     return spec.tensor_meta.dtype
 
@@ -207,8 +207,8 @@ class MatmulCall:
 
 @functools.lru_cache(maxsize=1024)
 def _checked_call(
-    x: DTensorSpec,
-    w: DTensorSpec,
+    x: dtensor_spec.DTensorSpec,
+    w: dtensor_spec.DTensorSpec,
     out: Placements | None,
     strategy: str,
     wire_dtype: torch.dtype | None,
@@ -413,9 +413,8 @@ class _ShardedMatmul(torch.autograd.Function):
         y = product.run(x.to_local(), w.to_local())
         # As DTensor's own autograd functions do it. from_local would be one more of them and take
         # 24 us; the whole call takes 32 to 38. AMD EPYC (family 25 model 17), 1 thread, 2026-11-22.
-        spec = DTensorSpec(
-            mesh, product.plan.out, TensorMeta(product.shape, product.stride, y.dtype)
-        )
+        meta = dtensor_spec.TensorMeta(product.shape, product.stride, y.dtype)
+        spec = dtensor_spec.DTensorSpec(mesh, product.plan.out, meta)
         return DTensor(y, spec, requires_grad=False)
 
     @staticmethod
@@ -437,6 +436,6 @@ def _gradient(a: DTensor, b: DTensor, operand_placements: Placements, ctx: Any) 
     an equal mesh whose groups were destroyed.
     """
     out = tuple(Replicate() if isinstance(one, Partial) else one for one in operand_placements)
-    problem = _problem_of(a._spec, b._spec, out, ctx.call.wire_dtype)
+    problem = _problem_of(spec_of(a), spec_of(b), out, ctx.call.wire_dtype)
     call = replace(ctx.call, problem=problem, dtype=a.dtype, strategy="auto")
     return _run(call, a, b, ctx.mesh)

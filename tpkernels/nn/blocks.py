@@ -19,6 +19,7 @@ from tpkernels.nn.linear import (
 )
 from tpkernels.nn.regions import copy_to_ranks
 from tpkernels.nn.sharding import LayerOptions
+from tpkernels.torch_private import children_of
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -107,7 +108,7 @@ class ParallelMLP(nn.Module):
     ) -> torch.Tensor:
         """Map x [..., hidden_size] to the same shape. ``residual``, of that shape, is added; the
         output gets its dtype."""
-        modules: Any = self._modules  # As self.gate_proj, without the time that takes.
+        modules: Any = children_of(self)  # As self.gate_proj, without the time that takes.
         layers = [modules["gate_proj"], modules["up_proj"]]
         gate, up = column_parallel(x, layers, shard_sizes=shard_sizes)
         inner = self.activation(gate) * up

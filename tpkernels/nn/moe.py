@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self, Unpack
@@ -24,6 +23,7 @@ from tpkernels.ops.moe_combine import moe_combine
 from tpkernels.ops.moe_dispatch import Handle, gather_routes, moe_dispatch
 from tpkernels.ops.reduce_scatter import reduce_scatter
 from tpkernels.ops.validation import group_operands, topk
+from tpkernels.torch_private import parameters_of, probe_of
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -44,8 +44,7 @@ def form_of(experts: Any) -> dict[str, Any] | None:
         "transposed": transposed,
     }
     fits = shapes == _shapes(**form) and not getattr(experts, "has_post_expert_norm", False)
-    without_weights = copy.copy(experts)
-    without_weights.__dict__["_parameters"] = {}
+    without_weights = probe_of(experts, parameters={})
     for interleaved in (False, True):
         if fits and _is_by_column(without_weights, interleaved):
             apply_gate = partial(_apply_gate, without_weights)
@@ -302,7 +301,7 @@ class MoE(PackableModule):
         """Return the biases as the ops take them."""
         if not self.bias:
             return None, None
-        parameters: Any = self._parameters
+        parameters = parameters_of(self)
         of_gate_up, of_down = (parameters[name] for name in _BIASES)
         if not self.expert_parallel:
             split = self.splits[_BIASES[1]]

@@ -18,6 +18,7 @@ from torch import nn
 
 from tpkernels.local.packed import check_finite, check_packable, pack_shard, scale_group, unpack
 from tpkernels.nn.sharding import ShardedModule, ShardTensor
+from tpkernels.torch_private import parameters_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -156,7 +157,7 @@ class PackableModule(ShardedModule):
         """Raise NotImplementedError if a call of the packed layer would need a gradient."""
         if torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad
-            for tensor in (x, *self._parameters.values())
+            for tensor in (x, *parameters_of(self).values())
         ):
             raise NotImplementedError(
                 f"{self!r} is packed, and packed weights do not support gradients; call it under "
@@ -173,12 +174,12 @@ class PackableModule(ShardedModule):
             super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        kept, plain = dict(self._parameters), self._plain_weights()
-        self._parameters.update(plain)
+        kept, plain = dict(parameters_of(self)), self._plain_weights()
+        parameters_of(self).update(plain)
         try:
             super()._save_to_state_dict(destination, prefix, keep_vars)
         finally:
-            self._parameters.update(kept)
+            parameters_of(self).update(kept)
         for name in plain:
             if isinstance(value := destination.get(prefix + name), ShardTensor):
                 value._before_load = partial(_load_into, weakref.ref(self), plain)

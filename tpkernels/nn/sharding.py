@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from tpkernels import groups
 from tpkernels.common import dtypes
@@ -25,6 +24,15 @@ from tpkernels.common.shards import check_sizes, shard_sizes
 from tpkernels.groups import GroupLike
 from tpkernels.nn.torch_tools import Mark, mark
 from tpkernels.ops.all_gather import all_gather
+from tpkernels.torch_private import (
+    FakeTensor,
+    assume_constant_result,
+    aten_to_copy,
+    has_hooks,
+    make_wrapper_subclass,
+    parameters_of,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -37,7 +45,7 @@ _ON_SHARDS = {
     _aten.detach.default,
     _aten.alias.default,
     _aten.clone.default,
-    _aten._to_copy.default,
+    aten_to_copy,
     _aten.empty_like.default,
     _aten.zeros_like.default,
     _aten.copy_.default,
@@ -50,17 +58,13 @@ def planned(world: int) -> str:
     return f"{_PLANNED}{world}"
 
 
+@assume_constant_result
 def position(group: str) -> tuple[int, int]:
     """Return (rank, world) in a group, by the group's name."""
     if group.startswith(_PLANNED):
         return 0, int(group.removeprefix(_PLANNED))
     members = groups.get(group)
     return members.rank, members.world
-
-
-# What torch.compiler.assume_constant_result does. That function imports the whole compiler, and
-# Triton before it is known whether its interpreter is wanted.
-position._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,7 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, split: Sharding, group: str) -> ShardTensor:
-        tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: ShardTensor = make_wrapper_subclass(
             cls, split.full_shape(local.shape), dtype=local.dtype, device=local.device
         )
         tensor.local, tensor.placement, tensor.group = local, split, group
@@ -369,7 +373,7 @@ class ShardedModule(nn.Module):
     def _mark_shards(self) -> None:
         """Tell torch's own tools which parameters are shards."""
         for name, split in self.splits.items():
-            parameter = self._parameters.get(name)
+            parameter = parameters_of(self).get(name)
             if parameter is not None:
                 to_state = partial(ShardTensor, split=split, group=self.group)
                 from_state = partial(_shard_of, split=split, shape=parameter.shape)
@@ -466,7 +470,7 @@ class ShardedModule(nn.Module):
         assign = local_metadata.get("assign_to_params_buffers", False)
         for name, split in self.splits.items():
             key = prefix + name
-            if key not in values or self._parameters.get(name) is None:
+            if key not in values or parameters_of(self).get(name) is None:
                 continue
             try:
                 shard = _shard_of(values[key], split, self.get_parameter(name).shape)
@@ -512,7 +516,7 @@ def check_parameter(value: torch.Tensor | None, what: str) -> None:
             f"{what} is a {type(data).__name__} of {dtypes.name(value.dtype)}; a quantized, packed "
             "or distributed weight cannot be sharded: parallelize the plain floating-point model"
         )
-    if value._backward_hooks or value._post_accumulate_grad_hooks:
+    if has_hooks(value):
         raise NotImplementedError(
             f"{what} has hooks, which its shard would lose; remove them first, and register them "
             "on the parameter of the parallel model"
@@ -534,8 +538,7 @@ def additions(module: nn.Module) -> list[str]:
 def check_plain(module: nn.Module, name: str, known: Collection[str]) -> None:
     """Raise NotImplementedError if a module that is to be replaced has something that would be
     lost: hooks, a method of its own, or a parameter, buffer or child that is not ``known``."""
-    state = (*module._parameters, *module._buffers, *module._modules)
-    lost = [*additions(module), *(f"its {key}" for key in state if key not in known)]
+    lost = [*additions(module), *(f"its {key}" for key in state_of(module) if key not in known)]
     if lost:
         raise NotImplementedError(
             f"{name} is replaced by a parallel layer, and would lose {', '.join(lost)}; remove "

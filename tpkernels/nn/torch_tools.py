@@ -37,6 +37,11 @@ from torch.optim.optimizer import (
 from tpkernels import groups
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
+from tpkernels.torch_private import (
+    DisableTorchFunctionSubclass,
+    foreach_find_infinities_and_unscale,
+    foreach_norm,
+)
 
 _MARK = "_tpkernels_mark"  # attribute of a marked parameter
 # Attribute of an optimizer that has made a step: whether it updates shards; None: another one does
@@ -100,25 +105,25 @@ class ShardGradient(torch.Tensor):
     plain: type  #: what it is besides: a Tensor, or a DTensor of FSDP2
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return copy.deepcopy(self.detach(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self.detach().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             of_all = len(args) < 3 and (kwargs or {}).get("dim") is None
             if func == torch.linalg.vector_norm and of_all:
                 return _norms(args[:1], [result], *args[1:2], **(kwargs or {}))[0]
-            if func == torch._foreach_norm:
+            if func == foreach_norm:
                 return _norms(args[0], result, *args[1:2], **(kwargs or {}))
-            if func == torch._amp_foreach_non_finite_check_and_unscale_:
+            if func == foreach_find_infinities_and_unscale:
                 found_inf = args[1]  # 0 or 1: fused optimizers count with it
                 for group in _groups_of(args[0]):
                     found_inf.copy_(all_reduce(found_inf.reshape(1), group).squeeze() > 0)
@@ -173,8 +178,8 @@ def clip_grad_norm_(
             by_kind.setdefault(kind, []).append(gradient)
     norms = [torch.zeros((), dtype=torch.float64)]
     for gradients in by_kind.values():
-        with torch._C.DisableTorchFunctionSubclass():
-            local = torch._foreach_norm(gradients, 2, torch.float64)
+        with DisableTorchFunctionSubclass():
+            local = foreach_norm(gradients, 2, torch.float64)
         norms += _norms(gradients, local)
     norms = norms[1:] or norms
     norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))

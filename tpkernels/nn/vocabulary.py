@@ -37,6 +37,7 @@ from tpkernels.ops import validation
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.reduce_scatter import reduce_scatter
+from tpkernels.torch_private import assert_async
 
 _REDUCTIONS = ("mean", "sum", "none")
 _FACTOR = 0x1E3779B97F4A7C15  # odd, of a digest of ids
@@ -72,7 +73,7 @@ def _local_ids(
         valid = valid | allowed
     bounds = f"is out of range; expected 0 to {split.total - 1} (vocabulary size {split.total})"
     try:
-        torch._assert_async(valid.all(), f"a {what} {bounds}")
+        assert_async(valid.all(), f"a {what} {bounds}")
     except RuntimeError:
         position = (~valid).nonzero()[0].tolist()
         where = f" at position {position}" if position else ""
@@ -99,7 +100,7 @@ def _require_same(gathered: torch.Tensor, what: str) -> None:
     same = (gathered == gathered[0]).flatten(1).all(1)
     remedy = f"pass the same {what} on all ranks, and call torch.manual_seed with the same seed"
     if torch.compiler.is_compiling() or same.device.type != "cpu" or type(same) is not torch.Tensor:
-        torch._assert_async(same.all(), f"the {what} differ between the ranks; {remedy}")
+        assert_async(same.all(), f"the {what} differ between the ranks; {remedy}")
     elif not same.all():
         others = same.logical_not().nonzero().flatten().tolist()
         raise ValueError(

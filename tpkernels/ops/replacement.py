@@ -15,6 +15,7 @@ from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.op_spec import NO_OPTIONS, OPS, Options
 from tpkernels.planning.problem import ORDERED, Problem
 from tpkernels.planning.table import Table
+from tpkernels.torch_private import backend_of
 
 _UNLESS = "CUDA tensors use the torch calls unless measured times favor the op"
 
@@ -25,11 +26,8 @@ def read_times(name: str) -> None:
     if not torch.cuda.is_available():
         return
     group = groups.get(name)
-    try:
-        group.pg._get_backend(torch.device("cuda"))
-    except RuntimeError:  # it moves CPU tensors only
-        return
-    if group.world > 1 and group.has_times("cuda"):
+    moves = backend_of(group.pg, "cuda") is not None  # otherwise CPU tensors only
+    if moves and group.world > 1 and group.has_times("cuda"):
         group.ready("cuda").tuned("cuda")
         group.qualification()
 

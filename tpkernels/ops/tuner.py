@@ -46,6 +46,7 @@ from tpkernels.planning.machine import last_level_cache_bytes, this_machine
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.table import Measurement
 from tpkernels.timing import time_interleaved
+from tpkernels.torch_private import all_gather_single
 
 _MAX_ROUNDS = 40
 _CLEARLY_SLOWER = 1.25  # than the fastest
@@ -362,7 +363,7 @@ class _Tuner:
         sent = torch.tensor(numbers, dtype=torch.float64, device=torch.device(self._problem.device))
         everyone = sent.new_empty(group.world * sent.numel())
         try:
-            work = group.pg._allgather_base(everyone, sent, AllgatherOptions())
+            work = all_gather_single(group.pg, everyone, sent, AllgatherOptions())
             work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             late = "timed out" in str(error).lower()

@@ -36,6 +36,7 @@ from tpkernels.local.scaled import (
     swizzled_numel,
 )
 from tpkernels.planning.op_spec import OpSpec
+from tpkernels.torch_private import elements_overlap
 
 INDICES = (torch.int32, torch.int64)
 SCALED_OUT = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,7 +44,6 @@ NO_GRADIENT = (
     "call it under torch.no_grad(), or keep the operands in a wider dtype and use the op without "
     "scales"
 )
-_OVERLAPS = 1  # torch's answer; 0 is no, 2 is too hard to tell
 
 
 def _form(
@@ -120,7 +120,7 @@ def device(x: torch.Tensor) -> str:
 
 def written_once(x: torch.Tensor) -> None:
     """Check that x can be overwritten: no two of its elements share memory."""
-    if not x.is_contiguous() and torch._debug_has_internal_overlap(x) == _OVERLAPS:
+    if not x.is_contiguous() and elements_overlap(x):
         raise ValueError(
             f"x of shape {list(x.shape)} and strides {list(x.stride())} has elements that share "
             "memory and cannot be overwritten; pass x.contiguous()"

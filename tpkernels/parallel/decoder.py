@@ -29,7 +29,6 @@ torch.compile traces into one graph.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +55,7 @@ from tpkernels.nn.moe import PROJECTIONS
 from tpkernels.nn.sharding import additions, position
 from tpkernels.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from tpkernels.parallel.options import SequenceParallel
+from tpkernels.torch_private import children_of, parameters_of, probe_of, state_of
 
 GATE_UP = ("gate_proj", "up_proj")
 PROMPT_ROWS = 16  #: tokens per rank from which ``sequence_parallel="prefill"`` splits a sequence
@@ -179,7 +179,7 @@ def project(
 ) -> torch.Tensor:
     """Store the outputs of projections of x, of which each rank has ``sizes`` rows, or all. Return
     what they are to be called with: x, or a placeholder for all rows."""
-    modules: Any = parent._modules
+    modules: Any = children_of(parent)
     layers = [modules[name] for name in names]
     outputs = column_parallel(x, layers, shard_sizes=sizes, sequence_parallel=sizes is not None)
     passed = x
@@ -337,7 +337,7 @@ def share_rotary_key(attention: nn.Module, group: str) -> None:
     """Sum the gradient of the rotary key of DeepSeek's attention over the ranks' heads, which all
     attend to it. The other columns that are projected with it lead to a column-parallel layer,
     which sums their gradient."""
-    projection = attention._modules.get("kv_a_proj_with_mqa")
+    projection = getattr(attention, "kv_a_proj_with_mqa", None)
     if projection is not None:
         width = attention.qk_rope_head_dim
         projection.register_forward_hook(partial(_copy_last, group, width))
@@ -368,12 +368,10 @@ def share_weights(
 def is_rms_norm(norm: Any) -> bool:
     """Return whether a norm does what `RMSNorm` does, which takes fewer passes, and no more."""
     eps = getattr(norm, "variance_epsilon", None)
-    state = [*norm._parameters, *norm._buffers, *norm._modules]
-    if not isinstance(eps, float) or state != ["weight"] or additions(norm):
+    if not isinstance(eps, float) or state_of(norm) != ["weight"] or additions(norm):
         return False
-    probe = copy.copy(norm)
     x, weight = torch.tensor([[[1.0, -2.0, 4.0, 0.5]], [[3.0, 1.0, 2.0, 5.0]]], device="cpu")
-    probe.__dict__["_parameters"] = {"weight": weight[0]}
+    probe = probe_of(norm, parameters={"weight": weight[0]})
     return torch.allclose(probe.forward(x), F.rms_norm(x, (4,), weight[0], eps))
 
 
@@ -383,7 +381,7 @@ def _lend_copies(
     if not torch.is_grad_enabled() or (rows is not None and rows.sizes is None):
         return
     for part in parts:
-        parameters: dict[str, Any] = part._parameters
+        parameters = parameters_of(part)
         part.__dict__["_lent"] = dict(parameters)
         for name, parameter in parameters.items():
             if parameter is not None:
@@ -393,7 +391,7 @@ def _lend_copies(
 def _lend_entries(
     group: str, names: list[str], begin: int, size: int, module: nn.Module, args: Any
 ) -> None:
-    parameters: dict[str, Any] = module._parameters
+    parameters = parameters_of(module)
     module.__dict__["_lent"] = {name: parameters[name] for name in names}
     for name in names:
         parameters[name] = copy_to_ranks(parameters[name], group).narrow(0, begin, size)
@@ -410,4 +408,4 @@ def _copy_last(
 
 def _take_back(parts: list[nn.Module], module: nn.Module, args: Any, output: Any) -> None:
     for part in parts:
-        part._parameters.update(part.__dict__.pop("_lent", {}))
+        parameters_of(part).update(part.__dict__.pop("_lent", {}))

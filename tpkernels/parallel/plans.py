@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from tpkernels.common.shards import shard_sizes
 from tpkernels.nn import (
@@ -66,6 +65,7 @@ from tpkernels.parallel.decoder import (
     SplitRowsMoE,
 )
 from tpkernels.parallel.options import ModelOptions
+from tpkernels.torch_private import children_of, parameters_of, probe_of, state_of
 
 GATHERED = {"colwise_gather_output", "colwise_rep", "mla_kv_a_proj"}
 SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
@@ -80,6 +80,10 @@ _ATTENTION = {
 }
 #: The projections to the latents of DeepSeek's attention, which all heads share, and from these.
 LATENTS = {"q_a_proj": "q_b_proj", "kv_a_proj_with_mqa": "kv_b_proj"}
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 _LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 _LATENT_ATTENTION = _ATTENTION | {
     **{f"layers.*.self_attn.{name}": "colwise_gather_output" for name in LATENTS},
@@ -322,7 +326,7 @@ def _experts(model: nn.Module, plan: Mapping[str, str]) -> dict[str, nn.Module]:
                 )
             for key, parameter in module.named_parameters():
                 check_parameter(parameter, f"{name}.{key}")
-            check_plain(module, name, [*module._parameters, *module._buffers, *module._modules])
+            check_plain(module, name, state_of(module))
             found[name] = module
     return found
 
@@ -484,7 +488,7 @@ def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) ->
     layers = model.get_submodule(name)
     if not isinstance(layers, nn.ModuleList):
         return None
-    stack = Stack(model.get_submodule(name.rpartition(".")[0]), list(layers._modules.values()))
+    stack = Stack(model.get_submodule(name.rpartition(".")[0]), list(layers))
     uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     split = [*(block.module for block in blocks), *experts.values()]
     inside = {part for module in split for part in module.modules()}
@@ -494,7 +498,7 @@ def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) ->
         own = [block for block in blocks if block.module in inner]
         heads = [block.heads.query_heads for block in own if block.heads]
         stack.heads.append(heads[0] if heads else None)
-        by_row = not layer._parameters and all(block.inputs for block in own)
+        by_row = not parameters_of(layer) and all(block.inputs for block in own)
         by_row = by_row and not any(uses[module] > 1 or additions(module) for module in inner)
         for child in layer.children():
             if child in inside or next(child.parameters(), None) is None:
@@ -502,7 +506,7 @@ def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) ->
             if "Norm" in type(child).__name__:
                 stack.norms.append(child)
             elif by_row and mixed & {*child.modules()} and _is_by_row(child, split, width):
-                parts = [p for p in child.modules() if p._parameters and p not in inside]
+                parts = [p for p in child.modules() if parameters_of(p) and p not in inside]
                 stack.mixtures.append((child, parts))
             else:
                 by_row = False
@@ -545,7 +549,7 @@ def _refuse_dropout(model: Any) -> None:
         (name, module, key)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if "drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd))
+        if "drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DROPOUTS))
         if type(value) in (int, float)
     ]
     for whole in {model, model.base_model}:
@@ -583,14 +587,14 @@ def _is_elementwise(
     }
 
     def run(width: int) -> torch.Tensor:
-        probe = copy.copy(parent)
         children: dict[str, nn.Module | None] = {}
-        for name, module in parent._modules.items():
+        for name, module in children_of(parent).items():
             if name in outputs:
                 children[name] = _Constant(outputs[name][..., :width].flatten(2))
             else:
                 children[name] = nn.Identity() if name == row else copy.deepcopy(module)
-        probe.__dict__ |= {"_modules": children, "training": False}
+        probe = probe_of(parent, modules=children)
+        probe.training = False
         for module in children.values():
             if module is not None:
                 module.eval()
@@ -646,7 +650,7 @@ def _draw(
                 f"{other!r} and {new!r}; use a separate module in each place"
             )
     for name, norm in block.shared.items():
-        check_plain(norm, name, [*norm._parameters, *norm._buffers, *norm._modules])
+        check_plain(norm, name, state_of(norm))
 
 
 def _draw_ends(layers: dict[nn.Module, nn.Module], model: Any, group: str) -> None:
@@ -656,7 +660,8 @@ def _draw_ends(layers: dict[nn.Module, nn.Module], model: Any, group: str) -> No
     factor = _factor(embedding)
     if factor is not None:
         check_parameter(embedding.weight, "the weight of the embedding")
-        known = [key for key in embedding._buffers if hasattr(embedding, f"scalar_{key}")]
+        own = dict(embedding.named_buffers(recurse=False))
+        known = [key for key in own if hasattr(embedding, f"scalar_{key}")]
         check_plain(embedding, "the embedding", ["weight", *known])
         parallel = layers[embedding] = VocabParallelEmbedding.like(embedding, group)
         if factor != 1:
@@ -678,17 +683,17 @@ def _check_shared(
         for block in blocks
         for child in (*block.columns, block.row, *(name.split(".")[-1] for name in block.shared))
     }
-    inside = {parent._modules.get(str(child)) for parent, child in places} - {None}
+    inside = {children_of(parent).get(str(child)) for parent, child in places} - {None}
     first: dict[nn.Parameter, tuple[str, object]] = {}
     for name, parent in model.named_modules():
-        for child, module in parent._modules.items():
+        for child, module in children_of(parent).items():
             if module in inside and (parent, child) not in places:
                 raise NotImplementedError(
                     f"{name}.{child} is also used in a place where it is sharded, and cannot be "
                     "sharded here; use a separate module in each place"
                 )
         layer = layers.get(parent)
-        for key, parameter in parent._parameters.items():
+        for key, parameter in parameters_of(parent).items():
             how = layer.splits.get(key, "copied") if isinstance(layer, ShardedModule) else "kept"
             if parameter is None:
                 continue
@@ -702,13 +707,13 @@ def _check_shared(
 
 def _put(model: nn.Module, layers: dict[nn.Module, nn.Module]) -> None:
     """Put parallel layers in the place of the modules that they replace, with their weights."""
-    uses = Counter(value for module in layers for value in module._parameters.values())
+    uses = Counter(value for module in layers for value in parameters_of(module).values())
     made: dict[nn.Parameter, nn.Parameter | None]
     made = {value: None for value, count in uses.items() if value is not None and count > 1}
     uses.clear()
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
-        for child, module in parent._modules.items():
+        for child, module in children_of(parent).items():
             if module in layers:
                 places.setdefault(module, []).append((parent, child))
     while places:  # a module that is replaced holds memory no more
@@ -717,7 +722,7 @@ def _put(model: nn.Module, layers: dict[nn.Module, nn.Module]) -> None:
         if isinstance(layer, ShardedModule):
             layer.adopt(module, made)
         for parent, child in where:
-            parent._modules[child] = layer
+            setattr(parent, child, layer)
 
 
 def _connect(block: Block, group: str, rows: ResidualRows | None) -> None:
@@ -743,14 +748,13 @@ def _factor(embedding: Any) -> float | None:
         return 1.0
     if not isinstance(embedding, nn.Embedding):
         return None
-    probe: Any = copy.copy(embedding)
     buffers = {
         name: torch.tensor(getattr(embedding, f"scalar_{name}", torch.nan), device="cpu")
-        for name in embedding._buffers
+        for name, _ in embedding.named_buffers(recurse=False)
     }
-    probe.__dict__ |= {"_buffers": buffers, "padding_idx": None}
     vectors = torch.tensor([[0.0, 1.0, 3.0]], device="cpu")
-    probe.__dict__["_parameters"] = {"weight": vectors}
+    probe = probe_of(embedding, buffers=buffers, parameters={"weight": vectors})
+    probe.padding_idx = None
     try:
         result = probe.forward(torch.zeros(1, dtype=torch.long, device="cpu"))
         factor = float(result[0, 1])

@@ -63,12 +63,8 @@ class Slot:
         """Return the parts that this rank holds."""
         data: Any = self.parameter.data
         if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-            shape, offsets = compute_local_shape_and_global_offset(
-                self.shape, data.device_mesh, data.placements
-            )
-            return [Box(tuple(offsets), tuple(shape))]
+            chunks = data.__create_chunk_list__()
+            return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
         return [Box.full(self.shape)] if self.split is None else self.split.boxes(self.shape)
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:

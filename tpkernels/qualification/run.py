@@ -13,8 +13,7 @@ from datetime import date
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch.autograd import DeviceType
 
 from tpkernels.common import nvml
 from tpkernels.launch import RankError, Ranks
@@ -31,6 +30,7 @@ from tpkernels.planning.qualification import (
 from tpkernels.qualification import checks, faults, litmus, virtual
 from tpkernels.qualification.checks import StageReport
 from tpkernels.qualification.schedule import LITMUS, VIRTUAL, Stage, Topology
+from tpkernels.torch_private import SymmetricMemory
 
 _CUDA: Any = DeviceType.CUDA
 _REPORT_S = 5.0  # for the other ranks to say what they saw after one was killed
@@ -59,7 +59,7 @@ def topology_here() -> Topology:
         min((10 * gpu.major + gpu.minor for gpu in found), default=0),
         count,
         peers,
-        count > 1 and all(_SymmetricMemory.has_multicast_support(_CUDA, i) for i in range(count)),
+        count > 1 and all(SymmetricMemory.has_multicast_support(_CUDA, i) for i in range(count)),
         "MIG instances do not support peer access" if mig else "",
     )
 

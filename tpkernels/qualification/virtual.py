@@ -59,6 +59,7 @@ from tpkernels.qualification.op_case import Operands
 from tpkernels.symm.device import FAILED, DeviceWorkspace, kernel_error, region_bytes
 from tpkernels.symm.gpu_memory import GpuSegments
 from tpkernels.symm.streams import SideStream
+from tpkernels.torch_private import gpu_sleep, schema_of
 
 Results = list[torch.Tensor]
 Launch = Callable[[], Results]
@@ -162,7 +163,7 @@ class VirtualRanks:
         """Return what makes a call on the rank of its operands: results are as those of
         `Operands.run`."""
         rank = self.ranks[operands.rank]
-        arguments = arguments_of(getattr(torch.ops.tpkernels, operands.of.op).default._schema)
+        arguments = arguments_of(schema_of(getattr(torch.ops.tpkernels, operands.of.op).default))
         options = {"group": rank.name, "algorithm": algorithm, **operands.options}
         given = arguments.named(tuple(operands.factors), options)
         if isinstance(getattr(given, "weights", None), torch.Tensor):
@@ -205,7 +206,7 @@ class VirtualRanks:
         last one; also in a capture."""
         main, results = torch.cuda.current_stream(self.device), dict[int, Results]()
         if not torch.cuda.is_current_stream_capturing():
-            torch.cuda._sleep(self.world * _GATE_CYCLES)
+            gpu_sleep(self.world * _GATE_CYCLES)
         begin = main.record_event()
         for i in range(self.world):
             rank = (self._first + i) % self.world
@@ -213,7 +214,7 @@ class VirtualRanks:
             stream.wait_event(begin)
             with torch.cuda.stream(stream):
                 if late:
-                    torch.cuda._sleep(rank * _LATE_CYCLES)
+                    gpu_sleep(rank * _LATE_CYCLES)
                 results[rank] = launches[rank]()
         self._first = (self._first + 1) % self.world
         for stream in self._streams:

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed._symmetric_memory as symmetric
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tpkernels.common import nvml
 from tpkernels.symm import streams
 from tpkernels.symm.device import DeviceWorkspace, lasting, region_bytes
 from tpkernels.symm.exchange import Participant
+from tpkernels.torch_private import SymmetricMemory, symmetric_memory
 
 _ALIGNMENT = 256  # bytes, of symmetric memory: kernels read and write it in lines
 
@@ -106,11 +106,11 @@ def make_symmetric(
 
 def _allocate(participant: Participant, nbytes: int, device: torch.device) -> torch.Tensor:
     """Return bytes that `rendezvous` accepts, in a new allocation. In torch 2.11 to 2.14,
-    `symmetric.empty` makes the same call within the context of a pool, which does not affect it."""
+    `symmetric_memory.empty` makes the same call within the context of a pool, which does not
+    affect it."""
     if participant.world == 1:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    allocate = symmetric._SymmetricMemory.empty_strided_p2p
-    return allocate((nbytes,), (1,), torch.uint8, device)
+    return SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
 def _map_peers(
@@ -119,7 +119,7 @@ def _map_peers(
     """Return torch's handle of all ranks' allocations, or why there is none."""
     try:
         name = cast(Any, participant.process_group)  # a NewType of str
-        handle: Any = symmetric.rendezvous(memory, name)
+        handle: Any = symmetric_memory.rendezvous(memory, name)
     except RuntimeError as error:
         return None, f"cannot map the memory of its peers: {error}. {_how_to_map(gpus)}"
     if not all(handle.buffer_ptrs):

@@ -1,0 +1,185 @@
+"""Private names of torch are in `tpkernels.torch_private` alone: what a new torch may break."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.paths import ROOT
+from tpkernels import torch_private
+
+PACKAGE = ROOT / "tpkernels"
+HOME = PACKAGE / "torch_private.py"
+
+# TEMPORARY: these files are being rewritten. Remove each entry with its last private name.
+REWRITTEN = {"ops/registration.py", "ops/shortcut.py"}
+
+# Private names that are not torch's. All others that begin with "_", and that the package does not
+# define, are taken for torch's.
+OF_OTHERS = {
+    # the package: an entry of a ``__dict__``, and ends of names
+    *("_lent", "_bias", "_hooks"),
+    # Python
+    *("_asdict", "_at_fork_reinit", "_exit", "_forkserver", "_forkserver_address"),
+    *("_forkserver_pid", "_replace", "_run_finalizers"),
+    # transformers
+    *(
+        "_apply_gate",
+        "_create_batch_processor",
+        "_device_mesh",
+        "_get_dtype_plan",
+        "_hf_peft_config_loaded",
+    ),
+    *("_is_expert_parallel", "_tp_plan", "_tp_size", "_true_initial_tokens", "_wake_up_loop"),
+    # vLLM
+    "_supports_parallel_config",
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def chain(node: ast.AST) -> list[str]:
+    """["torch", "ops", "aten"] for ``torch.ops.aten``; [] for what is no chain of names."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    before = chain(node.value) if isinstance(node, ast.Attribute) else []
+    return [*before, node.attr] if isinstance(node, ast.Attribute) and before else []
+
+
+def names_of_torch(tree: ast.AST) -> set[str]:
+    """The names that a module has from torch: imported, or assigned from such a name."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    found.add(alias.asname or "torch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign) and chain(node.value)[:1] == ["torch"]:
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def defined_names() -> set[str]:
+    """The attributes that the package's classes define: methods, fields, what `self` is given."""
+    found = set()
+    trees = [
+        ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py*") if path.suffix != ".pyc"
+    ]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for node in (node for each in classes for node in each.body):
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name for target in targets for name in chain(target)}
+    for node in (node for each in classes for node in ast.walk(each)):
+        match node:
+            case ast.Attribute(value=ast.Name("self"), ctx=ast.Store()):
+                found.add(node.attr)
+    return found
+
+
+def uses(source: str, defined: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, what is used) of every private name of torch in a module."""
+    tree = ast.parse(source)
+    of_torch = names_of_torch(tree)
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    texts = {part for node in joined for part in node.values}
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                origin, *parts = alias.name.split(".")
+                if origin == "torch" and any(map(is_private, parts)):
+                    yield line, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            origin, *parts = (node.module or "").split(".")
+            for alias in node.names:
+                if origin == "torch" and any(map(is_private, [*parts, alias.name])):
+                    yield line, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            whole = chain(node)
+            if hasattr(torch.ops.tpkernels, node.attr):
+                continue
+            unknown = node.attr not in defined | OF_OTHERS
+            if unknown or (whole and whole[0] in of_torch):
+                yield line, ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # Of a module in `sys.modules`, of an attribute in `getattr` or a ``__dict__``.
+            name = node.value
+            attribute = re.fullmatch(r"_(?!tpkernels_)[a-z]\w+", name)
+            unknown = attribute is not None and name not in defined | OF_OTHERS
+            if (unknown and node not in texts) or re.fullmatch(r"torch(\.\w+)*\._\w+", name):
+                yield line, repr(name)
+
+
+def test_private_names_of_torch_are_in_one_module() -> None:
+    defined = defined_names()
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path != HOME and str(path.relative_to(PACKAGE)) not in REWRITTEN
+        for line, what in uses(path.read_text(), defined)
+    ]
+    assert not found, "move to tpkernels/torch_private.py:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("name", sorted(REWRITTEN))
+def test_no_exception_outlives_its_cause(name: str) -> None:
+    path = PACKAGE / name
+    assert path.exists() and any(uses(path.read_text(), defined_names())), f"remove {name}"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch._C", "torch._C"),
+        ("import torch\ntorch.cuda._sleep(1)", "torch.cuda._sleep"),
+        ("import torch._dynamo", "torch._dynamo"),
+        ("import torch.a._b as c", "torch.a._b"),
+        ("from torch._ops import OpOverload", "torch._ops.OpOverload"),
+        ("from torch import _ops", "torch._ops"),
+        ("from torch.autograd import profiler\nprofiler._apply", "profiler._apply"),
+        ("import torch\naten = torch.ops.aten\naten._to_copy", "aten._to_copy"),
+        ("import torch\ntorch.ops._c10d_functional", "torch.ops._c10d_functional"),
+        ("pg._get_backend(device)", "pg._get_backend"),
+        ("self._parameters", "self._parameters"),
+        ("getattr(x, '_version')", "'_version'"),
+        ("import sys\n'torch._dynamo' in sys.modules", "'torch._dynamo'"),
+        ("import torch\ntorch.ops.tpkernels._column_matmul", None),
+        ("self._apply(fn)", None),
+        ("from tpkernels.nn import _mine\n_mine._apply", None),
+        ("from torch import __version__", None),
+    ],
+)
+def test_uses_are_found(source: str, found: str | None) -> None:
+    assert [what for _, what in uses(source, {"_apply"})] == ([found] if found else [])
+
+
+def test_what_is_expensive_is_imported_when_it_is_used() -> None:
+    """Importing dynamo or inductor takes seconds."""
+    code = (
+        "import sys, tpkernels.torch_private\n"
+        "assert not {'torch._dynamo', 'torch._inductor'} & {*sys.modules}\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", sorted(torch_private._LAZY))
+def test_each_module_is_there(name: str) -> None:
+    assert getattr(torch_private, name).__name__ == torch_private._LAZY[name]
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        torch_private.missing  # type: ignore[attr-defined]  # noqa: B018
