@@ -17,9 +17,6 @@ from tpkernels import torch_private
 PACKAGE = ROOT / "tpkernels"
 HOME = PACKAGE / "torch_private.py"
 
-# TEMPORARY: these files are being rewritten. Remove each entry with its last private name.
-REWRITTEN = {"ops/registration.py", "ops/shortcut.py"}
-
 # Private names that are not torch's. All others that begin with "_", and that the package does not
 # define, are taken for torch's.
 OF_OTHERS = {
@@ -128,16 +125,10 @@ def test_private_names_of_torch_are_in_one_module() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path != HOME and str(path.relative_to(PACKAGE)) not in REWRITTEN
+        if path != HOME
         for line, what in uses(path.read_text(), defined)
     ]
     assert not found, "move to tpkernels/torch_private.py:\n" + "\n".join(found)
-
-
-@pytest.mark.parametrize("name", sorted(REWRITTEN))
-def test_no_exception_outlives_its_cause(name: str) -> None:
-    path = PACKAGE / name
-    assert path.exists() and any(uses(path.read_text(), defined_names())), f"remove {name}"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import _guards, _ops, _prims_common, _subclasses, fx, nn
 from torch._C import _distributed_c10d
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
@@ -96,6 +96,10 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+# The schema that a text describes, before an op is defined by it. Public: none.
+parse_schema = torch._C.parse_schema
+
+
 def elements_overlap(x: torch.Tensor) -> bool:
     """Return whether elements of x are known to share memory. Public: none."""
     return torch._debug_has_internal_overlap(x) == 1  # 0 is no, 2 is too hard to tell
@@ -128,6 +132,16 @@ is_contiguous_or_false = _prims_common.is_contiguous_or_false
 
 # The tensors in nested lists and dicts. Public: none.
 tree_leaves = _pytree.tree_leaves
+
+
+def is_zero_tensor(x: torch.Tensor) -> bool:
+    """Return whether x is of zeros, without memory, as gradients may be. Public: none."""
+    return x._is_zerotensor()
+
+
+def in_dual_level() -> bool:
+    """Return whether a tensor may have a tangent, of forward-mode differentiation. Public: none."""
+    return forward_ad._current_level >= 0
 
 
 def has_hooks(x: torch.Tensor) -> bool:
@@ -257,6 +271,18 @@ def profiling() -> bool:
 
 
 # Compiler.
+
+
+def tracing() -> bool:
+    """Return whether a graph is being traced. Public: none for the code below the dispatcher."""
+    return _guards.TracingContext.try_get() is not None
+
+
+def skip_in_graphs(function: _Function) -> _Function:
+    """Break graphs at calls of a function. Public: `torch.compiler.disable`, which imports the
+    whole compiler."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def assume_constant_result(function: _Function) -> _Function:

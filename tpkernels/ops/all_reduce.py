@@ -35,7 +35,7 @@ OP_IN_PLACE: Op[None] = define(
 _LIBRARY = torch.library.Library("tpkernels", "IMPL")  # kept alive: its end unregisters
 
 
-@torch.library.impl(_LIBRARY, "_all_reduce_", "Functionalize")
+@torch.library.impl(_LIBRARY, OP_IN_PLACE.unrecorded.name(), "Functionalize")
 def _without_writing(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
     """Compiled graphs hold no op that writes: the sum is a new tensor, from which the compiler
     makes all views of ``x``."""

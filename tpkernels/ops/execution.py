@@ -19,6 +19,7 @@ from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
 from tpkernels.local.scaled import Packing, ScaledMatrix, ScaledWeight, Scaling, scaling_of
 from tpkernels.planning.problem import Problem
+from tpkernels.torch_private import is_zero_tensor
 
 
 def gather(call: Call, given: Any) -> Any:
@@ -105,7 +106,7 @@ def exchange(call: Call, given: Any) -> torch.Tensor:
 def materialized(bias: torch.Tensor) -> torch.Tensor | None:
     """Return a bias of an optional list: in memory that holds its values, which the dispatcher sees
     to for all other tensors, and None for an empty one."""
-    if bias.is_neg() or bias._is_zerotensor():
+    if bias.is_neg() or is_zero_tensor(bias):
         bias = bias.clone()
     return bias if bias.numel() else None
 

@@ -18,11 +18,10 @@ from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from tpkernels import _C, groups
+from tpkernels import _C, groups, torch_private
 from tpkernels.algorithms import backends
 from tpkernels.groups.call import Call
 from tpkernels.local.product import CustomMatmul
@@ -30,6 +29,7 @@ from tpkernels.ops import execution, validation
 from tpkernels.ops.planned_calls import plan_call
 from tpkernels.ops.problems import fake_result, problem_of
 from tpkernels.planning.op_spec import OPS, OpSpec
+from tpkernels.torch_private import OpOverload, schema_of
 
 if not _C.calls.open_exchange(torch.Tensor):
     raise ImportError(
@@ -47,9 +47,9 @@ _CUSTOM_CALLS: dict[int, Callable[[list[torch.Tensor]], None]] = {}
 _numbers = itertools.count()
 
 
-def communicates(op: torch._ops.OpOverload) -> bool:
+def communicates(op: OpOverload) -> bool:
     """Return whether an op of this package makes a call of a group."""
-    return any(argument.name == "group" for argument in op._schema.arguments)
+    return any(argument.name == "group" for argument in schema_of(op).arguments)
 
 
 def arguments_of(schema: torch.FunctionSchema, record: str = "") -> _C.calls.Arguments:
@@ -80,8 +80,8 @@ class Op(Generic[Result]):
 
     def __init__(
         self,
-        default: torch._ops.OpOverload,
-        unrecorded: torch._ops.OpOverload,
+        default: OpOverload,
+        unrecorded: OpOverload,
         arguments: _C.calls.Arguments,
         kernel: Callable[..., Any],
         *,
@@ -91,7 +91,7 @@ class Op(Generic[Result]):
         autocast: bool,
         custom: bool,
     ) -> None:
-        schema = default._schema
+        schema = schema_of(default)
         self.name = schema.name.removeprefix("tpkernels::")
         self.default, self.unrecorded = default, unrecorded
         self.save, self.backward = save, backward
@@ -192,14 +192,14 @@ class Op(Generic[Result]):
         number = next(_numbers)
         _CUSTOM_CALLS[number] = run
         try:
-            torch.ops.tpkernels._with_operands.default(operands, number)
+            torch.ops.tpkernels.with_operands.default(operands, number)
         finally:
             _CUSTOM_CALLS.pop(number, None)
         return results[0]
 
     def _forbid_tangents(self, given: Any) -> None:
         """``NotImplementedError`` where forward-mode AD would take a tangent for zero."""
-        if forward_ad._current_level < 0:
+        if not torch_private.in_dual_level():
             return
         if any(forward_ad.unpack_dual(x).tangent is not None for x in _tensors(given)):
             raise NotImplementedError(
@@ -256,20 +256,20 @@ def define_kernel(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     arguments: _C.calls.Arguments | None = None,
-) -> torch._ops.OpOverload:
+) -> OpOverload:
     """Make ``torch.ops.tpkernels.<name>`` of a function ``run`` for CPU and CUDA tensors and its
     fake kernel, without a gradient; return its overload. Both get the arguments as the schema has
     them. Arguments named ``w``, ``weights`` or ``stack`` may be packed."""
     overload = _define_schema(schema)
-    named = (arguments or arguments_of(overload._schema)).named
+    named = (arguments or arguments_of(schema_of(overload))).named
 
     def checked_fake(*args: Any, **options: Any) -> Any:
         validation.tensors(named(args, options)._asdict())
         return fake(*args, **options)
 
     for key in ("CPU", "CUDA", "MkldnnCPU"):  # the last for the refusal to be readable
-        _LIBRARY.impl(overload._schema.name, run, key)
-    torch.library.register_fake(overload._schema.name, checked_fake, lib=_LIBRARY)
+        _LIBRARY.impl(schema_of(overload).name, run, key)
+    torch.library.register_fake(schema_of(overload).name, checked_fake, lib=_LIBRARY)
     return overload
 
 
@@ -288,11 +288,11 @@ def define_local(
     """Make an op of a function, as `define_kernel` does, with a gradient or the refusal of one.
     `define` and `Op` say what the other arguments are."""
     unrecorded = define_kernel(f"_{schema}", run=run, fake=fake, arguments=arguments)
-    _LIBRARY.impl(unrecorded._schema.name, torch.library.fallthrough_kernel, "Autograd")
+    _LIBRARY.impl(schema_of(unrecorded).name, torch.library.fallthrough_kernel, "Autograd")
     return Op(
         _define_schema(schema),
         unrecorded,
-        arguments or arguments_of(unrecorded._schema),
+        arguments or arguments_of(schema_of(unrecorded)),
         run,
         save=save,
         backward=backward,
@@ -325,7 +325,7 @@ def define(
         autocast: cast the operands under autocast, as ``torch.matmul`` does.
         check: of ``x``, what must be checked in every call, since the key does not tell.
     """
-    parsed = torch._C.parse_schema(f"tpkernels::{schema}")
+    parsed = torch_private.parse_schema(f"tpkernels::{schema}")
     op = schema.partition("(")[0]
     written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
     record = op.removesuffix("_") if written else op
@@ -351,9 +351,7 @@ def define(
         given = arguments.named(args, options)
         group = groups.get(given.group)
         # The functions of this package break the graph there.
-        if TracingContext.try_get() is not None and (
-            sizes := validation.empty_shards(given._asdict())
-        ):
+        if torch_private.tracing() and (sizes := validation.empty_shards(given._asdict())):
             raise NotImplementedError(
                 f"torch.ops.tpkernels.{op} is in a compiled graph with {sizes}. A rank with 0 rows "
                 f"could drop or reorder its call. Call tpkernels.{op}, or give every rank at least "
@@ -379,10 +377,10 @@ def define(
     )
 
 
-def _define_schema(schema: str) -> torch._ops.OpOverload:
+def _define_schema(schema: str) -> OpOverload:
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
-    overload: torch._ops.OpOverload = getattr(torch.ops.tpkernels, name).default
+    overload: OpOverload = getattr(torch.ops.tpkernels, name).default
     if communicates(overload):  # a compiler must not drop it: its peers make the call, too
         torch.fx.has_side_effect(overload)
     return overload
@@ -425,12 +423,12 @@ def _add_positions() -> None:
         config.cache_key_tag = tag
 
 
-def _define_autocast(overload: torch._ops.OpOverload, then: torch._ops.OpOverload) -> None:
+def _define_autocast(overload: OpOverload, then: OpOverload) -> None:
     """Make an op cast its operands under autocast, as ``torch.matmul`` does, and call ``then``.
 
     ``torch.library.register_autocast`` supports neither keyword arguments nor more than one dtype.
     """
-    names = [argument.name for argument in overload._schema.arguments]
+    names = [argument.name for argument in schema_of(overload).arguments]
 
     def cast_and_call(device: str, *args: Any, **options: Any) -> Any:
         dtype, out_dtype = torch.get_autocast_dtype(device), options.get("out_dtype")
@@ -441,7 +439,7 @@ def _define_autocast(overload: torch._ops.OpOverload, then: torch._ops.OpOverloa
             return then(*lowered, **options)
 
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _LIBRARY.impl(overload._schema.name, functools.partial(cast_and_call, device), key)
+        _LIBRARY.impl(schema_of(overload).name, functools.partial(cast_and_call, device), key)
 
 
 def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Any:
@@ -498,18 +496,16 @@ def _run_custom_call(operands: list[torch.Tensor], number: int) -> None:
     _CUSTOM_CALLS.pop(number)(operands)
 
 
-_LIBRARY.define("_with_operands(Tensor[] operands, int number) -> ()")
+_LIBRARY.define("with_operands(Tensor[] operands, int number) -> ()")
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("_with_operands", _run_custom_call, _key)
-_LIBRARY.impl("_with_operands", torch.library.fallthrough_kernel, "Autograd")
+    _LIBRARY.impl("with_operands", _run_custom_call, _key)
+_LIBRARY.impl("with_operands", torch.library.fallthrough_kernel, "Autograd")
 
 
+@torch_private.skip_in_graphs
 def uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Break compiled graphs."""
     return torch.compiler.disable(function)(*args, **options)
-
-
-uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def bias_list(
