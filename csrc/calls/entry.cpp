@@ -56,7 +56,13 @@ py::object enter(const Entry& entry, const Slots& slots) {
 }
 
 PyObject* call_entry(const Entry& entry, const Given& given) {
-  return raising([&] { return enter(entry, entry.arguments->parse(given)); });
+  return raising([&] {
+    const Slots slots = entry.arguments->parse(given);
+    const int group = entry.arguments->group();
+    if (group < 0) return enter(entry, slots);
+    return breaking_if_interrupted(slots[static_cast<std::size_t>(group)],
+                                   [&] { return enter(entry, slots); });
+  });
 }
 
 }  // namespace

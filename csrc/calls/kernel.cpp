@@ -120,21 +120,10 @@ py::object call(const KernelState& kernel, const Slots& slots) {
   return kernel.run(planned->call, arguments);
 }
 
-// An interrupt may have come before the call was made, on this rank alone: its peers must learn.
-void leave(PyObject* group, const py::error_already_set& error) {
-  static PyObject* const breaks = lasting("tpkernels.groups", "break_if_interrupted");
-  checked(PyObject_CallFunctionObjArgs(breaks, group, error.value().ptr(), nullptr));
-}
-
 PyObject* call_kernel(const KernelState& kernel, const Given& given) {
   return raising([&] {
     const Slots slots = kernel.arguments->parse(given);
-    try {
-      return call(kernel, slots);
-    } catch (const py::error_already_set& error) {
-      leave(group_of(kernel, slots), error);
-      throw;
-    }
+    return breaking_if_interrupted(group_of(kernel, slots), [&] { return call(kernel, slots); });
   });
 }
 

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "calls/arguments.h"
+#include "calls/python.h"
 #include "calls/turns.h"
 
 namespace tpkernels::calls {
@@ -30,6 +31,19 @@ namespace tpkernels::calls {
 pybind11::object make_kernel(std::shared_ptr<Arguments> arguments, pybind11::object plan,
                              pybind11::object run, pybind11::object failed, pybind11::object check,
                              bool overwrites);
+
+// What f() returns. An interrupt in it, such as Ctrl-C, may have come before the call was made, on
+// this rank alone: the group of that name is broken, and its peers are told.
+template <class F>
+pybind11::object breaking_if_interrupted(PyObject* group, F&& f) {
+  static PyObject* const breaks = lasting("tpkernels.groups", "break_if_interrupted");
+  try {
+    return f();
+  } catch (const pybind11::error_already_set& error) {
+    checked(PyObject_CallFunctionObjArgs(breaks, group, error.value().ptr(), nullptr));
+    throw;
+  }
+}
 
 // Whether a profiler runs, for which Python records ranges.
 bool profiling();

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +24,10 @@ from tests.support.faults import Ending
 from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep, thorough
 from tpkernels import groups
-from tpkernels.algorithms import backends
 from tpkernels.nccl import Communicator
+from tpkernels.ops import planned_calls
+from tpkernels.planning.choose import Plan
+from tpkernels.planning.problem import Problem
 
 WORLD = 2
 # In what rank 0 waits, and what its handler tries.
@@ -142,16 +144,18 @@ _OURS = str(Path(tpkernels.__file__).parent)
 
 class _InterruptAt:
     """Raises KeyboardInterrupt at one event of our Python code: a line, or a function's start. The
-    first line is the ``try`` of the outermost function, where no interrupt can come."""
+    first line is the ``try`` of the outermost function, where no interrupt can come. One in the
+    body of the public function, ``outside`` of what it enters, is one between two calls."""
 
-    def __init__(self, event: int) -> None:
-        self.left, self.depth, self.at = event, 0, ""
+    def __init__(self, event: int, outside: Sequence[str] = ()) -> None:
+        self.left, self.depth, self.at, self.outside = event, 0, "", outside
 
     def __call__(self, frame: Any, event: str, _: object) -> Any:
         if not frame.f_code.co_filename.startswith(_OURS):
             return None
         self.depth += (event == "call") - (event == "return")
-        if event in ("call", "line") and (event == "line" or self.depth > 1):
+        within = frame.f_code.co_name not in self.outside
+        if within and event in ("call", "line") and (event == "line" or self.depth > 1):
             self.left -= 1
             if self.left == 0:
                 self.at = f"{frame.f_code.co_name}:{frame.f_lineno} {event}"
@@ -167,20 +171,28 @@ def test_an_interrupt_anywhere_in_an_op_breaks_the_group(kind: str, step: int) -
     x = torch.ones(4, 3, requires_grad=kind == "backward")
     w, failures, event, calls = torch.ones(3, 2), [], 2, 0
     way = {"algorithm": "unfused"}  # in Python, even when it is warm
-    made, run = list[Any](), backends.run
+    made, find = list[Any](), planned_calls.implementation
+    outside = (
+        () if kind == "backward" else ("matmul_all_reduce", "entry", "name_of", "registered_groups")
+    )
 
-    def running(*args: Any) -> Any:
-        result = run(*args)
-        made.append(result)
-        return result
+    def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
+        function = find(problem, plan)
+
+        def running(*args: Any) -> Any:
+            result = function(*args)
+            made.append(result)
+            return result
+
+        return running
 
     while True:
         group = faults.group_of(dist.new_group())
-        with mock.patch.object(backends, "run", running):
+        with mock.patch.object(planned_calls, "implementation", implementation):
             tpkernels.matmul_all_reduce(x, w, group, **way)
             out = tpkernels.all_gather_matmul(x, [w], group, **way)[0].sum()
             made.clear()
-            interrupt = _InterruptAt(event)
+            interrupt = _InterruptAt(event, outside)
             sys.settrace(interrupt)
             with contextlib.suppress(KeyboardInterrupt):
                 if kind == "backward":

@@ -228,17 +228,20 @@ def break_if_interrupted(group: GroupLike | None, error: BaseException) -> None:
             get(name_of(group)).break_between_calls(error)
 
 
+def break_on_error(name: str | None, error: BaseException) -> None:
+    """Break the named group, and tell its peers, because this rank met an error before or between
+    calls and is out of step. Not for the errors of a call, which has seen to that."""
+    if name is not None and not isinstance(error, (TpkernelsError, *HARMLESS)):
+        get(name).break_between_calls(error)
+
+
 @contextlib.contextmanager
 def breaking_on_error(name: str | None) -> Iterator[None]:
-    """Break the named group, and tell its peers, if the block raises: an error before or between
-    calls leaves this rank out of step."""
+    """Do what `break_on_error` says if the block raises."""
     try:
         yield
-    except (TpkernelsError, *HARMLESS):  # of a call, which has seen to that
-        raise
     except BaseException as error:
-        if name is not None:
-            get(name).break_between_calls(error)
+        break_on_error(name, error)
         raise
 
 

@@ -226,20 +226,25 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        op: Op[Any] = ctx.of
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"tpkernels.{op.name} has no second derivative; call backward without "
-                "create_graph=True"
-            )
-        needed = iter(ctx.needs_input_grad[2:])
-        needs = dict.fromkeys(op.positional, False) | {
-            name: next(needed) if count is None else list(itertools.islice(needed, count))
-            for name, count in ctx.counts.items()
-        }
-        assert op.backward is not None
-        with _without_autocast(), groups.breaking_on_error(getattr(ctx, "group", None)):
-            found = op.backward(ctx, SimpleNamespace(**needs), *op.nested(grads))
+        try:
+            op: Op[Any] = ctx.of
+            if torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"tpkernels.{op.name} has no second derivative; call backward without "
+                    "create_graph=True"
+                )
+            needed = iter(ctx.needs_input_grad[2:])
+            needs = dict.fromkeys(op.positional, False) | {
+                name: next(needed) if count is None else list(itertools.islice(needed, count))
+                for name, count in ctx.counts.items()
+            }
+            with _without_autocast():
+                assert op.backward is not None
+                found = op.backward(ctx, SimpleNamespace(**needs), *op.nested(grads))
+        except BaseException as error:
+            if not (torch.is_grad_enabled() and isinstance(error, NotImplementedError)):
+                groups.break_on_error(getattr(ctx, "group", None), error)
+            raise
         flat: list[torch.Tensor | None] = []
         for name, count in ctx.counts.items():
             of_argument = found.get(name)
