@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from tpkernels import _C, cuda, kernels
+from tpkernels import cuda, kernels
 from tpkernels.algorithms import fused, hierarchical, multimem, ring, unfused
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
@@ -16,7 +16,6 @@ from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.algorithms.point_to_point import hang_up
 from tpkernels.algorithms.reduction import normalising
-from tpkernels.common import defaults
 from tpkernels.errors import HARMLESS, TpkernelsError
 from tpkernels.groups.call import Call
 from tpkernels.local.ranges import profiling, recorded_waits
@@ -24,6 +23,17 @@ from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.op_spec import OPS, OpSpec
 from tpkernels.planning.problem import Problem
+
+
+class WithInput(Protocol):
+    """An op's arguments, as far as all ops have them."""
+
+    @property
+    def x(self) -> torch.Tensor: ...
+
+
+Given = TypeVar("Given", bound=WithInput)
+Result = TypeVar("Result")
 
 
 def _function(module: Any, spec: OpSpec) -> Callable[..., Any] | None:
@@ -80,27 +90,6 @@ def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
     return TABLES[problem.device][problem.op, plan.algorithm]
 
 
-def bind(
-    call: Call,
-    given: Any,
-    arguments: _C.calls.Arguments,
-    execute: Callable[[Call, Any], Any],
-    in_place: bool,
-) -> _C.calls.Bound | None:
-    """Return what runs calls with these arguments in the extension, where something does. On CUDA
-    tensors it is what `run` does before and after ``execute(call, arguments)``."""
-    problem, group = call.problem, call.group
-    if defaults.python_calls():
-        return None
-    if problem.device == "cpu":
-        by_itself = call.plan.algorithm == "direct"
-        return direct.bind(call, given, arguments, in_place) if by_itself else None
-    if group.workspace is None:
-        return None
-    deterministic = group.cuda_sums.planned_for_flag if problem.spec.reduces else None
-    return _C.calls.Queued(arguments, execute, call, group.workspace.alarm, deterministic)
-
-
 def failed(call: Call, error: BaseException) -> None:
     """Break the group of a call that ends in an error, and tell the peers, unless the error is
     `HARMLESS`."""
@@ -110,8 +99,8 @@ def failed(call: Call, error: BaseException) -> None:
 
 
 def run(
-    call: Call, plan: Callable[[], Call], execute: Callable[[Call, Any], Any], given: Any
-) -> Any:
+    call: Call, plan: Callable[[], Call], execute: Callable[[Call, Given], Result], given: Given
+) -> Result:
     """Run ``execute(call, given)``, with a new ``plan()`` if the group has forgotten the call
     while it waited for its turn. Calls on one group run one after another. Everything an op does
     after its arguments are checked belongs inside: an error there, such as no memory for a result,

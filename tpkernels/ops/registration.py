@@ -23,6 +23,7 @@ from tpkernels.groups import GroupLike, name_of
 from tpkernels.groups.call import Call
 from tpkernels.local.product import CustomMatmul
 from tpkernels.ops import execution, validation
+from tpkernels.ops.arguments import arguments_class
 from tpkernels.ops.planned_calls import plan_call
 from tpkernels.ops.problems import fake_result, problem_of
 from tpkernels.ops.shortcut import PLAIN_KEYS, arguments_of, kernel_above, shortcut
@@ -109,8 +110,11 @@ def define(
     op = schema.partition("(")[0]
     written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
     record = op.removesuffix("_") if written else op
-    arguments = arguments_of(parsed, record)
-    execute = execution_of(OPS[record], in_place=bool(written))
+    arguments, family = arguments_of(parsed, record), arguments_class(OPS[record])
+    run_call = execution_of(OPS[record], in_place=bool(written))
+
+    def execute(call: Call, given: Any) -> Any:
+        return run_call(call, family(**given._asdict()))
 
     def for_tuning(given: Any) -> Callable[[Call], Any]:
         """Return what runs a planned call and overwrites none of the caller's arguments."""
@@ -119,16 +123,17 @@ def define(
 
     def plan(given: Any) -> tuple[Call, _C.calls.Bound | None]:
         validation.tensors(given._asdict())
+        given = family(**given._asdict())
         group = groups.get(given.group)
         make_run = functools.partial(for_tuning, given)
         call = plan_call(group, problem_of(record, group, given), given, make_run)
-        return call, backends.bind(call, given, arguments, execute, bool(written))
+        return call, execution.bind(call, given, arguments, execute, bool(written))
 
     def run_planned(call: Call, given: Any) -> Any:
         return backends.run(call, lambda: plan(given)[0], execute, given)
 
     def fake_kernel(*args: Any, **options: Any) -> Any:
-        given = arguments.named(args, options)
+        given = family(**arguments.named(args, options)._asdict())
         group = groups.get(given.group)
         # The functions of this package break the graph there.
         if TracingContext.try_get() is not None and (

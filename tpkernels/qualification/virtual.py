@@ -35,6 +35,7 @@ from tpkernels.cuda import layouts
 from tpkernels.errors import TpkernelsError
 from tpkernels.groups.call import Call
 from tpkernels.launch.session import rank_device
+from tpkernels.ops.arguments import arguments_class
 from tpkernels.ops.problems import problem_of
 from tpkernels.ops.registration import execution_of
 from tpkernels.ops.shortcut import arguments_of
@@ -165,9 +166,10 @@ class VirtualRanks:
         rank = self.ranks[operands.rank]
         arguments = arguments_of(getattr(torch.ops.tpkernels, operands.of.op).default._schema)
         options = {"group": rank.name, "algorithm": algorithm, **operands.options}
-        given = arguments.named(tuple(operands.factors), options)
-        if isinstance(getattr(given, "weights", None), torch.Tensor):
-            given = given._replace(weights=[given.weights])
+        named = arguments.named(tuple(operands.factors), options)._asdict()
+        if isinstance(named.get("weights"), torch.Tensor):
+            named["weights"] = [named["weights"]]
+        given = arguments_class(operands.spec)(**named)
         problem = problem_of(operands.of.op, cast(Any, rank), given)
         problem = replace(problem, device="cuda")  # also of CPU tensors, in a rehearsal
         plan = choose(problem, Means(shared_memory=True), requested=algorithm)
