@@ -256,7 +256,7 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
     """Return why an algorithm cannot run ``problem``; None: it can."""
     algorithm = ALGORITHMS[name]
     last = problem.dim == len(problem.shape) - 1
-    if problem.spec.scaled and "Triton" in algorithm.kernels.values():
+    if problem.spec.scaled and algorithm.plain_weights:
         return "does not support operands with scales"
     if problem.op in algorithm.lacks.get(problem.device, ()):
         instead = _instead(problem, algorithm)
