@@ -51,6 +51,7 @@ from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
+from tpkernels.planning.op_spec import ExchangeOptions, RoutedOptions
 from tpkernels.planning.problem import VENDOR
 
 # A reduction on the host moves in steps of this size, so that the allocator can reuse their buffers
@@ -75,12 +76,12 @@ def exchange(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     if call.group.world == 1:
         out.copy_(x)
         return
-    assert problem.dim is not None and problem.options.scattered is not None  # it has both
-    (pieces, places), (dim, sizes) = pieces_of(problem, x, out), problem.options.scattered
-    even = _even(problem.sizes) and _even(sizes)
+    assert problem.dim is not None  # an exchange has one
+    (pieces, places), to = pieces_of(problem, x, out), problem.options_as(ExchangeOptions)
+    even = _even(problem.sizes) and _even(to.sizes)
     counts = [piece.numel() for piece in pieces]
     received_counts = None if even else [place.numel() for place in places]
-    received = _exchange(call, by_owner(x, dim, sizes), counts, received_counts)
+    received = _exchange(call, by_owner(x, to.dim, to.sizes), counts, received_counts)
     announce_done(call)
     shaped = [piece.view(place.shape) for piece, place in zip(received, places, strict=True)]
     torch.cat(shaped, problem.dim, out=out)
@@ -95,7 +96,7 @@ def dispatch(
     enter(call).wait()
     leaving = x.index_select(0, found.leaving // routes.shape[1])
     rows = _exchange_rows(call, leaving, found.left, found.arrived)
-    most, count = call.problem.options.max_rows, sum(found.arrived)
+    most, count = call.problem.options_as(RoutedOptions).max_rows, sum(found.arrived)
     if most is None:
         return rows.index_select(0, found.order), found.counts
     padded = rows.new_zeros(most, x.shape[1])

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from tpkernels.local.product import Weight
-from tpkernels.planning.op_spec import OpSpec
+from tpkernels.planning.op_spec import Combine, Dispatch, Exchange, Gather, OpSpec, Reduce
 
 
 class GatherArguments(NamedTuple):
@@ -131,12 +131,17 @@ RoutedArguments: TypeAlias = DispatchArguments | CombineArguments
 OpArguments: TypeAlias = AnyGather | AnyReduce | ExchangeArguments | RoutedArguments
 
 
+_CLASSES: dict[type[OpSpec], type[OpArguments]] = {
+    Gather: GatherArguments,
+    Reduce: ReduceArguments,
+    Exchange: ExchangeArguments,
+    Dispatch: DispatchArguments,
+    Combine: CombineArguments,
+}
+
+
 def arguments_class(spec: OpSpec) -> type[OpArguments]:
     """Return the class of an op's family."""
-    if spec.routed:
-        return DispatchArguments if spec.dispatches else CombineArguments
-    if spec.exchanges:
-        return ExchangeArguments
-    if spec.gathers:
-        return ScaledGatherArguments if spec.scaled else GatherArguments
-    return ScaledReduceArguments if spec.scaled else ReduceArguments
+    if spec.scaled:
+        return ScaledGatherArguments if spec.gathers else ScaledReduceArguments
+    return _CLASSES[type(spec)]

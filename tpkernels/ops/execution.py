@@ -36,6 +36,7 @@ from tpkernels.ops.arguments import (
     ScaledReduceArguments,
 )
 from tpkernels.ops.problems import Result
+from tpkernels.planning.op_spec import GatherOptions, ReduceOptions
 from tpkernels.planning.problem import Problem
 
 
@@ -51,7 +52,7 @@ def gather(call: Call, given: AnyGather) -> Result:
         call.function(call, x, Products([], [], [], gathered))
         return gathered
     weights: Sequence[Weight | Product] = given.weights
-    dtype = problem.options.out_dtype or x.dtype
+    dtype = problem.options_as(GatherOptions).out_dtype or x.dtype
     outs = [empty((*problem.shape[:-1], columns_of(w)), dtype, x.device) for w in given.weights]
     if isinstance(given, ScaledGatherArguments):
         scale = _own_scale(given.scale_x, problem, call.group.rank)
@@ -71,8 +72,7 @@ def reduce(call: Call, given: AnyReduce) -> Result:
         x, (w,), _ = Rows.of(x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
     if bias is not None and splits_columns(problem):
         bias = bias.narrow(0, sum(problem.sizes[: call.group.rank]), problem.sizes[call.group.rank])
-    dtype = problem.options.out_dtype
-    assert dtype is not None  # a reduction has one
+    dtype = problem.options_as(ReduceOptions).out_dtype
     reduction = Reduction.of(given.x, dtype, bias, given.residual)
     out = empty(result_shape(problem, call.group.rank), dtype, x.device)
     if isinstance(given, ReduceArguments) and given.norm is not None:
@@ -146,18 +146,21 @@ def _bind_direct(
     because operands or results are converted or split, or a product is the caller's."""
     x, problem, weights = given.x, call.problem, list[Weight]()
     products, return_gathered, eps = list[tuple[int, ...]](), False, 0.0
+    out_dtype: torch.dtype | None = None
     if isinstance(given, GatherArguments):
         if given.biases:
             return None
-        weights, return_gathered = list(given.weights or []), given.return_gathered
+        weights, out_dtype = list(given.weights or []), given.out_dtype
+        return_gathered = given.return_gathered
         products = [(*problem.shape[:-1], columns_of(w)) for w in weights]
     elif isinstance(given, ReduceArguments):
         if given.bias is not None and splits_columns(problem):
             return None  # each rank adds its part of the bias
-        weights, eps = [w for w in (given.w,) if w is not None], given.eps
+        weights, out_dtype = [] if given.w is None else [given.w], given.out_dtype
+        eps = given.eps
     elif not isinstance(given, ExchangeArguments):
         return None
-    converted = len({x.dtype, problem.dtype, problem.options.out_dtype or x.dtype}) > 1
+    converted = len({x.dtype, problem.dtype, out_dtype or x.dtype}) > 1
     plain = all(isinstance(w, torch.Tensor) for w in weights)
     if converted or not plain or prod(problem.shape) == 0:
         return None

@@ -4,7 +4,6 @@ function of each for a family of ops."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -28,7 +27,16 @@ from tpkernels.ops.arguments import (
     ScaledGatherArguments,
     ScaledReduceArguments,
 )
-from tpkernels.planning.op_spec import OPS, OpSpec, Options
+from tpkernels.planning.op_spec import (
+    OPS,
+    ExchangeOptions,
+    GatherOptions,
+    OpSpec,
+    Options,
+    ReduceOptions,
+    RoutedOptions,
+    Scales,
+)
 from tpkernels.planning.problem import Problem
 
 Result: TypeAlias = (
@@ -52,7 +60,7 @@ def problem_of(op: str, group: Group, given: OpArguments) -> Problem:
 
 
 def _gather(op: str, group: Group, given: GatherArguments) -> Problem:
-    x, weights, options = given.x, given.weights, Options()
+    x, weights, options = given.x, given.weights, GatherOptions()
     if weights is None:
         validation.moved(x)
     else:
@@ -63,7 +71,7 @@ def _gather(op: str, group: Group, given: GatherArguments) -> Problem:
         result = validation.out_dtype(given.out_dtype, x)
         for i, w in enumerate(weights):
             validation.whole(w, x, result, given.algorithm, f"weights[{i}]")
-        options = Options(
+        options = GatherOptions(
             out_dtype=None if result == x.dtype else result,
             return_gathered=given.return_gathered,
             local_product=_is_known_to_all(x, weights),
@@ -80,10 +88,8 @@ def _scaled_gather(op: str, group: Group, given: ScaledGatherArguments) -> Probl
     result = validation.out_dtype(given.out_dtype, x, scaled=True)
     scales = scale, given.scales_w
     validation.weights(given.weights, given.biases, x, shape[-1], scales, (result,))
-    options = Options(
-        k=numbers_in(x.dtype, x.shape[-1]),
-        x_dtype=x.dtype,
-        scale_x=scaling_of(scale).value,
+    options = GatherOptions(
+        scales=Scales(numbers_in(x.dtype, x.shape[-1]), x.dtype, scaling_of(scale).value),
         out_dtype=result,
         return_gathered=given.return_gathered,
     )
@@ -127,7 +133,7 @@ def _reduce(op: str, group: Group, given: AnyReduce) -> Problem:
     norm = None
     if isinstance(given, ReduceArguments) and given.norm is not None:
         norm = validation.norm(given, given.norm, shape[-1])
-    options = Options(
+    options = ReduceOptions(
         x_dtype=x.dtype,
         out_dtype=result,
         bias=given.bias is not None,
@@ -154,17 +160,22 @@ def _exchange(op: str, group: Group, given: ExchangeArguments) -> Problem:
     if to == dim:
         raise ValueError(f"gather_dim and scatter_dim are both {to}; they must differ")
     parts = validation.scatter_sizes(given.scatter_sizes, shape[to], group.world, "scatter_sizes")
-    return _problem(op, group, x, shape, Options(scattered=(to, parts)), dim, sizes)
+    return _problem(op, group, x, shape, ExchangeOptions(dim=to, sizes=parts), dim, sizes)
 
 
 def _routed(op: str, group: Group, given: RoutedArguments) -> Problem:
     x, sizes = given.x, validation.routed(given, group)
-    options = Options(routes=(given.num_experts, given.routes.shape[1]), max_rows=given.max_rows)
-    columns, wire = x.shape[1], x.dtype
+    columns, wire, scales = x.shape[1], x.dtype, None
     scale = given.scale_x if isinstance(given, DispatchArguments) else None
     if scale is not None:  # rows travel with their scales
-        options = replace(options, k=columns, x_dtype=wire, scale_x=f"{scale.shape[1]} per row")
+        scales = Scales(columns, wire, f"{scale.shape[1]} per row")
         columns, wire = Packing.of(x, scale).words, torch.float32
+    options = RoutedOptions(
+        experts=given.num_experts,
+        top_k=given.routes.shape[1],
+        max_rows=given.max_rows,
+        scales=scales,
+    )
     return _problem(op, group, x, [sum(sizes), columns], options, 0, sizes, wire)
 
 

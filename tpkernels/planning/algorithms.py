@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from tpkernels.common.integers import ceil_div, round_up
-from tpkernels.planning.op_spec import OPS
+from tpkernels.planning.op_spec import OPS, RoutedOptions
 from tpkernels.planning.problem import Problem
 
 LINE_BYTES = 64  # parts of a step are aligned to cache lines
@@ -28,8 +28,8 @@ def bytes_per_row(problem: Problem) -> int:
     """Return the bytes of a data buffer that one row of each rank takes in a step of `pipelined`,
     and of routed tokens in one of `direct`."""
     width, world = problem.shape[-1], problem.world
-    if problem.options.routes is not None:
-        each = world * problem.options.routes[1] if problem.spec.combines else 1
+    if isinstance(problem.options, RoutedOptions):
+        each = world * problem.options.top_k if problem.spec.combines else 1
         return each * width * problem.dtype.itemsize
     if problem.spec.gathers:
         return width * problem.dtype.itemsize

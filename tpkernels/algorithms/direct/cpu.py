@@ -27,6 +27,7 @@ from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, recorded
+from tpkernels.planning.op_spec import ExchangeOptions, RoutedOptions
 
 
 def collective_of(call: Call) -> _C.calls.Collective:
@@ -52,15 +53,14 @@ def _new_collective(call: Call) -> _C.calls.Collective:
     if not spec.exchanges:
         name = "all_gather" if spec.gathers else "reduce_scatter"
         return _C.calls.Collective(*id_of_call, name, layout)
-    assert problem.options.scattered is not None  # an exchange has one
-    dim, sizes = problem.options.scattered
+    to = problem.options_as(ExchangeOptions)
     given = list(problem.shape)
     given[problem.dim] = problem.sizes[rank]
     taken = _layout(result_shape(problem, rank), problem.dim, problem.sizes)
-    others = prod(size for d, size in enumerate(problem.shape) if d not in (dim, problem.dim))
-    largest = others * max(problem.sizes) * max(sizes)  # elements of a piece
+    others = prod(size for d, size in enumerate(problem.shape) if d not in (to.dim, problem.dim))
+    largest = others * max(problem.sizes) * max(to.sizes)  # elements of a piece
     return _C.calls.Collective(
-        *id_of_call, "all_to_all", _layout(given, dim, sizes), taken, largest
+        *id_of_call, "all_to_all", _layout(given, to.dim, to.sizes), taken, largest
     )
 
 
@@ -97,7 +97,7 @@ def dispatch(
     """Return the rows of this rank's experts, and how many each has. x [tokens, H], routes [tokens
     of all ranks, k]."""
     routing, rank = _routing(call, routes), call.group.rank
-    count, most = routing.rows[rank], call.problem.options.max_rows
+    count, most = routing.rows[rank], call.problem.options_as(RoutedOptions).max_rows
     rows = empty((count if most is None else most, x.shape[1]), x.dtype, x.device)
     with recorded(COPY):
         collective_of(call).run(x, rows[:count], routing=routing)
