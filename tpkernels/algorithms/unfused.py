@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import (
@@ -38,6 +38,7 @@ from torch._C._distributed_c10d import (
     AllToAllOptions,
     ProcessGroup,
     ReduceScatterOptions,
+    Work,
 )
 
 from tpkernels.algorithms.parts import Products, as_rows, new_partial, pieces_of, shard_counts
@@ -57,6 +58,9 @@ from tpkernels.planning.problem import VENDOR
 # A reduction on the host moves in steps of this size, so that the allocator can reuse their buffers
 # instead of taking fresh pages.
 _STEP_BYTES = 4 << 20
+GroupOptions = TypeVar(
+    "GroupOptions", AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+)
 _PART_UNIT = 8  # elements of a rank's part of an all-reduce: the kernel on GPUs loads 8 at a time
 
 
@@ -285,7 +289,7 @@ def _pg(call: Call) -> ProcessGroup:
     return call.group.pg
 
 
-def _options(cls: Any, call: Call) -> Any:
+def _options(cls: type[GroupOptions], call: Call) -> GroupOptions:
     options = cls()
     options.timeout = timedelta(seconds=call.group.timeout_on(call.problem.device))
     if _by_nccl(call):
@@ -293,7 +297,7 @@ def _options(cls: Any, call: Call) -> Any:
     return options
 
 
-def _wait(call: Call, work: Any) -> None:
+def _wait(call: Call, work: Work | None) -> None:
     """Wait for a work, on GPUs with the stream. NCCL returns none for what is on it anyway."""
     if work is not None:
         finish(call, work)

@@ -27,7 +27,9 @@ def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
     ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
 
 
-def _gathered(ctx: Context, grad: torch.Tensor, w: torch.Tensor | None, keep: bool) -> Any:
+def _gathered(
+    ctx: Context, grad: torch.Tensor, w: torch.Tensor | None, keep: bool
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the gradient of x, or None without ``w``, and the gathered gradient, if ``keep``, with
     at most one gather."""
     last, ops = ctx.dim == grad.dim() - 1, torch.ops.tpkernels

@@ -111,7 +111,7 @@ def _unless_captured(
     if not is_set_up:
         in_graphs_function = _or_unfused(in_graphs_function, group, problem, device)
 
-    def run(call: Call, *operands: Any) -> Any:
+    def run(call: Call, *operands: object) -> object:
         nonlocal is_set_up
         if is_set_up and not streams.is_captured(device):
             return function(call, *operands)
@@ -128,7 +128,7 @@ def _or_unfused(
     """Return a call's function that falls back to `unfused`, in this call and those that follow, if
     there is no memory for its workspace."""
 
-    def run(call: Call, *operands: Any) -> Any:
+    def run(call: Call, *operands: object) -> object:
         try:
             return function(call, *operands)
         except WorkspaceMemoryError as error:

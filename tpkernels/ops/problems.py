@@ -56,7 +56,7 @@ def problem_of(op: str, group: Group, given: OpArguments) -> Problem:
         ValueError, TypeError: invalid arguments.
         NotImplementedError: valid ones that the op does not support.
     """
-    return _PROBLEMS[type(given)](op, group, given)
+    return _FAMILIES[type(given)][0](op, group, given)
 
 
 def _gather(op: str, group: Group, given: GatherArguments) -> Problem:
@@ -193,20 +193,9 @@ def _problem(
     return Problem(op, device, group.world, tuple(shape), dim, sizes, wire or x.dtype, options)
 
 
-_PROBLEMS: dict[type, Callable[..., Problem]] = {
-    GatherArguments: _gather,
-    ScaledGatherArguments: _scaled_gather,
-    ReduceArguments: _reduce,
-    ScaledReduceArguments: _reduce,
-    ExchangeArguments: _exchange,
-    DispatchArguments: _routed,
-    CombineArguments: _routed,
-}
-
-
 def fake_result(op: str, group: Group, given: OpArguments) -> Result:
     """Return an op's result without data, for tracing."""
-    return _FAKES[type(given)](OPS[op], group, given)
+    return _FAMILIES[type(given)][1](OPS[op], group, given)
 
 
 def _fake_gather(spec: OpSpec, group: Group, given: AnyGather) -> Result:
@@ -266,12 +255,12 @@ def _fake_combine(_: OpSpec, group: Group, given: CombineArguments) -> Result:
     return given.x.new_empty(given.topk_weights.shape[0], given.x.shape[1])
 
 
-_FAKES: dict[type, Callable[..., Result]] = {
-    GatherArguments: _fake_gather,
-    ScaledGatherArguments: _fake_gather,
-    ReduceArguments: _fake_reduce,
-    ScaledReduceArguments: _fake_reduce,
-    ExchangeArguments: _fake_exchange,
-    DispatchArguments: _fake_dispatch,
-    CombineArguments: _fake_combine,
+_FAMILIES: dict[type, tuple[Callable[..., Problem], Callable[..., Result]]] = {
+    GatherArguments: (_gather, _fake_gather),
+    ScaledGatherArguments: (_scaled_gather, _fake_gather),
+    ReduceArguments: (_reduce, _fake_reduce),
+    ScaledReduceArguments: (_reduce, _fake_reduce),
+    ExchangeArguments: (_exchange, _fake_exchange),
+    DispatchArguments: (_routed, _fake_dispatch),
+    CombineArguments: (_routed, _fake_combine),
 }
