@@ -20,7 +20,7 @@ from tpkernels.bench.sweep import LAYER, MODELS, PROJECTIONS, Item, Method, proj
 from tpkernels.cli import bench as command
 from tpkernels.launch import Ranks
 from tpkernels.planning.cost import Rates
-from tpkernels.planning.op_spec import OPS, Options
+from tpkernels.planning.op_spec import OPS, ExchangeOptions
 from tpkernels.planning.problem import ORDERED, Problem
 from tpkernels.qualification.op_case import Outputs
 
@@ -173,7 +173,7 @@ def test_which_exchanges_are_tuned() -> None:
         scattered: int,
         to: tuple[int, int],
     ) -> tuple[object, int] | None:
-        options = Options(scattered=(scattered, to))
+        options = ExchangeOptions(dim=scattered, sizes=to)
         return Problem("all_to_all", "cpu", 2, shape, dim, sizes, F32, options).tuning_key  # type: ignore[return-value]
 
     even = key((6, 8, 5), 0, (3, 3), 1, (4, 4))

@@ -23,10 +23,11 @@ from tpkernels.planning.choose import (
     unsupported_algorithms,
 )
 from tpkernels.planning.cost import all_reduce_variant, hop_seconds
-from tpkernels.planning.op_spec import NO_OPTIONS, OPS, Options
+from tpkernels.planning.op_spec import NO_OPTIONS, OPS, ReduceOptions
 from tpkernels.planning.problem import Problem
 
 LARGE = 4 * PIPELINED_MIN_ROWS
+SUM = ReduceOptions(x_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
 
 
 def problem(op: str, **changes: Any) -> Problem:
@@ -40,7 +41,7 @@ def problem(op: str, **changes: Any) -> Problem:
         dim=None if reduces_all else 0,
         sizes=() if reduces_all else (PIPELINED_MIN_ROWS,) * 4,
         dtype=torch.bfloat16,
-        options=Options(x_dtype=torch.bfloat16),
+        options=SUM,
     )
     return replace(plain, **changes)
 
@@ -207,8 +208,8 @@ def variants(op: str) -> list[Problem]:
         replace(base, shape=(LARGE, 511)),
         replace(base, shape=(1, LARGE, 512), dim=None if base.dim is None else 1),
         replace(base, options=NO_OPTIONS),
-        replace(base, options=Options(x_dtype=torch.bfloat16, bias=True)),
-        replace(base, options=Options(x_dtype=torch.bfloat16, out_dtype=torch.float32)),
+        replace(base, options=replace(SUM, bias=True)),
+        replace(base, options=replace(SUM, out_dtype=torch.float32)),
     ]
     if base.dim is not None:
         changed.append(replace(base, shape=(LARGE, LARGE), dim=0))

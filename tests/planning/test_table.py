@@ -10,7 +10,7 @@ import torch
 from tests.support.cuda_rehearsal import ALL_QUALIFIED
 from tpkernels.bench.specs import Spec
 from tpkernels.planning.choose import Means, Plan, choose
-from tpkernels.planning.op_spec import Options
+from tpkernels.planning.op_spec import GatherOptions
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.table import Measurement, Table
 
@@ -108,19 +108,19 @@ def test_only_the_same_kind_of_problem_counts() -> None:
         {"dtype": torch.float32},
         {"shape": (512, 1024)},
         {"sizes": (255, 257)},
-        {"options": Options(out_dtype=torch.float32)},
+        {"options": GatherOptions(out_dtype=torch.float32)},
         {"shape": (2, 256, 512), "dim": 1, "sizes": (128, 128)},
         {"shape": (512, 512), "dim": 1},
         {"shape": (0, 512), "sizes": (0, 0)},
     ]
     for change in changes:
         assert not plan(spec(512), one, **change).reason.startswith("tuned"), change
-    same: list[dict[str, Any]] = [
-        {"options": Options(bias=True, residual=True)},
-        {"shape": (256, 2, 512), "sizes": (128, 128)},
-    ]
-    for change in same:
-        assert plan(spec(512), one, **change).reason.startswith("tuned"), change
+    same = plan(spec(512), one, shape=(256, 2, 512), sizes=(128, 128))
+    assert same.reason.startswith("tuned")
+    total = spec(512, op="matmul_reduce_scatter")
+    added = replace(total.problem(2).options, bias=True, residual=True)  # type: ignore[call-arg]
+    one = measured(total, unfused=1.0, direct=9.0, pipelined=9.0)
+    assert plan(total, one, options=added).reason.startswith("tuned")
 
 
 def test_times_hold_for_the_numerics_that_they_were_measured_with() -> None:

@@ -21,7 +21,7 @@ from tests.support.nccl_rehearsal import over_nccl
 from tpkernels import groups, qualification
 from tpkernels.planning import qualification as reports
 from tpkernels.planning.choose import Means, candidates, choose
-from tpkernels.planning.op_spec import Options
+from tpkernels.planning.op_spec import RoutedOptions
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.qualification import (
     DISQUALIFIED,
@@ -61,7 +61,7 @@ def problem(op: str = "all_reduce", world: int = 2) -> Problem:
 
 def routed(**changes: Any) -> Problem:
     """A dispatch whose rows have a static number."""
-    options = Options(routes=(8, 2), max_rows=128)
+    options = RoutedOptions(experts=8, top_k=2, max_rows=128)
     return replace(problem("moe_dispatch"), **{"options": options, **changes})
 
 
@@ -74,7 +74,7 @@ def means(qualification: Qualification) -> Means:
     [
         (routed, "direct", "with max_rows the host does not wait for token counts"),
         (
-            lambda: routed(options=Options(routes=(8, 2))),
+            lambda: routed(options=RoutedOptions(experts=8, top_k=2)),
             "unfused",
             "no algorithm is known to be faster",
         ),

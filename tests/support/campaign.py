@@ -39,7 +39,7 @@ from tests.support.tuned import call
 from tpkernels import groups
 from tpkernels.algorithms import backends, unfused
 from tpkernels.launch import Outcome
-from tpkernels.ops import tuner
+from tpkernels.ops import execution, tuner
 from tpkernels.symm import host, rendezvous
 
 KINDS = ("kill", "stop", "interrupt", "exception", "no memory", "mismatch", "fork")
@@ -364,7 +364,7 @@ def _in_gloo(then: Callable[[], object]) -> None:
 def _raise_in_call(trial: Trial, group: dist.ProcessGroup) -> None:
     """Makes a call raise, at its beginning or when all of it is done."""
     groups.get(group.group_name).forget_calls()  # they hold their functions
-    backends.bind = lambda *_: None  # type: ignore[assignment]
+    execution.bind = lambda *_: None  # type: ignore[assignment]
     run, calls = backends.TABLES["cpu"][trial.op, trial.algorithm], [0]
 
     def raising(*args: Any) -> Any:

@@ -28,6 +28,7 @@ from tpkernels.algorithms import backends, point_to_point
 from tpkernels.algorithms.point_to_point import PeerLinks
 from tpkernels.groups import GroupLike
 from tpkernels.launch import Ranks
+from tpkernels.ops import execution
 from tpkernels.ops.reference import Expected
 from tpkernels.symm import colocation
 
@@ -110,7 +111,7 @@ def planned_in_python() -> Iterator[None]:
             group.forget_calls()
 
     forget()
-    with mock.patch.object(backends, "bind", lambda *_: None):
+    with mock.patch.object(execution, "bind", lambda *_: None):
         yield
     forget()
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from tpkernels import _C, cuda, kernels
+from tpkernels import cuda, kernels
 from tpkernels.algorithms import fused, hierarchical, multimem, ring, unfused
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
+from tpkernels.algorithms.parts import Products
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
 from tpkernels.algorithms.point_to_point import hang_up
@@ -25,38 +26,85 @@ from tpkernels.planning.op_spec import OPS, OpSpec
 from tpkernels.planning.problem import Problem
 
 
-def _function(module: Any, spec: OpSpec) -> Callable[..., Any] | None:
-    """Return what carries an op out; None: the algorithm has nothing for it."""
-    if spec.routed:
-        return getattr(module, "dispatch" if spec.dispatches else "combine", None)
-    if spec.gathers:
-        return module.gather
-    if spec.exchanges:
-        return getattr(module, "exchange", None)
-    if spec.normed:
-        return getattr(module, "reduce_and_normalise", None) or normalising(module.reduce)
-    return module.reduce
+class WithInput(Protocol):
+    """An op's arguments, as far as all ops have them."""
+
+    @property
+    def x(self) -> torch.Tensor: ...
 
 
-def _table(**algorithms: Any) -> dict[tuple[str, str], Callable[..., Any]]:
+Given = TypeVar("Given", bound=WithInput)
+Result = TypeVar("Result")
+Routed: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # rows, and how many each expert has
+
+
+class Functions(NamedTuple):
+    """What an algorithm has for the families of ops; None: nothing."""
+
+    gather: Callable[[Call, torch.Tensor, Products], None]
+    reduce: Callable[..., None]
+    exchange: Callable[[Call, torch.Tensor, torch.Tensor], None] | None = None
+    dispatch: Callable[[Call, torch.Tensor, torch.Tensor], Routed] | None = None
+    combine: Callable[..., None] | None = None
+    reduce_and_normalise: Callable[..., torch.Tensor] | None = None
+
+    def of(self, spec: OpSpec) -> Callable[..., Any] | None:
+        """Return what carries an op out."""
+        if spec.routed:
+            return self.dispatch if spec.dispatches else self.combine
+        if spec.gathers:
+            return self.gather
+        if spec.exchanges:
+            return self.exchange
+        if spec.normed:
+            return self.reduce_and_normalise or normalising(self.reduce)
+        return self.reduce
+
+
+def _table(**algorithms: Functions) -> dict[tuple[str, str], Callable[..., Any]]:
     return {
         (op, name): function
-        for name, module in algorithms.items()
+        for name, functions in algorithms.items()
         for op, spec in OPS.items()
-        if (function := _function(module, spec)) is not None
+        if (function := functions.of(spec)) is not None
         and (spec.has_matmul or not ALGORITHMS[name].overlaps_matmul)
-        and not (spec.scaled and module is fused)
+        and not (spec.scaled and ALGORITHMS[name].plain_weights)
     }
 
 
-_ANYWHERE = {"unfused": unfused, "ring": ring, "fused": fused}
+_ANYWHERE = {
+    "unfused": Functions(
+        unfused.gather, unfused.reduce, unfused.exchange, unfused.dispatch, unfused.combine
+    ),
+    "ring": Functions(ring.gather, ring.reduce, ring.exchange),
+    "fused": Functions(fused.gather, fused.reduce),
+}
 TABLES = {
-    "cpu": _table(**_ANYWHERE, direct=direct, pipelined=pipelined, hierarchical=hierarchical),
+    "cpu": _table(
+        **_ANYWHERE,
+        direct=Functions(
+            direct.gather,
+            direct.reduce,
+            direct.exchange,
+            direct.dispatch,
+            direct.combine,
+            direct.reduce_and_normalise,
+        ),
+        pipelined=Functions(pipelined.gather, pipelined.reduce),
+        hierarchical=Functions(hierarchical.gather, hierarchical.reduce),
+    ),
     "cuda": _table(
         **_ANYWHERE,
-        direct=direct_cuda,
-        multimem=multimem,
-        pipelined=pipelined_cuda,
+        direct=Functions(
+            direct_cuda.gather,
+            direct_cuda.reduce,
+            None,
+            direct_cuda.dispatch,
+            direct_cuda.combine,
+            direct_cuda.reduce_and_normalise,
+        ),
+        multimem=Functions(multimem.gather, multimem.reduce),
+        pipelined=Functions(pipelined_cuda.gather, pipelined_cuda.reduce),
     ),
 }
 
@@ -79,30 +127,6 @@ def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
     return TABLES[problem.device][problem.op, plan.algorithm]
 
 
-def bind(
-    call: Call,
-    given: Any,
-    arguments: _C.calls.Arguments,
-    execute: Callable[[Call, Any], Any],
-    in_place: bool,
-) -> _C.calls.Bound | None:
-    """Return what runs warm calls with these arguments: all of `direct` in the extension, or
-    ``execute(call, arguments)``, before and after which the extension does what `run` does. None:
-    on GPUs without a workspace, which tells of failures."""
-    problem, group, alarm = call.problem, call.group, None
-    if call.plan.algorithm == "direct" and problem.device == "cpu":
-        made = direct.bind(call, given, arguments, in_place)
-        if made is not None:
-            return made
-    if problem.device == "cuda":
-        if group.workspace is None:
-            return None
-        alarm = group.workspace.alarm
-    sums = problem.device == "cuda" and problem.spec.reduces
-    deterministic = group.cuda_sums.planned_for_flag if sums else None
-    return _C.calls.PythonCall(arguments, execute, call, alarm, deterministic)
-
-
 def failed(call: Call, error: BaseException) -> None:
     """Break the group of a call that ends in an error, and tell the peers, unless the error is
     `HARMLESS`."""
@@ -112,8 +136,8 @@ def failed(call: Call, error: BaseException) -> None:
 
 
 def run(
-    call: Call, plan: Callable[[], Call], execute: Callable[[Call, Any], Any], given: Any
-) -> Any:
+    call: Call, plan: Callable[[], Call], execute: Callable[[Call, Given], Result], given: Given
+) -> Result:
     """Run ``execute(call, given)``, with a new ``plan()`` if the group has forgotten the call
     while it waited for its turn. Calls on one group run one after another. Everything an op does
     after its arguments are checked belongs inside: an error there, such as no memory for a result,

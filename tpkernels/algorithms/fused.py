@@ -18,7 +18,7 @@ peer in a call of another algorithm. On GPUs a call only queues its kernel: see 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -47,7 +47,7 @@ def _run(
     device: torch.device,
     key: Hashable,
     prepare: Callable[[], Prepared],
-    *tensors: Any,
+    *tensors: object,
 ) -> None:
     """Run what ``prepare`` returns, which is the same for calls with the same key. On CPU tensors
     it has succeeded when this returns."""

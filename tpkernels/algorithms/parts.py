@@ -25,6 +25,7 @@ from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
 from tpkernels.local.product import Weight
 from tpkernels.planning.algorithms import LINE_BYTES, step_rows
+from tpkernels.planning.op_spec import ExchangeOptions
 from tpkernels.planning.problem import Problem
 
 Run: TypeAlias = tuple[int, int, int]  # row in a part, row in the whole matrix, number of rows
@@ -58,9 +59,8 @@ def result_shape(problem: Problem, rank: int) -> list[int]:
     """Return the shape of what a call leaves on a rank: all of the tensor, or the rank's shard."""
     shape, spec = list(problem.shape), problem.spec
     if spec.exchanges:
-        assert problem.options.scattered is not None  # an exchange has one
-        dim, sizes = problem.options.scattered
-        shape[dim] = sizes[rank]
+        to = problem.options_as(ExchangeOptions)
+        shape[to.dim] = to.sizes[rank]
     elif spec.scatters:
         assert problem.dim is not None  # a scatter has one
         shape[problem.dim] = problem.sizes[rank]
@@ -72,9 +72,9 @@ def pieces_of(
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Return this rank's piece for each rank in an exchange, and the places in ``out`` of the
     ranks' pieces for this one."""
-    assert problem.dim is not None and problem.options.scattered is not None  # an exchange has both
-    dim, sizes = problem.options.scattered
-    return x.split(list(sizes), dim), out.split(list(problem.sizes), problem.dim)
+    assert problem.dim is not None  # an exchange has one
+    to = problem.options_as(ExchangeOptions)
+    return x.split(list(to.sizes), to.dim), out.split(list(problem.sizes), problem.dim)
 
 
 def edges_of(total: int, world: int) -> list[int]:

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -70,7 +69,7 @@ def scatters_in_rank_order(function: Callable[..., None]) -> Callable[..., None]
     """Make a `reduce` that splits the first dim split any dim but the last."""
 
     @functools.wraps(function)
-    def scatter(call: Call, x: torch.Tensor, *operands: Any) -> None:
+    def scatter(call: Call, x: torch.Tensor, *operands: object) -> None:
         problem = call.problem
         if problem.outer != 1:
             assert problem.dim is not None  # a scatter has one

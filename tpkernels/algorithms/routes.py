@@ -16,20 +16,20 @@ import torch
 from tpkernels import _C
 from tpkernels.common.shards import shard_sizes
 from tpkernels.errors import CaptureError, RoutingError
+from tpkernels.planning.op_spec import RoutedOptions
 from tpkernels.planning.problem import Problem
 from tpkernels.symm import streams
 
 
 def experts_of(problem: Problem) -> list[int]:
     """Return how many experts each rank holds."""
-    assert problem.options.routes is not None  # only such problems are asked
-    return shard_sizes(problem.options.routes[0], problem.world)
+    return shard_sizes(problem.options_as(RoutedOptions).experts, problem.world)
 
 
 def most_rows(problem: Problem) -> int:
     """Return how many rows a rank may have; the same on all ranks."""
-    assert problem.options.routes is not None  # only such problems are asked
-    return problem.options.max_rows or sum(problem.sizes) * problem.options.routes[1]
+    options = problem.options_as(RoutedOptions)
+    return options.max_rows or sum(problem.sizes) * options.top_k
 
 
 def routing_of(problem: Problem, routes: torch.Tensor) -> _C.calls.Routing:
@@ -64,7 +64,7 @@ def weigh_rows(
 
 def check_room(problem: Problem, rows: Sequence[int]) -> None:
     """Raise `RoutingError` if a rank, of which each gets ``rows``, gets more than there may be."""
-    most = problem.options.max_rows
+    most = problem.options_as(RoutedOptions).max_rows
     if most is not None and max(rows) > most:
         raise RoutingError(
             f"{max(rows)} (token, expert) assignments go to the experts of rank "
@@ -76,7 +76,7 @@ def check_room(problem: Problem, rows: Sequence[int]) -> None:
 def filled(problem: Problem, x: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the first ``rows`` of the experts' results, one for each route. ``ValueError`` if x
     has another number than it must have."""
-    most = problem.options.max_rows
+    most = problem.options_as(RoutedOptions).max_rows
     if most is not None and x.shape[0] != most:
         raise ValueError(f"x has {x.shape[0]} rows, but max_rows is {most}; they must be equal")
     if most is None and x.shape[0] != rows:
@@ -114,7 +114,8 @@ class RowExchange:
         held = experts_of(problem)
         experts, k = routes.flatten(), routes.shape[1]
         nowhere = (experts < 0) | (experts >= sum(held))
-        if problem.world == 1 and problem.device == "cuda" and problem.options.max_rows is not None:
+        most = problem.options_as(RoutedOptions).max_rows
+        if problem.world == 1 and problem.device == "cuda" and most is not None:
             check_room(problem, all_rows := [routes.numel()])
             found = Places.of(problem, 0, experts.masked_fill(nowhere, sum(held)))
             leaving = torch.arange(all_rows[0], device=routes.device)
@@ -163,7 +164,7 @@ class Places:
     @classmethod
     def of(cls, problem: Problem, rank: int, routes: torch.Tensor) -> Places:
         """Find them from ``routes`` [tokens of all ranks, k]."""
-        if problem.options.max_rows is None:
+        if problem.options_as(RoutedOptions).max_rows is None:
             _refuse_capture(routes.device)
         held = experts_of(problem)
         experts, order = routes.flatten().sort(stable=True)
@@ -178,7 +179,7 @@ class Places:
     def rows(self, problem: Problem, rank: int, routes: torch.Tensor) -> int:
         """Return how many rows this rank has: ``max_rows``; without, the host waits for the number
         of routes to its experts. Raises `RoutingError` if it knows of a reason."""
-        if (most := problem.options.max_rows) is not None:
+        if (most := problem.options_as(RoutedOptions).max_rows) is not None:
             return most
         edges = self.edges.tolist()
         if edges[-1] - edges[0] < self.order.numel():

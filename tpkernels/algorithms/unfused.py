@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import (
@@ -38,6 +38,7 @@ from torch.distributed.distributed_c10d import (
     AllToAllOptions,
     ProcessGroup,
     ReduceScatterOptions,
+    Work,
 )
 
 from tpkernels.algorithms.parts import Products, as_rows, new_partial, pieces_of, shard_counts
@@ -51,12 +52,16 @@ from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
+from tpkernels.planning.op_spec import ExchangeOptions, RoutedOptions
 from tpkernels.planning.problem import VENDOR
 from tpkernels.torch_private import all_gather_single, reduce_scatter_single
 
 # A reduction on the host moves in steps of this size, so that the allocator can reuse their buffers
 # instead of taking fresh pages.
 _STEP_BYTES = 4 << 20
+GroupOptions = TypeVar(
+    "GroupOptions", AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+)
 _PART_UNIT = 8  # elements of a rank's part of an all-reduce: the kernel on GPUs loads 8 at a time
 
 
@@ -76,12 +81,12 @@ def exchange(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     if call.group.world == 1:
         out.copy_(x)
         return
-    assert problem.dim is not None and problem.options.scattered is not None  # it has both
-    (pieces, places), (dim, sizes) = pieces_of(problem, x, out), problem.options.scattered
-    even = _even(problem.sizes) and _even(sizes)
+    assert problem.dim is not None  # an exchange has one
+    (pieces, places), to = pieces_of(problem, x, out), problem.options_as(ExchangeOptions)
+    even = _even(problem.sizes) and _even(to.sizes)
     counts = [piece.numel() for piece in pieces]
     received_counts = None if even else [place.numel() for place in places]
-    received = _exchange(call, by_owner(x, dim, sizes), counts, received_counts)
+    received = _exchange(call, by_owner(x, to.dim, to.sizes), counts, received_counts)
     announce_done(call)
     shaped = [piece.view(place.shape) for piece, place in zip(received, places, strict=True)]
     torch.cat(shaped, problem.dim, out=out)
@@ -96,7 +101,7 @@ def dispatch(
     enter(call).wait()
     leaving = x.index_select(0, found.leaving // routes.shape[1])
     rows = _exchange_rows(call, leaving, found.left, found.arrived)
-    most, count = call.problem.options.max_rows, sum(found.arrived)
+    most, count = call.problem.options_as(RoutedOptions).max_rows, sum(found.arrived)
     if most is None:
         return rows.index_select(0, found.order), found.counts
     padded = rows.new_zeros(most, x.shape[1])
@@ -285,7 +290,7 @@ def _pg(call: Call) -> ProcessGroup:
     return call.group.pg
 
 
-def _options(cls: Any, call: Call) -> Any:
+def _options(cls: type[GroupOptions], call: Call) -> GroupOptions:
     options = cls()
     options.timeout = timedelta(seconds=call.group.timeout_on(call.problem.device))
     if _by_nccl(call):
@@ -293,7 +298,7 @@ def _options(cls: Any, call: Call) -> Any:
     return options
 
 
-def _wait(call: Call, work: Any) -> None:
+def _wait(call: Call, work: Work | None) -> None:
     """Wait for a work, on GPUs with the stream. NCCL returns none for what is on it anyway."""
     if work is not None:
         finish(call, work)

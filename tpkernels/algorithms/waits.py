@@ -11,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import time
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from torch._C._distributed_c10d import Work
 
 from tpkernels._C.host import Phase
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.groups.call import Call
+from tpkernels.groups.waiting_thread import PendingTransfers
 from tpkernels.local.ranges import TRANSFER, WAIT, recorded
 
 _LOOK = timedelta(seconds=0.02)  # between two looks at the peers
 
 
-def finish(call: Call, work: Any) -> None:
+def finish(call: Call, work: Work | PendingTransfers) -> None:
     """Wait for torch.distributed and watch the peers meanwhile: gloo reports a rank's death only
     to its neighbours, and tells nobody that a rank has given up. On GPUs the stream waits, and
     torch.distributed watches."""

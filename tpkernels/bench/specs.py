@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +17,16 @@ from tpkernels.local.scaled import Packing, scaling_of
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Means, unsupported_algorithms
 from tpkernels.planning.cost import Cost
-from tpkernels.planning.op_spec import NO_OPTIONS, OPS, OpSpec, Options
+from tpkernels.planning.op_spec import (
+    NO_OPTIONS,
+    OPS,
+    GatherOptions,
+    OpSpec,
+    Options,
+    ReduceOptions,
+    RoutedOptions,
+    Scales,
+)
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.qualification.op_case import NORM_EPS, SCALED_DTYPE
 
@@ -63,22 +72,19 @@ class Spec:
         if op.has_matmul:
             m, n, k = shape
             shape = (m, k) if op.gathers else (m, n)
-        options = NO_OPTIONS
+        options: Options = NO_OPTIONS
         if op.reduces:
-            options = Options(x_dtype=SCALED_DTYPE if op.scaled else dtype, out_dtype=dtype)
-        if op.routed:
-            options = Options(routes=(EXPERTS, TOP_K))
-        elif op.normed:
-            options = replace(options, norm=(NORM_EPS, dtype))
-        elif op.scaled and op.gathers:
+            x_dtype, norm = SCALED_DTYPE if op.scaled else dtype, (NORM_EPS, dtype)
+            options = ReduceOptions(
+                x_dtype=x_dtype, out_dtype=dtype, norm=norm if op.normed else None
+            )
+        elif op.routed:
+            options = RoutedOptions(experts=EXPERTS, top_k=TOP_K)
+        elif op.scaled:
             x = torch.empty(1, self.shape[2], dtype=SCALED_DTYPE, device="meta")
             scale = torch.empty(1, 1, device="meta")
-            options = Options(
-                k=self.shape[2],
-                x_dtype=SCALED_DTYPE,
-                scale_x=scaling_of(scale).value,
-                out_dtype=dtype,
-            )
+            scales = Scales(self.shape[2], SCALED_DTYPE, scaling_of(scale).value)
+            options = GatherOptions(scales=scales, out_dtype=dtype)
             shape, dtype = (shape[0], Packing.of(x, scale).words), torch.float32
         vendor = device == "cuda" and op.reduces and world > 1 and not op.scaled
         return Problem.evenly_split(

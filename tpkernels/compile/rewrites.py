@@ -43,7 +43,7 @@ from tpkernels.compile.graph import (
     row_scale,
 )
 from tpkernels.compile.layout import Axis, Layout, Size, same, same_shape, shape_of, size_of, value
-from tpkernels.planning.op_spec import OPS, Options
+from tpkernels.planning.op_spec import OPS, GatherOptions, ReduceOptions
 from tpkernels.torch_private import OpOverload, pattern_matcher, schema_of
 from tpkernels.torch_private import c10d_functional as _c10d
 
@@ -160,7 +160,7 @@ def fuse_gather(gather: Collective) -> Change:
     *before, rows = gathered.lead(layout)
     dim, columns, kept = len(before), shape_of(first.left)[1], bool(rest)
     total = None if before else rows * gather.world
-    gather.check_worthwhile(op, total, columns, Options(return_gathered=kept))
+    gather.check_worthwhile(op, total, columns, GatherOptions(return_gathered=kept))
     detail = f"x {[*before, rows, columns]} along dim {dim}, {counted(len(matmuls), 'matmul')}"
     detail += "; the gathered tensor is kept" if kept else ""
     replaced = moving.with_carriers(gathered.moves)
@@ -321,7 +321,7 @@ def fuse_reduction(collective: Collective) -> Change:
         if scales is not None and ranks in matmul.dims[1]:
             raise Unsupported("a scaled matmul can be scattered along its rows only")
     rows, width = shape_of(first.node)
-    options = Options(x_dtype=dtype, out_dtype=out_dtype or dtype)
+    options = ReduceOptions(x_dtype=dtype, out_dtype=out_dtype or dtype)
     collective.check_worthwhile(op, rows if by_rows else None, width, options)
     with Editor(node) as editor:
         x, w = reduced.factors(editor)
@@ -420,7 +420,7 @@ def fuse_norm(reduction: Collective) -> Change | None:
     rows, width = prod(shape[:-1]), shape[-1]
     if not OPS[op].has_matmul:  # its times are by elements
         rows, width = rows * width, 1
-    reduction.check_worthwhile(op, rows, width, Options(x_dtype=dtype, out_dtype=dtype))
+    reduction.check_worthwhile(op, rows, width, ReduceOptions(x_dtype=dtype, out_dtype=dtype))
     with Editor(total) as editor:
         if residual is not None:
             arguments["residual"] = editor.reshape(residual, shape)

@@ -489,7 +489,7 @@ class Group(_C.calls.Turns):
                 self.break_between_calls(error)
             raise
 
-    def exchange(self, purpose: str, value: Any, seconds: float) -> list[Any]:
+    def exchange(self, purpose: str, value: object, seconds: float) -> list[Any]:
         """Return the values of all ranks, which JSON can hold, in rank order, within ``seconds``.
         Collective, in a turn of the caller's."""
         if self.workspace is not None:
@@ -497,7 +497,7 @@ class Group(_C.calls.Turns):
                 return self.workspace.exchange(purpose, value)
         return self.participant(seconds).exchange(purpose, value)
 
-    def exchange_in_turn(self, purpose: str, value: Any, device: str) -> list[Any]:
+    def exchange_in_turn(self, purpose: str, value: object, device: str) -> list[Any]:
         """Exchange values as `exchange` does, taking the group's turn first, with the timeout for
         tensors of a device type."""
         with self.together():

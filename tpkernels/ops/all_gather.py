@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from tpkernels.groups import GroupLike, name_of
+from tpkernels.ops.arguments import GatherArguments
+from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -16,12 +18,12 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+def _save(ctx: Context, given: GatherArguments, output: torch.Tensor) -> None:
     ctx.group, ctx.dim = given.group, given.gather_dim
     ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
 
 
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
     grad_x = torch.ops.tpkernels.reduce_scatter.default(
         grad, ctx.group, ctx.dim, shard_sizes=ctx.shard_sizes, algorithm=ctx.algorithm
     )

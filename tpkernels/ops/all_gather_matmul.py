@@ -11,7 +11,8 @@ import torch
 from tpkernels.common import dtypes
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import CustomMatmul, Weight
-from tpkernels.ops.autograd import ColumnGrads, algorithm_like, matmul
+from tpkernels.ops.arguments import GatherArguments
+from tpkernels.ops.autograd import ColumnGrads, Context, Needs, algorithm_like, matmul
 from tpkernels.ops.registration import Op, bias_list, define
 
 SCHEMA = (
@@ -21,17 +22,19 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Any, given: Any, output: Any) -> None:
+def _save(ctx: Context, given: GatherArguments, output: Sequence[torch.Tensor]) -> None:
     ctx.group, ctx.dim, ctx.returned = given.group, given.gather_dim, given.return_gathered
     ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
-    ctx.columns = ColumnGrads(ctx, given, output[0] if ctx.returned else given.x)
+    assert given.weights is not None  # the schema has them
+    kept = output[0] if ctx.returned else given.x
+    ctx.columns = ColumnGrads(ctx, given.x, given.weights, given.biases, kept)
     if not ctx.returned:
         ctx.mark_non_differentiable(output[0])
 
 
 def _backward(
-    ctx: Any,
-    needs: Any,
+    ctx: Context,
+    needs: Needs,
     grad_gathered: torch.Tensor | None,
     grad_outs: Sequence[torch.Tensor | None],
 ) -> dict[str, Any]:
@@ -55,10 +58,10 @@ def _backward(
 
 
 def _grad_x(
-    ctx: Any,
+    ctx: Context,
     grad_gathered: torch.Tensor | None,
     factors: tuple[torch.Tensor, torch.Tensor] | None,
-) -> Any:
+) -> torch.Tensor:
     """``rows_r(sum_r(grad @ back + grad_gathered))``, in one reduce-scatter."""
     ops, split = torch.ops.tpkernels, (ctx.group, ctx.dim)
     if factors is None:
@@ -75,7 +78,7 @@ def _grad_x(
     return ops.reduce_scatter.default(partial, *split, **_options(ctx, has_matmul=False))
 
 
-def _options(ctx: Any, *, has_matmul: bool, last_dim: bool = False) -> dict[str, Any]:
+def _options(ctx: Context, *, has_matmul: bool, last_dim: bool = False) -> dict[str, Any]:
     algorithm = algorithm_like(ctx.algorithm, has_matmul=has_matmul, last_dim=last_dim)
     return {"shard_sizes": ctx.shard_sizes, "algorithm": algorithm}
 

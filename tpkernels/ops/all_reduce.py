@@ -8,6 +8,8 @@ import torch
 
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.ops import validation
+from tpkernels.ops.arguments import ReduceArguments
+from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -17,11 +19,11 @@ SCHEMA = (
 SCHEMA_IN_PLACE = "all_reduce_(Tensor(a!) x, str group, *, str algorithm='auto') -> ()"
 
 
-def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
     ctx.dtype = given.x.dtype
 
 
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
     return {"x": grad.to(ctx.dtype)}
 
 

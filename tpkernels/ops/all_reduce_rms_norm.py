@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tpkernels.groups import GroupLike, name_of
-from tpkernels.ops.autograd import norm_grads
+from tpkernels.ops.arguments import ReduceArguments
+from tpkernels.ops.autograd import Context, Needs, norm_grads
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -16,12 +17,12 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Context, given: ReduceArguments, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(output[1], given.weight)
     ctx.eps, ctx.dtype = given.eps, given.x.dtype
 
 
-def _backward(ctx: Any, needs: Any, *grads: torch.Tensor) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, *grads: torch.Tensor) -> dict[str, Any]:
     """All of it local: the gradient of the sum is that of each summand (ops/autograd.py)."""
     total, weight = norm_grads(ctx, *ctx.saved_tensors, *grads)
     term = total.to(ctx.dtype)  # which the residual has too

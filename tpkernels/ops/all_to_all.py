@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from tpkernels.groups import GroupLike, name_of
+from tpkernels.ops.arguments import ExchangeArguments
+from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -16,23 +18,19 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
-    ctx.group, ctx.algorithm = given.group, given.algorithm
-    ctx.gather_dim, ctx.gather_sizes = given.gather_dim, given.gather_sizes
-    ctx.scatter_dim, ctx.scatter_sizes = given.scatter_dim, given.scatter_sizes
+def _save(ctx: Context, given: ExchangeArguments, output: torch.Tensor) -> None:
+    ctx.group = given.group
+    ctx.options = {
+        "gather_dim": given.scatter_dim,
+        "scatter_dim": given.gather_dim,
+        "gather_sizes": given.scatter_sizes,
+        "scatter_sizes": given.gather_sizes,
+        "algorithm": given.algorithm,
+    }
 
 
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
-    grad_x = torch.ops.tpkernels.all_to_all.default(
-        grad,
-        ctx.group,
-        ctx.scatter_dim,
-        ctx.gather_dim,
-        gather_sizes=ctx.scatter_sizes,
-        scatter_sizes=ctx.gather_sizes,
-        algorithm=ctx.algorithm,
-    )
-    return {"x": grad_x}
+def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
+    return {"x": torch.ops.tpkernels.all_to_all.default(grad, ctx.group, **ctx.options)}
 
 
 OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,8 @@ from tpkernels.common import dtypes
 from tpkernels.local.matmul import local_matmul, new_product
 from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of
+from tpkernels.local.product import Weight
+from tpkernels.ops.arguments import ReduceArguments
 from tpkernels.ops.registration import define_kernel
 from tpkernels.planning.algorithms import ALGORITHMS
 
@@ -77,6 +79,44 @@ def matmul(
     return _matmul(x, w, bias=bias, out_dtype=out_dtype)
 
 
+class Context(Protocol):
+    """What autograd keeps of a call for its backward, and what the ops add."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    save_for_backward: Callable[..., None]
+    mark_non_differentiable: Callable[[torch.Tensor], None]
+    set_materialize_grads: Callable[[bool], None]
+    group: str
+    algorithm: str
+    dim: int
+    shard_sizes: Sequence[int] | None
+    dtype: torch.dtype
+    bias_dtype: torch.dtype
+    residual_dtype: torch.dtype
+    weight_grad: WeightGrad
+    columns: ColumnGrads
+    returned: bool
+    eps: float
+    num_experts: int
+    options: dict[str, Any]
+    tokens: int
+
+
+class Needs(Protocol):
+    """Whose gradient is needed, of an op's arguments."""
+
+    x: bool
+    w: bool
+    weight: bool
+    norm_weight: bool
+    bias: bool
+    residual: bool
+    topk_weights: bool
+    stack: bool
+    weights: Sequence[bool]
+    biases: Sequence[bool]
+
+
 @dataclass(frozen=True)
 class WeightGrad:
     """Memory layout and dtype of the gradient of a weight [K, N].
@@ -115,17 +155,23 @@ class ColumnGrads:
 
     Args:
         ctx: of autograd, which saves the tensors: ``kept`` and the weights, as far as needed.
-        given: the arguments x, weights and biases.
         kept: the whole x, or what it can be made of again.
     """
 
-    def __init__(self, ctx: Any, given: Any, kept: torch.Tensor) -> None:
-        x, weights, biases = given.x, given.weights, given.biases
-        needed = any(w.requires_grad for w in weights)
-        ctx.save_for_backward(kept if needed else None, *(weights if x.requires_grad else ()))
+    def __init__(
+        self,
+        ctx: Context,
+        x: torch.Tensor,
+        weights: Sequence[Weight],
+        biases: Sequence[torch.Tensor] | None,
+        kept: torch.Tensor,
+    ) -> None:
+        plain = [w for w in weights if isinstance(w, torch.Tensor)]  # autograd sees no others
+        needed = any(w.requires_grad for w in plain)
+        ctx.save_for_backward(kept if needed else None, *(plain if x.requires_grad else ()))
         ctx.set_materialize_grads(False)
         self.dtype = x.dtype
-        self._weights = [WeightGrad.of(w) for w in weights]
+        self._weights = [WeightGrad.of(w) for w in plain]
         self._biases = None if biases is None else [b.dtype for b in biases]
 
     def factors(
@@ -144,7 +190,7 @@ class ColumnGrads:
         return torch.cat([g for g, _ in pairs], -1), torch.cat([w for _, w in pairs])
 
     def of_weights(
-        self, needs: Any, grads: Sequence[torch.Tensor | None], whole: Callable[[], torch.Tensor]
+        self, needs: Needs, grads: Sequence[torch.Tensor | None], whole: Callable[[], torch.Tensor]
     ) -> dict[str, Any]:
         """Return the gradients of the weights and the biases. ``whole()`` is the whole x."""
         weights: list[torch.Tensor | None] = [None] * len(grads)
@@ -161,18 +207,21 @@ class ColumnGrads:
         return {"weights": weights, "biases": biases}
 
 
-def save_operands(ctx: Any, given: Any, *more: torch.Tensor) -> None:
+def save_operands(ctx: Context, given: ReduceArguments, *more: torch.Tensor | None) -> None:
     """Keep for the backward what a product with an epilogue needs, of the op's arguments, and
     ``more``."""
     x, w, bias, residual = given.x, given.w, given.bias, given.residual
+    assert isinstance(w, torch.Tensor)  # autograd sees no other weights
     ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None, *more)
     ctx.dtype, ctx.weight_grad = x.dtype, WeightGrad.of(w)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.residual_dtype = None if residual is None else residual.dtype
+    if bias is not None:
+        ctx.bias_dtype = bias.dtype
+    if residual is not None:
+        ctx.residual_dtype = residual.dtype
 
 
 def operand_grads(
-    ctx: Any, needs: Any, x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor
+    ctx: Context, needs: Needs, x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor
 ) -> dict[str, torch.Tensor | None]:
     """Return the gradients of what an all-reduce of a product was made of, given that of the
     sum."""
@@ -186,7 +235,7 @@ def operand_grads(
 
 
 def norm_grads(
-    ctx: Any,
+    ctx: Context,
     total: torch.Tensor,
     weight: torch.Tensor,
     grad_normed: torch.Tensor,

@@ -21,7 +21,7 @@ from tpkernels.local.matmul import new_product
 from tpkernels.local.packed import columns_of, is_packed
 from tpkernels.local.ranges import profiling
 from tpkernels.ops import validation
-from tpkernels.ops.autograd import ColumnGrads
+from tpkernels.ops.autograd import ColumnGrads, Context, Needs
 from tpkernels.ops.execution import materialized
 from tpkernels.ops.registration import Op, bias_list, define_local
 
@@ -59,11 +59,14 @@ def _fake(
     return [x.new_empty((*x.shape[:-1], columns_of(w))) for w in weights]
 
 
-def _save(ctx: Any, given: Any, output: Any) -> None:
-    ctx.group, ctx.columns = given.group, ColumnGrads(ctx, given, given.x)
+def _save(ctx: Context, given: Any, output: object) -> None:
+    ctx.group = given.group
+    ctx.columns = ColumnGrads(ctx, given.x, given.weights, given.biases, given.x)
 
 
-def _backward(ctx: Any, needs: Any, grad_outs: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+def _backward(
+    ctx: Context, needs: Needs, grad_outs: Sequence[torch.Tensor | None]
+) -> dict[str, Any]:
     x, *weights = ctx.saved_tensors
     factors = ctx.columns.factors(grad_outs, weights) if needs.x else None
     grad_x = None

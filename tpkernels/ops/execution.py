@@ -6,68 +6,84 @@ rank alone, such as an allocation, happens here, within the call's turn (`backen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
 
 import torch
 
+from tpkernels import _C
+from tpkernels.algorithms.direct.cpu import collective_of
 from tpkernels.algorithms.parts import Products, result_shape, splits_columns
 from tpkernels.algorithms.reduction import Reduction, RmsNorm
 from tpkernels.common import dtypes
 from tpkernels.groups.call import Call
+from tpkernels.local.matmul import converts
 from tpkernels.local.memory import empty
-from tpkernels.local.packed import columns_of
+from tpkernels.local.packed import columns_of, is_packed
+from tpkernels.local.product import Product, Weight
 from tpkernels.local.scaled import Packing, ScaledMatrix, ScaledWeight, Scaling, scaling_of
+from tpkernels.ops.arguments import (
+    AnyGather,
+    AnyReduce,
+    CombineArguments,
+    DispatchArguments,
+    ExchangeArguments,
+    GatherArguments,
+    OpArguments,
+    ReduceArguments,
+    ScaledGatherArguments,
+    ScaledReduceArguments,
+)
+from tpkernels.ops.problems import Result
+from tpkernels.planning.op_spec import GatherOptions, ReduceOptions
 from tpkernels.planning.problem import Problem
 from tpkernels.torch_private import is_zero_tensor
 
 
-def gather(call: Call, given: Any) -> Any:
+def gather(call: Call, given: AnyGather) -> Result:
     """Run an op that gathers; return (gathered, outs), or what is gathered if nothing is
     multiplied."""
-    problem, spec, x, rows = call.problem, call.problem.spec, given.x, None
+    problem, x, biases, packing = call.problem, given.x, given.biases, None
     gathered = None
-    if not spec.has_matmul or given.return_gathered:
+    if given.weights is None or given.return_gathered:
         gathered = empty(problem.shape, problem.dtype, x.device)
-    if not spec.has_matmul:
+    if given.weights is None:
+        assert gathered is not None  # just allocated
         call.function(call, x, Products([], [], [], gathered))
         return gathered
-    weights, biases = given.weights, given.biases
-    dtype = problem.options.out_dtype or x.dtype
-    outs = [empty((*problem.shape[:-1], columns_of(w)), dtype, x.device) for w in weights]
-    if spec.scaled:
+    weights: Sequence[Weight | Product] = given.weights
+    dtype = problem.options_as(GatherOptions).out_dtype or x.dtype
+    outs = [empty((*problem.shape[:-1], columns_of(w)), dtype, x.device) for w in given.weights]
+    if isinstance(given, ScaledGatherArguments):
         scale = _own_scale(given.scale_x, problem, call.group.rank)
-        rows = Rows.of(x, scale, weights, given.scales_w, given.use_fast_accum)
-        x, weights = rows.packed, rows.weights
+        x, weights, packing = Rows.of(x, scale, given.weights, given.scales_w, given.use_fast_accum)
     each_bias = [materialized(b) for b in biases] if biases else [None] * len(weights)
     call.function(call, x, Products(weights, each_bias, outs, gathered))
     if gathered is None:
         return given.x.new_empty(0), outs
-    return gathered if rows is None else rows.packing.data(gathered).contiguous(), outs
+    return gathered if packing is None else packing.data(gathered).contiguous(), outs
 
 
-def reduce(call: Call, given: Any) -> Any:
+def reduce(call: Call, given: AnyReduce) -> Result:
     """Run an op that reduces; return the sum, after the normalised rows if it normalises."""
-    problem, spec, x = call.problem, call.problem.spec, given.x
-    w, bias = given.w if spec.has_matmul else None, getattr(given, "bias", None)
-    if spec.scaled:
-        rows = Rows.of(x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
-        x, w = rows.packed, rows.weights[0]
+    problem, x, bias = call.problem, given.x, given.bias
+    w: Weight | Product | None = given.w
+    if isinstance(given, ScaledReduceArguments):
+        x, (w,), _ = Rows.of(x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
     if bias is not None and splits_columns(problem):
         bias = bias.narrow(0, sum(problem.sizes[: call.group.rank]), problem.sizes[call.group.rank])
-    dtype = problem.options.out_dtype
-    assert dtype is not None  # a reduction has one
-    reduction = Reduction.of(given.x, dtype, bias, getattr(given, "residual", None))
+    dtype = problem.options_as(ReduceOptions).out_dtype
+    reduction = Reduction.of(given.x, dtype, bias, given.residual)
     out = empty(result_shape(problem, call.group.rank), dtype, x.device)
-    if not spec.normed:
-        call.function(call, x, w, out, reduction)
-        return out
-    weight = given.norm_weight if spec.has_matmul else given.weight
-    norm = RmsNorm(weight.contiguous(), given.eps)
-    return call.function(call, x, w, out, reduction, norm), out
+    if isinstance(given, ReduceArguments) and given.norm is not None:
+        norm = RmsNorm(given.norm.contiguous(), given.eps)
+        return call.function(call, x, w, out, reduction, norm), out
+    call.function(call, x, w, out, reduction)
+    return out
 
 
-def reduce_in_place(call: Call, given: Any) -> None:
+def reduce_in_place(call: Call, given: ReduceArguments) -> None:
     """Overwrite x with its sum over the ranks."""
     x = given.x
     out = x if x.is_contiguous() else empty(x.shape, x.dtype, x.device)
@@ -76,7 +92,7 @@ def reduce_in_place(call: Call, given: Any) -> None:
         x.copy_(out)
 
 
-def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def dispatch(call: Call, given: DispatchArguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Run an op that brings tokens to their experts; return their rows, and how many each has."""
     x = given.x
     if given.scale_x is None:
@@ -86,7 +102,7 @@ def dispatch(call: Call, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return call.function(call, x, given.routes)
 
 
-def combine(call: Call, given: Any) -> torch.Tensor:
+def combine(call: Call, given: CombineArguments) -> torch.Tensor:
     """Run an op that brings the experts' rows back and sums each token's."""
     x = given.x.contiguous()
     weights = given.topk_weights.to(dtypes.accumulator(x.dtype)).contiguous()
@@ -95,12 +111,75 @@ def combine(call: Call, given: Any) -> torch.Tensor:
     return out
 
 
-def exchange(call: Call, given: Any) -> torch.Tensor:
+def exchange(call: Call, given: ExchangeArguments) -> torch.Tensor:
     """Run an op that exchanges shards."""
     x = given.x
     out = empty(result_shape(call.problem, call.group.rank), x.dtype, x.device)
     call.function(call, x, out)
     return out
+
+
+def bind(
+    call: Call,
+    given: OpArguments,
+    arguments: _C.calls.Arguments,
+    execute: Callable[[Call, OpArguments], object],
+    in_place: bool,
+) -> _C.calls.Bound | None:
+    """Return what runs warm calls with these arguments: all of `direct` in the extension, or
+    ``execute(call, arguments)``, before and after which the extension does what `backends.run`
+    does. None: on GPUs without a workspace, which tells of failures."""
+    problem, group, alarm = call.problem, call.group, None
+    if call.plan.algorithm == "direct" and problem.device == "cpu":
+        made = _bind_direct(call, given, arguments, in_place)
+        if made is not None:
+            return made
+    if problem.device == "cuda":
+        if group.workspace is None:
+            return None
+        alarm = group.workspace.alarm
+    sums = problem.device == "cuda" and problem.spec.reduces
+    deterministic = group.cuda_sums.planned_for_flag if sums else None
+    return _C.calls.PythonCall(arguments, execute, call, alarm, deterministic)
+
+
+def _bind_direct(
+    call: Call, given: OpArguments, arguments: _C.calls.Arguments, in_place: bool
+) -> _C.calls.Direct | None:
+    """Return what runs calls by `direct` on CPU tensors in the extension; None: Python does,
+    because operands or results are converted or split, or a product is the caller's."""
+    x, problem, weights = given.x, call.problem, list[Weight]()
+    products, return_gathered, eps = list[tuple[int, ...]](), False, 0.0
+    out_dtype: torch.dtype | None = None
+    if isinstance(given, GatherArguments):
+        if given.biases:
+            return None
+        weights, out_dtype = list(given.weights or []), given.out_dtype
+        return_gathered = given.return_gathered
+        products = [(*problem.shape[:-1], columns_of(w)) for w in weights]
+    elif isinstance(given, ReduceArguments):
+        if given.bias is not None and splits_columns(problem):
+            return None  # each rank adds its part of the bias
+        weights, out_dtype = [] if given.w is None else [given.w], given.out_dtype
+        eps = given.eps
+    elif not isinstance(given, ExchangeArguments):
+        return None
+    converted = len({x.dtype, problem.dtype, out_dtype or x.dtype}) > 1
+    plain = all(isinstance(w, torch.Tensor) for w in weights)
+    if converted or not plain or prod(problem.shape) == 0:
+        return None
+    if not all(map(is_packed, weights)) and converts(x.dtype, prod(problem.shape[:-1])):
+        return None
+    return _C.calls.Direct(
+        collective_of(call),
+        arguments,
+        in_place=in_place,
+        shape=tuple(result_shape(problem, call.group.rank)),
+        multiplies=bool(weights),
+        products=products,
+        return_gathered=return_gathered,
+        eps=eps,
+    )
 
 
 def materialized(bias: torch.Tensor) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from tpkernels.algorithms.routes import places_of, weigh_rows
 from tpkernels.common import dtypes
 from tpkernels.local.memory import empty
 from tpkernels.ops import validation
+from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.registration import Op, define_kernel, define_local
 
@@ -122,11 +123,11 @@ def _weigh(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torc
     return out
 
 
-def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+def _save(ctx: Context, given: Any, output: torch.Tensor) -> None:
     ctx.save_for_backward(given.x, given.places, given.weights)
 
 
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
     x, places, weights = ctx.saved_tensors
     found, wide = {}, grad.to(weights.dtype)[:, None]
     if needs.x:

@@ -21,6 +21,7 @@ from tpkernels.local.memory import empty
 from tpkernels.local.packed import columns_of_stack
 from tpkernels.local.ranges import MATMUL, recorded
 from tpkernels.ops import validation
+from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.registration import Op, define_kernel, define_local
 
 SCHEMA = "grouped_matmul(Tensor x, Tensor stack, Tensor counts) -> Tensor"
@@ -112,11 +113,11 @@ def _outer_products(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> t
     return out
 
 
-def _save(ctx: Any, given: Any, output: Any) -> None:
+def _save(ctx: Context, given: Any, output: object) -> None:
     ctx.save_for_backward(given.x, given.stack, given.counts)
 
 
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
     x, stack, counts = ctx.saved_tensors
     gradients = {}
     if needs.x:

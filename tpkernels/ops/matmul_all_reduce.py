@@ -8,7 +8,8 @@ import torch
 
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import Weight
-from tpkernels.ops.autograd import operand_grads, save_operands
+from tpkernels.ops.arguments import ReduceArguments
+from tpkernels.ops.autograd import Context, Needs, operand_grads, save_operands
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -17,11 +18,11 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
     save_operands(ctx, given)
 
 
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
     """All of it local: the gradient of the sum is that of each partial (ops/autograd.py)."""
     x, w = ctx.saved_tensors
     return operand_grads(ctx, needs, x, w, grad)

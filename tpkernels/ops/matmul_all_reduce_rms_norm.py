@@ -9,7 +9,8 @@ import torch
 
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import Weight
-from tpkernels.ops.autograd import norm_grads, operand_grads, save_operands
+from tpkernels.ops.arguments import ReduceArguments
+from tpkernels.ops.autograd import Context, Needs, norm_grads, operand_grads, save_operands
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -19,12 +20,12 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Any, given: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Context, given: ReduceArguments, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     save_operands(ctx, given, output[1], given.norm_weight)
     ctx.eps = given.eps
 
 
-def _backward(ctx: Any, needs: Any, *grads: torch.Tensor) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, *grads: torch.Tensor) -> dict[str, Any]:
     """All of it local: the gradient of the sum is that of each partial (ops/autograd.py)."""
     x, w, total, norm_weight = ctx.saved_tensors
     grad, weight_grad = norm_grads(ctx, total, norm_weight, *grads)

@@ -10,7 +10,8 @@ import torch
 
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import Weight
-from tpkernels.ops.autograd import algorithm_like, bias_grad, save_operands
+from tpkernels.ops.arguments import ReduceArguments
+from tpkernels.ops.autograd import Context, Needs, algorithm_like, bias_grad, save_operands
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -20,13 +21,15 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
     save_operands(ctx, given)
     ctx.group, ctx.dim = given.group, given.scatter_dim
     ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
 
 
-def _gathered(ctx: Any, grad: torch.Tensor, w: torch.Tensor | None, keep: bool) -> Any:
+def _gathered(
+    ctx: Context, grad: torch.Tensor, w: torch.Tensor | None, keep: bool
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the gradient of x, or None without ``w``, and the gathered gradient, if ``keep``, with
     at most one gather."""
     last, ops = ctx.dim == grad.dim() - 1, torch.ops.tpkernels
@@ -41,7 +44,7 @@ def _gathered(ctx: Any, grad: torch.Tensor, w: torch.Tensor | None, keep: bool) 
     return grad_x, whole
 
 
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
     x, w = ctx.saved_tensors
     grad_x, whole = None, grad
     if needs.x or needs.w or needs.bias:

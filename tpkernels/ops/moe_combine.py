@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from tpkernels.common import dtypes
+from tpkernels.ops.arguments import CombineArguments
+from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.moe_dispatch import Handle
 from tpkernels.ops.registration import Op, define, define_kernel, uncompiled
 
@@ -30,19 +32,19 @@ define_kernel(
 )
 
 
-def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+def _save(ctx: Context, given: CombineArguments, output: torch.Tensor) -> None:
     ctx.save_for_backward(given.x, given.topk_weights, given.routes)
     ctx.num_experts, ctx.group = given.num_experts, given.group
-    ctx.sizes = given.shard_sizes
+    ctx.shard_sizes = given.shard_sizes
     ctx.options = {"max_rows": given.max_rows, "algorithm": given.algorithm}
 
 
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
     """The gradient of a row is its weight times that of its token; a weight's is the dot product of
     the two. A weight travels as a token of its own, with one route."""
     x, weights, routes = ctx.saved_tensors
     ops, wide, (tokens, k) = torch.ops.tpkernels, dtypes.accumulator(x.dtype), weights.shape
-    sizes, options = ctx.sizes, ctx.options
+    sizes, options = ctx.shard_sizes, ctx.options
     single = routes.reshape(-1, 1), ctx.num_experts, ctx.group
     one_by_one = options | {"shard_sizes": sizes and [size * k for size in sizes]}
     rows_of = ops._moe_dispatch_rows.default

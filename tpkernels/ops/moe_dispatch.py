@@ -13,6 +13,8 @@ from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.scaled import Packing
 from tpkernels.ops import validation
 from tpkernels.ops.all_gather import all_gather
+from tpkernels.ops.arguments import DispatchArguments
+from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -46,7 +48,7 @@ class Handle(NamedTuple):
     scales: torch.Tensor | None
 
 
-def _save(ctx: Any, given: Any, output: Any) -> None:
+def _save(ctx: Context, given: DispatchArguments, output: Sequence[torch.Tensor]) -> None:
     ctx.save_for_backward(given.routes)
     ctx.mark_non_differentiable(output[1])
     ctx.num_experts, ctx.group, ctx.tokens = given.num_experts, given.group, given.x.shape[0]
@@ -54,7 +56,7 @@ def _save(ctx: Any, given: Any, output: Any) -> None:
     ctx.options = {name: getattr(given, name) for name in names}
 
 
-def _backward(ctx: Any, needs: Any, grad_rows: torch.Tensor, _: None) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, grad_rows: torch.Tensor, _: None) -> dict[str, Any]:
     (routes,) = ctx.saved_tensors
     ones = grad_rows.new_ones(ctx.tokens, routes.shape[1])
     grad_x = torch.ops.tpkernels.moe_combine.default(

@@ -15,6 +15,7 @@ from tpkernels.algorithms.backends import implementation, unsupported
 from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.groups.call import Call
 from tpkernels.groups.group import Group
+from tpkernels.ops.arguments import OpArguments
 from tpkernels.ops.tuner import tune_if_new
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
 from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
@@ -24,18 +25,21 @@ from tpkernels.symm import streams
 
 
 def plan_call(
-    group: Group, problem: Problem, given: Any, make_run: Callable[[], Callable[[Call], object]]
+    group: Group,
+    problem: Problem,
+    given: OpArguments,
+    make_run: Callable[[], Callable[[Call], object]],
 ) -> Call:
     """Plan a call with the arguments ``given``, which have been checked. A group's first call sets
     up its workspace. ``make_run()`` makes a function that runs a planned call while it is tuned."""
-    x: torch.Tensor = given.x
-    plan = functools.partial(_plan_call, problem=problem, device=x.device)
+    plan = functools.partial(_plan_call, problem=problem, device=given.x.device)
     call = plan(group, given.algorithm)
     tuning = group.tuning_on(problem.device) if given.algorithm == "auto" else None
     if tuning is None:
         return call
     names = candidates(call.problem, _means(group, call.problem.device))
-    return plan(group, "auto") if tune_if_new(call, tuning, names, plan, make_run, x) else call
+    tuned = tune_if_new(call, tuning, names, plan, make_run, given.x)
+    return plan(group, "auto") if tuned else call
 
 
 def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.device) -> Call:
@@ -107,7 +111,7 @@ def _unless_captured(
     if not is_set_up:
         in_graphs_function = _or_unfused(in_graphs_function, group, problem, device)
 
-    def run(call: Call, *operands: Any) -> Any:
+    def run(call: Call, *operands: object) -> object:
         nonlocal is_set_up
         if is_set_up and not streams.is_captured(device):
             return function(call, *operands)
@@ -124,7 +128,7 @@ def _or_unfused(
     """Return a call's function that falls back to `unfused`, in this call and those that follow, if
     there is no memory for its workspace."""
 
-    def run(call: Call, *operands: Any) -> Any:
+    def run(call: Call, *operands: object) -> object:
         try:
             return function(call, *operands)
         except WorkspaceMemoryError as error:

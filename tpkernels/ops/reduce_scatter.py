@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from tpkernels.groups import GroupLike, name_of
+from tpkernels.ops.arguments import ReduceArguments
+from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -16,12 +18,12 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Any, given: Any, output: torch.Tensor) -> None:
+def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
     ctx.group, ctx.dim, ctx.dtype = given.group, given.scatter_dim, given.x.dtype
     ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
 
 
-def _backward(ctx: Any, needs: Any, grad: torch.Tensor) -> dict[str, Any]:
+def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
     grad_x = torch.ops.tpkernels.all_gather.default(
         grad.to(ctx.dtype),
         ctx.group,

@@ -26,6 +26,7 @@ from tpkernels.algorithms import backends
 from tpkernels.groups.call import Call
 from tpkernels.local.product import CustomMatmul
 from tpkernels.ops import execution, validation
+from tpkernels.ops.arguments import arguments_class
 from tpkernels.ops.planned_calls import plan_call
 from tpkernels.ops.problems import fake_result, problem_of
 from tpkernels.planning.op_spec import OPS, OpSpec
@@ -52,17 +53,18 @@ def communicates(op: OpOverload) -> bool:
     return any(argument.name == "group" for argument in schema_of(op).arguments)
 
 
-def arguments_of(schema: torch.FunctionSchema, record: str = "") -> _C.calls.Arguments:
-    """Make a call's arguments a named tuple with the names and the defaults of an op's schema."""
+def arguments_of(schema: torch.FunctionSchema, spec: OpSpec | None = None) -> _C.calls.Arguments:
+    """Return what makes a call's arguments one object: of its family's class, or of a named tuple
+    with the names of the schema."""
     described, op = [], schema.name.removeprefix("tpkernels::")
-    combines = record in OPS and OPS[record].combines  # whose rows follow from the routes
+    combines = spec is not None and spec.combines  # whose rows follow from the routes
     for argument in schema.arguments:
         has_default = argument.has_default_value()
         default = argument.default_value if has_default else None
         any_rows = combines and argument.name == "x"
         described.append((argument.name, has_default, default, argument.kwarg_only, any_rows))
     names = [argument.name for argument in schema.arguments]
-    cls = namedtuple("Arguments", names)  # type: ignore[misc]
+    cls = namedtuple("Arguments", names) if spec is None else arguments_class(spec)
     return _C.calls.Arguments(op, described, cls)
 
 
@@ -334,7 +336,7 @@ def define(
     op = schema.partition("(")[0]
     written = [one.name for one in parsed.arguments if one.alias_info and one.alias_info.is_write]
     record = op.removesuffix("_") if written else op
-    arguments = arguments_of(parsed, record)
+    arguments = arguments_of(parsed, OPS[record])
     execute = execution_of(OPS[record], in_place=bool(written))
 
     def for_tuning(given: Any) -> Callable[[Call], Any]:
@@ -347,7 +349,7 @@ def define(
         group = groups.get(given.group)
         make_run = functools.partial(for_tuning, given)
         call = plan_call(group, problem_of(record, group, given), given, make_run)
-        return call, backends.bind(call, given, arguments, execute, bool(written))
+        return call, execution.bind(call, given, arguments, execute, bool(written))
 
     def run_planned(call: Call, given: Any) -> Any:
         return backends.run(call, lambda: plan(given)[0], execute, given)

@@ -35,7 +35,14 @@ from tpkernels.local.scaled import (
     scaling_of,
     swizzled_numel,
 )
-from tpkernels.planning.op_spec import OpSpec
+from tpkernels.ops.arguments import (
+    AnyReduce,
+    CombineArguments,
+    DispatchArguments,
+    ReduceArguments,
+    RoutedArguments,
+    ScaledReduceArguments,
+)
 from tpkernels.torch_private import elements_overlap
 
 INDICES = (torch.int32, torch.int64)
@@ -170,6 +177,8 @@ def weights(
 ) -> None:
     """Check weights [k, N_i], each with a bias [N_i] of a dtype in ``allowed`` or, in the ops'
     lists, one of no elements. ``scaled``: the scales of x, and of each weight."""
+    if not values:
+        raise ValueError("weights is empty; pass at least one weight")
     for name, each in (("scales_w", scaled[1] if scaled else None), ("biases", biases)):
         if each is not None and len(each) != len(values):
             raise ValueError(
@@ -451,10 +460,10 @@ def topk(ids: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> None:
     _floating(weights, "topk_weights")
 
 
-def routed(spec: OpSpec, given: Any, group: Group) -> tuple[int, ...]:
+def routed(given: RoutedArguments, group: Group) -> tuple[int, ...]:
     """Check an op on tokens with routes; return the tokens of each rank."""
     x, routes = given.x, given.routes
-    if spec.dispatches and given.scale_x is not None:
+    if isinstance(given, DispatchArguments) and given.scale_x is not None:
         scaled_rows(x, given.scale_x)
     else:
         dtypes.check_supported(x.dtype, "x")
@@ -466,7 +475,7 @@ def routed(spec: OpSpec, given: Any, group: Group) -> tuple[int, ...]:
     form = "int32 or int64 of shape [tokens of all ranks, k] with k >= 1"
     _form(fits, routes, "routes", form, with_dtype=True)
     tokens, name = x, "x"
-    if spec.combines:
+    if isinstance(given, CombineArguments):
         tokens, name, k = given.topk_weights, "topk_weights", routes.shape[1]
         fits = tokens.dim() == 2 and tokens.is_floating_point()
         _form(fits, tokens, name, "floating-point of shape [tokens, k]", with_dtype=True)
@@ -527,86 +536,52 @@ def group_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
     _floating(bias, "bias")
 
 
-# What an op that communicates is given, step by step.
+# What an op that communicates is given.
 
 
-def op_input(spec: OpSpec, x: torch.Tensor) -> None:
-    """Check this rank's x."""
-    if spec.has_matmul:
-        matrix_input(x, scaled=spec.scaled)
-        return
-    moved = not spec.reduces and device(x) == "cpu"
-    allowed = (*dtypes.CODES, *dtypes.MOVED) if moved else dtypes.CODES
+def moved(x: torch.Tensor) -> None:
+    """Check an x that only moves."""
+    allowed = (*dtypes.CODES, *dtypes.MOVED) if device(x) == "cpu" else dtypes.CODES
     dtypes.check_supported(x.dtype, "x", allowed)
-    if spec.normed:
+
+
+def summand(x: torch.Tensor, *, normed: bool) -> None:
+    """Check an x that is summed itself."""
+    dtypes.check_supported(x.dtype, "x", dtypes.CODES)
+    if normed:
         _form(x.dim() > 0 and x.shape[-1] > 0, x, "x", "[..., N] with N >= 1")
 
 
-def op_weights(spec: OpSpec, given: Any, k: int) -> bool:
-    """Check the weights next to an x of ``k`` columns; return whether all ranks must know of a
-    `CustomMatmul` among them. On a GPU it keeps ``auto`` from taking ``fused``, whose measured
-    times are those of plain weights."""
-    x, values = given.x, given.weights if spec.gathers else [given.w]
-    if not values:
-        raise ValueError("weights is empty; pass at least one weight")
-    if spec.gathers and spec.scaled:
-        allowed = (out_dtype(given.out_dtype, x, scaled=True),)
-        weights(values, given.biases, x, k, (given.scale_x, given.scales_w), allowed)
-    elif spec.gathers:
-        weights(values, given.biases, x, k)
-    elif spec.scaled:
-        scaled_weight(given.w, given.scale_w, x, given.scale_x, "w")
-    else:
-        weight(given.w, x, k, "w")
-    return device(x) == "cuda" and any(isinstance(w, CustomMatmul) for w in values)
-
-
-def scattered(
-    given: Any, shape: Sequence[int], gathered: int | None, world: int
-) -> tuple[int, tuple[int, ...]]:
-    """Return the scattered dim of an exchange, and each rank's rows of it."""
-    at = dim(given.scatter_dim, shape, "scatter_dim")
-    if at == gathered:
-        raise ValueError(f"gather_dim and scatter_dim are both {at}; they must differ")
-    return at, scatter_sizes(given.scatter_sizes, shape[at], world, "scatter_sizes")
-
-
-def op_products(spec: OpSpec, given: Any) -> torch.dtype:
-    """Check how a gathered x is multiplied; return the dtype of the results."""
-    result = out_dtype(given.out_dtype, given.x, scaled=spec.scaled)
-    if not spec.scaled:
-        for i, w in enumerate(given.weights):
-            whole(w, given.x, result, given.algorithm, f"weights[{i}]")
-    return result
-
-
-def op_epilogue(
-    spec: OpSpec, given: Any, shape: Sequence[int], kept: Sequence[int], dim: int | None
+def epilogue(
+    given: AnyReduce, shape: Sequence[int], kept: Sequence[int], *, by_columns: bool
 ) -> tuple[torch.dtype, torch.dtype]:
     """Check what happens to the partials, which are of ``shape``, and of which this rank keeps the
     sum of ``kept``; return the dtype that they travel in, and the result's."""
-    x, residual = given.x, getattr(given, "residual", None)
-    result = out_dtype(getattr(given, "out_dtype", None), x, scaled=spec.scaled)
-    wire = getattr(given, "wire_dtype", None)
-    if spec.scaled:
-        wire = wire or result
+    x, residual, scaled = given.x, given.residual, isinstance(given, ScaledReduceArguments)
+    result = out_dtype(given.out_dtype, x, scaled=scaled)
+    if scaled:
+        wire = given.wire_dtype or result
         dtypes.check_supported(wire, "wire_dtype", (result, torch.float32), verb="is")
     else:
-        wire = wire_dtype(wire, x.dtype)
+        wire = wire_dtype(given.wire_dtype, x.dtype)
     columns = shape[-1] if shape else 1
-    bias(getattr(given, "bias", None), x, columns, allowed=(result,) if spec.scaled else None)
+    bias(given.bias, x, columns, allowed=(result,) if scaled else None)
     if residual is not None:
         if tuple(residual.shape) != tuple(kept):
             raise ValueError(
                 f"residual has shape {list(residual.shape)}, but the output has shape "
                 f"{list(kept)}; they must be equal"
             )
-        _dtype(residual, "residual", (result,) if spec.scaled else (x.dtype, result))
-    if spec.has_matmul and not spec.scaled:
-        whole(given.w, x, wire, given.algorithm, "w", by_columns=dim == len(shape) - 1)
-    if spec.normed:
-        name = "norm_weight" if spec.has_matmul else "weight"
-        bias(getattr(given, name), x, columns, name)
-        if not (math.isfinite(given.eps) and given.eps >= 0):
-            raise ValueError(f"eps is {given.eps}; it must be finite and at least 0")
+        _dtype(residual, "residual", (result,) if scaled else (x.dtype, result))
+    if given.w is not None and not scaled:
+        whole(given.w, x, wire, given.algorithm, "w", by_columns=by_columns)
     return wire, result
+
+
+def norm(given: ReduceArguments, factor: torch.Tensor, columns: int) -> tuple[float, torch.dtype]:
+    """Check a normalisation of rows of ``columns``, whose weight is ``factor``; return its eps and
+    the dtype of the weight."""
+    bias(factor, given.x, columns, "weight" if given.w is None else "norm_weight")
+    if not (math.isfinite(given.eps) and given.eps >= 0):
+        raise ValueError(f"eps is {given.eps}; it must be finite and at least 0")
+    return float(given.eps), factor.dtype

@@ -25,7 +25,7 @@ from tpkernels.nn.linear import row_parallel
 from tpkernels.nn.sharding import check_parameter
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
 from tpkernels.ops.replacement import read_times, why_left_to_torch
-from tpkernels.planning.op_spec import NO_OPTIONS, OPS, Options
+from tpkernels.planning.op_spec import NO_OPTIONS, OPS, ReduceOptions
 
 
 class _FusedLinear(nn.Linear):
@@ -196,7 +196,7 @@ class _FusedStyle(ParallelStyle):
         read_times(name)
         width, options = linear.in_features, NO_OPTIONS
         if OPS[op].reduces:
-            width, options = linear.out_features, Options(x_dtype=dtype, out_dtype=dtype)
+            width, options = linear.out_features, ReduceOptions(x_dtype=dtype, out_dtype=dtype)
         reason = why_left_to_torch(
             groups.get(name), op, "cuda", rows=None, width=width, dtype=dtype, options=options
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from tpkernels.common.integers import ceil_div, round_up
-from tpkernels.planning.op_spec import OPS
+from tpkernels.planning.op_spec import OPS, RoutedOptions
 from tpkernels.planning.problem import Problem
 
 LINE_BYTES = 64  # parts of a step are aligned to cache lines
@@ -28,8 +28,8 @@ def bytes_per_row(problem: Problem) -> int:
     """Return the bytes of a data buffer that one row of each rank takes in a step of `pipelined`,
     and of routed tokens in one of `direct`."""
     width, world = problem.shape[-1], problem.world
-    if problem.options.routes is not None:
-        each = world * problem.options.routes[1] if problem.spec.combines else 1
+    if isinstance(problem.options, RoutedOptions):
+        each = world * problem.options.top_k if problem.spec.combines else 1
         return each * width * problem.dtype.itemsize
     if problem.spec.gathers:
         return width * problem.dtype.itemsize
@@ -109,6 +109,7 @@ class Algorithm:
     spans_hosts: bool = False
     any_order: bool = False  #: may sum in another order than the ranks', where numerics permits
     sends: bool = False  #: by sends and receives of the process group
+    plain_weights: bool = False  #: multiplies by those alone, not with scales
     unbounded: bool = False  #: its waits have no deadline, so ``auto`` never takes it
     #: The collectives that it has no function for.
     lacks: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -167,6 +168,7 @@ _RECORDS = (
     Algorithm(
         "fused",
         splits_matmul=True,
+        plain_weights=True,
         overlaps_matmul=True,
         needs_shared_memory=True,
         kernels={"cpu": "Triton", "cuda": "Triton"},

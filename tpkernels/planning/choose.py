@@ -22,6 +22,7 @@ from tpkernels.planning.algorithms import (
     check_algorithm,
     step_rows,
 )
+from tpkernels.planning.op_spec import RoutedOptions
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.qualification import Qualification
 from tpkernels.planning.table import Table
@@ -147,7 +148,7 @@ def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
     if problem.device == "cuda":
         if not means.qualification.variants:
             return "unfused", f"no other algorithm is qualified: {means.qualification.summary}"
-        if problem.options.max_rows is not None:
+        if isinstance(routed := problem.options, RoutedOptions) and routed.max_rows is not None:
             reason = why_unqualified(problem, "direct", means)
             reason = reason or _unsupported(problem, "direct", means)
             if reason is None:
@@ -256,7 +257,7 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
     """Return why an algorithm cannot run ``problem``; None: it can."""
     algorithm = ALGORITHMS[name]
     last = problem.dim == len(problem.shape) - 1
-    if problem.spec.scaled and "Triton" in algorithm.kernels.values():
+    if problem.spec.scaled and algorithm.plain_weights:
         return "does not support operands with scales"
     if problem.op in algorithm.lacks.get(problem.device, ()):
         instead = _instead(problem, algorithm)
@@ -290,8 +291,8 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
                 f"moves complete rows: it can split shape {list(problem.shape)} along {dims}, not "
                 f"along dim {problem.dim}"
             )
-        if problem.options.routes and problem.shape[0] * problem.options.routes[1] >= 1 << 31:
-            assignments = problem.shape[0] * problem.options.routes[1]
+        routed = problem.options if isinstance(problem.options, RoutedOptions) else None
+        if routed and (assignments := problem.shape[0] * routed.top_k) >= 1 << 31:
             return f"supports fewer than 2**31 (token, expert) assignments, not {assignments}"
         if problem.dtype == torch.float64:
             return "accumulates in float32 and does not support float64"

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tpkernels.common.integers import ceil_div
+from tpkernels.planning.op_spec import RoutedOptions
 from tpkernels.planning.problem import Problem
 
 # Calls.
@@ -43,9 +44,9 @@ class Cost:
         traffic = problem.nbytes * (problem.world - 1) // problem.world
         if problem.dim is None:
             traffic *= 2
-        if problem.options.routes is not None:  # k rows a token, spread evenly
+        if isinstance(problem.options, RoutedOptions):  # k rows a token, spread evenly
             part = problem.nbytes // problem.world
-            moved = part * problem.options.routes[1]
+            moved = part * problem.options.top_k
             traffic = moved * (problem.world - 1) // problem.world
             return cls(0, traffic, part + moved + traffic)
         if problem.spec.exchanges:  # of which a rank has a part before, and a part after

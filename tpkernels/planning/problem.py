@@ -7,19 +7,29 @@ of a row-parallel one.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import torch
 
 from tpkernels.common import dtypes
 from tpkernels.common.shards import shard_sizes
-from tpkernels.planning.op_spec import NO_OPTIONS, OPS, OpSpec, Options
+from tpkernels.planning.op_spec import (
+    NO_OPTIONS,
+    OPS,
+    ExchangeOptions,
+    GatherOptions,
+    OpSpec,
+    Options,
+)
 from tpkernels.planning.table import Series
 
 # How a reduction sums: in fp32 and in rank order, rounded once; or as the process group does it.
 ORDERED, VENDOR = "ordered", "vendor"
 NUMERICS = (VENDOR, ORDERED)
+
+Kind = TypeVar("Kind", bound=Options)
 
 
 @dataclass(frozen=True)
@@ -58,8 +68,10 @@ class Problem:
         """Return the problem of an op that splits dim 0, where it splits any, as evenly as
         possible. An exchange scatters dim 1."""
         spec = OPS[op]
+        if spec.gathers and options == NO_OPTIONS:
+            options = GatherOptions()
         if spec.exchanges:
-            options = replace(options, scattered=(1, tuple(shard_sizes(shape[1], world))))
+            options = ExchangeOptions(dim=1, sizes=tuple(shard_sizes(shape[1], world)))
         dim = None if spec.keeps_sum else 0
         sizes = () if spec.keeps_sum else tuple(shard_sizes(shape[0], world))
         return cls(op, device, world, shape, dim, sizes, dtype, options, numerics)
@@ -68,6 +80,11 @@ class Problem:
     def spec(self) -> OpSpec:
         """Return what the op does."""
         return OPS[self.op]
+
+    def options_as(self, kind: type[Kind]) -> Kind:
+        """Return the options, which are of the class of the op's family."""
+        assert isinstance(self.options, kind)
+        return self.options
 
     @functools.cached_property
     def outer(self) -> int:
@@ -114,7 +131,8 @@ class Problem:
         options = self.options.that_cost_time().texts()
         if self.spec.exchanges:
             rows, columns = (tuple(shard_sizes(size, self.world)) for size in self.shape[:2])
-            if (self.dim, self.sizes, self.options.scattered) != (0, rows, (1, columns)):
+            even = ExchangeOptions(dim=1, sizes=columns)
+            if (self.dim, self.sizes, self.options) != (0, rows, even):
                 return None
             options = ()
         elif self.dim is not None:

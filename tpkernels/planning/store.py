@@ -97,7 +97,7 @@ def to_json(table: Table) -> list[dict[str, Any]]:
     return [asdict(one) for one in table.measurements]
 
 
-def table_from(values: Any, where: str = "$") -> Table:
+def table_from(values: object, where: str = "$") -> Table:
     """Return the table of these measurements. ``ValueError`` if one is malformed. A series that is
     none matches no problem."""
     measurements = from_json(list[Measurement], values, where)
@@ -168,7 +168,7 @@ def _head(file_format: str, machine: Machine) -> dict[str, Any]:
     return {"format": file_format, "machine": machine.facts, "versions": versions()}
 
 
-def _require_same(data: Any, expected: dict[str, Any]) -> None:
+def _require_same(data: object, expected: dict[str, Any]) -> None:
     for name, wanted in expected.items():
         value = data.get(name) if isinstance(data, dict) else None
         if type(value) is not type(wanted):

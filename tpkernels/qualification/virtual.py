@@ -163,8 +163,9 @@ class VirtualRanks:
         """Return what makes a call on the rank of its operands: results are as those of
         `Operands.run`."""
         rank = self.ranks[operands.rank]
-        arguments = arguments_of(schema_of(getattr(torch.ops.tpkernels, operands.of.op).default))
+        schema = schema_of(getattr(torch.ops.tpkernels, operands.of.op).default)
         options = {"group": rank.name, "algorithm": algorithm, **operands.options}
+        arguments = arguments_of(schema, operands.spec)
         given = arguments.named(tuple(operands.factors), options)
         if isinstance(getattr(given, "weights", None), torch.Tensor):
             given = given._replace(weights=[given.weights])

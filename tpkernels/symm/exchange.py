@@ -76,7 +76,7 @@ class Participant:
         """Return what the group's keys in the store begin with."""
         return f"tpkernels/{self.group}"
 
-    def exchange(self, purpose: str, value: Any) -> list[Any]:
+    def exchange(self, purpose: str, value: object) -> list[Any]:
         """Return the values of all ranks, which JSON can hold, in rank order. Collective; waits at
         most ``timeout`` seconds.
 
@@ -137,7 +137,7 @@ class Participant:
 class _Attempt:
     """One rank's part in one exchange through the store."""
 
-    def __init__(self, participant: Participant, purpose: str, value: Any) -> None:
+    def __init__(self, participant: Participant, purpose: str, value: object) -> None:
         self.participant, self.purpose, self.value = participant, purpose, value
         self.store, self.ranks = participant.store, range(participant.world)
         self.prefix = f"{participant.prefix}/{purpose}"

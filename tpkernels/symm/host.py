@@ -371,7 +371,7 @@ class HostWorkspace:
         self.channel.begin(zlib.crc32(text.encode()) or 1, text)
         self.channel.barrier()
 
-    def exchange(self, purpose: str, value: Any) -> list[Any]:
+    def exchange(self, purpose: str, value: object) -> list[Any]:
         """Return the values of all ranks, which JSON can hold, in rank order. A call of its own, or
         several where a value is larger than a buffer. Collective.
 

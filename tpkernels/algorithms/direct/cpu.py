@@ -9,14 +9,13 @@
 
 The matmul is not split, so this is fastest when it has few rows. csrc/host/collectives.h has the
 collectives, their chunks and their synchronisation. Where nothing is converted, the extension runs
-the planned call by itself (`bind`, csrc/calls/direct.h); the functions take every call.
+the planned call by itself (`execution.bind`, csrc/calls/direct.h); the functions take every call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 
@@ -25,52 +24,10 @@ from tpkernels.algorithms.parts import Products, partial_of, result_shape
 from tpkernels.algorithms.reduction import Reduction, RmsNorm
 from tpkernels.algorithms.routes import check_room, experts_of, filled, routing_of
 from tpkernels.groups.call import Call
-from tpkernels.local.matmul import converts
 from tpkernels.local.memory import empty
-from tpkernels.local.packed import columns_of, is_packed
 from tpkernels.local.product import Weight
 from tpkernels.local.ranges import COPY, recorded
-
-
-def bind(
-    call: Call, given: Any, arguments: _C.calls.Arguments, in_place: bool
-) -> _C.calls.Direct | None:
-    """Return what runs calls with these arguments in the extension; None: Python does, because
-    operands or results are converted or split, or a product is the caller's.
-
-    Args:
-        given: the op's arguments, which have been checked.
-        in_place: the op overwrites x.
-    """
-    x, problem, spec = given.x, call.problem, call.problem.spec
-    weights: Sequence[Weight] = []
-    if spec.has_matmul:
-        weights = given.weights if spec.gathers else [given.w]
-    if spec.scaled or spec.routed or not all(isinstance(w, torch.Tensor) for w in weights):
-        return None
-    dtypes = {x.dtype, problem.dtype, getattr(given, "out_dtype", None) or x.dtype}
-    if len(dtypes) > 1 or prod(problem.shape) == 0:
-        return None
-    if not all(map(is_packed, weights)) and converts(x.dtype, prod(problem.shape[:-1])):
-        return None
-    by_columns = problem.dim == len(problem.shape) - 1
-    if by_columns and getattr(given, "bias", None) is not None:
-        return None  # each rank adds its part of the bias
-    if getattr(given, "biases", None):
-        return None
-    products = []
-    if spec.gathers:
-        products = [(*problem.shape[:-1], columns_of(w)) for w in weights]
-    return _C.calls.Direct(
-        collective_of(call),
-        arguments,
-        in_place=in_place,
-        shape=tuple(result_shape(problem, call.group.rank)),
-        multiplies=bool(weights),
-        products=products,
-        return_gathered=getattr(given, "return_gathered", False),
-        eps=getattr(given, "eps", 0.0),
-    )
+from tpkernels.planning.op_spec import ExchangeOptions, RoutedOptions
 
 
 def collective_of(call: Call) -> _C.calls.Collective:
@@ -96,15 +53,14 @@ def _new_collective(call: Call) -> _C.calls.Collective:
     if not spec.exchanges:
         name = "all_gather" if spec.gathers else "reduce_scatter"
         return _C.calls.Collective(*id_of_call, name, layout)
-    assert problem.options.scattered is not None  # an exchange has one
-    dim, sizes = problem.options.scattered
+    to = problem.options_as(ExchangeOptions)
     given = list(problem.shape)
     given[problem.dim] = problem.sizes[rank]
     taken = _layout(result_shape(problem, rank), problem.dim, problem.sizes)
-    others = prod(size for d, size in enumerate(problem.shape) if d not in (dim, problem.dim))
-    largest = others * max(problem.sizes) * max(sizes)  # elements of a piece
+    others = prod(size for d, size in enumerate(problem.shape) if d not in (to.dim, problem.dim))
+    largest = others * max(problem.sizes) * max(to.sizes)  # elements of a piece
     return _C.calls.Collective(
-        *id_of_call, "all_to_all", _layout(given, dim, sizes), taken, largest
+        *id_of_call, "all_to_all", _layout(given, to.dim, to.sizes), taken, largest
     )
 
 
@@ -141,7 +97,7 @@ def dispatch(
     """Return the rows of this rank's experts, and how many each has. x [tokens, H], routes [tokens
     of all ranks, k]."""
     routing, rank = _routing(call, routes), call.group.rank
-    count, most = routing.rows[rank], call.problem.options.max_rows
+    count, most = routing.rows[rank], call.problem.options_as(RoutedOptions).max_rows
     rows = empty((count if most is None else most, x.shape[1]), x.dtype, x.device)
     with recorded(COPY):
         collective_of(call).run(x, rows[:count], routing=routing)
