@@ -174,7 +174,8 @@ def clip_grad_norm_(
     norms = [torch.zeros((), dtype=torch.float64)]
     for gradients in by_kind.values():
         with torch._C.DisableTorchFunctionSubclass():
-            local = torch._foreach_norm(gradients, 2, torch.float64)
+            # torch._foreach_norm of DTensors takes no dtype in torch 2.15.
+            local = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
         norms += _norms(gradients, local)
     norms = norms[1:] or norms
     norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
