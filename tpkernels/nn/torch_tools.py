@@ -179,7 +179,7 @@ def clip_grad_norm_(
     norms = [torch.zeros((), dtype=torch.float64)]
     for gradients in by_kind.values():
         with DisableTorchFunctionSubclass():
-            local = foreach_norm(gradients, 2, torch.float64)
+            local = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
         norms += _norms(gradients, local)
     norms = norms[1:] or norms
     norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
