@@ -93,6 +93,7 @@ host::Form form_of(const std::string& layout) {
 void bind_product(py::module_& m) {
   m.attr("PANEL_COLUMNS") = host::Product::kPanel;
   m.def("matmul", &matmul, py::arg("x"), py::arg("w"));
+  m.def("make_columns_kernel", &make_columns_kernel, py::arg("run"));
   m.def(
       "multiplies",
       [](int dtype, const std::string& layout, std::size_t rows) {

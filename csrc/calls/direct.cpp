@@ -20,17 +20,6 @@ py::object empty_like(const py::object& x, const py::tuple& shape) {
   return empty(shape, checked(PyObject_GetAttr(x.ptr(), dtype_name)));
 }
 
-// x [..., K] as a matrix [rows, K].
-py::object as_rows(py::object object, const Tensor& x) {
-  return x.ndim == 2 ? object : object.attr("flatten")(0, -2);
-}
-
-py::object viewed(py::object rows, const py::tuple& shape) {
-  static PyObject* const view = PyUnicode_InternFromString("view");
-  if (shape.size() == 2) return rows;
-  return checked(PyObject_CallMethodOneArg(rows.ptr(), view, shape.ptr()));
-}
-
 // An argument that an op may lack; None where it does.
 PyObject* at(const Slots& slots, int index) {
   return index < 0 ? Py_None : slots[static_cast<std::size_t>(index)];

@@ -3,9 +3,12 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
+#include "calls/kernel.h"
 #include "calls/python.h"
 #include "host/vector.h"
 
@@ -247,6 +250,53 @@ void run(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias
              multiply_items, &work);
 }
 
+struct Columns {
+  py::object run;
+};
+
+bool are_packed(PyObject* weights) {
+  if (!PyList_Check(weights)) return false;
+  PyObject** const items = PySequence_Fast_ITEMS(weights);
+  return std::all_of(items, items + PyList_GET_SIZE(weights), [](PyObject* w) {
+    Tensor packed{};
+    return read(w, &packed) && packed.ndim == kPackedDims;
+  });
+}
+
+// x times each weight; null: Python is to do it.
+py::object multiply_columns(PyObject* object, PyObject* weights) {
+  Tensor x{};
+  if (!are_packed(weights) || !read(object, &x) || x.ndim < 2 || count_of(x) == 0) return {};
+  const py::object rows = as_rows(py::reinterpret_borrow<py::object>(object), x);
+  py::list results;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(weights); ++i) {
+    py::object result = matmul(rows, PyList_GET_ITEM(weights, i));
+    if (x.ndim != 2) {
+      py::list shape(py::handle(object).attr("shape"));
+      shape[static_cast<std::size_t>(x.ndim - 1)] = tensor(result).shape[1];
+      result = viewed(std::move(result), py::tuple(shape));
+    }
+    results.append(std::move(result));
+  }
+  return results;
+}
+
+PyObject* call_columns(const Columns& columns, const Given& given) {
+  return raising([&] {
+    const bool simple = given.positional == 3 && !given.names && !profiling();
+    try {
+      if (simple) {
+        if (py::object results = multiply_columns(given.values[0], given.values[1])) return results;
+      }
+    } catch (const py::error_already_set& error) {  // of operands that do not fit: Python says why
+      if (!error.matches(PyExc_Exception)) throw;
+    } catch (const std::exception&) {
+    }
+    const auto count = static_cast<std::size_t>(given.positional);
+    return checked(PyObject_Vectorcall(columns.run.ptr(), given.values, count, given.names));
+  });
+}
+
 }  // namespace
 
 void in_threads(std::int64_t count, std::int64_t grain, Part part, void* context) {
@@ -280,6 +330,21 @@ py::object matmul(const py::object& x, const py::handle& w) {
   }
   PyObject* const factors[] = {x.ptr(), w.ptr()};
   return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
+}
+
+py::object as_rows(py::object object, const Tensor& x) {
+  return x.ndim == 2 ? object : object.attr("flatten")(0, -2);
+}
+
+py::object viewed(py::object rows, const py::tuple& shape) {
+  static PyObject* const view = PyUnicode_InternFromString("view");
+  if (shape.size() == 2) return rows;
+  return checked(PyObject_CallMethodOneArg(rows.ptr(), view, shape.ptr()));
+}
+
+py::object make_columns_kernel(py::object run) {
+  auto made = std::make_unique<Columns>(Columns{std::move(run)});
+  return Callable<Columns>::make<call_columns>("tpkernels._C.calls.columns", std::move(made));
 }
 
 bool multiply(const py::object& x, const py::handle& w, const py::handle& out,

@@ -43,6 +43,14 @@ using Whole = std::pair<std::size_t, std::size_t>;
 // x [rows, K] @ w, plain or packed.
 pybind11::object matmul(const pybind11::object& x, const pybind11::handle& w);
 
+// x [..., K] as a matrix [rows, K], and a matrix in that shape.
+pybind11::object as_rows(pybind11::object object, const Tensor& x);
+pybind11::object viewed(pybind11::object rows, const pybind11::tuple& shape);
+
+// A kernel of `column_matmul`: multiplies by packed weights without biases, and leaves everything
+// else, such as a refusal, to `run`, Python's.
+pybind11::object make_columns_kernel(pybind11::object run);
+
 // out = x @ w + bias, rounded once, where the extension has the fastest way; otherwise false, and
 // nothing is computed. bias [N] in fp32, or None. Throws std::invalid_argument for another shape.
 bool multiply(const pybind11::object& x, const pybind11::handle& w, const pybind11::handle& out,

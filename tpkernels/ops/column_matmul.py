@@ -8,7 +8,6 @@ with the matmul before it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +17,7 @@ from tpkernels import _C, groups
 from tpkernels.algorithms.parts import as_rows
 from tpkernels.groups import GroupLike
 from tpkernels.local.matmul import new_product
-from tpkernels.local.packed import columns_of, is_packed
-from tpkernels.local.ranges import profiling
+from tpkernels.local.packed import columns_of
 from tpkernels.ops import validation
 from tpkernels.ops.autograd import ColumnGrads, Context, Needs
 from tpkernels.ops.execution import materialized
@@ -34,11 +32,6 @@ def _run(
     group: str,
     biases: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    if biases is None and all(map(is_packed, weights)) and not profiling():
-        # Checks take as long as a product of one row; only one that fails is looked into.
-        with contextlib.suppress(Exception):
-            rows, lead = as_rows(x), x.shape[:-1]
-            return [_C.calls.matmul(rows, w).view(*lead, columns_of(w)) for w in weights]
     validation.tensors({"x": x, "weights": weights, "biases": biases})
     validation.matrix_input(x)
     validation.weights(weights, biases, x, x.shape[-1])
@@ -76,7 +69,12 @@ def _backward(
 
 
 OP: Op[list[torch.Tensor]] = define_local(
-    SCHEMA, run=_run, fake=_fake, save=_save, backward=_backward, autocast=True
+    SCHEMA,
+    run=_C.calls.make_columns_kernel(_run),
+    fake=_fake,
+    save=_save,
+    backward=_backward,
+    autocast=True,
 )
 
 
