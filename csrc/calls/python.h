@@ -70,6 +70,7 @@ struct Callable {
   template <PyObject* (*call)(const State&, const Given&)>
   static PyObject* vectorcall(PyObject* self, PyObject* const* values, Py_ssize_t positional,
                               PyObject* names) {
+    if (names && PyTuple_GET_SIZE(names) == 0) names = nullptr;
     return call(*reinterpret_cast<Callable*>(self)->state, {values, positional, names});
   }
 

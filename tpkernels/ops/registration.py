@@ -2,8 +2,8 @@
 
 An op ``X`` with a gradient, or with a refusal of one, is two. ``X`` is CompositeImplicitAutograd:
 it asks whether autograd has to record the call. ``_X`` has the kernels and falls through at the
-Autograd keys. So a call that needs no gradient runs no Python code, and compiled graphs contain
-``_X``.
+Autograd keys. So a call that needs no gradient runs no Python code. Dynamo's graphs contain ``X``,
+those below AOTAutograd ``_X``.
 """
 
 from __future__ import annotations
