@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpkernels
+from tests.support import faults
 from tests.support.ranked import fresh_group, functions_called, on_ranks
 from tests.support.tiers import sweep
 
@@ -163,3 +167,75 @@ def test_a_compiled_call_is_the_op(backend: str) -> list[str]:
     targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     found = any("tpkernels.all_reduce" in target for target in targets)
     return [] if same and found else [f"{same}, {targets}"]
+
+
+def entries_of(group: dist.ProcessGroup) -> dict[str, Callable[[Any, Any], torch.Tensor]]:
+    """The ways into one op: the function, and both of its overloads."""
+    ops, name = torch.ops.tpkernels, group.group_name
+    return {
+        "function": lambda x, w: tpkernels.matmul_all_reduce(x, w, group),
+        "X": lambda x, w: ops.matmul_all_reduce(x, w, name),
+        "_X": lambda x, w: ops._matmul_all_reduce(x, w, name),
+    }
+
+
+@on_ranks(WORLD)
+def test_unusual_tensors_give_the_right_result() -> None:
+    with fresh_group(autotune=False) as group:
+        x, w = torch.randn(4, 8), torch.randn(8, 6)
+        with torch.inference_mode():
+            inference = x.clone()
+        for way, op in entries_of(group).items():
+            want, zeros = op(x, w), op(torch.zeros(4, 8), w)
+            for _ in range(2):  # planned, then warm
+                results = {
+                    "a negative view": op(torch._neg_view(-x), w),
+                    "a negative view as a weight": op(x, torch._neg_view(-w)),
+                    "an inference tensor": op(inference, w),
+                    "a parameter": op(x, torch.nn.Parameter(w, requires_grad=False)),
+                    "a subclass": op(x.as_subclass(Own), w).as_subclass(torch.Tensor),
+                    "other strides": op(x.t().contiguous().t(), w),
+                }
+                for kind, got in results.items():
+                    assert torch.equal(got, want), f"{way}: {kind}"
+                efficient = op(torch._efficientzerotensor((4, 8)), w)
+                assert torch.equal(efficient, zeros), f"{way}: zeros without memory"
+            with FakeTensorMode() as mode:
+                fake = op(mode.from_tensor(x), mode.from_tensor(w))
+                assert (type(fake), fake.shape) == (FakeTensor, want.shape), f"{way}: fake tensors"
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert op(x, w).dtype == torch.bfloat16, f"{way}: autocast"
+            examples = torch.randn(2, 4, 8)
+            got = torch.vmap(op, in_dims=(0, None))(examples, w)
+            assert torch.equal(got, torch.stack([op(each, w) for each in examples])), f"{way}: vmap"
+
+
+@on_ranks(WORLD)
+def test_unusual_tensors_that_are_refused() -> None:
+    """Before anything is sent."""
+    x, w = torch.ones(4, 8), torch.ones(8, 6)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    unusual: dict[str, tuple[torch.Tensor, str]] = {
+        "sparse": (x.to_sparse(), "SparseCPU"),
+        "mkldnn": (x.to_mkldnn(), "has layout torch._mkldnn; the ops support dense tensors only"),
+        "quantised": (torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "QuantizedCPU"),
+        "conjugate": (torch.ones(8, 8, dtype=torch.complex64).conj(), "complex64"),
+        "nested": (
+            torch.nested.nested_tensor([x, x], layout=torch.jagged),
+            "tpkernels._matmul_all_reduce.default",
+        ),
+        "meta": (x.to("meta"), "must be on the same device"),
+        "DTensor": (DTensor.from_local(x, mesh), "convert all torch.Tensor to DTensor"),
+    }
+    with fresh_group(autotune=False) as group:
+        workspace = faults.workspace_of(group)
+        for way, op in entries_of(group).items():
+            op(x, w)
+            epoch = workspace.epoch
+            for kind, (tensor, pattern) in unusual.items():
+                for operands in ((tensor, w), (x, tensor)):
+                    error = (NotImplementedError, TypeError, ValueError, RuntimeError)
+                    with pytest.raises(error, match=pattern):
+                        op(*operands)
+                    assert workspace.epoch == epoch, f"{way}: a {kind} tensor was sent"
+            op(x, w)
