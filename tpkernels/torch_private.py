@@ -96,6 +96,12 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+def call_of(op: OpOverload) -> Callable[..., Any]:
+    """Return what calls an op. Public: the op itself, whose ``__call__`` is a Python function that
+    takes a tenth of a call."""
+    return op._op
+
+
 # The schema that a text describes, before an op is defined by it. Public: none.
 parse_schema = torch._C.parse_schema
 

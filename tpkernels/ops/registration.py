@@ -30,7 +30,7 @@ from tpkernels.ops.arguments import arguments_class
 from tpkernels.ops.planned_calls import plan_call
 from tpkernels.ops.problems import fake_result, problem_of
 from tpkernels.planning.op_spec import OPS, OpSpec
-from tpkernels.torch_private import OpOverload, schema_of
+from tpkernels.torch_private import OpOverload, call_of, schema_of
 
 if not _C.calls.open_exchange(torch.Tensor):
     raise ImportError(
@@ -103,7 +103,7 @@ class Op(Generic[Result]):
         self._returns = [str(each.type) for each in schema.returns]
         run_custom = self._run_custom if custom else None
         make = functools.partial(
-            _C.calls.make_entry, arguments, self.unrecorded, self._record, run_custom
+            _C.calls.make_entry, arguments, call_of(unrecorded), self._record, run_custom
         )
         _LIBRARY.impl(schema.name, make(), "CompositeImplicitAutograd")
         self._enter: Callable[..., Result] = make(self.default)
