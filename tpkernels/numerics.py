@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -202,7 +202,7 @@ def compare(
     )
 
 
-def _plain(name: str, x: Any) -> torch.Tensor:
+def _plain(name: str, x: object) -> torch.Tensor:
     """Return ``x`` as a plain tensor, without gradient or sharding."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
@@ -211,12 +211,12 @@ def _plain(name: str, x: Any) -> torch.Tensor:
             f"{name} has dtype {dtypes.name(x.dtype)}, which is complex; pass torch.view_as_real "
             "of both tensors"
         )
-    x = x.detach()
+    plain = x.detach()
     # Slow to import, and unless it has been imported there are no DTensors.
     sharded = sys.modules.get("torch.distributed.tensor")
-    if sharded is not None and isinstance(x, sharded.DTensor):
-        x = x.full_tensor()
-    return x
+    if sharded is not None and isinstance(plain, sharded.DTensor):
+        plain = plain.full_tensor()
+    return plain
 
 
 def _check_tolerances(ref: torch.Tensor, atol: float | torch.Tensor, rtol: float) -> None:

@@ -24,9 +24,11 @@ from torch._C import _distributed_c10d
 from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.utils import _pytree
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Module = TypeVar("_Module", bound=nn.Module)
 
 # Modules that take long to import: `__getattr__` imports them where one is asked for.
 _LAZY = {
@@ -173,7 +175,7 @@ def state_of(module: nn.Module) -> list[str]:
     return [*module._parameters, *module._buffers, *module._modules]
 
 
-def probe_of(module: nn.Module, **state: Any) -> Any:
+def probe_of(module: _Module, **state: Any) -> _Module:
     """Return a copy of a module that has other ``parameters``, ``buffers`` or ``modules``. Public:
     none; `torch.func.functional_call` calls the module, with its hooks."""
     probe = copy.copy(module)
@@ -190,12 +192,12 @@ def registered_groups() -> Mapping[dist.ProcessGroup, str]:
     return distributed_c10d._pg_names
 
 
-def resolve_process_group(name: Any) -> dist.ProcessGroup:
+def resolve_process_group(name: str) -> dist.ProcessGroup:
     """Return the process group of that name, or raise. Public: none."""
-    return distributed_c10d._resolve_process_group(name)
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def backend_of(pg: dist.ProcessGroup, device: str) -> Any:
+def backend_of(pg: dist.ProcessGroup, device: str) -> _distributed_c10d.Backend | None:
     """Return a process group's backend for a device type, or None. Public: none;
     `get_backend_config` returns names, and raises for a group that was destroyed."""
     try:
@@ -214,15 +216,15 @@ def timeout_of(pg: dist.ProcessGroup, device: str) -> timedelta | None:
 
 
 def all_gather_single(
-    pg: dist.ProcessGroup, gathered: torch.Tensor, x: torch.Tensor, options: Any
-) -> Any:
+    pg: dist.ProcessGroup, gathered: torch.Tensor, x: torch.Tensor, options: AllgatherOptions
+) -> dist.Work:
     """Gather tensors of one size. Public: `ProcessGroup.all_gather_single`, not in torch 2.11."""
     return pg._allgather_base(gathered, x, options)
 
 
 def reduce_scatter_single(
-    pg: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, options: Any
-) -> Any:
+    pg: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, options: ReduceScatterOptions
+) -> dist.Work:
     """Sum shards of one size. Public: `ProcessGroup.reduce_scatter_single`, not in torch 2.11."""
     return pg._reduce_scatter_base(out, x, options)
 
@@ -268,7 +270,7 @@ gpu_sleep = torch.cuda._sleep
 PROFILED_COPIES = ("_to_copy", "_local_scalar_dense")
 
 # A range of a profile. Public: `torch.profiler.record_function`, which takes 25 us, not 0.4.
-RecordFunctionFast: Any = torch._C._profiler._RecordFunctionFast
+RecordFunctionFast = torch._C._profiler._RecordFunctionFast
 
 
 def profiling() -> bool:

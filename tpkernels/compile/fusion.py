@@ -39,13 +39,13 @@ _SLOT = "post_grad_custom_pre_pass"
 # would then find a matmul on some ranks, and a slice of a larger one on others.
 _ALIKE = {"shape_padding": False}
 
-_FUSE: dict[Any, Callable[[Collective], rewrites.Change]] = {
+_FUSE: dict[object, Callable[[Collective], rewrites.Change]] = {
     _c10d.all_gather_into_tensor.default: rewrites.fuse_gather,
     _c10d.reduce_scatter_tensor.default: rewrites.fuse_reduction,
     _c10d.all_reduce.default: rewrites.fuse_reduction,
 }
 _SEVERAL, _WRITES = "it moves several tensors in one call", "it writes into one of its arguments"
-_LEFT_ALONE: dict[Any, str] = {
+_LEFT_ALONE: dict[object, str] = {
     _c10d.all_gather_into_tensor_coalesced.default: _SEVERAL,
     _c10d.reduce_scatter_tensor_coalesced.default: _SEVERAL,
     _c10d.all_reduce_coalesced.default: _SEVERAL,
@@ -123,7 +123,7 @@ class CollectiveFusion(custom_graph_pass.CustomGraphPass):
             op = None if is_erased(node) else op_of(node)  # erased: part of another's op
             if op not in _FUSE and op not in _LEFT_ALONE:
                 continue
-            group: Any = node.kwargs.get("group_name", node.args[-1])
+            group = node.kwargs.get("group_name", node.args[-1])
             site = Site(name, node.name, str(group), _module_of(node))
             try:
                 if op in _LEFT_ALONE:
@@ -161,7 +161,7 @@ class CollectiveFusion(custom_graph_pass.CustomGraphPass):
     def _rewrote(self, site: Site, change: rewrites.Change) -> None:
         self.report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
 
-    def _collective(self, node: fx.Node, group: Any, writes: list[fx.Node]) -> Collective:
+    def _collective(self, node: fx.Node, group: object, writes: list[fx.Node]) -> Collective:
         """Return a collective of the graph, after the checks that all kinds of it share."""
         if not isinstance(group, str):
             raise Unsupported("its group has no name in the graph")
@@ -179,7 +179,7 @@ class CollectiveFusion(custom_graph_pass.CustomGraphPass):
             raise Unsupported(f"its input has shape {list(x.shape)}, which is not a matrix")
         return Collective(node, group, world, writes)
 
-    def _after(self, present: Any) -> Any:
+    def _after(self, present: custom_graph_pass.CustomGraphPassType) -> object:
         """Return the passes that are set already, then this one."""
         if present is None:
             return self

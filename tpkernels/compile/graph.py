@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -102,7 +102,7 @@ class Editor:
             for node in reversed(self._made):
                 node.graph.erase_node(node)
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node, and compute its fake value from those of its arguments."""
         with self._at.graph.inserting_before(self._at):
             node = self._at.graph.call_function(target, args, kwargs)
@@ -113,15 +113,15 @@ class Editor:
             node.meta = {**self._meta, "val": target(*fake_args, **fake_kwargs)}
         return node
 
-    def op(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def op(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         """Call one of our ops, as graphs contain it."""
         return self.call(getattr(torch.ops.tpkernels, f"_{name}").default, *args, **kwargs)
 
-    def item(self, node: fx.Node, index: int) -> Any:
+    def item(self, node: fx.Node, index: int) -> fx.Node:
         """Take one of the results of ``node``."""
         return self.call(operator.getitem, node, index)
 
-    def reshape(self, node: fx.Node, shape: Sequence[Size]) -> Any:
+    def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
         """Reshape ``node``, unless it has that shape. The first symbolic size becomes -1, others
         are computed."""
         if same_shape(shape_of(node), shape):
@@ -132,7 +132,7 @@ class Editor:
 
     def arrange(
         self, node: fx.Node, source: Sequence[Axis], target: Sequence[Axis], shape: Sequence[Size]
-    ) -> Any:
+    ) -> fx.Node:
         """Reorder the elements of ``node`` from the axes ``source`` to the axes ``target``, and
         reshape the result to ``shape``."""
         if list(source) != list(target):
@@ -140,7 +140,7 @@ class Editor:
             node = self.call(aten.permute.default, node, [source.index(axis) for axis in target])
         return self.reshape(node, shape)
 
-    def laid_out_like(self, old: fx.Node, new: fx.Node) -> Any:
+    def laid_out_like(self, old: fx.Node, new: fx.Node) -> fx.Node:
         """Give ``new`` the strides of ``old``, on which views of ``old`` may rely."""
         actual, expected = value(new), value(old)
         contiguous = is_contiguous_or_false(expected)
@@ -155,11 +155,11 @@ class Editor:
             aten.copy.default, self.call(aten.new_empty_strided.default, new, size, stride), new
         )
 
-    def as_dtype(self, node: fx.Node, dtype: torch.dtype) -> Any:
+    def as_dtype(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """View ``node`` as another dtype of the same size: fp8 numbers may travel as bytes."""
         return node if value(node).dtype == dtype else self.call(aten.view.dtype, node, dtype)
 
-    def padded(self, node: fx.Node, dim: int) -> Any:
+    def padded(self, node: fx.Node, dim: int) -> fx.Node:
         """Add a row or a column, along ``dim``, to a matrix that has none."""
         if not same(shape_of(node)[dim], 0):
             return node
@@ -173,18 +173,17 @@ class Editor:
         raise `Unsupported`."""
         return size if isinstance(size, int) else self._computed(size.node.expr)
 
-    def _computed(self, expression: Any) -> int | fx.Node:
+    def _computed(self, expression: sympy.Expr) -> int | fx.Node:
         if expression.is_Integer:
             return int(expression)
         for node in self._at.graph.find_nodes(op="placeholder"):
             known = value(node)
             if isinstance(known, torch.SymInt) and known.node.expr == expression:
                 return node
-            sizes: Sequence[Any] = known.shape if isinstance(known, torch.Tensor) else ()
+            sizes: Sequence[Size] = known.shape if isinstance(known, torch.Tensor) else ()
             for dim, size in enumerate(sizes):
                 if isinstance(size, torch.SymInt) and size.node.expr == expression:
-                    read: fx.Node = self.call(aten.sym_size.int, node, dim)
-                    return read
+                    return self.call(aten.sym_size.int, node, dim)
         for kind, operation in _OPERATIONS.items():
             if isinstance(expression, kind):
                 parts = [self._computed(part) for part in expression.args]
@@ -224,7 +223,7 @@ class Matmul:
     def of(cls, node: fx.Node) -> Matmul | None:
         """Return the matmul that a node computes; None if it is not one, or none that the ops
         support."""
-        args: Any = node.args
+        args = cast("tuple[fx.Node, ...]", node.args)
         if node.target is aten.mm.default or (node.target is aten.mul.Tensor and _is_outer(*args)):
             return cls(node, args[0], args[1])
         if node.target is aten_scaled_mm:
@@ -238,11 +237,12 @@ class Matmul:
 
     @classmethod
     def _of_scaled(cls, node: fx.Node) -> Matmul | None:
-        args: Any = node.args
-        if not all(isinstance(arg, fx.Node) for arg in args[:4]):
+        factors = [arg for arg in node.args[:4] if isinstance(arg, fx.Node)]
+        if len(factors) < 4:
             return None
-        left, right, *scales = args[:4]
-        options: Any = {**_OPTIONS, **dict(zip(_OPTIONS, args[4:], strict=False)), **node.kwargs}
+        left, right, *scales = factors
+        given = dict(zip(_OPTIONS, node.args[4:], strict=False))
+        options: dict[str, Any] = {**_OPTIONS, **given, **node.kwargs}
         shapes = (shape_of(left)[0], 1), (1, shape_of(right)[1])
         dtype, bias = value(node).dtype, options["bias"]
         fits = (
@@ -286,17 +286,17 @@ def is_tensor_wise(scale: fx.Node) -> bool:
     return all(same(size, 1) for size in shape_of(scale))
 
 
-def row_scale(editor: Editor, scale: fx.Node, rows: Sequence[Size]) -> Any:
+def row_scale(editor: Editor, scale: fx.Node, rows: Sequence[Size]) -> fx.Node:
     """Reshape the scale of an x [*rows, K] as the ops take it."""
     return editor.reshape(scale, [] if is_tensor_wise(scale) else [*rows, 1])
 
 
-def column_scale(editor: Editor, scale: fx.Node) -> Any:
+def column_scale(editor: Editor, scale: fx.Node) -> fx.Node:
     """Return the op's scale of a weight, which has a column even on a rank without columns."""
     return editor.reshape(scale, []) if is_tensor_wise(scale) else editor.padded(scale, 1)
 
 
-def _is_outer(left: Any, right: Any) -> bool:
+def _is_outer(left: object, right: object) -> bool:
     """Return whether an elementwise product is that of a column and a row. Inductor turns some
     matmuls with K = 1 into this form, perhaps only on the rank with the smallest shard."""
     if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
@@ -321,12 +321,11 @@ def read_sizes_of_inputs(graph: fx.Graph) -> None:
     """Compute the sizes of intermediate tensors from those of the inputs where possible. A node
     that reads only the size of a tensor then no longer counts as its reader."""
     for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
-        source: Any = node.args[0]
-        if source.op == "placeholder":
+        if node.all_input_nodes[0].op == "placeholder":
             continue
         try:
             with Editor(node) as editor:
-                size: Any = editor.size(value(node))
+                size = editor.size(value(node))
         except Unsupported:
             continue
         for user in list(node.users):

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import fx
@@ -46,7 +46,7 @@ _CARRIERS = {*_SPLITS, operator.getitem, aten.slice.Tensor}
 Size: TypeAlias = "int | torch.SymInt"
 
 
-def value(argument: Any) -> Any:
+def value(argument: object) -> Any:
     """Return the value of an argument of a node, such as a fake tensor or a size."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
@@ -186,7 +186,7 @@ def keep_order(source: fx.Node, moves: Iterable[fx.Node]) -> bool:
 
 def moved_from(node: fx.Node) -> fx.Node | None:
     """Return the tensor of which ``node`` moves all elements; None if it does something else."""
-    source: Any = node.args[0] if node.args else None
+    source = node.args[0] if node.args else None
     if node.target is aten.cat.default:
         chunks = _chunks_of(node)
         return None if chunks is None else chunks[0]
@@ -206,8 +206,7 @@ def _through(node: fx.Node, before: Layout) -> Layout | None:
         return before.permuted(order)
     chunks = _chunks_of(node)
     assert chunks is not None  # the only other node that moved_from knows is a cat
-    parts: Any = node.args[0]
-    taken = before.without_leading(chunks[1], len(parts))
+    taken = before.without_leading(chunks[1], len(_parts_of(node)))
     return None if taken is None else taken[1].with_leading(_dim(node, 1), taken[0])
 
 
@@ -224,29 +223,32 @@ def _permutation(node: fx.Node) -> list[int] | None:
     if node.target not in (aten.permute.default, aten.transpose.int, aten.t.default):
         return None
     order = list(range(len(shape_of(node))))
-    dims: Any = node.args[1:]
     if node.target is aten.permute.default:
-        return [order[dim] for dim in dims[0]]
+        return [order[dim] for dim in cast("list[int]", node.args[1])]
     if node.target is aten.t.default:
         return order[::-1]
-    i, j = (order[dim] for dim in dims)
+    i, j = (order[dim] for dim in cast("tuple[int, int]", node.args[1:]))
     order[i], order[j] = j, i
     return order
 
 
 def _dim(node: fx.Node, place: int) -> int:
     """Return the argument ``dim`` of a node, counted from 0."""
-    dim: Any = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
-    source: Any = node.args[0]
-    return dim % len(shape_of(node if isinstance(source, (list, tuple)) else source))
+    dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
+    source = node.args[0]
+    return cast(int, dim) % len(shape_of(source if isinstance(source, fx.Node) else node))
+
+
+def _parts_of(cat: fx.Node) -> Sequence[fx.Node]:
+    return cast("Sequence[fx.Node]", cat.args[0])
 
 
 def _chunks_of(cat: fx.Node) -> tuple[fx.Node, int] | None:
     """Return (source, dim) if a cat's arguments are all equal parts of one tensor along a dim, in
     order."""
-    parts: Any = cat.args[0]
-    chunks = [_chunk(part) for part in parts if isinstance(part, fx.Node)]
-    if len(chunks) < len(parts) or chunks[0] is None:
+    parts = _parts_of(cat)
+    chunks = [_chunk(part) for part in parts]
+    if chunks[0] is None:
         return None
     source, dim, _ = chunks[0]
     for i, (part, chunk) in enumerate(zip(parts, chunks, strict=True)):
@@ -260,7 +262,7 @@ def _chunks_of(cat: fx.Node) -> tuple[fx.Node, int] | None:
 
 def _chunk(part: fx.Node) -> tuple[fx.Node, int, Size] | None:
     """Return (source, dim, start) of a part of a tensor along a dim."""
-    args: Any = part.args
+    args: tuple[Any, ...] = part.args
     if part.target is aten.slice.Tensor:
         start = value(args[2]) if len(args) > 2 and args[2] is not None else 0
         step = args[4] if len(args) > 4 else 1
@@ -316,7 +318,7 @@ def with_carriers(moves: Iterable[fx.Node]) -> list[fx.Node]:
     for move in moves:
         nodes.append(move)
         if move.target is aten.cat.default:
-            parts: Any = move.args[0]
+            parts = _parts_of(move)
             nodes += parts
-            nodes += [part.args[0] for part in parts if part.target is operator.getitem]
+            nodes += [p.all_input_nodes[0] for p in parts if p.target is operator.getitem]
     return list(dict.fromkeys(nodes))

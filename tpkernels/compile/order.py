@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import fx
@@ -41,8 +40,8 @@ def tie_ops(graph: fx.Graph) -> bool:
                 "because it writes into an argument; call an op that returns its result"
             )
     if pairs:
-        after: Any = {node: {_tensor_of(before)} for before, node in pairs}
-        control_dependencies.preserve_node_ordering(graph, after)
+        after = {node: {_tensor_of(before)} for before, node in pairs}
+        control_dependencies.preserve_node_ordering(graph, after)  # type: ignore[arg-type]
     return bool(pairs)
 
 

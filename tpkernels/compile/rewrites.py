@@ -53,7 +53,7 @@ _CAST = torch.ops.prims.convert_element_type.default
 _FUNCTIONAL = _c10d.all_reduce.default
 
 # The ops whose result may be normalised, and the op that does it too.
-_NORMED: dict[Any, str] = {
+_NORMED: dict[object, str] = {
     torch.ops.tpkernels._all_reduce.default: "all_reduce_rms_norm",
     torch.ops.tpkernels._matmul_all_reduce.default: "matmul_all_reduce_rms_norm",
     _FUNCTIONAL: "all_reduce_rms_norm",
@@ -94,7 +94,7 @@ class _Gathered:
         at = rows.index(self.ranks)
         return [*([size_of(rows[:at])] if at else []), size_of(rows[at + 1 :])]
 
-    def arranged(self, editor: Editor, layout: Layout, columns: Size) -> Any:
+    def arranged(self, editor: Editor, layout: Layout, columns: Size) -> fx.Node:
         """Return the shard with the leading dims of `lead`."""
         order = [axis for axis in layout.flat if axis is not self.ranks]
         return editor.arrange(self.shard, self.inner.flat, order, [*self.lead(layout), columns])
@@ -236,8 +236,7 @@ class _Sum:
     but the op reads the nodes ``replaced``."""
 
     def __init__(self, collective: Collective) -> None:
-        source: Any = collective.node.args[0]
-        self.total, self.moves = _chain_to(source)
+        self.total, self.moves = _chain_to(collective.node.all_input_nodes[0])
         self.replaced = [self.total, *moving.with_carriers(self.moves)]
         self.matmuls = self._terms(self.total)
         shapes = [shape_of(matmul.node) for matmul in self.matmuls]
@@ -262,14 +261,14 @@ class _Sum:
                     f"{describe(node)} adds a bias before the sum, and biases may differ by rank"
                 )
             return [matmul]
-        addends = node.args[:2] if node.target is aten.add.Tensor else [None]
-        if not all(isinstance(addend, fx.Node) for addend in addends):
+        addends = [addend for addend in node.args[:2] if isinstance(addend, fx.Node)]
+        if node.target is not aten.add.Tensor or len(addends) < 2:
             raise Unsupported(f"its input comes from {describe(node)}, which is not a plain matmul")
         if node.kwargs.get("alpha", 1) != 1:
             raise Unsupported("its input is a sum with alpha != 1")
         return [term for addend in addends for term in self._addend(addend, node)]
 
-    def _addend(self, node: Any, total: fx.Node) -> list[Matmul]:
+    def _addend(self, node: fx.Node, total: fx.Node) -> list[Matmul]:
         """Return the matmuls of which ``node``, an addend of ``total``, is the sum. Moves in
         between must keep the order of the elements."""
         if not same_shape(shape_of(node), shape_of(total)):
@@ -379,7 +378,7 @@ def _chain_to(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     return source, moves
 
 
-def reduction_group(node: fx.Node) -> Any:
+def reduction_group(node: fx.Node) -> object:
     """Return the group of a reduction of which a norm may become part; None for other nodes."""
     if node.target is _FUNCTIONAL:
         return node.args[-1]
@@ -432,7 +431,7 @@ def fuse_norm(reduction: Collective) -> Change | None:
             results.append((old, editor.laid_out_like(old, new)))
     for old, new in results:
         old.replace_all_uses_with(new)
-    cast: Any = norm.nodes[0].args[0]
+    cast = norm.nodes[0].all_input_nodes[0]
     erase_unread([node, *moves, total, *norm.nodes, *([] if cast is total else [cast])])
     more = "" if residual is None else ", with a residual"
     return Change(op, len(factors) - 1, f"sum {list(shape)}{more}")
@@ -483,7 +482,7 @@ def _residual_sum(end: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     if total is None or total.target is not aten.add.Tensor or total.kwargs:
         return end, None
     residual = _other(total, end)
-    if not isinstance(value(residual), torch.Tensor):
+    if residual is None or not isinstance(value(residual), torch.Tensor):
         return end, None
     alike = same_shape(shape_of(residual), shape_of(end))
     return total, residual if alike and value(residual).dtype == value(end).dtype else None
@@ -536,21 +535,21 @@ def _behind_square(square: fx.Node, source: fx.Node, total: fx.Node) -> _Norm | 
     return _Norm(weight, eps, nodes)
 
 
-def _weight(factor: Any, total: fx.Node) -> fx.Node | None:
+def _weight(factor: fx.Node | None, total: fx.Node) -> fx.Node | None:
     """Return the vector by which a norm multiplies its rows, before it was converted to fp32 where
     it was of the rows' dtype; None if the op does not take it."""
     tensor, dtype = value(factor), value(total).dtype
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1:
+    if factor is None or not isinstance(tensor, torch.Tensor) or tensor.dim() != 1:
         return None
     if not same(tensor.shape[0], shape_of(total)[-1]) or tensor.dtype not in (torch.float32, dtype):
         return None
     narrow = factor.target is _CAST and value(factor.args[0]).dtype == dtype
-    return factor.args[0] if narrow else factor
+    return factor.all_input_nodes[0] if narrow else factor
 
 
-def _other(node: fx.Node, argument: fx.Node) -> Any:
-    """Return the other argument of a node; None if there is no other."""
-    return next((other for other in node.args if other is not argument), None)
+def _other(node: fx.Node, argument: fx.Node) -> fx.Node | None:
+    """Return the other node among a node's inputs; None if there is no other."""
+    return next((other for other in node.all_input_nodes if other is not argument), None)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -14,7 +14,7 @@ OLDEST = (8, 0)  # compute capability
 NO_GPU = "needs a GPU that is visible to torch"
 
 
-def release_of(package: Any) -> tuple[int, ...]:
+def release_of(package: ModuleType) -> tuple[int, ...]:
     """Return the major and minor version of a module."""
     return tuple(map(int, package.__version__.split(".")[:2]))
 

@@ -22,8 +22,8 @@ the flag of their chunk, owner * chunks + chunk, which the copy engines' streams
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -130,14 +130,14 @@ def fetch_rows(peers, gathered, segments, K, lane, fetching: tl.constexpr):
 class _Arrivals(NamedTuple):
     """The context of `_await_rows`: what tells that rows are there."""
 
-    peers: Any
-    segments: Any
-    K: Any
-    chunk_tiles: Any  # rows of tiles in a chunk, if there are no fetchers
-    chunks: Any  # of a rank, at most
-    block_m: Any  # from here on known at compile time
-    fetching: Any
-    tma: Any  # whether TMA reads the rows
+    peers: sync.Peers
+    segments: matmul.RowSegments
+    K: tl.tensor
+    chunk_tiles: tl.tensor  # rows of tiles in a chunk, if there are no fetchers
+    chunks: tl.tensor  # of a rank, at most
+    block_m: tl.constexpr
+    fetching: tl.constexpr
+    tma: tl.constexpr  # whether TMA reads the rows
 
 
 @triton.jit
@@ -219,7 +219,13 @@ def prepare(
         args = segments, w.shape[1], k, *w.stride(), *arguments, 1, 1, False, fetching
         multiply = operands.bind(all_gather_matmul_kernel, programs, args)
 
-        def run(x: torch.Tensor, weights: Any, biases: Any, outs: Any, gathered: Any) -> None:
+        def run(
+            x: torch.Tensor,
+            weights: list[torch.Tensor],
+            biases: list[torch.Tensor | None],
+            outs: list[torch.Tensor],
+            gathered: torch.Tensor,
+        ) -> None:
             if rows:
                 share(x, gathered.narrow(0, begin, rows))
             multiply(gathered, weights[0], biases[0], outs[0], gathered)
@@ -243,7 +249,7 @@ def bind_others(
     the lists of weights, biases and outs."""
     products = [matmul.bind_matmul(config, gathered, w, out_dtype) for w in weights]
 
-    def run(gathered: torch.Tensor, *lists: Any) -> None:
+    def run(gathered: torch.Tensor, *lists: Sequence[torch.Tensor | None]) -> None:
         for product, w, bias, out in zip(products, *lists, strict=True):
             product(gathered, w, bias, out)
 

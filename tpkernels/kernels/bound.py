@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, KernelInterface
 
 from tpkernels import kernels
 from tpkernels.errors import CaptureError
@@ -51,7 +51,9 @@ class BoundKernel:
         options: of the launch.
     """
 
-    def __init__(self, kernel: Any, programs: int, args: tuple[Any, ...], options: Any) -> None:
+    def __init__(
+        self, kernel: KernelInterface, programs: int, args: tuple[Any, ...], options: dict[str, int]
+    ) -> None:
         _fix_cache_keys()
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._args, self._options = args, options
@@ -99,7 +101,7 @@ class WithScratch:
 
 
 @contextlib.contextmanager
-def _only_compiled(kernel: Any) -> Iterator[None]:
+def _only_compiled(kernel: KernelInterface) -> Iterator[None]:
     """Has launches of this thread raise ``CaptureError`` where Triton would have to compile: the
     new kernel would be loaded within the capture, which ends it and with it the group."""
     if not isinstance(kernel, JITFunction):  # the interpreter's
@@ -109,7 +111,7 @@ def _only_compiled(kernel: Any) -> Iterator[None]:
     with _compiling:
         compile_source = kernel.compile
 
-        def refuse(*args: Any, **options: Any) -> Any:
+        def refuse(*args: Any, **options: Any) -> CompiledKernel:
             if threading.get_ident() != thread:
                 return compile_source(*args, **options)
             raise CaptureError(

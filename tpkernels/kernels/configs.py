@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.runtime.jit import KernelInterface
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.common.integers import ceil_div
@@ -151,7 +152,7 @@ class Operands(NamedTuple):
     tiling: Tiling
     launch: dict[str, int]  # options
 
-    def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
+    def of(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor | Descriptor, ...]:
         """Return the launch arguments for these tensors."""
         a = a if a.stride(1) == 1 else contiguous_rows(a)
         return (
@@ -160,7 +161,11 @@ class Operands(NamedTuple):
         )
 
     def bind(
-        self, kernel: Any, programs: int, args: tuple[Any, ...], scratch: torch.Tensor | None = None
+        self,
+        kernel: KernelInterface,
+        programs: int,
+        args: tuple[Any, ...],
+        scratch: torch.Tensor | None = None,
     ) -> Callable[..., None]:
         """Return a launch of a kernel with the tile loop, which takes a, b and the kernel's other
         tensors. ``args``: what it takes between these and `tiling`. ``scratch``: memory for the

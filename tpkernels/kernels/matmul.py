@@ -19,7 +19,7 @@ hooks this is a matmul.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,13 +36,13 @@ class MatmulOperands(NamedTuple):
     """The operands of ``a @ b``. a [M, K] has contiguous rows; b [K, N] has any strides. What TMA
     loads is a descriptor (`MatmulConfig.operands`)."""
 
-    a: Any
-    b: Any
-    N: Any
-    K: Any
-    stride_am: Any
-    stride_bk: Any
-    stride_bn: Any
+    a: tl.tensor | tl.tensor_descriptor
+    b: tl.tensor | tl.tensor_descriptor
+    N: tl.tensor
+    K: tl.tensor
+    stride_am: tl.tensor
+    stride_bk: tl.tensor
+    stride_bn: tl.tensor
 
 
 class RowSegments(NamedTuple):
@@ -50,10 +50,11 @@ class RowSegments(NamedTuple):
     known at compile time: Triton makes a runtime value of such a field when a kernel assigns the
     tuple to a variable."""
 
-    starts: Any  # a table: the first row of each segment, and the end of the last; None: all equal
-    rows: Any  # of each segment, if all are equal
-    M: Any
-    number: Any  # known at compile time
+    # A table: the first row of each segment, and the end of the last; None: all equal.
+    starts: torch.Tensor | None
+    rows: int  # of each segment, if all are equal
+    M: int
+    number: tl.constexpr
 
 
 def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -72,11 +73,11 @@ def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> RowSegments:
 class Tile(NamedTuple):
     """Where an accumulator belongs."""
 
-    owner: Any  # the segment
-    row: Any
-    column: Any
-    begin: Any  # rows of the segment
-    end: Any
+    owner: tl.tensor  # the segment
+    row: tl.tensor
+    column: tl.tensor
+    begin: tl.tensor  # rows of the segment
+    end: tl.tensor
 
 
 @triton.jit
@@ -260,9 +261,9 @@ def epilogue(acc, bias, residual, column, N, inside):
 class Result(NamedTuple):
     """The context of `store_result`."""
 
-    out: Any
-    bias: Any
-    N: Any
+    out: tl.tensor
+    bias: tl.tensor | None
+    N: tl.tensor
 
 
 @triton.jit

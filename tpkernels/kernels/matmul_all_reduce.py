@@ -13,7 +13,7 @@ from its owner. A program waits only for programs of its own number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,10 +33,10 @@ ONE_SHOT_BYTES = 256 << 10
 class _Results(NamedTuple):
     """The context of `_publish_result`: where two-shot passes results on."""
 
-    peers: Any
-    out: Any
-    begin: Any  # byte of a buffer
-    word: Any  # of the first tile
+    peers: sync.Peers
+    out: tl.tensor
+    begin: tl.tensor  # byte of a buffer
+    word: tl.tensor  # of the first tile
 
 
 @triton.jit

@@ -20,7 +20,7 @@ its own number. It has published all its tiles before it waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,11 +37,11 @@ OUTSIDE = tl.constexpr(1 << 30)  # a row that no slot has
 class Slots(NamedTuple):
     """The context of `push_tile` and `publish_tile`: the ranks' slots for partials."""
 
-    peers: Any
-    N: Any
-    nbytes: Any  # of a slot
-    wire: Any  # the dtype of partials on their way; known at compile time
-    tma: Any  # whether TMA stores them; known at compile time
+    peers: sync.Peers
+    N: tl.tensor
+    nbytes: tl.tensor  # of a slot
+    wire: tl.constexpr  # the dtype of partials on their way
+    tma: tl.constexpr  # whether TMA stores them
 
 
 @triton.jit

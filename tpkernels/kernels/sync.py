@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -73,14 +74,14 @@ ENTERED, TILES = tl.constexpr(0), tl.constexpr(1)  # words from one source: TILE
 class Workspace(NamedTuple):
     """A ``DeviceWorkspace`` as one launch argument, which kernels read by name."""
 
-    regions: Any  # the ranks' regions: a table of addresses
-    state: Any
-    control: Any
-    words: Any  # from one source
-    buffers_at: Any  # bytes from the start of a region
-    buffer_stride: Any  # bytes from one buffer to the other
-    world: Any  # known at compile time
-    chaos: Any  # known at compile time; see `delay`
+    regions: torch.Tensor  # the ranks' regions: a table of addresses
+    state: torch.Tensor
+    control: torch.Tensor
+    words: int  # from one source
+    buffers_at: int  # bytes from the start of a region
+    buffer_stride: int  # bytes from one buffer to the other
+    world: tl.constexpr
+    chaos: tl.constexpr  # see `delay`
 
 
 # Launch arguments that differ between ranks or calls. They are not fields of `Workspace`: Triton
@@ -108,13 +109,13 @@ def launch_arguments(space: DeviceWorkspace, signature: int) -> tuple[Any, ...]:
 class Peers(NamedTuple):
     """One call as a kernel sees it; made by ``join``."""
 
-    space: Any  # Workspace
-    rank: Any
-    word: Any
-    parity: Any
-    timeout_ns: Any
-    seed: Any  # of the delays that `chaos` asks for
-    usable: Any  # False once a wait has failed: nothing may be stored in a buffer any more
+    space: Workspace
+    rank: tl.tensor
+    word: tl.tensor
+    parity: tl.tensor
+    timeout_ns: tl.tensor
+    seed: tl.tensor  # of the delays that `chaos` asks for
+    usable: tl.tensor  # False once a wait has failed: nothing may be stored in a buffer any more
 
 
 @triton.jit

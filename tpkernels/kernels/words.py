@@ -9,7 +9,6 @@ the next in a loop with a barrier of its own. After a poll the caller puts a bar
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -24,7 +23,7 @@ if INTERPRETED.value:
     def clock() -> int:
         return time.monotonic_ns()
 
-    def pause_for(nanoseconds: Any) -> None:
+    def pause_for(nanoseconds: tl.tensor) -> None:
         time.sleep(int(nanoseconds.handle.data.item()) * 1e-9)
 
     def yield_core() -> None:

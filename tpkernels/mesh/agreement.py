@@ -56,7 +56,7 @@ class Agreement:
         sizes = zip(self.names, self._shape, strict=True)
         return [groups.get(name) for name, size in sizes if size > 1]
 
-    def add(self, key: Hashable, product: Any) -> None:
+    def add(self, key: Hashable, product: object) -> None:
         """Know a product; forget the oldest one of too many."""
         self.products[key] = product
         if len(self.products) > _MOST_KNOWN:

@@ -418,7 +418,7 @@ class _ShardedMatmul(torch.autograd.Function):
         return DTensor(y, spec, requires_grad=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor | None, DTensor | None, None, None]:
         x, w = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:

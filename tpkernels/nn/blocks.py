@@ -108,7 +108,8 @@ class ParallelMLP(nn.Module):
     ) -> torch.Tensor:
         """Map x [..., hidden_size] to the same shape. ``residual``, of that shape, is added; the
         output gets its dtype."""
-        modules: Any = children_of(self)  # As self.gate_proj, without the time that takes.
+        # As self.gate_proj, without the time that takes.
+        modules: dict[str, Any] = children_of(self)
         layers = [modules["gate_proj"], modules["up_proj"]]
         gate, up = column_parallel(x, layers, shard_sizes=shard_sizes)
         inner = self.activation(gate) * up

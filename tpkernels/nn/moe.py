@@ -29,7 +29,7 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
-def form_of(experts: Any) -> dict[str, Any] | None:
+def form_of(experts: nn.Module) -> dict[str, Any] | None:
     """Return the arguments with which `MoE` computes what an experts module of transformers does,
     or None if it cannot."""
     shapes = {name: tuple(p.shape) for name, p in experts.named_parameters()}
@@ -52,18 +52,18 @@ def form_of(experts: Any) -> dict[str, Any] | None:
     return None
 
 
-def _apply_gate(experts: Any, inner: torch.Tensor) -> torch.Tensor:
+def _apply_gate(experts: nn.Module, inner: torch.Tensor) -> torch.Tensor:
     """Call a method by the name that it has for transformers, by which it can be pickled."""
-    gated: torch.Tensor = experts._apply_gate(inner)
+    gated: torch.Tensor = experts._apply_gate(inner)  # type: ignore[operator]
     return gated
 
 
-def _is_by_column(experts: Any, interleaved: bool) -> bool:
+def _is_by_column(experts: nn.Module, interleaved: bool) -> bool:
     """Return whether each column that leaves the gate depends on its own gate and up alone."""
     pairs = torch.linspace(-9, 9, 32, dtype=torch.float64, device="cpu").view(2, 2, 8)
     try:
         whole, *parts = (
-            experts._apply_gate((part.mT if interleaved else part).flatten(1))
+            _apply_gate(experts, (part.mT if interleaved else part).flatten(1))
             for part in (pairs, *pairs.split((3, 5), 2))
         )
         return whole.shape == (2, 8) and torch.allclose(torch.cat(parts, 1), whole, 1e-12, 0)
@@ -162,14 +162,14 @@ class MoE(PackableModule):
         self.reset_parameters()
 
     @classmethod
-    def from_experts(cls, experts: Any, group: GroupLike, **options: Any) -> Self:
+    def from_experts(cls, experts: nn.Module, group: GroupLike, **options: Any) -> Self:
         """Make a layer with copies of this rank's shards of an experts module as transformers 5
         has them, with ``gate_up_proj``, ``down_proj`` and ``_apply_gate``. Raise ValueError if it
         computes anything else."""
         form = form_of(experts)
         if form is None:
             raise ValueError(f"MoE does not support the weights or the gate of {experts}")
-        dtype = experts.down_proj.dtype
+        dtype = experts.get_parameter("down_proj").dtype
         return cls(**form, group=group, device="meta", dtype=dtype, **options).adopt(experts)
 
     def reset_parameters(self) -> None:

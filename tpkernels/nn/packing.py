@@ -173,7 +173,9 @@ class PackableModule(ShardedModule):
         with self._unpacked():
             super()._load_from_state_dict(*args)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         kept, plain = dict(parameters_of(self)), self._plain_weights()
         parameters_of(self).update(plain)
         try:

@@ -26,6 +26,7 @@ from tpkernels.nn.torch_tools import Mark, mark
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.torch_private import (
     FakeTensor,
+    OpOverload,
     assume_constant_result,
     aten_to_copy,
     has_hooks,
@@ -241,7 +242,11 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls,
+        func: OpOverload,
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> ShardTensor:
         first = args[0] if args else None
         if func not in _ON_SHARDS or not isinstance(first, ShardTensor):
@@ -262,14 +267,14 @@ class ShardTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         return ShardTensor(copy.deepcopy(self.local, memo), self.placement, self.group)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         split = self.placement
         return (
             f"ShardTensor({list(self.shape)}, dim {split.dim} split {list(split.sizes)}, "
             f"rank {split.rank}: {self.local!r})"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "a ShardTensor is one rank's shard and cannot be pickled: save with "
             "torch.distributed.checkpoint, or torch.save tpkernels.nn.full_state_dict(model)"
@@ -288,7 +293,7 @@ class ShardTensor(torch.Tensor):
     # The protocol of torch.distributed._checkpointable, for torch.distributed.checkpoint. Importing
     # that package takes half a second, but whoever calls these methods has done so already.
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -365,7 +370,7 @@ class ShardedModule(nn.Module):
         super().register_parameter(name, param)
         self._mark_shards()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: torch.Tensor | nn.Module) -> None:
         """Do what ``nn.Module`` does. FSDP2 replaces parameters without `register_parameter` where
         a class has not its own ``__setattr__``."""
         super().__setattr__(name, value)
@@ -448,7 +453,9 @@ class ShardedModule(nn.Module):
         shape = tuple(self.get_parameter(name).shape)
         return self.splits[name].full_shape(shape) if name in self.splits else shape
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, split in self.splits.items():
             key = prefix + name
@@ -462,7 +469,7 @@ class ShardedModule(nn.Module):
                 destination[key] = ShardTensor(local, split, self.group)
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *args: Any
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         *_, error_messages = args
         values = dict(state_dict)

@@ -20,10 +20,10 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class Mark:
         return OrderedDict, ()
 
 
-def _mark_of(parameter: Any) -> Mark | None:
+def _mark_of(parameter: object) -> Mark | None:
     found = getattr(parameter, _MARK, None)
     return found if isinstance(found, Mark) else None
 
@@ -91,7 +91,7 @@ def mark(parameter: nn.Parameter, shard: Mark) -> None:
 def _mark_gradient(shard: Mark, parameter: torch.Tensor) -> None:
     gradient: Any = parameter.grad
     if gradient is not None and not isinstance(gradient, ShardGradient):
-        plain: Any = type(gradient)
+        plain: type[torch.Tensor] = type(gradient)
         gradient.__class__ = _gradient_class(plain)
         gradient.group, gradient.counts = shard.group, shard.counts
 
@@ -108,14 +108,18 @@ class ShardGradient(torch.Tensor):
         with DisableTorchFunctionSubclass():
             return copy.deepcopy(self.detach(), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         with DisableTorchFunctionSubclass():
             return self.detach().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             of_all = len(args) < 3 and (kwargs or {}).get("dim") is None
@@ -253,7 +257,7 @@ def _check_apart(
             )
 
 
-def _refuse_bucket_views(wrapper: Any, args: Any) -> None:
+def _refuse_bucket_views(wrapper: nn.parallel.DistributedDataParallel, args: object) -> None:
     if wrapper.gradient_as_bucket_view and marked_groups(wrapper.module.parameters()):
         raise NotImplementedError(
             "gradient_as_bucket_view=True replaces the gradients of shards with plain tensors, so "
@@ -261,7 +265,7 @@ def _refuse_bucket_views(wrapper: Any, args: Any) -> None:
         )
 
 
-def _before_step(optimizer: Any, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before a step of any optimizer: prepare it, if it is the first. The step itself, which may be
     compiled, gets plain tensors for gradients."""
     if optimizer.__dict__.get(_UPDATES_SHARDS, False) is False:
@@ -271,7 +275,7 @@ def _before_step(optimizer: Any, *_: Any) -> None:
             parameter.grad.__class__ = parameter.grad.plain
 
 
-def _after_step(optimizer: Any, *_: Any) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for parameter in _sharded_parameters(optimizer):
         shard = _mark_of(parameter)
         assert shard is not None  # it is sharded
@@ -285,16 +289,17 @@ def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for parameter in parameters if _mark_of(parameter) is not None]
 
 
-def _prepare(optimizer: Any) -> bool:
+def _prepare(optimizer: torch.optim.Optimizer) -> bool:
     """Check an optimizer, and add what its state dict needs. Return whether it updates shards."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not marked_groups(parameters):
         return False
     kind = type(optimizer).__name__
-    if isinstance(getattr(optimizer, "process_group", None), dist.ProcessGroup):
-        _check_apart(kind, optimizer.process_group, parameters)
+    process_group = getattr(optimizer, "process_group", None)
+    if isinstance(process_group, dist.ProcessGroup):
+        _check_apart(kind, process_group, parameters)
         # ZeRO sends the state of the optimizer within it to one rank, as plain tensors.
-        setattr(optimizer.optim, _UPDATES_SHARDS, None)
+        setattr(optimizer.optim, _UPDATES_SHARDS, None)  # type: ignore[attr-defined]
     if kind in _NOT_ELEMENTWISE:
         raise NotImplementedError(
             f"{kind} needs the full weights, and each rank has a shard; use an elementwise "
