@@ -13,7 +13,7 @@ import time
 from datetime import timedelta
 from typing import NoReturn
 
-from torch._C._distributed_c10d import Work
+import torch.distributed as dist
 
 from tpkernels._C.host import Phase
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
@@ -24,7 +24,7 @@ from tpkernels.local.ranges import TRANSFER, WAIT, recorded
 _LOOK = timedelta(seconds=0.02)  # between two looks at the peers
 
 
-def finish(call: Call, work: Work | PendingTransfers) -> None:
+def finish(call: Call, work: dist.Work | PendingTransfers) -> None:
     """Wait for torch.distributed and watch the peers meanwhile: gloo reports a rank's death only
     to its neighbours, and tells nobody that a rank has given up. On GPUs the stream waits, and
     torch.distributed watches."""
