@@ -62,12 +62,11 @@ class Exchange(OpSpec):
     exchanges = scatters = True
 
 
-class Dispatch(OpSpec):
-    routed = dispatches = True
-
-
-class Combine(OpSpec):
-    routed = combines = True
+@dataclass(frozen=True)
+class Routed(OpSpec):
+    routed = True
+    dispatches: bool = False
+    combines: bool = False
 
 
 _RECORDS = (
@@ -80,8 +79,8 @@ _RECORDS = (
     Reduce("all_reduce"),
     Reduce("all_reduce_rms_norm", normed=True),
     Exchange("all_to_all"),
-    Dispatch("moe_dispatch"),
-    Combine("moe_combine"),
+    Routed("moe_dispatch", dispatches=True),
+    Routed("moe_combine", combines=True),
     Gather("all_gather_scaled_matmul", has_matmul=True, scaled=True),
     Reduce("scaled_matmul_reduce_scatter", scatters=True, has_matmul=True, scaled=True),
     Reduce("scaled_matmul_all_reduce", has_matmul=True, scaled=True),
