@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from tpkernels.local.product import Weight
-from tpkernels.planning.op_spec import Exchange, Gather, OpSpec, Reduce, Routed
+from tpkernels.planning.op_spec import OpSpec
 
 
 class GatherArguments(NamedTuple):
@@ -77,14 +77,12 @@ class RoutedArguments(NamedTuple):
 
 
 OpArguments: TypeAlias = GatherArguments | ReduceArguments | ExchangeArguments | RoutedArguments
-_CLASSES: dict[type[OpSpec], type[OpArguments]] = {
-    Gather: GatherArguments,
-    Reduce: ReduceArguments,
-    Exchange: ExchangeArguments,
-    Routed: RoutedArguments,
-}
 
 
 def arguments_class(spec: OpSpec) -> type[OpArguments]:
     """Return the class of an op's family."""
-    return _CLASSES[type(spec)]
+    if spec.gathers:
+        return GatherArguments
+    if spec.reduces:
+        return ReduceArguments
+    return ExchangeArguments if spec.exchanges else RoutedArguments

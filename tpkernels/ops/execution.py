@@ -31,33 +31,32 @@ from tpkernels.ops.arguments import (
 )
 from tpkernels.ops.problems import Result
 from tpkernels.planning.op_spec import GatherOptions, ReduceOptions
-from tpkernels.planning.problem import Problem
 from tpkernels.torch_private import is_zero_tensor
 
 
 def gather(call: Call, given: GatherArguments) -> Result:
     """Run an op that gathers; return (gathered, outs), or what is gathered if nothing is
     multiplied."""
-    problem, x, scale, gathered = call.problem, given.x, given.scale_x, None
-    multiplies, packing = problem.spec.has_matmul, None
-    if given.return_gathered or not multiplies:
+    problem, x, scale, packing = call.problem, given.x, given.scale_x, None
+    if not given.weights:
         gathered = empty(problem.shape, problem.dtype, x.device)
+        call.function(call, x, Products([], [], [], gathered))
+        return gathered
+    whole = empty(problem.shape, problem.dtype, x.device) if given.return_gathered else None
     weights: Sequence[Weight | Product] = given.weights
     dtype = problem.options_as(GatherOptions).out_dtype or x.dtype
     outs = [empty((*problem.shape[:-1], columns_of(w)), dtype, x.device) for w in given.weights]
     if scale is not None:
-        scale = _own_scale(scale, problem, call.group.rank)
+        if scaling_of(scale) is Scaling.ROW and list(scale.shape) == [*problem.shape[:-1], 1]:
+            scale = _own_shard(call, scale, problem.split_dim)  # of the scales of all rows
         packing = Packing.of(x, scale)
         weights = _scaled(given.weights, given.scales_w, packing, scale, given.use_fast_accum)
         x = packing.pack(x, scale)
-    biases = [materialized(b) for b in given.biases or ()] or [None] * len(weights)
-    call.function(call, x, Products(weights, biases, outs, gathered))
-    if not multiplies:
-        assert gathered is not None  # allocated above
-        return gathered
-    if gathered is None:
+    biases = [materialized(b) for b in given.biases] if given.biases else [None] * len(weights)
+    call.function(call, x, Products(weights, biases, outs, whole))
+    if whole is None:
         return given.x.new_empty(0), outs
-    return gathered if packing is None else packing.data(gathered).contiguous(), outs
+    return whole if packing is None else packing.data(whole).contiguous(), outs
 
 
 def reduce(call: Call, given: ReduceArguments) -> Result:
@@ -70,12 +69,12 @@ def reduce(call: Call, given: ReduceArguments) -> Result:
         (w,) = _scaled([given.w], [given.scale_w], packing, scale, given.use_fast_accum)
         x = packing.pack(x, scale)
     if bias is not None and splits_columns(problem):
-        bias = bias.narrow(0, sum(problem.sizes[: call.group.rank]), problem.sizes[call.group.rank])
+        bias = _own_shard(call, bias, 0)
     dtype = problem.options_as(ReduceOptions).out_dtype
     reduction = Reduction.of(given.x, dtype, bias, given.residual)
     out = empty(result_shape(problem, call.group.rank), dtype, x.device)
-    if given.norm is not None:
-        norm = RmsNorm(given.norm.contiguous(), given.eps)
+    if (weight := given.norm) is not None:
+        norm = RmsNorm(weight.contiguous(), given.eps)
         return call.function(call, x, w, out, reduction, norm), out
     call.function(call, x, w, out, reduction)
     return out
@@ -92,11 +91,8 @@ def reduce_in_place(call: Call, given: ReduceArguments) -> None:
 
 def dispatch(call: Call, given: RoutedArguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Run an op that brings tokens to their experts; return their rows, and how many each has."""
-    x = given.x
-    if given.scale_x is None:
-        x = x.contiguous()
-    else:
-        x = Packing.of(x, given.scale_x).pack(x, given.scale_x)
+    x, scale = given.x, given.scale_x
+    x = x.contiguous() if scale is None else Packing.of(x, scale).pack(x, scale)
     return call.function(call, x, given.routes)
 
 
@@ -128,17 +124,17 @@ def bind(
     """Return what runs warm calls with these arguments: all of `direct` in the extension, or
     ``execute(call, arguments)``, before and after which the extension does what `backends.run`
     does. None: on GPUs without a workspace, which tells of failures."""
-    problem, group, alarm = call.problem, call.group, None
-    if call.plan.algorithm == "direct" and problem.device == "cpu":
-        made = _bind_direct(call, given, arguments, in_place)
-        if made is not None:
-            return made
-    if problem.device == "cuda":
+    group, alarm, deterministic = call.group, None, None
+    if call.problem.device == "cuda":
         if group.workspace is None:
             return None
         alarm = group.workspace.alarm
-    sums = problem.device == "cuda" and problem.spec.reduces
-    deterministic = group.cuda_sums.planned_for_flag if sums else None
+        if call.problem.spec.reduces:
+            deterministic = group.cuda_sums.planned_for_flag
+    elif call.plan.algorithm == "direct":
+        made = _bind_direct(call, given, arguments, in_place)
+        if made is not None:
+            return made
     return _C.calls.PythonCall(arguments, execute, call, alarm, deterministic)
 
 
@@ -189,13 +185,9 @@ def materialized(bias: torch.Tensor) -> torch.Tensor | None:
     return bias if bias.numel() else None
 
 
-def _own_scale(scale: torch.Tensor, problem: Problem, rank: int) -> torch.Tensor:
-    """Return the scales of this rank's shard, of its own or of those of the gathered x."""
-    gathered = [*problem.shape[:-1], 1]
-    if scaling_of(scale) is Scaling.ROW and list(scale.shape) == gathered:
-        assert problem.dim is not None  # a gather has one
-        return scale.narrow(problem.dim, sum(problem.sizes[:rank]), problem.sizes[rank])
-    return scale
+def _own_shard(call: Call, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    sizes, rank = call.problem.sizes, call.group.rank
+    return whole.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
 
 def _scaled(

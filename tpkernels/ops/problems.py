@@ -83,8 +83,7 @@ def _gather(op: str, group: Group, given: GatherArguments) -> Problem:
             return_gathered=given.return_gathered,
             local_product=validation.local_product(x, weights),
         )
-    device = validation.device(x)
-    return Problem(op, device, group.world, tuple(shape), dim, sizes, wire, options)
+    return Problem(op, validation.device(x), group.world, tuple(shape), dim, sizes, wire, options)
 
 
 def _reduce(op: str, group: Group, given: ReduceArguments) -> Problem:
@@ -114,8 +113,7 @@ def _reduce(op: str, group: Group, given: ReduceArguments) -> Problem:
         local_product=local_product,
         norm=None if given.norm is None else (float(given.eps), given.norm.dtype),
     )
-    device = validation.device(x)
-    return Problem(op, device, group.world, tuple(shape), dim, sizes, wire, options)
+    return Problem(op, validation.device(x), group.world, tuple(shape), dim, sizes, wire, options)
 
 
 def _exchange(op: str, group: Group, given: ExchangeArguments) -> Problem:
@@ -128,8 +126,10 @@ def _exchange(op: str, group: Group, given: ExchangeArguments) -> Problem:
     if to == dim:
         raise ValueError(f"gather_dim and scatter_dim are both {to}; they must differ")
     parts = validation.scatter_sizes(given.scatter_sizes, shape[to], group.world, "scatter_sizes")
-    options, device = ExchangeOptions(dim=to, sizes=parts), validation.device(x)
-    return Problem(op, device, group.world, tuple(shape), dim, sizes, x.dtype, options)
+    options = ExchangeOptions(dim=to, sizes=parts)
+    return Problem(
+        op, validation.device(x), group.world, tuple(shape), dim, sizes, x.dtype, options
+    )
 
 
 def _routed(op: str, group: Group, given: RoutedArguments) -> Problem:
@@ -144,8 +144,9 @@ def _routed(op: str, group: Group, given: RoutedArguments) -> Problem:
         max_rows=given.max_rows,
         scales=scales,
     )
-    device = validation.device(x)
-    return Problem(op, device, group.world, (sum(sizes), columns), 0, sizes, wire, options)
+    return Problem(
+        op, validation.device(x), group.world, (sum(sizes), columns), 0, sizes, wire, options
+    )
 
 
 def fake_result(op: str, group: Group, given: OpArguments) -> Result:
