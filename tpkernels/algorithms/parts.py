@@ -62,8 +62,7 @@ def result_shape(problem: Problem, rank: int) -> list[int]:
         to = problem.options_as(ExchangeOptions)
         shape[to.dim] = to.sizes[rank]
     elif spec.scatters:
-        assert problem.dim is not None  # a scatter has one
-        shape[problem.dim] = problem.sizes[rank]
+        shape[problem.split_dim] = problem.sizes[rank]
     return shape
 
 
@@ -72,9 +71,8 @@ def pieces_of(
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Return this rank's piece for each rank in an exchange, and the places in ``out`` of the
     ranks' pieces for this one."""
-    assert problem.dim is not None  # an exchange has one
     to = problem.options_as(ExchangeOptions)
-    return x.split(list(to.sizes), to.dim), out.split(list(problem.sizes), problem.dim)
+    return x.split(list(to.sizes), to.dim), out.split(list(problem.sizes), problem.split_dim)
 
 
 def edges_of(total: int, world: int) -> list[int]:

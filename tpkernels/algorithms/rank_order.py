@@ -54,13 +54,12 @@ def gathers_in_rank_order(function: Callable[..., None]) -> Callable[..., None]:
         if problem.outer == 1:
             function(call, x, products)
             return
-        assert problem.dim is not None  # a gather has one
         results, count = products.results, len(products.outs)
         flat = [empty((problem.rows, y.shape[-1]), y.dtype, y.device) for y in results]
         whole = None if products.gathered is None else flat[-1]
         function(call, x, replace(products, outs=flat[:count], gathered=whole))
         for result, rows in zip(results, flat, strict=True):
-            join(rows, result, problem.dim, problem.sizes)
+            join(rows, result, problem.split_dim, problem.sizes)
 
     return gather
 
@@ -72,8 +71,7 @@ def scatters_in_rank_order(function: Callable[..., None]) -> Callable[..., None]
     def scatter(call: Call, x: torch.Tensor, *operands: object) -> None:
         problem = call.problem
         if problem.outer != 1:
-            assert problem.dim is not None  # a scatter has one
-            x = by_owner(x, problem.dim, problem.sizes).view(problem.rows, x.shape[-1])
+            x = by_owner(x, problem.split_dim, problem.sizes).view(problem.rows, x.shape[-1])
         function(call, x, *operands)
 
     return scatter

@@ -81,7 +81,6 @@ def exchange(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     if call.group.world == 1:
         out.copy_(x)
         return
-    assert problem.dim is not None  # an exchange has one
     (pieces, places), to = pieces_of(problem, x, out), problem.options_as(ExchangeOptions)
     even = _even(problem.sizes) and _even(to.sizes)
     counts = [piece.numel() for piece in pieces]
@@ -89,7 +88,7 @@ def exchange(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     received = _exchange(call, by_owner(x, to.dim, to.sizes), counts, received_counts)
     announce_done(call)
     shaped = [piece.view(place.shape) for piece, place in zip(received, places, strict=True)]
-    torch.cat(shaped, problem.dim, out=out)
+    torch.cat(shaped, problem.split_dim, out=out)
 
 
 def dispatch(
@@ -172,17 +171,15 @@ def _gather(call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
     _all_gather(call, x.contiguous().view(-1), flat, shard_counts(problem))
     announce_done(call)
     if problem.outer != 1:
-        assert problem.dim is not None  # an all-gather has one
-        join(flat, out, problem.dim, problem.sizes)
+        join(flat, out, problem.split_dim, problem.sizes)
 
 
 def _reduce_scatter(
     call: Call, partial: torch.Tensor, out: torch.Tensor, reduction: Reduction
 ) -> None:
     problem = call.problem
-    assert problem.dim is not None  # a reduce-scatter has one
     own, counts = out.view(-1), shard_counts(problem)
-    flat = by_owner(partial, problem.dim, problem.sizes)
+    flat = by_owner(partial, problem.split_dim, problem.sizes)
     if _sums_by_nccl(call):
         total = own if out.dtype == flat.dtype else empty(own.shape, flat.dtype, own.device)
         options = _options(ReduceScatterOptions, call)

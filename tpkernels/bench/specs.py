@@ -72,7 +72,7 @@ class Spec:
         if op.has_matmul:
             m, n, k = shape
             shape = (m, k) if op.gathers else (m, n)
-        options: Options = NO_OPTIONS
+        options: Options = GatherOptions() if op.gathers else NO_OPTIONS
         if op.reduces:
             x_dtype, norm = SCALED_DTYPE if op.scaled else dtype, (NORM_EPS, dtype)
             options = ReduceOptions(

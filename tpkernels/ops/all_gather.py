@@ -20,14 +20,13 @@ SCHEMA = (
 
 def _save(ctx: Context, given: GatherArguments, output: torch.Tensor) -> None:
     ctx.group, ctx.dim = given.group, given.gather_dim
-    ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
+    ctx.options = {"shard_sizes": given.shard_sizes, "algorithm": given.algorithm}
 
 
 def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
-    grad_x = torch.ops.tpkernels.reduce_scatter.default(
-        grad, ctx.group, ctx.dim, shard_sizes=ctx.shard_sizes, algorithm=ctx.algorithm
-    )
-    return {"x": grad_x}
+    return {
+        "x": torch.ops.tpkernels.reduce_scatter.default(grad, ctx.group, ctx.dim, **ctx.options)
+    }
 
 
 OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward)

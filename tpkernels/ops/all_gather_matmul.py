@@ -12,7 +12,7 @@ from tpkernels.common import dtypes
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import CustomMatmul, Weight
 from tpkernels.ops.arguments import GatherArguments
-from tpkernels.ops.autograd import ColumnGrads, Context, Needs, algorithm_like, matmul
+from tpkernels.ops.autograd import ColumnGrads, Context, Needs, matmul, split_options
 from tpkernels.ops.registration import Op, bias_list, define
 
 SCHEMA = (
@@ -24,8 +24,7 @@ SCHEMA = (
 
 def _save(ctx: Context, given: GatherArguments, output: Sequence[torch.Tensor]) -> None:
     ctx.group, ctx.dim, ctx.returned = given.group, given.gather_dim, given.return_gathered
-    ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
-    assert given.weights is not None  # the schema has them
+    ctx.options = {"shard_sizes": given.shard_sizes, "algorithm": given.algorithm}
     kept = output[0] if ctx.returned else given.x
     ctx.columns = ColumnGrads(ctx, given.x, given.weights, given.biases, kept)
     if not ctx.returned:
@@ -50,7 +49,7 @@ def _backward(
         if ctx.returned:
             return kept
         gathered: torch.Tensor = torch.ops.tpkernels.all_gather.default(
-            kept, ctx.group, ctx.dim, **_options(ctx, has_matmul=False)
+            kept, ctx.group, ctx.dim, **split_options(ctx, has_matmul=False)
         )
         return gathered
 
@@ -63,24 +62,20 @@ def _grad_x(
     factors: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
     """``rows_r(sum_r(grad @ back + grad_gathered))``, in one reduce-scatter."""
-    ops, split = torch.ops.tpkernels, (ctx.group, ctx.dim)
+    ops = torch.ops.tpkernels
     if factors is None:
         assert grad_gathered is not None  # the backward runs only if there is a gradient
         partial = grad_gathered
     elif grad_gathered is None:
         last = ctx.dim == factors[0].dim() - 1
-        options = _options(ctx, has_matmul=True, last_dim=last)
-        return ops.matmul_reduce_scatter.default(*factors, *split, **options)
+        options = split_options(ctx, has_matmul=True, last_dim=last)
+        return ops.matmul_reduce_scatter.default(*factors, ctx.group, ctx.dim, **options)
     else:
         dtype = ctx.columns.dtype
         wide = matmul(*factors, dtypes.accumulator(dtype))
         partial = wide.add_(grad_gathered).to(dtype)
-    return ops.reduce_scatter.default(partial, *split, **_options(ctx, has_matmul=False))
-
-
-def _options(ctx: Context, *, has_matmul: bool, last_dim: bool = False) -> dict[str, Any]:
-    algorithm = algorithm_like(ctx.algorithm, has_matmul=has_matmul, last_dim=last_dim)
-    return {"shard_sizes": ctx.shard_sizes, "algorithm": algorithm}
+    options = split_options(ctx, has_matmul=False)
+    return ops.reduce_scatter.default(partial, ctx.group, ctx.dim, **options)
 
 
 OP: Op[Any] = define(SCHEMA, save=_save, backward=_backward, autocast=True)

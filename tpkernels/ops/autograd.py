@@ -53,19 +53,15 @@ def _run(
     return out
 
 
-def _fake(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], columns_of(w)), dtype=out_dtype)
-
-
 # The local matmul of the algorithms: accumulates in fp32, rounds once, to any dtype, and is fast
 # where torch.mm of 16-bit operands is slow.
-_matmul: Callable[..., torch.Tensor] = define_kernel(SCHEMA, run=_run, fake=_fake)
+_matmul: Callable[..., torch.Tensor] = define_kernel(
+    SCHEMA,
+    run=_run,
+    fake=lambda x, w, *, bias=None, out_dtype=None: x.new_empty(
+        (*x.shape[:-1], columns_of(w)), dtype=out_dtype
+    ),
+)
 
 
 def matmul(
@@ -87,9 +83,9 @@ class Context(Protocol):
     mark_non_differentiable: Callable[[torch.Tensor], None]
     set_materialize_grads: Callable[[bool], None]
     group: str
-    algorithm: str
     dim: int
     shard_sizes: Sequence[int] | None
+    options: dict[str, Any]
     dtype: torch.dtype
     bias_dtype: torch.dtype
     residual_dtype: torch.dtype
@@ -98,23 +94,16 @@ class Context(Protocol):
     returned: bool
     eps: float
     num_experts: int
-    options: dict[str, Any]
     tokens: int
 
 
 class Needs(Protocol):
-    """Whose gradient is needed, of an op's arguments."""
+    """Whose gradient is needed, by the names of an op's arguments."""
 
-    x: bool
-    w: bool
-    weight: bool
-    norm_weight: bool
-    bias: bool
-    residual: bool
-    topk_weights: bool
-    stack: bool
     weights: Sequence[bool]
     biases: Sequence[bool]
+
+    def __getattr__(self, name: str) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -207,17 +196,17 @@ class ColumnGrads:
         return {"weights": weights, "biases": biases}
 
 
-def save_operands(ctx: Context, given: ReduceArguments, *more: torch.Tensor | None) -> None:
+def save_operands(
+    ctx: Context, given: ReduceArguments, output: object, *more: torch.Tensor | None
+) -> None:
     """Keep for the backward what a product with an epilogue needs, of the op's arguments, and
     ``more``."""
     x, w, bias, residual = given.x, given.w, given.bias, given.residual
     assert isinstance(w, torch.Tensor)  # autograd sees no other weights
     ctx.save_for_backward(x if w.requires_grad else None, w if x.requires_grad else None, *more)
     ctx.dtype, ctx.weight_grad = x.dtype, WeightGrad.of(w)
-    if bias is not None:
-        ctx.bias_dtype = bias.dtype
-    if residual is not None:
-        ctx.residual_dtype = residual.dtype
+    ctx.bias_dtype = x.dtype if bias is None else bias.dtype
+    ctx.residual_dtype = x.dtype if residual is None else residual.dtype
 
 
 def operand_grads(
@@ -251,6 +240,13 @@ def norm_grads(
     along = (grad_scaled * scaled).mean(-1, keepdim=True)
     of_weight = as_rows(grad * scaled).sum(0).to(weight.dtype)
     return factor * (grad_scaled - scaled * along) + grad_total, of_weight
+
+
+def split_options(ctx: Context, *, has_matmul: bool, last_dim: bool = False) -> dict[str, Any]:
+    """Return the options of a collective in the backward that splits as the forward did."""
+    forward = ctx.options["algorithm"]
+    algorithm = algorithm_like(forward, has_matmul=has_matmul, last_dim=last_dim)
+    return ctx.options | {"algorithm": algorithm}
 
 
 def algorithm_like(forward: str, *, has_matmul: bool, last_dim: bool) -> str:

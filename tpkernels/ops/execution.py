@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple
 
 import torch
 
@@ -24,60 +23,58 @@ from tpkernels.local.packed import columns_of, is_packed
 from tpkernels.local.product import Product, Weight
 from tpkernels.local.scaled import Packing, ScaledMatrix, ScaledWeight, Scaling, scaling_of
 from tpkernels.ops.arguments import (
-    AnyGather,
-    AnyReduce,
-    CombineArguments,
-    DispatchArguments,
     ExchangeArguments,
     GatherArguments,
     OpArguments,
     ReduceArguments,
-    ScaledGatherArguments,
-    ScaledReduceArguments,
+    RoutedArguments,
 )
 from tpkernels.ops.problems import Result
 from tpkernels.planning.op_spec import GatherOptions, ReduceOptions
-from tpkernels.planning.problem import Problem
 from tpkernels.torch_private import is_zero_tensor
 
 
-def gather(call: Call, given: AnyGather) -> Result:
+def gather(call: Call, given: GatherArguments) -> Result:
     """Run an op that gathers; return (gathered, outs), or what is gathered if nothing is
     multiplied."""
-    problem, x, biases, packing = call.problem, given.x, given.biases, None
-    gathered = None
-    if given.weights is None or given.return_gathered:
+    problem, x, scale, packing = call.problem, given.x, given.scale_x, None
+    if not given.weights:
         gathered = empty(problem.shape, problem.dtype, x.device)
-    if given.weights is None:
-        assert gathered is not None  # just allocated
         call.function(call, x, Products([], [], [], gathered))
         return gathered
+    whole = empty(problem.shape, problem.dtype, x.device) if given.return_gathered else None
     weights: Sequence[Weight | Product] = given.weights
     dtype = problem.options_as(GatherOptions).out_dtype or x.dtype
     outs = [empty((*problem.shape[:-1], columns_of(w)), dtype, x.device) for w in given.weights]
-    if isinstance(given, ScaledGatherArguments):
-        scale = _own_scale(given.scale_x, problem, call.group.rank)
-        x, weights, packing = Rows.of(x, scale, given.weights, given.scales_w, given.use_fast_accum)
-    each_bias = [materialized(b) for b in biases] if biases else [None] * len(weights)
-    call.function(call, x, Products(weights, each_bias, outs, gathered))
-    if gathered is None:
+    if scale is not None:
+        if scaling_of(scale) is Scaling.ROW and list(scale.shape) == [*problem.shape[:-1], 1]:
+            scale = _own_shard(call, scale, problem.split_dim)  # of the scales of all rows
+        packing = Packing.of(x, scale)
+        weights = _scaled(given.weights, given.scales_w, packing, scale, given.use_fast_accum)
+        x = packing.pack(x, scale)
+    biases = [materialized(b) for b in given.biases] if given.biases else [None] * len(weights)
+    call.function(call, x, Products(weights, biases, outs, whole))
+    if whole is None:
         return given.x.new_empty(0), outs
-    return gathered if packing is None else packing.data(gathered).contiguous(), outs
+    return whole if packing is None else packing.data(whole).contiguous(), outs
 
 
-def reduce(call: Call, given: AnyReduce) -> Result:
+def reduce(call: Call, given: ReduceArguments) -> Result:
     """Run an op that reduces; return the sum, after the normalised rows if it normalises."""
-    problem, x, bias = call.problem, given.x, given.bias
+    problem, x, scale, bias = call.problem, given.x, given.scale_x, given.bias
     w: Weight | Product | None = given.w
-    if isinstance(given, ScaledReduceArguments):
-        x, (w,), _ = Rows.of(x, given.scale_x, [given.w], [given.scale_w], given.use_fast_accum)
+    if scale is not None:
+        assert given.w is not None and given.scale_w is not None  # the schemas have both
+        packing = Packing.of(x, scale)
+        (w,) = _scaled([given.w], [given.scale_w], packing, scale, given.use_fast_accum)
+        x = packing.pack(x, scale)
     if bias is not None and splits_columns(problem):
-        bias = bias.narrow(0, sum(problem.sizes[: call.group.rank]), problem.sizes[call.group.rank])
+        bias = _own_shard(call, bias, 0)
     dtype = problem.options_as(ReduceOptions).out_dtype
     reduction = Reduction.of(given.x, dtype, bias, given.residual)
     out = empty(result_shape(problem, call.group.rank), dtype, x.device)
-    if isinstance(given, ReduceArguments) and given.norm is not None:
-        norm = RmsNorm(given.norm.contiguous(), given.eps)
+    if (weight := given.norm) is not None:
+        norm = RmsNorm(weight.contiguous(), given.eps)
         return call.function(call, x, w, out, reduction, norm), out
     call.function(call, x, w, out, reduction)
     return out
@@ -92,18 +89,16 @@ def reduce_in_place(call: Call, given: ReduceArguments) -> None:
         x.copy_(out)
 
 
-def dispatch(call: Call, given: DispatchArguments) -> tuple[torch.Tensor, torch.Tensor]:
+def dispatch(call: Call, given: RoutedArguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Run an op that brings tokens to their experts; return their rows, and how many each has."""
-    x = given.x
-    if given.scale_x is None:
-        x = x.contiguous()
-    else:
-        x = Packing.of(x, given.scale_x).pack(x, given.scale_x)
+    x, scale = given.x, given.scale_x
+    x = x.contiguous() if scale is None else Packing.of(x, scale).pack(x, scale)
     return call.function(call, x, given.routes)
 
 
-def combine(call: Call, given: CombineArguments) -> torch.Tensor:
+def combine(call: Call, given: RoutedArguments) -> torch.Tensor:
     """Run an op that brings the experts' rows back and sums each token's."""
+    assert given.topk_weights is not None  # the schema has them
     x = given.x.contiguous()
     weights = given.topk_weights.to(dtypes.accumulator(x.dtype)).contiguous()
     out = empty((weights.shape[0], x.shape[1]), x.dtype, x.device)
@@ -129,17 +124,17 @@ def bind(
     """Return what runs warm calls with these arguments: all of `direct` in the extension, or
     ``execute(call, arguments)``, before and after which the extension does what `backends.run`
     does. None: on GPUs without a workspace, which tells of failures."""
-    problem, group, alarm = call.problem, call.group, None
-    if call.plan.algorithm == "direct" and problem.device == "cpu":
-        made = _bind_direct(call, given, arguments, in_place)
-        if made is not None:
-            return made
-    if problem.device == "cuda":
+    group, alarm, deterministic = call.group, None, None
+    if call.problem.device == "cuda":
         if group.workspace is None:
             return None
         alarm = group.workspace.alarm
-    sums = problem.device == "cuda" and problem.spec.reduces
-    deterministic = group.cuda_sums.planned_for_flag if sums else None
+        if call.problem.spec.reduces:
+            deterministic = group.cuda_sums.planned_for_flag
+    elif call.plan.algorithm == "direct":
+        made = _bind_direct(call, given, arguments, in_place)
+        if made is not None:
+            return made
     return _C.calls.PythonCall(arguments, execute, call, alarm, deterministic)
 
 
@@ -151,10 +146,12 @@ def _bind_direct(
     x, problem, weights = given.x, call.problem, list[Weight]()
     products, return_gathered, eps = list[tuple[int, ...]](), False, 0.0
     out_dtype: torch.dtype | None = None
+    if isinstance(given, RoutedArguments) or problem.spec.scaled:
+        return None
     if isinstance(given, GatherArguments):
         if given.biases:
             return None
-        weights, out_dtype = list(given.weights or []), given.out_dtype
+        weights, out_dtype = list(given.weights), given.out_dtype
         return_gathered = given.return_gathered
         products = [(*problem.shape[:-1], columns_of(w)) for w in weights]
     elif isinstance(given, ReduceArguments):
@@ -162,8 +159,6 @@ def _bind_direct(
             return None  # each rank adds its part of the bias
         weights, out_dtype = [] if given.w is None else [given.w], given.out_dtype
         eps = given.eps
-    elif not isinstance(given, ExchangeArguments):
-        return None
     converted = len({x.dtype, problem.dtype, out_dtype or x.dtype}) > 1
     plain = all(isinstance(w, torch.Tensor) for w in weights)
     if converted or not plain or prod(problem.shape) == 0:
@@ -190,40 +185,26 @@ def materialized(bias: torch.Tensor) -> torch.Tensor | None:
     return bias if bias.numel() else None
 
 
-def _own_scale(scale: torch.Tensor, problem: Problem, rank: int) -> torch.Tensor:
-    """Return the scales of this rank's shard, of its own or of those of the gathered x."""
-    gathered = [*problem.shape[:-1], 1]
-    if scaling_of(scale) is Scaling.ROW and list(scale.shape) == gathered:
-        assert problem.dim is not None  # a gather has one
-        return scale.narrow(problem.dim, sum(problem.sizes[:rank]), problem.sizes[rank])
-    return scale
+def _own_shard(call: Call, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    sizes, rank = call.problem.sizes, call.group.rank
+    return whole.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
 
-class Rows(NamedTuple):
-    """An x as the algorithms move and multiply it: packed rows, and the weights that do so."""
+def _scaled(
+    weights: Sequence[Weight],
+    scales: Sequence[torch.Tensor],
+    packing: Packing,
+    scale_x: torch.Tensor,
+    fast_accum: bool,
+) -> list[ScaledWeight]:
+    """Return weights that multiply the packed rows of an x."""
 
-    packed: torch.Tensor
-    weights: list[ScaledWeight]
-    packing: Packing
+    def as_scalar(scale: torch.Tensor) -> torch.Tensor:
+        return scale.reshape(()) if scaling_of(scale) is Scaling.TENSOR else scale
 
-    @classmethod
-    def of(
-        cls,
-        x: torch.Tensor,
-        scale: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        scales: Sequence[torch.Tensor],
-        fast_accum: bool,
-    ) -> Rows:
-        packing = Packing.of(x, scale)
-        made = [
-            ScaledWeight(
-                ScaledMatrix(w, _as_scalar(scale_w)), packing, _as_scalar(scale), fast_accum
-            )
-            for w, scale_w in zip(weights, scales, strict=True)
-        ]
-        return cls(packing.pack(x, scale), made, packing)
-
-
-def _as_scalar(scale: torch.Tensor) -> torch.Tensor:
-    return scale.reshape(()) if scaling_of(scale) is Scaling.TENSOR else scale
+    made = []
+    for w, scale in zip(weights, scales, strict=True):
+        assert isinstance(w, torch.Tensor)  # the dispatcher takes no others
+        matrix = ScaledMatrix(w, as_scalar(scale))
+        made.append(ScaledWeight(matrix, packing, as_scalar(scale_x), fast_accum))
+    return made

@@ -8,7 +8,6 @@ import torch
 
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import Weight
-from tpkernels.ops.arguments import ReduceArguments
 from tpkernels.ops.autograd import Context, Needs, operand_grads, save_operands
 from tpkernels.ops.registration import Op, define
 
@@ -18,17 +17,13 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
-    save_operands(ctx, given)
-
-
 def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
     """All of it local: the gradient of the sum is that of each partial (ops/autograd.py)."""
     x, w = ctx.saved_tensors
     return operand_grads(ctx, needs, x, w, grad)
 
 
-OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward, autocast=True)
+OP: Op[torch.Tensor] = define(SCHEMA, save=save_operands, backward=_backward, autocast=True)
 
 
 def matmul_all_reduce(

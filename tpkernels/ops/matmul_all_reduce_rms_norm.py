@@ -21,7 +21,7 @@ SCHEMA = (
 
 
 def _save(ctx: Context, given: ReduceArguments, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    save_operands(ctx, given, output[1], given.norm_weight)
+    save_operands(ctx, given, output, output[1], given.norm_weight)
     ctx.eps = given.eps
 
 

@@ -11,7 +11,7 @@ import torch
 from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.product import Weight
 from tpkernels.ops.arguments import ReduceArguments
-from tpkernels.ops.autograd import Context, Needs, algorithm_like, bias_grad, save_operands
+from tpkernels.ops.autograd import Context, Needs, bias_grad, save_operands, split_options
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -22,9 +22,9 @@ SCHEMA = (
 
 
 def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
-    save_operands(ctx, given)
+    save_operands(ctx, given, output)
     ctx.group, ctx.dim = given.group, given.scatter_dim
-    ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
+    ctx.options = {"shard_sizes": given.shard_sizes, "algorithm": given.algorithm}
 
 
 def _gathered(
@@ -33,13 +33,11 @@ def _gathered(
     """Return the gradient of x, or None without ``w``, and the gathered gradient, if ``keep``, with
     at most one gather."""
     last, ops = ctx.dim == grad.dim() - 1, torch.ops.tpkernels
-    split = ctx.group, ctx.dim
-    algorithm = algorithm_like(ctx.algorithm, has_matmul=w is not None, last_dim=last)
-    options = {"shard_sizes": ctx.shard_sizes, "algorithm": algorithm}
+    options = split_options(ctx, has_matmul=w is not None, last_dim=last)
     if w is None:
-        return None, ops.all_gather.default(grad, *split, **options)
+        return None, ops.all_gather.default(grad, ctx.group, ctx.dim, **options)
     whole, (grad_x,) = ops.all_gather_matmul.default(
-        grad, [w.t()], *split, return_gathered=keep, **options
+        grad, [w.t()], ctx.group, ctx.dim, return_gathered=keep, **options
     )
     return grad_x, whole
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tpkernels.common import dtypes
-from tpkernels.ops.arguments import CombineArguments
+from tpkernels.ops.arguments import RoutedArguments
 from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.moe_dispatch import Handle
 from tpkernels.ops.registration import Op, define, define_kernel, uncompiled
@@ -32,7 +32,7 @@ define_kernel(
 )
 
 
-def _save(ctx: Context, given: CombineArguments, output: torch.Tensor) -> None:
+def _save(ctx: Context, given: RoutedArguments, output: torch.Tensor) -> None:
     ctx.save_for_backward(given.x, given.topk_weights, given.routes)
     ctx.num_experts, ctx.group = given.num_experts, given.group
     ctx.shard_sizes = given.shard_sizes

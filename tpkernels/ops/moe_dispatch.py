@@ -13,7 +13,7 @@ from tpkernels.groups import GroupLike, name_of
 from tpkernels.local.scaled import Packing
 from tpkernels.ops import validation
 from tpkernels.ops.all_gather import all_gather
-from tpkernels.ops.arguments import DispatchArguments
+from tpkernels.ops.arguments import RoutedArguments
 from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.registration import Op, define
 
@@ -48,7 +48,7 @@ class Handle(NamedTuple):
     scales: torch.Tensor | None
 
 
-def _save(ctx: Context, given: DispatchArguments, output: Sequence[torch.Tensor]) -> None:
+def _save(ctx: Context, given: RoutedArguments, output: Sequence[torch.Tensor]) -> None:
     ctx.save_for_backward(given.routes)
     ctx.mark_non_differentiable(output[1])
     ctx.num_experts, ctx.group, ctx.tokens = given.num_experts, given.group, given.x.shape[0]

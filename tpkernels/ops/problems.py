@@ -3,7 +3,6 @@ function of each for a family of ops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -11,28 +10,19 @@ import torch
 from tpkernels.common.shards import shard_sizes
 from tpkernels.groups.group import Group
 from tpkernels.local.packed import columns_of
-from tpkernels.local.product import CustomMatmul, Weight
 from tpkernels.local.scaled import Packing, numbers_in, scaling_of
 from tpkernels.ops import validation
 from tpkernels.ops.arguments import (
-    AnyGather,
-    AnyReduce,
-    CombineArguments,
-    DispatchArguments,
     ExchangeArguments,
     GatherArguments,
     OpArguments,
     ReduceArguments,
     RoutedArguments,
-    ScaledGatherArguments,
-    ScaledReduceArguments,
 )
 from tpkernels.planning.op_spec import (
     OPS,
     ExchangeOptions,
     GatherOptions,
-    OpSpec,
-    Options,
     ReduceOptions,
     RoutedOptions,
     Scales,
@@ -56,17 +46,34 @@ def problem_of(op: str, group: Group, given: OpArguments) -> Problem:
         ValueError, TypeError: invalid arguments.
         NotImplementedError: valid ones that the op does not support.
     """
-    return _FAMILIES[type(given)][0](op, group, given)
+    if isinstance(given, GatherArguments):
+        return _gather(op, group, given)
+    if isinstance(given, ReduceArguments):
+        return _reduce(op, group, given)
+    if isinstance(given, ExchangeArguments):
+        return _exchange(op, group, given)
+    return _routed(op, group, given)
 
 
 def _gather(op: str, group: Group, given: GatherArguments) -> Problem:
-    x, weights, options = given.x, given.weights, GatherOptions()
-    if weights is None:
-        validation.moved(x)
-    else:
-        validation.matrix_input(x)
-    shape, dim, sizes = _gathered(group, given)
-    if weights is not None:
+    spec, x, weights, scale = OPS[op], given.x, given.weights, given.scale_x
+    validation.op_input(spec, x)
+    shape, wire, options = list(x.shape), x.dtype, GatherOptions()
+    dim = validation.dim(given.gather_dim, shape, "gather_dim", scaled=spec.scaled)
+    sizes = validation.gather_sizes(given.shard_sizes, shape[dim], group)
+    shape[dim] = sum(sizes)
+    if scale is not None:  # rows travel with their scales
+        validation.scale_of_x(scale, x, shape[:-1], dim, sizes)
+        result = validation.out_dtype(given.out_dtype, x, scaled=True)
+        scales = scale, given.scales_w
+        validation.weights(weights, given.biases, x, shape[-1], scales, (result,))
+        options = GatherOptions(
+            scales=Scales(numbers_in(x.dtype, x.shape[-1]), x.dtype, scaling_of(scale).value),
+            out_dtype=result,
+            return_gathered=given.return_gathered,
+        )
+        shape[-1], wire = Packing.of(x, scale).words, torch.float32
+    elif spec.has_matmul:
         validation.weights(weights, given.biases, x, shape[-1])
         result = validation.out_dtype(given.out_dtype, x)
         for i, w in enumerate(weights):
@@ -74,54 +81,22 @@ def _gather(op: str, group: Group, given: GatherArguments) -> Problem:
         options = GatherOptions(
             out_dtype=None if result == x.dtype else result,
             return_gathered=given.return_gathered,
-            local_product=_is_known_to_all(x, weights),
+            local_product=validation.local_product(x, weights),
         )
-    return _problem(op, group, x, shape, options, dim, sizes)
+    return Problem(op, validation.device(x), group.world, tuple(shape), dim, sizes, wire, options)
 
 
-def _scaled_gather(op: str, group: Group, given: ScaledGatherArguments) -> Problem:
-    """Rows travel with their scales."""
-    x, scale = given.x, given.scale_x
-    validation.matrix_input(x, scaled=True)
-    shape, dim, sizes = _gathered(group, given, scaled=True)
-    validation.scale_of_x(scale, x, shape[:-1], dim, sizes)
-    result = validation.out_dtype(given.out_dtype, x, scaled=True)
-    scales = scale, given.scales_w
-    validation.weights(given.weights, given.biases, x, shape[-1], scales, (result,))
-    options = GatherOptions(
-        scales=Scales(numbers_in(x.dtype, x.shape[-1]), x.dtype, scaling_of(scale).value),
-        out_dtype=result,
-        return_gathered=given.return_gathered,
-    )
-    shape[-1] = Packing.of(x, scale).words
-    return _problem(op, group, x, shape, options, dim, sizes, torch.float32)
-
-
-def _gathered(
-    group: Group, given: AnyGather, *, scaled: bool = False
-) -> tuple[list[int], int, tuple[int, ...]]:
-    """Return the shape of the gathered x, the dim and each rank's rows of it."""
-    shape = list(given.x.shape)
-    dim = validation.dim(given.gather_dim, shape, "gather_dim", scaled=scaled)
-    sizes = validation.gather_sizes(given.shard_sizes, shape[dim], group)
-    shape[dim] = sum(sizes)
-    return shape, dim, sizes
-
-
-def _reduce(op: str, group: Group, given: AnyReduce) -> Problem:
-    x, w, spec = given.x, given.w, OPS[op]
-    shape, dim, local_product = list(x.shape), None, False
-    sizes: tuple[int, ...] = ()
-    if isinstance(given, ScaledReduceArguments):
-        validation.matrix_input(x, scaled=True)
-        validation.scale_of_x(given.scale_x, x, shape[:-1], None, ())
-        validation.scaled_weight(given.w, given.scale_w, x, given.scale_x, "w")
-    elif w is None:
-        validation.summand(x, normed=spec.normed)
-    else:
-        validation.matrix_input(x)
+def _reduce(op: str, group: Group, given: ReduceArguments) -> Problem:
+    spec, x, w, scale = OPS[op], given.x, given.w, given.scale_x
+    validation.op_input(spec, x)
+    shape, dim, sizes, local_product = list(x.shape), None, tuple[int, ...](), False
+    if scale is not None:
+        validation.scale_of_x(scale, x, shape[:-1], None, ())
+        assert isinstance(w, torch.Tensor) and given.scale_w is not None  # the schemas have both
+        validation.scaled_weight(w, given.scale_w, x, scale, "w")
+    elif w is not None:
         validation.weight(w, x, shape[-1], "w")
-        local_product = _is_known_to_all(x, [w])
+        local_product = validation.local_product(x, [w])
     if w is not None:
         shape[-1] = columns_of(w)
     kept = list(shape)
@@ -130,29 +105,20 @@ def _reduce(op: str, group: Group, given: AnyReduce) -> Problem:
         sizes = validation.scatter_sizes(given.shard_sizes, shape[dim], group.world)
         kept[dim] = sizes[group.rank]
     wire, result = validation.epilogue(given, shape, kept, by_columns=dim == len(shape) - 1)
-    norm = None
-    if isinstance(given, ReduceArguments) and given.norm is not None:
-        norm = validation.norm(given, given.norm, shape[-1])
     options = ReduceOptions(
         x_dtype=x.dtype,
         out_dtype=result,
         bias=given.bias is not None,
         residual=given.residual is not None,
         local_product=local_product,
-        norm=norm,
+        norm=None if given.norm is None else (float(given.eps), given.norm.dtype),
     )
-    return _problem(op, group, x, shape, options, dim, sizes, wire)
-
-
-def _is_known_to_all(x: torch.Tensor, weights: Sequence[Weight]) -> bool:
-    """Return whether all ranks must know of a `CustomMatmul` among them. On a GPU it keeps ``auto``
-    from taking ``fused``, whose measured times are those of plain weights."""
-    return validation.device(x) == "cuda" and any(isinstance(w, CustomMatmul) for w in weights)
+    return Problem(op, validation.device(x), group.world, tuple(shape), dim, sizes, wire, options)
 
 
 def _exchange(op: str, group: Group, given: ExchangeArguments) -> Problem:
     x, shape = given.x, list(given.x.shape)
-    validation.moved(x)
+    validation.op_input(OPS[op], x)
     dim = validation.dim(given.gather_dim, shape, "gather_dim")
     sizes = validation.gather_sizes(given.gather_sizes, shape[dim], group, "gather_sizes")
     shape[dim] = sum(sizes)
@@ -160,13 +126,15 @@ def _exchange(op: str, group: Group, given: ExchangeArguments) -> Problem:
     if to == dim:
         raise ValueError(f"gather_dim and scatter_dim are both {to}; they must differ")
     parts = validation.scatter_sizes(given.scatter_sizes, shape[to], group.world, "scatter_sizes")
-    return _problem(op, group, x, shape, ExchangeOptions(dim=to, sizes=parts), dim, sizes)
+    options = ExchangeOptions(dim=to, sizes=parts)
+    return Problem(
+        op, validation.device(x), group.world, tuple(shape), dim, sizes, x.dtype, options
+    )
 
 
 def _routed(op: str, group: Group, given: RoutedArguments) -> Problem:
-    x, sizes = given.x, validation.routed(given, group)
+    x, scale, sizes = given.x, given.scale_x, validation.routed(given, group)
     columns, wire, scales = x.shape[1], x.dtype, None
-    scale = given.scale_x if isinstance(given, DispatchArguments) else None
     if scale is not None:  # rows travel with their scales
         scales = Scales(columns, wire, f"{scale.shape[1]} per row")
         columns, wire = Packing.of(x, scale).words, torch.float32
@@ -176,70 +144,44 @@ def _routed(op: str, group: Group, given: RoutedArguments) -> Problem:
         max_rows=given.max_rows,
         scales=scales,
     )
-    return _problem(op, group, x, [sum(sizes), columns], options, 0, sizes, wire)
-
-
-def _problem(
-    op: str,
-    group: Group,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    options: Options,
-    dim: int | None,
-    sizes: tuple[int, ...],
-    wire: torch.dtype | None = None,
-) -> Problem:
-    device = validation.device(x)
-    return Problem(op, device, group.world, tuple(shape), dim, sizes, wire or x.dtype, options)
+    return Problem(
+        op, validation.device(x), group.world, (sum(sizes), columns), 0, sizes, wire, options
+    )
 
 
 def fake_result(op: str, group: Group, given: OpArguments) -> Result:
     """Return an op's result without data, for tracing."""
-    return _FAMILIES[type(given)][1](OPS[op], group, given)
-
-
-def _fake_gather(spec: OpSpec, group: Group, given: AnyGather) -> Result:
-    x, shape, dtype = given.x, list(given.x.shape), given.out_dtype
-    if spec.scaled:
-        dtype = validation.out_dtype(dtype, x, scaled=True)
-    _fake_whole(shape, given.gather_dim, given.shard_sizes, group)
-    if given.weights is None:
-        return x.new_empty(shape)
-    outs = [x.new_empty((*shape[:-1], columns_of(w)), dtype=dtype) for w in given.weights]
-    return x.new_empty(shape if given.return_gathered else [0]), outs
-
-
-def _fake_reduce(spec: OpSpec, group: Group, given: AnyReduce) -> Result:
-    x, shape, dtype = given.x, list(given.x.shape), given.out_dtype
-    if spec.scaled:
-        dtype = validation.out_dtype(dtype, x, scaled=True)
-    if given.w is not None:
+    spec, x, shape, dtype = OPS[op], given.x, list(given.x.shape), None
+    if isinstance(given, RoutedArguments):
+        return _fake_routed(group, given)
+    if isinstance(given, ExchangeArguments):
+        gathered, scattered = given.gather_sizes, given.scatter_sizes
+    else:
+        gathered = scattered = given.shard_sizes
+        dtype = given.out_dtype
+        if spec.scaled:
+            dtype = validation.out_dtype(dtype, x, scaled=True)
+    if not isinstance(given, ReduceArguments):
+        dim = validation.dim(given.gather_dim, shape, "gather_dim")
+        shape[dim] = shape[dim] * group.world if gathered is None else sum(gathered)
+    if isinstance(given, GatherArguments):
+        if not spec.has_matmul:
+            return x.new_empty(shape)
+        outs = [x.new_empty((*shape[:-1], columns_of(w)), dtype=dtype) for w in given.weights]
+        return x.new_empty(shape if given.return_gathered else [0]), outs
+    if isinstance(given, ReduceArguments) and given.w is not None:
         shape[-1] = columns_of(given.w)
     if spec.scatters:
-        _fake_shard(shape, given.scatter_dim, given.shard_sizes, group)
+        dim = validation.dim(given.scatter_dim, shape, "scatter_dim")
+        shape[dim] = shape[dim] // group.world if scattered is None else scattered[group.rank]
     result = x.new_empty(shape, dtype=dtype)
     return (result, x.new_empty(shape)) if spec.normed else result
 
 
-def _fake_exchange(_: OpSpec, group: Group, given: ExchangeArguments) -> Result:
-    shape = list(given.x.shape)
-    _fake_whole(shape, given.gather_dim, given.gather_sizes, group)
-    _fake_shard(shape, given.scatter_dim, given.scatter_sizes, group)
-    return given.x.new_empty(shape)
-
-
-def _fake_whole(shape: list[int], dim: int, sizes: Sequence[int] | None, group: Group) -> None:
-    dim = validation.dim(dim, shape, "gather_dim")
-    shape[dim] = shape[dim] * group.world if sizes is None else sum(sizes)
-
-
-def _fake_shard(shape: list[int], dim: int, sizes: Sequence[int] | None, group: Group) -> None:
-    dim = validation.dim(dim, shape, "scatter_dim")
-    shape[dim] = shape[dim] // group.world if sizes is None else sizes[group.rank]
-
-
-def _fake_dispatch(_: OpSpec, group: Group, given: DispatchArguments) -> Result:
+def _fake_routed(group: Group, given: RoutedArguments) -> Result:
     x = given.x
+    if given.topk_weights is not None:
+        return x.new_empty(given.topk_weights.shape[0], x.shape[1])
     rows: int | torch.SymInt | None = given.max_rows
     if rows is None:
         rows = torch.library.get_ctx().new_dynamic_size()
@@ -249,18 +191,3 @@ def _fake_dispatch(_: OpSpec, group: Group, given: DispatchArguments) -> Result:
         return x.new_empty(rows, x.shape[1]), counts
     words = Packing.of(x, given.scale_x).words
     return x.new_empty(rows, words, dtype=torch.float32), counts
-
-
-def _fake_combine(_: OpSpec, group: Group, given: CombineArguments) -> Result:
-    return given.x.new_empty(given.topk_weights.shape[0], given.x.shape[1])
-
-
-_FAMILIES: dict[type, tuple[Callable[..., Problem], Callable[..., Result]]] = {
-    GatherArguments: (_gather, _fake_gather),
-    ScaledGatherArguments: (_scaled_gather, _fake_gather),
-    ReduceArguments: (_reduce, _fake_reduce),
-    ScaledReduceArguments: (_reduce, _fake_reduce),
-    ExchangeArguments: (_exchange, _fake_exchange),
-    DispatchArguments: (_routed, _fake_dispatch),
-    CombineArguments: (_routed, _fake_combine),
-}

@@ -20,18 +20,12 @@ SCHEMA = (
 
 def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
     ctx.group, ctx.dim, ctx.dtype = given.group, given.scatter_dim, given.x.dtype
-    ctx.shard_sizes, ctx.algorithm = given.shard_sizes, given.algorithm
+    ctx.options = {"shard_sizes": given.shard_sizes, "algorithm": given.algorithm}
 
 
 def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
-    grad_x = torch.ops.tpkernels.all_gather.default(
-        grad.to(ctx.dtype),
-        ctx.group,
-        ctx.dim,
-        shard_sizes=ctx.shard_sizes,
-        algorithm=ctx.algorithm,
-    )
-    return {"x": grad_x}
+    grad = grad.to(ctx.dtype)
+    return {"x": torch.ops.tpkernels.all_gather.default(grad, ctx.group, ctx.dim, **ctx.options)}
 
 
 OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward)

@@ -35,14 +35,8 @@ from tpkernels.local.scaled import (
     scaling_of,
     swizzled_numel,
 )
-from tpkernels.ops.arguments import (
-    AnyReduce,
-    CombineArguments,
-    DispatchArguments,
-    ReduceArguments,
-    RoutedArguments,
-    ScaledReduceArguments,
-)
+from tpkernels.ops.arguments import ReduceArguments, RoutedArguments
+from tpkernels.planning.op_spec import OpSpec
 from tpkernels.torch_private import elements_overlap
 
 INDICES = (torch.int32, torch.int64)
@@ -463,7 +457,7 @@ def topk(ids: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> None:
 def routed(given: RoutedArguments, group: Group) -> tuple[int, ...]:
     """Check an op on tokens with routes; return the tokens of each rank."""
     x, routes = given.x, given.routes
-    if isinstance(given, DispatchArguments) and given.scale_x is not None:
+    if given.scale_x is not None:
         scaled_rows(x, given.scale_x)
     else:
         dtypes.check_supported(x.dtype, "x")
@@ -475,7 +469,7 @@ def routed(given: RoutedArguments, group: Group) -> tuple[int, ...]:
     form = "int32 or int64 of shape [tokens of all ranks, k] with k >= 1"
     _form(fits, routes, "routes", form, with_dtype=True)
     tokens, name = x, "x"
-    if isinstance(given, CombineArguments):
+    if given.topk_weights is not None:
         tokens, name, k = given.topk_weights, "topk_weights", routes.shape[1]
         fits = tokens.dim() == 2 and tokens.is_floating_point()
         _form(fits, tokens, name, "floating-point of shape [tokens, k]", with_dtype=True)
@@ -539,25 +533,30 @@ def group_bias(bias: torch.Tensor | None, stack: torch.Tensor) -> None:
 # What an op that communicates is given.
 
 
-def moved(x: torch.Tensor) -> None:
-    """Check an x that only moves."""
-    allowed = (*dtypes.CODES, *dtypes.MOVED) if device(x) == "cpu" else dtypes.CODES
+def op_input(spec: OpSpec, x: torch.Tensor) -> None:
+    """Check this rank's x."""
+    if spec.has_matmul:
+        matrix_input(x, scaled=spec.scaled)
+        return
+    moved = not spec.reduces and device(x) == "cpu"
+    allowed = (*dtypes.CODES, *dtypes.MOVED) if moved else dtypes.CODES
     dtypes.check_supported(x.dtype, "x", allowed)
-
-
-def summand(x: torch.Tensor, *, normed: bool) -> None:
-    """Check an x that is summed itself."""
-    dtypes.check_supported(x.dtype, "x", dtypes.CODES)
-    if normed:
+    if spec.normed:
         _form(x.dim() > 0 and x.shape[-1] > 0, x, "x", "[..., N] with N >= 1")
 
 
+def local_product(x: torch.Tensor, weights: Sequence[Weight]) -> bool:
+    """Return whether all ranks must know of a `CustomMatmul` among the weights. On a GPU it keeps
+    ``auto`` from taking ``fused``, whose measured times are those of plain weights."""
+    return device(x) == "cuda" and any(isinstance(w, CustomMatmul) for w in weights)
+
+
 def epilogue(
-    given: AnyReduce, shape: Sequence[int], kept: Sequence[int], *, by_columns: bool
+    given: ReduceArguments, shape: Sequence[int], kept: Sequence[int], *, by_columns: bool
 ) -> tuple[torch.dtype, torch.dtype]:
     """Check what happens to the partials, which are of ``shape``, and of which this rank keeps the
     sum of ``kept``; return the dtype that they travel in, and the result's."""
-    x, residual, scaled = given.x, given.residual, isinstance(given, ScaledReduceArguments)
+    x, residual, scaled = given.x, given.residual, given.scale_x is not None
     result = out_dtype(given.out_dtype, x, scaled=scaled)
     if scaled:
         wire = given.wire_dtype or result
@@ -575,13 +574,8 @@ def epilogue(
         _dtype(residual, "residual", (result,) if scaled else (x.dtype, result))
     if given.w is not None and not scaled:
         whole(given.w, x, wire, given.algorithm, "w", by_columns=by_columns)
+    if given.norm is not None:
+        bias(given.norm, x, columns, "weight" if given.w is None else "norm_weight")
+        if not (math.isfinite(given.eps) and given.eps >= 0):
+            raise ValueError(f"eps is {given.eps}; it must be finite and at least 0")
     return wire, result
-
-
-def norm(given: ReduceArguments, factor: torch.Tensor, columns: int) -> tuple[float, torch.dtype]:
-    """Check a normalisation of rows of ``columns``, whose weight is ``factor``; return its eps and
-    the dtype of the weight."""
-    bias(factor, given.x, columns, "weight" if given.w is None else "norm_weight")
-    if not (math.isfinite(given.eps) and given.eps >= 0):
-        raise ValueError(f"eps is {given.eps}; it must be finite and at least 0")
-    return float(given.eps), factor.dtype

@@ -62,12 +62,11 @@ class Exchange(OpSpec):
     exchanges = scatters = True
 
 
-class Dispatch(OpSpec):
-    routed = dispatches = True
-
-
-class Combine(OpSpec):
-    routed = combines = True
+@dataclass(frozen=True)
+class Routed(OpSpec):
+    routed = True
+    dispatches: bool = False
+    combines: bool = False
 
 
 _RECORDS = (
@@ -80,8 +79,8 @@ _RECORDS = (
     Reduce("all_reduce"),
     Reduce("all_reduce_rms_norm", normed=True),
     Exchange("all_to_all"),
-    Dispatch("moe_dispatch"),
-    Combine("moe_combine"),
+    Routed("moe_dispatch", dispatches=True),
+    Routed("moe_combine", combines=True),
     Gather("all_gather_scaled_matmul", has_matmul=True, scaled=True),
     Reduce("scaled_matmul_reduce_scatter", scatters=True, has_matmul=True, scaled=True),
     Reduce("scaled_matmul_all_reduce", has_matmul=True, scaled=True),
@@ -119,44 +118,30 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GatherOptions(Options):
-    """Of products of what is gathered.
-
-    Attributes:
-        out_dtype: of the result, where the dtype on the wire does not imply it.
-        return_gathered: whether the gathered x is returned, too.
-        local_product: whether a product is the caller's own.
-    """
+    """Of products of what is gathered."""
 
     scales: Scales | None = None
-    out_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None  #: of the result; None: that on the wire
     return_gathered: bool = False
-    local_product: bool = False
+    local_product: bool = False  #: a product is the caller's own
 
     def texts(self) -> tuple[str, ...]:
-        return (
-            *(self.scales.texts() if self.scales else ()),
-            *([f"out {dtypes.name(self.out_dtype)}"] if self.out_dtype else ()),
-            *_set(return_gathered=self.return_gathered, local_product=self.local_product),
-        )
+        scales = self.scales.texts() if self.scales else ()
+        out = [f"out {dtypes.name(self.out_dtype)}"] if self.out_dtype else []
+        flags = _set(return_gathered=self.return_gathered, local_product=self.local_product)
+        return (*scales, *out, *flags)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceOptions(Options):
-    """Of reductions.
-
-    Attributes:
-        x_dtype, out_dtype: of the input and the result.
-        bias, residual: whether one is added.
-        local_product: whether the product is the caller's own.
-        norm: eps, and the dtype of the weight, of an RMS norm.
-    """
+    """Of reductions."""
 
     x_dtype: torch.dtype
     out_dtype: torch.dtype
     bias: bool = False
     residual: bool = False
-    local_product: bool = False
-    norm: tuple[float, torch.dtype] | None = None
+    local_product: bool = False  #: the product is the caller's own
+    norm: tuple[float, torch.dtype] | None = None  #: eps, and the dtype of the weight
 
     def texts(self) -> tuple[str, ...]:
         texts = [f"x {dtypes.name(self.x_dtype)}", f"out {dtypes.name(self.out_dtype)}"]
@@ -184,25 +169,17 @@ class ExchangeOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedOptions(Options):
-    """Of tokens with routes.
+    """Of tokens with routes."""
 
-    Attributes:
-        experts: of all ranks.
-        top_k: experts that a token is routed to.
-        max_rows: the rows of its experts that each rank has, whatever the routes are.
-    """
-
-    experts: int
-    top_k: int
-    max_rows: int | None = None
+    experts: int  #: of all ranks
+    top_k: int  #: experts that a token is routed to
+    max_rows: int | None = None  #: of each rank's experts, whatever the routes are
     scales: Scales | None = None
 
     def texts(self) -> tuple[str, ...]:
-        return (
-            *(self.scales.texts() if self.scales else ()),
-            f"{self.experts} experts, {self.top_k} per token",
-            *([] if self.max_rows is None else [f"max_rows {self.max_rows}"]),
-        )
+        scales = self.scales.texts() if self.scales else ()
+        most = [] if self.max_rows is None else [f"max_rows {self.max_rows}"]
+        return (*scales, f"{self.experts} experts, {self.top_k} per token", *most)
 
 
 def _set(**flags: bool) -> list[str]:

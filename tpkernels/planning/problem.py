@@ -15,14 +15,7 @@ import torch
 
 from tpkernels.common import dtypes
 from tpkernels.common.shards import shard_sizes
-from tpkernels.planning.op_spec import (
-    NO_OPTIONS,
-    OPS,
-    ExchangeOptions,
-    GatherOptions,
-    OpSpec,
-    Options,
-)
+from tpkernels.planning.op_spec import NO_OPTIONS, OPS, ExchangeOptions, OpSpec, Options
 from tpkernels.planning.table import Series
 
 # How a reduction sums: in fp32 and in rank order, rounded once; or as the process group does it.
@@ -68,8 +61,6 @@ class Problem:
         """Return the problem of an op that splits dim 0, where it splits any, as evenly as
         possible. An exchange scatters dim 1."""
         spec = OPS[op]
-        if spec.gathers and options == NO_OPTIONS:
-            options = GatherOptions()
         if spec.exchanges:
             options = ExchangeOptions(dim=1, sizes=tuple(shard_sizes(shape[1], world)))
         dim = None if spec.keeps_sum else 0
@@ -85,6 +76,12 @@ class Problem:
         """Return the options, which are of the class of the op's family."""
         assert isinstance(self.options, kind)
         return self.options
+
+    @property
+    def split_dim(self) -> int:
+        """Return ``dim``, of an op that splits one."""
+        assert self.dim is not None
+        return self.dim
 
     @functools.cached_property
     def outer(self) -> int:
@@ -105,8 +102,7 @@ class Problem:
     @functools.cached_property
     def shard_rows(self) -> tuple[int, ...]:
         """Return the matrix rows of each rank's shard. The sharded dim must not be the last."""
-        assert self.dim is not None  # an all-reduce has no shards
-        each = self.outer * prod(self.shape[self.dim + 1 : -1])
+        each = self.outer * prod(self.shape[self.split_dim + 1 : -1])
         return tuple(size * each for size in self.sizes)
 
     @property

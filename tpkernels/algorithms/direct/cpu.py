@@ -44,8 +44,7 @@ def _new_collective(call: Call) -> _C.calls.Collective:
     id_of_call = workspace.channel, workspace.segments, plan.signature, plan.text
     if spec.keeps_sum:
         return _C.calls.Collective(*id_of_call, "all_reduce")
-    assert problem.dim is not None  # it is split
-    layout = _layout(problem.shape, problem.dim, problem.sizes)
+    layout = _layout(problem.shape, problem.split_dim, problem.sizes)
     if spec.routed:
         return _C.calls.Collective(
             *id_of_call, "dispatch" if spec.dispatches else "combine", layout
@@ -55,8 +54,8 @@ def _new_collective(call: Call) -> _C.calls.Collective:
         return _C.calls.Collective(*id_of_call, name, layout)
     to = problem.options_as(ExchangeOptions)
     given = list(problem.shape)
-    given[problem.dim] = problem.sizes[rank]
-    taken = _layout(result_shape(problem, rank), problem.dim, problem.sizes)
+    given[problem.split_dim] = problem.sizes[rank]
+    taken = _layout(result_shape(problem, rank), problem.split_dim, problem.sizes)
     others = prod(size for d, size in enumerate(problem.shape) if d not in (to.dim, problem.dim))
     largest = others * max(problem.sizes) * max(to.sizes)  # elements of a piece
     return _C.calls.Collective(
