@@ -36,7 +36,6 @@ No GPU has run this; `tpkernels qualify` checks it.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -50,7 +49,7 @@ from tpkernels.local.memory import empty
 from tpkernels.local.product import Weight
 from tpkernels.symm.cuda import CudaWorkspace
 
-_ops: Any = torch.ops.symm_mem
+_ops = torch.ops.symm_mem
 _PACK = 16  # bytes per vector access of torch's kernels; requires this alignment
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from tpkernels import _C
 from tpkernels.bench.measuring import CaseReport
@@ -127,13 +128,12 @@ def rows_of(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> list[Row
     return rows
 
 
-def quartiles(values: Any) -> list[float]:
+def quartiles(values: Sequence[float] | np.ndarray) -> list[float]:
     """Return the first quartile, the median and the third quartile."""
-    found: list[float] = np.percentile(values, [25, 50, 75]).tolist()
-    return found
+    return np.percentile(values, [25, 50, 75]).tolist()
 
 
-def overlap(op: Any, unfused: Any, local: Any) -> float | None:
+def overlap(op: ArrayLike, unfused: ArrayLike, local: ArrayLike) -> float | None:
     """Return E_overlap (Flux, arXiv:2406.06858), the fraction of the unfused op's exposed
     communication that the op hides: 1 all, 0 none, below 0 the op is slower than unfused.
 

@@ -69,10 +69,10 @@ def _unusable_input(error: RankError) -> str | None:
 class _Commands(TyperGroup):
     """Imports a command by its name: `generate` does not wait for what `bench` imports."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: object) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: object, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
         # Everything after the script of `profile` belongs to the script, including options.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from typer import Option
+from typer.models import OptionInfo
 
 from tpkernels.bench import charts, sweep
 from tpkernels.bench.measuring import run_case
@@ -37,7 +38,7 @@ _REPEAT, _QUICK_REPEAT, _QUICK_SECONDS = 20, 10, 2.0
 Many = list[str] | None
 
 
-def _many(text: str, *names: str) -> Any:
+def _many(text: str, *names: str) -> OptionInfo:
     return Option(*names, help=f"{text} Repeatable or comma-separated.")
 
 

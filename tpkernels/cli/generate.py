@@ -189,8 +189,7 @@ class _Joined:
         return getattr(self._generator, method)()
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
-        items: Iterator[Any] = getattr(self._generator, method)(*args)
-        return items
+        return getattr(self._generator, method)(*args)
 
 
 @contextmanager

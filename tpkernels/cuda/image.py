@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ def write_cached(path: Path, image: bytes) -> None:
         replace_file(path, hashlib.sha256(image).digest() + image)
 
 
-def _nvrtc() -> tuple[Any, str]:
+def _nvrtc() -> tuple[ModuleType, str]:
     """Return CuPy's NVRTC module, and CuPy's version."""
     try:
         import cupy
@@ -167,11 +168,11 @@ def _nvrtc() -> tuple[Any, str]:
     return nvrtc, cupy.__version__
 
 
-def _version(nvrtc: Any) -> str:
+def _version(nvrtc: ModuleType) -> str:
     return ".".join(map(str, nvrtc.getVersion()))
 
 
-def _compile(nvrtc: Any, options: tuple[str, ...]) -> bytes:
+def _compile(nvrtc: ModuleType, options: tuple[str, ...]) -> bytes:
     *headers, (main, source) = _C.cuda.sources()
     texts, names = [text.encode() for _, text in headers], [name.encode() for name, _ in headers]
     program = nvrtc.createProgram(source, main, texts, names)

@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ def name_of(group: GroupLike) -> str:
             was named.
         NotImplementedError: the ranks along a mesh dim have another order than its process groups.
     """
-    given: Any = group
+    given: object = group
     if isinstance(given, str):
         return given
     if isinstance(given, dist.ProcessGroup):
@@ -146,7 +146,7 @@ def _check_order(mesh: DeviceMesh, dim: int | str | None) -> None:
     checked.add(dim)
 
 
-def _resolved(name: Any) -> dist.ProcessGroup | None:
+def _resolved(name: str) -> dist.ProcessGroup | None:
     """Return the process group that has a name now."""
     try:
         return resolve_process_group(name)

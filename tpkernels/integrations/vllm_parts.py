@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from tpkernels.common import dtypes
 from tpkernels.integrations.vllm import logger
 from tpkernels.ops.autograd import matmul
 from tpkernels.ops.experts import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers import fused_moe as moe
 
 # s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
 TIMEOUT = 1800.0
@@ -97,7 +100,7 @@ class FusedRowParallelLinear(RowParallelLinear):
             return f"their quantization method is {type(self.quant_method).__name__}"
         return None
 
-    def forward(self, input_: torch.Tensor) -> Any:
+    def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         if self._group is None:
             return super().forward(input_)
         on_cpu = self.weight.device.type == "cpu"
@@ -155,11 +158,11 @@ class PackedExperts(CPUUnquantizedExperts):
     only_whole = False  #: leave experts of which each rank has a part to vLLM
 
     @staticmethod
-    def _supports_activation(activation: Any) -> bool:
+    def _supports_activation(activation: moe.activation.MoEActivation) -> bool:
         return activation.value in ACTIVATIONS
 
     @staticmethod
-    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+    def _supports_parallel_config(moe_parallel_config: moe.config.FusedMoEParallelConfig) -> bool:
         return moe_parallel_config.use_ep or not PackedExperts.only_whole
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -189,7 +192,7 @@ def replace_experts(only_whole: bool) -> None:
     CPUUnquantizedExperts._supports_parallel_config = staticmethod(lambda config: not config.use_ep)
     classes_of_vllm = unquantized.backend_to_kernel_cls
 
-    def classes(backend: Any) -> list[type]:
+    def classes(backend: unquantized.UnquantizedMoeBackend) -> list[type]:
         ours = [PackedExperts] if backend.name == "CPU" else []
         return [*ours, *classes_of_vllm(backend)]
 
@@ -207,7 +210,7 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
 
     _group: str | None = None  # None: as vLLM does it
 
-    def post_init_setup(self, fused_experts: Any) -> None:
+    def post_init_setup(self, fused_experts: moe.modular_kernel.FusedMoEExperts) -> None:
         super().post_init_setup(fused_experts)
         what, reason = "MoE dispatch and combine", self._reason_to_gather(fused_experts)
         if reason is None:
@@ -220,7 +223,7 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
             report(f"replaced {what} by moe_dispatch and moe_combine")
 
     @staticmethod
-    def _reason_to_gather(experts: Any) -> str | None:
+    def _reason_to_gather(experts: moe.modular_kernel.FusedMoEExperts) -> str | None:
         """Return the reason to keep vLLM's exchange, or None. Identical on all ranks."""
         config, quant, vllm = experts.moe_config, experts.quant_config, get_current_vllm_config()
         parallel = config.moe_parallel_config
@@ -263,9 +266,9 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
         num_experts: int,
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
-        quant_config: Any,
+        quant_config: moe.config.FusedMoEQuantConfig,
         defer_input_quant: bool = False,
-    ) -> Any:
+    ) -> tuple[object, ...]:
         how = apply_router_weight_on_input, quant_config, defer_input_quant
         if self._group is None:
             return super().prepare(a1, topk_weights, topk_ids, num_experts, expert_map, *how)
@@ -310,7 +313,7 @@ def replace_exchange() -> None:
     """Make vLLM use `ExpertParallel` for ``--all2all-backend allgather_reducescatter``."""
     make_of_vllm = all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep
 
-    def make(use_monolithic: bool, *arguments: Any, **options: Any) -> Any:
+    def make(use_monolithic: bool, *arguments: Any, **options: Any) -> object:
         if not use_monolithic:
             return ExpertParallel(*arguments, **options)
         report("vLLM runs MoE dispatch and combine: its experts do the routing")

@@ -49,7 +49,7 @@ def _tensor(
     return plain.permute([dims.index(dim) for dim in range(len(dims))])
 
 
-def dumps(value: Any, what: str) -> Message:
+def dumps(value: object, what: str) -> Message:
     """Return the content for a value. Dense tensors are not copied: send it before they change.
 
     Args:
@@ -72,7 +72,7 @@ def loads(content: Message) -> Any:
     return pickle.loads(pickled, buffers=buffers)
 
 
-def encode(head: Any, content: Sequence[Bytes] = ()) -> Message:
+def encode(head: object, content: Sequence[Bytes] = ()) -> Message:
     """Return a message."""
     frame = pickle.dumps((head, [len(part) for part in content]))
     message = [_LENGTH.pack(len(frame)), frame, *content]

@@ -175,7 +175,7 @@ class Ranks:
         timeout: float = TIMEOUT,
         start_timeout: float = 60.0,
         lost_grace: float = LOST_GRACE_SECONDS,
-        shared: Any = None,
+        shared: object = None,
         import_main: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -659,7 +659,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 def _request(
-    kind: str, function: Callable[..., Any] | str, args: Any, kwargs: Any, *rest: Any
+    kind: str, function: Callable[..., Any] | str, args: object, kwargs: object, *rest: object
 ) -> Message:
     """Return a message of `tpkernels.launch.worker` that calls a function, or a method by name."""
     name = _name_of(function)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ SHARED_GPU = {
     "NCCL_NVLS_ENABLE": "0",
 }
 
-
+T = TypeVar("T")
 Run: TypeAlias = Callable[..., list[Any]]
 
 
@@ -101,7 +101,7 @@ def open_session(world: int, *, threads: int, timeout: float, device: str = "cpu
         dist.destroy_process_group()
 
 
-def all_gather_objects(value: Any) -> list[Any]:
+def all_gather_objects(value: T) -> list[T]:
     """Gather every rank's ``value``, by rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

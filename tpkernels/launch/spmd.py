@@ -94,7 +94,7 @@ def spmd(
         """Sends modules of other types than Python's by name, too, such as torch's configurations.
         cloudpickle adds those of a package that a function uses, by the attributes in its code."""
 
-        def reducer_override(self, obj: Any) -> Any:
+        def reducer_override(self, obj: object) -> object:
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
                 return importlib.import_module, (obj.__name__,)
             return super().reducer_override(obj)
@@ -123,5 +123,4 @@ def function_of_spmd(
 
     fn, args, kwargs = cloudpickle.loads(job)
     mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-    result: bytes = cloudpickle.dumps(fn(mesh, *args, **kwargs))
-    return result
+    return cloudpickle.dumps(fn(mesh, *args, **kwargs))

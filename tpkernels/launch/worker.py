@@ -68,7 +68,7 @@ class Setup:
     environ: dict[str, str]
     port: int
     timeout: float
-    shared: Any  #: functions get it as the keyword ``shared``, unless it is None
+    shared: object  #: functions get it as the keyword ``shared``, unless it is None
 
 
 class Worker:
@@ -76,7 +76,7 @@ class Worker:
 
     def __init__(self, rank: int, setup: Setup, pipe: socket.socket) -> None:
         self._rank, self._setup, self._pipe = rank, setup, pipe
-        self._object: Any = None
+        self._object: object = None
         self._items: Iterator[Any] | None = None
         self._sends_items = False  # this rank's are wanted
         self._begin = 0.0
@@ -93,7 +93,7 @@ class Worker:
             self._reply("last", error=error)
 
     def _reply(
-        self, kind: str, value: Any = None, what: str = "", error: BaseException | None = None
+        self, kind: str, value: object = None, what: str = "", error: BaseException | None = None
     ) -> None:
         """Send a reply; ``what`` names its value in errors."""
         content = messages.dumps(value, what)
@@ -105,7 +105,7 @@ class Worker:
         join_group(self._rank, self._setup)
         self._reply("last")
 
-    def _called(self, path: list[str], content: Message, **shared: Any) -> Any:
+    def _called(self, path: list[str], content: Message, **shared: Any) -> object:
         """Return what the function or the method returns that the parent sends."""
         sys.path[:] = path  # first: importing the function may need it
         function, args, kwargs = messages.loads(content)
@@ -166,7 +166,7 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
-def methods_of(held: Any) -> list[str]:
+def methods_of(held: object) -> list[str]:
     """Return the names of the public methods, without reading properties."""
     members = {name: inspect.getattr_static(held, name, None) for name in dir(held)}
     kinds = (classmethod, staticmethod)

@@ -32,13 +32,19 @@ from itertools import combinations
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tpkernels.common.text import of_error, shown
 from tpkernels.nn.sharding import Box
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
+    from numpy.typing import NDArray
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
 FORMAT = "tpkernels-shards/1"
 INDEX = "model.safetensors.index.json"
@@ -130,7 +136,7 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def config(self) -> Any:
+    def config(self) -> PretrainedConfig:
         """Return the ``PretrainedConfig`` of transformers."""
         if not (self.path / "config.json").is_file():
             raise FileNotFoundError(
@@ -139,7 +145,7 @@ class SafetensorsCheckpoint:
             )
         return package("transformers").AutoConfig.from_pretrained(self.path)
 
-    def generation_config(self) -> Any:
+    def generation_config(self) -> GenerationConfig | None:
         """Return the ``GenerationConfig`` of transformers, or None if the files have none."""
         if not (self.path / "generation_config.json").is_file():
             return None
@@ -149,7 +155,7 @@ class SafetensorsCheckpoint:
         """Return the dtype of the weights, the widest of several, for a config that names none."""
         return max((x.dtype for x in self._stored.values()), key=lambda dtype: dtype.itemsize)
 
-    def tensors(self, model: nn.Module) -> Mapping[str, StoredTensor]:
+    def tensors(self, model: PreTrainedModel) -> Mapping[str, StoredTensor]:
         """Return the tensors by the names that ``model``, unsharded and on the meta device, has."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         names = set(model.state_dict())
@@ -203,7 +209,7 @@ def _conversions(model: nn.Module) -> tuple[list[Any], list[Any]]:
 
 
 def _merged(
-    stored: dict[str, StoredTensor], merge: Any, names: Container[str]
+    stored: dict[str, StoredTensor], merge: WeightConverter, names: Container[str]
 ) -> dict[str, StoredTensor]:
     """Join the matrices of single experts, such as gate and up, to one tensor [experts, N, K]."""
     [target] = merge.target_patterns
@@ -296,7 +302,7 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
     index = _json_of(folder / INDEX)
     files: dict[str, dict[str, StoredTensor]] = {}
 
-    def tensor_in(file: Any, name: str) -> StoredTensor:
+    def tensor_in(file: object, name: str) -> StoredTensor:
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(
                 f"{folder / INDEX} lists the file {shown(file)}; expected a file name in the same "
@@ -369,7 +375,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def config(self) -> Any:
+    def config(self) -> PretrainedConfig:
         """Return the ``PretrainedConfig`` of transformers. Raise NotImplementedError if it cannot
         hold what the metadata say."""
         with _gguf_errors(self.path):
@@ -386,7 +392,7 @@ class GGUFCheckpoint:
         config.name_or_path = str(self.path.parent)  # not the small file
         return config
 
-    def _complete(self, config: Any) -> None:
+    def _complete(self, config: PretrainedConfig) -> None:
         """Add what transformers does not read, with the meaning that it has for llama.cpp."""
         prefix = f"{self._architecture}."
         given = {
@@ -448,7 +454,7 @@ class GGUFCheckpoint:
                 "logits; pass a folder of safetensors files"
             )
 
-    def generation_config(self) -> Any:
+    def generation_config(self) -> GenerationConfig | None:
         """Return None: these files have none."""
         return None
 
@@ -456,7 +462,7 @@ class GGUFCheckpoint:
         """Return float32, to which weights are decoded."""
         return torch.float32
 
-    def tensors(self, model: nn.Module) -> Mapping[str, StoredTensor]:
+    def tensors(self, model: PreTrainedModel) -> Mapping[str, StoredTensor]:
         """Return the tensors by the names that ``model`` has for them. Raise NotImplementedError if
         it has no use for one."""
         names = self._names(model)
@@ -470,7 +476,7 @@ class GGUFCheckpoint:
                 f"{self.path} has {len(unused)} tensors that {type(model).__name__} does not use: "
                 f"{', '.join(unused[:5])}; pass a folder of safetensors files"
             )
-        config: Any = model.config
+        config = model.config
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         stored = {}
         for tensor in self._reader.tensors:
@@ -483,7 +489,7 @@ class GGUFCheckpoint:
             stored[names[tensor.name]] = self._stored(tensor, shape, head)
         return stored
 
-    def _stored(self, tensor: Any, shape: tuple[int, ...], head: int) -> StoredTensor:
+    def _stored(self, tensor: ReaderTensor, shape: tuple[int, ...], head: int) -> StoredTensor:
         gguf, kind = package("gguf"), tensor.tensor_type
         rows = tensor.data.reshape(shape[0], -1)
 
@@ -502,7 +508,7 @@ class GGUFCheckpoint:
         return replace(values, integers=(integers, scales))
 
     @cached_property
-    def _reader(self) -> Any:
+    def _reader(self) -> GGUFReader:
         import numpy as np
 
         class Reader(package("gguf").GGUFReader):  # type: ignore[misc]
@@ -510,11 +516,11 @@ class GGUFCheckpoint:
             49,152 tokens takes 3.7 s instead of 0.9 (AMD EPYC, 2 cores, gguf 0.19, 2026-11-24)."""
 
             @property
-            def data(self) -> Any:
+            def data(self) -> NDArray[np.uint8]:
                 return self._bytes
 
             @data.setter
-            def data(self, mapped: Any) -> None:
+            def data(self, mapped: np.memmap) -> None:
                 self._bytes = mapped.view(np.ndarray)
 
         with _gguf_errors(self.path):
@@ -571,7 +577,7 @@ class GGUFCheckpoint:
             writer.close()
             yield path
 
-    def _names(self, model: nn.Module) -> dict[str, str]:
+    def _names(self, model: PreTrainedModel) -> dict[str, str]:
         """Return the model's names of tensors, by those in the file.
 
         `get_gguf_hf_weights_map` of transformers gives the same, but makes gguf's table anew for
@@ -579,7 +585,7 @@ class GGUFCheckpoint:
         2026-11-22).
         """
         gguf = package("gguf")
-        config: Any = model.config
+        config = model.config
         known = gguf.MODEL_ARCH_NAMES.items()
         [number] = [key for key, name in known if name == self._architecture]
         table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -592,7 +598,7 @@ class GGUFCheckpoint:
 
 
 def _copy_gguf(
-    rows: Any, decode: Callable[[Any], Any], head: int, box: Box, out: torch.Tensor
+    rows: NDArray[Any], decode: Callable[[Any], Any], head: int, box: Box, out: torch.Tensor
 ) -> None:
     """Copy a part of a tensor into ``out``. ``decode`` makes its rows from some of ``rows``, which
     lie in the file; ``head`` is the rows of a head whose two halves are interleaved, 1 if none
@@ -614,7 +620,7 @@ def _copy_gguf(
         out[low - first : high - first].copy_(part)
 
 
-def _scales(rows: Any, kind: Any) -> Any:
+def _scales(rows: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[Any]:
     """Return the scales of rows of one of `_FACTORS`, of each group of elements."""
     import numpy as np
 
@@ -626,7 +632,7 @@ def _scales(rows: Any, kind: Any) -> Any:
     return scales.reshape(len(rows), -1)
 
 
-def _integers(rows: Any, kind: Any) -> Any:
+def _integers(rows: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[Any]:
     """Return the integers of rows of one of `_FACTORS`, in floating point: what is decoded with
     ones for factors."""
     import numpy as np
@@ -640,7 +646,7 @@ def _integers(rows: Any, kind: Any) -> Any:
     return package("gguf").dequantize(rows, kind)
 
 
-def _blocks(rows: Any, kind: Any) -> Any:
+def _blocks(rows: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[Any]:
     _, nbytes = package("gguf").GGML_QUANT_SIZES[kind]
     return rows.reshape(-1, nbytes)
 

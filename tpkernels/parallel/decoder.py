@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,10 @@ from tpkernels.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from tpkernels.parallel.options import SequenceParallel
 from tpkernels.torch_private import children_of, parameters_of, probe_of, state_of
 
+if TYPE_CHECKING:
+    import transformers
+
+Tensors = tuple[torch.Tensor, ...]
 GATE_UP = ("gate_proj", "up_proj")
 PROMPT_ROWS = 16  #: tokens per rank from which ``sequence_parallel="prefill"`` splits a sequence
 SEQUENCE_DIM = 1  #: transformers' activations are [batch, sequence, width]
@@ -194,7 +198,7 @@ def project(
 
 def share_input(
     names: tuple[str, ...], rows: ResidualRows | None, module: nn.Module, args: Any, kwargs: Any
-) -> Any:
+) -> tuple[Tensors, dict[str, Any]] | None:
     """Forward pre-hook (with keyword arguments) of the parent of the projections ``names``."""
     x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     sizes = None
@@ -212,7 +216,7 @@ def share_input(
     return (placeholder, *args[1:]), kwargs
 
 
-def split_rows(group: str, rows: ResidualRows, module: nn.Module, args: Any) -> Any:
+def split_rows(group: str, rows: ResidualRows, module: nn.Module, args: Tensors) -> Tensors | None:
     """Forward pre-hook of the first layer: each rank keeps its rows."""
     x, *others = args
     rows.split(x.shape[0], x.shape[SEQUENCE_DIM])
@@ -221,7 +225,9 @@ def split_rows(group: str, rows: ResidualRows, module: nn.Module, args: Any) -> 
     return (split_over_ranks(x, group, SEQUENCE_DIM, rows.sizes), *others)
 
 
-def gather_rows(group: str, rows: ResidualRows, module: nn.Module, args: Any, output: Any) -> Any:
+def gather_rows(
+    group: str, rows: ResidualRows, module: nn.Module, args: object, output: torch.Tensor | Tensors
+) -> torch.Tensor | tuple[object, ...]:
     """Forward hook of the last norm or layer: all ranks get all rows again."""
     if rows.sizes is None:
         return output
@@ -234,17 +240,17 @@ def gather_recorded(
     group: str,
     rows: ResidualRows | None,
     heads_of_layers: Sequence[list[int] | None],
-    module: Any,
-    args: Any,
-    output: Any,
-) -> tuple[Any, ...] | None:
+    module: nn.Module,
+    args: object,
+    output: tuple[Any, ...] | transformers.utils.ModelOutput,
+) -> tuple[object, ...] | None:
     """Forward hook of the base model: gather the hidden states, attention weights and routers'
     logits that it was asked to return, of which each rank has its rows and, where they are split,
     its heads."""
     last, sizes = output[0], None if rows is None else rows.sizes
     rank, _ = position(group)
 
-    def gather(values: Any) -> Any:
+    def gather(values: object) -> object:
         if not isinstance(values, tuple):
             return values
         pairs = zip([*heads_of_layers, None], values, strict=False)  # None: the last hidden state
@@ -273,7 +279,7 @@ def gather_recorded(
     return None
 
 
-def join_norms(model: Any) -> None:
+def join_norms(model: transformers.PreTrainedModel) -> None:
     """Let a block (attention or MLP) of a parallel model end in one op, unless rows are split: it
     sums over the ranks, adds the residual and normalises the rows for the next block. Hooks on
     blocks are not called then. Not for training with activation checkpoints."""
@@ -284,7 +290,7 @@ def join_norms(model: Any) -> None:
 
 
 def joined_layer(
-    layer: Any,
+    layer: transformers.modeling_layers.GradientCheckpointingLayer,
     rows: ResidualRows,
     next_norm: RMSNorm | None,
     hidden_states: torch.Tensor,
@@ -293,8 +299,7 @@ def joined_layer(
     """Do what the decoder layer's ``forward`` does; see `join_norms`."""
     rows.residual = None  # of a forward that an exception has ended
     if rows.sizes is not None:
-        split: torch.Tensor = type(layer).forward(layer, hidden_states, **options)
-        return split
+        return type(layer).forward(layer, hidden_states, **options)
     normed = rows.normed if rows.sum is hidden_states else None
     x = layer.input_layernorm(hidden_states) if normed is None else normed
     attention, mlp = layer.self_attn, layer.mlp
@@ -317,9 +322,9 @@ def check_packing(model: nn.Module, experts: Container[str], dtype: torch.dtype 
                 check_finite(getattr(module, key), f"{name}.{key}")
 
 
-def set_groups(attention: Any, heads: Heads, group: str) -> None:
+def set_groups(attention: nn.Module, heads: Heads, group: str) -> None:
     """Tell an attention of transformers how many of this rank's query heads share a key head."""
-    attention.num_key_value_groups = heads.queries_per_group[position(group)[0]]
+    attention.num_key_value_groups = heads.queries_per_group[position(group)[0]]  # type: ignore[assignment]
 
 
 def share_heads(attention: nn.Module, heads: Heads, names: list[str], group: str) -> None:
@@ -339,7 +344,7 @@ def share_rotary_key(attention: nn.Module, group: str) -> None:
     which sums their gradient."""
     projection = getattr(attention, "kv_a_proj_with_mqa", None)
     if projection is not None:
-        width = attention.qk_rope_head_dim
+        width: int = attention.qk_rope_head_dim  # type: ignore[assignment]
         projection.register_forward_hook(partial(_copy_last, group, width))
 
 
@@ -348,12 +353,11 @@ def parallel_norm(norm: Any, group: str, rows: ResidualRows | None) -> RMSNorm:
     each of which applies it to its part of the input: its rows, while they are split, or without
     ``rows`` its heads."""
     kind = RMSNorm if rows is None else SplitRowsNorm
-    parallel: Any = kind(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")
+    parallel = kind(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")
     if rows is not None:
-        parallel.rows = rows
+        parallel.rows = rows  # type: ignore[assignment]
     parallel.weight = norm.weight
-    trained: RMSNorm = parallel.train(norm.training)
-    return trained
+    return parallel.train(norm.training)
 
 
 def share_weights(
@@ -365,7 +369,7 @@ def share_weights(
     module.register_forward_hook(partial(_take_back, parts), always_call=True)
 
 
-def is_rms_norm(norm: Any) -> bool:
+def is_rms_norm(norm: nn.Module) -> bool:
     """Return whether a norm does what `RMSNorm` does, which takes fewer passes, and no more."""
     eps = getattr(norm, "variance_epsilon", None)
     if not isinstance(eps, float) or state_of(norm) != ["weight"] or additions(norm):
@@ -376,7 +380,7 @@ def is_rms_norm(norm: Any) -> bool:
 
 
 def _lend_copies(
-    group: str, rows: ResidualRows | None, parts: list[nn.Module], module: nn.Module, args: Any
+    group: str, rows: ResidualRows | None, parts: list[nn.Module], module: nn.Module, args: object
 ) -> None:
     if not torch.is_grad_enabled() or (rows is not None and rows.sizes is None):
         return
@@ -389,7 +393,7 @@ def _lend_copies(
 
 
 def _lend_entries(
-    group: str, names: list[str], begin: int, size: int, module: nn.Module, args: Any
+    group: str, names: list[str], begin: int, size: int, module: nn.Module, args: object
 ) -> None:
     parameters = parameters_of(module)
     module.__dict__["_lent"] = {name: parameters[name] for name in names}
@@ -398,7 +402,7 @@ def _lend_entries(
 
 
 def _copy_last(
-    group: str, width: Any, module: nn.Module, args: Any, output: torch.Tensor
+    group: str, width: int, module: nn.Module, args: object, output: torch.Tensor
 ) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return output
@@ -406,6 +410,6 @@ def _copy_last(
     return torch.cat((others, copy_to_ranks(last, group)), -1)
 
 
-def _take_back(parts: list[nn.Module], module: nn.Module, args: Any, output: Any) -> None:
+def _take_back(parts: list[nn.Module], module: nn.Module, args: object, output: object) -> None:
     for part in parts:
         parameters_of(part).update(part.__dict__.pop("_lent", {}))

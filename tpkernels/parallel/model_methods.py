@@ -28,7 +28,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +39,9 @@ from tpkernels.nn.sharding import ShardedModule, gather_state
 from tpkernels.parallel.decoder import SplitRowsLinear
 from tpkernels.parallel.joint_work import joint_work
 from tpkernels.parallel.plans import SplitInputLinear
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingManager, PreTrainedModel
 
 _WRITE = "write"  # what rank 0 announces
 
@@ -56,7 +59,7 @@ def attach(model: nn.Module, mesh: DeviceMesh) -> None:
         declare_ranks(model, mesh.size())
     start = getattr(type(model), "init_continuous_batching", None)
     if start is not None:
-        sharded: Any = model
+        sharded: PreTrainedModel = model
         # transformers finds the dim by this name, whatever the user calls it.
         sharded._device_mesh = DeviceMesh.from_group(
             mesh.get_group(), mesh.device_type, mesh_dim_names=("tp",)
@@ -72,7 +75,7 @@ def refuse_resizing(model: nn.Module) -> None:
             module.resize_token_embeddings = refuse_to_resize  # type: ignore[assignment]
 
 
-def declare_ranks(model: Any, world: int) -> None:
+def declare_ranks(model: PreTrainedModel, world: int) -> None:
     """Declare, where transformers and accelerate look, that ``world`` ranks share the model, whose
     attention may be unsplit."""
     model._tp_size = world
@@ -103,7 +106,7 @@ def refuse_to_resize(*args: Any, **options: Any) -> NoReturn:
     )
 
 
-def save_pretrained(model: Any, group: str, /, *args: Any, **options: Any) -> None:
+def save_pretrained(model: PreTrainedModel, group: str, /, *args: Any, **options: Any) -> None:
     """Write the unsharded model, instead of one that was saved in the folder before; see
     `tpkernels.parallelize`. Collective: all ranks call it.
 
@@ -162,7 +165,7 @@ def _remove_stale(folder: Path, variant: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _as_unsharded(model: Any) -> Iterator[None]:
+def _as_unsharded(model: PreTrainedModel) -> Iterator[None]:
     """Make transformers count all parameters, for the index of several files, and write on rank 0
     of the group, which may not be rank 0 of the job."""
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
@@ -182,13 +185,15 @@ def _as_unsharded(model: Any) -> Iterator[None]:
         del model.num_parameters, model.should_save_on_this_rank
 
 
-def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **options: Any) -> Any:
+def init_batching(
+    start: Callable[..., Any], model: PreTrainedModel, /, *args: Any, **options: Any
+) -> ContinuousBatchingManager:
     """Run ``model.init_continuous_batching``, which is ``start``. Raise NotImplementedError if this
     version of transformers makes its cache in another way."""
     manager = start(model, *args, **options)
-    ranks: Any = getattr(manager, "distributed_helper", None)
+    ranks = getattr(manager, "distributed_helper", None)
     create = getattr(type(manager), "_create_batch_processor", None)
-    if not hasattr(ranks, "tp_plan") or create is None:
+    if ranks is None or not hasattr(ranks, "tp_plan") or create is None:
         import transformers
 
         raise NotImplementedError(
@@ -204,7 +209,7 @@ def init_batching(start: Callable[..., Any], model: Any, /, *args: Any, **option
         )
     ranks.tp_plan = {}  # of which it would derive the heads of a rank
 
-    def create_with_local_heads() -> Any:
+    def create_with_local_heads() -> object:
         """Make a batch processor, and its cache, while ``model.config`` has this rank's heads."""
         config, local = model.config, copy.copy(model.config)
         local.head_dim = head_dim

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -66,6 +66,10 @@ from tpkernels.parallel.decoder import (
 )
 from tpkernels.parallel.options import ModelOptions
 from tpkernels.torch_private import children_of, parameters_of, probe_of, state_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from transformers import PretrainedConfig, PreTrainedModel
 
 GATHERED = {"colwise_gather_output", "colwise_rep", "mla_kv_a_proj"}
 SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
@@ -165,7 +169,7 @@ class SplitInputLinear(SplitRowsLinear):
         return super().forward(split_over_ranks(x, self.group, x.dim() - 1, self.in_sizes))
 
 
-def check_has_plan(config: Any, what: str) -> None:
+def check_has_plan(config: PretrainedConfig | None, what: str) -> None:
     """Raise NotImplementedError if a ``config`` of transformers brings no plan; ``what`` names its
     owner."""
     configs = [config, *map(partial(getattr, config), getattr(config, "sub_configs", ()))]
@@ -178,7 +182,7 @@ def check_has_plan(config: Any, what: str) -> None:
         )
 
 
-def check_style(model: Any, name: str, module: nn.Module, style: Any) -> None:
+def check_style(model: PreTrainedModel, name: str, module: nn.Module, style: ParallelStyle) -> None:
     """Raise NotImplementedError if a style of torch leaves columns split that the code of a model
     of transformers needs together, as its own plan says."""
     own = (getattr(model, "_tp_plan", None) or {}).get(_wildcard(name))
@@ -193,7 +197,7 @@ def check_style(model: Any, name: str, module: nn.Module, style: Any) -> None:
         )
 
 
-def apply(model: nn.Module, group: str, options: ModelOptions) -> None:
+def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
     """Apply `tpkernels.parallelize` without styles of torch. All modules are checked before the
     first is replaced. ``group`` is a group's name, which may be `tpkernels.nn.sharding.planned`."""
     plan = options.plan
@@ -247,8 +251,7 @@ def apply(model: nn.Module, group: str, options: ModelOptions) -> None:
         if norm not in layers:
             decoder.share_weights(norm, [norm], group, of_rows)
     _put(model, layers)
-    of_model: Any = model
-    embedding = of_model.get_input_embeddings()
+    embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):  # all ranks have it whole
         embedding.register_forward_pre_hook(partial(_check_ids, group))
     for block in blocks:
@@ -267,12 +270,12 @@ def apply(model: nn.Module, group: str, options: ModelOptions) -> None:
         pack_(model, dtype=options.packed_dtype)
 
 
-def _check_ids(group: str, embedding: nn.Module, args: Any) -> None:
+def _check_ids(group: str, embedding: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
     """Forward pre-hook of an embedding that all ranks have whole."""
     check_ids(args[0], group)
 
 
-def _own_plan(model: Any) -> dict[str, str]:
+def _own_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the plan that a model brings, with that of `PLANS`."""
     base = model.base_model_prefix
     prefix = f"{base}." if hasattr(model, base) else ""
@@ -332,7 +335,7 @@ def _experts(model: nn.Module, plan: Mapping[str, str]) -> dict[str, nn.Module]:
 
 
 def _blocks(
-    model: Any,
+    model: PreTrainedModel,
     plan: Mapping[str, str],
     group: str,
     options: ModelOptions,
@@ -379,14 +382,14 @@ def _cut(k: int, group: str, options: ModelOptions) -> list[int]:
 
 
 def _block(
-    model: Any, name: str, styles: Mapping[str, str], group: str, options: ModelOptions
+    model: PreTrainedModel, name: str, styles: Mapping[str, str], group: str, options: ModelOptions
 ) -> Block:
     """Check the projections of a parent module, and find how they are split."""
     block = Block(name, model.get_submodule(name), styles)
     columns: dict[str, nn.Linear] = {}
     rows: dict[str, nn.Linear] = {}
     for child, style in styles.items():
-        module: Any = getattr(block.module, child)
+        module = getattr(block.module, child)
         if isinstance(module, nn.Parameter):
             block.by_head.append(child)
         elif style in COLUMNS | ROWS:
@@ -430,14 +433,14 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _split_heads(
     block: Block,
-    model: Any,
+    model: PreTrainedModel,
     columns: Mapping[str, nn.Linear],
     row: nn.Linear,
     group: str,
     options: ModelOptions,
 ) -> None:
     """Split a block by key-value heads, or raise if it is not an attention that allows that."""
-    attention: Any = block.module
+    attention = block.module
     first = next(iter(columns))
     if not _is_attention(attention) or "packed_colwise" in block.styles.values():
         kind = type(attention).__name__
@@ -480,7 +483,9 @@ def _split_heads(
         block.shared[block.path(child)] = getattr(attention, child)
 
 
-def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) -> Stack | None:
+def _stack(
+    model: PreTrainedModel, blocks: list[Block], experts: Mapping[str, nn.Module]
+) -> Stack | None:
     """Return the layers that the blocks are in, if these are of one list."""
     places = [re.fullmatch(r"(.+?)\.(\d+)\..+", block.name) for block in blocks]
     names = {place[1] if place else "" for place in places}
@@ -517,7 +522,7 @@ def _stack(model: Any, blocks: list[Block], experts: Mapping[str, nn.Module]) ->
 def _is_by_row(module: nn.Module, split: list[nn.Module], width: int) -> bool:
     """Return whether a module with experts maps each row of its input by itself. Its code is run
     with random weights, and stand-ins for what is ``split``."""
-    probe: Any = copy.deepcopy(module, {id(part): _RowByRow() for part in split})
+    probe = copy.deepcopy(module, {id(part): _RowByRow() for part in split})
     probe.to_empty(device="cpu").double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -541,7 +546,7 @@ class _RowByRow(nn.Module):
         return x if ids is None else x * ((1 + ids) * weights).sum(-1, keepdim=True)
 
 
-def _refuse_dropout(model: Any) -> None:
+def _refuse_dropout(model: PreTrainedModel) -> None:
     """Let a model refuse to train with a probability of dropout above 0, before anything is sent,
     and so each module that has one. Ranks would draw other values of what all share, and for other
     numbers of heads, after which their random states differ."""
@@ -559,7 +564,7 @@ def _refuse_dropout(model: Any) -> None:
         module.register_forward_pre_hook(hook, prepend=True)
 
 
-def _check_dropout(found: list[tuple[str, Any, str]], module: nn.Module, args: Any) -> None:
+def _check_dropout(found: list[tuple[str, nn.Module, str]], module: object, args: object) -> None:
     for name, owner, key in found:
         if owner.training and getattr(owner, key) > 0:
             raise NotImplementedError(
@@ -598,8 +603,7 @@ def _is_elementwise(
         for module in children.values():
             if module is not None:
                 module.eval()
-        result: torch.Tensor = probe.forward(torch.zeros(1, 3, 1, device="cpu"))
-        return result
+        return probe.forward(torch.zeros(1, 3, 1, device="cpu"))
 
     others = [name for name, _ in parent.named_parameters() if name.split(".")[0] not in columns]
     if any(not name.startswith(f"{row}.") for name in others):
@@ -653,7 +657,7 @@ def _draw(
         check_plain(norm, name, state_of(norm))
 
 
-def _draw_ends(layers: dict[nn.Module, nn.Module], model: Any, group: str) -> None:
+def _draw_ends(layers: dict[nn.Module, nn.Module], model: PreTrainedModel, group: str) -> None:
     """Make embedding and head split by vocabulary, on the meta device, or raise. An embedding that
     does more than to look up vectors stays whole, and so does a head that is tied to it."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -740,7 +744,7 @@ def _connect(block: Block, group: str, rows: ResidualRows | None) -> None:
         decoder.share_rotary_key(parent, group)
 
 
-def _factor(embedding: Any) -> float | None:
+def _factor(embedding: nn.Module) -> float | None:
     """Return the factor by which an embedding multiplies its vectors, or None if it does anything
     else."""
     if type(embedding) is nn.Embedding:
@@ -763,6 +767,6 @@ def _factor(embedding: Any) -> float | None:
         return None
 
 
-def _scale(factor: float, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _scale(factor: float, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
     """Forward hook: multiply an embedding's vectors, with the rounding of transformers."""
     return output * torch.tensor(factor).to(output.dtype)

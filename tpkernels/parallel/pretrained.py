@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -31,7 +31,9 @@ from tpkernels.parallel.options import ModelOptions, Pack, SequenceParallel
 from tpkernels.parallel.parallelize import check_mesh, split_model
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ParallelStyle
+    from transformers import PreTrainedModel
 
 # Older checkpoints hold the rotary embedding's buffers, which the model computes.
 _IGNORED = re.compile(r"rotary_emb\.|\.rotary_emb\.")
@@ -61,9 +63,9 @@ class Slot:
 
     def parts(self) -> list[Box]:
         """Return the parts that this rank holds."""
-        data: Any = self.parameter.data
+        data = self.parameter.data
         if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
-            chunks = data.__create_chunk_list__()
+            chunks = cast("DTensor", data).__create_chunk_list__()
             return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
         return [Box.full(self.shape)] if self.split is None else self.split.boxes(self.shape)
 
@@ -78,7 +80,7 @@ class Slot:
 class Blueprint:
     """A parallel model on the meta device; its parameters in the order of the model."""
 
-    model: Any
+    model: PreTrainedModel
     slots: tuple[Slot, ...]
     buffers: Mapping[str, StoredTensor]  #: those that checkpoints have, by name
     unexpected: tuple[str, ...]  #: tensors of the checkpoint that the model has no use for
@@ -128,7 +130,7 @@ def draw(
     return Blueprint(model, slots, buffers, tuple(unexpected))
 
 
-def _keep_wide(model: Any, dtype: torch.dtype) -> None:
+def _keep_wide(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give a model on the meta device the dtypes that transformers loads weights of ``dtype`` in:
     it keeps some in float32."""
     if not hasattr(model, "_get_dtype_plan"):  # older transformers
@@ -194,7 +196,7 @@ def from_pretrained(
     sequence_parallel: SequenceParallel | None = None,
     expert_parallel: bool = False,
     pack: Pack = False,
-) -> Any:
+) -> PreTrainedModel:
     """Load a causal language model of transformers, split over the ranks of ``mesh``. All ranks
     call it; each reads its slices of the weights, into its shard and a buffer of some megabytes.
     The model is what `tpkernels.parallelize` makes, in evaluation mode. Needs
@@ -308,7 +310,7 @@ def _read(slot: Slot, device: torch.device) -> None:
     if type(empty.data) is not torch.Tensor:
         from torch.distributed.tensor import DTensor
 
-        sharded: Any = empty.data
+        sharded = cast(DTensor, empty.data)
         value = DTensor.from_local(
             local,
             sharded.device_mesh,
@@ -340,5 +342,4 @@ def _restore_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> No
                 "load the model with transformers, and call tpkernels.parallelize"
             )
         parent, _, attribute = name.rpartition(".")
-        make: Any = type(module)
-        setattr(model.get_submodule(parent), attribute, make(config=config))
+        setattr(model.get_submodule(parent), attribute, type(module)(config=config))

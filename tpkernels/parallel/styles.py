@@ -11,7 +11,7 @@ does; and so it does on a mesh of GPUs, unless measured times favour the op.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -114,8 +114,8 @@ class _RowwiseLinear(_FusedLinear):
 class _FusedStyle(ParallelStyle):
     """What the two styles have in common."""
 
-    input_layouts: Any  # tuples of placements
-    output_layouts: Any
+    input_layouts: tuple[Placement]
+    output_layouts: tuple[Placement]
     use_local_output: bool
     _linear: ClassVar[type[_FusedLinear]]
     _split_features: ClassVar[str]  # of the Linear; the op sends rows of the other ones
@@ -182,8 +182,8 @@ class _FusedStyle(ParallelStyle):
                     old, device_mesh, [placement], src_data_rank=self.src_data_rank
                 )
                 linear.register_parameter(key, nn.Parameter(new, requires_grad=old.requires_grad))
-        fused: Any = linear
-        fused.__class__ = self._linear
+        linear.__class__ = self._linear
+        fused = cast(_FusedLinear, linear)
         fused._style, fused._mesh, fused._group = self, device_mesh, groups.name_of(device_mesh)
         return linear
 

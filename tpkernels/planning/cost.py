@@ -139,7 +139,7 @@ def _check_positive(*rates: float) -> None:
 
 
 @functools.cache
-def _data() -> Any:
+def _data() -> dict[str, dict[str, Any]]:
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("machines.yaml").read_text())

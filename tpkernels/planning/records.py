@@ -16,15 +16,14 @@ _MOST = 1e30  # larger numbers were not measured
 _MAPPINGS = (dict, Mapping)
 
 
-def from_json(kind: type[T], value: Any, where: str = "$") -> T:
+def from_json(kind: type[T], value: object, where: str = "$") -> T:
     """Return the record of type ``kind`` that ``dataclasses.asdict`` gave.
 
     Raises:
         ValueError: a part is not of its type, is missing or unknown, or is a number that cannot
             have been measured; the message names the first such part and its value.
     """
-    record: T = _read(kind, value, where)
-    return record
+    return _read(kind, value, where)
 
 
 def _read(hint: Any, value: Any, where: str) -> Any:
@@ -62,7 +61,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _read_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+def _read_one_of(kinds: tuple[Any, ...], value: object, where: str) -> object:
     if value is None and types.NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
@@ -72,7 +71,7 @@ def _read_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
     return _read(kinds[-1], value, where)
 
 
-def _require(value: Any, kind: type, where: str) -> None:
+def _require(value: object, kind: type, where: str) -> None:
     right = isinstance(value, (int, float) if kind is float else kind)
     if not right or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where} is {shown(value)}; it must be of type {kind.__name__}")

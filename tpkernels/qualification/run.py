@@ -32,7 +32,7 @@ from tpkernels.qualification.checks import StageReport
 from tpkernels.qualification.schedule import LITMUS, VIRTUAL, Stage, Topology
 from tpkernels.torch_private import SymmetricMemory
 
-_CUDA: Any = DeviceType.CUDA
+_CUDA = DeviceType.CUDA
 _REPORT_S = 5.0  # for the other ranks to say what they saw after one was killed
 _GRACE = 4.0  # times the seconds that a stage is expected to take, to its deadline
 _LEAST_S = 60.0

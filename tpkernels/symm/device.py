@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -108,7 +108,7 @@ class DeviceWorkspace:
         words: int,
         buffer_bytes: int,
         timeout: float,
-        memory: Any = None,
+        memory: object = None,
     ) -> None:
         self._addresses, self._region, self._memory = addresses, region, memory
         device = region.device
@@ -139,7 +139,7 @@ class DeviceWorkspace:
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
         self.seed = self.chaos = 0  # see `set_chaos`
         self.buffer_stride = self.buffer_bytes
-        self.argument: Any = None  #: the workspace as kernels take it (kernels/sync.py)
+        self.argument: tuple[object, ...] | None = None  #: as kernels take it (kernels/sync.py)
         self.state_of_arguments = object()  #: another one when launch arguments change
 
     @property

@@ -44,7 +44,7 @@ class Symmetric(NamedTuple):
     memory: torch.Tensor  # bytes, filled with zeros
     addresses: tuple[int, ...]  # of all ranks' memory, as this rank addresses it
     multicast: int = 0  # the address of all ranks' memory at once; 0 without multicast
-    handle: Any = None  # torch's, which keeps it mapped; None: there is one rank
+    handle: object = None  # torch's, which keeps it mapped; None: there is one rank
 
 
 class Gpu(NamedTuple):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from tpkernels.launch.terminal import UsageError
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import GGUFCheckpoint, locate
 from tpkernels.parallel.decoder import JOINED, join_norms
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def preload() -> None:
@@ -51,7 +54,7 @@ class LoadOptions:
 
 
 @unusable_model()
-def load_model(options: LoadOptions) -> Any:
+def load_model(options: LoadOptions) -> PreTrainedModel:
     """Return the model, split over all ranks for inference. Collective.
 
     Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
@@ -77,14 +80,14 @@ def load_model(options: LoadOptions) -> Any:
     return model
 
 
-def end_tokens(model: Any) -> list[int]:
+def end_tokens(model: PreTrainedModel) -> list[int]:
     """Return the tokens that end a text, by the model's generation configuration."""
     end = model.generation_config.eos_token_id
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
 @unusable_model()
-def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a model's folder or GGUF file. Raise `UsageError` if there is no such
     file or folder, or if it has no tokenizer that transformers can read."""
     from transformers import AutoTokenizer

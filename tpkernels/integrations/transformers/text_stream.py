@@ -39,8 +39,7 @@ class Decoder:
 
     def rest(self) -> str:
         """Return what is held back: bytes that are no whole character."""
-        text: str = self._tokenizer.decode(self._pending, skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode(self._pending, skip_special_tokens=True)
 
 
 class TextStream:

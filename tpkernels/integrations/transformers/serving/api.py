@@ -68,8 +68,8 @@ def _utf8(text: str, most: int) -> str:
     return short(text, most).encode(errors="backslashreplace").decode()
 
 
-def _only(*neutral: Any) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
+def _only(*neutral: object) -> Callable[[object], object]:
+    def check(value: object) -> object:
         if value in neutral:
             return value
         allowed = "".join(f", or pass {value!r}" for value in neutral)
@@ -133,7 +133,7 @@ class _Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
+    def _without_nulls(cls, given: object) -> object:
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None}
@@ -165,16 +165,16 @@ class Request(_Strict):
     repetition_penalty: _Number = Field(1.0, gt=0, le=100)
     logit_bias: _Empty = None
     # These label a request, or say where it may be computed or kept.
-    user: Any = None
-    metadata: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    prompt_cache_key: Any = None
+    user: object = None
+    metadata: object = None
+    safety_identifier: object = None
+    service_tier: object = None
+    store: object = None
+    prompt_cache_key: object = None
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _stops(cls, stop: Any) -> Any:
+    def _stops(cls, stop: object) -> object:
         stops = stop if isinstance(stop, list) else [stop]
         if len(stops) > _MOST_STOPS:
             raise ValueError(f"got {len(stops)} stop strings; at most {_MOST_STOPS} are accepted")
@@ -246,9 +246,9 @@ class CompletionRequest(Request):
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _prompts(cls, given: Any) -> Any:
-        several = isinstance(given, list) and all(isinstance(one, (str, list)) for one in given)
-        prompts: list[Any] = given if given and several else [given]
+    def _prompts(cls, given: object) -> list[object]:
+        items = given if isinstance(given, list) else []
+        prompts = items if items and all(isinstance(one, (str, list)) for one in items) else [given]
         for prompt in prompts:
             tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
             if not (isinstance(prompt, str) or (prompt and tokens)):
@@ -298,7 +298,7 @@ class ChatRequest(Request):
     top_logprobs: _Logprobs = 0
     tools: _Empty = None
     tool_choice: Annotated[Any, AfterValidator(_only("none", "auto"))] = None
-    parallel_tool_calls: Any = None  # says how tools are called, and there are none
+    parallel_tool_calls: object = None  # says how tools are called, and there are none
     response_format: Annotated[Any, AfterValidator(_only({"type": "text"}))] = None
     modalities: Annotated[Any, AfterValidator(_only(["text"]))] = None
 
@@ -378,8 +378,7 @@ class Prompts:
         return self._texts[token]
 
     def _tokens(self, text: str, special: bool = True) -> list[int]:
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
-        return tokens
+        return self.tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def _chat(self, turns: list[dict[str, str]]) -> list[int]:
         from jinja2 import TemplateError

@@ -25,7 +25,9 @@ from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from transformers import ContinuousBatchingManager, PreTrainedTokenizerFast
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from tpkernels.integrations.transformers.sampling import Logprob
 from tpkernels.integrations.transformers.serving.api import ApiError, TextPiece, Wanted
@@ -43,15 +45,15 @@ class Router(OutputRouter):
     request, with all tokens before it.
     """
 
-    def __init__(self, receive: Callable[[list[Any]], object] | None = None) -> None:
+    def __init__(self, receive: Callable[[list[GenerationOutput]], object] | None = None) -> None:
         super().__init__()
         self._receive = receive
         self._loop = None if receive is None else asyncio.get_running_loop()
 
-    def deliver(self, output: Any) -> None:
+    def deliver(self, output: GenerationOutput) -> None:
         self.deliver_batch([output])
 
-    def deliver_batch(self, outputs: list[Any]) -> None:
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         if self._receive is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
                 self._loop.call_soon_threadsafe(self._receive, outputs)
@@ -93,8 +95,8 @@ class Metrics:
 class Batcher:
     """Generates text for requests."""
 
-    manager: Any  #: of transformers, not started yet
-    tokenizer: Any  #: a fast one of transformers
+    manager: ContinuousBatchingManager  #: not started yet
+    tokenizer: PreTrainedTokenizerFast
     _: KW_ONLY
     end_tokens: Collection[int]  #: which end an answer
     most: int  #: requests at a time, those that wait included
@@ -203,7 +205,7 @@ class Answer:
         self._logprobs: list[Logprob] = []
         self.tokens: list[int] = []
 
-    def receive(self, output: Any) -> None:
+    def receive(self, output: GenerationOutput) -> None:
         """Take an output; only in the event loop."""
         now, metrics = time.monotonic(), self._batcher.metrics
         new = len(output.generated_tokens) - len(self.tokens)

@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.utils import ModelOutput
 
 from tpkernels.integrations.transformers.sampling import Text, choose, logprobs
 
@@ -27,7 +28,7 @@ class Choices(ContinuousBatchingLogitsProcessorList):
     the log-probabilities; with ``scored`` also those of the prompt after its first token. These are
     `Logprob` in ``GenerationOutput.logprobs``."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(LogitsProcessorList())
         self.do_processing = True
         self._batch: list[Any] = []
@@ -38,11 +39,13 @@ class Choices(ContinuousBatchingLogitsProcessorList):
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
         """Take them: they are checked where the request comes in."""
 
-    def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
+    def prepare_tensor_args(
+        self, requests_in_batch: list[Any], arg_storage: torch.Tensor
+    ) -> torch.Tensor:
         self._batch = requests_in_batch
         return arg_storage
 
-    def _before(self, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _before(self, _: object, args: object, kwargs: dict[str, Any]) -> tuple[object, Any]:
         """Ask for the logits of scored prompts, ahead of those of new tokens."""
         self._scored = []
         rows: list[int] = []
@@ -61,7 +64,7 @@ class Choices(ContinuousBatchingLogitsProcessorList):
             kwargs["logits_to_keep"] = torch.cat([kept.new_tensor(rows), kept])
         return args, kwargs
 
-    def _after(self, _: Any, args: Any, output: Any) -> Any:
+    def _after(self, _: object, args: object, output: ModelOutput) -> ModelOutput:
         begin = 0
         for state, tokens in self._scored:
             if tokens:
@@ -72,7 +75,7 @@ class Choices(ContinuousBatchingLogitsProcessorList):
         output.logits = output.logits[:, begin:]
         return output
 
-    def __call__(self, _: Any, scores: torch.Tensor, __: Any) -> torch.Tensor:
+    def __call__(self, _: object, scores: torch.Tensor, __: object) -> torch.Tensor:
         """Give the chosen tokens the highest scores; rows beyond the new tokens mean nothing."""
         states = [request.state for request in self._batch if request.has_new_token]
         tokens = choose(scores[: len(states)], [_text(state) for state in states])
@@ -99,7 +102,7 @@ class Scheduler(scheduler.FIFOScheduler):
     transformers begins no more once the cache was full, until an active one has ended by itself,
     and one that is cancelled does not count."""
 
-    def schedule_batch(self, *args: Any) -> Any:
+    def schedule_batch(self, *args: Any) -> tuple[object, ...]:
         if not self.active_requests:
             self.block_new_requests = False
         return super().schedule_batch(*args)

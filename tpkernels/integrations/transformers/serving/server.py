@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -33,6 +33,9 @@ from tpkernels.integrations.transformers.loading import (
 )
 from tpkernels.launch import Outcome, RankError, Ranks, fork_server
 from tpkernels.launch.terminal import UsageError
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingManager, PreTrainedModel
 
 _PRELOAD = [
     "transformers.generation.continuous_batching",
@@ -213,7 +216,7 @@ def run_rank(options: ServerOptions, shared: socket.socket) -> None:
     manager.destroy()
 
 
-def make_manager(model: Any, options: ServerOptions) -> Any:
+def make_manager(model: PreTrainedModel, options: ServerOptions) -> ContinuousBatchingManager:
     """Return a manager of transformers, with a cache of a fixed size. Collective."""
     import transformers
 
@@ -253,7 +256,7 @@ class _Wake(threading.Event):
         return super().wait(self.seconds)
 
 
-def _report_once(manager: Any) -> None:
+def _report_once(manager: ContinuousBatchingManager) -> None:
     """Keep the manager from printing what `run_rank` raises: it logs the error that ends its loop,
     and often fails again while it tells the other ranks."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
@@ -300,7 +303,7 @@ async def _serve_http(
         server.should_exit = True
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Any) -> AsyncIterator[None]:
+    async def lifespan(_: object) -> AsyncIterator[None]:
         batcher.start()
         watching = asyncio.create_task(watch())
         host, port = listener.getsockname()[:2]
