@@ -186,10 +186,9 @@ def probe_of(module: _Module, **state: Any) -> _Module:
 # Process groups.
 
 
-def registered_groups() -> Mapping[dist.ProcessGroup, str]:
-    """Return the process groups that torch has not destroyed, with their names. Public:
-    none; `get_process_group_ranks` raises for others, but copies the ranks of these."""
-    return distributed_c10d._pg_names
+# The process groups that torch has not destroyed, with their names. Public: none;
+# `get_process_group_ranks` raises for others, but copies the ranks of these.
+REGISTERED_GROUPS: Mapping[dist.ProcessGroup, str] = distributed_c10d._pg_names
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:

@@ -172,9 +172,7 @@ def test_an_interrupt_anywhere_in_an_op_breaks_the_group(kind: str, step: int) -
     w, failures, event, calls = torch.ones(3, 2), [], 2, 0
     way = {"algorithm": "unfused"}  # in Python, even when it is warm
     made, find = list[Any](), planned_calls.implementation
-    outside = (
-        () if kind == "backward" else ("matmul_all_reduce", "entry", "name_of", "registered_groups")
-    )
+    outside = () if kind == "backward" else ("matmul_all_reduce", "entry", "name_of")
 
     def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
         function = find(problem, plan)

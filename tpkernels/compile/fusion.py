@@ -23,14 +23,14 @@ from tpkernels.compile.graph import (
 )
 from tpkernels.compile.layout import same, shape_of, value
 from tpkernels.compile.order import tie_ops
-from tpkernels.torch_private import c10d_functional as _c10d
 from tpkernels.torch_private import (
+    REGISTERED_GROUPS,
     custom_graph_pass,
     inductor_config,
     is_erased,
     pattern_matcher,
-    registered_groups,
 )
+from tpkernels.torch_private import c10d_functional as _c10d
 
 # Before inductor's own patterns, which would turn a sum of matmuls into an addmm.
 _SLOT = "post_grad_custom_pre_pass"
@@ -92,7 +92,7 @@ class CollectiveFusion(custom_graph_pass.CustomGraphPass):
         package = Path(__file__).parents[1]
         folders = package / "compile", package / "ops"
         only = None if self._only is None else sorted(self._only)
-        sizes = sorted((name, pg.size()) for pg, name in registered_groups().items())
+        sizes = sorted((name, pg.size()) for pg, name in REGISTERED_GROUPS.items())
         times = sorted((name, repr(table)) for name, table in groups.known_times("cuda").items())
         tuned = groups.autotuned_groups()
         digest = hashlib.sha256(repr((only, self._norms, sizes, times, tuned)).encode())

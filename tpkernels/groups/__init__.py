@@ -23,10 +23,10 @@ from tpkernels.errors import HARMLESS, TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.planning.table import Table
 from tpkernels.torch_private import (
+    REGISTERED_GROUPS,
     assume_constant_result,
     flattened_mesh,
     group_made_for,
-    registered_groups,
     resolve_process_group,
 )
 
@@ -58,7 +58,7 @@ def _after_fork() -> None:
     # As the standard library's modules do: a thread that was not copied may hold it.
     _registry_lock._at_fork_reinit()  # type: ignore[attr-defined]
     registered = [group._pg() for group in _groups.values()]  # also where torch has destroyed it
-    for pg in [*registered_groups(), *registered]:
+    for pg in [*REGISTERED_GROUPS, *registered]:
         if pg is not None and pg not in _inherited:
             _inherited[pg] = os.getppid()
             # Never freed: gloo's destructor would wait for the parent's threads, for ever.
@@ -83,7 +83,7 @@ def name_of(group: GroupLike) -> str:
     if isinstance(given, str):
         return given
     if isinstance(given, dist.ProcessGroup):
-        if is_dynamo_compiling() or given in registered_groups():
+        if is_dynamo_compiling() or given in REGISTERED_GROUPS:
             return given.group_name
         return _name_of_present(given)
     if isinstance(given, DeviceMesh):
@@ -107,7 +107,7 @@ def _name_of_present(pg: dist.ProcessGroup) -> str:
     """Return the name of a process group. Raise ``ValueError`` if it was destroyed: a later group
     may have its name now."""
     name: str = pg.group_name
-    if is_dynamo_compiling() or pg in registered_groups() or _resolved(name) is pg:
+    if is_dynamo_compiling() or pg in REGISTERED_GROUPS or _resolved(name) is pg:
         return name
     raise ValueError(
         f"process group '{name}' was destroyed on this rank; pass a group that was created after "

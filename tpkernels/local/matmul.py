@@ -96,7 +96,7 @@ def _multiply(
     whole: tuple[int, int],
 ) -> torch.Tensor:
     """``whole``: the rows and columns of the whole product."""
-    if isinstance(w, Product):
+    if not isinstance(w, torch.Tensor) and isinstance(w, Product):  # an abstract class is slow
         return w.multiply(x, out, bias)
     if x.is_cuda:
         return _multiply_on_gpu(x, w, out, bias)

@@ -44,7 +44,8 @@ def gather(call: Call, given: GatherArguments) -> Result:
         return gathered
     whole = empty(problem.shape, problem.dtype, x.device) if given.return_gathered else None
     weights: Sequence[Weight | Product] = given.weights
-    dtype = problem.options_as(GatherOptions).out_dtype or x.dtype
+    assert isinstance(problem.options, GatherOptions)
+    dtype = problem.options.out_dtype or x.dtype
     outs = [empty((*problem.shape[:-1], columns_of(w)), dtype, x.device) for w in given.weights]
     if scale is not None:
         if scaling_of(scale) is Scaling.ROW and list(scale.shape) == [*problem.shape[:-1], 1]:
@@ -70,10 +71,12 @@ def reduce(call: Call, given: ReduceArguments) -> Result:
         x = packing.pack(x, scale)
     if bias is not None and splits_columns(problem):
         bias = _own_shard(call, bias, 0)
-    dtype = problem.options_as(ReduceOptions).out_dtype
+    assert isinstance(problem.options, ReduceOptions)
+    dtype = problem.options.out_dtype
     reduction = Reduction.of(given.x, dtype, bias, given.residual)
     out = empty(result_shape(problem, call.group.rank), dtype, x.device)
-    if (weight := given.norm) is not None:
+    weight = given.weight if given.norm_weight is None else given.norm_weight
+    if weight is not None:
         norm = RmsNorm(weight.contiguous(), given.eps)
         return call.function(call, x, w, out, reduction, norm), out
     call.function(call, x, w, out, reduction)
