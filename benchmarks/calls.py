@@ -37,9 +37,10 @@ def variants() -> dict[str, Callable[[], object]]:
     library.impl("empty", torch.library.fallthrough_kernel, "Autograd")
     empty = torch.ops.calls.empty.default
     made: dict[str, Callable[[], object]] = {
-        "empty": lambda keep=library: empty(x, name),
+        "empty": lambda: library and empty(x, name),  # the library lives as long
         "all_reduce_ function": lambda: tpkernels.all_reduce_(x, group),
         "all_reduce_ X": lambda: ops.all_reduce_.default(x, name),
+        "all_reduce_ _X": lambda: ops._all_reduce_.default(x, name),
         "all_reduce function": lambda: tpkernels.all_reduce(x, group),
         "matmul_all_reduce function": lambda: tpkernels.matmul_all_reduce(row, w, group),
         "matmul_all_reduce packed": lambda: tpkernels.matmul_all_reduce(row, packed, group),
@@ -48,8 +49,6 @@ def variants() -> dict[str, Callable[[], object]]:
         "all_gather_matmul X": lambda: ops.all_gather_matmul.default(row, [w, w], name),
         "torch.mm": lambda: torch.mm(row, w),
     }
-    if hasattr(ops, "_all_reduce_"):
-        made["all_reduce_ _X"] = lambda: ops._all_reduce_.default(x, name)
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -174,3 +175,13 @@ def test_each_module_is_there(name: str) -> None:
 def test_other_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         torch_private.missing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_extension_takes_what_is_listed() -> None:
+    """Under names that torch has."""
+    sources = "".join(path.read_text() for path in sorted((ROOT / "csrc" / "calls").glob("*")))
+    taken = re.findall(r'\("(torch[\w.]*)",\s*"(\w+)"\)', sources)
+    private = {(module, name) for module, name in taken if "._" in f"{module}.{name}"}
+    assert private == set(torch_private.OF_EXTENSION)
+    for module, name in torch_private.OF_EXTENSION:
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"

@@ -35,6 +35,7 @@ class Arguments {
   // Where an argument is; -1: nowhere.
   int index(const char* name) const;
   int group() const { return group_; }
+  const std::string& op() const { return op_; }
 
   Slots parse(const Given& given) const;
   // The arguments as an object of the named tuple.

@@ -19,39 +19,42 @@ struct Entry {
   py::object detour;
 };
 
-bool is_true(PyObject* function) {
-  return checked(PyObject_CallNoArgs(function)).is(py::bool_(true));
-}
-
 // Whether a dual tensor may be among the arguments.
 bool forward_mode() {
   static const Global level("torch.autograd.forward_ad", "_current_level");
   return !level.value() || PyLong_AsLong(level.value()) >= 0;
 }
 
-bool requires_grad(PyObject* value) {
+// Whether torch sees no more in a value than its own tensors, which do not wrap others.
+bool is_plain(PyObject* value) {
+  static PyObject* const types[] = {lasting("torch", "Tensor"), lasting("torch.nn", "Parameter")};
   if (PyList_Check(value) || PyTuple_Check(value)) {
     PyObject** const items = PySequence_Fast_ITEMS(value);
-    return std::any_of(items, items + PySequence_Fast_GET_SIZE(value), requires_grad);
+    return std::all_of(items, items + PySequence_Fast_GET_SIZE(value), is_plain);
   }
-  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
-  return is_tensor(value) && checked(PyObject_GetAttr(value, name)).is(py::bool_(true));
+  const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(value));
+  return type == types[0] || type == types[1] || !is_tensor(value);
 }
 
-bool needs_gradient(const Slots& slots) {
-  static PyObject* const enabled = lasting("torch", "is_grad_enabled");
-  return forward_mode() ||
-         (is_true(enabled) && std::any_of(slots.begin(), slots.end(), requires_grad));
+// Whether only the dispatcher can tell who needs a gradient, or somebody wants to see `X`, such as
+// `torch.fx`, whose values are no tensors.
+bool needs_dispatcher(const Slots& slots) {
+  static PyObject* const transforms = lasting("torch._C", "_are_functorch_transforms_active");
+  static PyObject* const functions = lasting("torch._C", "_is_torch_function_mode_enabled");
+  return !is_tensor(slots[0]) || profiling() || is_true(transforms) || is_true(functions) ||
+         !std::all_of(slots.begin(), slots.end(), is_plain);
 }
 
 py::object enter(const Entry& entry, const Slots& slots) {
-  if (!entry.custom.is_none() && !entry.arguments->weights_are_tensors(slots)) {
+  if (!entry.custom.is_none() && is_tensor(slots[0]) &&
+      !entry.arguments->weights_are_tensors(slots)) {
     return checked(PyObject_CallOneArg(entry.custom.ptr(), entry.arguments->named(slots).ptr()));
   }
-  if (!entry.detour.is_none() && profiling()) {
+  if (!entry.detour.is_none() && needs_dispatcher(slots)) {
     return entry.arguments->call(entry.detour.ptr(), slots);
   }
-  if (!needs_gradient(slots)) return entry.arguments->call(entry.op.ptr(), slots);
+  if (!forward_mode() && !needs_gradient(slots))
+    return entry.arguments->call(entry.op.ptr(), slots);
   return checked(PyObject_CallOneArg(entry.record.ptr(), entry.arguments->named(slots).ptr()));
 }
 

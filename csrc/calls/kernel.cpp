@@ -18,7 +18,7 @@ struct KernelState {
 
 bool deterministic_now() {
   static PyObject* const flag = lasting("torch", "are_deterministic_algorithms_enabled");
-  return checked(PyObject_CallNoArgs(flag)).is(py::bool_(true));
+  return is_true(flag);
 }
 
 // Runs a planned call in the extension. Null without a Python error: Python is to run it, because
@@ -43,6 +43,25 @@ py::object run_bound(const KernelState& kernel, Turns& turns, const Planned& pla
   py::error_already_set error;
   kernel.failed(planned.call, error.value());
   throw error;
+}
+
+bool requires_grad(PyObject* value) {
+  if (PyList_Check(value) || PyTuple_Check(value)) {
+    PyObject** const items = PySequence_Fast_ITEMS(value);
+    return std::any_of(items, items + PySequence_Fast_GET_SIZE(value), requires_grad);
+  }
+  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+  return is_tensor(value) && checked(PyObject_GetAttr(value, name)).is(py::bool_(true));
+}
+
+// `_X` would lose a gradient, or torch's functions in the algorithms would record one of their own.
+void refuse_gradient(const KernelState& kernel, const Slots& slots) {
+  if (!needs_gradient(slots)) return;
+  const std::string& op = kernel.arguments->op();
+  const std::string text = "torch.ops.tpkernels._" + op + " records no gradient; call tpkernels." +
+                           op + ", or torch.ops.tpkernels." + op;
+  PyErr_SetString(PyExc_NotImplementedError, text.c_str());
+  throw py::error_already_set();
 }
 
 // Tells autograd that x is overwritten: what a backward has saved of it is stale.
@@ -96,6 +115,7 @@ Found find(const KernelState& kernel, const Slots& slots, std::string* key) {
 }
 
 py::object call(const KernelState& kernel, const Slots& slots) {
+  refuse_gradient(kernel, slots);
   Key key;
   const Found found = find(kernel, slots, &key.text);
   std::shared_ptr<Planned> planned = found.planned;
@@ -128,6 +148,11 @@ PyObject* call_kernel(const KernelState& kernel, const Given& given) {
 }
 
 }  // namespace
+
+bool needs_gradient(const Slots& slots) {
+  static PyObject* const enabled = lasting("torch", "is_grad_enabled");
+  return is_true(enabled) && std::any_of(slots.begin(), slots.end(), requires_grad);
+}
 
 bool profiling() {
   static const Global enabled("torch.autograd.profiler", "_is_profiler_enabled");

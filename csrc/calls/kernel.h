@@ -1,7 +1,7 @@
 // The ops' kernels for CPU and CUDA tensors, as torch.library takes them: Python callables, but of
-// the extension. A call with arguments that were planned before, whose plan the extension can run
-// by itself, runs no Python code at all. Everything else is done by the functions that Python gave:
-// planning, checks, errors, other algorithms, gradients, tracing.
+// the extension. A call with arguments that were planned before runs its plan: all of it here, or
+// one function of Python, the algorithm's. The rest is done by the functions that Python gave:
+// checks, planning, errors.
 //
 // They are not kernels of libtorch's stable C interface because that could not carry them: it hides
 // the type of a Python exception behind an error code. What a Python callable costs is the
@@ -44,6 +44,9 @@ pybind11::object breaking_if_interrupted(PyObject* group, F&& f) {
     throw;
   }
 }
+
+// Whether gradients are recorded and a tensor among the arguments requires one.
+bool needs_gradient(const Slots& slots);
 
 // Whether a profiler runs, for which Python records ranges.
 bool profiling();

@@ -23,6 +23,11 @@ inline PyObject* lasting(const char* module, const char* name) {
   return py::object(py::module_::import(module).attr(name)).release().ptr();
 }
 
+// Whether a function without arguments returns True.
+inline bool is_true(PyObject* function) {
+  return checked(PyObject_CallNoArgs(function)).is(py::bool_(true));
+}
+
 // A name of a module, which may be given another value. The module is never unloaded.
 class Global {
  public:

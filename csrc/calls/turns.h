@@ -34,8 +34,7 @@ class Lock {
   host::Signal released_{};  // counts the releases that somebody waited for
 };
 
-// A planned call that the extension runs by itself: with everything that does not change from call
-// to call.
+// A planned call that the extension runs, with everything that does not change from call to call.
 class Bound {
  public:
   Bound() = default;

@@ -239,3 +239,67 @@ def test_unusual_tensors_that_are_refused() -> None:
                         op(*operands)
                     assert workspace.epoch == epoch, f"{way}: a {kind} tensor was sent"
             op(x, w)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@on_ranks(WORLD)
+def test_gradients_that_only_the_dispatcher_sees() -> None:
+    """Of tensors that wrap others, and in transforms: the function does what the overload does."""
+    with fresh_group(autotune=False) as group:
+        world, name = group.size(), group.group_name
+        x, w = torch.randn(3, 4, 8), torch.randn(8, 6)
+        for op in (
+            lambda a, _: tpkernels.all_reduce(a, group),
+            lambda a, w: tpkernels.matmul_all_reduce(a, w, group),
+        ):
+            leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+            torch.vmap(op, in_dims=(0, None))(*leaves).sum().backward()
+            again = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+            torch.stack([op(each, again[1]) for each in again[0]]).sum().backward()
+            for leaf, other in zip(leaves, again, strict=True):
+                assert (leaf.grad is None) == (other.grad is None), "vmap: a gradient is lost"
+                if leaf.grad is not None and other.grad is not None:
+                    torch.testing.assert_close(leaf.grad, other.grad)
+
+        def total(a: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(lambda each: tpkernels.all_reduce(each, group))(a).sum()
+
+        for refused in (
+            lambda: torch.func.grad(total)(x),
+            lambda: torch.func.grad(lambda a: tpkernels.all_reduce(a, group).sum())(x),
+        ):
+            with pytest.raises(RuntimeError):
+                refused()
+        traced = torch.fx.symbolic_trace(lambda a: tpkernels.all_reduce(a, name))
+        leaf = x.clone().requires_grad_()
+        traced(leaf).sum().backward()
+        assert leaf.grad is not None and torch.equal(leaf.grad, torch.ones_like(x)), (
+            "symbolic_trace"
+        )
+
+        class Module(torch.nn.Module):
+            def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+                return tpkernels.all_reduce(a @ b, name)
+
+        module = torch.export.export(Module(), (x[0], w), strict=False).module()
+        leaf = w.clone().requires_grad_()
+        module(x[0], leaf).sum().backward()
+        assert leaf.grad is not None, "a module that was exported"
+        assert torch.allclose(module(x[0], w), (x[0] @ w) * world, atol=1e-4)
+
+
+@on_ranks(WORLD)
+def test_an_op_without_a_gradient_is_not_given_one() -> None:
+    """``_X`` refuses before anything is sent, and autocast of another device changes nothing."""
+    with fresh_group(autotune=False) as group:
+        x, w = torch.ones(4, 8), torch.ones(8, 6, requires_grad=True)
+        tpkernels.matmul_all_reduce(x, w, group)
+        epoch = faults.workspace_of(group).epoch
+        with pytest.raises(NotImplementedError, match="_matmul_all_reduce records no gradient"):
+            torch.ops.tpkernels._matmul_all_reduce(x, w, group.group_name)
+        assert faults.workspace_of(group).epoch == epoch
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            assert tpkernels.matmul_all_reduce(x, w, group).dtype == torch.float32
+        finally:
+            torch.set_autocast_enabled("cuda", False)

@@ -144,8 +144,8 @@ _OURS = str(Path(tpkernels.__file__).parent)
 
 class _InterruptAt:
     """Raises KeyboardInterrupt at one event of our Python code: a line, or a function's start. The
-    first line is the ``try`` of the outermost function, where no interrupt can come. One in the
-    body of the public function, ``outside`` of what it enters, is one between two calls."""
+    first line of the outermost function does not count. An interrupt in the body of a public
+    function with one call, ``outside`` of what it enters, is one between two calls."""
 
     def __init__(self, event: int, outside: Sequence[str] = ()) -> None:
         self.left, self.depth, self.at, self.outside = event, 0, "", outside
@@ -164,9 +164,9 @@ class _InterruptAt:
 
 
 @pytest.mark.parametrize("step", [7, thorough(3), pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["forward", "backward", "dispatch"])
 @on_ranks(1)
-def test_an_interrupt_anywhere_in_an_op_breaks_the_group(kind: str, step: int) -> list[str]:
+def test_an_interrupt_within_an_op_breaks_the_group(kind: str, step: int) -> list[str]:
     """Interrupts an op at every ``step``-th event, each on a group of its own."""
     x = torch.ones(4, 3, requires_grad=kind == "backward")
     w, failures, event, calls = torch.ones(3, 2), [], 2, 0

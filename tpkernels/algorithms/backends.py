@@ -27,7 +27,7 @@ from tpkernels.planning.problem import Problem
 
 
 class WithInput(Protocol):
-    """An op's arguments, as far as all ops have them."""
+    """The arguments that every op has."""
 
     @property
     def x(self) -> torch.Tensor: ...

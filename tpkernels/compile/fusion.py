@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable
@@ -54,6 +55,15 @@ _LEFT_ALONE: dict[object, str] = {
 }
 
 
+@functools.cache
+def _sources() -> bytes:
+    """Return the digest of the files that the rewritten graphs depend on."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted([*package.glob("compile/*.py"), *package.glob("ops/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
 class CollectiveFusion(custom_graph_pass.CustomGraphPass):
     """Created by ``tpkernels.compile.fuse_collectives``, which documents it."""
 
@@ -89,16 +99,12 @@ class CollectiveFusion(custom_graph_pass.CustomGraphPass):
         of an all-reduce does not show; and the measured times by which collectives of CUDA tensors
         are rewritten, or that they are being measured.
         """
-        package = Path(__file__).parents[1]
-        folders = package / "compile", package / "ops"
         only = None if self._only is None else sorted(self._only)
         sizes = sorted((name, pg.size()) for pg, name in REGISTERED_GROUPS.items())
         times = sorted((name, repr(table)) for name, table in groups.known_times("cuda").items())
         tuned = groups.autotuned_groups()
-        digest = hashlib.sha256(repr((only, self._norms, sizes, times, tuned)).encode())
-        for path in sorted(path for folder in folders for path in folder.glob("*.py")):
-            digest.update(path.read_bytes())
-        return digest.digest()
+        facts = repr((only, self._norms, sizes, times, tuned)).encode()
+        return hashlib.sha256(_sources() + facts).digest()
 
     def __call__(self, graph: fx.Graph) -> None:
         backward = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))

@@ -16,7 +16,12 @@ from torch import fx
 from tpkernels.compile.graph import op_of
 from tpkernels.compile.layout import value
 from tpkernels.ops.registration import communicates
-from tpkernels.torch_private import SHARD_DIM_EXCHANGE, c10d_functional, control_dependencies
+from tpkernels.torch_private import (
+    SHARD_DIM_EXCHANGE,
+    c10d_functional,
+    control_dependencies,
+    ordered_set,
+)
 
 _WAIT = c10d_functional.wait_tensor.default
 
@@ -40,8 +45,8 @@ def tie_ops(graph: fx.Graph) -> bool:
                 "because it writes into an argument; call an op that returns its result"
             )
     if pairs:
-        after = {node: {_tensor_of(before)} for before, node in pairs}
-        control_dependencies.preserve_node_ordering(graph, after)  # type: ignore[arg-type]
+        after = {node: ordered_set.OrderedSet([_tensor_of(before)]) for before, node in pairs}
+        control_dependencies.preserve_node_ordering(graph, after)
     return bool(pairs)
 
 

@@ -220,7 +220,7 @@ _RAISED_BEFORE_SENDING = (
 def break_if_interrupted(group: GroupLike | None, error: BaseException) -> None:
     """Break the group if an op was interrupted, that is, ended by an error that can come at any
     time, such as Ctrl-C. This rank may not have made the call; if it has, it still lacks the
-    result."""
+    result. `csrc/calls/kernel.h` calls this, too."""
     # Activation checkpointing ends a recomputation by an error of its own, behind the last call.
     recomputed = type(error).__module__ == "torch.utils.checkpoint"
     if group is not None and not recomputed and not isinstance(error, _RAISED_BEFORE_SENDING):

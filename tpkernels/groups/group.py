@@ -716,5 +716,7 @@ def _close(group: Group) -> None:
 def timeout_on_gpus(pg: dist.ProcessGroup) -> float:
     """Return the seconds that torch lets the collectives of a process group take on GPUs: the
     timeout of its backend for CUDA tensors, or torch's default for NCCL where there is none."""
-    limit = timeout_of(pg, "cuda") or constants.default_pg_nccl_timeout or _NCCL
+    limit = timeout_of(pg, "cuda")
+    if limit is None:
+        limit = constants.default_pg_nccl_timeout or _NCCL
     return min(limit.total_seconds(), defaults.LONGEST_TIMEOUT)

@@ -183,7 +183,10 @@ def clip_grad_norm_(
     norms = [torch.zeros((), dtype=torch.float64)]
     for gradients in by_kind.values():
         with DisableTorchFunctionSubclass():
-            local = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
+            if not hasattr(gradients[0], "device_mesh"):
+                local = list(foreach_norm(gradients, 2, torch.float64))
+            else:  # of DTensors it takes no dtype in torch 2.15
+                local = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
         norms += _norms(gradients, local)
     norms = norms[1:] or norms
     norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))

@@ -71,7 +71,7 @@ def all_gather_scaled_matmul(
     """
     single = isinstance(weights, torch.Tensor)
     each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
-    gathered, outs = OP(
+    gathered, outs = OP.entry()(
         x,
         [weights] if isinstance(weights, torch.Tensor) else list(weights),
         scale_x,

@@ -78,7 +78,7 @@ def matmul(
 class Context(Protocol):
     """What autograd keeps of a call for its backward, and what the ops add."""
 
-    saved_tensors: tuple[torch.Tensor, ...]
+    saved_tensors: tuple[Any, ...]  #: tensors, and None in the place of one
     save_for_backward: Callable[..., None]
     mark_non_differentiable: Callable[[torch.Tensor], None]
     set_materialize_grads: Callable[[bool], None]

@@ -125,8 +125,9 @@ def bind(
     in_place: bool,
 ) -> _C.calls.Bound | None:
     """Return what runs warm calls with these arguments: all of `direct` in the extension, or
-    ``execute(call, arguments)``, before and after which the extension does what `backends.run`
-    does. None: on GPUs without a workspace, which tells of failures."""
+    ``execute(call, arguments)``. The extension does what `backends.run` does before and after it,
+    without the warnings, which the next planned call gives. None: on GPUs without a workspace,
+    which tells of failures."""
     group, alarm, deterministic = call.group, None, None
     if call.problem.device == "cuda":
         if group.workspace is None:
@@ -181,8 +182,8 @@ def _bind_direct(
 
 
 def materialized(bias: torch.Tensor) -> torch.Tensor | None:
-    """Return a bias of an optional list: in memory that holds its values, which the dispatcher sees
-    to for all other tensors, and None for an empty one."""
+    """Return a bias with its values in memory, or None for an empty one. For all arguments but
+    optional lists the dispatcher sees to that."""
     if bias.is_neg() or is_zero_tensor(bias):
         bias = bias.clone()
     return bias if bias.numel() else None

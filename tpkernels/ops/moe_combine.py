@@ -93,7 +93,7 @@ def moe_combine(x: torch.Tensor, handle: Handle, *, algorithm: str = "auto") -> 
     Rows and ``topk_weights`` get gradients. ``torch.ops.tpkernels.moe_combine`` takes the fields of
     the handle one by one.
     """
-    run = functools.partial(uncompiled, OP) if _is_empty_in_training(x) else OP
+    run = functools.partial(uncompiled, OP) if _is_empty_in_training(x) else OP.entry()
     result: torch.Tensor = run(
         x,
         handle.topk_weights,

@@ -9,7 +9,7 @@ import torch
 
 from tpkernels.common import dtypes
 from tpkernels.errors import CollectiveMismatchError
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, break_if_interrupted, name_of
 from tpkernels.local.scaled import Packing
 from tpkernels.ops import validation
 from tpkernels.ops.all_gather import all_gather
@@ -151,22 +151,28 @@ def moe_dispatch(
     ``torch.ops.tpkernels.moe_dispatch`` takes the gathered ids as ``routes``, and returns rows with
     scales as they travel (`local.scaled.Packing`).
     """
-    name = name_of(group)
-    if scale_x is not None:
-        _check_scales(x, scale_x)
-    routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
-    rows, counts = OP(
-        x,
-        routes,
-        num_experts,
-        name,
-        scale_x=scale_x,
-        shard_sizes=shard_sizes,
-        max_rows=max_rows,
-        algorithm=algorithm,
-    )
-    scales = None
-    if scale_x is not None:
-        rows, scales = Packing.of(x, scale_x).unpack(rows)
-    handle = Handle(routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows, scales)
-    return rows, counts, handle
+    try:
+        name = name_of(group)
+        if scale_x is not None:
+            _check_scales(x, scale_x)
+        routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
+        rows, counts = OP.entry()(
+            x,
+            routes,
+            num_experts,
+            name,
+            scale_x=scale_x,
+            shard_sizes=shard_sizes,
+            max_rows=max_rows,
+            algorithm=algorithm,
+        )
+        scales = None
+        if scale_x is not None:
+            rows, scales = Packing.of(x, scale_x).unpack(rows)
+        handle = Handle(
+            routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows, scales
+        )
+        return rows, counts, handle
+    except BaseException as error:  # between the two calls
+        break_if_interrupted(group, error)
+        raise

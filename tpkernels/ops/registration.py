@@ -43,7 +43,7 @@ _LIBRARY = torch.library.Library("tpkernels", "DEF")
 # Dims of packed weights, by the name of the argument.
 _PACKED_DIMS = {"w": 3, "weights": 3, "stack": 4}
 _OUR_TAG = re.compile(r" ?tpkernels\{[^}]*\}")
-# Calls with a `CustomMatmul` that are on their way through the dispatcher.
+# Calls with a `CustomMatmul` that are on their way through the dispatcher, which takes no function.
 _CUSTOM_CALLS: dict[int, Callable[[list[torch.Tensor]], None]] = {}
 _numbers = itertools.count()
 
@@ -65,12 +65,13 @@ def arguments_of(schema: torch.FunctionSchema, spec: OpSpec | None = None) -> _C
         described.append((argument.name, has_default, default, argument.kwarg_only, any_rows))
     names = [argument.name for argument in schema.arguments]
     cls = namedtuple("Arguments", names) if spec is None else arguments_class(spec)
+    assert set(names) <= set(cls.__annotations__ or names), f"{op} has an argument {cls} lacks"
     return _C.calls.Arguments(op, described, cls)
 
 
 class Op(Generic[Result]):
-    """An op, callable as its overload ``torch.ops.tpkernels.X.default``. A call that needs neither
-    a gradient nor autocast goes to ``_X`` at once.
+    """An op, callable as its overload ``torch.ops.tpkernels.X.default``. A call with plain tensors
+    that needs no gradient goes to ``_X`` at once.
 
     Args:
         default, unrecorded: the overloads ``X`` and ``_X``.
@@ -130,7 +131,8 @@ class Op(Generic[Result]):
 
     def _record(self, given: Any) -> Any:
         """Run the op where a tensor may require a gradient or have a tangent."""
-        if self._casts and _autocasting():
+        device = given.x.device.type
+        if self._casts and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
             return self._call(self.default, given)
         self._forbid_tangents(given)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(given))):
@@ -143,8 +145,20 @@ class Op(Generic[Result]):
                 f"tpkernels.{self.name} has no gradient with a packed weight; call it under "
                 "torch.no_grad(), or pass the unpacked weight"
             )
+        if any(x.requires_grad for x in _tensors(getattr(given, name) for name in self._options)):
+            raise NotImplementedError(
+                f"tpkernels.{self.name} has no gradient of {', '.join(self._options)}"
+            )
         operands = _tensors(getattr(given, name) for name in self.positional)
-        recorded = _Recorded.apply(self, given, *operands)
+        try:
+            recorded = _Recorded.apply(self, given, *operands)
+        except RuntimeError as error:
+            if "setup_context" not in str(error):
+                raise
+            raise NotImplementedError(
+                f"tpkernels.{self.name} has no gradient under torch.func; call backward, or "
+                "torch.autograd.grad"
+            ) from error
         nested = self.nested(recorded if isinstance(recorded, tuple) else (recorded,))
         return nested if len(nested) > 1 else nested[0]
 
@@ -192,11 +206,15 @@ class Op(Generic[Result]):
             )
 
         number = next(_numbers)
-        _CUSTOM_CALLS[number] = run
         try:
+            _CUSTOM_CALLS[number] = run
             torch.ops.tpkernels.with_operands.default(operands, number)
         finally:
             _CUSTOM_CALLS.pop(number, None)
+        if not results:
+            raise NotImplementedError(
+                f"tpkernels.{self.name} with a CustomMatmul was not run, by a dispatch mode"
+            )
         return results[0]
 
     def _forbid_tangents(self, given: Any) -> None:

@@ -104,4 +104,4 @@ def scaled_grouped_matmul(
         TypeError: a scale is not float32.
         NotImplementedError: a dtype is not supported, or a gradient is needed.
     """
-    return OP(x, w, scale_x, scale_w, counts, out_dtype=out_dtype)
+    return OP.entry()(x, w, scale_x, scale_w, counts, out_dtype=out_dtype)

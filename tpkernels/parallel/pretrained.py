@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels import groups
+from tpkernels import groups, torch_private
 from tpkernels.common import dtypes
 from tpkernels.local.packed import check_finite, pack_integers
 from tpkernels.nn.packing import PackableModule
@@ -65,8 +65,11 @@ class Slot:
         """Return the parts that this rank holds."""
         data = self.parameter.data
         if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
-            chunks = cast("DTensor", data).__create_chunk_list__()
-            return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+            of = cast("DTensor", data)
+            shape, offsets = torch_private.tensor_utils.compute_local_shape_and_global_offset(
+                self.shape, of.device_mesh, of.placements
+            )
+            return [Box(tuple(offsets), tuple(shape))]
         return [Box.full(self.shape)] if self.split is None else self.split.boxes(self.shape)
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ class Algorithm:
     spans_hosts: bool = False
     any_order: bool = False  #: may sum in another order than the ranks', where numerics permits
     sends: bool = False  #: by sends and receives of the process group
-    plain_weights: bool = False  #: multiplies by those alone, not with scales
+    plain_weights: bool = False  #: supports plain weights only, without scales
     unbounded: bool = False  #: its waits have no deadline, so ``auto`` never takes it
     #: The collectives that it has no function for.
     lacks: Mapping[str, frozenset[str]] = field(default_factory=dict)

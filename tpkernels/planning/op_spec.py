@@ -91,7 +91,7 @@ OPS: Mapping[str, OpSpec] = {spec.name: spec for spec in _RECORDS}
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What the ranks of a call must agree on besides its `Problem`'s shape and dtype. ``texts`` is
-    part of the call's signature. Each family of ops has a class; this one says nothing."""
+    part of the call's signature. Each family of ops has a class; this one has no options."""
 
     def texts(self) -> tuple[str, ...]:
         """Return one text per option that is set."""
@@ -118,7 +118,7 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GatherOptions(Options):
-    """Of products of what is gathered."""
+    """Options of an all-gather with a matmul."""
 
     scales: Scales | None = None
     out_dtype: torch.dtype | None = None  #: of the result; None: that on the wire
@@ -134,7 +134,7 @@ class GatherOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceOptions(Options):
-    """Of reductions."""
+    """Options of a reduction."""
 
     x_dtype: torch.dtype
     out_dtype: torch.dtype
@@ -158,7 +158,7 @@ class ReduceOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions(Options):
-    """Of exchanges: the scattered dim, and each rank's rows along it."""
+    """Options of an exchange: the scattered dim, and each rank's rows along it."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -169,7 +169,7 @@ class ExchangeOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedOptions(Options):
-    """Of tokens with routes."""
+    """Options of an op on tokens with routes."""
 
     experts: int  #: of all ranks
     top_k: int  #: experts that a token is routed to
