@@ -76,10 +76,10 @@ void bind_direct(py::module_& m) {
       },
       py::arg("rows"), py::arg("places"), py::arg("weights"), py::arg("out"));
   py::class_<Direct, Bound, std::shared_ptr<Direct>>(m, "Direct")
-      .def(py::init<std::shared_ptr<Collective>, const Arguments&, bool, py::tuple, bool, py::list,
+      .def(py::init<std::shared_ptr<Collective>, const Arguments&, bool, py::tuple, bool, bool,
                     bool, double>(),
            py::arg("collective"), py::arg("arguments"), py::kw_only(), py::arg("in_place"),
-           py::arg("shape"), py::arg("multiplies"), py::arg("products"), py::arg("return_gathered"),
+           py::arg("shape"), py::arg("multiplies"), py::arg("gathers"), py::arg("return_gathered"),
            py::arg("eps"));
 }
 

@@ -112,8 +112,8 @@ void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights,
 }
 
 Direct::Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments,
-               bool in_place, py::tuple shape, bool multiplies, py::list products,
-               bool return_gathered, double eps)
+               bool in_place, py::tuple shape, bool multiplies, bool gathers, bool return_gathered,
+               double eps)
     : collective_(std::move(collective)),
       bias_(arguments.index("bias")),
       residual_(arguments.index("residual")),
@@ -121,7 +121,7 @@ Direct::Direct(std::shared_ptr<const Collective> collective, const Arguments& ar
       in_place_(in_place),
       shape_(std::move(shape)),
       multiplies_(multiplies),
-      products_(std::move(products)),
+      gathers_(gathers),
       return_gathered_(return_gathered),
       eps_(eps) {}
 
@@ -135,7 +135,7 @@ bool Direct::takes(const Slots& slots, const Tensor& x) const {
 }
 
 py::object Direct::run(const Slots& slots, const Tensor& x) const {
-  if (!products_.empty()) return gather_and_multiply(slots, x);
+  if (gathers_ && multiplies_) return gather_and_multiply(slots, x);
   if (in_place_) {
     collective_->run(x, x, epilogue(x));
     return py::none();
@@ -154,10 +154,9 @@ py::object Direct::run(const Slots& slots, const Tensor& x) const {
   if (at(slots, residual_) != Py_None) residual = tensor(at(slots, residual_));
   py::object out = in;
   if (multiplies_) {
-    in = matmul(as_rows(std::move(in), x), slots[1]);
+    in = linear(in, x, slots[1]);
     summand = tensor(in);
-    out = collective_->keeps_shape() ? viewed(in, shape_)
-                                     : empty_like(in, shape_);  // the partial, until it is summed
+    out = collective_->keeps_shape() ? in : empty_like(in, shape_);  // in: the partial
   } else {
     out = empty_like(in, shape_);
   }
@@ -179,11 +178,10 @@ py::object Direct::gather_and_multiply(const Slots& slots, const Tensor& x) cons
     const Tensor gathered = tensor(whole);
     collective_->run(x, gathered, epilogue(gathered));
   }
-  const py::object rows = as_rows(whole, x);
+  const Tensor rows = tensor(whole);
   py::list results;
-  for (std::size_t i = 0; i < products_.size(); ++i) {
-    PyObject* const w = PySequence_Fast_GET_ITEM(slots[1], static_cast<Py_ssize_t>(i));
-    results.append(viewed(matmul(rows, w), py::tuple(products_[i])));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(slots[1]); ++i) {
+    results.append(linear(whole, rows, PySequence_Fast_GET_ITEM(slots[1], i)));
   }
   if (!return_gathered_) whole = empty_like(whole, py::make_tuple(0));
   return py::make_tuple(std::move(whole), std::move(results));

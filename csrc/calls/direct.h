@@ -58,11 +58,9 @@ void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights,
 class Direct final : public Bound {
  public:
   // `shape` is that of the tensor that the collective makes on this rank. `multiplies`: the second
-  // argument is a weight, or a list of them. Of an op that multiplies what it gathers, `products`
-  // are the shapes of the results.
+  // argument is a weight, or a list of them, of an op that `gathers`.
   Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments, bool in_place,
-         pybind11::tuple shape, bool multiplies, pybind11::list products, bool return_gathered,
-         double eps);
+         pybind11::tuple shape, bool multiplies, bool gathers, bool return_gathered, double eps);
 
   bool takes(const Slots& slots, const Tensor& x) const override;
   pybind11::object run(const Slots& slots, const Tensor& x) const override;
@@ -75,7 +73,7 @@ class Direct final : public Bound {
   bool in_place_;
   pybind11::tuple shape_;
   bool multiplies_;
-  pybind11::list products_;
+  bool gathers_;
   bool return_gathered_;
   double eps_;
 };

@@ -263,20 +263,28 @@ bool are_packed(PyObject* weights) {
   });
 }
 
+// A contiguous tensor [..., K] as a matrix [rows, K]; `sizes`, of its shape and strides, lives as
+// long as what is returned.
+Tensor flattened(const Tensor& x, std::int64_t (&sizes)[4]) {
+  Tensor rows = x;
+  const std::int64_t columns = x.shape[x.ndim - 1];
+  sizes[0] = static_cast<std::int64_t>(count_of(x)) / std::max<std::int64_t>(columns, 1);
+  sizes[1] = sizes[2] = columns;
+  sizes[3] = 1;
+  rows.ndim = 2;
+  rows.shape = sizes;
+  rows.strides = sizes + 2;
+  return rows;
+}
+
 // x times each weight; null: Python is to do it.
 py::object multiply_columns(PyObject* object, PyObject* weights) {
   Tensor x{};
   if (!are_packed(weights) || !read(object, &x) || x.ndim < 2 || count_of(x) == 0) return {};
-  const py::object rows = as_rows(py::reinterpret_borrow<py::object>(object), x);
+  const auto operand = py::reinterpret_borrow<py::object>(object);
   py::list results;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(weights); ++i) {
-    py::object result = matmul(rows, PyList_GET_ITEM(weights, i));
-    if (x.ndim != 2) {
-      py::list shape(py::handle(object).attr("shape"));
-      shape[static_cast<std::size_t>(x.ndim - 1)] = tensor(result).shape[1];
-      result = viewed(std::move(result), py::tuple(shape));
-    }
-    results.append(std::move(result));
+    results.append(linear(operand, x, PyList_GET_ITEM(weights, i)));
   }
   return results;
 }
@@ -332,14 +340,30 @@ py::object matmul(const py::object& x, const py::handle& w) {
   return checked(PyObject_Vectorcall(mm.value(), factors, 2, nullptr));
 }
 
-py::object as_rows(py::object object, const Tensor& x) {
-  return x.ndim == 2 ? object : object.attr("flatten")(0, -2);
-}
-
-py::object viewed(py::object rows, const py::tuple& shape) {
-  static PyObject* const view = PyUnicode_InternFromString("view");
-  if (shape.size() == 2) return rows;
-  return checked(PyObject_CallMethodOneArg(rows.ptr(), view, shape.ptr()));
+py::object linear(const py::object& object, const Tensor& x, const py::handle& w) {
+  static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
+  if (x.ndim == 2) return matmul(object, w);
+  py::tuple shape(static_cast<std::size_t>(x.ndim));
+  for (int i = 0; i < x.ndim; ++i) shape[static_cast<std::size_t>(i)] = x.shape[i];
+  const auto last = static_cast<std::size_t>(x.ndim - 1);
+  if (is_contiguous(x) && count_of(x) != 0) {
+    std::int64_t sizes[4], out_sizes[4];
+    const Tensor rows = flattened(x, sizes);
+    Weight weight{};
+    if (read_weight(w.ptr(), rows, &weight)) {
+      const Way way = way_of(rows, weight, weight.dtype,
+                             {static_cast<std::size_t>(rows.shape[0]), std::size_t{0}});
+      if (way.multiply) {
+        shape[last] = weight.n;
+        py::object out = empty(shape, checked(PyObject_GetAttr(object.ptr(), dtype_name)));
+        run(rows, weight, flattened(tensor(out), out_sizes), {}, way);
+        return out;
+      }
+    }
+  }
+  const py::object product = matmul(object.attr("flatten")(0, -2), w);
+  shape[last] = tensor(product).shape[1];
+  return product.attr("view")(shape);
 }
 
 py::object make_columns_kernel(py::object run) {

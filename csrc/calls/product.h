@@ -43,9 +43,8 @@ using Whole = std::pair<std::size_t, std::size_t>;
 // x [rows, K] @ w, plain or packed.
 pybind11::object matmul(const pybind11::object& x, const pybind11::handle& w);
 
-// x [..., K] as a matrix [rows, K], and a matrix in that shape.
-pybind11::object as_rows(pybind11::object object, const Tensor& x);
-pybind11::object viewed(pybind11::object rows, const pybind11::tuple& shape);
+// x [..., K] @ w: [..., N]. Where the extension multiplies, torch makes no views.
+pybind11::object linear(const pybind11::object& object, const Tensor& x, const pybind11::handle& w);
 
 // A kernel of `column_matmul`: multiplies by packed weights without biases, and leaves everything
 // else, such as a refusal, to `run`, Python's.

@@ -56,7 +56,7 @@ class Direct(Bound):
         in_place: bool,
         shape: tuple[int, ...],
         multiplies: bool,
-        products: list[tuple[int, ...]],
+        gathers: bool,
         return_gathered: bool,
         eps: float,
     ) -> None: ...

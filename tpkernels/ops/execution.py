@@ -148,7 +148,7 @@ def _bind_direct(
     """Return what runs calls by `direct` on CPU tensors in the extension; None: Python does,
     because operands or results are converted or split, or a product is the caller's."""
     x, problem, weights = given.x, call.problem, list[Weight]()
-    products, return_gathered, eps = list[tuple[int, ...]](), False, 0.0
+    return_gathered, eps = False, 0.0
     out_dtype: torch.dtype | None = None
     if isinstance(given, RoutedArguments) or problem.spec.scaled:
         return None
@@ -157,7 +157,6 @@ def _bind_direct(
             return None
         weights, out_dtype = list(given.weights), given.out_dtype
         return_gathered = given.return_gathered
-        products = [(*problem.shape[:-1], columns_of(w)) for w in weights]
     elif isinstance(given, ReduceArguments):
         if given.bias is not None and splits_columns(problem):
             return None  # each rank adds its part of the bias
@@ -175,7 +174,7 @@ def _bind_direct(
         in_place=in_place,
         shape=tuple(result_shape(problem, call.group.rank)),
         multiplies=bool(weights),
-        products=products,
+        gathers=problem.spec.gathers,
         return_gathered=return_gathered,
         eps=eps,
     )
