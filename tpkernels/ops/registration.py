@@ -26,7 +26,7 @@ from tpkernels.algorithms import backends
 from tpkernels.groups.call import Call
 from tpkernels.local.product import CustomMatmul
 from tpkernels.ops import execution, validation
-from tpkernels.ops.arguments import arguments_class
+from tpkernels.ops.arguments import OpArguments, arguments_class
 from tpkernels.ops.planned_calls import plan_call
 from tpkernels.ops.problems import fake_result, problem_of
 from tpkernels.planning.op_spec import OPS, OpSpec
@@ -357,19 +357,19 @@ def define(
     arguments = arguments_of(parsed, OPS[record])
     execute = execution_of(OPS[record], in_place=bool(written))
 
-    def for_tuning(given: Any) -> Callable[[Call], Any]:
+    def for_tuning(given: OpArguments) -> Callable[[Call], Any]:
         """Return what runs a planned call and overwrites none of the caller's arguments."""
         copies = given._replace(**{name: getattr(given, name).clone() for name in written})
         return lambda call: backends.run(call, lambda: call, execute, copies)
 
-    def plan(given: Any) -> tuple[Call, _C.calls.Bound | None]:
+    def plan(given: OpArguments) -> tuple[Call, _C.calls.Bound | None]:
         validation.tensors(given._asdict())
         group = groups.get(given.group)
         make_run = functools.partial(for_tuning, given)
         call = plan_call(group, problem_of(record, group, given), given, make_run)
         return call, execution.bind(call, given, arguments, execute, bool(written))
 
-    def run_planned(call: Call, given: Any) -> Any:
+    def run_planned(call: Call, given: OpArguments) -> object:
         return backends.run(call, lambda: plan(given)[0], execute, given)
 
     def fake_kernel(*args: Any, **options: Any) -> Any:
@@ -467,7 +467,7 @@ def _define_autocast(overload: OpOverload, then: OpOverload) -> None:
         _LIBRARY.impl(schema_of(overload).name, functools.partial(cast_and_call, device), key)
 
 
-def _lowered(name: str, value: Any, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Any:
+def _lowered(name: str, value: object, dtype: torch.dtype, out_dtype: torch.dtype | None) -> object:
     """Return an argument as autocast passes it: floating-point tensors in ``dtype``. Unchanged are
     float64, a bias or the weight of a norm in float32 and a residual in the output's dtype, which
     the ops take with 16-bit operands, and a packed weight, whose dtype is checked."""
@@ -503,7 +503,7 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
 
 
-def _replaced(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def _replaced(value: object, tensors: Iterator[torch.Tensor]) -> object:
     """Return an argument with the next of the tensors in the place of each of its own."""
     if isinstance(value, (list, tuple)):
         return [_replaced(each, tensors) for each in value]
