@@ -1,4 +1,4 @@
-"""What csrc/calls/dlpack.h declares is what torch's own header says."""
+"""The structs in csrc/calls/dlpack.h match the header that torch ships."""
 
 from __future__ import annotations
 

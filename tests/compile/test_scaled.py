@@ -1,4 +1,4 @@
-"""Collectives next to ``torch._scaled_mm``: what the pass makes of them, what it leaves alone."""
+"""The compiler pass on collectives next to ``torch._scaled_mm``: rewritten or left unchanged."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def gather(call: Call, given: GatherArguments) -> Result:
         return gathered
     whole = empty(problem.shape, problem.dtype, x.device) if given.return_gathered else None
     weights: Sequence[Weight | Product] = given.weights
-    assert isinstance(problem.options, GatherOptions)
+    assert isinstance(problem.options, GatherOptions)  # `options_as` would be one call more
     dtype = problem.options.out_dtype or x.dtype
     outs = [empty((*problem.shape[:-1], columns_of(w)), dtype, x.device) for w in given.weights]
     if scale is not None:

@@ -125,7 +125,8 @@ class Op(Generic[Result]):
             return uncompiled(self._enter, *args, **options)
         return self.default(*args, **options)
 
-    def _call(self, function: Callable[..., Any], given: Any) -> Any:
+    def call(self, function: Callable[..., Any], given: Any) -> Any:
+        """Call one of the op's overloads, or its kernel."""
         options = {name: getattr(given, name) for name in self._options}
         return function(*(getattr(given, name) for name in self.positional), **options)
 
@@ -133,10 +134,10 @@ class Op(Generic[Result]):
         """Run the op where a tensor may require a gradient or have a tangent."""
         device = given.x.device.type
         if self._casts and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-            return self._call(self.default, given)
+            return self.call(self.default, given)
         self._forbid_tangents(given)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(given))):
-            return self._call(self.unrecorded, given)
+            return self.call(self.unrecorded, given)
         if self.backward is None:
             raise NotImplementedError(f"tpkernels.{self.name} has no gradient; {self._no_gradient}")
         second = self.positional[1]
@@ -161,11 +162,6 @@ class Op(Generic[Result]):
             ) from error
         nested = self.nested(recorded if isinstance(recorded, tuple) else (recorded,))
         return nested if len(nested) > 1 else nested[0]
-
-    def run_unrecorded(self, given: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        """Return the op's result, and its tensors."""
-        result = self._call(self.unrecorded, given)
-        return result, tuple(_tensors([result]))
 
     def nested(self, flat: Sequence[Any]) -> tuple[Any, ...]:
         """Return tensors as the op returns them: the last may be a list."""
@@ -202,7 +198,7 @@ class Op(Generic[Result]):
         def run(resolved: list[torch.Tensor]) -> None:
             left = iter(resolved)
             results.append(
-                self._call(self._kernel, given._make(_replaced(value, left) for value in given))
+                self.call(self._kernel, given._make(_replaced(value, left) for value in given))
             )
 
         number = next(_numbers)
@@ -239,7 +235,8 @@ class _Recorded(torch.autograd.Function):
             for name, value in values.items()
             if list(_tensors([value]))
         }
-        result, flat = op.run_unrecorded(given)
+        result = op.call(op.unrecorded, given)
+        flat = tuple(_tensors([result]))
         assert op.save is not None
         op.save(ctx, given, result)
         return flat if len(flat) > 1 else flat[0]
@@ -483,15 +480,11 @@ def _lowered(name: str, value: object, dtype: torch.dtype, out_dtype: torch.dtyp
     return value.to(dtype)
 
 
-def _autocasting() -> list[str]:
-    """Return the types of devices for which autocast is on."""
-    return [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-
-
 def _without_autocast() -> ExitStack:
     stack = ExitStack()
-    for device in _autocasting():
-        stack.enter_context(torch.autocast(device, enabled=False))
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
     return stack
 
 

@@ -22,16 +22,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from transformers import ContinuousBatchingManager, PreTrainedTokenizerFast
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
-from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from tpkernels.integrations.transformers.sampling import Logprob
 from tpkernels.integrations.transformers.serving.api import ApiError, TextPiece, Wanted
 from tpkernels.integrations.transformers.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingManager, PreTrainedTokenizerFast
+    from transformers.generation.continuous_batching.requests import GenerationOutput
 
 FAILED = 500, "the generation failed; see the log of the server"
 STOPPING = 503, "the server is stopping"
